@@ -8,6 +8,7 @@ from benchmarks.network_rows import (
     Row,
     published,
 )
+from moe.planning.goodput import effective_time
 
 _MINUTES = 60
 
@@ -16,11 +17,6 @@ _MINUTES = 60
 def goodput_rows() -> list[Row]:
     """Returns G1 and G2: the share of time without stalls, and failures of a published run."""
     return [*_stalls(), *_published_run()]
-
-
-def effective_time(stall: float, mtbf: float) -> float:
-    """Returns the share of time that a job works which stalls once in every `mtbf`."""
-    return 1 - stall / mtbf
 
 
 def _stalls() -> list[Row]:

@@ -20,6 +20,7 @@ from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import Mesh, MeshConfig
+from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
 from moe.files import check_kind, output_path
 from moe.models.subsets import select_parameters
@@ -110,7 +111,7 @@ def build_run(
 
     dev = None
     if data.build_dev_scorer is not None:
-        dev = data.build_dev_scorer(world, recipe.mesh, built.mesh)
+        dev = data.build_dev_scorer(world, recipe.mesh.launched, built.mesh)
     earlier_checkpoints = None
     if recipe.optimizer_state == "keep":
         earlier_checkpoints = pretrained.absolute().parent / CHECKPOINTS_FOLDER
@@ -125,6 +126,7 @@ def build_run(
         dev=dev,
         probe_source=probe_source,
         workers=workers,
+        replicas=find_replica_groups(recipe.mesh, world),
     )
 
 
@@ -166,6 +168,19 @@ def read_data(
     return read_tasks(mixture)
 
 
+def check_seeds_alone(mesh: MeshConfig, seeds: list[int] | None) -> None:
+    """Refuses several runs, one after the other, of replica groups that may be lost.
+
+    A group that comes back would be in another run than the rest.
+    """
+    if seeds is not None and mesh.on_lost_replica is not None:
+        raise ConfigError(
+            f"--seeds starts {len(seeds)} runs one after the other, and mesh.on_lost_replica is "
+            f"{mesh.on_lost_replica}: a replica group that comes back would not know which of them "
+            "the others are in. Start every seed by itself with --seed."
+        )
+
+
 def main(argv: list[str], read_tasks: TaskReader | None = None) -> None:
     """Reads the recipe, fine-tunes, and says where the models are and what they score.
 
@@ -183,6 +198,8 @@ def main(argv: list[str], read_tasks: TaskReader | None = None) -> None:
         out = output_path(arguments.out, inputs=[pretrained, arguments.train])
         check_kind(out, "training run" if arguments.seeds is None else JOB)
         runs = seed_runs(recipe, arguments.seeds, out)
+        find_replica_groups(recipe.mesh, world)
+        check_seeds_alone(recipe.mesh, arguments.seeds)
 
         def check_folders() -> None:
             for _, folder in runs:

@@ -10,6 +10,10 @@ then those that send for the shortest time.
     stmoe plan --preset st-moe-32b --mesh.ep 64 --mesh.tp 16 --training.batch_size 2048 \
         --network recipes/networks/tpu_v3_pod.yaml --place tp=4x4,ep=8x8 --dead 260,261,292,293
 
+    stmoe plan --preset st-moe-l --mesh.dp_replicate 8 --mesh.ep 16 --training.batch_size 2048 --mtbf 3h
+
+With a time between failures it says what they leave of the run, for each way to survive them.
+
 On a network it times every collective, with the schedule that is best there, and says what dead
 ranks cost. See docs/guides/network.md.
 """
@@ -25,6 +29,7 @@ from moe.errors import ConfigError
 from moe.files import output_path, write_text
 from moe.models.presets import PRESETS
 from moe.network.topology_file import Network, read_content, read_network
+from moe.planning.goodput import FailureCosts, parse_duration, show_survivals, survivals
 from moe.planning.network import NetworkTimer
 from moe.planning.network_measure import measure_network, show_measurement
 from moe.planning.network_placement import Placement, place_by_tiles, place_in_order
@@ -37,6 +42,14 @@ from moe.planning.workload import Workload
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand
 from moe.training.recipe import PretrainRecipe
+
+_FAILURE_COSTS = {
+    "restart": ("10min", "with --mtbf: from a failure until the lost ranks are there again"),
+    "saves": ("30min", "with --mtbf: from one checkpoint to the next"),
+    "stall": ("10s", "with --mtbf: from the loss of a replica group until the others go on"),
+    "heal": ("30s", "with --mtbf: in which the others wait for a group that comes back"),
+}
+"""Default and meaning of the times that a failure takes."""
 
 _MOST_DIGITS = 6
 _NEED_NETWORK = ("place", "dead", "trace", "page", "measure")
@@ -78,6 +91,12 @@ def plan_command() -> RecipeCommand[PretrainRecipe]:
     explanation = "rank the meshes of so many ranks; needs --memory"
     command.add_argument("--suggest", type=int, help=explanation)
 
+    # What failures cost.
+    explanation = "time between failures of all ranks together, e.g. 3h: what do they leave?"
+    command.add_argument("--mtbf", type=str, help=explanation)
+    for name, (default, explanation) in _FAILURE_COSTS.items():
+        command.add_argument(f"--{name}", type=str, help=f"{explanation} ({default})")
+
     # What all from here on is about.
     explanation = "file of the network: times every collective on it, see recipes/networks"
     command.add_argument("--network", type=Path, help=explanation)
@@ -104,23 +123,31 @@ def main(argv: list[str]) -> None:
     if arguments.measure is not None:
         measure_command(arguments)
         return
+    costs = read_failure_costs(arguments)
     config = recipe.build_config()
     workload = read_workload(recipe)
     memory = None if arguments.memory is None else parse_bytes(arguments.memory)
 
     # One mesh: its plan.
     if arguments.suggest is None:
-        check_run_fits(recipe, config, recipe.mesh.num_ranks, workload.lengths)
+        check_run_fits(recipe, config, recipe.mesh.launched.num_ranks, workload.lengths)
         plan = make_plan(build_model(config), workload, recipe.mesh)
         title = arguments.preset or "the recipe's model"
         if network is None:
             print(show_plan(plan, title, memory))
-            return
-        print(show_needs(plan, title, memory), end="\n\n", flush=True)
-        print_network_plan(plan, network, arguments)
+        else:
+            print(show_needs(plan, title, memory), end="\n\n", flush=True)
+            print_network_plan(plan, network, arguments)
+        if costs is not None:
+            ways = survivals(recipe.mesh, costs)
+            print(f"\n{show_survivals(recipe.mesh, costs, ways)}")
         return
 
     # All meshes of so many ranks.
+    if costs is not None:
+        raise ConfigError(
+            "--mtbf is about one mesh, and --suggest about all. Leave one of them out."
+        )
     if memory is None or arguments.suggest < 1:
         raise ConfigError(
             "--suggest needs a number of ranks above 0, and --memory of a device, e.g. 80GiB."
@@ -132,6 +159,29 @@ def main(argv: list[str]) -> None:
     dead = read_dead(arguments.dead, network)
     suggestions = suggest_on_network(plans, network, memory, dead)
     print(show_network_suggestions(suggestions, network, memory))
+
+
+def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
+    """Returns how long failures take; None where they are not asked about.
+
+    Raises:
+        ConfigError: When a time is none, or is given without `--mtbf`.
+    """
+    seconds: dict[str, float] = {}
+    for name, (default, _) in _FAILURE_COSTS.items():
+        text = getattr(arguments, name)
+        if text is not None and arguments.mtbf is None:
+            raise ConfigError(f"--{name} is about failures. Give the time between them: --mtbf 3h.")
+        seconds[name] = parse_duration(f"--{name}", text or default)
+    if arguments.mtbf is None:
+        return None
+    return FailureCosts(
+        mtbf=parse_duration("--mtbf", arguments.mtbf),
+        restart=seconds["restart"],
+        checkpoint=seconds["saves"],
+        stall=seconds["stall"],
+        heal=seconds["heal"],
+    )
 
 
 # ---------------------------------------------------------------------------

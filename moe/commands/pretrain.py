@@ -19,6 +19,7 @@ from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.distributed.launch import World, launch
+from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
 from moe.files import check_kind, output_path
 from moe.training.build import build_new_model, check_run_fits
@@ -59,6 +60,7 @@ def build_run(
         held_out=held_out,
         probe_source=unseen,
         workers=recipe.data.workers,
+        replicas=find_replica_groups(recipe.mesh, world),
     )
 
 
@@ -111,6 +113,7 @@ def main(argv: list[str]) -> None:
         recipe, arguments = command.parse(argv)
         out = output_path(arguments.out, inputs=[arguments.corpus, arguments.tokenizer])
         check_kind(out, "training run")
+        find_replica_groups(recipe.mesh, world)
 
         run = build_run(recipe, arguments.corpus, arguments.tokenizer, out, world)
         config = run.built.model.config

@@ -18,6 +18,7 @@ VERBS = {
     "plan": Verb("plan", "say what a run needs on a mesh, without any device"),
     "pretrain": Verb("pretrain", "pre-train a model by span corruption", RESUME),
     "finetune": Verb("finetune", "fine-tune a model on pairs of texts", RESUME),
+    "goodput": Verb("goodput", "say what the seconds of a run went into"),
     "generate": Verb("generate", "answer texts with a model"),
     "inspect": Verb("inspect_router", "see, replay and edit what the routers of a model do"),
     "convert": Verb("convert", "convert a checkpoint of T5, Switch, T5X or ours"),

@@ -5,6 +5,7 @@ With one rank they change nothing.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -157,6 +158,16 @@ def sum_each_over_ranks(
         values: <any>[...] this rank's parts; left as they are.
         group: Ranks that take part; None for all.
     """
+    return sum_each(values, partial(sum_over_ranks, group=group))
+
+
+def sum_each(values: Sequence[Tensor], sum_one: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Returns the sum of each tensor; `sum_one` is called once for each dtype.
+
+    Args:
+        values: <any>[...] this rank's parts; left as they are.
+        sum_one: Returns the sum of a flat tensor <any>[N] over ranks.
+    """
     indices_by_dtype: dict[torch.dtype, list[int]] = {}
     for index, value in enumerate(values):
         indices_by_dtype.setdefault(value.dtype, []).append(index)
@@ -165,7 +176,7 @@ def sum_each_over_ranks(
     for indices in indices_by_dtype.values():
         # All of a dtype travel as one flat tensor.
         flat = torch.cat([values[index].flatten() for index in indices])
-        flat_sum = sum_over_ranks(flat, group)
+        flat_sum = sum_one(flat)
 
         # Each gets its piece of the sum back, in its own shape.
         start = 0

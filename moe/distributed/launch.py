@@ -43,12 +43,14 @@ class World(NamedTuple):
         size: How many there are; 1 when torchrun did not start this process.
         local_rank: This one's number on its machine; its GPU has the same.
         device_type: `cuda` or `cpu`, for `build_mesh`.
+        timeout: Seconds that it waits for others.
     """
 
     rank: int
     size: int
     local_rank: int
     device_type: str
+    timeout: float = DEFAULT_TIMEOUT
 
     def print_on_rank_zero(self, text: str) -> None:
         """Prints a line for people, once for all ranks."""
@@ -82,10 +84,10 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
 
     # One process that torchrun did not start.
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        yield World(0, 1, 0, device_type)
+        yield World(0, 1, 0, device_type, timeout)
         return
 
-    world = _read_environment(device_type)
+    world = _read_environment(device_type)._replace(timeout=timeout)
     with _default_group_timeout(timedelta(seconds=timeout)):
         _join_ranks(world, timeout)
         failed = True

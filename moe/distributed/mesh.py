@@ -6,8 +6,8 @@ exchanges rows over its `ep` axis.
 
 import itertools
 import math
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, NamedTuple, get_args
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -23,6 +23,8 @@ from moe.network.algorithms import ALL_REDUCE, ALL_TO_ALL
 
 AXES = ("dp_replicate", "dp_shard", "ep", "tp")
 """Axes of every mesh, from the slowest network to the fastest: neighbouring ranks are of one `tp`."""
+
+LostReplicaPolicy = Literal["constant_work", "shrink"]
 
 _MAX_RANKS = 1_000_000
 """Most ranks of a mesh."""
@@ -56,6 +58,9 @@ class MeshConfig:
             `ring 4x4 without 5,6 in bfloat16`: an algorithm, the grid of the ranks of an axis, its
             dead ranks, and what travels. Null for torch's own collectives.
         expert_exchange: Schedule by which rows travel over `ep`, likewise. Null for torch's own.
+        on_lost_replica: What becomes of a step when one of the `dp_replicate` replicas is lost, each
+            of which is launched by itself: `constant_work` has the others take its rows over,
+            `shrink` leaves them out. Null launches all ranks together, and the run ends.
 
     Source:
         ST-MoE (arXiv:2202.08906) §5: an outer x inner x model mesh; 2-D gradient summation
@@ -69,6 +74,7 @@ class MeshConfig:
     ep_nodes: int = 1
     gradient_reduction: str | None = None
     expert_exchange: str | None = None
+    on_lost_replica: LostReplicaPolicy | None = None
 
     def __post_init__(self) -> None:
         for name in (*AXES, "ep_nodes"):
@@ -87,6 +93,7 @@ class MeshConfig:
 
         self._check_gradient_reduction()
         self._check_expert_exchange()
+        self._check_on_lost_replica()
 
     def _check_gradient_reduction(self) -> None:
         """Raises a ConfigError unless the schedule fits every group that sums gradients."""
@@ -116,6 +123,25 @@ class MeshConfig:
         expected = "no wire: rows travel in the dtype that they have"
         check(not choice.bfloat16, choice.name, choice.text, expected)
         choice.check_group(self.ep, "ep")
+
+    def _check_on_lost_replica(self) -> None:
+        """Raises a ConfigError unless there are replicas that may be lost, summed by torchft."""
+        name = "mesh.on_lost_replica"
+        policy = self.on_lost_replica
+        if policy is None:
+            return
+        check_choice(name, policy, get_args(LostReplicaPolicy))
+        expected = "null where mesh.dp_replicate is 1 and there is no other replica"
+        check(self.dp_replicate > 1, name, policy, expected)
+        expected = "null with mesh.gradient_reduction, whose ranks are fixed"
+        check(self.gradient_reduction is None, name, policy, expected)
+
+    @property
+    def launched(self) -> "MeshConfig":
+        """Mesh of the ranks that one launch starts: one replica where replicas may be lost, else all."""
+        if self.on_lost_replica is None:
+            return self
+        return replace(self, dp_replicate=1, on_lost_replica=None)
 
     @property
     def gradient_schedule(self) -> ScheduleChoice | None:

@@ -3,15 +3,13 @@
 Each is a sum over tokens or groups, divided by a count of the whole batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from einops import reduce
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from moe.distributed.collectives import sum_each_over_ranks
 from moe.errors import ConfigError
 from moe.kernels.cross_entropy import vocabulary_losses
 from moe.models.configuration import STMoEConfig
@@ -101,10 +99,17 @@ def count_losses(
     )
 
 
-def sum_counts(counts: LossCounts, group: ProcessGroup | None) -> LossCounts:
-    """Returns the counts of the parts of all ranks of `group`; `balance_totals` stay as they are."""
+def sum_counts(
+    counts: LossCounts, sum_each: Callable[[Sequence[Tensor]], list[Tensor]]
+) -> LossCounts:
+    """Returns the counts of the parts of all ranks; `balance_totals` stay as they are.
+
+    Args:
+        counts: Of the part of this rank.
+        sum_each: Returns the sum of each tensor over the ranks.
+    """
     local = [counts.target_tokens, *counts.encoder, *counts.decoder]
-    target_tokens, *sums = sum_each_over_ranks(local, group)
+    target_tokens, *sums = sum_each(local)
 
     # In the order in which they were listed.
     num_fields = len(StackCounts._fields)
@@ -112,6 +117,15 @@ def sum_counts(counts: LossCounts, group: ProcessGroup | None) -> LossCounts:
         target_tokens=target_tokens,
         encoder=StackCounts(*sums[:num_fields]),
         decoder=StackCounts(*sums[num_fields:]),
+    )
+
+
+def add_counts(a: LossCounts, b: LossCounts) -> LossCounts:
+    """Returns the counts of two parts of a batch together, without `balance_totals`."""
+    return LossCounts(
+        target_tokens=a.target_tokens + b.target_tokens,
+        encoder=StackCounts(*map(torch.add, a.encoder, b.encoder)),
+        decoder=StackCounts(*map(torch.add, a.decoder, b.decoder)),
     )
 
 

@@ -43,12 +43,15 @@ def check_run_fits(
     Args:
         recipe: Gives the mesh and the sizes of batches.
         config: Configuration of the model.
-        num_ranks: Ranks that are running.
+        num_ranks: Ranks that this launch has started.
         lengths: Tokens of a row in the encoder and the decoder; None when batches differ.
 
     Raises:
         ConfigError: With the numbers and what would fit.
     """
+    # Replicas that may be lost are launched by themselves.
+    num_ranks *= recipe.mesh.num_ranks // recipe.mesh.launched.num_ranks
+
     is_sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
     if lengths is None or not is_sparse:
         check_mesh(recipe.mesh, mesh_limits(config, num_ranks, num_groups=None))
@@ -72,13 +75,13 @@ def build_new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> Bu
         model = STMoEForConditionalGeneration(config)
 
     # Sharded before it has memory; one process is a mesh of one rank.
-    if recipe.mesh.num_ranks == 1:
+    if recipe.mesh.launched.num_ranks == 1:
         mesh = None
         mesh_config = MeshConfig()
         coordinate = MeshCoordinate(0, 0, 0, 0)
-        layouts = model_layouts(model, config, recipe.mesh)
+        layouts = model_layouts(model, config, recipe.mesh.launched)
     else:
-        mesh = build_mesh(recipe.mesh, device_type)
+        mesh = build_mesh(recipe.mesh.launched, device_type)
         mesh_config = mesh.config
         coordinate = MeshCoordinate.of(mesh)
         layouts = shard_model(model, mesh, bfloat16=_in_bfloat16(recipe))
@@ -100,13 +103,13 @@ def load_pretrained_model(
         CheckpointError: When the folder's weights are not complete.
     """
     # On a mesh a rank reads its own shards alone.
-    if recipe.mesh.num_ranks == 1:
+    if recipe.mesh.launched.num_ranks == 1:
         mesh = None
         model = load_complete(STMoEForConditionalGeneration, folder, config=config)
-        layouts = model_layouts(model, config, recipe.mesh)
+        layouts = model_layouts(model, config, recipe.mesh.launched)
         torch.nn.Module.to(model, local_device(device_type))
     else:
-        mesh = build_mesh(recipe.mesh, device_type)
+        mesh = build_mesh(recipe.mesh.launched, device_type)
         bfloat16 = _in_bfloat16(recipe)
         model, layouts = load_model_on_mesh(folder, mesh, config=config, bfloat16=bfloat16)
 

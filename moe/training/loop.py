@@ -2,63 +2,51 @@
 
 import dataclasses
 import math
-import sys
-import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
-from moe.checkpoint.best_model import DevEvaluation, remove_scores, score_model
+from moe.checkpoint.best_model import remove_scores
 from moe.checkpoint.final_model import damage_of_model, export_model
 from moe.checkpoint.integrity import latest_checkpoint, newest_whole_checkpoint
 from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.run_state import RunState, check_same_run, load_state
 from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
-from moe.data.batches_ahead import batches_ahead
-from moe.data.pipeline import ALL_ROWS, BatchSource
 from moe.distributed.collectives import (
     broadcast_from_rank_zero,
     enter_on_rank_zero,
     is_rank_zero,
 )
-from moe.distributed.mesh import Mesh, MeshConfig
-from moe.distributed.waiting import Waits, measured_waits
+from moe.distributed.mesh import MeshConfig
+from moe.distributed.replica_groups import LostStepError
+from moe.distributed.waiting import measured_waits
 from moe.errors import CheckpointError, DataError, DivergenceError, Interrupted, NonFiniteError
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.kernels.product_choice import products_in_use, use_products
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
-from moe.training.build import BuiltModel
 from moe.training.command import save_recipe
-from moe.training.heldout_loss import HeldOut, evaluate_held_out, to_device
 from moe.training.interruption import stop_requests
-from moe.training.metrics import METRICS_FILE, MetricsWriter, step_values
+from moe.training.metrics import METRICS_FILE
 from moe.training.probe import (
     PROBE_FOLDER,
     RoutingProbe,
     check_probe,
-    max_logits,
-    probe_histograms,
-    probe_values,
 )
-from moe.training.recipe import Recipe, with_later_settings
+from moe.training.recipe import with_later_settings
 from moe.training.recipe_files import rename_settings
-from moe.training.router_health import RouterHealth, layer_keys
-from moe.training.step import StepMetrics, train_step
-from moe.training.stragglers import RankClock, StragglerWatch, metric_values, straggler_text
+from moe.training.reporter import Reporter, is_due, open_metrics, warn_on_rank_zero
+from moe.training.run import CHECKPOINTS_FOLDER, FOLDER_KIND, MODEL_FOLDER, RECIPE_FILE, Run
+from moe.training.step import StepMetrics, StepRanks, take_step
+from moe.training.turns import LiveState, ShareSource, Turn, live_turns
 
-FOLDER_KIND = "training run"
-MODEL_FOLDER = "model"
-CHECKPOINTS_FOLDER = "checkpoints"
-RECIPE_FILE = "recipe.yaml"
+_MESH_SETTINGS = frozenset(f"mesh.{axis.name}" for axis in dataclasses.fields(MeshConfig))
 
 # Settings that a resumed run may have changed: no loss depends on them.
-_CHANGEABLE_SETTINGS = frozenset(
+_CHANGEABLE_SETTINGS = _MESH_SETTINGS.union(
     {
         "training.activation_checkpointing",
         "training.log_every",
@@ -70,41 +58,8 @@ _CHANGEABLE_SETTINGS = frozenset(
         "training.keep_checkpoints",
         "training.micro_batch_size",
         "data.workers",
-        *(f"mesh.{axis.name}" for axis in dataclasses.fields(MeshConfig)),
     }
 )
-
-
-class Run(NamedTuple):
-    """Everything that a run is made of.
-
-    Attributes:
-        folder: Receives metrics.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml, with
-            several ranks rank_seconds.jsonl, and in the end model/; on several machines it lies on
-            a file system that all of them see.
-        recipe: All settings.
-        built: The model with its initial weights, on its device or mesh.
-        tokenizer: Saved beside the model.
-        source: Training batches.
-        held_out: Batches for the held-out loss; None for no such measure.
-        earlier_checkpoints: Folder of the checkpoints of an earlier run, whose optimizer state the
-            first step starts with; None for fresh state.
-        dev: Scores models at every evaluation; the best stays in best/, see best_model.py. None
-            for no scores.
-        probe_source: Held-out batches, not packed, of which the first are probed; None for none.
-        workers: Processes that make batches ahead; see `batches_ahead`.
-    """
-
-    folder: Path
-    recipe: Recipe
-    built: BuiltModel
-    tokenizer: PreTrainedTokenizerFast
-    source: BatchSource
-    held_out: HeldOut | None
-    earlier_checkpoints: Path | None = None
-    dev: DevEvaluation | None = None
-    probe_source: BatchSource | None = None
-    workers: int | None = 0
 
 
 def train(run: Run, *, resume: bool = False, description: str = "train") -> Path:
@@ -151,12 +106,12 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         with (
             stop_requests() as stop_requested,
             measured_waits() as waits,
-            _open_metrics(run.folder, first_step) as writer,
+            open_metrics(run.folder, first_step) as writer,
             CheckpointWriter(
                 run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start.damaged
             ) as checkpoints,
         ):
-            reporter = _Reporter(run, writer, probe, waits, description)
+            reporter = Reporter(run, writer, probe, waits, description, first_step)
             _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
 
         # The model's folder is what tells a complete run from one that was stopped.
@@ -172,14 +127,14 @@ def _run_steps(
     run: Run,
     optimizer: torch.optim.Optimizer,
     first_step: int,
-    reporter: "_Reporter",
+    reporter: Reporter,
     checkpoints: CheckpointWriter,
     stop_requested: Callable[[], int | None],
 ) -> None:
     """Takes all steps from `first_step` on, reporting and saving as often as the recipe says."""
     model, layouts, mesh = run.built
     training = run.recipe.training
-    rows = mesh.rows(run.source.batch_size) if mesh else ALL_ROWS
+    ranks = StepRanks(mesh, run.replicas)
 
     # A held-out loss before any update is what the others are compared with; so is a probe.
     model.train()
@@ -187,23 +142,23 @@ def _run_steps(
         reporter.report_held_out(0)
         reporter.report_probe(0)
 
-    steps = range(first_step, training.steps)
-    made = batches_ahead(run.source, rows, steps, workers=run.workers)
-    with closing(made) as batches, reporter.progress_bar(first_step) as bar:
+    turns = _turns(run, optimizer, first_step)
+    with closing(turns), reporter.progress_bar(first_step) as bar:
         reporter.restart_clock()
-        for step in steps:
-            reporter.begin_step()
-            with reporter.waiting_for_data():
-                batch = to_device(next(batches), model.device)
+        for step, shares, data_wait in reporter.measured(turns):
             done = step + 1
             with _divergence_where_not_finite(done, run.folder):
-                metrics = train_step(model, optimizer, run.recipe, batch, step, mesh)
+                try:
+                    metrics = take_step(model, optimizer, run.recipe, shares, step, ranks)
+                except LostStepError:
+                    continue  # it comes again
+                reporter.count_step(data_wait)
 
                 # From here on the step counts as done; weights that are not finite are never saved.
                 _refuse_non_finite(metrics, done, run.folder)
                 reporter.report_step(done, metrics, bar)
 
-                if _is_due(done, training.evaluate_every, training.steps):
+                if is_due(done, training.evaluate_every, training.steps):
                     reporter.report_held_out(done)
                     reporter.report_dev_scores(done)
                     reporter.restart_clock()
@@ -211,8 +166,8 @@ def _run_steps(
 
             # A run that is asked to end keeps what it has done.
             signal_number = stop_requested()
-            is_due = _is_due(done, training.checkpoint_every, training.steps)
-            if is_due or signal_number is not None:
+            saves = is_due(done, training.checkpoint_every, training.steps)
+            if saves or signal_number is not None:
                 checkpoint = checkpoints.save(model, optimizer, layouts, _run_state(run, done))
                 if signal_number is not None:
                     checkpoints.wait()
@@ -221,9 +176,25 @@ def _run_steps(
                     )
 
 
-def _is_due(step: int, every: int, last_step: int) -> bool:
-    """Returns whether something happens after `step` updates: every so often, and at the end."""
-    return step % every == 0 or step == last_step
+def _turns(
+    run: Run, optimizer: torch.optim.Optimizer, first_step: int
+) -> Generator[Turn, None, None]:
+    """Returns the steps from `first_step` on, with this rank's rows of their batches."""
+    steps = range(first_step, run.recipe.training.steps)
+    source = ShareSource(run.source, run.recipe.mesh, run.workers, run.built.model.device)
+    if run.replicas is None:
+        mesh = run.built.mesh
+        source = source._replace(config=mesh.config if mesh else MeshConfig())
+        return source.turns([mesh.data_rank if mesh else 0], steps)
+
+    # Groups that do not train the same run would spoil each other's weights.
+    def check_settings(others: RunState) -> None:
+        where = Path("The state of the live replica groups")
+        changeable = _CHANGEABLE_SETTINGS - _MESH_SETTINGS
+        check_same_run(where, others, _run_state(run, others.step), changeable)
+
+    state = LiveState(run.built, optimizer, _run_state(run, first_step), check_settings)
+    return live_turns(run.replicas, source, state, steps)
 
 
 def _build_optimizer(run: Run) -> torch.optim.Optimizer:
@@ -266,166 +237,12 @@ def _divergence(what: str, folder: Path) -> DivergenceError:
 
 
 # ---------------------------------------------------------------------------
-# Reports
-
-
-class _Reporter:
-    """Reports steps, held-out losses, dev scores and probes: to metrics.jsonl and on the progress bar.
-
-    Every rank measures; rank zero writes and warns.
-
-    Args:
-        run: What is trained.
-        writer: Writes metrics; None on other ranks than zero.
-        probe: Records the routing of a text; None for none.
-        waits: Counts what this rank waits for others.
-        description: Label of the progress bar.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        writer: MetricsWriter | None,
-        probe: RoutingProbe | None,
-        waits: Waits,
-        description: str,
-    ) -> None:
-        self._run = run
-        self._writer = writer
-        self._probe = probe
-        self._description = description
-        self._health = RouterHealth(layer_keys(run.built.model.config))
-        self._ranks = _rank_clock(run.built.mesh, waits)
-        self._stragglers = StragglerWatch()
-        self.restart_clock()
-
-    def progress_bar(self, first_step: int) -> "tqdm[NoReturn]":
-        """Returns a progress bar over the steps; on other ranks than zero it shows nothing."""
-        return tqdm(
-            total=self._run.recipe.training.steps,
-            initial=first_step,
-            desc=self._description,
-            unit="step",
-            mininterval=1.0,
-            disable=self._writer is None,
-        )
-
-    def restart_clock(self) -> None:
-        """Begins to count tokens and seconds anew, after something that is not training."""
-        self._started = time.perf_counter()
-        self._tokens = 0.0
-        self._data_seconds = 0.0
-        self._num_steps = 0
-
-    @contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Counts the seconds of the block as those for which a step waits for its batch."""
-        started = time.perf_counter()
-        yield
-        self._data_seconds += time.perf_counter() - started
-        self._num_steps += 1
-
-    def begin_step(self) -> None:
-        """Begins to measure the work of this rank; `report_step` ends it."""
-        if self._ranks is not None:
-            self._ranks.begin_step()
-
-    def report_step(self, step: int, metrics: StepMetrics, bar: "tqdm[NoReturn]") -> None:
-        """Counts an update, and writes its metrics when they are due."""
-        training = self._run.recipe.training
-        self._tokens += float(metrics.tokens)
-        self._report_ranks(step)
-        if self._writer is not None and _is_due(step, training.log_every, training.steps):
-            tokens_per_second = self._tokens / (time.perf_counter() - self._started)
-            data_wait = self._data_seconds / self._num_steps
-            self._writer.write(step, step_values(metrics, tokens_per_second, data_wait))
-            self._health.observe(step, metrics.layer_stats)
-            ce_loss = f"{float(metrics.ce_loss):.3f}"
-            bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
-            self.restart_clock()
-        bar.update()
-
-    def _report_ranks(self, step: int) -> None:
-        """Counts the work of this rank, and writes that of all ranks when it is due."""
-        if self._ranks is None:
-            return
-        self._ranks.end_step()
-        training = self._run.recipe.training
-        if not _is_due(step, training.log_every, training.steps):
-            return
-
-        # Every rank takes part; rank zero compares and writes.
-        seconds = self._ranks.gather()
-        if self._writer is not None:
-            straggler = self._stragglers.observe(seconds)
-            self._writer.write(step, metric_values(seconds, straggler))
-            self._writer.write_ranks(step, seconds.columns)
-            if straggler is not None and self._stragglers.is_news:
-                _warn_on_rank_zero(straggler_text(seconds, step))
-
-    def report_held_out(self, step: int) -> None:
-        """Writes the held-out loss after `step` updates, if there are held-out batches."""
-        run = self._run
-        if run.held_out is None or run.held_out.num_batches == 0:
-            return
-        bfloat16 = run.recipe.training.precision == "bfloat16"
-        values = evaluate_held_out(run.built.model, run.held_out, run.built.mesh, bfloat16=bfloat16)
-        if self._writer is not None:
-            self._writer.write(step, values)
-
-    def report_dev_scores(self, step: int) -> None:
-        """Writes the dev scores after `step` updates, if there are any, and keeps the best model."""
-        run = self._run
-        if run.dev is None:
-            return
-
-        def export(folder: Path) -> None:
-            export_model(*run.built, folder, run.tokenizer)
-
-        scores = score_model(run.folder, step, export, run.dev)
-        if self._writer is not None:
-            self._writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
-
-    def report_probe(self, step: int) -> None:
-        """Records the routing after `step` updates and writes its numbers, when that is due."""
-        training = self._run.recipe.training
-        every = training.probe_every
-        if self._probe is None or not _is_due(step, every, training.steps):
-            return
-
-        # Every rank takes part in the record.
-        scores = self._probe.record(step).scores
-        if self._writer is not None:
-            self._writer.write(step, probe_values(scores))
-            self._writer.write_histograms(step, probe_histograms(scores))
-            self._health.observe_logits(step, max_logits(scores))
-        self.restart_clock()
-
-
-def _rank_clock(mesh: Mesh | None, waits: Waits) -> RankClock | None:
-    """Returns the clock of this rank; None where there is no other."""
-    return RankClock(mesh, waits) if mesh else None
-
-
-def _open_metrics(folder: Path, first_step: int) -> AbstractContextManager[MetricsWriter | None]:
-    """Returns the writer of metrics on rank zero, nothing on the others."""
-    if is_rank_zero():
-        return MetricsWriter(folder, first_step)
-    return nullcontext()
+# Where a run begins
 
 
 def _print_on_rank_zero(text: str) -> None:
     if is_rank_zero():
         print(text)  # noqa: T201  the answer to --resume
-
-
-def _warn_on_rank_zero(text: str) -> None:
-    if is_rank_zero():
-        print(f"warning: {text}", file=sys.stderr, flush=True)  # noqa: T201  likewise
-
-
-# ---------------------------------------------------------------------------
-# Where a run begins
 
 
 class _Start(NamedTuple):
@@ -470,9 +287,9 @@ def _find_start(run: Run) -> _Start | None:
             f"from. Restore it from a copy, or remove {model}: --resume then trains from the first step."
         )
     if model_exists:
-        _warn_on_rank_zero(f"{model} is not whole: {model_damage}. It is written again.")
+        warn_on_rank_zero(f"{model} is not whole: {model_damage}. It is written again.")
     if checkpoint is None:
-        _warn_on_rank_zero(f"{run.folder} has no checkpoint yet: the run starts at its first step.")
+        warn_on_rank_zero(f"{run.folder} has no checkpoint yet: the run starts at its first step.")
     return _Start(checkpoint, damaged)
 
 

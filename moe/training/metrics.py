@@ -18,6 +18,7 @@ from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary  # pyri
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from moe.checks import is_kind, shown
+from moe.distributed.replica_groups import ReplicaSeconds
 from moe.errors import DataError
 from moe.files import write_text
 from moe.parsing import read_json_lines
@@ -68,6 +69,18 @@ def step_values(
         if stats is not None:
             values.update(router_values(stack, stats))
     return values
+
+
+def replica_values(seconds: ReplicaSeconds) -> dict[str, float]:
+    """Returns what lost replica groups have cost under the names that logs have."""
+    return {
+        "replicas/live": seconds.live,
+        "replicas/meeting_seconds": seconds.meeting,
+        "replicas/healing_seconds": seconds.healing,
+        "replicas/lost_seconds": seconds.lost,
+        "replicas/lost_steps": seconds.lost_steps,
+        "replicas/healed": seconds.healed,
+    }
 
 
 class MetricsWriter:

@@ -3,21 +3,22 @@
 The loop (loop.py) calls `train_step` once for each batch and reports what it returns.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import reduce
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from moe.data.pipeline import Batch
 from moe.distributed.collectives import sum_each_over_ranks
 from moe.distributed.mesh import Mesh, MeshConfig, divisors
-from moe.distributed.sharding import clip_gradient, sum_gradients_now
+from moe.distributed.replica_groups import ReplicaGroups
+from moe.distributed.sharding import clip_gradient, local_shard, sum_gradients_now
 from moe.errors import ConfigError
-from moe.models.losses import LossCounts, sum_counts
+from moe.models.losses import LossCounts, add_counts, sum_counts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
 from moe.sparse.config import BalanceScope
@@ -25,14 +26,14 @@ from moe.sparse.groups import has_same_groups, sequences_per_group, tokens_per_g
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import (
     BalanceTotals,
-    RouterLosses,
     add_totals,
-    balance_totals,
     num_scope_ranks,
 )
 from moe.sparse.router import Router
 from moe.sparse.stats import RouterStats, add_stats
 from moe.training.recipe import Recipe
+
+_LayerTotals = tuple[BalanceTotals, ...]
 
 
 class StepMetrics(NamedTuple):
@@ -59,6 +60,75 @@ class StepMetrics(NamedTuple):
     layer_stats: Sequence[RouterStats]
 
 
+class Share(NamedTuple):
+    """A part of a batch that is computed as one data rank does.
+
+    Attributes:
+        data_rank: Number of the part; the random numbers of its passes follow from it.
+        batch: Its rows, on the model's device.
+    """
+
+    data_rank: int
+    batch: Batch
+
+
+class StepRanks(NamedTuple):
+    """All that take a step together: the ranks of a mesh, and replica groups that may be lost.
+
+    Attributes:
+        mesh: Mesh that `shard_model` has sharded the model over; None for one process.
+        replicas: The replica groups, each of which has such a mesh; None where all is one mesh.
+    """
+
+    mesh: Mesh | None = None
+    replicas: ReplicaGroups | None = None
+
+    @property
+    def config(self) -> MeshConfig:
+        """Sizes of the mesh of all of them."""
+        config = self.mesh.config if self.mesh else MeshConfig()
+        if self.replicas is None:
+            return config
+        return dataclasses.replace(config, dp_replicate=self.replicas.num_groups)
+
+    def sum_each(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the sum of each tensor <any>[...] over all that hold other rows of the batch."""
+        sums = list(values)
+        if self.mesh:
+            sums = sum_each_over_ranks(sums, self.mesh.data)
+        return self.replicas.sum_each(sums) if self.replicas else sums
+
+    def sum_gradients(self, model: STMoEForConditionalGeneration) -> None:
+        """Sums gradients over the replica groups; inside a mesh the backward pass has done so."""
+        if self.replicas is None:
+            return
+        grads = [parameter.grad for parameter in model.parameters()]
+        self.replicas.sum_in_place([local_shard(grad) for grad in grads if grad is not None])
+
+    def commit(self) -> None:
+        """Returns when the step counts.
+
+        Raises:
+            LostStepError: When it does not, since a replica group was lost.
+        """
+        if self.replicas is not None:
+            self.replicas.commit()
+
+
+class _Passes(NamedTuple):
+    """The forward passes of a share.
+
+    Attributes:
+        data_rank: Number of the share.
+        micro_batches: One for each pass.
+        counts: Counts of the whole batch.
+    """
+
+    data_rank: int
+    micro_batches: Sequence[Batch]
+    counts: LossCounts
+
+
 class _BatchResult(NamedTuple):
     """Losses and statistics of a whole batch, after its last backward pass.
 
@@ -83,14 +153,10 @@ def train_step(
 ) -> StepMetrics:
     """Updates the weights once and returns the metrics of the update.
 
-    All randomness is a function of `recipe.seed` and `step`, so that a resumed run needs no
-    generator state. With dropout or the random second-expert policy, another split of the batch
-    draws other numbers.
-
     Args:
-        model: In training mode.
-        optimizer: Optimizer of the model's parameters.
-        recipe: Gives schedule, micro-batch size, precision and clipping.
+        model: See `take_step`.
+        optimizer: Likewise.
+        recipe: Likewise.
         batch: Batch of the whole update, on the model's device; on a mesh the rows of this rank.
         step: Number of the update, from 0.
         mesh: Mesh that `shard_model` has sharded the model over; None for one process.
@@ -98,38 +164,64 @@ def train_step(
     Raises:
         ConfigError: When the micro-batch size would change which tokens are routed together.
     """
-    micro_batches = _split_for_model(model, batch, recipe, mesh)
+    share = Share(mesh.data_rank if mesh else 0, batch)
+    return take_step(model, optimizer, recipe, [share], step, StepRanks(mesh))
 
+
+def take_step(
+    model: STMoEForConditionalGeneration,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    shares: Sequence[Share],
+    step: int,
+    ranks: StepRanks,
+) -> StepMetrics:
+    """Updates the weights once from shares of the batch, however many this rank takes.
+
+    All randomness is a function of `recipe.seed` and `step`, so that a resumed run needs no
+    generator state. With dropout or the random second-expert policy, another split of the batch
+    draws other numbers; who computes a share does not matter.
+
+    Args:
+        model: In training mode.
+        optimizer: Optimizer of the model's parameters.
+        recipe: Gives schedule, micro-batch size, precision and clipping.
+        shares: Parts of the batch of the whole update that are this rank's.
+        step: Number of the update, from 0.
+        ranks: All that take the step.
+
+    Raises:
+        ConfigError: When the micro-batch size would change which tokens are routed together.
+        LostStepError: When a replica group was lost: weights and optimizer are as they were before.
+    """
     # Every loss is a sum over tokens (or groups) divided by a count. With the counts of the whole
     # batch, of all ranks, losses and gradients of its parts add up to those of the batch.
-    counts = model.loss_counts(batch)
-    if mesh:
-        counts = sum_counts(counts, mesh.data)
+    counts = reduce(add_counts, [model.loss_counts(share.batch) for share in shares])
+    counts = sum_counts(counts, ranks.sum_each)
+    work = _split_shares(model, shares, recipe, counts, ranks)
 
     # f_i, the share of the tokens that chose expert i, over more than one pass: the choices of all
     # passes must be known before the first loss.
     scope = model.config.balance_scope
-    num_passes = len(micro_batches) * num_scope_ranks(scope, mesh.config if mesh else MeshConfig())
+    num_passes = len(work[0].micro_batches) * num_scope_ranks(scope, ranks.config)
     if scope in ("ranks", "global") and num_passes > 1:
         with torch.no_grad():
-            passes = _forward_passes(model, micro_batches, counts, recipe, step, mesh)
-            totals = _sum_balance_totals(passes, scope, mesh)
-        counts = counts._replace(balance_totals=totals)
+            work = _with_balance_totals(model, work, recipe, step, scope, ranks)
 
     # Gradient of L = L_CE + c_B L_B + c_z L_z (eq. 6), added up over the micro-batches.
-    passes = _forward_passes(model, micro_batches, counts, recipe, step, mesh)
+    passes = _forward_passes(model, work, recipe, step, ranks.config)
     result = _backward_passes(passes)
+    ranks.sum_gradients(model)
+    result = _sum_over_ranks(result, ranks)
 
     # Global norm, and the update at this step's learning rate.
     grad_norm = clip_gradient(model.parameters(), recipe.optim.max_grad_norm)
     lr = recipe.build_schedule()(step)
     for group in optimizer.param_groups:
         group["lr"] = lr
+    ranks.commit()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-    if mesh:
-        result = _sum_over_ranks(result, mesh.data)
 
     # Routers that balance without a loss see the load of the whole batch, once for each update.
     update_routers(model.sparse_layers(), result.layer_stats)
@@ -215,14 +307,22 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
     )
 
 
-def _split_for_model(
-    model: STMoEForConditionalGeneration, batch: Batch, recipe: Recipe, mesh: Mesh | None
-) -> list[Batch]:
-    """Returns the micro-batches of this rank, which group tokens as the whole batch does."""
+def _split_shares(
+    model: STMoEForConditionalGeneration,
+    shares: Sequence[Share],
+    recipe: Recipe,
+    counts: LossCounts,
+    ranks: StepRanks,
+) -> list[_Passes]:
+    """Returns the micro-batches of each share, which group tokens as the whole batch does."""
     group_size = tokens_per_group(model.config) if model.sparse_layers() else None
-    data_ranks = mesh.config.num_data_ranks if mesh else 1
+    data_ranks = ranks.config.num_data_ranks
     micro_batch_size = recipe.training.micro_batch_size
-    return list(split_batch(batch, micro_batch_size, group_size, data_ranks))
+    work: list[_Passes] = []
+    for share in shares:
+        micro_batches = split_batch(share.batch, micro_batch_size, group_size, data_ranks)
+        work.append(_Passes(share.data_rank, list(micro_batches), counts))
+    return work
 
 
 # ---------------------------------------------------------------------------
@@ -231,30 +331,29 @@ def _split_for_model(
 
 def _forward_passes(
     model: STMoEForConditionalGeneration,
-    micro_batches: Sequence[Batch],
-    counts: LossCounts,
+    work: Sequence[_Passes],
     recipe: Recipe,
     step: int,
-    mesh: Mesh | None,
+    config: MeshConfig,
 ) -> Iterator[STMoEOutput]:
     """Yields the output of each micro-batch; every call draws the same random numbers.
 
     Outputs leave the region of autocast: a backward pass inside it would round the router's
     gradient.
     """
-    data_ranks = mesh.config.num_data_ranks if mesh else 1
-    data_rank = mesh.data_rank if mesh else 0
-    seed = (recipe.seed * 1_000_003 + step) * data_ranks + data_rank
-    torch.manual_seed(seed % 2**63)
-
     device_type = model.device.type
     bfloat16 = recipe.training.precision == "bfloat16"
-    for number, micro_batch in enumerate(micro_batches, start=1):
-        # Ranks exchange gradients once, in the backward pass of the last micro-batch.
-        sum_gradients_now(model, number == len(micro_batches))
-        with torch.autocast(device_type, torch.bfloat16, enabled=bfloat16):
-            output = model(**micro_batch, loss_counts=counts, output_router_logits=True)
-        yield output
+    for share in work:
+        seed = (recipe.seed * 1_000_003 + step) * config.num_data_ranks + share.data_rank
+        torch.manual_seed(seed % 2**63)
+
+        for number, micro_batch in enumerate(share.micro_batches, start=1):
+            # Ranks exchange gradients once, in the backward pass of the last micro-batch.
+            is_last = share is work[-1] and number == len(share.micro_batches)
+            sum_gradients_now(model, is_last)
+            with torch.autocast(device_type, torch.bfloat16, enabled=bfloat16):
+                output = model(**micro_batch, loss_counts=share.counts, output_router_logits=True)
+            yield output
 
 
 def _backward_passes(passes: Iterator[STMoEOutput]) -> _BatchResult:
@@ -274,32 +373,65 @@ def _backward_passes(passes: Iterator[STMoEOutput]) -> _BatchResult:
     return _BatchResult(torch.stack(losses).sum(), torch.stack(ce_losses).sum(), layer_stats)
 
 
-def _sum_balance_totals(
-    passes: Iterator[STMoEOutput], scope: BalanceScope, mesh: Mesh | None
-) -> tuple[BalanceTotals, ...]:
-    """Returns choices and tokens of each sparse layer over all passes of the scope."""
-    totals: list[BalanceTotals] = []
+def _with_balance_totals(
+    model: STMoEForConditionalGeneration,
+    work: Sequence[_Passes],
+    recipe: Recipe,
+    step: int,
+    scope: BalanceScope,
+    ranks: StepRanks,
+) -> list[_Passes]:
+    """Returns the passes with choices and tokens of each sparse layer in their counts."""
+    totals_by_share: list[_LayerTotals] = []
+    for share in work:
+        passes = _forward_passes(model, [share], recipe, step, ranks.config)
+        totals_by_share.append(_add_balance_totals(passes))
+
+    # Of all rows for the scope `global`; of a share, on all ranks of its replica, for `ranks`.
+    if scope == "global":
+        totals = _add_layer_totals(totals_by_share)
+        totals_by_share = [_sum_balance_totals(totals, ranks.sum_each)] * len(work)
+    elif ranks.mesh:
+        sum_over_replica = partial(sum_each_over_ranks, group=ranks.mesh.replica)
+        totals_by_share = [
+            _sum_balance_totals(totals, sum_over_replica) for totals in totals_by_share
+        ]
+
+    counted: list[_Passes] = []
+    for share, totals in zip(work, totals_by_share, strict=True):
+        counts = share.counts._replace(balance_totals=totals)
+        counted.append(share._replace(counts=counts))
+    return counted
+
+
+def _add_balance_totals(passes: Iterator[STMoEOutput]) -> _LayerTotals:
+    """Returns choices and tokens of each sparse layer over some passes of this rank."""
+    totals: list[_LayerTotals] = []
     for output in passes:
-        for layer, router in enumerate(router_outputs(output)):
-            pass_totals = _balance_totals(router.losses, scope, mesh)
-            if layer < len(totals):
-                totals[layer] = add_totals(totals[layer], pass_totals)
-            else:
-                totals.append(pass_totals)
-    return tuple(totals)
+        layers: list[BalanceTotals] = []
+        for router in router_outputs(output):
+            layers.append(BalanceTotals(router.losses.choices, router.losses.num_share_tokens))
+        totals.append(tuple(layers))
+    return _add_layer_totals(totals)
 
 
-def _balance_totals(losses: RouterLosses, scope: BalanceScope, mesh: Mesh | None) -> BalanceTotals:
-    """Returns choices and tokens of one pass over the ranks of the scope."""
-    if mesh:
-        return balance_totals(losses, mesh.data if scope == "global" else mesh.replica)
-    return BalanceTotals(losses.choices, losses.num_share_tokens)
+def _add_layer_totals(parts: Sequence[_LayerTotals]) -> _LayerTotals:
+    """Returns the totals of each layer over several parts of a batch."""
+    return tuple(reduce(add_totals, layer) for layer in zip(*parts, strict=True))
 
 
-def _sum_over_ranks(result: _BatchResult, group: ProcessGroup | None) -> _BatchResult:
-    """Returns losses and statistics of all ranks of a group together, in one exchange."""
+def _sum_balance_totals(
+    totals: _LayerTotals, sum_each: Callable[[Sequence[Tensor]], list[Tensor]]
+) -> _LayerTotals:
+    """Returns the totals of each layer over ranks, in one exchange."""
+    sums = iter(sum_each(list(chain.from_iterable(totals))))
+    return tuple(BalanceTotals(next(sums), next(sums)) for _ in totals)
+
+
+def _sum_over_ranks(result: _BatchResult, ranks: StepRanks) -> _BatchResult:
+    """Returns losses and statistics of all ranks together, in one exchange."""
     numbers = [result.loss, result.ce_loss, *chain.from_iterable(result.layer_stats)]
-    sums = iter(sum_each_over_ranks(numbers, group))
+    sums = iter(ranks.sum_each(numbers))
     loss = next(sums)
     ce_loss = next(sums)
     layer_stats = [RouterStats(*islice(sums, len(stats))) for stats in result.layer_stats]

@@ -92,7 +92,7 @@ def test_groups_made_later_have_the_timeout_and_the_end_leaves_nothing(torchrun,
     torchrun(0, 1, free_port)
     before = distributed_c10d.default_pg_timeout
     with launch(timeout=17) as world:
-        assert world == World(0, 1, 0, DEVICE)
+        assert world == World(0, 1, 0, DEVICE, timeout=17)
         group = dist.new_group([0])
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=17)
     assert not dist.is_initialized()

@@ -1,0 +1,44 @@
+"""stmoe goodput: says what the seconds of a run went into.
+
+    stmoe goodput runs/pretrain [runs/replica-1 ...]
+
+It reads timeline.jsonl in the folder of the run, also while it trains.
+"""
+
+from moe.cli import Parser, path
+from moe.inspection.tables import format_table
+from moe.planning.goodput import show_duration
+from moe.training.timeline import Goodput, measure_goodput, read_timeline
+
+
+def main(argv: list[str]) -> None:
+    """Prints the goodput of every run that is named."""
+    parser = Parser(prog="stmoe goodput", description="Says what the seconds of a run went into.")
+    parser.add_argument("runs", type=path, nargs="+", help="folders of runs")
+    options = parser.parse_args(argv)
+    tables: list[str] = []
+    for folder in options.runs:
+        tables.append(show_goodput(measure_goodput(read_timeline(folder)), str(folder)))
+    print("\n\n".join(tables))
+
+
+def show_goodput(goodput: Goodput, title: str) -> str:
+    """Returns what the seconds of a run went into as a table."""
+    rows = {
+        "useful steps": goodput.useful,
+        "steps that were taken again": goodput.redone,
+        "nobody there, until a start": goodput.down,
+        "waiting for batches": goodput.data_wait,
+        "meeting other replica groups": goodput.meeting,
+        "healing from another group": goodput.healing,
+        "steps lost with a group": goodput.lost,
+        "loading, evaluations, checkpoints": goodput.other,
+    }
+    table: list[list[str]] = []
+    for name, seconds in rows.items():
+        share = seconds / goodput.total if goodput.total else 0.0
+        table.append([name, show_duration(seconds), f"{share:.1%}"])
+    times = "once" if goodput.starts == 1 else f"{goodput.starts} times"
+    total = show_duration(goodput.total)
+    line = f"{title}: {goodput.steps:,} steps in {total}, started {times}"
+    return f"{line}\n{format_table(['', 'time', 'share'], table)}\ngoodput {goodput.share:.1%}"

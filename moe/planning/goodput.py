@@ -1,0 +1,152 @@
+"""What failures leave of a run's time, before there is a run: goodput for each way to survive them.
+
+A failure costs time once in every MTBF: that in which nothing is done, and the part of the work that
+is missing until what was lost is there again. Failures while another is being repaired are not
+counted.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moe.checks import check
+from moe.distributed.mesh import MeshConfig
+
+_SECONDS_BY_UNIT = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_MOST_SECONDS = 1e9
+_MINUTE = 60
+_HOUR = 3600
+
+
+class FailureCosts(NamedTuple):
+    """How long things take, in seconds.
+
+    Attributes:
+        mtbf: From one failure to the next, of all ranks of a mesh together.
+        restart: From a failure until all ranks, or those of a replica group, are there again.
+        checkpoint: From one checkpoint to the next.
+        stall: From the loss of a replica group until the others go on.
+        heal: In which the others wait for one that comes back.
+    """
+
+    mtbf: float
+    restart: float
+    checkpoint: float
+    stall: float
+    heal: float
+
+
+class Survival(NamedTuple):
+    """A way to survive failures, and what is left.
+
+    Attributes:
+        name: What it is.
+        idle: Seconds in which nothing is done, for each failure.
+        redone: Seconds of work that is done again, or missing, for each failure.
+        spare_share: Share of all devices that do no work while nothing fails.
+        goodput: Share of the time in which the devices do useful work, 0 to 1.
+    """
+
+    name: str
+    idle: float
+    redone: float
+    spare_share: float
+    goodput: float
+
+
+def effective_time(lost: float, mtbf: float) -> float:
+    """Returns the share of time that is left where each failure costs `lost`; 0 to 1.
+
+    Args:
+        lost: Seconds, or any unit, for each failure.
+        mtbf: From one failure to the next, in the same unit.
+    """
+    return max(0.0, 1 - lost / mtbf)
+
+
+def survivals(mesh: MeshConfig, costs: FailureCosts) -> list[Survival]:
+    """Returns the ways in which a mesh can survive failures, the plainest first.
+
+    Replica groups need replicas: a mesh of one has a restart alone.
+    """
+    # The work since the newest checkpoint: half of what lies between two, on average.
+    ways = [_survival("full restart", costs, costs.restart, costs.checkpoint / 2)]
+    replicas = mesh.dp_replicate
+    if replicas == 1:
+        return ways
+
+    # The others stall twice: when a group is lost, and when it is back.
+    idle = costs.stall + costs.heal
+    away = costs.restart
+
+    # One of them has two shares of a batch, and the rest wait for it.
+    slower = math.ceil(replicas / (replicas - 1))
+    missing = away * (1 - 1 / slower)
+    ways.append(_survival("replica groups, constant work", costs, idle, missing))
+    missing = away / replicas
+    ways.append(_survival("replica groups, shrink", costs, idle, missing))
+
+    # Nothing is missing, and one group in R + 1 does no work.
+    name = "replica groups and a spare"
+    ways.append(_survival(name, costs, idle, 0.0, spare_share=1 / (replicas + 1)))
+    return ways
+
+
+def _survival(
+    name: str, costs: FailureCosts, idle: float, redone: float, spare_share: float = 0.0
+) -> Survival:
+    left = effective_time(idle + redone, costs.mtbf)
+    return Survival(name, idle, redone, spare_share, left * (1 - spare_share))
+
+
+# ---------------------------------------------------------------------------
+# Text
+
+
+def parse_duration(name: str, text: str) -> float:
+    """Returns the seconds that a text like `3h`, `18min` or `30s` means.
+
+    Args:
+        name: What it is of, for the message.
+        text: A number and a unit: s, min, h or d.
+
+    Raises:
+        ConfigError: When it means none.
+    """
+    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*(s|min|m|h|d)\s*", text)
+    seconds = 0.0
+    if match is not None:
+        seconds = float(match[1]) * _SECONDS_BY_UNIT[match[2]]
+    expected = "a time above 0 with a unit, e.g. 3h, 18min, 30s or 2d, of at most 30 years"
+    check(0 < seconds <= _MOST_SECONDS, name, text, expected)
+    return seconds
+
+
+def show_duration(seconds: float) -> str:
+    """Returns seconds as a text, e.g. `2 h 5 min`, `7 min 30 s` or `1.25 s`."""
+    if round(seconds, 2) < _MINUTE:
+        return f"{seconds:.2f} s"
+    if round(seconds) < _HOUR:
+        minutes, rest = divmod(round(seconds), _MINUTE)
+        return f"{minutes} min {rest} s"
+    hours, rest = divmod(round(seconds / _MINUTE), _MINUTE)
+    return f"{hours:,} h {rest} min"
+
+
+def show_survivals(mesh: MeshConfig, costs: FailureCosts, ways: Sequence[Survival]) -> str:
+    """Returns a table of the ways to survive failures."""
+    device = costs.mtbf * mesh.num_ranks / _HOUR
+    lines = [
+        f"goodput of {mesh.num_ranks:,} ranks with a failure every {show_duration(costs.mtbf)} "
+        f"(a device fails every {device:,.0f} h)",
+        f"{'':<31}{'idle':>12}{'work lost':>14}{'spare':>9}{'goodput':>10}",
+    ]
+    for way in ways:
+        lines.append(
+            f"  {way.name:<29}{show_duration(way.idle):>12}{show_duration(way.redone):>14}"
+            f"{way.spare_share:>9.1%}{way.goodput:>10.1%}"
+        )
+    if len(ways) == 1:
+        lines.append("  Replica groups need mesh.dp_replicate above 1.")
+    return "\n".join(lines)

@@ -1,0 +1,208 @@
+"""What a run tells while it trains: metrics.jsonl, timeline.jsonl, the progress bar, warnings.
+
+The loop (loop.py) calls it after every step.
+"""
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import NoReturn
+
+from tqdm import tqdm
+
+from moe.checkpoint.best_model import score_model
+from moe.checkpoint.final_model import export_model
+from moe.distributed.collectives import is_rank_zero
+from moe.distributed.mesh import Mesh
+from moe.distributed.replica_groups import ReplicaSeconds
+from moe.distributed.waiting import Waits
+from moe.training.heldout_loss import evaluate_held_out
+from moe.training.metrics import MetricsWriter, replica_values, step_values
+from moe.training.probe import RoutingProbe, max_logits, probe_histograms, probe_values
+from moe.training.router_health import RouterHealth, layer_keys
+from moe.training.run import Run
+from moe.training.step import StepMetrics
+from moe.training.stragglers import RankClock, StragglerWatch, metric_values, straggler_text
+from moe.training.timeline import TIMELINE_FILE, Timeline
+from moe.training.turns import Turn
+
+
+class Reporter:
+    """Reports steps, held-out losses, dev scores and probes: to metrics.jsonl and on the progress bar.
+
+    Every rank measures; rank zero writes and warns.
+
+    Args:
+        run: What is trained.
+        writer: Writes metrics; None on other ranks than zero.
+        probe: Records the routing of a text; None for none.
+        waits: Counts what this rank waits for others.
+        description: Label of the progress bar.
+        first_step: Updates that the run has behind it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        writer: MetricsWriter | None,
+        probe: RoutingProbe | None,
+        waits: Waits,
+        description: str,
+        first_step: int,
+    ) -> None:
+        self._run = run
+        self._writer = writer
+        self._probe = probe
+        self._description = description
+        self._health = RouterHealth(layer_keys(run.built.model.config))
+        self._ranks = _rank_clock(run.built.mesh, waits)
+        self._stragglers = StragglerWatch()
+        self._timeline = Timeline(run.folder / TIMELINE_FILE if writer else None, first_step)
+        self._turn_started = time.perf_counter()
+        self.restart_clock()
+
+    def progress_bar(self, first_step: int) -> "tqdm[NoReturn]":
+        """Returns a progress bar over the steps; on other ranks than zero it shows nothing."""
+        return tqdm(
+            total=self._run.recipe.training.steps,
+            initial=first_step,
+            desc=self._description,
+            unit="step",
+            mininterval=1.0,
+            disable=self._writer is None,
+        )
+
+    def restart_clock(self) -> None:
+        """Begins to count tokens and seconds anew, after something that is not training."""
+        self._started = time.perf_counter()
+        self._tokens = 0.0
+        self._data_seconds = 0.0
+        self._num_steps = 0
+
+    def count_step(self, data_wait: float) -> None:
+        """Counts an update, which ends now, and the seconds for which it waited for its batch."""
+        self._data_seconds += data_wait
+        self._num_steps += 1
+        self._timeline.count_step(time.perf_counter() - self._turn_started, data_wait)
+
+    def measured(self, turns: Iterable[Turn]) -> Iterator[Turn]:
+        """Yields the turns, and measures the work of this rank from before each on.
+
+        `report_step` ends it.
+        """
+        coming = iter(turns)
+        while True:
+            self._turn_started = time.perf_counter()
+            if self._ranks is not None:
+                self._ranks.begin_step()
+            turn = next(coming, None)
+            if turn is None:
+                return
+            yield turn
+
+    def report_step(self, step: int, metrics: StepMetrics, bar: "tqdm[NoReturn]") -> None:
+        """Counts an update, and writes its metrics when they are due."""
+        training = self._run.recipe.training
+        self._tokens += float(metrics.tokens)
+        self._report_ranks(step)
+        if self._writer is not None and is_due(step, training.log_every, training.steps):
+            tokens_per_second = self._tokens / (time.perf_counter() - self._started)
+            data_wait = self._data_seconds / self._num_steps
+            self._writer.write(step, step_values(metrics, tokens_per_second, data_wait))
+            self._report_seconds(step)
+            self._health.observe(step, metrics.layer_stats)
+            ce_loss = f"{float(metrics.ce_loss):.3f}"
+            bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
+            self.restart_clock()
+
+        # A replica group that was healed has skipped some.
+        bar.update(step - bar.n)
+
+    def _report_seconds(self, step: int) -> None:
+        """Writes what the seconds since the last call went into."""
+        seconds = ReplicaSeconds()
+        if self._writer is not None and self._run.replicas is not None:
+            seconds = self._run.replicas.take_seconds()
+            self._writer.write(step, replica_values(seconds))
+        self._timeline.write(step, seconds)
+
+    def _report_ranks(self, step: int) -> None:
+        """Counts the work of this rank, and writes that of all ranks when it is due."""
+        if self._ranks is None:
+            return
+        self._ranks.end_step()
+        training = self._run.recipe.training
+        if not is_due(step, training.log_every, training.steps):
+            return
+
+        # Every rank takes part; rank zero compares and writes.
+        seconds = self._ranks.gather()
+        if self._writer is not None:
+            straggler = self._stragglers.observe(seconds)
+            self._writer.write(step, metric_values(seconds, straggler))
+            self._writer.write_ranks(step, seconds.columns)
+            if straggler is not None and self._stragglers.is_news:
+                warn_on_rank_zero(straggler_text(seconds, step))
+
+    def report_held_out(self, step: int) -> None:
+        """Writes the held-out loss after `step` updates, if there are held-out batches."""
+        run = self._run
+        if run.held_out is None or run.held_out.num_batches == 0:
+            return
+        bfloat16 = run.recipe.training.precision == "bfloat16"
+        values = evaluate_held_out(run.built.model, run.held_out, run.built.mesh, bfloat16=bfloat16)
+        if self._writer is not None:
+            self._writer.write(step, values)
+
+    def report_dev_scores(self, step: int) -> None:
+        """Writes the dev scores after `step` updates, if there are any, and keeps the best model."""
+        run = self._run
+        if run.dev is None:
+            return
+
+        def export(folder: Path) -> None:
+            export_model(*run.built, folder, run.tokenizer)
+
+        scores = score_model(run.folder, step, export, run.dev)
+        if self._writer is not None:
+            self._writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
+
+    def report_probe(self, step: int) -> None:
+        """Records the routing after `step` updates and writes its numbers, when that is due."""
+        training = self._run.recipe.training
+        every = training.probe_every
+        if self._probe is None or not is_due(step, every, training.steps):
+            return
+
+        # Every rank takes part in the record.
+        scores = self._probe.record(step).scores
+        if self._writer is not None:
+            self._writer.write(step, probe_values(scores))
+            self._writer.write_histograms(step, probe_histograms(scores))
+            self._health.observe_logits(step, max_logits(scores))
+        self.restart_clock()
+
+
+def _rank_clock(mesh: Mesh | None, waits: Waits) -> RankClock | None:
+    """Returns the clock of this rank; None where there is no other."""
+    return RankClock(mesh, waits) if mesh else None
+
+
+def open_metrics(folder: Path, first_step: int) -> AbstractContextManager[MetricsWriter | None]:
+    """Returns the writer of metrics on rank zero, nothing on the others."""
+    if is_rank_zero():
+        return MetricsWriter(folder, first_step)
+    return nullcontext()
+
+
+def warn_on_rank_zero(text: str) -> None:
+    """Prints a warning, once for all ranks."""
+    if is_rank_zero():
+        print(f"warning: {text}", file=sys.stderr, flush=True)  # noqa: T201  on the terminal
+
+
+def is_due(step: int, every: int, last_step: int) -> bool:
+    """Returns whether something happens after `step` updates: every so often, and at the end."""
+    return step % every == 0 or step == last_step

@@ -1,0 +1,226 @@
+"""What the seconds of a run went into: timeline.jsonl, and the goodput that follows from it.
+
+Each process of a run appends a line when it starts and one at every log interval; nothing is ever
+removed, so that the work that a crash has cost can be counted.
+"""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from moe.distributed.replica_groups import ReplicaSeconds
+from moe.errors import DataError
+from moe.parsing import read_json_lines, to_record
+
+TIMELINE_FILE = "timeline.jsonl"
+
+_Seconds = Annotated[float, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0)]
+
+_DIGITS = 6
+
+
+class TimelineEvent(NamedTuple):
+    """A line of timeline.jsonl.
+
+    Attributes:
+        event: `start` of a process, or `steps` that it took since its last line.
+        time: Seconds since 1970.
+        step: Updates that the run has behind it.
+        num_steps: Updates since the last line.
+        seconds: In them, with all waiting.
+        data_wait: Of which it waited for batches.
+        meeting: Of which it waited for other replica groups.
+        healing: Of which it took over the state of another group.
+        lost: Beside `seconds`: in steps that were lost with a group, and taken again.
+        healed: How often it took over such a state.
+    """
+
+    event: Literal["start", "steps"]
+    time: _Seconds
+    step: _Count
+    num_steps: _Count = 0
+    seconds: _Seconds = 0.0
+    data_wait: _Seconds = 0.0
+    meeting: _Seconds = 0.0
+    healing: _Seconds = 0.0
+    lost: _Seconds = 0.0
+    healed: _Count = 0
+
+
+class Timeline:
+    """Appends to timeline.jsonl; nothing is written without a path.
+
+    Args:
+        path: The file; None on ranks that do not write.
+        step: Updates that the run has behind it.
+    """
+
+    def __init__(self, path: Path | None, step: int) -> None:
+        self._path = path
+        self._num_steps = 0
+        self._seconds = 0.0
+        self._data_wait = 0.0
+        if path is not None and path.exists():
+            _drop_torn_end(path)
+        self._append(TimelineEvent("start", time.time(), step))
+
+    def count_step(self, seconds: float, data_wait: float) -> None:
+        """Counts an update."""
+        self._num_steps += 1
+        self._seconds += seconds
+        self._data_wait += data_wait
+
+    def write(self, step: int, replicas: ReplicaSeconds) -> None:
+        """Writes the updates since the last line.
+
+        Args:
+            step: Updates that the run has behind it.
+            replicas: What living with losses has cost meanwhile.
+        """
+        event = TimelineEvent(
+            event="steps",
+            time=time.time(),
+            step=step,
+            num_steps=self._num_steps,
+            seconds=self._seconds,
+            data_wait=self._data_wait,
+            meeting=replicas.meeting,
+            healing=replicas.healing,
+            lost=replicas.lost,
+            healed=replicas.healed,
+        )
+        self._append(event)
+        self._num_steps = 0
+        self._seconds = 0.0
+        self._data_wait = 0.0
+
+    def _append(self, event: TimelineEvent) -> None:
+        if self._path is None:
+            return
+        values = {}
+        for name, value in event._asdict().items():
+            values[name] = round(value, _DIGITS) if isinstance(value, float) else value
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def _drop_torn_end(path: Path) -> None:
+    """Removes a last line that a process could not finish, on a full disk for one."""
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        os.truncate(path, whole)
+
+
+# ---------------------------------------------------------------------------
+# Goodput
+
+
+class Goodput(NamedTuple):
+    """What the seconds of a run went into.
+
+    Attributes:
+        steps: Updates that the run has behind it.
+        starts: How often it was started.
+        total: From the first start to the last line.
+        useful: In steps that count.
+        redone: In steps that had to be taken again after a crash.
+        down: From the last line of a process to the start of the next.
+        data_wait: Waiting for batches.
+        meeting: Waiting for other replica groups before a step.
+        healing: Taking over the state of another group.
+        lost: In steps that were lost with a group.
+    """
+
+    steps: int
+    starts: int
+    total: float
+    useful: float = 0.0
+    redone: float = 0.0
+    down: float = 0.0
+    data_wait: float = 0.0
+    meeting: float = 0.0
+    healing: float = 0.0
+    lost: float = 0.0
+
+    @property
+    def other(self) -> float:
+        """Loading, evaluations, checkpoints."""
+        parts = self[self._fields.index("useful") :]
+        return max(0.0, self.total - sum(parts))
+
+    @property
+    def share(self) -> float:
+        """Share of the seconds that were useful."""
+        return self.useful / self.total if self.total else 0.0
+
+
+def read_timeline(folder: Path) -> list[TimelineEvent]:
+    """Returns the timeline of a run.
+
+    Raises:
+        DataError: When there is none, or a line is not one; names it.
+    """
+    path = folder / TIMELINE_FILE
+    advice = "Give the folder of a run that this version has trained."
+    events: list[TimelineEvent] = []
+    for number, line in read_json_lines(path, advice=advice, torn_end=True):
+        where = f"{path}, line {number}"
+        events.append(to_record(TimelineEvent, line, where=where, advice="Remove it."))
+    if not events:
+        raise DataError(f"{path} is empty: the run has not begun. Wait for its first steps.")
+    return events
+
+
+def measure_goodput(events: Sequence[TimelineEvent]) -> Goodput:
+    """Returns what the seconds of a run went into."""
+    starts = sum(event.event == "start" for event in events)
+    total = events[-1].time - events[0].time
+    goodput = Goodput(events[-1].step, starts, total)
+    for index, event in enumerate(events):
+        if event.event == "start":
+            # Nobody was there since the last line.
+            before = events[index - 1].time if index else event.time
+            goodput = goodput._replace(down=goodput.down + event.time - before)
+        else:
+            goodput = _add_steps(goodput, event, _kept_share(events, index))
+    return goodput
+
+
+def _add_steps(goodput: Goodput, event: TimelineEvent, kept: float) -> Goodput:
+    """Returns the goodput with the steps of an event, of which a share was kept."""
+    waits = event.data_wait + event.meeting + event.healing
+    work = max(0.0, event.seconds - waits)
+    return goodput._replace(
+        useful=goodput.useful + kept * work,
+        redone=goodput.redone + (1 - kept) * work,
+        data_wait=goodput.data_wait + event.data_wait,
+        meeting=goodput.meeting + event.meeting,
+        healing=goodput.healing + event.healing,
+        lost=goodput.lost + event.lost,
+    )
+
+
+def _kept_share(events: Sequence[TimelineEvent], index: int) -> float:
+    """Returns the share of an event's steps that no later process took again."""
+    event = events[index]
+    first_again = event.step
+    for later in range(index + 1, len(events)):
+        if events[later].event == "start":
+            first_again = min(first_again, _goes_on_at(events, later))
+    redone = min(event.num_steps, event.step - first_again)
+    return 1 - redone / event.num_steps if event.num_steps else 1.0
+
+
+def _goes_on_at(events: Sequence[TimelineEvent], start: int) -> int:
+    """Returns the updates behind a process when it took its first step."""
+    following = events[start + 1] if start + 1 < len(events) else None
+    if following is not None and following.event == "steps" and following.healed:
+        return following.step - following.num_steps
+    return events[start].step

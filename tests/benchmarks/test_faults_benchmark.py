@@ -1,0 +1,91 @@
+"""The fault campaign and the losses of replica groups: their reports, and each once for real."""
+
+import json
+
+import pytest
+
+from benchmarks import faults, live_losses
+from benchmarks.faults import Campaign, FaultRecord, RunRecord, campaign_table
+from benchmarks.live_losses import compare
+from moe import ConfigError
+
+
+def record(ranks=2, *, faults=(), equal=True):
+    return RunRecord(5, ranks, list(faults), equal_losses=equal, equal_weights=True)
+
+
+def kill(lost_steps, stall, damaged=0):
+    return FaultRecord("kill", 0, 7, lost_steps, stall, damaged)
+
+
+def test_the_table_counts_by_ranks_and_kind():
+    records = [
+        record(faults=[kill(3, 5.0), FaultRecord("slow", 1, 9, 0, 2.0, 0)]),
+        record(faults=[kill(0, 2.0, damaged=1)], equal=False),
+        record(4, faults=[kill(1, 1.0)]),
+    ]
+    rows = [line.split() for line in campaign_table(records).splitlines()[1:]]
+    assert rows == [
+        ["2", "kill", "2", "1.5", "3", "3.5", "1", "1", "of", "2"],
+        ["2", "slow", "1", "0.0", "0", "2.0", "0", "1", "of", "1"],
+        ["4", "kill", "1", "1.0", "1", "1.0", "0", "1", "of", "1"],
+    ]
+
+
+def test_a_campaign_goes_on_from_its_file_and_not_from_that_of_another(tmp_path):
+    target = tmp_path / "faults.json"
+    first = Campaign(target, "python -m benchmarks.faults --seed 0")
+    first.add(record(faults=[kill(3, 5.0)]))
+    again = Campaign(target, "python -m benchmarks.faults --seed 0")
+    assert again.records == first.records
+    assert again.num_faults == 1
+
+    with pytest.raises(ConfigError, match=r"--json is .*the same campaign, .*--seed 1"):
+        Campaign(target, "python -m benchmarks.faults --seed 1")
+
+
+def test_groups_that_differ_in_a_bit_or_have_no_weights_are_not_equal(tmp_path):
+    for group, loss in ((0, 1.5), (1, 1.25)):
+        (tmp_path / str(group) / "model").mkdir(parents=True)
+        (tmp_path / str(group) / "model/model.safetensors").write_bytes(b"weights")
+        lines = [{"step": 1, "train/loss": loss}, {"step": 1, "replicas/live": 2}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / str(group) / "metrics.jsonl").write_text(text + '{"step": 2, "tra')
+    result = compare(tmp_path, 2, {1: 1.0})
+    assert result == {
+        "replicas_bit_identical": True,
+        "steps_seen": 1,
+        "largest_loss_difference": 0.5,
+    }
+
+    (tmp_path / "1/model/model.safetensors").write_bytes(b"Weights")
+    assert compare(tmp_path, 2, {1: 1.0})["replicas_bit_identical"] is False
+    assert compare(tmp_path / "1", 1, {})["replicas_bit_identical"] is False
+
+
+def test_groups_must_share_the_rows_of_a_batch():
+    with pytest.raises(
+        ConfigError, match="--groups is 5; expected a divisor of the batch's 12 rows"
+    ):
+        live_losses.main(["--groups", "5"])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_costs_steps_and_changes_nothing(tmp_path, capsys):
+    target = tmp_path / "faults.json"
+    faults.main(["--faults", "2", "--only", "kill", "--ranks", "2", "--json", str(target)])
+    said = capsys.readouterr().out
+    assert "2/2: 2 ranks, 2 kill: as if undisturbed" in said
+    (run,) = json.loads(target.read_text())["runs"]
+    assert [fault["damaged_checkpoints"] for fault in run["faults"]] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_group_that_is_lost_comes_back_equal(tmp_path, capsys):
+    target = tmp_path / "losses.json"
+    live_losses.main(["--losses", "1", "--groups", "2", "--steps", "30", "--json", str(target)])
+    report = json.loads(target.read_text())
+    (loss,) = report["losses"]
+    assert loss["healed_step"] > loss["step"] + loss["steps_without"]
+    assert report["replicas_bit_identical"]
+    assert report["largest_loss_difference"] < 1e-10

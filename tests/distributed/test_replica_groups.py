@@ -1,0 +1,285 @@
+"""Replica groups that are killed in the middle of a step: the oracle is one process left alone."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from moe import ConfigError
+from moe.checkpoint.run_state import RunState
+from moe.distributed.launch import World
+from moe.distributed.mesh import MeshConfig
+from moe.distributed.replica_groups import (
+    GROUP_ID,
+    LIGHTHOUSE,
+    LiveGroups,
+    LostStepError,
+    ReplicaGroups,
+    deal_all_shares,
+    find_replica_groups,
+    keep_one_share,
+)
+from moe.errors import DistributedError
+from moe.models.parallelize import model_layouts
+from moe.optim.adafactor import Adafactor
+from moe.optim.parameter_groups import parameter_groups
+from moe.training.build import BuiltModel
+from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
+from moe.training.step import StepRanks, take_step, train_step
+from moe.training.turns import LiveState, ShareSource, live_turns
+from tests.models.tiny import tiny_batch, tiny_model
+from tests.processes import fork_context
+
+ROWS = 6
+STEPS = 9
+TIMEOUT = 200  # seconds, on a busy machine
+
+CONSTANT = MeshConfig(dp_replicate=3, on_lost_replica="constant_work")
+
+
+# ---------------------------------------------------------------------------
+# Who takes what
+
+
+@pytest.mark.parametrize("num_groups", [2, 3, 5, 7])
+def test_however_few_groups_are_left_they_take_all_shares_once(num_groups):
+    for num_live in range(1, num_groups + 3):
+        dealt = []
+        for index in range(num_live):
+            dealt += deal_all_shares(LiveGroups(0, index, num_live), num_groups)
+        assert sorted(dealt) == list(range(num_groups))
+
+
+def test_a_step_that_shrinks_leaves_the_last_shares_out():
+    live = [keep_one_share(LiveGroups(0, index, 2), 3) for index in range(2)]
+    assert live == [[0], [1]]
+    assert keep_one_share(LiveGroups(0, 3, 4), 3) == []
+
+
+def test_with_all_groups_either_policy_gives_each_its_own_share():
+    for index in range(5):
+        live = LiveGroups(0, index, 5)
+        assert deal_all_shares(live, 5) == keep_one_share(live, 5) == [index]
+
+
+# ---------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"on_lost_replica": "constant_work"}, "no other replica"),
+        ({"on_lost_replica": "wait", "dp_replicate": 2}, "constant_work, shrink"),
+        (
+            {"on_lost_replica": "shrink", "dp_replicate": 2, "gradient_reduction": "ring"},
+            "null with mesh.gradient_reduction",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_lose_replicas_is_refused(fields, text):
+    with pytest.raises(ConfigError, match=rf"mesh\.on_lost_replica is .*{text}"):
+        MeshConfig(**fields)
+
+
+def test_without_a_lighthouse_the_message_says_how_to_start_one(monkeypatch):
+    monkeypatch.setenv(LIGHTHOUSE, "somewhere")
+    with pytest.raises(ConfigError, match=r"TORCHFT_LIGHTHOUSE is 'somewhere'.*torchft_lighthouse"):
+        find_replica_groups(CONSTANT, World(0, 1, 0, "cpu"))
+
+
+def test_a_lighthouse_that_does_not_shine_is_named_in_time(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"http://localhost:{free.getsockname()[1]}"
+    monkeypatch.setenv(LIGHTHOUSE, address)
+    groups = find_replica_groups(CONSTANT, World(0, 1, 0, "cpu", timeout=1.0))
+    text = rf"did not meet the others at {address} .* within 1 seconds\. Start torchft_lighthouse"
+    with pytest.raises(DistributedError, match=text), groups.joined(0, dict, lambda state: None):
+        pass
+
+
+def test_a_lighthouse_that_nobody_knows_is_named(monkeypatch):
+    monkeypatch.setenv(LIGHTHOUSE, "http://no.such.machine.invalid:29510")
+    groups = find_replica_groups(CONSTANT, World(0, 1, 0, "cpu"))
+    text = "no.such.machine.invalid:29510, which this machine does not find"
+    with pytest.raises(DistributedError, match=text), groups.joined(0, dict, lambda state: None):
+        pass
+
+
+def test_without_torchft_the_message_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'stmoe\[ft\]'"):
+        find_replica_groups(CONSTANT, World(0, 1, 0, "cpu"))
+    assert find_replica_groups(MeshConfig(), World(0, 1, 0, "cpu")) is None
+
+
+def test_one_launch_is_one_replica():
+    mesh = MeshConfig(dp_replicate=3, ep=2, tp=2, on_lost_replica="shrink")
+    assert mesh.launched == MeshConfig(ep=2, tp=2)
+    assert (mesh.num_ranks, mesh.launched.num_ranks) == (12, 4)
+    assert MeshConfig(dp_replicate=3).launched == MeshConfig(dp_replicate=3)
+
+
+# ---------------------------------------------------------------------------
+# Groups that die
+
+
+class Batches:
+    batch_size = ROWS
+    lengths = (13, 11)
+    fingerprint = "drawn"
+
+    def batch(self, step, rows=slice(None)):
+        whole = tiny_batch(seed=step, batch=ROWS)
+        return {name: value[rows] for name, value in whole.items()}
+
+
+def recipe(config):
+    return Recipe(
+        optim=OptimRecipe(schedule="constant", lr=0.01, warmup_steps=0, max_grad_norm=0.5),
+        training=TrainingRecipe(steps=STEPS, batch_size=ROWS, micro_batch_size=1),
+        mesh=config,
+    )
+
+
+def build():
+    model = tiny_model(group_size=13, balance_scope="global", load_balance_loss_weight=0.3)
+    model.double().train()
+    return model, Adafactor(parameter_groups(model))
+
+
+def die_at(replicas, step, num_sums):
+    """Has this process kill itself in the sum with this number of a step."""
+    begin_step, sum_in_place = replicas.begin_step, replicas.sum_in_place
+    now = {"step": -1, "sums": 0}
+
+    def begin():
+        live = begin_step()
+        now.update(step=live.step, sums=0)
+        return live
+
+    def sum_or_die(tensors):
+        now["sums"] += 1
+        if (now["step"], now["sums"]) == (step, num_sums):
+            os.kill(os.getpid(), signal.SIGKILL)
+        sum_in_place(tensors)
+
+    replicas.begin_step, replicas.sum_in_place = begin, sum_or_die
+
+
+def train_group(folder, group, config, lighthouse, death):
+    torch.set_num_threads(1)
+    os.environ.update({LIGHTHOUSE: lighthouse, GROUP_ID: str(group)})
+    model, optimizer = build()
+    replicas = find_replica_groups(config, World(0, 1, 0, "cpu", timeout=60.0))
+    assert isinstance(replicas, ReplicaGroups)
+    if death is not None:
+        die_at(replicas, *death)
+
+    built = BuiltModel(model, model_layouts(model, model.config, config.launched), None)
+    state = LiveState(built, optimizer, RunState(0, "drawn", {}), lambda others: None)
+    source = ShareSource(Batches(), config, 0, torch.device("cpu"))
+    losses, live = {}, {}
+    for step, shares, _ in live_turns(replicas, source, state, range(STEPS)):
+        try:
+            ranks = StepRanks(None, replicas)
+            metrics = take_step(model, optimizer, recipe(config), shares, step, ranks)
+        except LostStepError:
+            continue
+        losses[step] = float(metrics.loss)
+        live[step] = replicas.take_seconds().live
+        torch.save((losses, live, model.state_dict()), folder / f"{group}.partial")
+    torch.save((losses, live, model.state_dict()), folder / f"{group}.pt")
+
+
+def run_groups(folder, config, deaths, *, restart):
+    """Returns losses, groups that were there, and last weights of each group that came to the end.
+
+    Args:
+        deaths: Step and sum at which each group dies, or None.
+        restart: Whether a group that died starts again.
+    """
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=1000
+    )
+    address = lighthouse.address()
+    start = partial(fork_context().Process, target=train_group)
+    processes = {}
+    for group, death in enumerate(deaths):
+        processes[group] = start(args=(folder, group, config, address, death))
+        processes[group].start()
+    try:
+        end = time.monotonic() + TIMEOUT
+        died = set()
+        while any(process.is_alive() for process in processes.values()):
+            assert time.monotonic() < end, f"the groups did not end within {TIMEOUT} seconds"
+            time.sleep(0.05)
+            for group, process in processes.items():
+                if process.exitcode == -signal.SIGKILL and group not in died:
+                    died.add(group)
+                    if restart:
+                        time.sleep(2)  # others go on meanwhile
+                        processes[group] = start(args=(folder, group, config, address, None))
+                        processes[group].start()
+                        break
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+        lighthouse.shutdown()
+    assert died == {group for group, death in enumerate(deaths) if death is not None}
+    files = {group: folder / f"{group}.pt" for group in processes}
+    return {group: torch.load(file) for group, file in files.items() if file.exists()}
+
+
+def alone(rows_of):
+    """Returns losses and last weights of one process, which takes `rows_of(step)` of every batch."""
+    model, optimizer = build()
+    losses = {}
+    for step in range(STEPS):
+        batch = Batches().batch(step, rows_of(step))
+        losses[step] = float(train_step(model, optimizer, recipe(MeshConfig()), batch, step).loss)
+    return losses, model.state_dict()
+
+
+@pytest.mark.slow
+def test_groups_that_die_in_a_step_come_back_with_the_weights_and_losses_of_a_run_left_alone(
+    tmp_path,
+):
+    # In the sum of counts, of choices, and of gradients.
+    deaths = [(1, 1), (5, 2), (3, 3)]
+    groups = run_groups(tmp_path, CONSTANT, deaths, restart=True)
+    assert groups.keys() == {0, 1, 2}
+
+    expected, weights = alone(lambda step: slice(None))
+    for losses, _, state in groups.values():
+        for step, loss in losses.items():
+            assert loss == pytest.approx(expected[step], abs=1e-10)
+        for name, value in state.items():
+            assert torch.equal(value, groups[0][2][name]), name
+            torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-10)
+
+    # Some steps were taken by two.
+    counts = [count for _, live, _ in groups.values() for count in live.values()]
+    assert min(counts) < 3
+
+
+@pytest.mark.slow
+def test_a_step_that_shrinks_is_that_of_the_rows_that_are_left(tmp_path):
+    config = MeshConfig(dp_replicate=2, on_lost_replica="shrink")
+    groups = run_groups(tmp_path, config, [None, (4, 2)], restart=False)
+    assert groups.keys() == {0}
+    losses, live, _ = groups[0]
+    assert live[STEPS - 1] == 1
+
+    # Before both were there, and after one had died, only one half of a batch was taken.
+    expected, _ = alone(lambda step: slice(0, ROWS * live[step] // 2))
+    assert losses == pytest.approx(expected, abs=1e-10)

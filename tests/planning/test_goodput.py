@@ -1,0 +1,94 @@
+"""What failures leave of a run: published numbers (rows G1 and G2), and the algebra by hand."""
+
+import pytest
+
+from moe import ConfigError
+from moe.commands import plan
+from moe.distributed.mesh import MeshConfig
+from moe.planning.goodput import (
+    FailureCosts,
+    effective_time,
+    parse_duration,
+    show_duration,
+    show_survivals,
+    survivals,
+)
+
+HOUR = 3600.0
+
+
+def test_ten_and_three_minutes_of_stall_every_eighteen_leave_what_was_published():
+    # FT-HSDP (arXiv:2602.00277): 44 % and 80 %; the latter holds other losses, too.
+    assert effective_time(10, 18) == pytest.approx(0.44, abs=0.005)
+    assert effective_time(3, 18) == pytest.approx(0.80, abs=0.05)
+
+
+def test_a_full_restart_of_llama_3_may_cost_eighteen_minutes_at_ninety_percent():
+    # Llama 3 (arXiv:2407.21783): 419 failures in 54 days of 16,384 GPUs, more than 90 % effective.
+    mtbf = 54 * 24 * HOUR / 419
+    mesh = MeshConfig(dp_replicate=1, dp_shard=16_384)
+    costs = FailureCosts(mtbf, restart=8 * 60, checkpoint=20 * 60, stall=10, heal=30)
+    (restart,) = survivals(mesh, costs)
+    assert restart.goodput == pytest.approx(0.90, abs=0.005)
+    assert "16,384 ranks with a failure every 3 h 6 min (a device fails every 50,6" in (
+        show_survivals(mesh, costs, [restart])
+    )
+
+
+def test_each_way_to_survive_costs_what_is_idle_and_what_is_missing():
+    costs = FailureCosts(mtbf=1000, restart=100, checkpoint=60, stall=4, heal=6)
+    restart, constant, shrink, spare = survivals(MeshConfig(dp_replicate=5), costs)
+    assert restart.goodput == pytest.approx(1 - (100 + 30) / 1000)
+
+    # Of five shares one group has two: steps take twice as long while one is away.
+    assert constant.goodput == pytest.approx(1 - (10 + 50) / 1000)
+    assert shrink.goodput == pytest.approx(1 - (10 + 20) / 1000)
+    assert spare.goodput == pytest.approx((1 - 10 / 1000) * 5 / 6)
+
+
+def test_a_run_that_fails_faster_than_it_starts_does_nothing():
+    costs = FailureCosts(mtbf=50, restart=100, checkpoint=60, stall=4, heal=6)
+    assert survivals(MeshConfig(), costs)[0].goodput == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("3h", 10_800), ("18min", 1080), ("18 m", 1080), ("0.5s", 0.5), ("2d", 172_800)],
+)
+def test_durations_have_units(text, seconds):
+    assert parse_duration("--mtbf", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["3", "h", "0s", "-1h", "3 weeks", "1e3s", "9999999d", ""])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(ConfigError, match=r"--mtbf is .*a time above 0 with a unit, e\.g\. 3h"):
+        parse_duration("--mtbf", text)
+
+
+def test_durations_are_shown_in_the_units_that_people_use():
+    shown = [show_duration(seconds) for seconds in (0.0, 59.999, 61, 3599.9, 7500, 1e7)]
+    assert shown == ["0.00 s", "1 min 0 s", "1 min 1 s", "1 h 0 min", "2 h 5 min", "2,777 h 47 min"]
+
+
+def test_the_planner_compares_the_ways(capsys):
+    arguments = ["--preset", "st-moe-base", "--training.batch_size", "128", "--mtbf", "3h"]
+    plan.main([*arguments, "--mesh.dp_replicate", "4"])
+    text = capsys.readouterr().out
+    for name in ("full restart", "constant work", "shrink", "and a spare"):
+        assert name in text
+
+    plan.main(arguments)
+    assert "Replica groups need mesh.dp_replicate above 1." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--heal", "3s"], "--heal is about failures"),
+        (["--mtbf", "soon"], "--mtbf is 'soon'"),
+        (["--mtbf", "3h", "--suggest", "8", "--memory", "80GiB"], "--mtbf is about one mesh"),
+    ],
+)
+def test_wrong_questions_about_failures_are_answered(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        plan.main(["--preset", "st-moe-base", *arguments])

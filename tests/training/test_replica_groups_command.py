@@ -1,0 +1,89 @@
+"""Replica groups of two ranks each, launched apart: one is killed and comes back.
+
+The oracle is the other group: the same losses, and in the end the same files of weights.
+"""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from moe.distributed.replica_groups import GROUP_ID, LIGHTHOUSE
+from tests.processes import TIMEOUT, Command, _fork_ranks
+from tests.training.tiny_run import write_inputs
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def lighthouse():
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=2000
+    )
+    yield server.address()
+    server.shutdown()
+
+
+def start(inputs, out, lighthouse, group):
+    words = ["--standalone", "--nproc-per-node", 2, "-m", "scripts.pretrain", "--resume"]
+    settings = {
+        "config": inputs["pretrain.yaml"],
+        "corpus": inputs["corpus"],
+        "tokenizer": inputs["tokenizer"],
+        "out": out / str(group),
+        "training.steps": STEPS,
+        "training.batch_size": 8,
+        "training.micro_batch_size": 2,
+        "model.group_size": 8,
+        "mesh.ep": 2,
+        "mesh.dp_replicate": 2,
+        "mesh.on_lost_replica": "constant_work",
+        "timeout": 100,
+    }
+    for name, value in settings.items():
+        words += [f"--{name}", value]
+    environment = {LIGHTHOUSE: lighthouse, GROUP_ID: str(group)}
+    return Command("torch.distributed.run", words, environment=environment, prepare=_fork_ranks)
+
+
+def losses(out, group):
+    path = out / str(group) / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    values = [json.loads(line) for line in lines if line.endswith("}")]
+    return {value["step"]: value["train/loss"] for value in values if "train/loss" in value}
+
+
+@pytest.mark.slow
+def test_a_group_of_two_ranks_that_is_killed_comes_back_equal_to_the_other(
+    inputs, lighthouse, tmp_path
+):
+    groups = [start(inputs, tmp_path, lighthouse, group) for group in range(2)]
+    groups[1].wait_for(lambda: 5 in losses(tmp_path, 1), TIMEOUT)
+    children = Path(f"/proc/{groups[1].pid}/task/{groups[1].pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    assert groups[1].finish().returncode != 0
+
+    groups[1] = start(inputs, tmp_path, lighthouse, 1)
+    for group in groups:
+        ended = group.finish()
+        assert ended.returncode == 0, ended.stderr
+    assert "Healed: has the state of another group" in ended.stderr
+
+    # The other group took every step, and nobody another one.
+    everything = losses(tmp_path, 0)
+    assert list(everything) == list(range(1, STEPS + 1))
+    assert losses(tmp_path, 1).items() <= everything.items()
+    files = [file.name for file in (tmp_path / "0/model").glob("*.safetensors")]
+    for name in files:
+        first = (tmp_path / "0/model" / name).read_bytes()
+        assert first == (tmp_path / "1/model" / name).read_bytes()
+    assert files

@@ -1,0 +1,120 @@
+"""What the seconds of a run went into, on timelines whose sums can be made by hand."""
+
+import json
+
+import pytest
+
+from moe import DataError
+from moe.commands import goodput as command
+from moe.distributed.replica_groups import ReplicaSeconds
+from moe.training.timeline import (
+    TIMELINE_FILE,
+    Timeline,
+    TimelineEvent,
+    measure_goodput,
+    read_timeline,
+)
+
+
+def start(time, step=0):
+    return TimelineEvent("start", time, step)
+
+
+def steps(time, step, num, seconds, **waits):
+    return TimelineEvent("steps", time, step, num_steps=num, seconds=seconds, **waits)
+
+
+def test_a_run_that_nothing_disturbs_has_only_steps_and_what_lies_between_them():
+    goodput = measure_goodput(
+        [start(100.0), steps(111.0, 5, 5, 10.0, data_wait=1.0), steps(123.0, 10, 5, 10.0)]
+    )
+    assert (goodput.steps, goodput.starts, goodput.total) == (10, 1, 23.0)
+    assert (goodput.useful, goodput.data_wait, goodput.other) == (19.0, 1.0, 3.0)
+    assert goodput.share == pytest.approx(19 / 23)
+
+
+def test_steps_behind_the_checkpoint_of_a_restart_are_lost_work():
+    # Killed after step 10 with a checkpoint of step 7; twenty seconds until the next start.
+    goodput = measure_goodput(
+        [
+            start(0.0),
+            steps(10.0, 5, 5, 10.0),
+            steps(20.0, 10, 5, 10.0),
+            start(40.0, step=7),
+            steps(46.0, 10, 3, 6.0),
+        ]
+    )
+    assert (goodput.starts, goodput.down) == (2, 20.0)
+    assert goodput.redone == pytest.approx(3 / 5 * 10)
+    assert goodput.useful == pytest.approx(10 + 2 / 5 * 10 + 6)
+    assert goodput.other == pytest.approx(0)
+
+
+def test_a_restart_at_the_first_step_takes_all_again_however_often():
+    goodput = measure_goodput(
+        [start(0.0), steps(5.0, 5, 5, 5.0), start(6.0), steps(8.0, 2, 2, 2.0), start(9.0)]
+    )
+    assert (goodput.useful, goodput.redone, goodput.down) == (0.0, 7.0, 2.0)
+
+
+def test_a_replica_group_that_was_healed_has_lost_no_work():
+    # Its own checkpoint is of step 0; the others had done 13 steps when it came back.
+    goodput = measure_goodput(
+        [
+            start(0.0),
+            steps(10.0, 10, 10, 10.0),
+            start(15.0),
+            steps(18.0, 15, 2, 3.0, healing=1.0, healed=1, lost=0.5),
+        ]
+    )
+    assert (goodput.useful, goodput.redone) == (12.0, 0.0)
+    assert (goodput.healing, goodput.lost, goodput.down) == (1.0, 0.5, 5.0)
+
+
+def test_a_timeline_grows_over_the_processes_of_a_run_and_outlives_torn_lines(tmp_path, capsys):
+    timeline = Timeline(tmp_path / TIMELINE_FILE, 0)
+    timeline.count_step(0.25, 0.125)
+    timeline.count_step(0.5, 0.0)
+    timeline.write(2, ReplicaSeconds(meeting=0.0625))
+    with (tmp_path / TIMELINE_FILE).open("a") as file:
+        file.write('{"event": "steps", "time"')
+    Timeline(tmp_path / TIMELINE_FILE, 1)
+    with (tmp_path / TIMELINE_FILE).open("a") as file:
+        file.write('{"event": "ste')
+
+    events = read_timeline(tmp_path)
+    assert [(event.event, event.step) for event in events] == [
+        ("start", 0),
+        ("steps", 2),
+        ("start", 1),
+    ]
+    assert events[1][3:7] == (2, 0.75, 0.125, 0.0625)
+
+    command.main([str(tmp_path)])
+    text = capsys.readouterr().out
+    assert f"{tmp_path}: 1 steps in" in text
+    assert "started 2 times" in text
+    assert "goodput " in text
+
+
+def test_ranks_that_do_not_write_write_nothing(tmp_path):
+    timeline = Timeline(None, 0)
+    timeline.count_step(1.0, 0.0)
+    timeline.write(1, ReplicaSeconds())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"timeline\.jsonl.*version has trained"),
+        ("", r"timeline\.jsonl is empty"),
+        (json.dumps({"event": "stop", "time": 1, "step": 0}) + "\n\n", r"line 1.*event"),
+        (json.dumps({"event": "start", "time": 1, "step": -1}) + "\n\n", r"line 1.*step"),
+    ],
+)
+def test_what_is_no_timeline_is_named(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / TIMELINE_FILE).write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_timeline(tmp_path)
