@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.cases import CASES, DTYPES, PASSES
 from benchmarks.layer import VARIANTS
 from benchmarks.model import PARTS
+from benchmarks.variants import COMPILED
 from moe.checks import check_integer
 from moe.cli import Parser
 
@@ -63,8 +64,11 @@ def build_parser() -> Parser:
     tracing_help = "recording, replaying and editing of routing beside an evaluation, on a CPU"
     tracing = parsers.add_parser("tracing", help=tracing_help)
 
+    gpu_help = "one sparse layer in bfloat16, and the step of decoding as a CUDA graph"
+    gpu = parsers.add_parser("gpu", help=gpu_help)
+
     # Options that several benchmarks have.
-    for benchmark in (layer, exchange, model, evaluation, tracing):
+    for benchmark in (layer, exchange, model, evaluation, tracing, gpu):
         _add_common(benchmark)
     for benchmark in (layer, model, evaluation, tracing):
         benchmark.add_argument("--threads", type=int, help="threads of torch (all cores)")
@@ -75,6 +79,7 @@ def build_parser() -> Parser:
     _add_model(model)
     _add_exchange(exchange)
     _add_intervals(intervals)
+    _add_gpu(gpu)
     return parser
 
 
@@ -116,9 +121,9 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--variants",
         nargs="+",
-        choices=VARIANTS,
+        choices=(*VARIANTS, *COMPILED),
         default=VARIANTS,
-        help="all; dense comes along",
+        help="all but moe_compiled; dense comes along",
     )
     parser.add_argument(
         "--memory",
@@ -157,6 +162,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         default=[1, 8],
         help="sequences to decode at once (1 and 8)",
     )
+
+
+def _add_gpu(parser: argparse.ArgumentParser) -> None:
+    # The model is that of `model`.
+    parser.add_argument("--cases", type=int, nargs="+", choices=CASES, help="sizes (all)")
+    parser.add_argument("--experts", type=int, default=8, help="experts of the model (8)")
+    batches_help = "sequences to decode at once (1 and 8)"
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help=batches_help)
 
 
 def _add_exchange(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ often its intervals hold the truth, and what recording of routing costs.
     python -m scripts.benchmark model [--json benchmarks/model_cpu.json] [--experts 8]
     python -m scripts.benchmark eval [--json benchmarks/eval_cpu.json] [--threads 4]
     python -m scripts.benchmark intervals [--json benchmarks/intervals.json] [--repeats 1000]
+    python -m scripts.benchmark gpu [--json benchmarks/gpu.json] [--cases 4] [--batches 1 8]
     python -m scripts.benchmark tracing [--json benchmarks/tracing_cpu.json] [--threads 1]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not do a case, is
@@ -25,6 +26,7 @@ import torch
 from benchmarks.cases import CASES
 from benchmarks.evaluation import EvaluationBenchmark, run_evaluation
 from benchmarks.exchange import ExchangeBenchmark, run_exchange
+from benchmarks.gpu import GpuBenchmark, run_gpu
 from benchmarks.intervals import IntervalBenchmark, run_intervals
 from benchmarks.layer import LayerBenchmark, run_layer
 from benchmarks.model import ModelBenchmark, ModelCase, run_model
@@ -72,6 +74,12 @@ def benchmark_tracing(options: dict[str, Any]) -> None:
     run_tracing(TracingBenchmark(**options))
 
 
+def benchmark_gpu(options: dict[str, Any]) -> None:
+    """Measures a GPU."""
+    cases = options.pop("cases") or list(CASES)
+    run_gpu(GpuBenchmark(**options, cases=cases))
+
+
 def benchmark_exchange(options: dict[str, Any]) -> None:
     """Measures experts over ranks."""
     device = _device(options)
@@ -100,6 +108,7 @@ BENCHMARKS = {
     "eval": benchmark_evaluation,
     "intervals": benchmark_intervals,
     "tracing": benchmark_tracing,
+    "gpu": benchmark_gpu,
 }
 
 
