@@ -67,10 +67,15 @@ def build_parser() -> Parser:
     gpu_help = "one sparse layer in bfloat16, and the step of decoding as a CUDA graph"
     gpu = parsers.add_parser("gpu", help=gpu_help)
 
+    busy_help = "training step and decoding beside busy processes, over the same alone"
+    busy = parsers.add_parser("busy", help=busy_help)
+    startup_help = "CPU time and memory until a command explains its options"
+    startup = parsers.add_parser("startup", help=startup_help)
+
     # Options that several benchmarks have.
-    for benchmark in (layer, exchange, model, evaluation, tracing, gpu):
+    for benchmark in (layer, exchange, model, evaluation, tracing, gpu, busy, startup):
         _add_common(benchmark)
-    for benchmark in (layer, model, evaluation, tracing):
+    for benchmark in (layer, model, evaluation, tracing, busy):
         benchmark.add_argument("--threads", type=int, help="threads of torch (all cores)")
     for benchmark in (layer, exchange):
         _add_sizes(benchmark)
@@ -80,6 +85,8 @@ def build_parser() -> Parser:
     _add_exchange(exchange)
     _add_intervals(intervals)
     _add_gpu(gpu)
+    only_help = "names of the table, e.g. scripts.demo 'eval run' (all)"
+    startup.add_argument("--only", nargs="+", metavar="START", help=only_help)
     return parser
 
 

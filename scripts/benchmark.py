@@ -7,6 +7,8 @@ often its intervals hold the truth, and what recording of routing costs.
     python -m scripts.benchmark eval [--json benchmarks/eval_cpu.json] [--threads 4]
     python -m scripts.benchmark intervals [--json benchmarks/intervals.json] [--repeats 1000]
     python -m scripts.benchmark gpu [--json benchmarks/gpu.json] [--cases 4] [--batches 1 8]
+    python -m scripts.benchmark busy [--json benchmarks/busy.json] [--threads 2]
+    python -m scripts.benchmark startup [--json benchmarks/startup.json] [--only 'eval run']
     python -m scripts.benchmark tracing [--json benchmarks/tracing_cpu.json] [--threads 1]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not do a case, is
@@ -15,14 +17,15 @@ machine with GPUs, one of them (NCCL).
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 from typing import Any
 
 import torch
 
+from benchmarks.busy import BusyBenchmark, run_busy
 from benchmarks.cases import CASES
 from benchmarks.evaluation import EvaluationBenchmark, run_evaluation
 from benchmarks.exchange import ExchangeBenchmark, run_exchange
@@ -32,6 +35,7 @@ from benchmarks.layer import LayerBenchmark, run_layer
 from benchmarks.model import ModelBenchmark, ModelCase, run_model
 from benchmarks.options import build_parser, check_numbers
 from benchmarks.scaling import ScalingCase
+from benchmarks.startup import StartupBenchmark, run_startup
 from benchmarks.tracing import TracingBenchmark, run_tracing
 from moe.cli import run_main
 from moe.files import output_path
@@ -80,6 +84,16 @@ def benchmark_gpu(options: dict[str, Any]) -> None:
     run_gpu(GpuBenchmark(**options, cases=cases))
 
 
+def benchmark_busy(options: dict[str, Any]) -> None:
+    """Measures a busy machine."""
+    run_busy(BusyBenchmark(**options, threads=torch.get_num_threads()))
+
+
+def benchmark_startup(options: dict[str, Any]) -> None:
+    """Measures how commands start."""
+    run_startup(StartupBenchmark(**options))
+
+
 def benchmark_exchange(options: dict[str, Any]) -> None:
     """Measures experts over ranks."""
     device = _device(options)
@@ -109,6 +123,8 @@ BENCHMARKS = {
     "intervals": benchmark_intervals,
     "tracing": benchmark_tracing,
     "gpu": benchmark_gpu,
+    "busy": benchmark_busy,
+    "startup": benchmark_startup,
 }
 
 

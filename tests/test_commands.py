@@ -220,7 +220,7 @@ def test_ctrl_c_while_a_command_imports_ends_it_with_a_word(command):
     with subprocess.Popen(
         [sys.executable, "-m", command, "--help"],
         stderr=subprocess.PIPE,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | {"OMP_WAIT_POLICY": "passive"},
         preexec_fn=hear_ctrl_c,
     ) as process:
         time.sleep(0.5)
