@@ -225,7 +225,7 @@ def test_ctrl_c_while_a_command_imports_ends_it_with_a_word(command):
     ) as process:
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
     assert process.returncode == 130
     assert (
         errors

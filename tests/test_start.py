@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moe.commands.stmoe import VERBS
+
 ROOT = Path(__file__).parents[1]
 SAID = "Waiting threads sleep (OMP_WAIT_POLICY=passive; set it to choose).\n"
 START = """\
@@ -68,3 +70,33 @@ def test_every_command_starts_here_before_it_imports_anything(path):
     if '__name__ == "__main__"' in text:
         _docstring, first, *_ = ast.parse(text).body
         assert ast.unparse(first) == START
+
+
+# Seconds each, which a command needs once it works: functions import them.
+IMPORTED_LATE = (
+    "datasets",
+    "matplotlib",
+    "nltk",
+    "pandas",
+    "rouge_score",
+    "scipy.stats",
+    "sklearn",
+    "tensorstore",
+)
+IMPORTS = """
+import importlib, sys
+for name in sys.argv[1].split(","):
+    importlib.import_module(name)
+print(*(name for name in sys.argv[2].split(",") if name in sys.modules))
+"""
+
+
+@pytest.mark.slow
+def test_no_command_imports_what_only_its_work_needs():
+    modules = [f"scripts.{path.stem}" for path in sorted(ROOT.glob("scripts/*.py"))]
+    modules += ["moe", "eval.__main__", "benchmarks.network"]
+    modules += [f"moe.commands.{verb.module}" for verb in VERBS.values()]
+    words = [sys.executable, "-c", IMPORTS, ",".join(modules), ",".join(IMPORTED_LATE)]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout == "\n"
