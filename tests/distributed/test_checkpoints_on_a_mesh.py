@@ -73,7 +73,6 @@ def travel(rank, num_ranks, folder, meshes):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_goes_on_bit_for_bit_on_every_other_mesh(tmp_path):
     losses = {}
     for name in OPTIMIZERS:

@@ -185,7 +185,6 @@ def read_and_write(rank, num_ranks, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_mesh_reads_and_writes_the_very_files_of_one_process(tmp_path):
     for name, (_, _, max_shard_size) in VARIANTS.items():
         build(name).save_pretrained(tmp_path / name, max_shard_size=max_shard_size)
