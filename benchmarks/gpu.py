@@ -248,8 +248,8 @@ def build_model(
     config: SwitchTransformersConfig, device: torch.device
 ) -> STMoEForConditionalGeneration:
     """Returns the model that decodes, in bfloat16."""
-    model = build_ours(config).to(torch.bfloat16)
-    return model.to(device).eval()
+    model: Any = build_ours(config)  # whose `to` is wrapped by transformers
+    return model.to(device, torch.bfloat16).eval()
 
 
 def decode(decoding: Decoding, step: Step) -> list[list[int]]:
