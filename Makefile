@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Threads that wait sleep: those that spin take cores from whoever else is busy, and from each other.
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: demo models measured test test-fast check docs notebooks format clean
 

@@ -24,11 +24,12 @@ from benchmarks.timing import (
     median_ratio,
     square_tflops,
 )
-from benchmarks.variants import OURS, moe_dropless, routing_only, stats_of
+from benchmarks.variants import COMPILED, OURS, moe_dropless, routing_only, stats_of
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
 
 VARIANTS = (*OURS, *PEERS)
+GRAPHED = ("moe_dropless", "moe_static")
 PROFILED_CASE = 0
 
 Row = dict[str, Any]
@@ -43,7 +44,7 @@ class LayerBenchmark:
         cases: Keys of `CASES`.
         dtypes: Keys of `DTYPES`.
         passes: Of `PASSES`.
-        variants: Of `VARIANTS`; `dense` is measured in any case.
+        variants: Of `VARIANTS` and `COMPILED`; `dense` is measured in any case.
         rounds: How often everything is measured; results are medians.
         device: Where.
         memory: Whether peaks are measured, too.
@@ -157,7 +158,7 @@ def measure_group(benchmark: LayerBenchmark, case: int, dtype: str, bar: tqdm) -
                 "difference": differences.get(variant.name),
                 "note": variant.note,
             }
-            if benchmark.device.type == "cuda" and variant.name == "moe_static":
+            if benchmark.device.type == "cuda" and variant.name in GRAPHED:
                 row["cuda_graph"] = capture_cuda_graph(variant, pass_name)
             rows.append(row)
     return rows
@@ -175,7 +176,7 @@ def build_variants(problem: Problem, names: Sequence[str], where: str) -> list[V
     """
     # Ours can run always.
     variants: list[Variant] = []
-    for name, build in OURS.items():
+    for name, build in {**OURS, **COMPILED}.items():
         if name in names or name == "dense":
             variants.append(build(problem))
 

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +14,12 @@ from moe.files import whole_file
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Returns the device, its threads, torch's version and the time."""
+    """Returns the device, its threads and how they wait, torch's version and the time."""
     now = datetime.datetime.now(datetime.UTC)
     return {
         "device": _device_name(device),
         "threads": torch.get_num_threads(),
+        "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "torch": torch.__version__,
         "date": now.isoformat(timespec="seconds"),
     }

@@ -148,7 +148,22 @@ def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
     No token is dropped by either, so that all do the products of T5, whose attention is in both of
     its forms.
     """
-    sizes: dict[str, Any] = {
+    config = switch_config(case, experts)
+
+    # Ours and Switch share their weights.
+    ours = build_ours(config)
+    switch = build_switch(config, ours)
+    models: dict[str, PreTrainedModel] = {"switch": switch, "ours": ours}
+    for attention in ("eager", "sdpa"):
+        config = T5Config(**_sizes(case), feed_forward_proj="relu")
+        config._attn_implementation = attention
+        models[f"t5_{attention}"] = T5ForConditionalGeneration(config)
+    return models
+
+
+def _sizes(case: ModelCase) -> dict[str, Any]:
+    """Returns the sizes that all models share, under the names of transformers."""
+    return {
         "vocab_size": case.vocab_size,
         "d_model": case.d_model,
         "d_ff": case.d_ff,
@@ -158,23 +173,17 @@ def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
         "dropout_rate": 0.0,
         "decoder_start_token_id": 0,
     }
-    config = SwitchTransformersConfig(
-        **sizes,
+
+
+def switch_config(case: ModelCase, experts: int) -> SwitchTransformersConfig:
+    """Returns the configuration of transformers' Switch, which drops no token."""
+    return SwitchTransformersConfig(
+        **_sizes(case),
         num_experts=experts,
         num_sparse_encoder_layers=case.sparse_layers,
         num_sparse_decoder_layers=case.sparse_layers,
         expert_capacity=max(case.input_length, case.target_length),
     )
-
-    # Ours and Switch share their weights.
-    ours = build_ours(config)
-    switch = build_switch(config, ours)
-    models: dict[str, PreTrainedModel] = {"switch": switch, "ours": ours}
-    for attention in ("eager", "sdpa"):
-        config = T5Config(**sizes, feed_forward_proj="relu")
-        config._attn_implementation = attention
-        models[f"t5_{attention}"] = T5ForConditionalGeneration(config)
-    return models
 
 
 def build_ours(config: SwitchTransformersConfig) -> STMoEForConditionalGeneration:

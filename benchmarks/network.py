@@ -6,6 +6,11 @@ A row passes when our number is within the tolerance; rows with a star are uncer
 reported. The command fails when a row does not pass. All of them take minutes, on one core.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from stmoe import start_command
+
+    start_command()
+
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict

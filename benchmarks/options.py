@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.cases import CASES, DTYPES, PASSES
 from benchmarks.layer import VARIANTS
 from benchmarks.model import PARTS
+from benchmarks.variants import COMPILED
 from moe.checks import check_integer
 from moe.cli import Parser
 
@@ -65,10 +66,18 @@ def build_parser() -> Parser:
     products_help = "which of torch's libraries multiplies float32 faster on this CPU"
     products = parsers.add_parser("products", help=products_help)
 
+    gpu_help = "one sparse layer in bfloat16, and the step of decoding as a CUDA graph"
+    gpu = parsers.add_parser("gpu", help=gpu_help)
+
+    busy_help = "training step and decoding beside busy processes, over the same alone"
+    busy = parsers.add_parser("busy", help=busy_help)
+    startup_help = "CPU time and memory until a command explains its options"
+    startup = parsers.add_parser("startup", help=startup_help)
+
     # Options that several benchmarks have.
-    for benchmark in (layer, exchange, model, evaluation, tracing):
+    for benchmark in (layer, exchange, model, evaluation, tracing, gpu, busy, startup):
         _add_common(benchmark)
-    for benchmark in (layer, model, evaluation, tracing):
+    for benchmark in (layer, model, evaluation, tracing, busy):
         benchmark.add_argument("--threads", type=int, help="threads of torch (all cores)")
     for benchmark in (layer, exchange):
         _add_sizes(benchmark)
@@ -78,6 +87,9 @@ def build_parser() -> Parser:
     _add_exchange(exchange)
     _add_intervals(intervals)
     _add_json(products)
+    _add_gpu(gpu)
+    only_help = "names of the table, e.g. scripts.demo 'eval run' (all)"
+    startup.add_argument("--only", nargs="+", metavar="START", help=only_help)
     return parser
 
 
@@ -119,9 +131,9 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--variants",
         nargs="+",
-        choices=VARIANTS,
+        choices=(*VARIANTS, *COMPILED),
         default=VARIANTS,
-        help="all; dense comes along",
+        help="all but moe_compiled; dense comes along",
     )
     parser.add_argument(
         "--memory",
@@ -160,6 +172,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         default=[1, 8],
         help="sequences to decode at once (1 and 8)",
     )
+
+
+def _add_gpu(parser: argparse.ArgumentParser) -> None:
+    # The model is that of `model`.
+    parser.add_argument("--cases", type=int, nargs="+", choices=CASES, help="sizes (all)")
+    parser.add_argument("--experts", type=int, default=8, help="experts of the model (8)")
+    batches_help = "sequences to decode at once (1 and 8)"
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help=batches_help)
 
 
 def _add_exchange(parser: argparse.ArgumentParser) -> None:

@@ -11,9 +11,9 @@ Each command is a file of eval/commands. Under torchrun, e.g. `torchrun --standa
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 import argparse
 import sys

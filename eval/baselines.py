@@ -4,15 +4,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from rouge_score.rouge_scorer import RougeScorer
-from sklearn.feature_extraction.text import CountVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.naive_bayes import MultinomialNB
-from sklearn.pipeline import Pipeline, make_pipeline
 
 from eval.choice_baselines import (
     ChoiceScores,
@@ -23,6 +18,10 @@ from eval.choice_baselines import (
 from eval.task import Example, Task
 from eval.vector_baseline import classify_by_vectors
 from eval.word_vectors import WordVectors
+
+if TYPE_CHECKING:
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.pipeline import Pipeline
 
 MAX_CHARACTERS = 10_000_000
 """Of training inputs: fitting takes about 10 seconds then. What has more are sets of the hub of 25,000 rows or more."""
@@ -134,8 +133,13 @@ def _is_summarization(task: Task) -> bool:
     return task.metrics[0].name.lower().startswith("rouge")
 
 
-def _classifiers() -> dict[str, Pipeline]:
+def _classifiers() -> "dict[str, Pipeline]":
     """Returns two classifiers of texts by name, on counts of words, not fitted."""
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.naive_bayes import MultinomialNB
+    from sklearn.pipeline import make_pipeline
+
     return {
         "naive Bayes": make_pipeline(CountVectorizer(), MultinomialNB()),
         "logistic regression": make_pipeline(CountVectorizer(), LogisticRegression(max_iter=1000)),
@@ -144,6 +148,8 @@ def _classifiers() -> dict[str, Pipeline]:
 
 def _classify(train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[str]]:
     """Returns the baselines of a classification."""
+    from sklearn.feature_extraction.text import CountVectorizer
+
     inputs = [example.inputs for example in train]
     targets = [example.targets for example in train]
     test_inputs = [example.inputs for example in test]
@@ -218,6 +224,8 @@ def _with_position(sentences: Sequence[str]) -> list[str]:
 
 def _best_sentence(sentences: Sequence[str], summary: str) -> int:
     """Returns the number of the sentence with the highest ROUGE-1, the first of several."""
+    from rouge_score.rouge_scorer import RougeScorer
+
     scorer = RougeScorer(["rouge1"])
     scores = [scorer.score(summary, sentence)["rouge1"].fmeasure for sentence in sentences]
     return int(np.argmax(scores))
@@ -229,6 +237,8 @@ def _most_typical(summaries: Sequence[str]) -> str:
     Where there are many, both the candidates and what they are compared with are evenly spaced
     samples.
     """
+    from sklearn.feature_extraction.text import CountVectorizer
+
     counts = Counter(summaries)
     largest = max(counts.values())
 
@@ -246,7 +256,7 @@ def _most_typical(summaries: Sequence[str]) -> str:
     return candidates[int(mean_rouge.argmax())]
 
 
-def _word_sets(vectorizer: CountVectorizer, texts: Sequence[str]) -> NDArray[np.float32]:
+def _word_sets(vectorizer: "CountVectorizer", texts: Sequence[str]) -> NDArray[np.float32]:
     """Returns <float32>[N, V] 1 where a text has a word."""
     return vectorizer.transform(texts).toarray().astype(np.float32)
 

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
-from sklearn.feature_extraction.text import TfidfVectorizer
 
 from eval.task import Example
 from eval.word_vectors import WordVectors
@@ -67,6 +65,8 @@ def _by_choice(example: Example, values: NDArray[np.floating]) -> dict[str, floa
 
 def _most_like(texts: Sequence[str], test: Sequence[Example]) -> ChoiceScores:
     """Returns how much the letters of each choice are like those of the text of its question."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
     # Runs of two to four letters, rare ones weighing more; each choice beside its question's text.
     words: list[str] = []
     questions: list[int] = []
@@ -88,6 +88,9 @@ def _most_like(texts: Sequence[str], test: Sequence[Example]) -> ChoiceScores:
 
 def _nearest_targets(train: Sequence[Example], inputs: Sequence[str]) -> list[str]:
     """Returns the target of the training example whose words are most like those of each input."""
+    from scipy import sparse
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
     words = TfidfVectorizer(token_pattern=r"\w+")
     counted = words.fit_transform([example.inputs for example in train])
     train_rows = sparse.csr_matrix(counted)  # [M, V]

@@ -8,12 +8,10 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import datasets
 import pyarrow
 import pyarrow.parquet
-from datasets.exceptions import DatasetsError
 from huggingface_hub.errors import HfHubHTTPError
 
 from eval.row_schema import (
@@ -28,18 +26,22 @@ from eval.task import SPLITS, Row
 from moe.errors import DataError
 from moe.parsing import read_json_lines
 
+if TYPE_CHECKING:
+    import datasets
+
 MAIN = "main"
 EXPORT = "refs/convert/parquet"
 """The branch on which the hub keeps a copy of a dataset in parquet: CONFIG/SPLIT/0000.parquet."""
 
 # OSError, and the HTTPError of whichever client the hub's library uses.
 _HUB_ERRORS = HfHubHTTPError.__bases__
-_LOADING_ERRORS: tuple[type[Exception], ...] = (
-    DatasetsError,
-    *_HUB_ERRORS,
-    RuntimeError,
-    ValueError,
-)
+
+
+def _loading_errors() -> tuple[type[Exception], ...]:
+    """Returns what `datasets` raises, which only those import who load from the hub."""
+    from datasets.exceptions import DatasetsError
+
+    return (DatasetsError, *_HUB_ERRORS, RuntimeError, ValueError)
 
 
 # ---------------------------------------------------------------------------
@@ -257,7 +259,7 @@ class HubData:
                     "HF_DATASETS_OFFLINE must not be 1), or give a folder of files in its place: "
                     f"--data FOLDER with FOLDER/TASK/{split}.jsonl or .parquet."
                 ) from error
-            except _LOADING_ERRORS as error:
+            except _loading_errors() as error:
                 failures.append(f"At {each}: {error}.")
                 continue
             return self._checked_dataset(dataset, split, each)
@@ -268,8 +270,10 @@ class HubData:
             f"FOLDER/TASK/{split}.jsonl or .parquet."
         )
 
-    def _load(self, split: str, revision: str) -> datasets.Dataset:
+    def _load(self, split: str, revision: str) -> "datasets.Dataset":
         """Returns a split as `datasets` has it."""
+        import datasets
+
         hub_split = self.hub_splits.get(split, split)
 
         # On EXPORT the names of the files say all.
@@ -290,7 +294,7 @@ class HubData:
         """Returns what stands for a hidden label, by column; None where none is hidden."""
         return self.hidden_values if split in self.hidden else None
 
-    def _checked_dataset(self, dataset: datasets.Dataset, split: str, revision: str) -> list[Row]:
+    def _checked_dataset(self, dataset: "datasets.Dataset", split: str, revision: str) -> list[Row]:
         """Returns the rows of a dataset of the hub, all of them and as expected."""
         # Another number of rows is another dataset.
         name = self._name_of(split, revision)

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.feature_extraction.text import CountVectorizer
-from sklearn.linear_model import LogisticRegression
 
 from eval.task import Example
 from eval.word_vectors import WordVectors
@@ -157,6 +155,8 @@ class _Classifiers:
 
     def _fit_to_words(self) -> NDArray[np.float64]:
         """Returns <float64>[N, classes] logarithms of probabilities by counts of words."""
+        from sklearn.feature_extraction.text import CountVectorizer
+
         vectorizer = CountVectorizer(token_pattern=r"\w+")
         if not any(map(vectorizer.build_analyzer(), self._inputs)):
             return np.zeros((len(self._test_inputs), len(self._classes)))
@@ -164,6 +164,8 @@ class _Classifiers:
         return self._fit(counts, vectorizer.transform(self._test_inputs), strength=1.0)
 
     def _fit(self, train: Any, test: Any, strength: float) -> NDArray[np.float64]:
+        from sklearn.linear_model import LogisticRegression
+
         classifier = LogisticRegression(C=strength, max_iter=_MOST_ITERATIONS)
         classifier.fit(train, self._targets)
         return classifier.predict_log_proba(test)

@@ -15,15 +15,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
-from sklearn.decomposition import TruncatedSVD
 
 from moe.data.corpus import load_corpus
 from moe.errors import DataError
+
+if TYPE_CHECKING:
+    from scipy import sparse
 
 MAX_CHARACTERS = 40_000_000
 """Of a corpus; evenly spaced documents are taken of a larger one. 10 million take about 15 seconds."""
@@ -147,8 +148,10 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
 
 def _count_neighbours(
     paragraphs: Sequence[Sequence[str]], numbers: dict[str, int]
-) -> sparse.csr_matrix:
+) -> "sparse.csr_matrix":
     """Returns <float64>[V, V] how often two words stand near each other, over their distance."""
+    from scipy import sparse
+
     # All paragraphs in a row, with a gap between two that is as wide as the window.
     gap = [-1] * WINDOW
     tokens: list[int] = []
@@ -171,8 +174,10 @@ def _count_neighbours(
     return counts + counts.T
 
 
-def _positive_mutual_information(counts: sparse.csr_matrix) -> sparse.csr_matrix:
+def _positive_mutual_information(counts: "sparse.csr_matrix") -> "sparse.csr_matrix":
     """Returns <float32>[V, V] log p(word, context) / (p(word) p(context)) where it is above 0."""
+    from scipy import sparse
+
     pairs = counts.tocoo()
     word_counts = np.asarray(counts.sum(axis=1)).ravel()  # [V]
     context_shares = word_counts**_CONTEXT_SMOOTHING
@@ -187,8 +192,10 @@ def _positive_mutual_information(counts: sparse.csr_matrix) -> sparse.csr_matrix
     return sparse.csr_matrix((values, places), counts.shape)
 
 
-def _reduce(association: sparse.csr_matrix, num_words: int) -> NDArray[np.float32]:
+def _reduce(association: "sparse.csr_matrix", num_words: int) -> NDArray[np.float32]:
     """Returns <float32>[V, D] left singular vectors by the root of their values, of length 1."""
+    from sklearn.decomposition import TruncatedSVD
+
     num_dimensions = min(NUM_DIMENSIONS, num_words - 1)
     decomposition = TruncatedSVD(num_dimensions, n_iter=4, random_state=0)
     scaled = decomposition.fit_transform(association)  # [V, D] vectors by their values

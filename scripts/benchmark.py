@@ -6,6 +6,9 @@ often its intervals hold the truth, what recording of routing costs, and which l
     python -m scripts.benchmark model [--json benchmarks/model_cpu.json] [--experts 8]
     python -m scripts.benchmark eval [--json benchmarks/eval_cpu.json] [--threads 4]
     python -m scripts.benchmark intervals [--json benchmarks/intervals.json] [--repeats 1000]
+    python -m scripts.benchmark gpu [--json benchmarks/gpu.json] [--cases 4] [--batches 1 8]
+    python -m scripts.benchmark busy [--json benchmarks/busy.json] [--threads 2]
+    python -m scripts.benchmark startup [--json benchmarks/startup.json] [--only 'eval run']
     python -m scripts.benchmark tracing [--json benchmarks/tracing_cpu.json] [--threads 1]
     python -m scripts.benchmark products [--json products.json]
 
@@ -15,23 +18,26 @@ machine with GPUs, one of them (NCCL).
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 from typing import Any
 
 import torch
 
+from benchmarks.busy import BusyBenchmark, run_busy
 from benchmarks.cases import CASES
 from benchmarks.evaluation import EvaluationBenchmark, run_evaluation
 from benchmarks.exchange import ExchangeBenchmark, run_exchange
+from benchmarks.gpu import GpuBenchmark, run_gpu
 from benchmarks.intervals import IntervalBenchmark, run_intervals
 from benchmarks.layer import LayerBenchmark, run_layer
 from benchmarks.model import ModelBenchmark, ModelCase, run_model
 from benchmarks.options import build_parser, check_numbers
 from benchmarks.products import run_products
 from benchmarks.scaling import ScalingCase
+from benchmarks.startup import StartupBenchmark, run_startup
 from benchmarks.tracing import TracingBenchmark, run_tracing
 from moe.cli import run_main
 from moe.files import output_path
@@ -79,6 +85,22 @@ def benchmark_products(options: dict[str, Any]) -> None:
     run_products(**options)
 
 
+def benchmark_gpu(options: dict[str, Any]) -> None:
+    """Measures a GPU."""
+    cases = options.pop("cases") or list(CASES)
+    run_gpu(GpuBenchmark(**options, cases=cases))
+
+
+def benchmark_busy(options: dict[str, Any]) -> None:
+    """Measures a busy machine."""
+    run_busy(BusyBenchmark(**options, threads=torch.get_num_threads()))
+
+
+def benchmark_startup(options: dict[str, Any]) -> None:
+    """Measures how commands start."""
+    run_startup(StartupBenchmark(**options))
+
+
 def benchmark_exchange(options: dict[str, Any]) -> None:
     """Measures experts over ranks."""
     device = _device(options)
@@ -108,6 +130,9 @@ BENCHMARKS = {
     "intervals": benchmark_intervals,
     "tracing": benchmark_tracing,
     "products": benchmark_products,
+    "gpu": benchmark_gpu,
+    "busy": benchmark_busy,
+    "startup": benchmark_startup,
 }
 
 

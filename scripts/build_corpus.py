@@ -4,9 +4,9 @@ python -m scripts.build_corpus --out runs/corpus --unseen docstring_summary
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 from eval.task import TASKS
 from moe.cli import run_main

@@ -9,9 +9,9 @@ Every step is a command of its own; this one calls them in turn and says what it
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 import argparse
 import shlex

@@ -7,9 +7,9 @@ See moe/commands/finetune.py.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 from eval.answers.data_ranks import DataRanks
 from eval.dev_scores import read_tasks

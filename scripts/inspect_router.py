@@ -6,9 +6,9 @@ python -m scripts.inspect_router record --model runs/demo/model --task docstring
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 from eval.task import TASKS
 from moe.cli import run_main

@@ -7,9 +7,9 @@ tokenizer and the models of its first seed are made first; interrupted, the same
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 from pathlib import Path
 

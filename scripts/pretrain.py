@@ -5,9 +5,9 @@ python -m scripts.pretrain --config recipes/st_moe_tiny_pretrain.yaml \
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 from moe.cli import RESUME, run_main
 from moe.commands.pretrain import main

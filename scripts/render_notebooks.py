@@ -6,6 +6,11 @@ r"""Runs notebooks in Jupyter and writes them into the documentation: Markdown, 
 Needs the optional dependencies `notebooks`; `make notebooks` installs them.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from stmoe import start_command
+
+    start_command()
+
 import json
 import os
 import subprocess

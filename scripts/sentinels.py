@@ -4,9 +4,9 @@ python -m scripts.sentinels runs/studies/sparse_against_dense --corpus runs/stud
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 import shlex
 

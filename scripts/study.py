@@ -4,9 +4,9 @@ python -m scripts.study recipes/studies/balance.yaml --jobs 2 [--hours 2]
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 from eval.studies.command import main
 from moe.cli import run_main

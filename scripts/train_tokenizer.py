@@ -4,9 +4,9 @@ python -m scripts.train_tokenizer --corpus runs/corpus --out runs/tokenizer --vo
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 from moe.cli import run_main
 from moe.commands.train_tokenizer import main

@@ -8,9 +8,9 @@ is a command of its own; this one says what it called.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 import argparse
 from pathlib import Path

@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TIMEOUT = 240  # seconds; a command takes few of them, but the machine may be busy
+TIMEOUT = 900  # seconds; a command takes few of them, but the machine may be busy
 
 IMPORTED = (
     "moe",
@@ -30,6 +30,11 @@ IMPORTED = (
     "eval.run",
     "torch.distributed.launcher.api",
     "peft",
+    "datasets",
+    "matplotlib.figure",
+    "rouge_score.rouge_scorer",
+    "scipy.stats",
+    "sklearn.linear_model",
 )
 """What the server imports: all that takes long, and no command itself."""
 

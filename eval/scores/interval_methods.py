@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm
-from scipy.stats import t as student
 
 from eval.scores.additive import ScoreOfSums
 
@@ -60,6 +58,9 @@ def mean_interval(sums: NDArray[np.float64]) -> Interval | None:
         proportions with small expected number of positive counts estimated from survey data".
         Differs: Wilson's interval in place of Clopper and Pearson's.
     """
+    from scipy.stats import norm
+    from scipy.stats import t as student
+
     sums = sums[sums[:, 1] > 0]
     num_groups = len(sums)
     if num_groups < 2:
@@ -122,6 +123,8 @@ def mean_difference_interval(sums: NDArray[np.float64]) -> Interval | None:
         proportions based on paired data", which it is for single examples of 0 and 100. Differs:
         Student's t for the normal quantile; groups, and scores between 0 and 100.
     """
+    from scipy.stats import t as student
+
     sums = sums[sums[:, 1] > 0]
     num_groups = len(sums)
     if num_groups < 2:
@@ -180,6 +183,9 @@ def smoothed_interval(
         Rubin (1981), "The Bayesian bootstrap"; Hesterberg (2015), "What teachers should know about
         the bootstrap", for the widening. Differs: the unseen examples, which are a Dirichlet prior.
     """
+    from scipy.stats import norm
+    from scipy.stats import t as student
+
     num_groups = len(sums)
     if num_groups < 2:
         return None

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t as student
 
 from moe.checks import check_number
 from moe.errors import DataError
@@ -79,6 +78,8 @@ class _Estimate(NamedTuple):
 
     def interval(self, confidence: float) -> tuple[float, float]:
         """Returns the two-sided t interval."""
+        from scipy.stats import t as student
+
         quantile = float(student.ppf((1 + confidence) / 2, self.freedom))
         half = quantile * self.stderr
         return self.mean - half, self.mean + half
@@ -140,6 +141,8 @@ def equivalence(
         Schuirmann (1987), "A comparison of the two one-sided tests procedure and the power approach
         for assessing the equivalence of average bioavailability". Differs: no.
     """
+    from scipy.stats import t as student
+
     check_number("margin", margin, above=0)
     estimate = _paired(a, b) if paired else _unpaired(a, b)
 
@@ -193,6 +196,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def _describe(estimate: _Estimate, confidence: float) -> Difference:
     """Returns a difference with its interval and the p-value of "there is none"."""
+    from scipy.stats import t as student
+
     check_number("confidence", confidence, above=0, below=1)
     low, high = estimate.interval(confidence)
 

@@ -2,14 +2,14 @@
 
 import statistics
 from collections.abc import Sequence
-
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from eval.studies.analysis import ContrastResult, StudyResult, by_arm_and_value
 from eval.studies.outcomes import RunOutcome
 from moe.inspection.figures import COLOURS, STYLE, figure_svg
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _DASHES = ("-", "--", ":")  # one for each round of the colours
 _WIDTH = 7.8  # inches
@@ -17,6 +17,9 @@ _WIDTH = 7.8  # inches
 
 def curves_chart(result: StudyResult) -> str:
     """Returns the metric of the curves over tokens or steps: each seed thin, the mean of an arm bold."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     measure = result.study.measure
     # Tokens compare runs of other batches; fine-tuning has only steps.
     groups = by_arm_and_value(result.outcomes)
@@ -36,6 +39,9 @@ def curves_chart(result: StudyResult) -> str:
 
 def sweep_chart(result: StudyResult) -> str:
     """Returns the number of each arm over the values of the sweep; a cross marks a diverged run."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     study = result.study
     assert study.sweep is not None
     values = [value for value in study.sweep.values if isinstance(value, int | float)]
@@ -56,6 +62,9 @@ def sweep_chart(result: StudyResult) -> str:
 
 def contrasts_chart(contrasts: Sequence[ContrastResult]) -> str:
     """Returns each difference with its 95 % interval; right of zero the first arm is better."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     with rc_context(STYLE):
         height = 0.9 + 0.36 * len(contrasts)
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
@@ -90,7 +99,7 @@ def _style(number: int) -> tuple[str, str]:
 
 
 def _draw_curves(
-    axes: Axes, name: str, runs: Sequence[RunOutcome], style: tuple[str, str], has_tokens: bool
+    axes: "Axes", name: str, runs: Sequence[RunOutcome], style: tuple[str, str], has_tokens: bool
 ) -> None:
     """Draws the curves of one arm."""
     colour, dash = style
@@ -121,7 +130,7 @@ def _draw_curves(
 
 
 def _draw_sweep(
-    axes: Axes,
+    axes: "Axes",
     arm: str,
     runs: Sequence[RunOutcome],
     values: Sequence[object],

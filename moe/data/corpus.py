@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import datasets
 import pyarrow
 from pydantic import Field
 
@@ -25,6 +24,9 @@ from moe.errors import ConfigError, DataError
 from moe.files import whole_folder
 from moe.parsing import read_record
 
+if TYPE_CHECKING:
+    import datasets
+
 FACTS_FILE = "corpus.json"
 OVERLAP_FILE = "overlap.json"
 SPLITS = ("train", "held_out")
@@ -34,8 +36,8 @@ _SHARD = re.compile(r"data-(\d{5})-of-(\d{5})\.arrow")
 class Corpus(NamedTuple):
     """Two data sets with the columns of `Document`, and what was left out of them."""
 
-    train: datasets.Dataset
-    held_out: datasets.Dataset
+    train: "datasets.Dataset"
+    held_out: "datasets.Dataset"
     num_repeated: int
     """Paragraphs left out because an earlier one has the same words."""
     num_quoting: int = 0
@@ -188,7 +190,9 @@ def drop_quoting_paragraphs(
     return kept, num_quoting
 
 
-def _to_dataset(documents: list[Document]) -> datasets.Dataset:
+def _to_dataset(documents: list[Document]) -> "datasets.Dataset":
+    import datasets
+
     columns = {}
     for name in Document._fields:
         columns[name] = [getattr(document, name) for document in documents]
@@ -274,7 +278,7 @@ def _find_shards(folder: Path, advice: str) -> list[Path]:
     return shards
 
 
-def _read_split(shards: list[Path], advice: str, *, validate: bool) -> datasets.Dataset:
+def _read_split(shards: list[Path], advice: str, *, validate: bool) -> "datasets.Dataset":
     """Returns the rows of a split.
 
     Args:
@@ -285,6 +289,8 @@ def _read_split(shards: list[Path], advice: str, *, validate: bool) -> datasets.
     Raises:
         DataError: When a file is no Arrow stream of documents.
     """
+    import datasets
+
     columns = {name: datasets.Value("string") for name in Document._fields}
     parts = []
     for path in shards:
@@ -312,6 +318,8 @@ _DAMAGE = (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, Att
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """Keeps the bars of `datasets` off the terminal: writing a few megabytes needs none."""
+    import datasets
+
     were_disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:

@@ -6,8 +6,8 @@ Comes after `corpus` and `tokenizer`, before `pipeline`.
 import hashlib
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
 import safetensors
 import tokenizers
@@ -19,13 +19,16 @@ from transformers import PreTrainedTokenizerFast
 from moe.errors import DataError
 from moe.files import whole_file
 
+if TYPE_CHECKING:
+    import datasets
+
 _TENSOR = "tokens"
 _DIGEST = "sha256"  # of the tokens' bytes
 _BATCH = 1_000  # documents
 
 
 def tokenize_corpus(
-    documents: datasets.Dataset, tokenizer: PreTrainedTokenizerFast
+    documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast
 ) -> NDArray[np.int32]:
     """Returns <int32>[N]: the tokens of all documents one after the other, without special tokens.
 
@@ -51,7 +54,7 @@ def tokenize_corpus(
     return tokens
 
 
-def _kept_file(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerFast) -> Path | None:
+def _kept_file(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -> Path | None:
     """Returns where the tokens are kept; None for documents that lie in memory.
 
     The name tells these texts and this tokenizer from all others.
@@ -87,7 +90,7 @@ def _keep_tokens(tokens: NDArray[np.int32], path: Path) -> None:
         save_file({_TENSOR: tokens}, partial, metadata={_DIGEST: digest})
 
 
-def _encode(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerFast) -> NDArray[np.int32]:
+def _encode(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -> NDArray[np.int32]:
     """Returns the tokens <int32>[N] of all documents."""
     parts = [np.empty(0, dtype=np.int32)]
     starts = range(0, len(documents), _BATCH)

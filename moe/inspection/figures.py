@@ -1,11 +1,11 @@
 """What all figures share: colours, style, and how one becomes SVG text to stand inside a page."""
 
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib import rc_context
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 BLUE = "#0072B2"
@@ -29,8 +29,11 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def figure_svg(figure: Figure) -> str:
+def figure_svg(figure: "Figure") -> str:
     """Returns the figure as an <svg> element."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     file = io.StringIO()
     with rc_context(STYLE):
         FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})

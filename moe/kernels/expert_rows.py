@@ -4,6 +4,9 @@ A token that uses two experts is two rows. Rows stand sorted by expert, since an
 of its rows at once; a token's sum over its rows needs the opposite order, which `ExpertRows` holds
 too. Sums read the rows of a token side by side: that needs no atomic additions, and its result does
 not depend on the number of threads.
+
+`ExpertRows` has exactly the rows that experts work on, which must be counted first. `ChoiceRows`
+has one for every choice of every token, so that nobody waits for a count.
 """
 
 from typing import Any, NamedTuple
@@ -31,6 +34,29 @@ class ExpertRows(NamedTuple):
     token_start: Tensor
 
 
+class ChoiceRows(NamedTuple):
+    """A row for every choice of every token, sorted by expert; no shape depends on the choices.
+
+    Rows of refused choices stand behind those of all experts, and may hold anything.
+
+    Attributes:
+        counts: <int64>[E] rows of each expert.
+        choice: <int64>[T * K] choice of each row, an index into [T * K].
+        row: <int64>[T, K] row of each choice: the inverse of `choice`.
+        weight: <float>[T, K] combine weight of each choice.
+    """
+
+    counts: Tensor
+    choice: Tensor
+    row: Tensor
+    weight: Tensor
+
+    @property
+    def token(self) -> Tensor:
+        """<int64>[T * K] token of each row, an index into [T, D]."""
+        return self.choice // self.row.shape[1]
+
+
 def gather_rows(tokens: Tensor, rows: ExpertRows) -> Tensor:
     """Returns the rows, copied from their tokens; differentiable in the tokens.
 
@@ -55,6 +81,35 @@ def combine_rows(outputs: Tensor, rows: ExpertRows) -> Tensor:
         <float>[T, D]; zeros for a token without rows.
     """
     return _CombineRows.apply(outputs, rows.weight, rows)
+
+
+def gather_choices(tokens: Tensor, rows: ChoiceRows) -> Tensor:
+    """Returns a row for every choice, copied from its token; differentiable in the tokens.
+
+    Args:
+        tokens: <float>[T, D].
+        rows: Which choice each row is.
+
+    Returns:
+        <float>[T * K, D].
+    """
+    return _GatherChoices.apply(tokens, rows)
+
+
+def combine_choices(outputs: Tensor, rows: ChoiceRows) -> Tensor:
+    """Returns every token's weighted sum over its accepted choices.
+
+    Differentiable in outputs and weights. A token reads its rows, and no row is added to a token:
+    sums have one order on any device, and need no atomic additions.
+
+    Args:
+        outputs: <float>[T * K, D] of the experts.
+        rows: The rows and their weights.
+
+    Returns:
+        <float>[T, D]; zeros for a token without accepted choices.
+    """
+    return _CombineChoices.apply(outputs, rows.weight, rows)
 
 
 def sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Tensor:
@@ -117,3 +172,56 @@ class _CombineRows(torch.autograd.Function):
         d_weight = torch.linalg.vecdot(d_rows, outputs).to(weight.dtype)  # [N]
         d_rows *= weight[:, None].to(d_rows.dtype)
         return d_rows, d_weight, None
+
+
+class _GatherChoices(torch.autograd.Function):
+    """`gather_choices`; backwards every token sums up the rows of its accepted choices."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, rows: ChoiceRows) -> Tensor:
+        ctx.save_for_backward(*rows)
+        return tokens.index_select(0, rows.token)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, None]:
+        rows = ChoiceRows(*ctx.saved_tensors)
+        return _by_choice(grad_outputs[0], rows).sum(dim=1), None
+
+
+class _CombineChoices(torch.autograd.Function):
+    """`combine_choices`: y_t = sum over the choices k of token t of w_tk o_tk."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weight: Tensor, rows: ChoiceRows) -> Tensor:
+        ctx.save_for_backward(outputs, *rows)
+        weight = weight[..., None].to(outputs.dtype)  # [T, K, 1]
+        return (_by_choice(outputs, rows) * weight).sum(dim=1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        outputs, *tensors = ctx.saved_tensors
+        rows = ChoiceRows(*tensors)
+        d_y = grad_outputs[0]  # [T, D]
+
+        # dw_tk = dy_t . o_tk, where rows of refused choices are zeros.
+        d_weight = torch.linalg.vecdot(_by_choice(outputs, rows), d_y[:, None])  # [T, K]
+        d_weight = d_weight.to(rows.weight.dtype)
+
+        # do_n = w_n dy_t, with t the token of row n.
+        weight = rows.weight.flatten().index_select(0, rows.choice)  # [T * K]
+        d_outputs = d_y.index_select(0, rows.token) * weight[:, None].to(d_y.dtype)
+        return d_outputs, d_weight, None
+
+
+def _by_choice(values: Tensor, rows: ChoiceRows) -> Tensor:
+    """Returns values <float>[T * K, D] of rows by choice <float>[T, K, D]; zeros for refused ones."""
+    is_refused = rows.row >= rows.counts.sum()  # [T, K]
+    by_choice = values.index_select(0, rows.row.flatten())  # [T * K, D]
+    by_choice = by_choice.unflatten(0, rows.row.shape)
+    return by_choice.masked_fill(is_refused[..., None], 0)

@@ -48,9 +48,9 @@ def warn_of_drops(
 ) -> None:
     """Warns once for each model when a sparse layer dropped more than 1 % of the real tokens.
 
-    It waits for the device, unless nothing could be dropped, as in decoding with a cache. A
-    compiled graph leaves it out, and of several ranks the first one warns. What an edit of the
-    routing drops is wanted, and no capacity is to blame.
+    It waits for the device, unless nothing could be dropped, as in decoding with a cache. Compiled
+    graphs and CUDA graphs leave it out, and of several ranks the first one warns. What an edit of
+    the routing drops is wanted, and no capacity is to blame.
 
     Args:
         model: Tells models apart.
@@ -59,7 +59,7 @@ def warn_of_drops(
         routers: Of one forward of it.
     """
     has_capacity = any(router.plan.capacity for router in routers)
-    if torch.compiler.is_compiling() or not has_capacity or not is_rank_zero():
+    if _is_in_graph(routers) or not has_capacity or not is_rank_zero():
         return
 
     # All layers are read from the device at once.
@@ -87,6 +87,13 @@ def warn_of_drops(
         f"expert); from_pretrained(..., {remedy}) drops none."
     )
     warning_once(_LOGGER, _DropMessage(weakref.ref(model), text))
+
+
+def _is_in_graph(routers: Sequence[RouterOutput]) -> bool:
+    """Returns whether a graph is being made of what runs now, by a compiler or of CUDA's kernels."""
+    is_cuda = any(router.router_logits.is_cuda for router in routers)
+    is_captured = is_cuda and torch.cuda.is_current_stream_capturing()
+    return is_captured or torch.compiler.is_compiling()
 
 
 def _is_edited(stack: Stack) -> bool:

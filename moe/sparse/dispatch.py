@@ -4,10 +4,10 @@ Comes after plan.py, which it carries out; between the two halves the experts wo
 `Dispatcher` states both halves once. Here are its forms for experts on this rank; those for experts
 on other ranks are in expert_parallel.py:
 
-    RowDispatcher    exactly the accepted rows, sorted by expert
-    PaddedRowDispatcher  these and more, so that their number is fixed: in compiled graphs
-    FusedDispatcher  the same on a CPU, where gather, experts and combine are one kernel
-    SlotDispatcher   C slots of every expert for each group, empty or not
+    FusedDispatcher   on a CPU: gather, experts and combine are one kernel
+    ChoiceDispatcher  elsewhere: a row for every choice, so that no host waits for a count
+    RowDispatcher     exactly the accepted rows, sorted by expert, where they are counted already
+    SlotDispatcher    C slots of every expert for each group, empty or not
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,12 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from moe.kernels.expert_rows import ExpertRows
+from moe.kernels.expert_rows import (
+    ChoiceRows,
+    ExpertRows,
+    combine_choices,
+    gather_choices,
+)
 from moe.sparse.plan import DispatchPlan
 
 # ---- what travels ----
@@ -28,8 +33,8 @@ class SortedRows(NamedTuple):
     """Inputs of the experts: one row for each accepted choice, sorted by expert.
 
     Attributes:
-        x: <float>[N, D] rows.
-        counts: <int64>[E] rows of each expert; they add up to N.
+        x: <float>[N, D] rows; those behind the last expert's belong to nobody.
+        counts: <int64>[E] rows of each expert.
     """
 
     x: Tensor
@@ -141,18 +146,16 @@ def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
     )
 
 
-def pad_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
-    """Returns the rows of `sort_rows`, with refused choices as rows behind those of all experts.
+def sort_choices(plan: DispatchPlan, num_experts: int) -> ChoiceRows:
+    """Returns a row for every choice, those of refused ones behind the rows of all experts.
 
-    No shape depends on the tokens then, and the device is never waited for: the form of compiled
-    graphs.
+    No shape depends on the tokens, and the device is never waited for.
 
     Args:
         plan: Where tokens go.
         num_experts: Experts, E.
     """
     accepted = plan.accepted.flatten()  # [T * K]
-    num_choices = plan.accepted.shape[-1]
 
     # Sorted by expert, where refused choices count as one expert more.
     expert = plan.expert_index.flatten().masked_fill(~accepted, num_experts)
@@ -160,16 +163,38 @@ def pad_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
     counts = expert.new_zeros(num_experts + 1)
     counts = counts.scatter_add(0, expert, torch.ones_like(expert))  # [E + 1]
 
-    # The rows in the order of their tokens, those of refused choices again at the end.
+    # And the way back.
+    weight = plan.combine_weight.flatten(0, 1)  # [T, K]
     row = torch.arange(choice.numel(), device=choice.device)
     row_of_choice = torch.empty_like(choice).scatter(0, choice, row)
-    order = (~accepted).to(torch.int64).argsort(stable=True)  # accepted choices first
+    return ChoiceRows(
+        counts=counts[:num_experts],
+        choice=choice,
+        row=row_of_choice.reshape(weight.shape),
+        weight=weight,
+    )
+
+
+def pad_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
+    """Returns the rows of `sort_rows`, with refused choices as rows behind those of all experts.
+
+    What the CPU's kernel takes in compiled graphs, whose shapes depend on no token.
+
+    Args:
+        plan: Where tokens go.
+        num_experts: Experts, E.
+    """
+    rows = sort_choices(plan, num_experts)
+
+    # The rows in the order of their tokens, those of refused choices again at the end.
+    is_refused = ~plan.accepted.flatten()  # [T * K]
+    order = is_refused.to(torch.int64).argsort(stable=True)  # accepted choices first
     rows_of_token = plan.accepted.flatten(0, 1).sum(dim=-1)  # [T]
     return ExpertRows(
-        counts=counts[:num_experts],
-        token=choice // num_choices,
-        weight=plan.combine_weight.flatten().index_select(0, choice),
-        by_token=row_of_choice.index_select(0, order),
+        counts=rows.counts,
+        token=rows.token,
+        weight=rows.weight.flatten().index_select(0, rows.choice),
+        by_token=rows.row.flatten().index_select(0, order),
         token_start=rows_of_token.cumsum(0) - rows_of_token,
     )
 
@@ -181,23 +206,23 @@ def local_row_dispatcher(plan: DispatchPlan, num_experts: int) -> Dispatcher:
         plan: Where tokens go.
         num_experts: Experts, E.
     """
-    if not torch.compiler.is_compiling():
-        return row_dispatcher(sort_rows(plan, num_experts))
+    if not has_fused_experts(plan.accepted):
+        return ChoiceDispatcher(sort_choices(plan, num_experts))
 
     # A graph has rows of one number, and the CPU's kernel does not read those behind the last.
-    rows = pad_rows(plan, num_experts)
-    dispatcher = row_dispatcher(rows)
-    return dispatcher if isinstance(dispatcher, FusedDispatcher) else PaddedRowDispatcher(rows)
+    is_compiling = torch.compiler.is_compiling()
+    rows = pad_rows(plan, num_experts) if is_compiling else sort_rows(plan, num_experts)
+    return FusedDispatcher(rows)
 
 
 def row_dispatcher(rows: ExpertRows) -> Dispatcher:
-    """Returns the dispatcher of rows for experts on this rank: the fused one on a CPU.
+    """Returns the dispatcher of counted rows for experts on this rank: the fused one on a CPU."""
+    return FusedDispatcher(rows) if has_fused_experts(rows.token) else RowDispatcher(rows)
 
-    This is the one place where the device decides.
-    """
-    if rows.token.device.type == "cpu":
-        return FusedDispatcher(rows)
-    return RowDispatcher(rows)
+
+def has_fused_experts(x: Tensor) -> bool:
+    """Returns whether experts have one kernel where <any>[...] is: the place where devices differ."""
+    return x.device.type == "cpu"
 
 
 class RowDispatcher(Dispatcher):
@@ -219,27 +244,25 @@ class RowDispatcher(Dispatcher):
         return combined.index_add(0, self._rows.token, outputs * weight)
 
 
-class PaddedRowDispatcher(RowDispatcher):
-    """Rows of which those behind the last expert's belong to nobody; see `pad_rows`.
+class ChoiceDispatcher(Dispatcher):
+    """A row for every choice of every token, of which those of refused choices belong to nobody.
 
-    Grouped products leave them as the memory was, in outputs and in gradients. They are zeros
-    before and behind the experts, so that whatever stood there reaches no token.
+    Grouped products leave these as the memory was, in outputs and in gradients: gather and combine
+    read them as zeros. The host never waits, and a CUDA graph can hold it all. Nothing here is a
+    kernel of our own: torch.compile makes one of each half, and of the activation between them.
     """
 
-    def __init__(self, rows: ExpertRows) -> None:
-        super().__init__(rows)
-        row = torch.arange(rows.token.numel(), device=rows.token.device)
-        self._is_padding = (row >= rows.counts.sum())[:, None]  # [T * K, 1]
+    def __init__(self, rows: ChoiceRows) -> None:
+        self._rows = rows
 
     def dispatch(self, tokens: Tensor) -> InFlight:
         """Returns a row for each choice of the tokens <float>[T, D]."""
-        x = tokens.index_select(0, self._rows.token)  # [T * K, D]
-        x = x.masked_fill(self._is_padding, 0)
+        x = gather_choices(tokens, self._rows)  # [T * K, D]
         return Arrived(SortedRows(x, self._rows.counts))
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Returns the tokens <float>[T, D] of the rows <float>[T * K, D]."""
-        return super().combine(outputs.masked_fill(self._is_padding, 0))
+        return combine_choices(outputs, self._rows)
 
 
 class FusedDispatcher(Dispatcher):

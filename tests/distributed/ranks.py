@@ -1,19 +1,20 @@
 """Starts a function in several processes that exchange over gloo, and brings their answers back."""
 
-import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.processes import fork_context
+from tests.progress import WINDOW, Progress
 
-TIMEOUT = 200  # seconds; most of them are the imports of a fresh process on a busy machine
+MEETING = timedelta(seconds=900)  # until all are there; the machine may be busy
 
 
-def run_ranks(function, num_ranks, folder, *arguments, timeout=TIMEOUT):
+def run_ranks(function, num_ranks, folder, *arguments):
     """Returns what `function(rank, num_ranks, *arguments)` returned on each rank; kills all of them
-    after `timeout`.
+    when none computes any more.
 
     The processes come of a server that has imported the library and done nothing else, so that
     `function` must stand in a module. They meet in a file: no port is needed.
@@ -26,10 +27,11 @@ def run_ranks(function, num_ranks, folder, *arguments, timeout=TIMEOUT):
         join=False,
         start_method="forkserver",
     )
-    end = time.monotonic() + timeout
+    progress = Progress(context.pids())
     try:
         while not context.join(timeout=1):  # raises what a rank raised
-            assert time.monotonic() < end, f"{num_ranks} ranks did not end within {timeout} seconds"
+            hang = progress.has_stopped()
+            assert not hang, f"{num_ranks} ranks computed nothing for {WINDOW} seconds"
     finally:
         for process in context.processes:
             process.kill()
@@ -39,6 +41,7 @@ def run_ranks(function, num_ranks, folder, *arguments, timeout=TIMEOUT):
 def _rank(rank, function, num_ranks, folder, arguments):
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/meeting", num_ranks)
+    store.set_timeout(MEETING)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
 
     # A rank that failed now would take away what another still connects to.

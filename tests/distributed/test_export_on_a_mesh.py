@@ -185,13 +185,12 @@ def read_and_write(rank, num_ranks, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_mesh_reads_and_writes_the_very_files_of_one_process(tmp_path):
     for name, (_, _, max_shard_size) in VARIANTS.items():
         build(name).save_pretrained(tmp_path / name, max_shard_size=max_shard_size)
     ranks = tmp_path / "ranks"
     ranks.mkdir()
-    answers = run_ranks(read_and_write, 4, ranks, tmp_path, timeout=240)
+    answers = run_ranks(read_and_write, 4, ranks, tmp_path)
     for case in answers[0]:
         for wrong, (read, held, largest_read, largest_held, _, largest_when_writing), finite in (
             answer[case] for answer in answers

@@ -92,7 +92,7 @@ def test_a_subset_trains_on_a_mesh_as_in_one_process_with_slots_kept_or_fresh(tm
         before.step(number)
     with CheckpointWriter(tmp_path / "slots", keep=1) as writer:
         writer.save(before.model, before.optimizer, before.layouts, RunState(3, "abc", RECIPE))
-    for found, changed in run_ranks(on_two_ranks, 2, tmp_path, tmp_path / "slots", timeout=240):
+    for found, changed in run_ranks(on_two_ranks, 2, tmp_path, tmp_path / "slots"):
         assert len(found) == len(MESHES) * (len(SUBSETS) * 2 + len(IN_PARTS))
         assert {case: far for case, (far, _) in found.items() if far} == {}
         assert all(same for _, same in found.values())

@@ -63,7 +63,7 @@ def on_two_ranks(rank, num_ranks, recipe, out):
 @pytest.mark.slow
 def test_a_mixture_on_two_ranks_trains_and_scores_as_in_one_process(inputs, tmp_path):  # noqa: F811
     alone = one_run(inputs["recipe"], tmp_path / "alone")
-    for found in run_ranks(on_two_ranks, 2, tmp_path, inputs["recipe"], tmp_path, timeout=240):
+    for found in run_ranks(on_two_ranks, 2, tmp_path, inputs["recipe"], tmp_path):
         assert found == {name: pytest.approx(alone, rel=1e-4) for name in MESHES}
     with registered():
         scores = read_tasks(RECIPE["mixture"]["tasks"]).scores(None, SINGLE_PROCESS)

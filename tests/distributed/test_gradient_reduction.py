@@ -98,7 +98,7 @@ def by_schedule_and_by_torch(rank, num_ranks, folder):
 
 @pytest.mark.slow
 def test_a_run_by_schedules_equals_one_by_torch(tmp_path):
-    for answer in run_ranks(by_schedule_and_by_torch, 4, tmp_path, str(tmp_path), timeout=400):
+    for answer in run_ranks(by_schedule_and_by_torch, 4, tmp_path, str(tmp_path)):
         for name, (distance, is_equal) in answer.items():
             assert distance < 1e-10, name
             assert is_equal, name
@@ -134,7 +134,7 @@ def survivors_of_a_hole(rank, num_ranks):
 
 @pytest.mark.slow
 def test_20_updates_of_12_survivors_around_a_hole_equal_those_by_torch(tmp_path):
-    for answer in run_ranks(survivors_of_a_hole, SURVIVORS, tmp_path, timeout=500):
+    for answer in run_ranks(survivors_of_a_hole, SURVIVORS, tmp_path):
         assert answer["distance"] < 1e-10
         assert answer["is equal"]
 

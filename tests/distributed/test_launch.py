@@ -22,8 +22,10 @@ from moe.distributed.launch import World, launch
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import ConfigError, DataError, DistributedError
 from tests.processes import fork_context
+from tests.progress import Progress
 
-RANKS, SECONDS = 4, 3
+RANKS, SECONDS = 4, 10
+PATIENCE = 300  # seconds; the machine may be busy
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -193,7 +195,7 @@ def test_errors_and_lost_ranks_end_every_rank_in_time_with_its_message(tmp_path)
     for rank in (0, 2, 3):
         assert ends["an error of one"][rank].startswith(lost.format(rank))
     assert ends["a late rank of a mesh"][0].startswith(lost.format(0))
-    assert "within 3 seconds" in ends["a late rank of a mesh"][0]
+    assert f"within {SECONDS} seconds" in ends["a late rank of a mesh"][0]
     assert ends["a late rank of a mesh"][2:] == ["fine", "fine"]
     for rank in (0, 2, 3):
         assert ends["a killed rank"][rank].startswith(lost.format(rank))
@@ -212,11 +214,12 @@ def run_cases(folder):
     ]
     for process in processes:
         process.start()
-    end = time.monotonic() + 90
+    progress = Progress([process.pid for process in processes])
     try:
         for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
-            assert process.exitcode is not None, "a rank hangs"
+            while process.exitcode is None:
+                process.join(1)
+                assert not progress.has_stopped(), "a rank hangs"
     finally:
         for process in processes:
             process.kill()
@@ -238,16 +241,16 @@ def on_a_rank(rank, ports, folder, barrier):
     )
     for (name, case), port in zip(CASES.items(), ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        barrier.wait(60)
+        barrier.wait(PATIENCE)
         start = time.monotonic()
         try:
-            with launch(timeout=SECONDS if "late" in name else 30) as world:
-                barrier.wait(60)
+            with launch(timeout=SECONDS if "late" in name else PATIENCE) as world:
+                barrier.wait(PATIENCE)
                 case(world)
             ends[name] = "fine"
         except BaseException as error:
             ends[name] = f"{type(error).__name__}: {error}"
-        if time.monotonic() - start > 10 + SECONDS:
+        if time.monotonic() - start > PATIENCE / 3:
             ends[name] += " too late"
         Path(folder, f"{rank}.json").write_text(json.dumps(ends))
 

@@ -234,7 +234,7 @@ def test_updates_on_a_mesh_equal_those_of_one_process(num_ranks, tmp_path):
         for name, fields in LONG.items():
             steps = FEW if cases or num_ranks == 8 else MANY  # of the first mesh, ragged
             cases[mesh, name] = (sizes, torch.float64, steps, fields)
-    assert_near(run_ranks(on_a_rank, num_ranks, tmp_path, cases, timeout=300), 1e-10)
+    assert_near(run_ranks(on_a_rank, num_ranks, tmp_path, cases), 1e-10)
 
 
 @pytest.mark.slow
@@ -248,7 +248,7 @@ def test_every_kind_of_layer_and_batch_equals_one_process_on_a_mesh(tmp_path):
     for mesh in ("dp_shard 2, ep 2", "ep 2, tp 2", "ep 4 in 2 nodes"):
         for name, fields in SHORT.items():
             cases[mesh, name] = (meshes[mesh], torch.float64, 2, fields)
-    assert_near(run_ranks(on_a_rank, 4, tmp_path, cases, timeout=300), 1e-10)
+    assert_near(run_ranks(on_a_rank, 4, tmp_path, cases), 1e-10)
 
 
 @pytest.mark.slow
@@ -256,7 +256,7 @@ def test_20_updates_in_float32_on_a_mesh_equal_those_of_one_process(tmp_path):
     cases = {}
     for mesh, name in zip(("dp_shard 2, ep 2", "ep 2, tp 2"), LONG, strict=True):
         cases[mesh, name] = (MESHES[4][mesh], torch.float32, MANY, LONG[name])
-    assert_near(run_ranks(on_a_rank, 4, tmp_path, cases, timeout=300), 1e-5)
+    assert_near(run_ranks(on_a_rank, 4, tmp_path, cases), 1e-5)
 
 
 def in_bfloat16(rank, num_ranks):
@@ -312,7 +312,7 @@ def in_bfloat16(rank, num_ranks):
 
 @pytest.mark.slow
 def test_in_bfloat16_rows_travel_in_it_and_gradients_are_summed_in_float32(tmp_path):
-    for answer in run_ranks(in_bfloat16, 4, tmp_path, timeout=300):
+    for answer in run_ranks(in_bfloat16, 4, tmp_path):
         assert answer["dtypes"] == {
             "all_to_all_single": ["torch.bfloat16", "torch.int64"],
             "reduce_scatter_single": ["torch.float32"],

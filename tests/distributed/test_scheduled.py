@@ -131,7 +131,7 @@ def on_sixteen_ranks(rank, num_ranks):
 
 @pytest.mark.slow
 def test_sums_on_a_torus_and_around_a_hole_are_exact_and_equal_everywhere(tmp_path):
-    answers = run_ranks(on_sixteen_ranks, 16, tmp_path, timeout=400)
+    answers = run_ranks(on_sixteen_ranks, 16, tmp_path)
 
     for rank, answer in enumerate(answers):
         networks = ("torus", "hole") if rank not in HOLE else ("torus",)
@@ -213,7 +213,7 @@ def test_blocks_of_any_size_arrive_as_torch_brings_them_and_come_back(tmp_path):
 
 def with_a_lost_rank(rank, num_ranks, folder):
     """Returns what the others say of a rank that ends in the middle of an exchange."""
-    group = dist.new_group(range(num_ranks), timeout=timedelta(seconds=20))
+    group = dist.new_group(range(num_ranks), timeout=timedelta(seconds=200))
     collective = ScheduledCollective(ring_all_reduce(range(num_ranks), 30), group)
     collective.run(torch.ones(30))
     if rank == 1:
@@ -238,4 +238,4 @@ def test_the_others_hear_of_a_lost_rank_in_time(tmp_path):
         assert f"Rank {rank} lost a rank in step" in message
         assert "which it exchanges with ranks" in message
         assert "declares it dead" in message
-        assert seconds < 20
+        assert seconds < 100  # and not when the group's time is up

@@ -23,7 +23,7 @@ def race(workspace, tmp_path_factory) -> tuple[Path, list[dict[str, str]]]:
     folder = tmp_path_factory.mktemp("race")
     racers = [Command("tests.doors.racer", [workspace, folder, number]) for number in range(2)]
     for racer in racers:
-        ended = racer.finish(timeout=250)
+        ended = racer.finish()
         assert ended.returncode == 0, ended.stderr
     return folder, [
         json.loads((folder / f"results-{number}.json").read_text()) for number in range(2)

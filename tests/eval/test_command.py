@@ -259,7 +259,7 @@ def real_torchrun(num_ranks, *arguments):
         [sys.executable, *launcher, *arguments],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=900,
         check=False,
     )
 

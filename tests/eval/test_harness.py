@@ -209,7 +209,7 @@ def test_log_likelihoods_are_those_of_the_command_that_imports_nothing_of_ours(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     file = next((tmp_path / "out").rglob(f"samples_{CHOICE}_*.jsonl"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-TIMEOUT = 60  # seconds; the machine may be busy
+TIMEOUT = 300  # seconds; the machine may be busy
 
 # Its own folders and no sandbox, so that it starts in a container too.
 _OPTIONS = (

@@ -613,7 +613,7 @@ def test_at_the_size_of_switch_base_8_logits_are_equal_and_memory_is_the_model_a
         assert written.returncode == 0, written.stderr
         arguments = [sys.executable, "-c", PEAK + OURS_8, str(tmp_path)]
         answer = subprocess.run(
-            arguments, check=True, capture_output=True, text=True, timeout=240
+            arguments, check=True, capture_output=True, text=True, timeout=900
         ).stdout
     finally:
         shutil.rmtree(tmp_path / "model", ignore_errors=True)  # 2.5 GB

@@ -55,7 +55,7 @@ def run_python(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
 
 

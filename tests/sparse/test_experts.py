@@ -204,7 +204,7 @@ def test_two_python_threads_may_use_layers_at_once(threads):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=60)
+        worker.join(timeout=300)
         assert not worker.is_alive()
     assert not failures
 
@@ -234,7 +234,7 @@ def test_a_process_that_forks_after_the_engine_was_used_goes_on_in_the_child(thr
     child = context.Process(target=_in_a_child, args=(layer, x, answers), daemon=True)
     child.start()
     try:
-        y_child, gate_child, pieces = answers.get(timeout=30)
+        y_child, gate_child, pieces = answers.get(timeout=300)
     finally:
         child.kill()
     assert torch.equal(torch.from_numpy(y_child), y)
@@ -426,7 +426,7 @@ def test_after_an_error_no_piece_begins_and_none_is_running(error, threads):
         if len(begun) == 2:
             failed.set()
             raise error
-        assert failed.wait(timeout=30)
+        assert failed.wait(timeout=300)
         time.sleep(0.1)
         ended.append(piece)
 

@@ -3,9 +3,18 @@
 import pytest
 import torch
 
-from moe.sparse.dispatch import PaddedRowDispatcher, RowDispatcher, pad_rows, sort_rows
+from moe.sparse.dispatch import (
+    ChoiceDispatcher,
+    RowDispatcher,
+    pad_rows,
+    sort_choices,
+    sort_rows,
+)
 from moe.sparse.plan import DispatchPlan
 from tests.sparse.layers import ROUTER_NAMES, THREE_SLOTS, build_layer
+
+AOT_EAGER = {"backend": "aot_eager"}
+INDUCTOR = {"options": {"cpp.simdlen": 1}}  # plain loops take half as long to compile
 
 
 def a_plan(router="token_choice") -> tuple:
@@ -59,7 +68,7 @@ def test_what_stands_in_rows_that_nobody_reads_reaches_no_token_and_no_gradient(
     results = []
     for dispatcher in (
         RowDispatcher(sort_rows(plan, num_experts)),
-        PaddedRowDispatcher(pad_rows(plan, num_experts)),
+        ChoiceDispatcher(sort_choices(plan, num_experts)),
     ):
         rows = dispatcher.dispatch(tokens).wait()
         x = Unwritten.apply(rows.x, num_rows)
@@ -85,11 +94,16 @@ def test_a_plan_that_refuses_all_has_no_row():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("dtype", "d_model", "d_ff"),
-    [(torch.float32, 7, 11), (torch.float32, 8, 16), (torch.bfloat16, 8, 16)],
-    ids=["a loop", "float32", "bfloat16"],
+    ("dtype", "d_model", "d_ff", "compiler"),
+    [
+        (torch.float32, 7, 11, AOT_EAGER),
+        (torch.float32, 8, 16, AOT_EAGER),
+        (torch.bfloat16, 8, 16, AOT_EAGER),
+        (torch.bfloat16, 8, 16, INDUCTOR),
+    ],
+    ids=["a loop", "float32", "bfloat16", "code for bfloat16"],
 )
-def test_grouped_products_of_padded_rows_compile_into_one_graph(dtype, d_model, d_ff):
+def test_grouped_products_of_padded_rows_compile_into_one_graph(dtype, d_model, d_ff, compiler):
     """The path of a GPU, run on the products that torch has for a CPU."""
     fields = {"d_model": d_model, "d_ff": d_ff, "expert_bias": "additive", **THREE_SLOTS}
     layer = build_layer("token_choice", **fields).to(dtype)
@@ -99,15 +113,17 @@ def test_grouped_products_of_padded_rows_compile_into_one_graph(dtype, d_model, 
     inputs = [x.flatten(0, 1).requires_grad_(), *layer.experts.parameters()]
 
     def run(tokens, plan):
-        dispatcher = PaddedRowDispatcher(pad_rows(plan, 5))
+        dispatcher = ChoiceDispatcher(sort_choices(plan, 5))
         return dispatcher.combine(layer.experts(dispatcher.dispatch(tokens).wait()))
 
     torch.compiler.reset()
     results = []
-    for forward in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+    for forward in (run, torch.compile(run, fullgraph=True, **compiler)):
         combined = forward(inputs[0], plan)
         results.append([combined, *torch.autograd.grad(combined.square().sum(), inputs)])
     tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(*results, rtol=0, atol=tolerance)
+    for eager, compiled in zip(*results, strict=True):
+        scale = max(1.0, float(eager.detach().abs().max()))
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=tolerance * scale)
     combined = results[1][0].unflatten(0, (2, 13))
     torch.testing.assert_close(combined, expected, rtol=0, atol=tolerance)

@@ -65,7 +65,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_without_changing_it(tmp_
     same, same_optimizer = trained()
 
     def late(*arguments, **options):
-        assert go_on.wait(30)
+        assert go_on.wait(300)
         real(*arguments, **options)
 
     monkeypatch.setattr(torch, "save", late)

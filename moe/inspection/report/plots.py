@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
-
-from matplotlib import colormaps, rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from moe.inspection.figures import BLUE, COLOURS, GREEN, GREY, ORANGE, STYLE, figure_svg
 from moe.inspection.report.report_data import LOSSES, Line, Stage, metric_names
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _WIDTH = 7.8  # inches
 _LOSS_HEIGHT = 3.4
@@ -34,6 +33,9 @@ def plot_training(lines: Sequence[Line], num_experts: int | None = None) -> str:
         num_experts: Experts of its sparse layers, for a line at the largest entropy; None when that
             is not known.
     """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     # One row of panels for the losses, one for the routers.
     rows: list[Any] = []
     heights: list[float] = []
@@ -57,6 +59,9 @@ def plot_training(lines: Sequence[Line], num_experts: int | None = None) -> str:
 
 def plot_accuracy(stages: Sequence[Stage]) -> str:
     """Returns the share of held-out target tokens that each run predicts right, over steps."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     # Runs differ in colour, then in dash.
     styles = []
     for dash in ("-", "--", ":"):
@@ -91,7 +96,7 @@ def _has_router_metrics(lines: Sequence[Line]) -> bool:
     return any(name.startswith("router/") for name in metric_names(lines))
 
 
-def _draw_losses(axes: Axes, lines: Sequence[Line]) -> None:
+def _draw_losses(axes: "Axes", lines: Sequence[Line]) -> None:
     """Draws the cross-entropies of a run, and what a model of frequencies alone would reach."""
     axes.set_xlabel("step")
     axes.set_ylabel("cross-entropy (nats per token)")
@@ -107,7 +112,7 @@ def _draw_losses(axes: Axes, lines: Sequence[Line]) -> None:
     _add_legend(axes)
 
 
-def _draw_entropy(axes: Axes, lines: Sequence[Line], num_experts: int | None) -> None:
+def _draw_entropy(axes: "Axes", lines: Sequence[Line], num_experts: int | None) -> None:
     """Draws the routers' entropy, below a line at the largest that there is."""
     _draw_router_metric(axes, lines, "entropy", "router entropy (nats)")
     if num_experts:
@@ -118,14 +123,14 @@ def _draw_entropy(axes: Axes, lines: Sequence[Line], num_experts: int | None) ->
     _add_legend(axes)
 
 
-def _draw_dropped(axes: Axes, lines: Sequence[Line]) -> None:
+def _draw_dropped(axes: "Axes", lines: Sequence[Line]) -> None:
     """Draws the share of tokens that reach no expert."""
     _draw_router_metric(axes, lines, "fraction_dropped", "share of tokens dropped")
     axes.set_ylim(bottom=0)
     _add_legend(axes)
 
 
-def _draw_router_metric(axes: Axes, lines: Sequence[Line], metric: str, label: str) -> None:
+def _draw_router_metric(axes: "Axes", lines: Sequence[Line], metric: str, label: str) -> None:
     """Draws a router metric of both stacks."""
     axes.set_xlabel("step")
     axes.set_ylabel(label)
@@ -134,7 +139,7 @@ def _draw_router_metric(axes: Axes, lines: Sequence[Line], metric: str, label: s
 
 
 def _draw_curve(
-    axes: Axes, lines: Sequence[Line], name: str, colour: str, label: str, **style: Any
+    axes: "Axes", lines: Sequence[Line], name: str, colour: str, label: str, **style: Any
 ) -> None:
     """Draws one metric over steps, if it is there; values that are no finite numbers are gaps."""
     steps, values = _steps_and_values(lines, name)
@@ -164,6 +169,9 @@ def plot_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
     The colours are the same in every report: white is even, the deepest are half and less, and 1.5
     times and more.
     """
+    from matplotlib import colormaps, rc_context
+    from matplotlib.figure import Figure
+
     num_experts = max(map(len, shares))
     over_even = [load_over_even(row) for row in shares]
 
@@ -202,7 +210,7 @@ def load_over_even(shares: Sequence[float]) -> list[float]:
 
 
 def _label_cells(
-    axes: Axes, shares: Sequence[Sequence[float]], over_even: Sequence[Sequence[float]]
+    axes: "Axes", shares: Sequence[Sequence[float]], over_even: Sequence[Sequence[float]]
 ) -> None:
     """Writes load over even load, and the share, into each cell of a heat map."""
     for row, ratios in enumerate(over_even):
@@ -222,7 +230,7 @@ def _label_cells(
 # Figures
 
 
-def _add_legend(axes: Axes) -> None:
+def _add_legend(axes: "Axes") -> None:
     """Adds a legend if there is anything to name."""
     handles, _ = axes.get_legend_handles_labels()
     if handles:

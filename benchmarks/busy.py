@@ -1,0 +1,214 @@
+"""The benchmark of a busy machine: a training step and decoding beside processes of somebody else.
+
+One worker waits as commands of ours do, another as threads do by default; see stmoe.py. They work in
+turn, alone and beside one busy process a core, round by round.
+"""
+
+import dataclasses
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.busy_work import PARTS, worker_arguments
+from benchmarks.machine import describe_machine, machine_line, save_report
+from benchmarks.model import ModelCase
+from moe.errors import MoEError
+from moe.inspection.tables import format_table
+from stmoe import WAIT_POLICIES
+
+POLICIES: Mapping[str, Mapping[str, str]] = {
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+    "default": {},
+}
+SMALL = ModelCase(
+    vocab_size=8000,
+    d_model=256,
+    d_ff=1024,
+    num_heads=4,
+    num_layers=4,
+    sparse_layers=2,
+    batch=16,
+    input_length=128,
+    target_length=32,
+    new_tokens=32,
+)
+_BUSY = "while True: pass"
+
+Times = dict[tuple[str, str, str], float]
+"""Milliseconds of one round by part, policy, and `alone` or `busy`."""
+
+
+@dataclass(frozen=True)
+class BusyBenchmark:
+    """What to measure; the fields are the command's options.
+
+    Attributes:
+        rounds: How often everything is measured; results are medians.
+        threads: Threads of a worker, and busy processes beside it.
+        json: File to save to; None for none.
+        case: Sizes of the model.
+    """
+
+    rounds: int
+    threads: int
+    json: Path | None
+    case: ModelCase = field(default_factory=lambda: SMALL)
+
+
+def run_busy(benchmark: BusyBenchmark) -> None:
+    """Measures, prints the table and saves it."""
+    report: dict[str, Any] = {
+        **describe_machine(torch.device("cpu")),
+        "threads": benchmark.threads,
+        "rounds": benchmark.rounds,
+        "case": dataclasses.asdict(benchmark.case),
+    }
+
+    # Saved before anything is measured: a path that cannot be written is known at once.
+    save_report(report, benchmark.json)
+    rounds = measure_rounds(benchmark)
+    report["rows"] = describe_rows(list(tqdm(rounds, total=benchmark.rounds, unit="round")))
+    save_report(report, benchmark.json)
+
+    print(format_report(report))
+    if benchmark.json:
+        print(f"The table is in {benchmark.json}.")
+
+
+def measure_rounds(benchmark: BusyBenchmark) -> Iterator[Times]:
+    """Yields the times of every part and worker, alone and beside others."""
+    with ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for policy, variables in POLICIES.items():
+            worker = start_worker(benchmark, variables)
+            workers[policy] = stack.enter_context(worker)
+
+        for _ in range(benchmark.rounds):
+            times = measure_parts(workers, "alone")
+            with busy_processes(benchmark.threads):
+                times |= measure_parts(workers, "busy")
+            yield times
+
+
+def measure_parts(workers: Mapping[str, "Worker"], machine: str) -> Times:
+    """Returns the time of every part on every worker, one after the other."""
+    times: Times = {}
+    for part in PARTS:
+        for policy, worker in workers.items():
+            times[part, policy, machine] = worker.measure(part)
+    return times
+
+
+class Worker:
+    """A process of benchmarks/busy_work.py; it works when asked, and waits for the next part."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+
+    def measure(self, part: str) -> float:
+        """Returns the milliseconds that a part takes."""
+        assert self._process.stdin is not None, "it was started with a pipe"
+        self._process.stdin.write(f"{part}\n")
+        self._process.stdin.flush()
+        return float(self.read())
+
+    def read(self) -> str:
+        """Returns the next line that the process writes.
+
+        Raises:
+            MoEError: When it ended.
+        """
+        assert self._process.stdout is not None, "it was started with a pipe"
+        line = self._process.stdout.readline()
+        if not line:
+            raise MoEError(
+                f"The process that was measured ended with code {self._process.wait()}; its own message "
+                "stands above. One without a message was killed, perhaps for the memory that it used."
+            )
+        return line
+
+
+@contextmanager
+def start_worker(benchmark: BusyBenchmark, variables: Mapping[str, str]) -> Iterator[Worker]:
+    """Yields a worker that is ready, with these variables in the place of the user's policy."""
+    environment = dict(os.environ) | dict(variables)
+    for name in WAIT_POLICIES:
+        if name not in variables:
+            environment.pop(name, None)
+
+    arguments = worker_arguments(benchmark.threads, benchmark.case)
+    process = subprocess.Popen(
+        arguments,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            worker = Worker(process)
+            worker.read()
+            yield worker
+        finally:
+            process.kill()
+
+
+@contextmanager
+def busy_processes(number: int) -> Iterator[None]:
+    """Keeps so many processes busy that know nothing of ours."""
+    processes = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+# ---- the report ----
+
+
+def describe_rows(rounds: Sequence[Times]) -> list[dict[str, Any]]:
+    """Returns a row for each part and policy, with ratios of times of the same round."""
+    rows: list[dict[str, Any]] = []
+    for part in PARTS:
+        for policy in POLICIES:
+            alone = [times[part, policy, "alone"] for times in rounds]
+            busy = [times[part, policy, "busy"] for times in rounds]
+            default = [times[part, "default", "alone"] for times in rounds]
+            row = {
+                "part": part,
+                "policy": policy,
+                "alone_ms": statistics.median(alone),
+                "busy_ms": statistics.median(busy),
+                "busy_over_alone": _median_ratio(busy, alone),
+                "alone_over_default": _median_ratio(alone, default),
+            }
+            rows.append(row)
+    return rows
+
+
+def _median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
+    return statistics.median(map(float.__truediv__, times, base))
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """Returns the report as text."""
+    header = ["part", "waiting", "alone ms", "busy ms", "busy / alone", "alone / default"]
+    cells: list[list[str]] = []
+    for row in report["rows"]:
+        times = [f"{row['alone_ms']:.0f}", f"{row['busy_ms']:.0f}"]
+        ratios = [f"{row['busy_over_alone']:.2f}", f"{row['alone_over_default']:.2f}"]
+        cells.append([row["part"], row["policy"], *times, *ratios])
+
+    machine = machine_line(report, f"{report['threads']} threads and as many busy processes")
+    return f"{machine}\n\n{format_table(header, cells)}"

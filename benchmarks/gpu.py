@@ -1,0 +1,276 @@
+"""The benchmark of a GPU: one layer in bfloat16 beside the dense one, and the step of decoding.
+
+The step runs eagerly, compiled, and as a CUDA graph that is captured once and replayed. All three
+must decode the same tokens.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import EncoderDecoderCache, StaticCache, SwitchTransformersConfig
+
+from benchmarks.layer import LayerBenchmark, describe_run, format_report, measure_cases
+from benchmarks.machine import save_report
+from benchmarks.model import ModelCase, build_ours, draw_tokens, switch_config
+from benchmarks.timing import measure_in_turn, median_ratio
+from moe.errors import ConfigError
+from moe.inspection.tables import format_table
+from moe.models.modeling import STMoEForConditionalGeneration
+
+VARIANTS = ("dense", "moe_dropless", "moe_compiled", "moe_static", "hf_grouped_mm")
+COMPARED_STEPS = 16
+
+Step = Callable[[], object]
+"""Decodes one token of each sequence."""
+
+
+@dataclass(frozen=True)
+class GpuBenchmark:
+    """What to measure; the fields are the command's options.
+
+    Attributes:
+        cases: Keys of `CASES`.
+        batches: Sequences to decode at once.
+        experts: Experts of each sparse layer of the model that decodes.
+        rounds: How often everything is measured; results are medians.
+        json: File to save to after every part; None for none.
+        case: Sizes of that model.
+    """
+
+    cases: Sequence[int]
+    batches: Sequence[int]
+    experts: int
+    rounds: int
+    json: Path | None
+    case: ModelCase = field(default_factory=ModelCase)
+
+    def __post_init__(self) -> None:
+        """Checks what argparse cannot.
+
+        Raises:
+            ConfigError: When there is no GPU.
+        """
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "The benchmark `gpu` measures a GPU, and torch finds none. Run it where there is one; on a CPU "
+                "python -m scripts.benchmark layer and model measure the same."
+            )
+
+
+def run_gpu(benchmark: GpuBenchmark) -> None:
+    """Measures, prints the tables and saves them; what is measured is saved as it goes."""
+    device = torch.device("cuda")
+    layer = LayerBenchmark(
+        cases=benchmark.cases,
+        dtypes=["bfloat16"],
+        passes=["forward", "forward_backward"],
+        variants=VARIANTS,
+        rounds=benchmark.rounds,
+        device=device,
+        memory=False,
+        profile=False,
+        json=None,
+    )
+    layer.report.update(describe_run(layer), rows=[])
+    measure_cases(layer)
+
+    # Whole models after the layers.
+    sizes = dataclasses.asdict(benchmark.case) | {"experts": benchmark.experts}
+    report: dict[str, Any] = {**layer.report, "model": sizes, "decoding": []}
+    save_report(report, benchmark.json)
+    for batch in benchmark.batches:
+        report["decoding"] += measure_decoding(benchmark, batch, device, FORMS)
+        save_report(report, benchmark.json)
+
+    print(format_report(report))
+    print(f"\n{format_decoding(report['decoding'])}")
+    if benchmark.json:
+        print(f"The tables are in {benchmark.json}.")
+
+
+# ---- the step of decoding ----
+
+
+@dataclass
+class Decoding:
+    """Sequences that are being decoded, in memory that stays from step to step.
+
+    Attributes:
+        model: In evaluation mode.
+        ids: <int64>[B, 1] the last token of each sequence.
+        given: The other arguments of a step.
+        saved: What `restore` puts back.
+    """
+
+    model: STMoEForConditionalGeneration
+    ids: Tensor
+    given: dict[str, Any]
+    saved: list[Tensor] = field(default_factory=list)
+
+    def step(self, model: Callable[..., Any] | None = None) -> None:
+        """Decodes the next token of each sequence, by another form of the model where one is given."""
+        run = self.model if model is None else model
+        output = run(decoder_input_ids=self.ids, output_router_logits=False, **self.given)
+        self.ids.copy_(output.logits[:, -1:].argmax(-1))
+
+    def save(self) -> None:
+        """Keeps where the sequences stand."""
+        self.saved = [tensor.clone() for tensor in self._state()]
+
+    def restore(self) -> None:
+        """Puts the sequences back to where they stood."""
+        for tensor, value in zip(self._state(), self.saved, strict=True):
+            tensor.copy_(value)
+
+    def _state(self) -> Iterator[Tensor]:
+        """Yields what a step changes; the encoder's part of the cache is none of it."""
+        yield self.ids
+        for layer in self.given["past_key_values"].self_attention_cache.layers:
+            yield layer.keys
+            yield layer.values
+            yield layer.cumulative_length
+
+
+@torch.no_grad()
+def start_decoding(
+    model: STMoEForConditionalGeneration, case: ModelCase, batch: int, device: torch.device
+) -> Decoding:
+    """Returns sequences after their first step, which fills the cross-attention."""
+    inputs = draw_tokens(case, batch, case.input_length).to(device)
+    mask = torch.ones_like(inputs)
+    lengths = (COMPARED_STEPS + 2, case.input_length)
+    caches = [StaticCache(config=model.config, max_cache_len=length) for length in lengths]
+    given = {
+        "attention_mask": mask,
+        "past_key_values": EncoderDecoderCache(*caches),
+        "encoder_outputs": model.get_encoder()(inputs, attention_mask=mask),
+    }
+
+    start = model.config.decoder_start_token_id
+    ids = torch.full((batch, 1), start, dtype=torch.int64, device=device)
+    decoding = Decoding(model, ids, given)
+    decoding.step()
+    decoding.save()
+    return decoding
+
+
+def eager_step(decoding: Decoding) -> Step:
+    """Returns the step as Python runs it."""
+    return decoding.step
+
+
+def compiled_step(decoding: Decoding) -> Step:
+    """Returns the step with a model that torch.compile made one graph of."""
+    model = torch.compile(decoding.model, fullgraph=True)
+    return lambda: decoding.step(model)
+
+
+def captured_step(decoding: Decoding) -> Step:
+    """Returns the replay of a step that was captured into a CUDA graph."""
+    # Warm up on a side stream, as torch asks for.
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
+        decoding.step()
+    torch.cuda.current_stream().wait_stream(side_stream)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoding.step()
+    decoding.restore()
+    return graph.replay
+
+
+FORMS: dict[str, Callable[[Decoding], Step]] = {
+    "eager": eager_step,
+    "compiled": compiled_step,
+    "cuda_graph": captured_step,
+}
+
+
+@torch.no_grad()
+def measure_decoding(
+    benchmark: GpuBenchmark,
+    batch: int,
+    device: torch.device,
+    forms: dict[str, Callable[[Decoding], Step]],
+) -> list[dict[str, Any]]:
+    """Returns a row for each form of the step.
+
+    Args:
+        benchmark: Sizes and rounds.
+        batch: Sequences.
+        device: Where; CUDA graphs are for a GPU.
+        forms: Of `FORMS`, `eager` first.
+    """
+    config = switch_config(benchmark.case, benchmark.experts)
+    model = build_model(config, device)
+    decoding = start_decoding(model, benchmark.case, batch, device)
+
+    # What a form cannot do is a line of the table.
+    steps: dict[str, Step] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, build in forms.items():
+        rows[name] = {"batch": batch, "form": name, "note": ""}
+        try:
+            steps[name] = build(decoding)
+            rows[name]["tokens"] = decode(decoding, steps[name])
+        except RuntimeError as error:
+            steps.pop(name, None)
+            lines = str(error).splitlines() or [""]
+            rows[name]["note"] = f"no: {lines[0]}"
+        decoding.restore()
+
+    clears = dict.fromkeys(steps, decoding.restore)
+    rounds = measure_in_turn(steps, clears, benchmark.rounds, device)
+    description = f"decoding, batch {batch}"
+    times = list(tqdm(rounds, total=benchmark.rounds, desc=description, unit="round"))
+
+    # Times of the same round are compared, and tokens with those of the eager step.
+    expected = rows["eager"].get("tokens")
+    for name in steps:
+        ms = statistics.median(round_[name] for round_ in times)
+        rows[name]["ms"] = ms
+        rows[name]["tokens_per_second"] = 1000 * batch / ms
+        rows[name]["ratio"] = median_ratio(times, name, "eager")
+        rows[name]["same_tokens"] = rows[name].pop("tokens") == expected
+    return list(rows.values())
+
+
+def build_model(
+    config: SwitchTransformersConfig, device: torch.device
+) -> STMoEForConditionalGeneration:
+    """Returns the model that decodes, in bfloat16."""
+    model: Any = build_ours(config)  # whose `to` is wrapped by transformers
+    return model.to(device, torch.bfloat16).eval()
+
+
+def decode(decoding: Decoding, step: Step) -> list[list[int]]:
+    """Returns the tokens of a few steps <int64>[steps, B] from where the sequences stand."""
+    tokens: list[list[int]] = []
+    for _ in range(COMPARED_STEPS):
+        step()
+        tokens.append(decoding.ids.flatten().tolist())
+    return tokens
+
+
+def format_decoding(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the table of the steps as text."""
+    header = ["batch", "step", "ms", "tokens/s", "time / eager", "note"]
+    cells: list[list[str]] = []
+    for row in rows:
+        keys = [str(row["batch"]), row["form"]]
+        if "ms" not in row:
+            cells.append([*keys, "", "", "", row["note"]])
+            continue
+
+        speed = [f"{row['ms']:.2f}", f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.2f}"]
+        cells.append([*keys, *speed, "" if row["same_tokens"] else "other tokens than eager"])
+    return format_table(header, cells)

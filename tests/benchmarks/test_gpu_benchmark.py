@@ -1,0 +1,84 @@
+"""The benchmark of a GPU, as far as it goes without one."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks.cases import CASES, Case, build_problem
+from benchmarks.gpu import (
+    COMPARED_STEPS,
+    GpuBenchmark,
+    build_model,
+    decode,
+    format_decoding,
+    measure_decoding,
+    start_decoding,
+)
+from benchmarks.layer import build_variants, compare_outputs
+from benchmarks.model import ModelCase, draw_tokens, switch_config
+from moe import ConfigError
+from scripts.benchmark import main
+
+CPU = torch.device("cpu")
+TINY = ModelCase(
+    vocab_size=131,
+    d_model=32,
+    d_ff=48,
+    num_heads=2,
+    num_layers=2,
+    sparse_layers=1,
+    batch=2,
+    input_length=13,
+    target_length=11,
+)
+
+
+def test_a_machine_without_a_gpu_is_told_so(tmp_path):
+    path = tmp_path / "gpu.json"
+    with pytest.raises(ConfigError, match="`gpu` measures a GPU, and torch finds none"):
+        main(["gpu", "--json", str(path)])
+    assert not path.exists()
+
+
+def test_steps_in_memory_that_stays_decode_what_generate_does():
+    model = build_model(switch_config(TINY, 3), CPU)
+    decoding = start_decoding(model, TINY, 5, CPU)
+    first = decoding.ids.flatten().tolist()
+    with torch.no_grad():
+        tokens = [first, *decode(decoding, decoding.step)]
+
+    inputs = draw_tokens(TINY, 5, TINY.input_length)
+    length = {"min_new_tokens": COMPARED_STEPS + 1, "max_new_tokens": COMPARED_STEPS + 1}
+    expected = model.generate(inputs, attention_mask=torch.ones_like(inputs), **length)
+    assert all(model.config.eos_token_id not in step for step in tokens)  # which generate puts off
+    assert torch.tensor(tokens).T.tolist() == expected[:, 1:].tolist()
+
+    decoding.restore()
+    assert decoding.ids.flatten().tolist() == first
+    with torch.no_grad():
+        assert decode(decoding, decoding.step) == tokens[1:]
+
+
+def test_a_form_that_cannot_run_is_a_line_of_the_table(monkeypatch):
+    def refuse(decoding):
+        raise RuntimeError("no graph\nand why")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    benchmark = GpuBenchmark(cases=[], batches=[2], experts=3, rounds=2, json=None, case=TINY)
+    forms = {"eager": lambda decoding: decoding.step, "cuda_graph": refuse}
+    rows = measure_decoding(benchmark, 2, CPU, forms)
+    assert rows[0]["ms"] > 0 and rows[0]["ratio"] == 1 and rows[0]["same_tokens"]
+    table = format_decoding(rows)
+    assert "no: no graph" in table and "and why" not in table
+    assert dataclasses.asdict(benchmark)["experts"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_the_compiled_layer_gives_what_the_layer_gives(monkeypatch):
+    monkeypatch.setitem(CASES, 0, Case(64, 32, 48, 8, 2))
+    problem = build_problem(CASES[0], torch.float32, CPU)
+    variants = build_variants(problem, ("moe_dropless", "moe_compiled"), "here")
+    assert [variant.name for variant in variants] == ["dense", "moe_dropless", "moe_compiled"]
+    assert compare_outputs(variants)["moe_compiled"] < 1e-6

@@ -1,0 +1,102 @@
+"""The start of a command, before torch: what it sets, says and leaves alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe.commands.stmoe import VERBS
+
+ROOT = Path(__file__).parents[1]
+SAID = "Waiting threads sleep (OMP_WAIT_POLICY=passive; set it to choose).\n"
+START = """\
+if __name__ == '__main__':
+    from stmoe import start_command
+    start_command()"""
+PROGRAM = """
+import os, stmoe
+stmoe.start_command()
+print(os.environ.get("OMP_WAIT_POLICY"))
+"""
+
+
+def start(program=PROGRAM, **variables):
+    """Runs a program in a fresh interpreter with these variables and no others."""
+    environment = {"PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+
+
+@pytest.mark.slow
+def test_threads_that_wait_sleep_and_the_command_says_so():
+    ended = start()
+    assert (ended.stdout, ended.stderr) == ("passive\n", SAID)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "policy"),
+    [({"OMP_WAIT_POLICY": "active"}, "active"), ({"GOMP_SPINCOUNT": "7"}, "None")],
+    ids=["policy", "spin count"],
+)
+def test_what_the_user_set_is_kept(variables, policy):
+    ended = start(**variables)
+    assert (ended.stdout, ended.stderr) == (f"{policy}\n", "")
+
+
+@pytest.mark.slow
+def test_of_several_ranks_one_says_so():
+    assert start(RANK="0").stderr == SAID
+    ended = start(RANK="3")
+    assert (ended.stdout, ended.stderr) == ("passive\n", "")
+
+
+@pytest.mark.slow
+def test_a_command_that_is_called_by_another_is_silent():
+    """torch has its threads already."""
+    ended = start("import sys; sys.modules['torch'] = sys" + PROGRAM)
+    assert (ended.stdout, ended.stderr) == ("None\n", "")
+
+
+COMMANDS = [*ROOT.glob("scripts/*.py"), ROOT / "eval/__main__.py", ROOT / "benchmarks/network.py"]
+
+
+@pytest.mark.parametrize("path", sorted(COMMANDS), ids=lambda path: path.stem)
+def test_every_command_starts_here_before_it_imports_anything(path):
+    text = path.read_text(encoding="utf-8")
+    if '__name__ == "__main__"' in text:
+        _docstring, first, *_ = ast.parse(text).body
+        assert ast.unparse(first) == START
+
+
+# Seconds each, which a command needs once it works: functions import them.
+IMPORTED_LATE = (
+    "datasets",
+    "matplotlib",
+    "nltk",
+    "pandas",
+    "rouge_score",
+    "scipy.stats",
+    "sklearn",
+    "tensorstore",
+)
+IMPORTS = """
+import importlib, sys
+for name in sys.argv[1].split(","):
+    importlib.import_module(name)
+print(*(name for name in sys.argv[2].split(",") if name in sys.modules))
+"""
+
+
+@pytest.mark.slow
+def test_no_command_imports_what_only_its_work_needs():
+    modules = [f"scripts.{path.stem}" for path in sorted(ROOT.glob("scripts/*.py"))]
+    modules += ["moe", "eval.__main__", "benchmarks.network"]
+    modules += [f"moe.commands.{verb.module}" for verb in VERBS.values()]
+    words = [sys.executable, "-c", IMPORTS, ",".join(modules), ",".join(IMPORTED_LATE)]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout == "\n"
