@@ -29,6 +29,7 @@ from tests.sparse.layers import ROUTER_NAMES, THREE_SLOTS, build_layer
 from tests.synchronisation import NoSynchronisation
 
 DEVICE = "gpu"
+AUTOCAST = torch._C.DispatchKey.AutocastPrivateUse1
 
 # Rows of 16 bytes, as grouped products want them.
 SIZES = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "expert_dropout_rate": 0.1}
@@ -169,10 +170,27 @@ CASES: dict[str, Callable[[], None]] = {
     "decoding": run_decoding,
 }
 
+
+def sum_as_on_cuda(
+    x: Tensor,
+    dim: list[int] | None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Returns a sum as CUDA's autocast has it: in float32, unless a dtype is asked for."""
+    if dtype is None and x.is_floating_point():
+        dtype = torch.float32
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(AUTOCAST)):
+        return torch.ops.aten.sum.dim_IntList(x, dim, keepdim, dtype=dtype)
+
+
 if __name__ == "__main__":
     backend_registration._setup_privateuseone_for_python_backend(DEVICE, _FakeBackend())
 
-    # Autocast sets the dtype of the experts' products; other operations it leaves as they are.
+    # Autocast sets the dtype of the experts' products and of sums; else it changes nothing here.
     autocast = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     autocast.fallback(torch.library.fallthrough_kernel)
+    sums = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
+    sums.impl("sum.dim_IntList", sum_as_on_cuda)
     CASES[sys.argv[1]]()

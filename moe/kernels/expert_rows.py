@@ -188,7 +188,8 @@ class _GatherChoices(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, None]:
         rows = ChoiceRows(*ctx.saved_tensors)
-        return _by_choice(grad_outputs[0], rows).sum(dim=1), None
+        d_rows = grad_outputs[0]
+        return _by_choice(d_rows, rows).sum(dim=1, dtype=d_rows.dtype), None
 
 
 class _CombineChoices(torch.autograd.Function):
@@ -198,7 +199,10 @@ class _CombineChoices(torch.autograd.Function):
     def forward(ctx: Any, outputs: Tensor, weight: Tensor, rows: ChoiceRows) -> Tensor:
         ctx.save_for_backward(outputs, *rows)
         weight = weight[..., None].to(outputs.dtype)  # [T, K, 1]
-        return (_by_choice(outputs, rows) * weight).sum(dim=1)
+
+        # In the dtype of the outputs, which CUDA's autocast would not leave to a sum.
+        weighted = _by_choice(outputs, rows) * weight  # [T, K, D]
+        return weighted.sum(dim=1, dtype=outputs.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -5,11 +5,13 @@ model.
 import copy
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from moe import STMoEConfig, STMoEForConditionalGeneration
+from moe.models.drop_warning import warn_of_drops
 from moe.parsing import read_yaml
 from moe.sparse.editing import edit_routing, sparse_layers
 from moe.sparse.edits import DropExperts
@@ -182,3 +184,16 @@ def test_an_absolute_capacity_is_named_and_generation_says_it_too(said):
     assert said()[0].endswith(
         "; from_pretrained(..., eval_capacity_factor=None, expert_capacity=None) drops none."
     )
+
+
+def test_a_cuda_graph_is_captured_without_it(monkeypatch):
+    """Reading the counts would end the capture; they are missing here, so that reading fails."""
+    router = SimpleNamespace(
+        plan=SimpleNamespace(capacity=3), router_logits=SimpleNamespace(is_cuda=True)
+    )
+    arguments = (None, None, None, [router])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    warn_of_drops(*arguments)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with pytest.raises(AttributeError, match="stats"):
+        warn_of_drops(*arguments)
