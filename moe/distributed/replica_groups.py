@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -373,7 +374,20 @@ def _build_transport(host: str, timeout: timedelta) -> Any:
             port = urlparse(super().address()).port
             return f"http://{host}:{port}/checkpoint/"
 
-    return Transport(timeout=timeout, num_chunks=0)
+        def recv_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+            # The state is copied into the model, and nobody writes into what was received.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given buffer is not writable")
+                return super().recv_checkpoint(*arguments, **options)
+
+    transport = Transport(timeout=timeout, num_chunks=0)
+    handler: Any = transport._server.RequestHandlerClass
+    handler.log_message = _say_nothing
+    return transport
+
+
+def _say_nothing(*_: object) -> None:
+    """Stands for the line that Python's server prints of every request."""
 
 
 def _first_line(error: Exception) -> str:
