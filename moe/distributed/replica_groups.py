@@ -24,7 +24,7 @@ from torch import Tensor
 from moe.distributed.collectives import broadcast_from_rank_zero, sum_each
 from moe.distributed.launch import World
 from moe.distributed.mesh import MeshConfig
-from moe.errors import ConfigError, DistributedError
+from moe.errors import ConfigError, DistributedError, MoEError
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """Variable with the address of the lighthouse, at which groups meet."""
@@ -216,6 +216,8 @@ class ReplicaGroups:
         self._started = started
         try:
             self._manager.start_quorum()
+        except MoEError:
+            raise  # of the run, about the state of another group
         except (RuntimeError, TimeoutError) as error:
             raise self._did_not_meet(error) from error
         self._refuse_errors()
