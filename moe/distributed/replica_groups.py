@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,7 +24,7 @@ from torch import Tensor
 from moe.distributed.collectives import broadcast_from_rank_zero, sum_each
 from moe.distributed.launch import World
 from moe.distributed.mesh import MeshConfig
-from moe.errors import ConfigError, DistributedError
+from moe.errors import ConfigError, DistributedError, MoEError
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """Variable with the address of the lighthouse, at which groups meet."""
@@ -215,6 +216,8 @@ class ReplicaGroups:
         self._started = started
         try:
             self._manager.start_quorum()
+        except MoEError:
+            raise  # of the run, about the state of another group
         except (RuntimeError, TimeoutError) as error:
             raise self._did_not_meet(error) from error
         self._refuse_errors()
@@ -373,7 +376,20 @@ def _build_transport(host: str, timeout: timedelta) -> Any:
             port = urlparse(super().address()).port
             return f"http://{host}:{port}/checkpoint/"
 
-    return Transport(timeout=timeout, num_chunks=0)
+        def recv_checkpoint(self, *arguments: Any, **options: Any) -> Any:
+            # The state is copied into the model, and nobody writes into what was received.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given buffer is not writable")
+                return super().recv_checkpoint(*arguments, **options)
+
+    transport = Transport(timeout=timeout, num_chunks=0)
+    handler: Any = transport._server.RequestHandlerClass
+    handler.log_message = _say_nothing
+    return transport
+
+
+def _say_nothing(*_: object) -> None:
+    """Stands for the line that Python's server prints of every request."""
 
 
 def _first_line(error: Exception) -> str:

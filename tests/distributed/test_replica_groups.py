@@ -6,11 +6,12 @@ import socket
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moe import ConfigError
+from moe import CheckpointError, ConfigError
 from moe.checkpoint.run_state import RunState
 from moe.distributed.launch import World
 from moe.distributed.mesh import MeshConfig
@@ -102,6 +103,17 @@ def test_a_lighthouse_that_does_not_shine_is_named_in_time(monkeypatch):
     text = rf"did not meet the others at {address} .* within 1 seconds\. Start torchft_lighthouse"
     with pytest.raises(DistributedError, match=text), groups.joined(0, dict, lambda state: None):
         pass
+
+
+def test_what_the_run_says_of_another_groups_state_is_not_taken_for_a_lost_lighthouse(monkeypatch):
+    def start_quorum():
+        raise CheckpointError("optim.lr was 0.01 and is 0.02")
+
+    monkeypatch.setenv(LIGHTHOUSE, "http://localhost:1")
+    groups = find_replica_groups(CONSTANT, World(0, 1, 0, "cpu"))
+    groups._manager = SimpleNamespace(start_quorum=start_quorum)
+    with pytest.raises(CheckpointError, match=r"^optim\.lr was 0\.01"):
+        groups.begin_step()
 
 
 def test_a_lighthouse_that_nobody_knows_is_named(monkeypatch):
@@ -279,6 +291,11 @@ def test_a_step_that_shrinks_is_that_of_the_rows_that_are_left(tmp_path):
     assert groups.keys() == {0}
     losses, live, _ = groups[0]
     assert live[STEPS - 1] == 1
+
+    # The one that died may have been there first.
+    early_losses, early_live, _ = torch.load(tmp_path / "1.partial")
+    losses = {**early_losses, **losses}
+    live = {**early_live, **live}
 
     # Before both were there, and after one had died, only one half of a batch was taken.
     expected, _ = alone(lambda step: slice(0, ROWS * live[step] // 2))
