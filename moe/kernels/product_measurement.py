@@ -133,15 +133,15 @@ def _time_on_one_core() -> list[ProductTime]:
     """Returns the times of all products, both libraries in turn."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    times: list[ProductTime] = []
     try:
-        return [
-            _time_product(cast(ProductKind, kind), tokens)
-            for kind in ProductChoice._fields
-            for tokens in LibraryByTokens._fields
-        ]
+        for kind in ProductChoice._fields:
+            for tokens in LibraryByTokens._fields:
+                times.append(_time_product(cast(ProductKind, kind), tokens))
     finally:
         # The number that threads to come inherit.
         torch.set_num_threads(num_threads)
+    return times
 
 
 def _time_product(kind: ProductKind, tokens: str) -> ProductTime:
