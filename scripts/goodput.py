@@ -4,9 +4,9 @@ python -m scripts.goodput runs/pretrain
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from eval.start import answer_interrupts
+    from stmoe import start_command
 
-    answer_interrupts()
+    start_command()
 
 from moe.cli import run_main
 from moe.commands.goodput import main

@@ -192,9 +192,8 @@ def head_cost(head: Projection, stack: StackPass) -> LayerCost:
     vocab_size = head.out_features
     flops = 2 * tokens * stack.d_model * vocab_size
 
-    # Last states, logits and log-probabilities; label, mask and loss of each token.
-    saved_bytes = tokens * stack.d_model * stack.product_bytes
-    saved_bytes += tokens * 2 * vocab_size * FLOAT32_BYTES
+    # Last states and logits; label, mask and logsumexp of each token.
+    saved_bytes = tokens * (stack.d_model + vocab_size) * stack.product_bytes
     saved_bytes += tokens * (_INT64_BYTES + 1 + FLOAT32_BYTES)
     return LayerCost(flops, saved_bytes)
 
