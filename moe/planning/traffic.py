@@ -174,10 +174,9 @@ def collectives(
     scope = model.config.balance_scope
     is_wide = scope in ("ranks", "global")
     counts_first = is_wide and num_passes * num_scope_ranks(scope, mesh) > 1
-    num_balance_totals = num_passes if counts_first else 0
     passes = PassCounts(
         backward=num_passes,
-        forward=num_passes + num_balance_totals,
+        forward=2 * num_passes if counts_first else num_passes,
         recomputed=num_passes if workload.activation_checkpointing else 0,
     )
 
@@ -189,7 +188,7 @@ def collectives(
     for stack in stacks:
         parts.append(_tensor_parallel_collectives(stack, passes))
     parts.append(_optimizer_collectives(workload, layouts, mesh))
-    parts.append(_statistics_collectives(stacks, num_balance_totals))
+    parts.append(_statistics_collectives(stacks, counts_first=counts_first))
 
     # Equal ones as one.
     num_calls: dict[tuple[str, str, Kind, float], int] = {}
@@ -329,7 +328,8 @@ def _optimizer_collectives(
 
 def _statistics_collectives(
     stacks: tuple[StackPass, StackPass],
-    num_balance_totals: int,
+    *,
+    counts_first: bool,
 ) -> Iterator[Collective]:
     """Yields counts of losses, statistics of routers, and the norm of the gradient."""
     # Counts of the losses, then the two losses.
@@ -342,10 +342,11 @@ def _statistics_collectives(
             num_bytes += num_sums * _LONG_BYTES
 
             # Choices of each expert and their number, when the balance loss needs them first.
-            total_bytes = num_balance_totals * (num_experts + 1) * FLOAT32_BYTES
-            is_replica = layer.config.balance_scope == "ranks"
-            axis = "dp_shard x ep" if is_replica else "data ranks"
-            yield Collective("statistics", axis, ALL_REDUCE, total_bytes, 1)
+            if counts_first:
+                total_bytes = (num_experts + 1) * FLOAT32_BYTES
+                is_replica = layer.config.balance_scope == "ranks"
+                axis = "dp_shard x ep" if is_replica else "data ranks"
+                yield Collective("statistics", axis, ALL_REDUCE, total_bytes, 1)
     yield Collective("statistics", "data ranks", ALL_REDUCE, num_bytes, 1)
 
     # The norm of the gradient, a number.

@@ -437,6 +437,7 @@ def test_a_config_json_loads_and_saves_or_is_refused_by_the_name_of_a_field(tmp_
                 "JSON",
                 "a model of type",
                 "Router ",
+                "of router '",
                 "feed-forward layers",
                 "layers in the",
             }

@@ -56,9 +56,9 @@ def call(inputs, out, *more, **options):
     return run_command("scripts.pretrain", *arguments(inputs, out, *more), **options)
 
 
-def stop_when(is_reached, how, inputs, out, *more):
+def stop_when(is_reached, how, inputs, out, *more, **options):
     """Starts a run, stops it by a signal once something is reached, and returns how it ended."""
-    run = Command("scripts.pretrain", arguments(inputs, out, *more))
+    run = Command("scripts.pretrain", arguments(inputs, out, *more), **options)
     run.wait_for(is_reached)
     run.send_signal(how)
     return run.finish()
@@ -120,14 +120,14 @@ def test_a_run_that_is_asked_to_end_loses_no_step(inputs, unstopped, tmp_path, n
     assert losses(out) == losses(unstopped)
 
 
-def test_a_run_keeps_the_libraries_of_its_checkpoint(inputs, unstopped, tmp_path, monkeypatch):
+def test_a_run_keeps_the_libraries_of_its_checkpoint(inputs, tmp_path):
     out = tmp_path / "run"
-    monkeypatch.setenv(CHOICE_VARIABLE, "onednn")
-    ended = stop_when(lambda: last_step(out) >= 3, signal.SIGTERM, inputs, out)
+    first = {CHOICE_VARIABLE: "onednn"}
+    ended = stop_when(lambda: last_step(out) >= 3, signal.SIGTERM, inputs, out, environment=first)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
 
-    monkeypatch.setenv(CHOICE_VARIABLE, "blas")
-    done = call(inputs, out, "--resume")
+    second = {CHOICE_VARIABLE: "blas"}
+    done = call(inputs, out, "--resume", environment=second)
     assert done.returncode == 0, done.stderr
     newest = checkpoint_folders(out / "checkpoints")[-1]
     assert load_state(newest).products == fixed_choice("onednn")
