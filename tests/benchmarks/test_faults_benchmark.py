@@ -83,7 +83,7 @@ def test_a_rank_that_is_killed_costs_steps_and_changes_nothing(tmp_path, capsys)
 @pytest.mark.slow
 def test_a_group_that_is_lost_comes_back_equal(tmp_path, capsys):
     target = tmp_path / "losses.json"
-    live_losses.main(["--losses", "1", "--groups", "2", "--steps", "30", "--json", str(target)])
+    live_losses.main(["--losses", "1", "--groups", "2", "--steps", "150", "--json", str(target)])
     report = json.loads(target.read_text())
     (loss,) = report["losses"]
     assert loss["healed_step"] > loss["step"] + loss["steps_without"]
