@@ -24,12 +24,12 @@ from benchmarks.timing import (
     median_ratio,
     square_tflops,
 )
-from benchmarks.variants import COMPILED, OURS, moe_dropless, routing_only, stats_of
+from benchmarks.variants import ON_REQUEST, OURS, moe_dropless, routing_only, stats_of
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
 
 VARIANTS = (*OURS, *PEERS)
-GRAPHED = ("moe_dropless", "moe_static")
+GRAPHED = ("moe_dropless", "moe_triton", "moe_static")
 PROFILED_CASE = 0
 
 Row = dict[str, Any]
@@ -44,7 +44,7 @@ class LayerBenchmark:
         cases: Keys of `CASES`.
         dtypes: Keys of `DTYPES`.
         passes: Of `PASSES`.
-        variants: Of `VARIANTS` and `COMPILED`; `dense` is measured in any case.
+        variants: Of `VARIANTS` and `ON_REQUEST`; `dense` is measured in any case.
         rounds: How often everything is measured; results are medians.
         device: Where.
         memory: Whether peaks are measured, too.
@@ -176,7 +176,7 @@ def build_variants(problem: Problem, names: Sequence[str], where: str) -> list[V
     """
     # Ours can run always.
     variants: list[Variant] = []
-    for name, build in {**OURS, **COMPILED}.items():
+    for name, build in {**OURS, **ON_REQUEST}.items():
         if name in names or name == "dense":
             variants.append(build(problem))
 

@@ -3,7 +3,6 @@
 import datetime
 import json
 import os
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from moe.files import whole_file
+from moe.kernels.product_measurement import processor_name
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -20,6 +20,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "device": _device_name(device),
         "threads": torch.get_num_threads(),
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
+        "spin_count": os.environ.get("GOMP_SPINCOUNT", "default"),
         "torch": torch.__version__,
         "date": now.isoformat(timespec="seconds"),
     }
@@ -40,14 +41,7 @@ def _device_name(device: torch.device) -> str:
     """Returns the name of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-
-    # Linux has a table of its processors; elsewhere Python's guess must do.
-    table = Path("/proc/cpuinfo")
-    if table.is_file():
-        for line in table.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return processor_name()
 
 
 def save_report(report: Mapping[str, Any], path: Path | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.cases import CASES, DTYPES, PASSES
 from benchmarks.layer import VARIANTS
 from benchmarks.model import PARTS
-from benchmarks.variants import COMPILED
+from benchmarks.variants import ON_REQUEST
 from moe.checks import check_integer
 from moe.cli import Parser
 
@@ -74,8 +74,11 @@ def build_parser() -> Parser:
     startup_help = "CPU time and memory until a command explains its options"
     startup = parsers.add_parser("startup", help=startup_help)
 
+    input_help = "making batches beside Hugging Face datasets, in seconds of a core"
+    inputs = parsers.add_parser("input", help=input_help)
+
     # Options that several benchmarks have.
-    for benchmark in (layer, exchange, model, evaluation, tracing, gpu, busy, startup):
+    for benchmark in (layer, exchange, model, evaluation, tracing, gpu, busy, startup, inputs):
         _add_common(benchmark)
     for benchmark in (layer, model, evaluation, tracing, busy):
         benchmark.add_argument("--threads", type=int, help="threads of torch (all cores)")
@@ -131,9 +134,9 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--variants",
         nargs="+",
-        choices=(*VARIANTS, *COMPILED),
+        choices=(*VARIANTS, *ON_REQUEST),
         default=VARIANTS,
-        help="all but moe_compiled; dense comes along",
+        help="all that any machine measures at once; dense comes along",
     )
     parser.add_argument(
         "--memory",

@@ -8,12 +8,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from benchmarks.cases import DTYPES, Pass, Variant
 
 WARM_UP_RUNS = 3
+
+Name = TypeVar("Name")
 
 
 def measure_rounds(
@@ -33,6 +36,7 @@ def measure_in_turn(
     clears: Mapping[str, Callable[[], object]],
     rounds: int,
     device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[dict[str, float]]:
     """Yields the milliseconds of every run, round by round.
 
@@ -41,28 +45,41 @@ def measure_in_turn(
 
     Args:
         runs: What is measured, by name.
-        clears: What frees the memory of a run, such as gradients; not measured.
+        clears: What frees the memory of a run, such as gradients; not measured. Runs that leave
+            nothing need none.
         rounds: How often everything is measured.
         device: Where it runs.
+        clock: See `measure`.
     """
     generator = random.Random(0)
     for round_index in range(rounds + 1):
         times: dict[str, float] = {}
         for name in generator.sample(list(runs), len(runs)):
-            times[name] = measure(runs[name], device)
-            clears[name]()
+            times[name] = measure(runs[name], device, clock)
+            if name in clears:
+                clears[name]()
 
         is_warm_up = round_index == 0
         if not is_warm_up:
             yield times
 
 
-def measure(run: Callable[[], object], device: torch.device) -> float:
-    """Returns the milliseconds of one call; on CUDA those between two events around it."""
+def measure(
+    run: Callable[[], object],
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Returns the milliseconds of one call; on CUDA those between two events around it.
+
+    Args:
+        run: What is measured.
+        device: Where it runs.
+        clock: Seconds on a CPU, e.g. `time.process_time` for those of all cores of this process.
+    """
     if device.type != "cuda":
-        start = time.perf_counter()
+        start = clock()
         run()
-        return 1000 * (time.perf_counter() - start)
+        return 1000 * (clock() - start)
 
     # The host runs ahead of the device: events are timed where the work is done.
     start_event = torch.cuda.Event(enable_timing=True)
@@ -75,7 +92,7 @@ def measure(run: Callable[[], object], device: torch.device) -> float:
     return start_event.elapsed_time(end_event)
 
 
-def median_ratio(times: Sequence[Mapping[str, float]], name: str, base: str) -> float:
+def median_ratio(times: Sequence[Mapping[Name, float]], name: Name, base: Name) -> float:
     """Returns the median over rounds of a variant's time over that of `base` in the same round."""
     return statistics.median(round_[name] / round_[base] for round_ in times)
 

@@ -64,8 +64,7 @@ def run_tracing(benchmark: TracingBenchmark) -> dict[str, Any]:
     model = _build_model(benchmark)
     batches = _draw_batches(benchmark)
     runs = _runs(model, batches)
-    clears = {name: _nothing for name in runs}
-    rounds = measure_in_turn(runs, clears, benchmark.rounds, device)
+    rounds = measure_in_turn(runs, {}, benchmark.rounds, device)
     times = list(tqdm(rounds, total=benchmark.rounds, desc="tracing"))
 
     # A row for each way to read the batches.
@@ -161,10 +160,6 @@ def _evaluate(model: STMoEForConditionalGeneration, batches: list[TracedBatch]) 
 
 def _same_plan(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
     return plan
-
-
-def _nothing() -> None:
-    pass
 
 
 def _num_tokens(batches: list[TracedBatch]) -> int:

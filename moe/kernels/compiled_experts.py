@@ -10,15 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.kernels.cpu_experts import (
-    ExpertForm,
-    Gradients,
-    RowValues,
-    run_backward,
-    run_forward,
-)
+from moe.kernels.cpu_experts import Gradients, RowValues, run_backward, run_forward
 from moe.kernels.expert_rows import ExpertRows
 from moe.kernels.expert_weights import ExpertWeights
+from moe.kernels.hidden_units import ExpertForm
 
 # For seed, form and flags.
 _NO_GRADIENTS = (None,) * 7

@@ -30,6 +30,7 @@ from torch import Tensor
 from moe.kernels.cpu_matmul import multiply
 from moe.kernels.expert_rows import ExpertRows, sum_by_token
 from moe.kernels.expert_weights import ExpertWeights, expert_weight
+from moe.kernels.hidden_units import ExpertForm
 
 # Rows in a piece of a forward pass: enough for a full-speed product, few enough for the cache.
 _ROWS_PER_PIECE = 512
@@ -41,22 +42,6 @@ _SEQUENTIAL_ROWS = 32
 _FEW_ROWS = 64
 
 _HUGE_PAGE = 2**21  # bytes
-
-
-class ExpertForm(NamedTuple):
-    """What an expert computes between its two products.
-
-    Attributes:
-        activation: `gelu` (the tanh approximation) or `relu`.
-        gated: Whether the first product holds a gate above what it is multiplied with.
-        bias_kind: `none`, `additive` or `multiplicative`: what the bias does to the hidden units.
-        dropout_rate: Share of the hidden units that is set to zero; 0 outside training.
-    """
-
-    activation: str
-    gated: bool
-    bias_kind: str
-    dropout_rate: float
 
 
 class RowValues(NamedTuple):

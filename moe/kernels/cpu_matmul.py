@@ -29,9 +29,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         <dtype of x>[..., O].
     """
-    # Tracers and transforms must see an operation that they know.
-    needs_plain_product = torch.is_autocast_enabled("cpu") or not is_plain(x, weight)
-    if x.dim() < 2 or needs_plain_product or not _has_choice(x, weight):
+    if x.dim() < 2 or torch.is_autocast_enabled("cpu") or not _has_choice(x, weight):
         return F.linear(x, weight)
 
     num_tokens = x.numel() // x.shape[-1]
@@ -96,8 +94,10 @@ def _multiply(a: Tensor, b: Tensor, kind: ProductKind, num_tokens: int) -> Tenso
 
 def _has_choice(x: Tensor, weight: Tensor) -> bool:
     """Returns whether both libraries can do the product, and it is large enough to matter."""
+    # Tracers, transforms and shards must see an operation that they know.
     return (
-        x.dtype == weight.dtype == torch.float32
+        is_plain(x, weight)
+        and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and x.numel() * weight.shape[0] >= _LEAST_WORK
         and torch.backends.mkldnn.is_available()

@@ -21,7 +21,7 @@ from typing import cast, get_args
 import torch
 
 from moe.errors import ConfigError, DataError
-from moe.files import whole_file
+from moe.files import cache_folder, whole_file, write_text
 from moe.kernels.product_measurement import (
     FEW_TOKENS,
     Library,
@@ -90,16 +90,14 @@ def fixed_choice(library: Library) -> ProductChoice:
 
 def cache_file() -> Path:
     """Returns where the measurement of this machine is kept."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     key = f"{processor_name()}|{torch.__version__}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return Path(folder) / "stmoe" / f"products-{digest}.json"
+    return cache_folder() / f"products-{digest}.json"
 
 
 def save_measurement(measurement: Measurement, path: Path) -> None:
     """Writes a measurement as JSON, whole or not at all."""
-    with whole_file(path) as partial:
-        _write(measurement, partial)
+    write_text(path, _as_text(measurement))
 
 
 def _choose() -> ProductChoice:
@@ -133,7 +131,7 @@ def _saved_or_measured() -> ProductChoice:
         # Of processes that start together one measures and the others wait, so that all agree.
         with whole_file(path) as partial:
             measurement = _read_saved(path) or measure_products()
-            _write(measurement, partial)
+            partial.write_text(_as_text(measurement), encoding="utf-8")
     except OSError:  # a home that cannot be written to
         measurement = measure_products()
     return measurement.choice
@@ -149,6 +147,5 @@ def _read_saved(path: Path) -> Measurement | None:
         return None
 
 
-def _write(measurement: Measurement, path: Path) -> None:
-    text = json.dumps(to_json(measurement), indent=1) + "\n"
-    path.write_text(text, encoding="utf-8")
+def _as_text(measurement: Measurement) -> str:
+    return json.dumps(to_json(measurement), indent=1) + "\n"

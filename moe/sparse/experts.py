@@ -7,13 +7,12 @@ has; an expert sees no token but those that were sent to it.
 import math
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from moe.distributed.sharding import local_shard
 from moe.kernels.compiled_experts import compiled_feed_forward
-from moe.kernels.cpu_experts import ExpertForm, fused_feed_forward
+from moe.kernels.cpu_experts import fused_feed_forward
 from moe.kernels.expert_weights import (
     ExpertWeights,
     can_select_experts,
@@ -21,6 +20,8 @@ from moe.kernels.expert_weights import (
     is_quantized,
 )
 from moe.kernels.grouped_matmul import grouped_linear
+from moe.kernels.hidden_units import ExpertForm, hidden_units
+from moe.kernels.row_operators import row_operators
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import ExpertInputs, SortedRows, UngatheredRows
 
@@ -96,18 +97,11 @@ class Experts(nn.Module):
 
     def run_fused(self, inputs: UngatheredRows) -> Tensor:
         """Returns every token's weighted sum of its experts' outputs <dtype of the products>[T, D]."""
-        # The kernel knows no configuration and no training mode: it gets what it needs of both.
-        form = ExpertForm(
-            activation=self.config.activation,
-            gated=self.config.gated,
-            bias_kind=self.config.expert_bias,
-            dropout_rate=self.config.expert_dropout_rate if self.training else 0.0,
-        )
         tokens = inputs.tokens.to(self.product_dtype())
         is_compiling = torch.compiler.is_compiling()
         run = compiled_feed_forward if is_compiling else fused_feed_forward
         weights = self.product_weights(keep_quantized=not is_compiling)
-        return run(tokens, inputs.rows, weights, form)
+        return run(tokens, inputs.rows, weights, self._form())
 
     def run_rows(self, x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
         """Returns the outputs of rows sorted by expert, by grouped products.
@@ -122,15 +116,8 @@ class Experts(nn.Module):
         """
         # Inputs and weights have the dtype of the products already.
         with torch.autocast(x.device.type, enabled=False):
-            # A bias belongs to an expert: each of its rows gets a copy. Rows behind those of all
-            # experts get one of nobody, whose gradient is of any value.
-            bias = weights.bias
-            if bias is not None:
-                bias = F.pad(bias, (0, 0, 0, 1))  # [E + 1, F]
-                bias = bias.index_select(0, expert_of_rows(counts, x.shape[0]))  # [N, F]
-
             product = grouped_linear(x, weights.first, counts)  # [N, 2F or F]
-            hidden = self._hidden(product, bias)  # [N, F]
+            hidden = row_operators(x).hidden(product, weights.bias, counts, self._form())  # [N, F]
             return grouped_linear(hidden, weights.down, counts)
 
     def run_slots(self, slots: Tensor, weights: ExpertWeights) -> Tensor:
@@ -153,23 +140,18 @@ class Experts(nn.Module):
             product = torch.bmm(
                 weights.first, rearrange(slots, "e n d -> e d n")
             )  # [E, 2F or F, n]
-            hidden = self._hidden(product, bias, dim=1)  # [E, F, n]
+            hidden = hidden_units(product, bias, self._form(), dim=1)  # [E, F, n]
             outputs = torch.bmm(weights.down, hidden)  # [E, D, n]
             return rearrange(outputs, "e d n -> e n d").contiguous()
 
-    def _hidden(self, product: Tensor, bias: Tensor | None, dim: int = -1) -> Tensor:
-        """Returns the hidden units <float>[..., F] of the first product <float>[..., 2F or F].
-
-        Args:
-            product: The first product.
-            bias: <float>[..., F] of the hidden units.
-            dim: Dimension that holds the 2F or F numbers.
-        """
-        hidden = activate(product, self.config, dim)
-        if bias is not None:
-            is_factor = self.config.expert_bias == "multiplicative"
-            hidden = hidden * bias if is_factor else hidden + bias
-        return F.dropout(hidden, self.config.expert_dropout_rate, self.training)
+    def _form(self) -> ExpertForm:
+        """Returns what an expert computes: kernels know no configuration and no training mode."""
+        return ExpertForm(
+            activation=self.config.activation,
+            gated=self.config.gated,
+            bias_kind=self.config.expert_bias,
+            dropout_rate=self.config.expert_dropout_rate if self.training else 0.0,
+        )
 
     def product_dtype(self) -> torch.dtype:
         """Returns the dtype of the products: that of the model, or of autocast where it is on."""
@@ -201,39 +183,6 @@ class Experts(nn.Module):
         if keep_quantized and is_quantized(weight) and can_select_experts(weight):
             return weight
         return dequantized(weight).to(self.product_dtype())
-
-
-def expert_of_rows(counts: Tensor, num_rows: int) -> Tensor:
-    """Returns the expert <int64>[num_rows] of each row; E for rows behind those of all experts.
-
-    Args:
-        counts: <int64>[E] rows of each expert.
-        num_rows: At least their sum.
-    """
-    row = torch.arange(num_rows, device=counts.device)
-    return torch.searchsorted(counts.cumsum(0), row, right=True)
-
-
-def activate(product: Tensor, config: SparseConfig, dim: int = -1) -> Tensor:
-    """Returns the activated first product: act(gate) * up when gated, else act of it all.
-
-    Args:
-        product: <float>[..., 2F or F, ...], gate first.
-        config: Activation, and whether it is gated.
-        dim: Dimension that holds the 2F or F numbers.
-
-    Returns:
-        <float>[..., F, ...].
-    """
-    # A gated unit multiplies the activated gate with a second half, which has no activation.
-    up = None
-    gate = product
-    if config.gated:
-        gate, up = product.chunk(2, dim=dim)
-
-    is_gelu = config.activation == "gelu"
-    gate = F.gelu(gate, approximate="tanh") if is_gelu else F.relu(gate)
-    return gate if up is None else gate * up
 
 
 def truncated_normal_(tensor: Tensor, std: float) -> Tensor:

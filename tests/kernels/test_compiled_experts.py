@@ -5,8 +5,9 @@ import torch
 
 from moe.kernels import compiled_experts
 from moe.kernels.compiled_experts import compiled_feed_forward
-from moe.kernels.cpu_experts import ExpertForm, fused_feed_forward
+from moe.kernels.cpu_experts import fused_feed_forward
 from moe.kernels.expert_weights import ExpertWeights
+from moe.kernels.hidden_units import ExpertForm
 from tests.sparse.expert_loop import KINDS, problem, tiny
 
 SIZES = {"num_tokens": 13, "num_rows": 23}

@@ -50,6 +50,15 @@ def gradients(total, layer, *inputs):
     )
 
 
+def losses_and_gradients(layer, x, mask=None, ids=None):
+    """Returns the output of a layer and the gradients of a loss that all of it enters."""
+    torch.manual_seed(5)
+    y, output = layer(x, mask, token_ids=ids)
+    losses = output.losses
+    loss = y.square().sum() + losses.load_balance_loss + losses.router_z_loss
+    return [y.detach(), *gradients(loss, layer, x)]
+
+
 def assert_all_close(ours, theirs, atol=1e-11):
     """Compares two sequences of tensors."""
     for a, b in zip(ours, theirs, strict=True):

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from moe.kernels import cpu_experts
-from moe.kernels.cpu_experts import ExpertForm
 from moe.kernels.expert_weights import ExpertWeights
+from moe.kernels.hidden_units import ExpertForm
 from tests.processes import run_program
 from tests.sparse.expert_loop import KINDS, expert_rows, problem, run_loop, tiny
 from tests.sparse.layers import DROPLESS, assert_all_close, build_layer, gradients

@@ -11,7 +11,7 @@ from tests.sparse.layers import (
     THREE_SLOTS,
     assert_all_close,
     build_layer,
-    gradients,
+    losses_and_gradients,
 )
 from tests.synchronisation import NoSynchronisation, WaitsError
 
@@ -38,6 +38,14 @@ def test_no_host_waits_for_a_device(case):
 
 
 @pytest.mark.slow
+def test_no_host_waits_for_the_operators_of_triton():
+    pytest.importorskip("triton")
+    environment = {"STMOE_ROW_OPERATORS": "triton", "TRITON_INTERPRET": "1"}
+    ended = run_command("tests.on_fake_gpu", "training_steps", environment=environment)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
 def test_rows_that_are_counted_first_would_be_seen():
     ended = run_command("tests.on_fake_gpu", "counted_rows")
     assert "WaitsError: aten.nonzero.default waits for the device" in ended.stderr
@@ -60,15 +68,6 @@ def test_rows_that_are_counted_first_would_be_seen():
 def test_the_mode_sees_what_waits(wait):
     with NoSynchronisation(), pytest.raises(WaitsError):
         wait(torch.arange(3.0))
-
-
-def losses_and_gradients(layer, x, mask, ids):
-    """Returns the output of a layer and the gradients of a loss that all of it enters."""
-    torch.manual_seed(5)
-    y, output = layer(x, mask, token_ids=ids)
-    losses = output.losses
-    loss = y.square().sum() + losses.load_balance_loss + losses.router_z_loss
-    return [y.detach(), *gradients(loss, layer, x)]
 
 
 @pytest.mark.parametrize("capacity", [{}, THREE_SLOTS], ids=["room for all", "three slots"])

@@ -1,0 +1,88 @@
+"""Hidden units: what an expert computes between its two products, element by element.
+
+Here by torch's operations; a CPU's kernel does it piece by piece (cpu_experts.py), and Triton's
+operators in one kernel (triton_hidden.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class ExpertForm(NamedTuple):
+    """What an expert computes between its two products.
+
+    Attributes:
+        activation: `gelu` (the tanh approximation) or `relu`.
+        gated: Whether the first product holds a gate above what it is multiplied with.
+        bias_kind: `none`, `additive` or `multiplicative`: what the bias does to the hidden units.
+        dropout_rate: Share of the hidden units that is set to zero; 0 outside training.
+    """
+
+    activation: str
+    gated: bool
+    bias_kind: str
+    dropout_rate: float
+
+
+def hidden_units(product: Tensor, bias: Tensor | None, form: ExpertForm, dim: int = -1) -> Tensor:
+    """Returns the hidden units of a first product: activation, gate, bias, dropout.
+
+    Args:
+        product: <float>[..., 2F or F, ...], gate first.
+        bias: <float>[..., F, ...] of the hidden units; None for none.
+        form: What an expert computes.
+        dim: Dimension that holds the 2F or F numbers.
+
+    Returns:
+        <float>[..., F, ...].
+    """
+    # A gated unit multiplies the activated gate with a second half, which has no activation.
+    up = None
+    gate = product
+    if form.gated:
+        gate, up = product.chunk(2, dim=dim)
+
+    is_gelu = form.activation == "gelu"
+    hidden = F.gelu(gate, approximate="tanh") if is_gelu else F.relu(gate)
+    if up is not None:
+        hidden = hidden * up
+
+    if bias is not None:
+        is_factor = form.bias_kind == "multiplicative"
+        hidden = hidden * bias if is_factor else hidden + bias
+    return F.dropout(hidden, form.dropout_rate)
+
+
+def hidden_rows(product: Tensor, bias: Tensor | None, counts: Tensor, form: ExpertForm) -> Tensor:
+    """Returns the hidden units of rows sorted by expert.
+
+    Args:
+        product: <float>[N, 2F or F] the first product, gate first.
+        bias: <float>[E, F] of each expert's hidden units; None for none.
+        counts: <int64>[E] rows of each expert. What is returned for rows behind them is of any
+            value, and so is its gradient.
+        form: What an expert computes.
+
+    Returns:
+        <float>[N, F].
+    """
+    # A bias belongs to an expert: each of its rows gets a copy. Rows behind those of all experts
+    # get one of nobody, whose gradient is of any value.
+    if bias is not None:
+        bias = F.pad(bias, (0, 0, 0, 1))  # [E + 1, F]
+        bias = bias.index_select(0, expert_of_rows(counts, product.shape[0]))  # [N, F]
+    return hidden_units(product, bias, form)
+
+
+def expert_of_rows(counts: Tensor, num_rows: int) -> Tensor:
+    """Returns the expert <int64>[num_rows] of each row; E for rows behind those of all experts.
+
+    Args:
+        counts: <int64>[E] rows of each expert.
+        num_rows: At least their sum.
+    """
+    row = torch.arange(num_rows, device=counts.device)
+    return torch.searchsorted(counts.cumsum(0), row, right=True)
