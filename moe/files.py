@@ -283,6 +283,20 @@ def whole_file(target: Path) -> Iterator[Path]:
     Raises:
         DataError: When a pipe or a device lies there.
     """
+    with only_writer(target) as partial:
+        yield partial
+        partial.replace(target)
+
+
+@contextmanager
+def only_writer(target: Path) -> Iterator[Path]:
+    """Gives a sibling path to write to, which the block may rename to `target`, and else goes.
+
+    Who writes the same file at once waits, and may then find it written.
+
+    Raises:
+        DataError: When a pipe or a device lies there.
+    """
     _refuse_nul(target)
     if target.exists() and not target.is_file() and not target.is_dir():
         raise DataError(
@@ -296,12 +310,19 @@ def whole_file(target: Path) -> Iterator[Path]:
     lock = _lock_file(partial)
     try:
         yield partial
-        partial.replace(target)
+        # Once it is renamed, the next writer's may lie there.
+        if _is_still(lock, partial):
+            partial.unlink()
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
     finally:
         os.close(lock)
+
+
+def cache_folder() -> Path:
+    """Returns where is kept what can be made again: `~/.cache/stmoe`, or by `XDG_CACHE_HOME`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stmoe"
 
 
 def write_text(target: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """Measures sparse layers beside dense ones and peers, experts over ranks, models, evaluation, how
-often its intervals hold the truth, what recording of routing costs, and which library multiplies.
+often its intervals hold the truth, what recording of routing costs, how batches are made, and which
+library multiplies.
 
     python -m scripts.benchmark layer [--json benchmarks/layer.json] [--cases 0 3] [--rounds 7]
     python -m scripts.benchmark exchange [--json benchmarks/exchange_cpu.json] [--ranks 2 4]
@@ -10,6 +11,7 @@ often its intervals hold the truth, what recording of routing costs, and which l
     python -m scripts.benchmark busy [--json benchmarks/busy.json] [--threads 2]
     python -m scripts.benchmark startup [--json benchmarks/startup.json] [--only 'eval run']
     python -m scripts.benchmark tracing [--json benchmarks/tracing_cpu.json] [--threads 1]
+    python -m scripts.benchmark input [--json benchmarks/input_cpu.json] [--rounds 5]
     python -m scripts.benchmark products [--json products.json]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not do a case, is
@@ -31,6 +33,7 @@ from benchmarks.cases import CASES
 from benchmarks.evaluation import EvaluationBenchmark, run_evaluation
 from benchmarks.exchange import ExchangeBenchmark, run_exchange
 from benchmarks.gpu import GpuBenchmark, run_gpu
+from benchmarks.input import InputBenchmark, run_input
 from benchmarks.intervals import IntervalBenchmark, run_intervals
 from benchmarks.layer import LayerBenchmark, run_layer
 from benchmarks.model import ModelBenchmark, ModelCase, run_model
@@ -101,6 +104,11 @@ def benchmark_startup(options: dict[str, Any]) -> None:
     run_startup(StartupBenchmark(**options))
 
 
+def benchmark_input(options: dict[str, Any]) -> None:
+    """Measures how batches are made."""
+    run_input(InputBenchmark(**options))
+
+
 def benchmark_exchange(options: dict[str, Any]) -> None:
     """Measures experts over ranks."""
     device = _device(options)
@@ -133,6 +141,7 @@ BENCHMARKS = {
     "gpu": benchmark_gpu,
     "busy": benchmark_busy,
     "startup": benchmark_startup,
+    "input": benchmark_input,
 }
 
 

@@ -22,13 +22,13 @@ from eval.conformance.case import (
 from moe.checks import check_integer, check_number
 from moe.data.mixture import mixing_rate
 from moe.data.packing import fill_row, pack_rows
-from moe.data.pipeline import enclose
+from moe.data.pairs import enclose
 from moe.data.span_corruption import (
     Noise,
     corrupt,
     corrupted_lengths,
     count_noise,
-    random_spans_mask,
+    random_spans_masks,
     tokens_length,
 )
 from moe.data.tokenizer import EOS, PAD, UNK, SpecialIds, to_transformers
@@ -134,7 +134,7 @@ def _random_spans_noise_mask(given: CaseInput) -> CaseInput | Deviation:
     # Where half a token is to be masked, float32 rounds otherwise: T5's counts are taken.
     is_half = (2 * length * Fraction(str(noise.density))).denominator == 1
     used = t5_counts if is_half else counts
-    mask = random_spans_mask(length, *used, np.random.default_rng(0))  # <bool>[length]
+    [mask] = random_spans_masks(length, *used, [np.random.default_rng(0)])  # <bool>[length]
     span_starts = np.diff(mask.astype(int), prepend=0) == 1
 
     value = {

@@ -22,7 +22,7 @@ from moe.distributed.launch import World, launch
 from moe.distributed.mesh import Mesh, MeshConfig
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
-from moe.files import check_kind, output_path
+from moe.files import cache_folder, check_kind, output_path
 from moe.models.subsets import select_parameters
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, typed_settings
@@ -81,6 +81,7 @@ def build_run(
         **dataclasses.asdict(recipe.data),
         "batch_size": training.batch_size,
         "seed": recipe.seed,
+        "keep_in": cache_folder(),
     }
     workers = settings.pop("workers")
     source = build_source(

@@ -32,7 +32,8 @@ def show_goodput(goodput: Goodput, title: str) -> str:
         "meeting other replica groups": goodput.meeting,
         "healing from another group": goodput.healing,
         "steps lost with a group": goodput.lost,
-        "loading, evaluations, checkpoints": goodput.other,
+        "evaluating": goodput.evaluation,
+        "loading, checkpoints": goodput.other,
     }
     table: list[list[str]] = []
     for name, seconds in rows.items():
@@ -41,4 +42,12 @@ def show_goodput(goodput: Goodput, title: str) -> str:
     times = "once" if goodput.starts == 1 else f"{goodput.starts} times"
     total = show_duration(goodput.total)
     line = f"{title}: {goodput.steps:,} steps in {total}, started {times}"
-    return f"{line}\n{format_table(['', 'time', 'share'], table)}\ngoodput {goodput.share:.1%}"
+    waits = f"A step waited for its batch in {goodput.data_wait_share:.1%} of its time."
+    return "\n".join(
+        [
+            line,
+            format_table(["", "time", "share"], table),
+            f"goodput {goodput.share:.1%}",
+            waits,
+        ]
+    )

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,13 +27,12 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer, check_number
 from moe.data.packing import Example, pack_rows
+from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.pipeline import (
     ALL_ROWS,
     Batch,
     PairSource,
-    Sentinels,
     check_source_numbers,
-    encode_pairs,
     examples_fingerprint,
     fingerprint,
     stack_rows,
@@ -141,6 +141,7 @@ class MixtureSource:
         sentinels: Sentinels = "none",
         maximum: int | None = None,
         temperature: float = 1.0,
+        keep_in: Path | None = None,
     ) -> None:
         """Tokenizes the pairs once.
 
@@ -155,6 +156,7 @@ class MixtureSource:
             sentinels: Which sentinels stand in the pairs; see `PairSource`.
             maximum: See `mixing_rate`.
             temperature: See `mixing_rate`.
+            keep_in: See `PairSource`.
 
         Raises:
             DataError: When a task has no pairs.
@@ -180,7 +182,8 @@ class MixtureSource:
         self._padding = SpecialIds.of(tokenizer).pad
         self._examples: list[list[Example]] = []
         for pairs in tasks.values():
-            self._examples.append(encode_pairs(pairs, tokenizer, self._row_lengths, sentinels))
+            examples = encode_pairs(pairs, tokenizer, self._row_lengths, sentinels, keep_in)
+            self._examples.append(examples)
 
         # Rows of the windows that were asked for last; where each packed window starts.
         self._first_rows = [0]
@@ -192,9 +195,8 @@ class MixtureSource:
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns a batch in the form of `PairSource.batch`."""
-        first = step * self.batch_size
-        row_examples = [self._row(first + row) for row in range(self.batch_size)]
-        return stack_rows(row_examples, self.lengths, self._padding, rows)
+        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
+        return stack_rows(self._row, positions, self.lengths, self._padding, rows)
 
     def window(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the examples of a window, in order.

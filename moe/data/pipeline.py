@@ -1,10 +1,10 @@
 """Batches as a pure function of the step: the position of a run in its data is one integer."""
 
 import hashlib
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,17 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer
 from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW, Example, Tokens, fill_row, pack_rows
-from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, noise_mask, tokens_length
+from moe.data.pairs import Sentinels, encode_pairs
+from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, noise_masks, tokens_length
 from moe.data.tokenizer import SpecialIds
-from moe.errors import ConfigError, DataError
-
-logger = logging.getLogger(__name__)
+from moe.errors import DataError
 
 Batch = dict[str, Tensor]
 """Keyword arguments of a model's forward."""
-
-Sentinels = Literal["none", "one"]
-"""Which sentinels stand in pairs of texts: none, or one at the end of the input and the front of the target."""
 
 ALL_ROWS = slice(None)
 
@@ -36,7 +32,6 @@ WHY_LARGEST_BATCH = "a batch is drawn at once"
 
 _NOT_A_TARGET = -100
 _ROUND_UP_TO = 8
-_TEXTS_AT_ONCE = 4096  # lists of Python's integers take ten times the memory of arrays
 
 
 class BatchSource(Protocol):
@@ -115,27 +110,27 @@ class SpanCorruptionSource:
         self._chunks = rearrange(whole_chunks, "(n c) -> n c", c=self.tokens_per_example)
 
         settings = (inputs_length, batch_size, seed, *noise, *ids)
-        text_bytes = np.ascontiguousarray(tokens).tobytes()
-        self.fingerprint = fingerprint(text_bytes, repr(settings).encode())
+        self.fingerprint = fingerprint(np.ascontiguousarray(tokens).data, repr(settings).encode())
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `input_ids` <int64>[B, L] and `labels` <int64>[B, T]; all rows have full length."""
-        positions = range(step * self.batch_size, (step + 1) * self.batch_size)[rows]
-        examples = [self._example(position) for position in positions]
+        chunks: list[NDArray[np.int32]] = []
+        rngs: list[np.random.Generator] = []
+        for position in range(step * self.batch_size, (step + 1) * self.batch_size)[rows]:
+            # Positions are counted over all epochs.
+            epoch, index = divmod(position, self.num_examples)
+            order = _epoch_order(self._seed, epoch, self.num_examples)
+            chunks.append(self._chunks[order[index]])
 
-        inputs = np.stack([example[0] for example in examples]).astype(np.int64)  # [B, L]
-        targets = np.stack([example[1] for example in examples]).astype(np.int64)  # [B, T]
-        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(targets)}
+            # The mask follows from (seed, position), so that every epoch masks anew.
+            rngs.append(np.random.default_rng([self._seed, 1, position]))
 
-    def _example(self, position: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-        """Returns inputs and targets of the example at `position`, counted over all epochs."""
-        epoch, index = divmod(position, self.num_examples)
-        order = _epoch_order(self._seed, epoch, self.num_examples)
-        chunk = self._chunks[order[index]]
-
-        # The mask follows from (seed, position), so that every epoch masks anew.
-        rng = np.random.default_rng([self._seed, 1, position])
-        return corrupt(chunk, noise_mask(self.tokens_per_example, self._noise, rng), self._ids)
+        masks = noise_masks(self.tokens_per_example, self._noise, rngs)  # [B, N]
+        inputs, targets = corrupt(np.stack(chunks), masks, self._ids)  # [B, L], [B, T]
+        return {
+            "input_ids": torch.from_numpy(inputs.astype(np.int64, copy=False)),
+            "labels": torch.from_numpy(targets.astype(np.int64, copy=False)),
+        }
 
 
 class PairSource:
@@ -152,6 +147,7 @@ class PairSource:
         seed: int,
         pack: bool = False,
         sentinels: Sentinels = "none",
+        keep_in: Path | None = None,
     ) -> None:
         """Tokenizes the pairs once.
 
@@ -166,6 +162,7 @@ class PairSource:
             pack: Whether rows hold as many examples as fit.
             sentinels: `one` puts the first sentinel before the end token of an input, and before a
                 target.
+            keep_in: Folder that keeps the tokens of many texts for the next run; None for none.
 
         Raises:
             DataError: When there are no pairs.
@@ -185,7 +182,7 @@ class PairSource:
 
         # Epoch -1 is the order in which examples are packed.
         row_lengths = (inputs_length, targets_length)
-        examples = encode_pairs(pairs, tokenizer, row_lengths, sentinels)
+        examples = encode_pairs(pairs, tokenizer, row_lengths, sentinels, keep_in)
         packing_order = _epoch_order(seed, -1, len(pairs))
         self._examples = [examples[index] for index in packing_order]
 
@@ -216,43 +213,20 @@ class PairSource:
             `input_ids` and `segment_ids` <int64>[B, L], `labels` and `decoder_segment_ids`
             <int64>[B, T].
         """
-        row_examples = []
-        for position in range(step * self.batch_size, (step + 1) * self.batch_size):
-            epoch, index = divmod(position, self.num_rows)
-            order = _epoch_order(self._seed, epoch, self.num_rows)
-            row = self._rows[order[index]]
-            row_examples.append([self._examples[example] for example in row])
-        return stack_rows(row_examples, self.lengths, self._padding, rows)
+        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
+        return stack_rows(self._row, positions, self.lengths, self._padding, rows)
 
-
-def encode_pairs(
-    pairs: Sequence[tuple[str, str]],
-    tokenizer: PreTrainedTokenizerFast,
-    lengths: tuple[int, int],
-    sentinels: Sentinels,
-) -> list[Example]:
-    """Returns the tokens <int32>[N] of both texts of each pair, in order; see `PairSource`.
-
-    Raises:
-        ConfigError: When a row has no room for a sentinel and an end token.
-    """
-    ids = SpecialIds.of(tokenizer)
-    sentinel = [ids.first_sentinel] if sentinels == "one" else []
-    if min(lengths) <= len(sentinel):
-        raise ConfigError(
-            f"Rows of {lengths} tokens have no room for a sentinel and an end token. Allow 2."
-        )
-
-    # An input ends with the sentinel, and the target begins with it.
-    input_texts = [pair[0] for pair in pairs]
-    target_texts = [pair[1] for pair in pairs]
-    inputs = _encode("inputs", input_texts, tokenizer, lengths[0], end=[*sentinel, ids.eos])
-    targets = _encode("targets", target_texts, tokenizer, lengths[1], start=sentinel, end=[ids.eos])
-    return list(zip(inputs, targets, strict=True))
+    def _row(self, position: int) -> list[Example]:
+        """Returns the examples of the row at `position`, counted over all epochs."""
+        epoch, index = divmod(position, self.num_rows)
+        order = _epoch_order(self._seed, epoch, self.num_rows)
+        row = self._rows[order[index]]
+        return [self._examples[example] for example in row]
 
 
 def stack_rows(
-    row_examples: Sequence[Sequence[Example]],
+    row_at: Callable[[int], Sequence[Example]],
+    positions: range,
     lengths: tuple[int, int] | None,
     padding: int,
     rows: slice = ALL_ROWS,
@@ -260,18 +234,25 @@ def stack_rows(
     """Returns the batch of rows of examples; see `PairSource.batch`.
 
     Args:
-        row_examples: Examples of each row of the whole batch.
+        row_at: Returns the examples of the row at a position.
+        positions: Of the rows of the whole batch.
         lengths: L and T; None for those of the longest row of all, rounded up.
         padding: Token of input positions without an input.
         rows: Rows of the batch to make.
     """
+    # The length of the longest row is that of the whole batch, whichever rows are made. Where all
+    # have the same length, nothing is asked of other rows.
+    if lengths is not None:
+        positions = positions[rows]
+        rows = ALL_ROWS
+
     input_rows: list[list[Tokens]] = []
     target_rows: list[list[Tokens]] = []
-    for examples in row_examples:
+    for position in positions:
+        examples = row_at(position)
         input_rows.append([inputs for inputs, _ in examples])
         target_rows.append([targets for _, targets in examples])
 
-    # The length is that of the whole batch, whichever rows are made.
     if lengths is None:
         lengths = (_padded_length(input_rows), _padded_length(target_rows))
     inputs, segments = _stack(input_rows[rows], lengths[0], padding)  # [B, L]
@@ -292,60 +273,6 @@ def examples_fingerprint(examples: Sequence[Example]) -> bytes:
             digest.update(len(tokens).to_bytes(4, "little"))
             digest.update(np.asarray(tokens, dtype=np.int32).tobytes())
     return digest.digest()
-
-
-def _encode(
-    side: str,
-    texts: list[str],
-    tokenizer: PreTrainedTokenizerFast,
-    length: int,
-    *,
-    start: Sequence[int] = (),
-    end: Sequence[int] = (),
-) -> list[NDArray[np.int32]]:
-    """Returns the tokens of each text between `start` and `end`, at most `length` in all."""
-    num_truncated = 0
-    encoded: list[NDArray[np.int32]] = []
-
-    # A few thousand texts at once: the tokenizer's lists are large.
-    for first in range(0, len(texts), _TEXTS_AT_ONCE):
-        chunk = texts[first : first + _TEXTS_AT_ONCE]
-        chunk_ids: list[list[int]] = tokenizer(chunk, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        for ids in chunk_ids:
-            num_truncated += len(start) + len(ids) + len(end) > length
-            enclosed = enclose(ids, length, start=start, end=end)
-            encoded.append(np.asarray(enclosed, dtype=np.int32))
-
-    if num_truncated:
-        logger.warning(
-            "%d of %d %s are longer than %d tokens and are truncated.",
-            num_truncated,
-            len(texts),
-            side,
-            length,
-        )
-    return encoded
-
-
-def enclose(
-    ids: Sequence[int], length: int | None, *, start: Sequence[int] = (), end: Sequence[int] = ()
-) -> list[int]:
-    """Returns tokens between `start` and `end`, truncated so that there are `length` in all.
-
-    Args:
-        ids: Tokens of a text; they alone are truncated.
-        length: Most tokens with both ends; None for any number.
-        start: Tokens in front, e.g. a sentinel.
-        end: Tokens behind, e.g. the end token.
-
-    Source:
-        seqio `preprocessors.append_eos_after_trim` and `experimental.add_task_with_sentinels` at
-        b898b9f. Differs: no.
-    """
-    room = len(ids) if length is None else max(0, length - len(start) - len(end))
-    return [*start, *ids[:room], *end]
 
 
 def check_source_numbers(seed: int, *, batch_size: int, **lengths: int) -> None:
@@ -376,7 +303,7 @@ def _check_text(tokens: NDArray[np.int32], ids: SpecialIds) -> None:
         )
 
 
-def fingerprint(*parts: bytes) -> str:
+def fingerprint(*parts: bytes | memoryview) -> str:
     """Returns a short hash of the parts."""
     digest = hashlib.sha256()
     for part in parts:

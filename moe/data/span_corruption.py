@@ -1,6 +1,8 @@
 """T5's span corruption: sentinels hide spans of tokens in the inputs; the targets hold the spans."""
 
+from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +45,7 @@ def check_noise(noise: Noise, *, prefix: str = "") -> None:
     check_number(f"{prefix}mean_noise_span_length", noise.mean_span_length, least=1)
 
 
+@lru_cache(maxsize=64)
 def count_noise(length: int, noise: Noise) -> tuple[int, int]:
     """Returns the number of masked tokens and of masked spans among `length` tokens.
 
@@ -118,63 +121,90 @@ def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
 
 
 def noise_mask(length: int, noise: Noise, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Returns <bool>[length] whether a token is masked.
+    """Returns <bool>[length] whether a token is masked; see `noise_masks`."""
+    return noise_masks(length, noise, [rng])[0]
+
+
+def noise_masks(
+    length: int, noise: Noise, rngs: Sequence[np.random.Generator]
+) -> NDArray[np.bool_]:
+    """Returns <bool>[B, length] whether a token is masked; each row is drawn from its generator.
 
     A mask starts with kept tokens and ends with masked ones.
     """
     num_masked, num_spans = count_noise(length, noise)
-    return random_spans_mask(length, num_masked, num_spans, rng)
+    return random_spans_masks(length, num_masked, num_spans, rngs)
 
 
-def random_spans_mask(
-    length: int, num_masked: int, num_spans: int, rng: np.random.Generator
+def random_spans_masks(
+    length: int, num_masked: int, num_spans: int, rngs: Sequence[np.random.Generator]
 ) -> NDArray[np.bool_]:
-    """Returns <bool>[length], drawn evenly from all masks of so many masked tokens and spans.
+    """Returns <bool>[B, length], drawn evenly from all masks of so many masked tokens and spans.
 
     Source:
-        T5 preprocessors.py `random_spans_noise_mask` at e081111. Differs: no.
+        T5 preprocessors.py `random_spans_noise_mask` at e081111. Differs: a row for each generator.
     """
+    num_rows = len(rngs)
     if num_spans == 0:
-        return np.zeros(length, dtype=np.bool_)
+        return np.zeros((num_rows, length), dtype=np.bool_)
+
+    # num_spans - 1 of the borders between neighbouring kept tokens, and between masked ones.
+    kept_borders = np.empty((num_rows, num_spans - 1), dtype=np.int64)  # [B, spans - 1]
+    masked_borders = np.empty_like(kept_borders)  # [B, spans - 1]
+    num_kept = length - num_masked
+    for row, rng in enumerate(rngs):
+        kept_borders[row] = rng.permutation(num_kept - 1)[: num_spans - 1]
+        masked_borders[row] = rng.permutation(num_masked - 1)[: num_spans - 1]
 
     # Kept and masked spans alternate, and each has at least one token.
-    kept_lengths = _random_composition(length - num_masked, num_spans, rng)  # [spans]
-    masked_lengths = _random_composition(num_masked, num_spans, rng)  # [spans]
-    span_lengths = np.stack([kept_lengths, masked_lengths], axis=1).ravel()  # [2 spans]
-    is_masked = np.tile([False, True], num_spans)  # [2 spans]
-    return np.repeat(is_masked, span_lengths)
+    kept_lengths = _part_lengths(kept_borders, num_kept)  # [B, spans]
+    masked_lengths = _part_lengths(masked_borders, num_masked)  # [B, spans]
+    span_lengths = np.stack([kept_lengths, masked_lengths], axis=-1)  # [B, spans, 2]
+    is_masked = np.tile([False, True], num_rows * num_spans)  # [B spans 2]
+    return np.repeat(is_masked, span_lengths.ravel()).reshape(num_rows, length)
 
 
-def corrupt(tokens: Tokens, mask: NDArray[np.bool_], ids: SpecialIds) -> tuple[Tokens, Tokens]:
-    """Returns inputs and targets, each with the end token.
+def _part_lengths(borders: NDArray[np.int64], total: int) -> NDArray[np.int64]:
+    """Returns <int64>[B, parts] positive numbers that sum to `total` in every row.
+
+    Args:
+        borders: <int64>[B, parts - 1] borders between neighbouring units, from 0, all different.
+        total: Units of a row.
+    """
+    num_rows, num_borders = borders.shape
+    ends = np.empty((num_rows, num_borders + 2), dtype=np.int64)  # [B, parts + 1]
+    ends[:, 0] = 0
+    ends[:, 1:-1] = np.sort(borders, axis=1) + 1
+    ends[:, -1] = total
+    return np.diff(ends, axis=1)
+
+
+def corrupt(tokens: Tokens, masks: NDArray[np.bool_], ids: SpecialIds) -> tuple[Tokens, Tokens]:
+    """Returns inputs <int>[..., L] and targets <int>[..., T], each with the end token.
 
     Each run of masked tokens is one sentinel in the inputs; in the targets the same sentinel stands
     before the tokens that it hides. There is no closing sentinel.
 
     Args:
-        tokens: <int>[N] text without special tokens.
-        mask: <bool>[N] tokens to hide.
+        tokens: <int>[..., N] text without special tokens.
+        masks: <bool>[..., N] tokens to hide: as many tokens and runs in every row.
         ids: End token and sentinels.
     """
-    inputs = _replace_runs(tokens, mask, ids)
-    targets = _replace_runs(tokens, ~mask, ids)
-    return np.append(inputs, ids.eos), np.append(targets, ids.eos)
+    return _replace_runs(tokens, masks, ids), _replace_runs(tokens, ~masks, ids)
 
 
-def _random_composition(total: int, num_parts: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Returns <int64>[num_parts] positive numbers that sum to `total`, drawn evenly from all such."""
-    # num_parts - 1 of the total - 1 borders between neighbouring units.
-    borders = np.sort(rng.permutation(total - 1)[: num_parts - 1]) + 1
-    return np.diff(np.concatenate(([0], borders, [total])))
-
-
-def _replace_runs(tokens: Tokens, mask: NDArray[np.bool_], ids: SpecialIds) -> Tokens:
-    """Returns the tokens with the n-th run of `mask` replaced by the n-th sentinel."""
+def _replace_runs(tokens: Tokens, masks: NDArray[np.bool_], ids: SpecialIds) -> Tokens:
+    """Returns each row with the n-th run of its mask replaced by the n-th sentinel, and the end."""
     # The first token of each masked run.
-    masked_before = np.concatenate(([False], mask[:-1]))
-    starts = mask & ~masked_before
+    starts = masks.copy()
+    starts[..., 1:] &= ~masks[..., :-1]
 
     # The ids of the sentinels descend from the first.
-    sentinels = ids.first_sentinel - (np.cumsum(starts) - 1)
+    sentinels = ids.first_sentinel + 1 - np.cumsum(starts, axis=-1)
     replaced = np.where(starts, sentinels, tokens)
-    return replaced[starts | ~mask]
+
+    # What is left of a row, and the end token behind it.
+    rows = tokens.shape[:-1]
+    left = replaced[starts | ~masks].reshape(*rows, -1)
+    ends = np.full((*rows, 1), ids.eos)
+    return np.concatenate([left, ends], axis=-1)

@@ -1,29 +1,38 @@
-"""The tokens of a corpus, kept beside it for the next run.
+"""Tokens on disk, kept for the next run, and those of a corpus.
 
-Comes after `corpus` and `tokenizer`, before `pipeline`.
+Comes after `corpus` and `tokenizer`, before `pairs` and `pipeline`. A file is mapped into memory:
+processes that read the same one share its pages. Its format, safetensors, holds numbers only.
 """
 
 import hashlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import safetensors
 import tokenizers
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from moe.errors import DataError
-from moe.files import whole_file
+from moe.files import only_writer
 
 if TYPE_CHECKING:
     import datasets
 
-_TENSOR = "tokens"
-_DIGEST = "sha256"  # of the tokens' bytes
+logger = logging.getLogger(__name__)
+
+Arrays = dict[str, NDArray[np.int32]]
+"""Arrays of a file, by name."""
+
+_TOKENS = "tokens"
+_DIGEST = "sha256"  # of the arrays' bytes
 _BATCH = 1_000  # documents
 
 
@@ -42,12 +51,9 @@ def tokenize_corpus(
         T5 preprocessors.py `unsupervised` at e081111: documents are concatenated. Differs: each
         document whole and once per epoch, where T5 takes a random chunk of 65,536 tokens.
     """
-    kept = _kept_file(documents, tokenizer)
-    tokens = None if kept is None else _read_tokens(kept)
-    if tokens is None:
-        tokens = _encode(documents, tokenizer)
-        if kept is not None:
-            _keep_tokens(tokens, kept)
+    encode = partial(_encode, documents, tokenizer)
+    path = _kept_file(documents, tokenizer)
+    tokens = kept_arrays(path, (_TOKENS,), encode)[_TOKENS]
 
     if tokens.size == 0:
         raise DataError("The corpus has no token. Give documents with text.")
@@ -55,43 +61,15 @@ def tokenize_corpus(
 
 
 def _kept_file(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -> Path | None:
-    """Returns where the tokens are kept; None for documents that lie in memory.
-
-    The name tells these texts and this tokenizer from all others.
-    """
+    """Returns where the tokens are kept; None for documents that lie in memory."""
     if not documents.cache_files:
         return None
-    digest = hashlib.sha256(tokenizers.__version__.encode())
-    digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    for text in documents["text"]:
-        encoded = text.encode()
-        digest.update(len(encoded).to_bytes(8))
-        digest.update(encoded)
-
     folder = Path(documents.cache_files[0]["filename"]).parent
-    return folder / f"tokens-{digest.hexdigest()[:16]}.safetensors"
+    return folder / tokens_name(documents["text"], tokenizer)
 
 
-def _read_tokens(path: Path) -> NDArray[np.int32] | None:
-    """Returns the tokens of a file; None where it is missing or damaged."""
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            tokens = file.get_tensor(_TENSOR)
-            digest = (file.metadata() or {}).get(_DIGEST)
-    except (OSError, safetensors.SafetensorError):
-        return None
-    return tokens if digest == hashlib.sha256(tokens.tobytes()).hexdigest() else None
-
-
-def _keep_tokens(tokens: NDArray[np.int32], path: Path) -> None:
-    """Writes the tokens to a file, where that is possible."""
-    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
-    with suppress(OSError, DataError), whole_file(path) as partial:
-        save_file({_TENSOR: tokens}, partial, metadata={_DIGEST: digest})
-
-
-def _encode(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -> NDArray[np.int32]:
-    """Returns the tokens <int32>[N] of all documents."""
+def _encode(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -> Arrays:
+    """Returns the tokens of all documents as one array."""
     parts = [np.empty(0, dtype=np.int32)]
     starts = range(0, len(documents), _BATCH)
     for start in tqdm(starts, desc="tokenize", unit_scale=_BATCH, unit=" documents", delay=2):
@@ -100,4 +78,83 @@ def _encode(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -
             texts, add_special_tokens=False, split_special_tokens=True, verbose=False
         )
         parts += [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
-    return np.concatenate(parts)
+    return {_TOKENS: np.concatenate(parts)}
+
+
+# ---------------------------------------------------------------------------
+# Files
+
+
+def tokens_name(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, settings: str = ""
+) -> str:
+    """Returns the name of a file, which tells these texts and this tokenizer from all others.
+
+    Args:
+        texts: What is tokenized.
+        tokenizer: Tokenizer.
+        settings: What else decides over the tokens.
+    """
+    # An earlier call may have left its truncation and padding, and ours have none.
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+
+    digest = hashlib.sha256(tokenizers.__version__.encode())
+    digest.update(backend.to_str().encode())
+    digest.update(settings.encode())
+    for text in texts:
+        encoded = text.encode(errors="surrogatepass")  # the tokenizer refuses them
+        digest.update(len(encoded).to_bytes(8))
+        digest.update(encoded)
+    return f"tokens-{digest.hexdigest()[:16]}.safetensors"
+
+
+def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arrays]) -> Arrays:
+    """Returns the arrays of a file, made and written first where there is no whole one.
+
+    Of processes that ask at once one makes them, and the others wait for its file. Where nothing
+    can be written they are made each time.
+
+    Args:
+        path: The file; None for none.
+        names: Of the arrays.
+        make: Makes the arrays.
+    """
+    if path is None:
+        return make()
+    arrays = _read_arrays(path, names)
+    if arrays is not None:
+        return arrays
+    if path.is_file():
+        logger.warning("%s is damaged or cannot be read, and its tokens are made anew.", path)
+
+    # A home that cannot be written to, or a full disk, takes nothing but time.
+    with suppress(OSError, DataError, SafetensorError), only_writer(path) as unfinished:
+        arrays = _read_arrays(path, names)  # another process may have been faster
+        if arrays is None:
+            arrays = make()
+            # `save_file` would put another file in the place of the one that is locked.
+            unfinished.write_bytes(save(arrays, {_DIGEST: _digest(arrays, names)}))
+            unfinished.replace(path)
+    return make() if arrays is None else arrays
+
+
+def _read_arrays(path: Path, names: Sequence[str]) -> Arrays | None:
+    """Returns the arrays of a file, mapped; None where it is missing or damaged."""
+    try:
+        # As torch's tensors they are mapped, as numpy's they would be copies.
+        with safe_open(path, framework="pt") as file:
+            arrays = {name: file.get_tensor(name).numpy() for name in names}
+            digest = (file.metadata() or {}).get(_DIGEST)
+    except (OSError, SafetensorError):
+        return None
+    return arrays if digest == _digest(arrays, names) else None
+
+
+def _digest(arrays: Arrays, names: Sequence[str]) -> str:
+    """Returns the SHA-256 of the arrays' bytes, in the order of these names."""
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update(arrays[name].data)
+    return digest.hexdigest()

@@ -338,7 +338,10 @@ def _check_routers(config: PreTrainedConfig) -> None:
         if name == "decoder_router" and router is None:
             continue
         check(isinstance(router, str), name, router, "the name of a router")
-        load_routers().get(router)
+        try:
+            load_routers().get(router)
+        except ConfigError as error:
+            raise ConfigError(f"{name} is {router!r}. {error}") from error
 
     for name in ("router_options", "decoder_router_options"):
         options = getattr(config, name)

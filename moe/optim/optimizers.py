@@ -113,7 +113,7 @@ def build_adamw(
     beta2: float = 0.999,
     epsilon: float = 1e-8,
 ) -> torch.optim.Optimizer:
-    """Returns torch's AdamW.
+    """Returns torch's AdamW, as one pass over a parameter and its moments.
 
     Its learning rate is absolute, and `clipping_threshold` is Adafactor's alone.
 
@@ -131,6 +131,7 @@ def build_adamw(
         betas=(beta1, beta2),
         eps=epsilon,
         weight_decay=weight_decay,
+        fused=True,
     )
 
 

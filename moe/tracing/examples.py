@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer
-from moe.data.pipeline import Sentinels, encode_pairs
+from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.span_corruption import Noise, corrupt, noise_mask, tokens_length
 from moe.data.tokenizer import SpecialIds
 from moe.errors import DataError

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import check_model_folder
-from moe.data.pipeline import Sentinels
+from moe.data.pairs import Sentinels
 from moe.data.tokenizer import SpecialIds, end_with_sentinel
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig

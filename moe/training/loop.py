@@ -113,6 +113,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
         ):
             reporter = Reporter(run, writer, probe, waits, description, first_step)
             _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
+        _print_on_rank_zero(reporter.summary())
 
         # The model's folder is what tells a complete run from one that was stopped.
         export_model(model, layouts, mesh, model_folder, run.tokenizer)
@@ -152,10 +153,10 @@ def _run_steps(
                     metrics = take_step(model, optimizer, run.recipe, shares, step, ranks)
                 except LostStepError:
                     continue  # it comes again
-                reporter.count_step(data_wait)
 
                 # From here on the step counts as done; weights that are not finite are never saved.
                 _refuse_non_finite(metrics, done, run.folder)
+                reporter.count_step(data_wait)
                 reporter.report_step(done, metrics, bar)
 
                 if is_due(done, training.evaluate_every, training.steps):

@@ -51,7 +51,7 @@ def step_values(
     """Returns the numbers of one update under the names that logs have.
 
     Args:
-        metrics: What `train_step` returned.
+        metrics: What `take_step` returned.
         tokens_per_second: Over the steps since the last log.
         data_wait: Seconds for which one of these steps waited for its batch, on average.
     """

@@ -12,7 +12,8 @@ from moe.checks import check, check_choice, check_field_types, check_integer
 from moe.data.batches_ahead import check_workers
 from moe.data.mixture import check_rates
 from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW
-from moe.data.pipeline import LARGEST_BATCH, WHY_LARGEST_BATCH, Sentinels
+from moe.data.pairs import Sentinels
+from moe.data.pipeline import LARGEST_BATCH, WHY_LARGEST_BATCH
 from moe.data.span_corruption import Noise, check_noise
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, did_you_mean

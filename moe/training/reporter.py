@@ -6,7 +6,7 @@ The loop (loop.py) calls it after every step.
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import NoReturn
 
@@ -152,7 +152,9 @@ class Reporter:
         if run.held_out is None or run.held_out.num_batches == 0:
             return
         bfloat16 = run.recipe.training.precision == "bfloat16"
-        values = evaluate_held_out(run.built.model, run.held_out, run.built.mesh, bfloat16=bfloat16)
+        model, _, mesh = run.built
+        with self._evaluation(step):
+            values = evaluate_held_out(model, run.held_out, mesh, bfloat16=bfloat16)
         if self._writer is not None:
             self._writer.write(step, values)
 
@@ -165,7 +167,8 @@ class Reporter:
         def export(folder: Path) -> None:
             export_model(*run.built, folder, run.tokenizer)
 
-        scores = score_model(run.folder, step, export, run.dev)
+        with self._evaluation(step):
+            scores = score_model(run.folder, step, export, run.dev)
         if self._writer is not None:
             self._writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
 
@@ -177,12 +180,30 @@ class Reporter:
             return
 
         # Every rank takes part in the record.
-        scores = self._probe.record(step).scores
+        with self._evaluation(step):
+            scores = self._probe.record(step).scores
         if self._writer is not None:
             self._writer.write(step, probe_values(scores))
             self._writer.write_histograms(step, probe_histograms(scores))
             self._health.observe_logits(step, max_logits(scores))
         self.restart_clock()
+
+    def summary(self) -> str:
+        """Returns what the seconds of this process went into, as a line."""
+        goodput = self._timeline.goodput()
+        noun = "step" if goodput.steps == 1 else "steps"
+        return (
+            f"{goodput.steps:,} {noun} in {goodput.total:,.1f} s: a step waited for its batch in "
+            f"{goodput.data_wait_share:.1%} of its time; evaluations took "
+            f"{goodput.evaluation_share:.1%} of all."
+        )
+
+    @contextmanager
+    def _evaluation(self, step: int) -> Iterator[None]:
+        """Measures an evaluation after `step` updates."""
+        started = time.perf_counter()
+        yield
+        self._timeline.write_evaluation(step, time.perf_counter() - started)
 
 
 def _rank_clock(mesh: Mesh | None, waits: Waits) -> RankClock | None:

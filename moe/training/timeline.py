@@ -29,11 +29,11 @@ class TimelineEvent(NamedTuple):
     """A line of timeline.jsonl.
 
     Attributes:
-        event: `start` of a process, or `steps` that it took since its last line.
+        event: `start` of a process, `steps` that it took since its last line, or an `evaluation`.
         time: Seconds since 1970.
         step: Updates that the run has behind it.
-        num_steps: Updates since the last line.
-        seconds: In them, with all waiting.
+        num_steps: Updates since the last line of steps.
+        seconds: In them, with all waiting, or in the evaluation.
         data_wait: Of which it waited for batches.
         meeting: Of which it waited for other replica groups.
         healing: Of which it took over the state of another group.
@@ -41,7 +41,7 @@ class TimelineEvent(NamedTuple):
         healed: How often it took over such a state.
     """
 
-    event: Literal["start", "steps"]
+    event: Literal["start", "steps", "evaluation"]
     time: _Seconds
     step: _Count
     num_steps: _Count = 0
@@ -63,12 +63,14 @@ class Timeline:
 
     def __init__(self, path: Path | None, step: int) -> None:
         self._path = path
+        self._started = time.time()
+        self._goodput = Goodput(steps=0, starts=1, total=0.0)
         self._num_steps = 0
         self._seconds = 0.0
         self._data_wait = 0.0
         if path is not None and path.exists():
             _drop_torn_end(path)
-        self._append(TimelineEvent("start", time.time(), step))
+        self._append(TimelineEvent("start", self._started, step))
 
     def count_step(self, seconds: float, data_wait: float) -> None:
         """Counts an update."""
@@ -100,7 +102,17 @@ class Timeline:
         self._seconds = 0.0
         self._data_wait = 0.0
 
+    def write_evaluation(self, step: int, seconds: float) -> None:
+        """Writes that an evaluation after `step` updates took so many seconds, and ends now."""
+        self._append(TimelineEvent("evaluation", time.time(), step, seconds=seconds))
+
+    def goodput(self) -> "Goodput":
+        """Returns what the seconds of this process went into; its `steps` are those it took."""
+        return self._goodput._replace(total=time.time() - self._started)
+
     def _append(self, event: TimelineEvent) -> None:
+        taken = self._goodput.steps + event.num_steps
+        self._goodput = _add_event(self._goodput, event)._replace(steps=taken)
         if self._path is None:
             return
         values = {}
@@ -136,6 +148,7 @@ class Goodput(NamedTuple):
         meeting: Waiting for other replica groups before a step.
         healing: Taking over the state of another group.
         lost: In steps that were lost with a group.
+        evaluation: In held-out losses, dev scores and probes.
     """
 
     steps: int
@@ -148,10 +161,11 @@ class Goodput(NamedTuple):
     meeting: float = 0.0
     healing: float = 0.0
     lost: float = 0.0
+    evaluation: float = 0.0
 
     @property
     def other(self) -> float:
-        """Loading, evaluations, checkpoints."""
+        """Loading, checkpoints."""
         parts = self[self._fields.index("useful") :]
         return max(0.0, self.total - sum(parts))
 
@@ -159,6 +173,17 @@ class Goodput(NamedTuple):
     def share(self) -> float:
         """Share of the seconds that were useful."""
         return self.useful / self.total if self.total else 0.0
+
+    @property
+    def evaluation_share(self) -> float:
+        """Share of the seconds that evaluations took."""
+        return self.evaluation / self.total if self.total else 0.0
+
+    @property
+    def data_wait_share(self) -> float:
+        """Share of the seconds of steps in which they waited for batches."""
+        steps = self.useful + self.redone + self.data_wait + self.meeting + self.healing
+        return self.data_wait / steps if steps else 0.0
 
 
 def read_timeline(folder: Path) -> list[TimelineEvent]:
@@ -188,13 +213,15 @@ def measure_goodput(events: Sequence[TimelineEvent]) -> Goodput:
             # Nobody was there since the last line.
             before = events[index - 1].time if index else event.time
             goodput = goodput._replace(down=goodput.down + event.time - before)
-        else:
-            goodput = _add_steps(goodput, event, _kept_share(events, index))
+        goodput = _add_event(goodput, event, _kept_share(events, index))
     return goodput
 
 
-def _add_steps(goodput: Goodput, event: TimelineEvent, kept: float) -> Goodput:
-    """Returns the goodput with the steps of an event, of which a share was kept."""
+def _add_event(goodput: Goodput, event: TimelineEvent, kept: float = 1.0) -> Goodput:
+    """Returns the goodput with the seconds of an event; of its steps a share was kept."""
+    if event.event == "evaluation":
+        return goodput._replace(evaluation=goodput.evaluation + event.seconds)
+
     waits = event.data_wait + event.meeting + event.healing
     work = max(0.0, event.seconds - waits)
     return goodput._replace(
@@ -220,7 +247,9 @@ def _kept_share(events: Sequence[TimelineEvent], index: int) -> float:
 
 def _goes_on_at(events: Sequence[TimelineEvent], start: int) -> int:
     """Returns the updates behind a process when it took its first step."""
-    following = events[start + 1] if start + 1 < len(events) else None
-    if following is not None and following.event == "steps" and following.healed:
-        return following.step - following.num_steps
+    for following in events[start + 1 :]:
+        if following.event == "start":
+            break
+        if following.event == "steps":
+            return following.step - following.num_steps if following.healed else events[start].step
     return events[start].step

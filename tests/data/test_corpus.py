@@ -336,14 +336,16 @@ def test_another_text_or_tokenizer_has_tokens_of_its_own(saved_corpus, tokenizer
     assert len(list((saved_corpus / "train").glob("tokens-*.safetensors"))) == 2
 
 
-def test_damaged_tokens_are_made_again(saved_corpus, tokenizer_folder):
+def test_damaged_tokens_are_made_again_with_a_warning(saved_corpus, tokenizer_folder, caplog):
     tokenizer = load_tokenizer(tokenizer_folder)
     tokens = tokens_of(saved_corpus, tokenizer)
     [kept] = (saved_corpus / "train").glob("tokens-*.safetensors")
     whole = kept.read_bytes()
     for damage in (b"", whole[:100], b"no tensor" * 99, whole[:-1] + bytes([whole[-1] ^ 1])):
         kept.write_bytes(damage)
+        caplog.clear()
         assert tokens_of(saved_corpus, tokenizer).tolist() == tokens.tolist()
+        assert f"{kept} is damaged" in caplog.text
         assert kept.read_bytes() == whole
 
 

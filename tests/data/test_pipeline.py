@@ -2,12 +2,14 @@
 another order.
 """
 
+from typing import ClassVar
+
 import datasets
 import numpy as np
 import pytest
 import torch
 
-from moe.data.pipeline import PairSource, SpanCorruptionSource
+from moe.data.pipeline import PairSource, SpanCorruptionSource, stack_rows
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
@@ -132,6 +134,66 @@ def test_a_text_with_ids_that_are_not_text_is_refused(intruder):
 def test_numbers_out_of_range_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         source(**changes)
+
+
+class Recorded(np.ndarray):
+    """An array that remembers which of its rows were read."""
+
+    rows_read: ClassVar[list[int]] = []
+
+    def __getitem__(self, index):
+        if isinstance(index, np.integer):
+            self.rows_read.append(int(index))
+        return super().__getitem__(index)
+
+
+def test_a_rank_reads_the_chunks_of_its_rows_alone(monkeypatch):
+    monkeypatch.setattr(Recorded, "rows_read", [])
+    recorded = SpanCorruptionSource(
+        text().view(Recorded), IDS, inputs_length=32, batch_size=NUM_CHUNKS, seed=3
+    )
+    by_rank = []
+    for rows in (slice(0, 4), slice(4, 8), slice(8, NUM_CHUNKS)):
+        Recorded.rows_read.clear()
+        recorded.batch(2, rows)
+        by_rank.append(list(Recorded.rows_read))
+    assert [len(chunks) for chunks in by_rank] == [4, 4, 3]
+    assert sorted([*by_rank[0], *by_rank[1], *by_rank[2]]) == list(range(NUM_CHUNKS))
+
+
+class RecordedText:
+    """Tokens that remember whether they were read; their number is known without that."""
+
+    def __init__(self, length):
+        self.length = length
+        self.is_read = False
+
+    def __len__(self):
+        return self.length
+
+    def __array__(self, dtype=None, copy=None):
+        self.is_read = True
+        return np.arange(self.length, dtype=dtype)
+
+
+@pytest.mark.parametrize("lengths", [None, (31, 29)])
+def test_a_rank_reads_the_texts_of_its_rows_alone(lengths):
+    rows = []
+    for row in range(7):
+        rows.append([(RecordedText(3 * row + 1), RecordedText(row + 2)) for _ in range(row % 3)])
+    asked = []
+
+    def row_at(position):
+        asked.append(position)
+        return rows[position]
+
+    stack_rows(row_at, range(7), lengths, 0, slice(2, 5))
+    for number, row in enumerate(rows):
+        is_own = number in (2, 3, 4)
+        assert all(side.is_read == is_own for example in row for side in example)
+
+    # Only a length that is that of the longest row needs to know of others.
+    assert asked == ([2, 3, 4] if lengths else list(range(7)))
 
 
 def test_documents_are_joined_without_anything_between_them(tokenizer_folder, english):

@@ -54,7 +54,8 @@ def segmented(pack):
     rows = [[index] for index in range(len(EXAMPLES))]
     if pack:
         rows = pack_rows(EXAMPLES, 13, 11)
-    return stack_rows([[EXAMPLES[index] for index in row] for row in rows], (13, 11), 0)
+    examples = [[EXAMPLES[index] for index in row] for row in rows]
+    return stack_rows(examples.__getitem__, range(len(rows)), (13, 11), 0)
 
 
 def test_rows_of_one_segment_are_traced_as_those_of_a_mask():

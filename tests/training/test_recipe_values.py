@@ -181,6 +181,7 @@ def names_and_kinds():
 @example((FinetuneRecipe, "resume"), "perhaps")
 @example((FinetuneRecipe, "seeds"), 3)
 @example((FinetuneRecipe, "out"), "")
+@example((PretrainRecipe, "model.decoder_router"), "")
 def test_any_value_of_a_setting_builds_at_once_or_is_one_message_that_names_it(
     tmp_path, kind_and_name, value
 ):

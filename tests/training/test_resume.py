@@ -5,6 +5,7 @@ do it.
 import fcntl
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -20,6 +21,7 @@ from moe.checkpoint.run_state import load_state
 from moe.checksums import write_sums
 from moe.kernels.product_choice import CHOICE_VARIABLE, fixed_choice
 from moe.training.stages import claim_job
+from moe.training.timeline import measure_goodput, read_timeline
 from scripts import demo, pretrain, transfer
 from tests.processes import Command, run_command
 from tests.training.tiny_checkpoints import content_of, flip_a_bit
@@ -146,6 +148,30 @@ def test_batches_made_ahead_change_no_number_of_a_run_that_is_stopped_and_goes_o
     assert losses(out) == losses(unstopped)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert all(line["train/data_wait_seconds"] > 0 for line in lines if "train/loss" in line)
+
+
+def test_a_run_says_at_its_end_what_batches_and_evaluations_took(inputs, tmp_path):
+    out = tmp_path / "run"
+    steps = ("--training.steps", "13", "--training.evaluate_every", "7")
+    done = call(inputs, out, *steps, "--data.workers", "1", "--training.probe_every", "7")
+    assert done.returncode == 0, done.stderr
+    shares = re.search(
+        r"^13 steps in [\d.]+ s: a step waited for its batch in ([\d.]+)% of its time; "
+        r"evaluations took ([\d.]+)% of all\.$",
+        done.stdout,
+        re.MULTILINE,
+    )
+    assert shares is not None, done.stdout
+    assert all(0 < float(share) < 100 for share in shares.groups())
+
+    # A held-out loss and a probe before the first step, after the seventh, and at the end.
+    events = read_timeline(out)
+    evaluations = [event for event in events if event.event == "evaluation"]
+    assert [event.step for event in evaluations] == [0, 0, 7, 7, 13, 13]
+    assert all(event.seconds > 0 for event in evaluations)
+    goodput = measure_goodput(events)
+    assert goodput.evaluation == pytest.approx(sum(event.seconds for event in evaluations))
+    assert goodput.evaluation + goodput.useful + goodput.data_wait <= goodput.total
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -33,6 +33,30 @@ def test_a_run_that_nothing_disturbs_has_only_steps_and_what_lies_between_them()
     assert goodput.share == pytest.approx(19 / 23)
 
 
+def evaluation(time, step, seconds):
+    return TimelineEvent("evaluation", time, step, seconds=seconds)
+
+
+def test_the_shares_of_evaluations_and_of_waiting_for_batches():
+    goodput = measure_goodput(
+        [
+            start(0.0),
+            evaluation(3.0, 0, 2.0),
+            steps(13.0, 5, 5, 10.0, data_wait=0.5),
+            steps(33.0, 15, 10, 10.0, data_wait=1.5),
+            evaluation(40.0, 15, 6.0),
+        ]
+    )
+    assert (goodput.useful, goodput.evaluation, goodput.other) == (18.0, 8.0, 12.0)
+    assert goodput.evaluation_share == 8 / 40
+    assert goodput.data_wait_share == 2 / 20
+
+
+def test_shares_of_nothing_are_zero():
+    goodput = measure_goodput([start(1.0)])
+    assert (goodput.share, goodput.evaluation_share, goodput.data_wait_share) == (0.0, 0.0, 0.0)
+
+
 def test_steps_behind_the_checkpoint_of_a_restart_are_lost_work():
     # Killed after step 10 with a checkpoint of step 7; twenty seconds until the next start.
     goodput = measure_goodput(
@@ -71,11 +95,26 @@ def test_a_replica_group_that_was_healed_has_lost_no_work():
     assert (goodput.healing, goodput.lost, goodput.down) == (1.0, 0.5, 5.0)
 
 
+def test_a_group_that_evaluates_before_it_is_healed_has_lost_no_work():
+    goodput = measure_goodput(
+        [
+            start(0.0),
+            evaluation(1.0, 0, 1.0),
+            steps(11.0, 10, 10, 10.0),
+            start(15.0),
+            evaluation(16.0, 0, 1.0),
+            steps(19.0, 15, 2, 3.0, healing=1.0, healed=1),
+        ]
+    )
+    assert (goodput.useful, goodput.redone, goodput.evaluation) == (12.0, 0.0, 2.0)
+
+
 def test_a_timeline_grows_over_the_processes_of_a_run_and_outlives_torn_lines(tmp_path, capsys):
     timeline = Timeline(tmp_path / TIMELINE_FILE, 0)
     timeline.count_step(0.25, 0.125)
     timeline.count_step(0.5, 0.0)
     timeline.write(2, ReplicaSeconds(meeting=0.0625))
+    timeline.write_evaluation(2, 0.375)
     with (tmp_path / TIMELINE_FILE).open("a") as file:
         file.write('{"event": "steps", "time"')
     Timeline(tmp_path / TIMELINE_FILE, 1)
@@ -86,15 +125,35 @@ def test_a_timeline_grows_over_the_processes_of_a_run_and_outlives_torn_lines(tm
     assert [(event.event, event.step) for event in events] == [
         ("start", 0),
         ("steps", 2),
+        ("evaluation", 2),
         ("start", 1),
     ]
     assert events[1][3:7] == (2, 0.75, 0.125, 0.0625)
+    assert events[2].seconds == 0.375
 
     command.main([str(tmp_path)])
     text = capsys.readouterr().out
     assert f"{tmp_path}: 1 steps in" in text
     assert "started 2 times" in text
     assert "goodput " in text
+    assert "A step waited for its batch in 16.7% of its time." in text  # 0.125 of 0.75
+    assert "evaluating" in text
+
+
+def test_a_timeline_knows_the_seconds_of_its_own_process(tmp_path):
+    Timeline(tmp_path / TIMELINE_FILE, 0).write_evaluation(0, 5.0)
+
+    timeline = Timeline(tmp_path / TIMELINE_FILE, 7)
+    timeline.write_evaluation(7, 0.5)
+    timeline.count_step(2.0, 0.5)
+    timeline.write(8, ReplicaSeconds())
+    timeline.count_step(4.0, 1.0)
+    timeline.write(9, ReplicaSeconds())
+
+    goodput = timeline.goodput()
+    assert (goodput.steps, goodput.starts, goodput.down) == (2, 1, 0.0)
+    assert (goodput.useful, goodput.data_wait, goodput.evaluation) == (4.5, 1.5, 0.5)
+    assert 0 < goodput.total < 60
 
 
 def test_ranks_that_do_not_write_write_nothing(tmp_path):

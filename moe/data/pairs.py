@@ -1,0 +1,166 @@
+"""Pairs of texts as tokens, kept on disk for the next run.
+
+Comes after `tokens`, before `pipeline` and `mixture`, which make batches of them.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from moe.data.packing import Example
+from moe.data.tokenizer import SpecialIds
+from moe.data.tokens import Arrays, kept_arrays, tokens_name
+from moe.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+Sentinels = Literal["none", "one"]
+"""Which sentinels stand in pairs of texts: none, or one at the end of the input and the front of the target."""
+
+_NAMES = ("tokens", "lengths", "num_truncated")
+_FORMAT = 1  # another one when other tokens are kept of the same texts
+_WORTH_KEEPING = 2**17  # characters; fewer are tokenized in a tenth of a second
+_TEXTS_AT_ONCE = 4096  # lists of Python's integers take ten times the memory of arrays
+
+
+class _Side(NamedTuple):
+    """How the texts of one side become tokens.
+
+    Attributes:
+        name: `inputs` or `targets`.
+        length: Most tokens of a text.
+        start: Tokens in front of each.
+        end: Tokens behind each.
+    """
+
+    name: str
+    length: int
+    start: Sequence[int]
+    end: Sequence[int]
+
+
+def encode_pairs(
+    pairs: Sequence[tuple[str, str]],
+    tokenizer: PreTrainedTokenizerFast,
+    lengths: tuple[int, int],
+    sentinels: Sentinels,
+    keep_in: Path | None = None,
+) -> list[Example]:
+    """Returns the tokens <int32>[N] of both texts of each pair, in order; see `PairSource`.
+
+    Args:
+        pairs: Input and target texts.
+        tokenizer: Tokenizer with an end token.
+        lengths: Most tokens of an input and of a target.
+        sentinels: See `PairSource`.
+        keep_in: Folder that keeps the tokens of many texts for the next run; None for none.
+
+    Raises:
+        ConfigError: When a row has no room for a sentinel and an end token.
+    """
+    ids = SpecialIds.of(tokenizer)
+    sentinel = [ids.first_sentinel] if sentinels == "one" else []
+    if min(lengths) <= len(sentinel):
+        raise ConfigError(
+            f"Rows of {lengths} tokens have no room for a sentinel and an end token. Allow 2."
+        )
+
+    # A file costs more than it saves where the texts are few.
+    num_characters = 0
+    for pair in pairs:
+        num_characters += sum(map(len, pair))
+    if num_characters < _WORTH_KEEPING:
+        keep_in = None
+
+    # An input ends with the sentinel.
+    texts = [pair[0] for pair in pairs]
+    side = _Side("inputs", lengths[0], start=[], end=[*sentinel, ids.eos])
+    inputs = _encode(texts, tokenizer, side, keep_in)
+
+    # A target begins with it.
+    texts = [pair[1] for pair in pairs]
+    side = _Side("targets", lengths[1], start=sentinel, end=[ids.eos])
+    targets = _encode(texts, tokenizer, side, keep_in)
+    return list(zip(inputs, targets, strict=True))
+
+
+def _encode(
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, side: _Side, keep_in: Path | None
+) -> list[NDArray[np.int32]]:
+    """Returns the tokens of each text of a side: parts of one array, which may lie on disk."""
+    path = None
+    if keep_in is not None:
+        # What decides over the tokens, beside texts and tokenizer.
+        settings = (_FORMAT, side, tokenizer.split_special_tokens)
+        name = tokens_name(texts, tokenizer, repr(settings))
+        path = keep_in / name
+    arrays = kept_arrays(path, _NAMES, partial(_tokenize, texts, tokenizer, side))
+
+    # It is said again in every run, whoever has tokenized the texts.
+    num_truncated = arrays["num_truncated"].item()
+    if num_truncated:
+        logger.warning(
+            "%d of %d %s are longer than %d tokens and are truncated.",
+            num_truncated,
+            len(texts),
+            side.name,
+            side.length,
+        )
+
+    # Views, so that a rank reads no text but those of its rows.
+    tokens = arrays["tokens"]
+    encoded: list[NDArray[np.int32]] = []
+    start = 0
+    for length in arrays["lengths"].tolist():
+        encoded.append(tokens[start : start + length])
+        start += length
+    return encoded
+
+
+def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast, side: _Side) -> Arrays:
+    """Returns the tokens of all texts, how many each has, and how many texts were truncated."""
+    room = side.length - len(side.start) - len(side.end)
+    num_truncated = 0
+    encoded = [np.empty(0, dtype=np.int32)]
+
+    # A few thousand texts at once: the tokenizer's lists are large.
+    for first in range(0, len(texts), _TEXTS_AT_ONCE):
+        chunk = texts[first : first + _TEXTS_AT_ONCE]
+        batch = tokenizer(chunk, add_special_tokens=False, verbose=False)
+        for ids in batch["input_ids"]:
+            num_truncated += len(ids) > room
+            enclosed = enclose(ids, side.length, start=side.start, end=side.end)
+            encoded.append(np.asarray(enclosed, dtype=np.int32))
+
+    # One text behind the other, as they lie on disk.
+    lengths = [len(tokens) for tokens in encoded[1:]]
+    return {
+        "tokens": np.concatenate(encoded),
+        "lengths": np.array(lengths, dtype=np.int32),
+        "num_truncated": np.array([num_truncated], dtype=np.int32),
+    }
+
+
+def enclose(
+    ids: Sequence[int], length: int | None, *, start: Sequence[int] = (), end: Sequence[int] = ()
+) -> list[int]:
+    """Returns tokens between `start` and `end`, truncated so that there are `length` in all.
+
+    Args:
+        ids: Tokens of a text; they alone are truncated.
+        length: Most tokens with both ends; None for any number.
+        start: Tokens in front, e.g. a sentinel.
+        end: Tokens behind, e.g. the end token.
+
+    Source:
+        seqio `preprocessors.append_eos_after_trim` and `experimental.add_task_with_sentinels` at
+        b898b9f. Differs: no.
+    """
+    room = len(ids) if length is None else max(0, length - len(start) - len(end))
+    return [*start, *ids[:room], *end]
