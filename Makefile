@@ -3,8 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
-# Threads that wait sleep: those that spin take cores from whoever else is busy, and from each other.
-export OMP_WAIT_POLICY ?= passive
+# Threads that wait soon sleep: those that spin take cores from whoever else is busy, and from each other.
+ifndef OMP_WAIT_POLICY
+export GOMP_SPINCOUNT ?= 10000
+endif
 
 .PHONY: demo models measured test test-fast check docs notebooks format clean
 

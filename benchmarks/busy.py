@@ -1,7 +1,7 @@
 """The benchmark of a busy machine: a training step and decoding beside processes of somebody else.
 
-One worker waits as commands of ours do, another as threads do by default; see stmoe.py. They work in
-turn, alone and beside one busy process a core, round by round.
+One worker waits as commands of ours do, another sleeps at once, a third waits as threads do by
+default; see stmoe.py. They work in turn, alone and beside one busy process a core, round by round.
 """
 
 import dataclasses
@@ -21,11 +21,13 @@ from tqdm import tqdm
 from benchmarks.busy_work import PARTS, worker_arguments
 from benchmarks.machine import describe_machine, machine_line, save_report
 from benchmarks.model import ModelCase
+from benchmarks.timing import median_ratio
 from moe.errors import MoEError
 from moe.inspection.tables import format_table
-from stmoe import WAIT_POLICIES
+from stmoe import SPIN_COUNT, WAIT_POLICIES
 
 POLICIES: Mapping[str, Mapping[str, str]] = {
+    "ours": {"GOMP_SPINCOUNT": str(SPIN_COUNT)},
     "passive": {"OMP_WAIT_POLICY": "passive"},
     "default": {},
 }
@@ -184,21 +186,20 @@ def describe_rows(rounds: Sequence[Times]) -> list[dict[str, Any]]:
         for policy in POLICIES:
             alone = [times[part, policy, "alone"] for times in rounds]
             busy = [times[part, policy, "busy"] for times in rounds]
-            default = [times[part, "default", "alone"] for times in rounds]
             row = {
                 "part": part,
                 "policy": policy,
                 "alone_ms": statistics.median(alone),
                 "busy_ms": statistics.median(busy),
-                "busy_over_alone": _median_ratio(busy, alone),
-                "alone_over_default": _median_ratio(alone, default),
+                "busy_over_alone": median_ratio(
+                    rounds, (part, policy, "busy"), (part, policy, "alone")
+                ),
+                "alone_over_default": median_ratio(
+                    rounds, (part, policy, "alone"), (part, "default", "alone")
+                ),
             }
             rows.append(row)
     return rows
-
-
-def _median_ratio(times: Sequence[float], base: Sequence[float]) -> float:
-    return statistics.median(map(float.__truediv__, times, base))
 
 
 def format_report(report: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ second. `kill -9` ends such a process as it ends any other.
 """
 
 import hashlib
-import json
 import multiprocessing
 import os
 import resource
@@ -25,6 +24,7 @@ import torch
 
 from benchmarks import small_run
 from moe.cli import run_main
+from moe.parsing import read_json_lines
 from moe.training.metrics import METRICS_FILE
 
 RAISE = signal.SIGUSR1
@@ -164,11 +164,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS_FILE
     if not path.exists():
         return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        if text.endswith("}"):
-            lines.append(json.loads(text))
-    return lines
+    return [line for _, line in read_json_lines(path, torn_end=True, nan=True)]
 
 
 def last_step(folder: Path) -> int:
