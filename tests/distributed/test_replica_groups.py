@@ -38,6 +38,7 @@ from tests.processes import fork_context
 
 ROWS = 6
 STEPS = 9
+LATE_STEP = 7  # before which all deaths lie
 TIMEOUT = 200  # seconds, on a busy machine
 
 CONSTANT = MeshConfig(dp_replicate=3, on_lost_replica="constant_work")
@@ -185,7 +186,27 @@ def die_at(replicas, step, num_sums):
     replicas.begin_step, replicas.sum_in_place = begin, sum_or_die
 
 
-def train_group(folder, group, config, lighthouse, death):
+def wait_for_all(replicas, folder, group, groups):
+    """Has a group that is before a late step wait until these groups were there before theirs.
+
+    Else one that starts slowly, on a busy machine, finds nobody left and trains alone.
+    """
+    begin_step = replicas.begin_step
+    now = {"step": -1}
+
+    def begin():
+        (folder / f"{group}.there").touch()
+        missing = {folder / f"{other}.there" for other in groups}
+        while now["step"] + 1 >= LATE_STEP and not all(path.exists() for path in missing):
+            time.sleep(0.05)
+        live = begin_step()
+        now["step"] = live.step
+        return live
+
+    replicas.begin_step = begin
+
+
+def train_group(folder, group, config, lighthouse, death, awaited):
     torch.set_num_threads(1)
     os.environ.update({LIGHTHOUSE: lighthouse, GROUP_ID: str(group)})
     model, optimizer = build()
@@ -193,6 +214,8 @@ def train_group(folder, group, config, lighthouse, death):
     assert isinstance(replicas, ReplicaGroups)
     if death is not None:
         die_at(replicas, *death)
+    else:
+        wait_for_all(replicas, folder, group, awaited)
 
     built = BuiltModel(model, model_layouts(model, model.config, config.launched), None)
     state = LiveState(built, optimizer, RunState(0, "drawn", {}), lambda others: None)
@@ -224,9 +247,10 @@ def run_groups(folder, config, deaths, *, restart):
     )
     address = lighthouse.address()
     start = partial(fork_context().Process, target=train_group)
+    awaited = {group for group, death in enumerate(deaths) if death is not None and restart}
     processes = {}
     for group, death in enumerate(deaths):
-        processes[group] = start(args=(folder, group, config, address, death))
+        processes[group] = start(args=(folder, group, config, address, death, awaited))
         processes[group].start()
     try:
         end = time.monotonic() + TIMEOUT
@@ -239,7 +263,8 @@ def run_groups(folder, config, deaths, *, restart):
                     died.add(group)
                     if restart:
                         time.sleep(2)  # others go on meanwhile
-                        processes[group] = start(args=(folder, group, config, address, None))
+                        arguments = (folder, group, config, address, None, awaited)
+                        processes[group] = start(args=arguments)
                         processes[group].start()
                         break
     finally:
