@@ -8,6 +8,7 @@ fetched from the network.
 import re
 import sys
 from importlib.metadata import version as installed_version
+from importlib.util import find_spec
 from pathlib import Path
 
 from sphinx.domains.python._object import PyObject
@@ -51,6 +52,7 @@ autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
+autodoc_mock_imports = [] if find_spec("triton") else ["triton"]  # which is for Linux alone
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # a list of attributes, not an index entry for each
 napoleon_attr_annotations = False  # types stand in the signature

@@ -100,7 +100,10 @@ def best_pair(study: Study, runs: list[StudyRun], folder: Path, jobs: int) -> Pa
         result = study_result(study, runs, find_progress(runs), {}, _command(folder))
         pairs = primary_runs(result, runs)
     if not pairs:
-        raise DataError(f"The runs of the first seed in {folder} diverged: there is no model.")
+        raise DataError(
+            f"The runs of the first seed in {folder} diverged or were made elsewhere: there is no "
+            "model. Remove those that were made elsewhere to train them here."
+        )
     write_report(result, folder)
     return pairs[0]
 

@@ -31,6 +31,7 @@ from eval.sealed_json import seal
 from moe.checks import is_kind
 from moe.errors import CheckpointError
 from moe.files import write_text
+from moe.kernels.product_measurement import processor_name
 from moe.models.configuration import STMoEConfig
 from moe.parsing import printable, read_json, to_json, to_record
 
@@ -65,7 +66,7 @@ def device_name() -> str:
     """Returns the name of the device that models run on."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"cpu ({platform.machine()})"
+    return processor_name()
 
 
 def model_info(folder: Path, system: Seq2Seq) -> ModelInfo:

@@ -9,10 +9,11 @@ from eval.reports.report_files import library_versions
 from eval.studies.analysis import StudyResult, arm_numbers, contrast_results, crossing
 from eval.studies.outcomes import arm_size, read_outcome
 from eval.studies.repeats import find_repeats, repeat_runs
-from eval.studies.report import write_report
-from eval.studies.runs import StudyRun, study_runs
+from eval.studies.report import read_result, write_report
+from eval.studies.runs import StudyRun, chosen_runs, study_runs
 from eval.studies.scheduler import Budget, Progress, find_progress, run_all
 from eval.studies.study import SettingValue, Study, read_study
+from eval.studies.taken import take_runs
 from moe.cli import Parser, integer, path, real, word
 from moe.errors import ConfigError
 from moe.files import claim_folder, output_path
@@ -33,6 +34,16 @@ def build_parser() -> Parser:
         "--set", type=word, action="append", default=[], metavar="NAME=VALUE", help=explanation
     )
 
+    # Which runs are made here: those of several machines, or of two studies, come together.
+    explanation = "run this arm alone, or this seed of it; may be given more than once"
+    parser.add_argument(
+        "--only", type=word, action="append", default=[], metavar="ARM[:SEED]", help=explanation
+    )
+    explanation = "study.json whose runs of the same settings are taken over, not run again"
+    parser.add_argument(
+        "--take", type=path, action="append", default=[], metavar="FILE", help=explanation
+    )
+
     # In place of the runs of the study.
     action = parser.add_mutually_exclusive_group()
     explanation = "run nothing; write the report of what is complete"
@@ -49,19 +60,20 @@ def main(argv: list[str]) -> None:
     out = output_path(options.out or f"runs/studies/{options.study.stem}", inputs=[options.study])
     overrides = read_overrides(options.set)
     runs = study_runs(study, out, overrides)
+    chosen = chosen_runs(study, runs, options.only)
+    budget = Budget(options.jobs, options.hours)
 
     taken = f"Another process works on the study in {out}. Wait for it, or choose another --out."
     with claim_folder(out, JOB, taken=taken):
+        for file in options.take:
+            count = len(take_runs(runs, read_result(file)))
+            print(f"{count} of {len(runs)} runs are taken from {file}.")
         if options.repeat is not None:
-            budget = Budget(options.jobs, options.hours)
             repeat_runs(study, out, overrides, options.repeat, budget)
-            progress = find_progress(runs)
-        elif options.report:
-            progress = find_progress(runs)
-        else:
+        elif not options.report:
             print(plan_text(study, runs, options.jobs))
-            progress = run_all(runs, Budget(options.jobs, options.hours))
-        result = study_result(study, runs, progress, overrides, command_text(options))
+            run_all(chosen, budget)
+        result = study_result(study, runs, find_progress(runs), overrides, command_text(options))
         repeats = find_repeats(study, out, overrides, runs)
         result = result._replace(repeats=repeats)
         print(write_report(result, out))

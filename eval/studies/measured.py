@@ -213,7 +213,7 @@ def _claim_item(result: StudyResult) -> str:
     study = result.study
     command = f"`{result.command}`"
     if not result.contrasts:
-        return f"**not run yet**: {study.claim} {command}"
+        return f"{study.title}, **not run yet**: {study.claim} {command}"
 
     # The difference with all that it hangs on.
     item = result.contrasts[0]
@@ -228,7 +228,7 @@ def _claim_item(result: StudyResult) -> str:
     if result.missing:
         parts.append(f"{len(result.missing)} runs are missing")
 
-    sentences = [f"**{item.verdict}**: {study.claim} {'; '.join(parts)}."]
+    sentences = [f"{study.title}, **{item.verdict}**: {study.claim} {'; '.join(parts)}."]
     if result.crossing is not None:
         sentences.append(crossing_sentence(result.crossing))
     return " ".join([*sentences, f"The paper: {study.paper} {command}"])

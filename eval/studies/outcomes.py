@@ -17,9 +17,11 @@ from moe.checkpoint.best_model import best_and_last
 from moe.commands.plan import read_workload
 from moe.errors import DataError
 from moe.models.configuration import STMoEConfig
-from moe.parsing import read_json, read_json_lines
+from moe.parsing import read_json, read_json_lines, read_record
 from moe.training.metrics import METRICS_FILE
 from moe.training.recipe import PretrainRecipe
+
+TAKEN_FILE = "taken_run.json"
 
 
 class Point(NamedTuple):
@@ -50,6 +52,8 @@ class RunOutcome(NamedTuple):
         seconds: Seconds of the run, with whatever else the machine did.
         cpu_seconds: Seconds of the processor.
         routers: Last value of each router metric.
+        digest: Digest of the settings (`StudyRun.digest`); empty in files of earlier versions.
+        taken_from: The command of the study that has made the run, when it was not this one.
     """
 
     arm: str
@@ -64,6 +68,8 @@ class RunOutcome(NamedTuple):
     seconds: float
     cpu_seconds: float
     routers: dict[str, float]
+    digest: str = ""
+    taken_from: str = ""
 
 
 class ArmSize(NamedTuple):
@@ -78,6 +84,18 @@ class ArmSize(NamedTuple):
     active: int
 
 
+class TakenRun(NamedTuple):
+    """A run that another study has made; taken_run.json in the run's folder, which holds no more.
+
+    Attributes:
+        outcome: What it came to.
+        size: Parameters of its model, where they are known.
+    """
+
+    outcome: RunOutcome
+    size: ArmSize | None = None
+
+
 def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
     """Returns what a complete run came to.
 
@@ -86,6 +104,9 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
     """
     state = read_state(run)
     assert state is not None and state.is_complete, f"{run.name} is not complete"
+    taken = read_taken(run)
+    if taken is not None:
+        return taken.outcome
     path = run.folder / METRICS_FILE
     lines = []
     for _, line in read_json_lines(path, torn_end=True, nan=True):
@@ -122,7 +143,16 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
         seconds=state.seconds,
         cpu_seconds=state.cpu_seconds,
         routers=_last_router_values(lines),
+        digest=run.digest,
     )
+
+
+def read_taken(run: StudyRun) -> TakenRun | None:
+    """Returns the run of another study that stands for this one; None where it was made here."""
+    path = run.folder / TAKEN_FILE
+    if not path.exists():
+        return None
+    return read_record(path, TakenRun, advice=f"Remove {run.folder} to run it here.")
 
 
 def best_run_on_dev(runs: Sequence[StudyRun], arm: str) -> Path:
@@ -150,7 +180,8 @@ def arm_size(run: StudyRun) -> ArmSize | None:
     elif folder.exists():
         config = STMoEConfig.from_pretrained(folder)
     else:
-        return None
+        taken = read_taken(run)
+        return None if taken is None else taken.size
     return ArmSize(config.num_parameters(), config.num_active_parameters())
 
 

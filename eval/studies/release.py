@@ -48,11 +48,11 @@ def primary_runs(result: StudyResult, runs: Sequence[StudyRun]) -> list[Pair]:
         result: Result of a study without a sweep.
         runs: All runs of the study.
     """
-    # Diverged runs have no model.
+    # Diverged runs have no model, and those of another study have none here.
     contrast = result.study.primary
     outcomes: dict[tuple[str, int], RunOutcome] = {}
     for outcome in result.outcomes:
-        if not outcome.has_diverged:
+        if not outcome.has_diverged and not outcome.taken_from:
             outcomes[outcome.arm, outcome.seed] = outcome
     by_arm_seed = {(run.arm, run.seed): run for run in runs}
 

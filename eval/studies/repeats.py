@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from eval.studies.runs import StudyRun, study_runs
+from eval.studies.outcomes import read_taken
+from eval.studies.runs import StudyRun, parse_arm_and_seed, study_runs
 from eval.studies.scheduler import Budget, RunState, read_state, run_all
 from eval.studies.study import SettingValue, Study
-from moe.errors import ConfigError, did_you_mean
+from moe.errors import ConfigError
 from moe.models.weight_checksums import weight_files
 from moe.parsing import read_json_lines
 from moe.training.metrics import METRICS_FILE
@@ -69,7 +70,9 @@ def repeat_runs(
     Raises:
         ConfigError: When there is no such arm or seed, or it was not run to its end.
     """
-    arm, seed = _parse_choice(study, arm_and_seed)
+    arm, seed = parse_arm_and_seed(study, arm_and_seed, option="--repeat")
+    if seed is None:
+        seed = study.seeds[0]
     runs = study_runs(study, out, overrides)
     again = study_runs(study, out, overrides, subfolder=REPEATS_FOLDER)
 
@@ -84,6 +87,11 @@ def repeat_runs(
             raise ConfigError(
                 f"--repeat is {arm_and_seed!r}, but {first.name} is not complete in {out}. Run the "
                 "study without --repeat first."
+            )
+        if read_taken(first) is not None:
+            raise ConfigError(
+                f"--repeat is {arm_and_seed!r}, but {first.name} was taken from another study, and "
+                f"is not here to compare with. Remove {first.folder} to run it here."
             )
         threads = state.threads
         chosen.append(second)
@@ -109,7 +117,8 @@ def find_repeats(
     again = study_runs(study, out, overrides, subfolder=REPEATS_FOLDER)
     for first, second in zip(runs, again, strict=True):
         state = _complete_state(second)
-        if state is not None and _complete_state(first) is not None:
+        is_comparable = _complete_state(first) is not None and read_taken(first) is None
+        if state is not None and is_comparable:
             repeats.append(_compare(first, second, state.threads))
     return repeats
 
@@ -126,25 +135,6 @@ def repeat_sentence(repeat: Repeat) -> str:
     if repeat.first_difference is None:
         return f"{name}, with {threads}: all {numbers} are the same, but the final weights differ."
     return f"{name}, with {threads}: it **differs** from step {repeat.first_difference:,} on."
-
-
-def _parse_choice(study: Study, text: str) -> tuple[str, int]:
-    """Returns the arm and the seed of ARM:SEED."""
-    arm, colon, number = text.partition(":")
-    if arm not in study.arms:
-        known = ", ".join(study.arms)
-        closest = did_you_mean(arm, study.arms)
-        raise ConfigError(f"--repeat is {text!r}; there is no such arm.{closest} Known: {known}.")
-
-    # Without a seed the first one.
-    seeds = {str(seed): seed for seed in study.seeds}
-    if not colon:
-        return arm, study.seeds[0]
-    if number not in seeds:
-        raise ConfigError(
-            f"--repeat is {text!r}; expected ARM or ARM:SEED with a seed of {', '.join(seeds)}."
-        )
-    return arm, seeds[number]
 
 
 def _complete_state(run: StudyRun) -> RunState | None:

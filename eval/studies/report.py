@@ -5,6 +5,7 @@ Comes after `analysis`; `measured` puts the results of several studies on one pa
 
 import json
 import statistics
+from collections import Counter
 from pathlib import Path
 
 from eval.reports.formatting import markdown_list, markdown_table
@@ -233,6 +234,10 @@ def notes(result: StudyResult) -> list[str]:
             continue
         place = "" if run.value is None else f" at {run.value}"
         sentences.append(f"Diverged: {run.arm}{place}, seed {run.seed}.")
+    sources = Counter(run.taken_from for run in result.outcomes if run.taken_from)
+    for source, count in sources.items():
+        runs = "1 run was" if count == 1 else f"{count} runs were"
+        sentences.append(f"{runs} made by `{source}`.")
     if result.overrides:
         settings = ", ".join(f"{name} = {value}" for name, value in result.overrides.items())
         sentences.append(f"Changed on the command line: {settings}.")

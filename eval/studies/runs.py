@@ -3,9 +3,10 @@
 Comes after `study`, before `scheduler`, which starts the commands.
 """
 
+import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 from eval.studies.study import SettingValue, Study, Sweep
 from moe.commands.finetune import finetune_command
 from moe.commands.pretrain import pretrain_command
-from moe.errors import ConfigError
+from moe.errors import ConfigError, did_you_mean
+from moe.parsing import to_json
 from moe.training.command import RecipeCommand
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 
@@ -37,6 +39,8 @@ class StudyRun:
         folder: Folder of the run.
         recipe: The settings as the command reads them.
         commands: Command lines that make the run, one after the other.
+        digest: SHA-256 of all that its number hangs on but the text: runs of equal digests, in
+            whichever study, come to one number.
     """
 
     arm: str
@@ -45,6 +49,7 @@ class StudyRun:
     folder: Path
     recipe: PretrainRecipe | FinetuneRecipe
     commands: list[list[str]]
+    digest: str
 
     @property
     def name(self) -> str:
@@ -103,6 +108,46 @@ def study_runs(
     return runs
 
 
+def chosen_runs(study: Study, runs: Sequence[StudyRun], texts: Sequence[str]) -> list[StudyRun]:
+    """Returns the runs that ARM or ARM:SEED name, at every value of a sweep; all, for no text.
+
+    Raises:
+        ConfigError: When there is no such arm or seed.
+    """
+    if not texts:
+        return list(runs)
+
+    # Without a seed, all of the arm's.
+    chosen = set()
+    for text in texts:
+        arm, seed = parse_arm_and_seed(study, text, option="--only")
+        for each in study.seeds if seed is None else [seed]:
+            chosen.add((arm, each))
+    return [run for run in runs if (run.arm, run.seed) in chosen]
+
+
+def parse_arm_and_seed(study: Study, text: str, *, option: str) -> tuple[str, int | None]:
+    """Returns the arm and the seed of ARM:SEED; no seed for ARM alone.
+
+    Raises:
+        ConfigError: When there is no such arm or seed; names the option.
+    """
+    arm, colon, number = text.partition(":")
+    if arm not in study.arms:
+        known = ", ".join(study.arms)
+        closest = did_you_mean(arm, study.arms)
+        raise ConfigError(f"{option} is {text!r}; there is no such arm.{closest} Known: {known}.")
+    if not colon:
+        return arm, None
+
+    seeds = {str(seed): seed for seed in study.seeds}
+    if number not in seeds:
+        raise ConfigError(
+            f"{option} is {text!r}; expected ARM or ARM:SEED with a seed of {', '.join(seeds)}."
+        )
+    return arm, seeds[number]
+
+
 def label_budget(run: StudyRun) -> list[str]:
     """Returns the options of `eval run` that give baselines the labels of a fine-tuning."""
     recipe = run.recipe
@@ -138,7 +183,24 @@ def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> Study
     commands = [[sys.executable, "-m", module, *argv, "--resume"]]
     if study.evaluate is not None:
         commands.append(_evaluation_command(study, folder))
-    return StudyRun(arm, value, seed, folder, recipe, commands)
+    digest = _digest(study, settings, recipe, seed)
+    return StudyRun(arm, value, seed, folder, recipe, commands, digest)
+
+
+def _digest(
+    study: Study,
+    settings: Mapping[str, SettingValue],
+    recipe: PretrainRecipe | FinetuneRecipe,
+    seed: int,
+) -> str:
+    """Returns a digest of the recipe as it was read, of the other options, and of what is measured.
+
+    Neither the name of the arm nor the place of its files counts.
+    """
+    options = {name: settings[name] for name in settings if "." not in name and name != "config"}
+    measured = [study.measure.metric, study.measure.at, study.measure.curve, study.evaluate]
+    content = to_json([study.command, recipe, options, seed, measured])
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _swept(sweep: Sweep, settings: Mapping[str, SettingValue], value: SettingValue) -> SettingValue:

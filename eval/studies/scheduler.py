@@ -107,8 +107,8 @@ class Progress:
     left_out: list[StudyRun] = field(default_factory=list)
 
 
-def run_all(runs: Sequence[StudyRun], budget: Budget) -> Progress:
-    """Runs what is not complete yet, and returns what is complete then.
+def run_all(runs: Sequence[StudyRun], budget: Budget) -> None:
+    """Runs what is not complete yet; `find_progress` says what is complete then.
 
     Args:
         runs: The runs, in the order in which they begin.
@@ -119,9 +119,8 @@ def run_all(runs: Sequence[StudyRun], budget: Budget) -> Progress:
         KeyboardInterrupt: After the runs were told to stop; they go on with the next call.
     """
     # What is complete is not run again.
-    earlier = find_progress(runs)
-    progress = Progress(complete=earlier.complete)
-    waiting = earlier.left_out
+    progress = find_progress(runs)
+    waiting = list(progress.left_out)
 
     # Starting Python and torch anew for every run would take ten seconds each.
     _CONTEXT.set_forkserver_preload(_PRELOADED)
@@ -137,7 +136,6 @@ def run_all(runs: Sequence[StudyRun], budget: Budget) -> Progress:
             while waiting and len(running) < budget.jobs:
                 run = waiting.pop(0)
                 if end is not None and not _fits(run, progress, running, end):
-                    progress.left_out.append(run)
                     bar.write(f"left out, the budget would not suffice: {run.name}")
                     continue
                 running.append(_begin(run, threads))
@@ -149,7 +147,6 @@ def run_all(runs: Sequence[StudyRun], budget: Budget) -> Progress:
                     running.remove(process)
                     progress.complete.append(process.run)
             _show(bar, progress, running)
-    return progress
 
 
 def find_progress(runs: Sequence[StudyRun]) -> Progress:
@@ -179,6 +176,19 @@ def read_state(run: StudyRun) -> RunState | None:
             f"{run.folder} holds a run with other settings. Choose another --out, or remove it."
         )
     return state
+
+
+def mark_complete(run: StudyRun, *, has_diverged: bool, seconds: float, cpu_seconds: float) -> None:
+    """Counts a run as complete that was made elsewhere, in so many seconds."""
+    commands = _without_interpreter(run.commands)
+    state = RunState(
+        commands,
+        is_complete=True,
+        has_diverged=has_diverged,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+    )
+    _write_state(run, state)
 
 
 def _without_interpreter(commands: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -133,7 +133,7 @@ def sentinel_study(layers: list[str], seeds: list[int]) -> Study:
             contrasts.append(primary._replace(expect="equal", at=layer))
     return Study(
         title="Entropy of sentinels",
-        claim="The encoder routes sentinels to few experts, the decoder nearly evenly.",
+        claim="The encoder routes sentinels to few experts.",
         paper=(
             "ST-MoE (arXiv:2202.08906) table 14: 2.2, 1.8, 1.6, 1.7, 1.7 and 1.2 nats in the sparse layers of the "
             "encoder, 3.4 in each of the decoder; even over 32 experts is 3.5."

@@ -90,12 +90,12 @@ def test_the_merged_model_equals_the_unmerged_and_is_a_plain_model_again(fields,
     train(model)
     unmerged, unmerged_loss = logits(model), model(**tiny_batch()).loss
     merged = model.merge_and_unload()
-    torch.testing.assert_close(logits(merged), unmerged, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(merged), unmerged, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(merged(**tiny_batch()).loss, unmerged_loss, rtol=0, atol=1e-5)
     merged.save_pretrained(tmp_path)
     loaded, info = STMoEForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
-    torch.testing.assert_close(logits(loaded), unmerged, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(loaded), unmerged, rtol=1e-5, atol=1e-5)
 
 
 def test_saved_adapters_on_a_fresh_base_give_the_same_model(tmp_path):

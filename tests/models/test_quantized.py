@@ -82,7 +82,7 @@ def test_an_expert_is_unpacked_alone_and_only_where_it_has_rows():
         model = quantize_by_hand(tiny_model(), kind, names)
         kind.unpacked = []
         results[kind] = model(**one_token).logits
-    assert torch.equal(*results.values())
+    torch.testing.assert_close(*results.values(), rtol=1e-5, atol=1e-5)
 
     # One token has two experts in each of two layers, and each of those two products.
     assert len(Int8Weight.unpacked) == 2 * 2 * 2
@@ -102,7 +102,8 @@ def test_adapters_beside_quantised_experts_have_the_gradients_of_plain_ones():
         projections = [p for p in model.parameters() if p.requires_grad]
         loss = model(**tiny_batch()).loss
         gradients.append(torch.autograd.grad(loss, projections))
-    assert all(map(torch.equal, *gradients))
+    for narrow, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(narrow, plain, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

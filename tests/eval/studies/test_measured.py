@@ -105,7 +105,9 @@ def test_results_are_added_and_stand_on_the_page_and_in_the_readme(
     assert "| Load balancing (`balance`) |" in page.read_text()
 
     claims = " ".join(readme.read_text().split())
-    assert claims.startswith(f"# Mine {BEGIN} - **holds**: Claim. a against b +0.5 nats (+0.")
+    assert claims.startswith(
+        f"# Mine {BEGIN} - Title, **holds**: Claim. a against b +0.5 nats (+0."
+    )
     assert "3 seeds; 0.0M tokens a run" in claims
     assert "The paper: They say 3. `python -m scripts.study mine.yaml`" in claims
     assert claims.endswith(f"Left out: Entropy of sentinels; Load balancing. {END} The end.")
