@@ -1,6 +1,7 @@
 """Loading a model that must be complete: every weight is the folder's, or the folder is refused."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,17 @@ from moe.models.weight_files import (
 )
 
 
-def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
+def _no_tensor(name: str) -> bool:
+    return False
+
+
+def load_complete(
+    model_class: Any,
+    folder: Path | str,
+    *,
+    begins_anew: Callable[[str], bool] = _no_tensor,
+    **options: Any,
+) -> Any:
     """Returns the model of a folder, each of whose weights fits.
 
     `from_pretrained` alone draws weights that the folder lacks at random and leaves out those that
@@ -45,6 +56,8 @@ def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
     Args:
         model_class: Any class of transformers with `from_pretrained`, an Auto class too.
         folder: A model saved by `save_pretrained`.
+        begins_anew: Whether a tensor of this name may be missing, and then begins at zero, or may
+            be left out.
         options: Further arguments of `from_pretrained`.
 
     Raises:
@@ -65,7 +78,9 @@ def load_complete(model_class: Any, folder: Path | str, **options: Any) -> Any:
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
 
     misfits = describe_misfits(
-        info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"]
+        itertools.filterfalse(begins_anew, info["missing_keys"]),
+        itertools.filterfalse(begins_anew, info["unexpected_keys"]),
+        info["mismatched_keys"],
     )
     if misfits:
         raise CheckpointError(incomplete(folder, type(model).__name__, misfits))
@@ -79,6 +94,7 @@ def load_model_on_mesh(
     config: STMoEConfig | None = None,
     bfloat16: bool = False,
     gather: bool = True,
+    begins_anew: Callable[[str], bool] = _no_tensor,
 ) -> tuple[STMoEForConditionalGeneration, dict[str, Layout]]:
     """Returns the model of a folder sharded over a mesh, and where each parameter lies.
 
@@ -91,6 +107,7 @@ def load_model_on_mesh(
         config: With settings that differ from the folder's; None for the folder's.
         bfloat16: See `shard_model`.
         gather: See `shard_model`.
+        begins_anew: See `load_complete`.
 
     Raises:
         CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
@@ -109,7 +126,7 @@ def load_model_on_mesh(
     with _open_weights(Path(folder)) as saved:
         with torch.device("meta"):
             model = STMoEForConditionalGeneration(config)
-        _check_weights_fit(folder, model, saved)
+        _check_weights_fit(folder, model, saved, begins_anew)
 
         # Sharded while it has no memory, so that a rank takes no more than its shards.
         torch.nn.Module.to(model, dtype=_float_dtype(config, saved))
@@ -119,6 +136,9 @@ def load_model_on_mesh(
 
         coordinate = MeshCoordinate.of(mesh)
         for name, tensor in stored_tensors(model).items():
+            if name not in saved:
+                tensor.zero_()
+                continue
             slices = whole_slices(tensor.shape)
             if name in layouts:
                 slices = shard_slices(layouts[name], mesh.config, coordinate)
@@ -171,7 +191,10 @@ def check_model_folder(folder: Path | str) -> None:
 
 
 def _check_weights_fit(
-    folder: Path | str, model: STMoEForConditionalGeneration, saved: dict[str, Any]
+    folder: Path | str,
+    model: STMoEForConditionalGeneration,
+    saved: dict[str, Any],
+    begins_anew: Callable[[str], bool],
 ) -> None:
     """Raises unless the files hold exactly the tensors of a model, as numbers of floating point.
 
@@ -187,6 +210,10 @@ def _check_weights_fit(
 
     # Integers would be taken for the numbers themselves.
     refuse_integers(folder, expected, dtypes)
+    for name in expected.keys() ^ shapes.keys():
+        if begins_anew(name):
+            expected.pop(name, None)
+            shapes.pop(name, None)
     misfits = describe_shape_misfits(shapes, expected)
     if misfits:
         raise CheckpointError(incomplete(folder, type(model).__name__, misfits))

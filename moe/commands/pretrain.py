@@ -3,6 +3,8 @@
     stmoe pretrain --config recipes/st_moe_tiny_pretrain.yaml \
         --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain [--resume] [--optim.lr 0.5]
 
+With `--pretrained MODEL` it goes on from a model, with other text or other settings.
+
 On several devices:
 
     torchrun --nproc-per-node 4 -m scripts.pretrain ... --mesh.ep 2 --mesh.dp_shard 2
@@ -22,8 +24,9 @@ from moe.distributed.launch import World, launch
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
 from moe.files import check_kind, output_path
-from moe.training.build import build_new_model, check_run_fits
+from moe.training.build import build_new_model, check_run_fits, load_pretrained_model
 from moe.training.command import RecipeCommand
+from moe.training.continuing import check_continues
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import Run, train
 from moe.training.probe import check_probe
@@ -31,9 +34,23 @@ from moe.training.recipe import PretrainRecipe
 
 
 def build_run(
-    recipe: PretrainRecipe, corpus_folder: Path, tokenizer_folder: Path, out: Path, world: World
+    recipe: PretrainRecipe,
+    corpus_folder: Path,
+    tokenizer_folder: Path,
+    out: Path,
+    world: World,
+    pretrained: Path | None = None,
 ) -> Run:
-    """Returns the run that the recipe describes, with fresh weights, on the ranks that are running."""
+    """Returns the run that the recipe describes, on the ranks that are running.
+
+    Args:
+        recipe: All settings.
+        corpus_folder: The text.
+        tokenizer_folder: The tokenizer.
+        out: Folder of the run.
+        world: The ranks.
+        pretrained: Model that the run goes on from; None for fresh weights.
+    """
     config = recipe.build_config()
     corpus = load_corpus(corpus_folder)
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -43,6 +60,9 @@ def build_run(
             f"{len(tokenizer)} tokens. Set model.vocab_size to at least {len(tokenizer)}."
         )
 
+    if pretrained is not None:
+        check_continues(pretrained, config, tokenizer)
+
     # Training text, and text that the model never sees, in the same kind of batches.
     ids = SpecialIds.of(tokenizer)
     source = build_source(recipe, tokenize_corpus(corpus.train, tokenizer), ids)
@@ -51,10 +71,14 @@ def build_run(
     check_run_fits(recipe, config, world.size, source.lengths)
     check_probe(recipe, config, unseen)
     world.print_on_rank_zero(describe_amount(source, recipe.training.steps))
+    if pretrained is None:
+        built = build_new_model(recipe, config, world.device_type)
+    else:
+        built = load_pretrained_model(recipe, config, pretrained, world.device_type)
     return Run(
         folder=out,
         recipe=recipe,
-        built=build_new_model(recipe, config, world.device_type),
+        built=built,
         tokenizer=tokenizer,
         source=source,
         held_out=held_out,
@@ -99,6 +123,8 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
     command.add_argument("--corpus", type=Path, required=True, help=explanation)
     explanation = "folder made by stmoe tokenizer"
     command.add_argument("--tokenizer", type=Path, required=True, help=explanation)
+    explanation = "model to go on from, with the architecture of the recipe; fresh weights without"
+    command.add_argument("--pretrained", type=Path, help=explanation)
     command.add_argument("--out", type=str, required=True, help="folder of the run")
     command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     command.add_timeout()
@@ -111,11 +137,13 @@ def main(argv: list[str]) -> None:
     with launch(command.timeout(argv)) as world:
         # Whatever can be refused is refused before any data are read.
         recipe, arguments = command.parse(argv)
-        out = output_path(arguments.out, inputs=[arguments.corpus, arguments.tokenizer])
+        corpus, tokenizer = arguments.corpus, arguments.tokenizer
+        pretrained = arguments.pretrained
+        out = output_path(arguments.out, inputs=[corpus, tokenizer, pretrained])
         check_kind(out, "training run")
         find_replica_groups(recipe.mesh, world)
 
-        run = build_run(recipe, arguments.corpus, arguments.tokenizer, out, world)
+        run = build_run(recipe, corpus, tokenizer, out, world, pretrained)
         config = run.built.model.config
         num_total = config.num_parameters()
         num_active = config.num_active_parameters()

@@ -4,7 +4,7 @@ import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
@@ -51,7 +51,9 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
         DataError: When it has no router, or the tokenizer is missing or of another model.
     """
     # Both names of a capacity, ours and that of transformers' Switch.
-    changes = {"eval_capacity_factor": None, "expert_capacity": None} if dropless else {}
+    changes: dict[str, Any] = {}
+    if dropless:
+        changes = {"eval_capacity_factor": None, "expert_capacity": None}
     model = load_complete(STMoEForConditionalGeneration, folder, **changes)
     if not sparse_layers(model):
         raise DataError(

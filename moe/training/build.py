@@ -3,7 +3,7 @@
 `scripts.pretrain` builds a new model, `scripts.finetune` loads a pretrained one; loop.py trains it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,22 +99,44 @@ def load_pretrained_model(
 ) -> BuiltModel:
     """Returns the model of a folder with the settings of `config`.
 
+    What only one kind of router counts begins at zero where the folder's routers were of another.
+
     Raises:
         CheckpointError: When the folder's weights are not complete.
     """
+    begins_anew = _state_of_changed_routers(STMoEConfig.from_pretrained(folder), config)
+
     # On a mesh a rank reads its own shards alone.
     if recipe.mesh.launched.num_ranks == 1:
         mesh = None
-        model = load_complete(STMoEForConditionalGeneration, folder, config=config)
+        model = load_complete(
+            STMoEForConditionalGeneration, folder, config=config, begins_anew=begins_anew
+        )
         layouts = model_layouts(model, config, recipe.mesh.launched)
         torch.nn.Module.to(model, local_device(device_type))
     else:
         mesh = build_mesh(recipe.mesh.launched, device_type)
         bfloat16 = _in_bfloat16(recipe)
-        model, layouts = load_model_on_mesh(folder, mesh, config=config, bfloat16=bfloat16)
+        model, layouts = load_model_on_mesh(
+            folder, mesh, config=config, bfloat16=bfloat16, begins_anew=begins_anew
+        )
 
     _set_up_passes(model, recipe)
     return BuiltModel(model, layouts, mesh)
+
+
+def _state_of_changed_routers(saved: STMoEConfig, config: STMoEConfig) -> Callable[[str], bool]:
+    """Returns whether a tensor counts what routers have done that only one of two models has."""
+    changed: list[str] = []
+    if saved.router != config.router:
+        changed.append(".encoder.")
+    if (saved.decoder_router or saved.router) != (config.decoder_router or config.router):
+        changed.append(".decoder.")
+
+    def begins_anew(name: str) -> bool:
+        return name.endswith(".load_steps") and any(stack in name for stack in changed)
+
+    return begins_anew
 
 
 def _in_bfloat16(recipe: Recipe) -> bool:

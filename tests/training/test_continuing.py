@@ -1,0 +1,136 @@
+"""Pre-training that goes on from a model, as a user would do it."""
+
+import json
+import shutil
+
+import pytest
+
+from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration
+from moe.checkpoint.loading import load_model_on_mesh
+from moe.distributed.mesh import MeshConfig, build_mesh
+from moe.training.build import load_pretrained_model
+from moe.training.recipe import PretrainRecipe
+from scripts import pretrain, train_tokenizer
+from tests.distributed.ranks import run_ranks
+from tests.training.tiny_run import MODEL, write_inputs
+
+pytestmark = pytest.mark.slow  # all read a run that was made
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    paths = write_inputs(tmp_path_factory.mktemp("inputs"))
+    paths["run"] = paths["corpus"].parent / "run"
+    pretrain.main(arguments(paths, paths["run"], "--training.steps", "10"))
+    return paths
+
+
+def arguments(inputs, out, *more):
+    paths = ["--corpus", inputs["corpus"], "--tokenizer", inputs["tokenizer"], "--out", out]
+    return [str(part) for part in ("--config", inputs["pretrain.yaml"], *paths, *more)]
+
+
+def go_on(inputs, out, *more):
+    pretrain.main(arguments(inputs, out, "--pretrained", inputs["run"] / "model", *more))
+
+
+def held_out_losses(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {line["step"]: line["heldout/loss"] for line in records if "heldout/loss" in line}
+
+
+def test_it_begins_where_the_model_ends_and_gets_better(inputs, tmp_path):
+    go_on(inputs, tmp_path / "run", "--training.steps", "20", "--model.capacity_factor", "2.0")
+    before = held_out_losses(inputs["run"])
+    after = held_out_losses(tmp_path / "run")
+    assert after[0] == pytest.approx(before[10], abs=1e-5)
+    assert after[20] < after[0]
+
+    model = STMoEForConditionalGeneration.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.capacity_factor == 2.0
+
+
+def test_killed_it_goes_on_from_its_own_checkpoint(inputs, tmp_path):
+    out = tmp_path / "run"
+    go_on(inputs, out, "--training.steps", "20")
+    losses = held_out_losses(out)
+    weights = (out / "model" / "model.safetensors").read_bytes()
+
+    # As if it had been killed between its last two checkpoints.
+    shutil.rmtree(out / "model")
+    *_, newest = sorted((out / "checkpoints").glob("step_*"))
+    shutil.rmtree(newest)
+    go_on(inputs, out, "--training.steps", "20", "--resume")
+    assert held_out_losses(out) == losses
+    assert (out / "model" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (("--model.num_heads", "2"), "model.num_heads is 2, the model has 4"),
+        (("--model.feed_forward_proj", "relu"), "model.feed_forward_proj is 'relu'"),
+        (("--model.num_decoder_layers", "1"), "model.num_decoder_layers is 1, the model has 2"),
+    ],
+)
+def test_another_architecture_is_named(inputs, tmp_path, change, text):
+    with pytest.raises(ConfigError, match=text):
+        go_on(inputs, tmp_path / "run", *change)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_tokenizer_and_no_model_are_named(inputs, tmp_path):
+    other = tmp_path / "tokenizer"
+    options = ["--corpus", inputs["corpus"], "--out", other, "--vocab-size", "200"]
+    train_tokenizer.main([str(option) for option in options])
+    with pytest.raises(ConfigError, match="tokenizer is not that of the model"):
+        go_on(inputs, tmp_path / "run", "--tokenizer", str(other))
+    with pytest.raises(CheckpointError, match="holds no model"):
+        pretrain.main(arguments(inputs, tmp_path / "run", "--pretrained", inputs["run"]))
+    with pytest.raises(ConfigError, match="--out"):
+        go_on(inputs, inputs["run"] / "model")
+
+
+def test_another_router_takes_the_weights_and_counts_from_zero(inputs, tmp_path):
+    go_on(inputs, tmp_path / "run", "--training.steps", "10", "--model.router", "bias_balanced")
+    before = held_out_losses(inputs["run"])
+    after = held_out_losses(tmp_path / "run")
+    assert after[0] == pytest.approx(before[10], abs=0.05)  # of two experts the second may be other
+
+    # And back again: what the router had counted is left out.
+    folder = tmp_path / "run" / "model"
+    counts = STMoEForConditionalGeneration.from_pretrained(folder).state_dict()
+    assert any(value.any() for name, value in counts.items() if name.endswith("load_steps"))
+    recipe = PretrainRecipe(model=MODEL)
+    built = load_pretrained_model(recipe, recipe.build_config(), folder, "cpu")
+    assert not any(name.endswith("load_steps") for name in built.model.state_dict())
+
+
+def test_a_router_of_the_same_kind_needs_its_counts(inputs, tmp_path):
+    folder = inputs["run"] / "model"
+    model = STMoEForConditionalGeneration.from_pretrained(folder)
+    model.config.router = "bias_balanced"
+    model.save_pretrained(tmp_path)
+    recipe = PretrainRecipe(model={**MODEL, "router": "bias_balanced"})
+    with pytest.raises(CheckpointError, match="load_steps"):
+        load_pretrained_model(recipe, recipe.build_config(), tmp_path, "cpu")
+
+
+def load_on_two_ranks(rank, num_ranks, model_folder):
+    config = PretrainRecipe(model={**MODEL, "router": "bias_balanced"}).build_config()
+    recipe = PretrainRecipe(model={**MODEL, "router": "bias_balanced"}, mesh=MeshConfig(ep=2))
+    model = load_pretrained_model(recipe, config, model_folder, "cpu").model
+    counts = [name for name in model.state_dict() if name.endswith("load_steps")]
+    assert len(counts) == 2
+    assert not any(model.state_dict()[name].any() for name in counts)
+
+    # Of the same kind it must be there.
+    recipe = PretrainRecipe(model=MODEL, mesh=MeshConfig(ep=2))
+    with pytest.raises(CheckpointError, match="load_steps"):
+        load_model_on_mesh(model_folder, build_mesh(recipe.mesh, "cpu"), config=config)
+    return rank
+
+
+def test_on_a_mesh_another_router_counts_from_zero_too(inputs, tmp_path):
+    assert run_ranks(load_on_two_ranks, 2, tmp_path, inputs["run"] / "model") == [0, 1]
