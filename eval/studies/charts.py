@@ -60,6 +60,37 @@ def sweep_chart(result: StudyResult) -> str:
     return figure_svg(figure)
 
 
+def setting_chart(result: StudyResult) -> str:
+    """Returns the number of each arm over a setting of the arms; a cross marks a diverged run."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    study = result.study
+    with rc_context(STYLE):
+        figure = Figure(figsize=(_WIDTH, 4.2), layout="constrained")
+        axes = figure.subplots()
+        axes.set_xlabel(study.plot_over)
+        axes.set_ylabel(study.measure.metric)
+
+        # Arms whose names differ by the setting alone are one line.
+        lines: dict[str, list[RunOutcome]] = {}
+        places: set[float] = set()
+        for arm, settings in study.arms.items():
+            value = settings[study.plot_over]
+            assert isinstance(value, int | float), "checked when read"
+            places.add(value)
+            line = lines.setdefault(arm.replace(f"-{value}", ""), [])
+            line += [run._replace(value=value) for run in result.outcomes if run.arm == arm]
+        if min(places) > 0:
+            axes.set_xscale("log")
+        axes.set_xticks(sorted(places), [f"{place:g}" for place in sorted(places)])
+        axes.minorticks_off()
+        for number, (line, runs) in enumerate(lines.items()):
+            _draw_sweep(axes, line, runs, [], _style(number), is_numeric=True)
+        axes.legend(fontsize=8)
+    return figure_svg(figure)
+
+
 def contrasts_chart(contrasts: Sequence[ContrastResult]) -> str:
     """Returns each difference with its 95 % interval; right of zero the first arm is better."""
     from matplotlib import rc_context

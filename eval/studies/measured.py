@@ -10,7 +10,7 @@ from pathlib import Path
 from eval.reports.formatting import markdown_table
 from eval.studies import sentinels
 from eval.studies.analysis import ContrastResult, StudyResult
-from eval.studies.charts import contrast_name, curves_chart
+from eval.studies.charts import contrast_name, curves_chart, setting_chart
 from eval.studies.report import (
     STUDY_JSON,
     crossing_sentence,
@@ -95,11 +95,13 @@ def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
 
 
 def curve_figures(results: Mapping[str, StudyResult]) -> dict[str, str]:
-    """Returns the curves of each study that has some, as SVG, by the name of the study."""
+    """Returns the figure of each study that has one, as SVG, by the name of the study."""
     figures = {}
     for name, result in results.items():
         if _has_curves(result):
-            figures[name] = curves_chart(result)
+            figures[name] = (
+                setting_chart(result) if result.study.plot_over else curves_chart(result)
+            )
     return figures
 
 
@@ -145,8 +147,14 @@ def _section(name: str, result: StudyResult, figures: str) -> list[str]:
     title = result.study.title
     lines = [f"({_label(name)})=", f"## {title}", ""]
     if _has_curves(result):
-        lines += [f"![Curves of {title}: thin lines are seeds]({figures}/{name}.svg)", ""]
+        lines += [f"![{_figure_title(result.study)}]({figures}/{name}.svg)", ""]
     return [*lines, *study_body(result)]
+
+
+def _figure_title(study: Study) -> str:
+    if study.plot_over:
+        return f"{study.title}, over {study.plot_over}: dots are seeds"
+    return f"Curves of {study.title}: thin lines are seeds"
 
 
 def _has_curves(result: StudyResult) -> bool:

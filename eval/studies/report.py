@@ -16,7 +16,13 @@ from eval.studies.analysis import (
     StudyResult,
     by_arm_and_value,
 )
-from eval.studies.charts import contrast_name, contrasts_chart, curves_chart, sweep_chart
+from eval.studies.charts import (
+    contrast_name,
+    contrasts_chart,
+    curves_chart,
+    setting_chart,
+    sweep_chart,
+)
 from eval.studies.repeats import repeat_sentence
 from moe.files import write_text
 from moe.inspection.html_page import render_page
@@ -107,6 +113,7 @@ def study_html(result: StudyResult) -> str:
         router_rows=router_rows(result),
         curves=curves_chart(result) if any(run.curve for run in result.outcomes) else "",
         sweep=sweep_chart(result) if result.study.sweep else "",
+        over_setting=setting_chart(result) if result.study.plot_over else "",
         command=result.command,
         versions=", ".join(f"{name} {version}" for name, version in result.versions.items()),
     )

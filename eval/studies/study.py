@@ -114,6 +114,8 @@ class Study(NamedTuple):
         sweep: A setting with several values for every arm.
         evaluate: How a finished run is scored; None where the metric is one of training.
         has_crossing: Whether it is asked from how many tokens on the primary arm is better.
+        plot_over: A setting that is a number in every arm, over which the arms are drawn; those
+            whose names differ by `-NUMBER` alone are one line. Empty for no such figure.
         cost: What the runs were expected to cost, in words.
         order: Where the study stands among others: the lowest first.
     """
@@ -132,6 +134,7 @@ class Study(NamedTuple):
     sweep: Sweep | None = None
     evaluate: Evaluation | None = None
     has_crossing: bool = False
+    plot_over: str = ""
     cost: str = ""
     order: int = 100
 
@@ -181,6 +184,13 @@ def _check_study(study: Study) -> None:
             value = settings.get(setting, study.settings.get(setting))
             expected = f"a number in arm {name}, which the relative sweep multiplies"
             check(is_kind(value, float), setting, value, expected)
+
+    # What the arms are drawn over is a number.
+    if study.plot_over:
+        for name, settings in study.arms.items():
+            value = settings.get(study.plot_over)
+            expected = f"a number in arm {name}: plot_over draws the arms over it"
+            check(is_kind(value, float), study.plot_over, value, expected)
 
     # What is compared must be there.
     for contrast in (study.primary, *study.contrasts):

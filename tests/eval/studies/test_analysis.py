@@ -189,3 +189,21 @@ def test_the_page_of_a_study_loads_nothing_and_escapes_names() -> None:
         "http://purl.org", ""
     ).replace("http://creativecommons.org", "")
     assert page.count("<svg") == 2
+
+
+def test_arms_that_differ_by_a_setting_alone_are_one_line_over_it() -> None:
+    arms = {}
+    for optimizer in ("lamb", "adamw"):
+        for batch in (48, 192):
+            arms[f"{optimizer}-{batch}"] = {"training.batch_size": batch}
+    study = build(
+        arms=arms, plot_over="training.batch_size", primary=Contrast("lamb-48", "lamb-192")
+    )
+    outcomes = runs_of({arm: [2.0, 2.1, 2.2] for arm in arms})
+    page = study_html(result_of(study, outcomes))
+
+    # Words of a figure are text in SVG, or comments beside their outlines.
+    assert "Over training.batch_size" in page
+    figure = page[page.index("Over training.batch_size") :]
+    assert "lamb" in figure
+    assert "lamb-48" not in figure[: figure.index("</svg>")]

@@ -162,4 +162,12 @@ def test_every_study_of_the_repository_has_runs_that_its_command_takes(path: Pat
     runs = study_runs(content, Path("runs/studies") / path.stem)
     values = 1 if content.sweep is None else len(content.sweep.values)
     assert len(runs) == len(content.arms) * len(content.seeds) * values
-    assert len(content.seeds) >= 3 or path.stem == "demo"
+    chooses_alone = path.stem in ("demo", "batch_size_rates")  # among rates, for others to compare
+    assert len(content.seeds) >= 3 or chooses_alone
+
+
+@pytest.mark.parametrize("value", ["many", True, None])
+def test_arms_are_drawn_over_a_number_that_each_of_them_has(tmp_path: Path, value: object) -> None:
+    arms = {"with": {"training.batch_size": 4}, "without": {"training.batch_size": value}}
+    with pytest.raises(ConfigError, match=r"training\.batch_size is .* number in arm without"):
+        study(tmp_path, arms=arms, plot_over="training.batch_size")
