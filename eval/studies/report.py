@@ -248,7 +248,7 @@ def notes(result: StudyResult) -> list[str]:
     if result.overrides:
         settings = ", ".join(f"{name} = {value}" for name, value in result.overrides.items())
         sentences.append(f"Changed on the command line: {settings}.")
-    if result.crossing is not None:
+    if result.crossing is not None and result.crossing.tokens_by_seed:
         sentences.append(crossing_sentence(result.crossing))
     return [*sentences, *map(repeat_sentence, result.repeats)]
 

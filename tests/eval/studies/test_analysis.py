@@ -9,7 +9,7 @@ from scipy import stats
 from eval.studies.analysis import arm_numbers, contrast_results, crossing
 from eval.studies.outcomes import Point
 from eval.studies.repeats import Repeat
-from eval.studies.report import read_result, study_html, write_report
+from eval.studies.report import notes, read_result, study_html, write_report
 from eval.studies.study import Contrast, Measure, Sweep
 from tests.eval.studies.results import TOKENS_PER_STEP, build, result_of, run, runs_of
 
@@ -145,6 +145,13 @@ def test_an_arm_that_ends_behind_never_crosses_and_there_is_no_mean() -> None:
     result = crossing(study, outcomes)
     assert result.tokens_by_seed["1"] is None
     assert result.tokens is None
+
+
+def test_of_one_arm_alone_no_crossing_is_told() -> None:
+    study = build(has_crossing=True)
+    outcomes = [run("a", 0, 1.0, curve=curve(9.0, 3.0))]
+    told = result_of(study, outcomes)._replace(crossing=crossing(study, outcomes))
+    assert not any("ahead" in sentence for sentence in notes(told))
 
 
 def test_the_interval_of_the_crossing_is_that_of_its_logarithm() -> None:
