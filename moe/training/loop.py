@@ -29,6 +29,7 @@ from moe.kernels.product_choice import products_in_use, use_products
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.command import save_recipe
+from moe.training.host_memory import keep_freed_memory
 from moe.training.interruption import stop_requests
 from moe.training.metrics import METRICS_FILE
 from moe.training.probe import (
@@ -94,6 +95,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
 
         # All ranks multiply with the same libraries.
         if model.device.type == "cpu":
+            keep_freed_memory()
             use_products(broadcast_from_rank_zero(products_in_use))
 
         # Model and optimizer as they were after the last step that is saved, or as they begin.
