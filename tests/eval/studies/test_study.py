@@ -9,6 +9,7 @@ from eval.studies.command import read_overrides
 from eval.studies.runs import study_runs
 from eval.studies.study import Study, read_study
 from moe.errors import ConfigError
+from moe.training.recipe import PretrainRecipe
 
 ROOT = Path(__file__).parents[3]
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.yaml"))
@@ -162,6 +163,9 @@ def test_every_study_of_the_repository_has_runs_that_its_command_takes(path: Pat
     runs = study_runs(content, Path("runs/studies") / path.stem)
     values = 1 if content.sweep is None else len(content.sweep.values)
     assert len(runs) == len(content.arms) * len(content.seeds) * values
+    for run in runs:
+        if isinstance(run.recipe, PretrainRecipe):
+            run.recipe.build_config()
     chooses_alone = path.stem in ("demo", "batch_size_rates")  # among rates, for others to compare
     assert len(content.seeds) >= 3 or chooses_alone
 
