@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from moe.checks import check
 from moe.checksums import SUMS_FILE, read_sums
@@ -144,7 +144,25 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
     with (folder / _LOCK_FILE).open("w") as lock:
         if not _lock(lock.fileno(), wait=False):
             raise DataError(taken)
-        yield
+        _locks.add(lock)
+        try:
+            yield
+        finally:
+            _locks.discard(lock)
+
+
+_locks: set[TextIO] = set()
+
+
+def _leave_locks_to_the_parent() -> None:
+    """Closes the locks in a forked process: one that outlives its parent would still hold them."""
+    for lock in _locks:
+        lock.close()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Unix alone forks
+    os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 # ---------------------------------------------------------------------------

@@ -78,6 +78,33 @@ def test_each_kind_of_folder_refuses_every_other(tmp_path, kind):
             pass
 
 
+def test_a_forked_process_that_outlives_its_parent_holds_no_folder(tmp_path):
+    # As those that make batches do for some seconds after a kill.
+    has_begun, began = os.pipe()
+    may_end, ends = os.pipe()
+    kind = FOLDER_KINDS[0]
+    with claim_folder(tmp_path / "mine", kind, taken="taken"):
+        child = os.fork()
+        if not child:
+            os.write(began, b"1")
+            os.close(ends)
+            os.read(may_end, 1)
+            os._exit(0)
+        os.read(has_begun, 1)
+        with (
+            pytest.raises(DataError, match="taken"),
+            claim_folder(tmp_path / "mine", kind, taken="taken"),
+        ):
+            pass
+
+    try:
+        with claim_folder(tmp_path / "mine", kind, taken="taken"):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        os.write(ends, b"1")
+        os.waitpid(child, 0)
+
+
 def test_a_tokenizer_does_not_replace_the_model_that_holds_one(tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text("{}")

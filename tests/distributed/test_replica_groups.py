@@ -39,7 +39,7 @@ from tests.processes import fork_context
 ROWS = 6
 STEPS = 9
 LATE_STEP = 7  # before which all deaths lie
-TIMEOUT = 200  # seconds, on a busy machine
+TIMEOUT = 600  # seconds, on a busy machine
 
 CONSTANT = MeshConfig(dp_replicate=3, on_lost_replica="constant_work")
 
