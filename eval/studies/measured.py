@@ -13,7 +13,7 @@ from eval.studies.analysis import ContrastResult, StudyResult
 from eval.studies.charts import contrast_name, curves_chart, setting_chart
 from eval.studies.report import (
     STUDY_JSON,
-    crossing_sentence,
+    crossing_sentences,
     interval_text,
     read_result,
     seeds_text,
@@ -237,8 +237,7 @@ def _claim_item(result: StudyResult) -> str:
         parts.append(f"{len(result.missing)} runs are missing")
 
     sentences = [f"{study.title}, **{item.verdict}**: {study.claim} {'; '.join(parts)}."]
-    if result.crossing is not None:
-        sentences.append(crossing_sentence(result.crossing))
+    sentences += crossing_sentences(result)
     return " ".join([*sentences, f"The paper: {study.paper} {command}"])
 
 

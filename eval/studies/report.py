@@ -12,7 +12,6 @@ from eval.reports.formatting import markdown_list, markdown_table
 from eval.studies.analysis import (
     ArmNumber,
     ContrastResult,
-    Crossing,
     StudyResult,
     by_arm_and_value,
 )
@@ -248,20 +247,21 @@ def notes(result: StudyResult) -> list[str]:
     if result.overrides:
         settings = ", ".join(f"{name} = {value}" for name, value in result.overrides.items())
         sentences.append(f"Changed on the command line: {settings}.")
-    if result.crossing is not None and result.crossing.tokens_by_seed:
-        sentences.append(crossing_sentence(result.crossing))
-    return [*sentences, *map(repeat_sentence, result.repeats)]
+    return [*sentences, *crossing_sentences(result), *map(repeat_sentence, result.repeats)]
 
 
-def crossing_sentence(crossing: Crossing) -> str:
-    """Returns from how many tokens on the primary arm is ahead."""
+def crossing_sentences(result: StudyResult) -> list[str]:
+    """Returns from how many tokens on the primary arm is ahead; nothing where no seed has both arms."""
+    crossing = result.crossing
+    if crossing is None or not crossing.tokens_by_seed:
+        return []
     seeds = []
     for seed, tokens in crossing.tokens_by_seed.items():
         seeds.append(f"seed {seed}: {'never' if tokens is None else f'{tokens / 1e6:.1f}M'}")
     text = f"The primary arm is ahead for good from ({', '.join(seeds)}) tokens on"
     if crossing.tokens is None:
-        return text + "."
+        return [text + "."]
     text += f", in the mean from {crossing.tokens / 1e6:.1f}M"
     if crossing.low is not None and crossing.high is not None:
         text += f" (95 % interval {crossing.low / 1e6:.1f}M to {crossing.high / 1e6:.1f}M)"
-    return text + "."
+    return [text + "."]

@@ -5,7 +5,6 @@ against each other. `scripts.pretrain --pretrained` comes here.
 """
 
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
@@ -39,8 +38,8 @@ def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedToke
     saved = STMoEConfig.from_pretrained(folder)
     differing: list[str] = []
     for name in sorted(PretrainRecipe.model_fields - _MAY_CHANGE - _WITHOUT_EFFECT):
-        given = _value(config, name)
-        found = _value(saved, name)
+        given = getattr(config, name)
+        found = getattr(saved, name)
         if given != found:
             differing.append(f"model.{name} is {given!r}, the model has {found!r}")
     if differing:
@@ -55,9 +54,3 @@ def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedToke
             f"The tokenizer is not that of the model in {folder}, whose embeddings are of its own "
             f"tokens. Give --tokenizer {folder}."
         )
-
-
-def _value(config: STMoEConfig, name: str) -> Any:
-    """Returns a setting; where a decoder's is that of the encoder, the encoder's."""
-    value = getattr(config, name)
-    return config.num_layers if name == "num_decoder_layers" and value is None else value
