@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.kernels.dropout import dropout
+
 
 class ExpertForm(NamedTuple):
     """What an expert computes between its two products.
@@ -53,7 +55,7 @@ def hidden_units(product: Tensor, bias: Tensor | None, form: ExpertForm, dim: in
     if bias is not None:
         is_factor = form.bias_kind == "multiplicative"
         hidden = hidden * bias if is_factor else hidden + bias
-    return F.dropout(hidden, form.dropout_rate)
+    return dropout(hidden, form.dropout_rate)
 
 
 def hidden_rows(product: Tensor, bias: Tensor | None, counts: Tensor, form: ExpertForm) -> Tensor:

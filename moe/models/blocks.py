@@ -11,6 +11,7 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
+from moe.kernels.dropout import Dropout, dropout
 from moe.models.attention import (
     Attention,
     Projection,
@@ -57,7 +58,7 @@ class FeedForward(nn.Module):
         else:
             hidden = F.relu(hidden)
 
-        hidden = F.dropout(hidden, self.dropout_rate, self.training)
+        hidden = dropout(hidden, self.dropout_rate, training=self.training)
         return reduce_from_tp_region(self.down_proj(hidden), self.tp)  # [B, L, D]
 
 
@@ -140,7 +141,7 @@ class Block(GradientCheckpointingLayer):
         decoder: bool,
     ) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(config.dropout_rate)
+        self.dropout = Dropout(config.dropout_rate)
 
         self.self_attention_norm = RMSNorm(config)
         self.self_attention = Attention(config, layer=layer, cross=False)
@@ -214,7 +215,7 @@ class Stack(nn.Module):
         )
 
         self.final_norm = RMSNorm(config)
-        self.dropout = nn.Dropout(config.dropout_rate)
+        self.dropout = Dropout(config.dropout_rate)
 
         # Ranks that see the same tokens.
         self.tp: ProcessGroup | None = None

@@ -92,7 +92,7 @@ def _outside_blocks(stack: StackPass) -> int:
     # Dropout before the first block and after the final norm.
     residual = stack.num_tokens * stack.d_model
     rate = stack.module.dropout.p
-    return total + 2 * dropout_mask_bytes(residual, rate, stack, in_float32=True)
+    return total + 2 * dropout_mask_bytes(residual, rate)
 
 
 def _position_bias_bytes(stack: StackPass) -> int:

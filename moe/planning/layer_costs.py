@@ -51,7 +51,7 @@ def block_cost(block: Block, stack: StackPass) -> LayerCost:
         saved_bytes += cost.saved_bytes
         if not isinstance(layer, RMSNorm):
             residual = stack.num_tokens * stack.d_model
-            saved_bytes += dropout_mask_bytes(residual, block.dropout.p, stack)
+            saved_bytes += dropout_mask_bytes(residual, block.dropout.p)
     return LayerCost(flops, saved_bytes)
 
 
@@ -98,11 +98,15 @@ def attention_cost(layer: Attention, stack: StackPass) -> LayerCost:
     # Query and output, key and value.
     saved_bytes += 2 * (queries + keys) * A * stack.product_bytes
 
-    # A CPU has a fused kernel only without learned bias and dropout; else it keeps probabilities,
-    # those before dropout and its mask, and works in float32.
-    has_dropout = layer.dropout_rate > 0
-    if stack.cpu and (has_dropout or not layer.cross):
-        scores = H * queries * source.length * (3 if has_dropout else 1)
+    # With dropout a CPU runs no fused kernel: it keeps probabilities, those after dropout, and the
+    # mask between them.
+    scores = H * queries * source.length
+    if stack.cpu and layer.dropout_rate:
+        score_bytes = FLOAT32_BYTES + stack.product_bytes + 1
+        return LayerCost(flops, saved_bytes + scores * score_bytes)
+
+    # Nor with a learned bias: it keeps probabilities, and works in float32.
+    if stack.cpu and not layer.cross:
         casts = (queries + 2 * keys) * A * (FLOAT32_BYTES - stack.product_bytes)
         return LayerCost(flops, saved_bytes + scores * FLOAT32_BYTES + casts)
 
@@ -133,7 +137,7 @@ def feed_forward_cost(layer: FeedForward, stack: StackPass) -> LayerCost:
     # Gated: gate, up, GELU of the gate, and their product; else ReLU's result.
     num_hidden = 4 if layer.gated else 1
     saved_bytes = tokens * (D + num_hidden * F) * stack.product_bytes
-    saved_bytes += dropout_mask_bytes(tokens * F, layer.dropout_rate, stack)
+    saved_bytes += dropout_mask_bytes(tokens * F, layer.dropout_rate)
     return LayerCost(flops, saved_bytes)
 
 
@@ -162,7 +166,7 @@ def sparse_cost(layer: SparseFeedForward, stack: StackPass) -> LayerCost:
         saved_bytes += tokens * stack.num_choices * _INT64_BYTES
 
     saved_bytes += _expert_elements(layer, stack) * stack.product_bytes
-    saved_bytes += dropout_mask_bytes(rows * F, config.expert_dropout_rate, stack)
+    saved_bytes += dropout_mask_bytes(rows * F, config.expert_dropout_rate)
     return LayerCost(flops, saved_bytes)
 
 
@@ -201,20 +205,11 @@ def head_cost(head: Projection, stack: StackPass) -> LayerCost:
 def dropout_mask_bytes(
     num_elements: int,
     rate: float,
-    stack: StackPass,
-    *,
-    in_float32: bool = False,
 ) -> int:
-    """Returns the bytes of dropout's mask over so many numbers.
+    """Returns the bytes of dropout's mask over so many numbers, a byte for each.
 
     Args:
         num_elements: Numbers that dropout sees.
         rate: 0 keeps no mask.
-        stack: The pass; the mask of a CPU has the dtype of the numbers, that of an accelerator a byte.
-        in_float32: Whether the numbers are float32 whatever the precision.
     """
-    if not rate:
-        return 0
-    if not stack.cpu:
-        return num_elements
-    return num_elements * (FLOAT32_BYTES if in_float32 else stack.product_bytes)
+    return num_elements if rate else 0

@@ -44,6 +44,17 @@ def test_eager_and_sdpa_agree_in_loss_and_gradients():
         close(a, b)
 
 
+def test_eager_and_sdpa_drop_the_same_on_a_cpu():
+    """torch's sdpa has no fused kernel with dropout there: both are eager, and draw alike."""
+    losses = []
+    for attention in ("eager", "sdpa"):
+        model = tiny_model(attn_implementation=attention, dropout_rate=0.3).train()
+        torch.manual_seed(0)
+        losses.append(model(**tiny_batch()).loss)
+    assert torch.equal(*losses)
+    assert not torch.equal(losses[0], model.eval()(**tiny_batch()).loss)
+
+
 @pytest.mark.parametrize("generation", [{}, {"num_beams": 3}, {"do_sample": True}])
 def test_cached_and_uncached_generation_agree(generation):
     model, batch = tiny_model(), tiny_batch()

@@ -143,7 +143,7 @@ def test_jitter_is_for_the_router_alone_and_changes_no_input(both):
     outputs = [layer(kept)[1].router_logits for _ in range(2)]
     assert not torch.equal(*outputs)  # it did jitter
     assert torch.equal(kept, x)
-    assert all(torch.equal(rows.tokens, x.flatten(0, 1)) for rows in seen)
+    assert all(torch.equal(rows.wait().tokens, x.flatten(0, 1)) for rows in seen)
 
 
 def test_a_forward_pass_leaves_the_routers_parameters_in_their_dtype(both):
