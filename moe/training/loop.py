@@ -25,11 +25,11 @@ from moe.distributed.replica_groups import LostStepError
 from moe.distributed.waiting import measured_waits
 from moe.errors import CheckpointError, DataError, DivergenceError, Interrupted, NonFiniteError
 from moe.files import check_kind, claim_folder, remove_leftovers
+from moe.kernels.host_memory import keep_freed_memory
 from moe.kernels.product_choice import products_in_use, use_products
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.command import save_recipe
-from moe.training.host_memory import keep_freed_memory
 from moe.training.interruption import stop_requests
 from moe.training.metrics import METRICS_FILE
 from moe.training.probe import (

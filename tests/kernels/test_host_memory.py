@@ -6,9 +6,10 @@ import sys
 import pytest
 
 PROGRAM = """
+import os
 import resource
 import torch
-from moe.training.host_memory import keep_freed_memory
+from moe.kernels.host_memory import keep_freed_memory
 
 is_kept = keep_freed_memory()
 torch.set_num_threads(1)
@@ -17,7 +18,8 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 def step():
-    blocks = [torch.ones(size * 2**18) for size in (1, 50, 3, 40)]  # MiB
+    largest = int(os.environ.get("MIB", 40))
+    blocks = [torch.ones(size * 2**18) for size in (1, 50, 3, largest)]  # MiB
 
 # Until the largest blocks of all steps have their place.
 for _ in range(5):
@@ -44,6 +46,14 @@ def test_the_pages_of_one_step_are_those_of_the_next():
     is_kept, faults = run()
     assert is_kept
     assert faults < PAGES / 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's settings")
+def test_blocks_of_any_size_are_kept():
+    is_kept, faults = run(MIB="1200")
+    assert is_kept
+    assert faults < 1200 * 256 / 10
 
 
 @pytest.mark.slow
