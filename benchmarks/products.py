@@ -38,4 +38,11 @@ def format_measurement(measurement: Measurement) -> str:
         )
     header = ["product", "tokens", "BLAS ms", "oneDNN ms", "used"]
     machine = f"{measurement.processor}, 1 thread, torch {measurement.torch}, float32"
-    return f"{machine}\n{format_table(header, rows)}"
+
+    copy_time = measurement.copy_time
+    way = "a copy" if measurement.choice.copies_expert_gradient else "as it lies"
+    copies = (
+        f"gradient of an expert's weights in bfloat16: {copy_time.as_it_lies:.2f} ms as it lies, "
+        f"{copy_time.copied:.2f} ms of a copy; used: {way}"
+    )
+    return f"{machine}\n{format_table(header, rows)}\n{copies}"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.kernels.product_choice import is_onednn_chosen
+from moe.kernels.product_choice import copies_expert_gradient, is_onednn_chosen
 from moe.kernels.product_measurement import ProductKind
 from moe.kernels.torch_private import is_plain, onednn_linear
 
@@ -33,9 +33,13 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
 
     num_tokens = x.numel() // x.shape[-1]
-    if not any(is_onednn_chosen(kind, num_tokens) for kind in _DENSE_KINDS):
+    needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    kinds = _DENSE_KINDS if needs_graph else ("forward",)
+    if not any(is_onednn_chosen(kind, num_tokens) for kind in kinds):
         return F.linear(x, weight)
-    product = _Linear.apply(x.flatten(0, -2), weight)
+
+    rows = x.flatten(0, -2)
+    product = _Linear.apply(rows, weight) if needs_graph else onednn_linear(rows, weight)
     return product.unflatten(0, x.shape[:-1])
 
 
@@ -53,11 +57,37 @@ def multiply(
     Returns:
         <float>[N, O].
     """
-    if not _has_choice(x, weight) or not is_onednn_chosen(kind, x.shape[0]):
+    # The cheapest question first: a step of decoding asks it for every product.
+    is_float32 = x.dtype == torch.float32
+    if not is_float32 or not is_onednn_chosen(kind, x.shape[0]) or not _has_choice(x, weight):
         return torch.mm(x, weight.t(), out=out)
 
     product = onednn_linear(x, weight)
     return product if out is None else out.copy_(product)
+
+
+def expert_weight_gradient(d_output: Tensor, x: Tensor, out: Tensor) -> None:
+    """Computes dW = dy^T x of an expert.
+
+    Args:
+        d_output: <float>[N, O] dy.
+        x: <float>[N, I].
+        out: <float>[O, I] to fill.
+    """
+    d_output_t = d_output.t()
+    if d_output.element_size() == 2 and copies_expert_gradient():
+        d_output_t = d_output_t.contiguous()
+    torch.mm(d_output_t, x, out=out)
+
+
+def prepares_for_row_counts(dtype: torch.dtype) -> bool:
+    """Returns whether products of experts take longer with a number of rows that is new."""
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return False
+    if dtype.itemsize == 2:
+        return True
+    kinds: tuple[ProductKind, ...] = ("expert_forward", "expert_input_gradient")
+    return dtype == torch.float32 and any(is_onednn_chosen(kind, 2**10) for kind in kinds)
 
 
 class _Linear(torch.autograd.Function):

@@ -2,13 +2,14 @@
 
 torch's builds hold two: a BLAS (MKL on x86), which torch's own operations call, and oneDNN. Which
 is faster depends on the processor and on the kind of product, see product_measurement.py. The
-measurement takes a third of a second when a process first needs it, and is kept in the user's cache
-folder by processor and release of torch.
+measurement takes two seconds when a process first needs it, and is kept in the user's cache folder
+by processor and release of torch.
 
 Results of the two differ by rounding. Who wants equal bits on several machines gives a fixed choice
 in the environment variable STMOE_PRODUCTS: `blas`, `onednn`, or a file that
 `python -m scripts.benchmark products --json FILE` wrote. A resumed run keeps the choice of its
-checkpoint. In bfloat16 torch's own operations end in oneDNN too: there is nothing to choose.
+checkpoint. In 16 bits torch's own operations end in oneDNN too; chosen is how an expert's gradients
+are given to it.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ import torch
 from moe.errors import ConfigError, DataError
 from moe.files import cache_folder, whole_file, write_text
 from moe.kernels.product_measurement import (
-    FEW_TOKENS,
+    PRODUCT_KINDS,
     Library,
     LibraryByTokens,
     Measurement,
@@ -60,8 +61,16 @@ def is_onednn_chosen(kind: ProductKind, num_tokens: int) -> bool:
         ConfigError: When the environment variable holds no choice.
     """
     by_tokens: LibraryByTokens = getattr(products_in_use(), kind)
-    library = by_tokens.few if num_tokens <= FEW_TOKENS else by_tokens.many
-    return library == "onednn"
+    return by_tokens.library(num_tokens) == "onednn"
+
+
+def copies_expert_gradient() -> bool:
+    """Returns whether an expert's dW = dy^T x in 16 bits is computed of a copy of dy^T.
+
+    Raises:
+        ConfigError: When the environment variable holds no choice.
+    """
+    return products_in_use().copies_expert_gradient
 
 
 def products_in_use() -> ProductChoice:
@@ -84,13 +93,15 @@ def use_products(choice: ProductChoice | None) -> None:
 
 def fixed_choice(library: Library) -> ProductChoice:
     """Returns the choice of one library for every product."""
-    everywhere = LibraryByTokens(library, library)
-    return ProductChoice(*[everywhere for _ in ProductChoice._fields])
+    everywhere = LibraryByTokens(one=library, few=library, many=library)
+    by_kind = dict.fromkeys(PRODUCT_KINDS, everywhere)
+    return ProductChoice(**by_kind, copies_expert_gradient=False)
 
 
 def cache_file() -> Path:
     """Returns where the measurement of this machine is kept."""
-    key = f"{processor_name()}|{torch.__version__}"
+    parts = [processor_name(), str(torch.__version__), *Measurement._fields]
+    key = "|".join([*parts, *LibraryByTokens._fields])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     return cache_folder() / f"products-{digest}.json"
 

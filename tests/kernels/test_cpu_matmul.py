@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe.kernels.cpu_matmul import linear, multiply
+from moe.kernels.cpu_matmul import expert_weight_gradient, linear, multiply
 from moe.kernels.product_choice import fixed_choice, products_in_use, use_products
 
 pytestmark = pytest.mark.skipif(
@@ -125,3 +125,17 @@ def test_torch_func_and_the_tracer_see_a_plain_product():
 def test_a_single_vector_is_a_row():
     x, weight = large(769), large(1031, 769, seed=1)
     close(linear(x, weight), weight.double() @ x.double())
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_experts_gradient_is_the_same_of_a_copy(dtype, copies, library):
+    use_products(fixed_choice("blas")._replace(copies_expert_gradient=copies))
+    torch.manual_seed(0)
+    d_output = torch.randn(67, 11).to(dtype)
+    x = torch.randn(67, 7).to(dtype)
+    out = torch.empty(11, 7, dtype=dtype)
+    expert_weight_gradient(d_output, x, out)
+    expected = d_output.double().T @ x.double()
+    tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
+    assert torch.allclose(out.double(), expected, rtol=0, atol=tolerance)

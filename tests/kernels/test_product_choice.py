@@ -18,6 +18,7 @@ from moe.kernels import product_choice
 from moe.kernels.product_choice import (
     CHOICE_VARIABLE,
     cache_file,
+    copies_expert_gradient,
     fixed_choice,
     is_onednn_chosen,
     products_in_use,
@@ -25,6 +26,7 @@ from moe.kernels.product_choice import (
     use_products,
 )
 from moe.kernels.product_measurement import (
+    PRODUCT_KINDS,
     LibraryByTokens,
     Measurement,
     ProductChoice,
@@ -65,11 +67,14 @@ def test_a_machine_measures_once(fresh, monkeypatch):
 
 def test_the_faster_library_is_chosen_where_it_is_worth_it():
     measurement = measure_products()
-    assert len(measurement.times) == 10
+    assert len(measurement.times) == 15
     for entry in measurement.times:
         library = getattr(getattr(measurement.choice, entry.kind), entry.tokens)
-        assert (library == "onednn") == (entry.onednn < 0.9 * entry.blas)
+        assert (library == "onednn") == (entry.onednn < 0.95 * entry.blas)
         assert entry.blas > 0 and entry.onednn > 0
+    copied, as_it_lies = measurement.copy_time.copied, measurement.copy_time.as_it_lies
+    assert measurement.choice.copies_expert_gradient == (copied < 0.95 * as_it_lies)
+    assert copied > 0 and as_it_lies > 0
 
 
 def test_the_measurement_is_invisible(fresh):
@@ -103,7 +108,7 @@ def test_a_home_that_cannot_be_written_to_is_no_obstacle(fresh, monkeypatch):
 def test_the_environment_gives_one_library(fresh, monkeypatch, library):
     monkeypatch.setenv(CHOICE_VARIABLE, library)
     monkeypatch.setattr(product_choice, "measure_products", refuse)
-    for num_tokens in (1, 64, 65):
+    for num_tokens in (1, 3, 17):
         assert is_onednn_chosen("expert_forward", num_tokens) == (library == "onednn")
 
 
@@ -116,12 +121,16 @@ def test_the_environment_gives_a_file_of_the_benchmark(fresh, monkeypatch, capsy
     # The other way round, so that the file and not the machine decides.
     other = {"blas": "onednn", "onednn": "blas"}
     swapped = []
-    for by_tokens in measurement.choice:
+    for kind in PRODUCT_KINDS:
+        by_tokens = getattr(measurement.choice, kind)
         swapped.append(LibraryByTokens(*[other[library] for library in by_tokens]))
-    save_measurement(measurement._replace(choice=ProductChoice(*swapped)), file)
+    copies = not measurement.choice.copies_expert_gradient
+    choice = ProductChoice(*swapped, copies_expert_gradient=copies)
+    save_measurement(measurement._replace(choice=choice), file)
     monkeypatch.setenv(CHOICE_VARIABLE, str(file))
     use_products(None)
-    assert products_in_use() == ProductChoice(*swapped)
+    assert products_in_use() == choice
+    assert copies_expert_gradient() == copies
 
 
 @pytest.mark.parametrize("given", ["mkl", "/nonexistent/products.json"])
@@ -131,12 +140,12 @@ def test_what_is_no_choice_is_refused(fresh, monkeypatch, given):
         products_in_use()
 
 
-def test_few_and_many_tokens_have_their_own_library(fresh):
-    libraries = LibraryByTokens(few="blas", many="onednn")
+def test_one_few_and_many_tokens_have_their_own_library(fresh):
+    libraries = LibraryByTokens(one="onednn", few="blas", many="onednn")
     use_products(fixed_choice("blas")._replace(weight_gradient=libraries))
-    assert not is_onednn_chosen("weight_gradient", 64)
-    assert is_onednn_chosen("weight_gradient", 65)
-    assert not is_onednn_chosen("forward", 65)
+    chosen = {number: is_onednn_chosen("weight_gradient", number) for number in (1, 2, 3, 16, 17)}
+    assert chosen == {1: True, 2: True, 3: False, 16: False, 17: True}
+    assert not is_onednn_chosen("forward", 17)
 
 
 @pytest.mark.slow
@@ -152,5 +161,7 @@ def test_processes_that_start_together_choose_alike(fresh):
     printed = {process.communicate(timeout=300)[0] for process in processes}
     assert len(printed) == 1 and "forward" not in printed
     kept = json.loads(cache_file().read_text(encoding="utf-8"))
-    assert json.loads(printed.pop()) == [list(kinds.values()) for kinds in kept["choice"].values()]
+    copies = kept["choice"].pop("copies_expert_gradient")
+    libraries = [list(kinds.values()) for kinds in kept["choice"].values()]
+    assert json.loads(printed.pop()) == [*libraries, copies]
     assert isinstance(Measurement(**kept), Measurement)
