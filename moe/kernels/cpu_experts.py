@@ -11,37 +11,37 @@ after each operation of torch; to make them sleep at once won nothing that could
 every later operation of the process, such as a step of decoding, had to wake them.
 """
 
-import contextlib
-import functools
 import math
-import mmap
-import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from operator import attrgetter
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.kernels.cpu_matmul import multiply
-from moe.kernels.expert_rows import ExpertRows, sum_by_token
+from moe.kernels.cpu_matmul import (
+    expert_weight_gradient,
+    multiply,
+    prepares_for_row_counts,
+)
+from moe.kernels.dropout import draw_kept
+from moe.kernels.expert_pieces import Piece, run_pieces, split_rows
+from moe.kernels.expert_rows import ExpertRows, round_up_rows, sum_by_token
 from moe.kernels.expert_weights import ExpertWeights, expert_weight
 from moe.kernels.hidden_units import ExpertForm
+from moe.kernels.host_memory import empty_in_few_pages
+from moe.kernels.late_gradients import LateGradients
 
-# Rows in a piece of a forward pass: enough for a full-speed product, few enough for the cache.
-_ROWS_PER_PIECE = 512
+# Bytes in a column of a piece of a forward pass, 512 rows in float32: enough for a product at full
+# speed, few enough for the cache.
+_BYTES_PER_PIECE = 2048
 
 # Rows of a layer up to which reading weights is all the work: one expert at a time, on all cores.
 _SEQUENTIAL_ROWS = 32
 
 # Mean rows of an expert below which its gradient's memory costs more than its products.
 _FEW_ROWS = 64
-
-_HUGE_PAGE = 2**21  # bytes
 
 
 class RowValues(NamedTuple):
@@ -84,6 +84,7 @@ def fused_feed_forward(
     rows: ExpertRows,
     weights: ExpertWeights,
     form: ExpertForm,
+    late: LateGradients | None = None,
 ) -> Tensor:
     """Returns every token's weighted sum of its experts' outputs: gather, experts and sum in one node.
 
@@ -96,14 +97,24 @@ def fused_feed_forward(
         rows: Which token each row is, and its weight.
         weights: Of the experts, in the dtype of the tokens or quantised.
         form: What an expert computes.
+        late: Where gradients of the weights are left, see late_gradients.py; None computes them
+            with those of the tokens.
 
     Returns:
         <float>[T, D]; zeros for a token without rows.
     """
+    if prepares_for_row_counts(tokens.dtype):
+        rows = round_up_rows(rows)
     inputs = (tokens, rows.weight, *weights)
     needs_graph = any(x is not None and x.requires_grad for x in inputs)
-    keep_products = torch.is_grad_enabled() and needs_graph
-    return _FusedFeedForward.apply(*inputs, rows, form, keep_products)
+    if torch.is_grad_enabled() and needs_graph:
+        return _FusedFeedForward.apply(*inputs, rows, form, late)
+
+    # A node that keeps nothing would cost a step of decoding as much as its gather and its sum.
+    combined, _ = run_forward(
+        tokens, rows, weights, form, keep_products=False, seed=_dropout_seed(form)
+    )
+    return combined
 
 
 class _FusedFeedForward(torch.autograd.Function):
@@ -119,12 +130,11 @@ class _FusedFeedForward(torch.autograd.Function):
         bias: Tensor | None,
         rows: ExpertRows,
         form: ExpertForm,
-        keep_products: bool,
+        late: LateGradients | None,
     ) -> Tensor:
-        seed = int(torch.randint(2**62, ()).item()) if form.dropout_rate else 0
         weights = ExpertWeights(first, down, bias)
         combined, values = run_forward(
-            tokens, rows, weights, form, keep_products=keep_products, seed=seed
+            tokens, rows, weights, form, keep_products=True, seed=_dropout_seed(form)
         )
 
         # The outputs are needed for the gradient of the combine weights alone.
@@ -132,6 +142,7 @@ class _FusedFeedForward(torch.autograd.Function):
         ctx.save_for_backward(tokens, first, down, bias, *values._replace(outputs=kept_outputs))
         ctx.rows = rows
         ctx.form = form
+        ctx.late = late
         return combined
 
     @staticmethod
@@ -141,11 +152,25 @@ class _FusedFeedForward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         tokens, first, down, bias, *values = ctx.saved_tensors
         weights = ExpertWeights(first, down, bias)
+        inputs = (grad_outputs[0], tokens, ctx.rows, weights, ctx.form, RowValues(*values))
         needed = ctx.needs_input_grad[:5]
-        gradients = run_backward(
-            grad_outputs[0], tokens, ctx.rows, weights, ctx.form, RowValues(*values), needed
-        )
-        return (*gradients, None, None, None)
+        if ctx.late is None:
+            return (*run_backward(*inputs, needed), None, None, None)
+
+        # All but the gradients of the weights, for which dz is kept.
+        needs_tokens, needs_weight, _, _, needs_bias = needed
+        d_products = torch.empty_like(values[0])  # dz  [N, 2F or F]
+        needed = (needs_tokens, needs_weight, False, False, needs_bias)
+        gradients = run_backward(*inputs, needed, d_products)
+
+        compute = partial(run_weight_gradients, *inputs, d_products)
+        d_first, d_down = ctx.late.leave(compute, weights)
+        return (*gradients._replace(first=d_first, down=d_down), None, None, None)
+
+
+def _dropout_seed(form: ExpertForm) -> int:
+    """Returns a seed of torch's default generator; 0 where nothing is dropped."""
+    return int(torch.randint(2**62, ()).item()) if form.dropout_rate else 0
 
 
 def run_forward(
@@ -198,7 +223,8 @@ def run_forward(
         expert_bias = None if bias is None else bias[piece.expert]
         if form.dropout_rate:
             generator = torch.Generator().manual_seed(seed + piece.start)
-            kept_units[here].bernoulli_(1 - form.dropout_rate, generator=generator)
+            shape = kept_units[here].shape
+            kept_units[here] = draw_kept(shape, form.dropout_rate, generator)
 
         # One expert's rows go through both products while they are in the cache.
         x = tokens.index_select(0, rows.token[here])  # [n, D]
@@ -210,7 +236,7 @@ def run_forward(
         down_weight = expert_weight(down, piece.expert, tokens)
         multiply(hidden.output, down_weight, out=outputs[here])  # [n, D]
 
-    pieces = [piece for piece in split_rows(counts, _ROWS_PER_PIECE) if piece.num_rows]
+    pieces = [piece for piece in split_rows(counts, _rows_per_piece(tokens)) if piece.num_rows]
     if num_rows <= _SEQUENTIAL_ROWS:
         for piece in pieces:
             run_piece(piece)
@@ -229,6 +255,7 @@ def run_backward(
     form: ExpertForm,
     values: RowValues,
     needed: Sequence[bool],
+    d_products: Tensor | None = None,
 ) -> Gradients:
     """Returns the gradients of `run_forward`, in whose letters the steps are written.
 
@@ -240,6 +267,7 @@ def run_backward(
         form: What an expert computes.
         values: What it computed, with the products.
         needed: Which gradients are asked for, in the order of `Gradients`.
+        d_products: <float>[N, 2F or F] to fill with dz, for `run_weight_gradients`; None for not.
     """
     products, gates, kept_units, outputs = values
     first, down, bias = weights
@@ -274,7 +302,7 @@ def run_backward(
         gate = gates[here] if gates.numel() else hidden_layer.gate_half(product)  # [n, F]
         hidden = hidden_layer.hidden(product, gate, expert_bias, kept)
         if d_down is not None:
-            torch.mm(d_row.t(), hidden.output, out=d_down.piece_sum(piece))
+            expert_weight_gradient(d_row, hidden.output, d_down.piece_sum(piece))
         down_weight = expert_weight(down, piece.expert, tokens)
         d_hidden = multiply(d_row, down_weight.t(), kind="expert_input_gradient")  # [n, F]
 
@@ -283,18 +311,18 @@ def run_backward(
         d_plain = hidden_layer.d_plain(d_hidden, hidden, expert_bias, kept, d_bias_sum)
         d_product = hidden_layer.d_product(d_plain, product, gate)  # [n, 2F or F]
 
+        if d_products is not None:
+            d_products[here] = d_product
+
         # dW1 = dz^T x and dx = dz W1.
         if d_first is not None:
             x = tokens.index_select(0, token)
-            torch.mm(d_product.t(), x, out=d_first.piece_sum(piece))
+            expert_weight_gradient(d_product, x, d_first.piece_sum(piece))
         if needs_tokens:
             first_weight = expert_weight(first, piece.expert, tokens)
             multiply(d_product, first_weight.t(), kind="expert_input_gradient", out=d_rows[here])
 
-    # A weight's gradient is one sum over an expert's rows: as few pieces as keep all cores busy.
-    fair_share = math.ceil(num_rows / torch.get_num_threads())
-    pieces = split_rows(rows.counts.tolist(), max(_ROWS_PER_PIECE, fair_share))
-    run_pieces(run_piece, pieces)
+    run_pieces(run_piece, _backward_pieces(tokens, rows))
     return Gradients(
         tokens=sum_by_token(d_rows, rows, None) if needs_tokens else None,
         row_weight=d_weight,
@@ -302,6 +330,69 @@ def run_backward(
         down=d_down.total() if d_down is not None else None,
         bias=d_bias.total() if d_bias is not None else None,
     )
+
+
+def run_weight_gradients(
+    d_output: Tensor,
+    tokens: Tensor,
+    rows: ExpertRows,
+    weights: ExpertWeights,
+    form: ExpertForm,
+    values: RowValues,
+    d_products: Tensor,
+    needs_first: bool,
+    needs_down: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns dW1 <float>[E, 2F or F, D] and dW2 <float>[E, D, F], which `run_backward` left out.
+
+    Args:
+        d_output: As of `run_backward`, and so are all up to `values`.
+        tokens: Its tokens.
+        rows: Its rows.
+        weights: Its weights.
+        form: What an expert computes.
+        values: What it computed.
+        d_products: <float>[N, 2F or F] dz of every row.
+        needs_first: Whether dW1 is asked for.
+        needs_down: Whether dW2 is asked for.
+    """
+    products, gates, kept_units, _ = values
+    bias = weights.bias
+    hidden_layer = _HiddenLayer(form)
+    num_rows = rows.token.numel()
+    row_weight = rows.weight.to(tokens.dtype)[:, None]  # [N, 1]
+    d_first = _WeightGradient(weights.first, num_rows) if needs_first else None
+    d_down = _WeightGradient(weights.down, num_rows) if needs_down else None
+
+    def run_piece(piece: Piece) -> None:
+        here = slice(piece.start, piece.end)
+        token = rows.token[here]
+
+        # dW2 = do^T h, with do_n = w_n dy_t.
+        if d_down is not None:
+            product = products[here]
+            gate = gates[here] if gates.numel() else hidden_layer.gate_half(product)  # [n, F]
+            expert_bias = None if bias is None else bias[piece.expert]
+            hidden = hidden_layer.hidden(product, gate, expert_bias, kept_units[here])
+            d_row = d_output.index_select(0, token).mul_(row_weight[here])  # [n, D]
+            expert_weight_gradient(d_row, hidden.output, d_down.piece_sum(piece))
+
+        # dW1 = dz^T x.
+        if d_first is not None:
+            x = tokens.index_select(0, token)  # [n, D]
+            expert_weight_gradient(d_products[here], x, d_first.piece_sum(piece))
+
+    run_pieces(run_piece, _backward_pieces(tokens, rows))
+    return (
+        d_first.total() if d_first is not None else None,
+        d_down.total() if d_down is not None else None,
+    )
+
+
+def _backward_pieces(tokens: Tensor, rows: ExpertRows) -> list[Piece]:
+    """Returns as few pieces as keep all cores busy: a weight's gradient is one sum over its rows."""
+    fair_share = math.ceil(rows.token.numel() / torch.get_num_threads())
+    return split_rows(rows.counts.tolist(), max(_rows_per_piece(tokens), fair_share))
 
 
 class _Hidden(NamedTuple):
@@ -361,7 +452,7 @@ class _HiddenLayer:
         if bias is not None:
             output = plain * bias if self.multiplies_bias else plain + bias
         if kept.numel():
-            output = output * kept * self.keep_scale
+            output = (output * kept).mul_(self.keep_scale)
         return _Hidden(plain, output)
 
     def d_plain(
@@ -375,7 +466,7 @@ class _HiddenLayer:
         """Returns dp <float>[n, F] of dh <float>[n, F], and fills dB <float>[F] when it is given."""
         # Through dropout, then through the bias: dB is a sum over the rows.
         if kept.numel():
-            d_hidden = d_hidden * kept * self.keep_scale
+            d_hidden = (d_hidden * kept).mul_(self.keep_scale)
         if d_bias is not None:
             d_bias_rows = d_hidden * hidden.plain if self.multiplies_bias else d_hidden
             torch.sum(d_bias_rows, dim=0, out=d_bias)
@@ -416,11 +507,11 @@ class _WeightGradient:
     def __init__(self, weights: Tensor, num_rows: int) -> None:
         has_few_rows = num_rows < _FEW_ROWS * weights.shape[0]
         self._first_pieces = (
-            empty_in_huge_pages(weights) if has_few_rows else torch.empty_like(weights)
+            empty_in_few_pages(weights) if has_few_rows else torch.empty_like(weights)
         )
         self._further_pieces: dict[tuple[int, int], Tensor] = {}
 
-    def piece_sum(self, piece: "Piece") -> Tensor:
+    def piece_sum(self, piece: Piece) -> Tensor:
         """Returns where the sum <float>[...] over the rows of `piece` belongs."""
         target = self._first_pieces[piece.expert]
         if piece.part:
@@ -435,151 +526,5 @@ class _WeightGradient:
         return self._first_pieces
 
 
-def empty_in_huge_pages(like: Tensor) -> Tensor:
-    """Returns uninitialised memory, in huge pages where the system has them.
-
-    Args:
-        like: <float>[...] gives shape and dtype.
-
-    Returns:
-        <dtype of like>[...] of any values.
-    """
-    num_bytes = like.numel() * like.element_size()
-    if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty_like(like)
-
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
-
-
-# ---- pieces of work and their threads ----
-
-
-class Piece(NamedTuple):
-    """Rows `start` to `end` of one expert; `part` counts the pieces of that expert."""
-
-    expert: int
-    part: int
-    start: int
-    end: int
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the piece."""
-        return self.end - self.start
-
-
-def split_rows(counts: list[int], most: int) -> list[Piece]:
-    """Returns each expert's rows in even pieces, the largest piece first.
-
-    An expert without rows has one piece, since its gradient is filled as well.
-
-    Args:
-        counts: Rows of each expert.
-        most: Rows in a piece.
-    """
-    # Borders are rounded down, so that pieces of an expert differ by one row at most.
-    pieces: list[Piece] = []
-    expert_start = 0
-    for expert, count in enumerate(counts):
-        num_parts = max(1, math.ceil(count / most))
-        for part in range(num_parts):
-            start = expert_start + count * part // num_parts
-            end = expert_start + count * (part + 1) // num_parts
-            pieces.append(Piece(expert, part, start, end))
-        expert_start += count
-    return sorted(pieces, key=attrgetter("num_rows"), reverse=True)
-
-
-class _Queue:
-    """The pieces that no worker has begun."""
-
-    def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._pieces = deque(pieces)
-        self._lock = threading.Lock()
-
-    def take(self) -> Piece | None:
-        with self._lock:
-            return self._pieces.popleft() if self._pieces else None
-
-    def clear(self) -> None:
-        with self._lock:
-            self._pieces.clear()
-
-
-def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
-    """Runs all pieces, as many at once as torch has threads, each of them on one core.
-
-    After an error or Ctrl-C no piece begins any more, and none is running when it is raised.
-    """
-    queue = _Queue(pieces)
-
-    def work() -> None:
-        try:
-            while (piece := queue.take()) is not None:
-                run(piece)
-        except BaseException:
-            queue.clear()
-            raise
-
-    num_threads = torch.get_num_threads()
-    if num_threads == 1:
-        with torch.autocast("cpu", enabled=False):
-            work()
-        return
-
-    pool = _thread_pool(num_threads)
-    if torch.is_inference_mode_enabled():
-        # The mode belongs to a thread, and tensors of the mode can be changed within it only.
-        work = torch.inference_mode()(work)
-
-    jobs: list[Future[None]] = []
-    job = None
-    try:
-        for _ in range(num_threads):
-            jobs.append(pool.submit(work))
-        for job in jobs:
-            job.result()
-    except BaseException:
-        queue.clear()
-        wait(jobs)
-        raise
-    finally:
-        # An error, its frame and the jobs would hold each other, and with them the workers.
-        job = None
-        jobs.clear()
-
-
-@functools.lru_cache(maxsize=4)
-def _thread_pool(num_threads: int) -> ThreadPoolExecutor:
-    """Returns the workers for so many threads: each runs torch on one core and builds no graph.
-
-    Workers of a number of threads that is no longer asked for end when the cache forgets them.
-    """
-    started = threading.Barrier(num_threads)
-
-    def prepare() -> None:
-        # A thread's first question sets it to the process's number: let that be over.
-        torch.get_num_threads()
-        torch.set_num_threads(1)
-        torch.set_grad_enabled(False)
-
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="experts", initializer=prepare)
-    try:
-        # The barrier lets no worker take two of these jobs, so that all workers start now.
-        for ready in [pool.submit(started.wait) for _ in range(num_threads)]:
-            ready.result()
-    except BaseException:
-        # The system gives no more threads: who waits for them would keep the process from ending.
-        started.abort()
-        raise
-    finally:
-        # The workers' setting is also what threads to come would inherit.
-        torch.set_num_threads(num_threads)
-    return pool
-
-
-if hasattr(os, "register_at_fork"):  # threads do not survive a fork
-    os.register_at_fork(after_in_child=_thread_pool.cache_clear)
+def _rows_per_piece(tokens: Tensor) -> int:
+    return _BYTES_PER_PIECE // tokens.element_size()

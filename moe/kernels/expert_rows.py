@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Rows of an expert that are not rounded up: products of one to 64 rows are few enough to prepare.
+_MOST_EXACT_ROWS = 64
+
 
 class ExpertRows(NamedTuple):
     """Which token each row is; no row stands for an empty slot or a dropped token.
@@ -133,6 +136,58 @@ def sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Te
     return F.embedding_bag(
         rows.by_token, outputs, rows.token_start, mode="sum", per_sample_weights=weight
     )
+
+
+def round_up_rows(rows: ExpertRows) -> ExpertRows:
+    """Returns the rows with each expert's number of them rounded up.
+
+    oneDNN prepares itself, for 1 to 2 ms, for every number of rows that it has not seen, and
+    experts bring another number in every step. Up to 64 rows stay as they are; beyond that there
+    are 16 numbers between a power of two and the next, so that at most a sixteenth is added.
+
+    Added rows repeat the last of their expert and weigh nothing: they add zeros to all gradients,
+    and no token reads them.
+
+    Args:
+        rows: Rows sorted by expert; differentiable in their weights.
+    """
+    counts = rows.counts.tolist()
+    rounded = [rounded_count(count) for count in counts]
+    if rounded == counts:
+        return rows
+
+    # Where each row goes: behind what was added to the experts before its own.
+    num_slots = sum(rounded)
+    device = rows.token.device
+    rounded_counts = torch.tensor(rounded, device=device)  # [E]
+    start = rows.counts.cumsum(0) - rows.counts
+    rounded_start = rounded_counts.cumsum(0) - rounded_counts
+    shift = (rounded_start - start).repeat_interleave(rows.counts, output_size=rows.token.numel())
+    new_place = torch.arange(rows.token.numel(), device=device) + shift  # [N]
+
+    # Which row each place repeats: its own, or the last of its expert.
+    last = rows.counts - 1  # [E]
+    expert = torch.arange(len(counts), device=device)
+    expert = expert.repeat_interleave(rounded_counts, output_size=num_slots)  # [N']
+    place = torch.arange(num_slots, device=device) - rounded_start[expert]
+    source = start[expert] + torch.minimum(place, last[expert])  # [N']
+
+    weight = rows.weight.new_zeros(num_slots)
+    return ExpertRows(
+        counts=rounded_counts,
+        token=rows.token.index_select(0, source),
+        weight=weight.index_copy(0, new_place, rows.weight),
+        by_token=new_place.index_select(0, rows.by_token),
+        token_start=rows.token_start,
+    )
+
+
+def rounded_count(count: int) -> int:
+    """Returns a number of rows as `round_up_rows` rounds it."""
+    if count <= _MOST_EXACT_ROWS:
+        return count
+    step = 2 ** (count.bit_length() - 5)
+    return -(-count // step) * step
 
 
 class _GatherRows(torch.autograd.Function):

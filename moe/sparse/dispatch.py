@@ -56,6 +56,14 @@ ExpertInputs = SortedRows | UngatheredRows | Tensor
 class InFlight(Protocol):
     """Inputs of the experts that may still be on their way from other ranks."""
 
+    @property
+    def delays_weight_gradients(self) -> bool:
+        """Whether other ranks wait for gradients of these inputs, and fused experts compute them.
+
+        Gradients of weights can wait until those are sent.
+        """
+        ...
+
     def wait(self) -> ExpertInputs:
         """Returns the inputs when all are here; to be called once."""
         ...
@@ -65,6 +73,11 @@ class Arrived(NamedTuple):
     """Inputs of experts on this rank: nothing is on its way."""
 
     inputs: ExpertInputs
+
+    @property
+    def delays_weight_gradients(self) -> bool:
+        """False: nobody waits."""
+        return False
 
     def wait(self) -> ExpertInputs:
         """Returns the inputs."""

@@ -31,6 +31,7 @@ from moe.sparse.dispatch import (
     InFlight,
     SlotDispatcher,
     Slots,
+    has_fused_experts,
     row_dispatcher,
 )
 
@@ -99,6 +100,11 @@ class RowsInFlight(NamedTuple):
 
     pending: PendingRows
     exchange: RowExchange
+
+    @property
+    def delays_weight_gradients(self) -> bool:
+        """Whether the experts here are fused."""
+        return has_fused_experts(self.pending.issued)
 
     def wait(self) -> ExpertInputs:
         """Returns the received rows as the experts here take them."""
@@ -181,6 +187,11 @@ class SlotsInFlight(NamedTuple):
 
     pending: PendingRows
     sizes: dict[str, int]
+
+    @property
+    def delays_weight_gradients(self) -> bool:
+        """False: experts take slots in batched products, which are not fused."""
+        return False
 
     def wait(self) -> ExpertInputs:
         """Returns the slots <float>[E / ep, ep * n, D] of the experts here."""

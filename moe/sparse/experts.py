@@ -21,9 +21,10 @@ from moe.kernels.expert_weights import (
 )
 from moe.kernels.grouped_matmul import grouped_linear
 from moe.kernels.hidden_units import ExpertForm, hidden_units
+from moe.kernels.late_gradients import LateGradients, pass_weights
 from moe.kernels.row_operators import row_operators
 from moe.sparse.config import SparseConfig
-from moe.sparse.dispatch import ExpertInputs, SortedRows, UngatheredRows
+from moe.sparse.dispatch import InFlight, SortedRows, UngatheredRows
 
 # Standard deviation of a standard normal that is truncated at two deviations.
 _TRUNCATED_STD = 0.87962566103423978
@@ -77,31 +78,48 @@ class Experts(nn.Module):
             is_factor = self.config.expert_bias == "multiplicative"
             nn.init.constant_(self.bias, 1.0 if is_factor else 0.0)
 
-    def forward(self, inputs: ExpertInputs) -> Tensor:
+    def forward(self, in_flight: InFlight) -> Tensor:
         """Returns the outputs of the experts, in the form of their inputs.
 
         Args:
-            inputs: Of a dispatcher: rows, or slots <any float>[E, n, D].
+            in_flight: Of a dispatcher: rows, or slots <any float>[E, n, D], or what will be them.
 
         Returns:
             <dtype of the products> of the inputs' shape: rows [N, D] or slots [E, n, D]. Rows that
             were not gathered come back combined, [T, D]: the CPU's kernel does it all.
         """
+        # What a backward pass computes while gradients of rows travel is made before the wait.
+        remote_weights = None
+        if in_flight.delays_weight_gradients:
+            remote_weights = pass_weights(self._fused_weights())
+        inputs = in_flight.wait()
+
         # One form of the products for each form of dispatch.
         if isinstance(inputs, UngatheredRows):
-            return self.run_fused(inputs)
+            weights, late = remote_weights or (self._fused_weights(), None)
+            return self.run_fused(inputs, weights, late)
         if isinstance(inputs, SortedRows):
             x = inputs.x.to(self.product_dtype())
             return self.run_rows(x, inputs.counts, self.product_weights())
         return self.run_slots(inputs.to(self.product_dtype()), self.product_weights())
 
-    def run_fused(self, inputs: UngatheredRows) -> Tensor:
-        """Returns every token's weighted sum of its experts' outputs <dtype of the products>[T, D]."""
+    def run_fused(
+        self, inputs: UngatheredRows, weights: ExpertWeights, late: LateGradients | None
+    ) -> Tensor:
+        """Returns every token's weighted sum of its experts' outputs.
+
+        Args:
+            inputs: Tokens, and their rows.
+            weights: Of the experts.
+            late: Where gradients of the weights are left for later; None computes them at once.
+
+        Returns:
+            <dtype of the products>[T, D].
+        """
         tokens = inputs.tokens.to(self.product_dtype())
-        is_compiling = torch.compiler.is_compiling()
-        run = compiled_feed_forward if is_compiling else fused_feed_forward
-        weights = self.product_weights(keep_quantized=not is_compiling)
-        return run(tokens, inputs.rows, weights, self._form())
+        if torch.compiler.is_compiling():
+            return compiled_feed_forward(tokens, inputs.rows, weights, self._form())
+        return fused_feed_forward(tokens, inputs.rows, weights, self._form(), late)
 
     def run_rows(self, x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
         """Returns the outputs of rows sorted by expert, by grouped products.
@@ -177,6 +195,10 @@ class Experts(nn.Module):
             down=self._product_weight(local_shard(self.down_proj), keep_quantized),
             bias=bias,
         )
+
+    def _fused_weights(self) -> ExpertWeights:
+        """Returns the weights as fused experts take them: quantised ones one expert at a time."""
+        return self.product_weights(keep_quantized=not torch.compiler.is_compiling())
 
     def _product_weight(self, weight: Tensor, keep_quantized: bool) -> Tensor:
         """Returns a stacked weight <dtype of the products>[E, O, I], or one of torchao."""

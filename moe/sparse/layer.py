@@ -147,7 +147,7 @@ class SparseFeedForward(nn.Module):
         router_output = self._report(scores, plan) if report else None
 
         # Through the experts, and back to the tokens.
-        expert_outputs = self.experts(in_flight.wait())  # rows, slots or, fused, tokens
+        expert_outputs = self.experts(in_flight)  # rows, slots or, fused, tokens
         combined = reduce_from_tp_region(dispatcher.combine(expert_outputs), self.tp)  # [T, D]
         combined = combined.unflatten(0, inputs.tokens.shape[:2])  # [G, S, D]
         return from_groups(combined, sequences).to(x.dtype), router_output

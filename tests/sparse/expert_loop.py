@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from moe.kernels.expert_rows import ExpertRows
+from moe.kernels.hidden_units import ExpertForm
 from moe.sparse.config import SparseConfig
 
 KINDS = list(
@@ -46,6 +47,11 @@ def problem(config, num_tokens, num_rows, seed=0):
         shapes.append((E, F_))
     inputs = [torch.randn(shape, dtype=torch.float64) if shape else rows.weight for shape in shapes]
     return [x.detach().requires_grad_() for x in inputs], rows
+
+
+def form_of(config, drop_rate=0.0):
+    """Returns what the experts of a configuration compute."""
+    return ExpertForm(config.activation, config.gated, config.expert_bias, drop_rate)
 
 
 def run_loop(inputs, rows, config, kept=None, drop_rate=0.0):

@@ -14,11 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe.kernels import cpu_experts
+from moe.kernels import cpu_experts, expert_pieces
 from moe.kernels.expert_weights import ExpertWeights
-from moe.kernels.hidden_units import ExpertForm
 from tests.processes import run_program
-from tests.sparse.expert_loop import KINDS, expert_rows, problem, run_loop, tiny
+from tests.sparse.expert_loop import KINDS, expert_rows, form_of, problem, run_loop, tiny
 from tests.sparse.layers import DROPLESS, assert_all_close, build_layer, gradients
 
 
@@ -34,8 +33,7 @@ def run_engine(inputs, rows, config, drop_rate=0.0):
     tokens, weight, first, down, *bias = inputs
     rows = rows._replace(weight=weight)
     weights = ExpertWeights(first, down, bias[0] if bias else None)
-    form = ExpertForm(config.activation, config.gated, config.expert_bias, drop_rate)
-    return cpu_experts.fused_feed_forward(tokens, rows, weights, form)
+    return cpu_experts.fused_feed_forward(tokens, rows, weights, form_of(config, drop_rate))
 
 
 # ---- the engine of the CPU against the loop ----
@@ -50,7 +48,7 @@ def test_the_engine_equals_a_loop_over_experts_in_output_and_gradients(
 ):
     threads(num_threads)
     monkeypatch.setattr(
-        cpu_experts, "_ROWS_PER_PIECE", chunk
+        cpu_experts, "_BYTES_PER_PIECE", 8 * chunk
     )  # few rows a piece: experts are split and summed up again
     config = tiny(activation, gated, expert_bias, d_model=7, d_ff=11)
     inputs, rows = problem(config, num_tokens=13, num_rows=23)
@@ -215,7 +213,7 @@ def _in_a_child(layer, x, answers):
     (gate, *_) = gradients(y.square().sum(), layer)
     torch.set_num_threads(2)
     ran = []
-    cpu_experts.run_pieces(ran.append, cpu_experts.split_rows([3, 5], most=2))
+    expert_pieces.run_pieces(ran.append, expert_pieces.split_rows([3, 5], most=2))
     answers.put((y.detach().numpy(), gate.numpy(), len(ran)))
 
 
@@ -251,7 +249,7 @@ def test_workers_run_torch_on_one_core_each(threads):
         torch.zeros(2**20).add(1)  # large enough to be split
         seen.append(torch.get_num_threads())
 
-    cpu_experts.run_pieces(run, cpu_experts.split_rows([3, 5], most=1))
+    expert_pieces.run_pieces(run, expert_pieces.split_rows([3, 5], most=1))
     assert set(seen) == {1}
     assert torch.get_num_threads() == 2
 
@@ -393,7 +391,7 @@ def test_all_tokens_may_go_to_one_expert(num_threads, threads):
 
 def test_pieces_cover_every_row_once_and_every_expert():
     counts = [5, 0, 13, 1]
-    pieces = cpu_experts.split_rows(counts, most=3)
+    pieces = expert_pieces.split_rows(counts, most=3)
     assert sorted(row for p in pieces for row in range(p.start, p.end)) == list(range(19))
     assert {p.expert for p in pieces} == {0, 1, 2, 3}
     assert all(p.end - p.start <= 3 for p in pieces)
@@ -413,7 +411,7 @@ def test_an_error_in_a_piece_reaches_the_caller(threads):
             raise ZeroDivisionError("expert 2")
 
     with pytest.raises(ZeroDivisionError, match="expert 2"):
-        cpu_experts.run_pieces(run, cpu_experts.split_rows([3, 3, 3, 3], most=2))
+        expert_pieces.run_pieces(run, expert_pieces.split_rows([3, 3, 3, 3], most=2))
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
@@ -431,7 +429,7 @@ def test_after_an_error_no_piece_begins_and_none_is_running(error, threads):
         ended.append(piece)
 
     with pytest.raises(error):
-        cpu_experts.run_pieces(run, cpu_experts.split_rows([5] * 13, most=1))
+        expert_pieces.run_pieces(run, expert_pieces.split_rows([5] * 13, most=1))
     assert (len(begun), len(ended)) == (2, 1)
 
 
@@ -453,7 +451,7 @@ def test_ctrl_c_leaves_no_piece_running(threads):
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            cpu_experts.run_pieces(run, cpu_experts.split_rows([5] * 131, most=1))
+            expert_pieces.run_pieces(run, expert_pieces.split_rows([5] * 131, most=1))
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(begun) == len(ended) < 100
@@ -462,7 +460,7 @@ def test_ctrl_c_leaves_no_piece_running(threads):
 def test_other_numbers_of_threads_do_not_leave_workers_behind(threads):
     for number in range(2, 14):
         threads(number)
-        cpu_experts.run_pieces(lambda piece: None, cpu_experts.split_rows([3], most=1))
+        expert_pieces.run_pieces(lambda piece: None, expert_pieces.split_rows([3], most=1))
     for _ in range(200):
         workers = [thread for thread in threading.enumerate() if thread.name.startswith("experts")]
         if len(workers) <= 10 + 11 + 12 + 13:
@@ -475,7 +473,7 @@ def test_other_numbers_of_threads_do_not_leave_workers_behind(threads):
 def test_a_process_that_gets_no_threads_ends_with_the_error(tmp_path):
     program = (
         "import threading, torch\n"
-        "from moe.kernels import cpu_experts\n"
+        "from moe.kernels import expert_pieces\n"
         "torch.set_num_threads(3)\n"
         "start, started = threading.Thread.start, []\n"
         "def refuse(self):\n"
@@ -483,7 +481,7 @@ def test_a_process_that_gets_no_threads_ends_with_the_error(tmp_path):
         '    if len(started) == 2: raise RuntimeError("can\'t start new thread")\n'
         "    start(self)\n"
         "threading.Thread.start = refuse\n"
-        "cpu_experts.run_pieces(print, cpu_experts.split_rows([3], most=1))\n"
+        "expert_pieces.run_pieces(print, expert_pieces.split_rows([3], most=1))\n"
     )
     done = run_program(tmp_path, program)
     assert done.returncode == 1

@@ -177,7 +177,7 @@ def _sum_rows(layer: SparseFeedForward, observation: Observation, gradient: Tens
     rows = sort_rows(observation.plan, num_experts)
     tokens = layer.expert_tokens(observation.tokens)  # [T, D]
     in_flight = RowDispatcher(rows).dispatch(tokens)
-    f = layer.experts(in_flight.wait()).double()  # [N, D]
+    f = layer.experts(in_flight).double()  # [N, D]
 
     # grad(y) . (-g f) of each row.
     gradient = gradient.flatten(0, 1).double()  # [T, D]
