@@ -10,6 +10,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+# Requests of a group up to which comparing all pairs takes fewer operations than sorting. Compiled
+# graphs sort them always: they are made for any number.
+_FEW_REQUESTS = 32
+
 
 class RouterScores(NamedTuple):
     """Scores of every expert for every token; float64 in a float64 model, float32 otherwise.
@@ -17,12 +21,19 @@ class RouterScores(NamedTuple):
     Attributes:
         logits: <float32>[G, S, E] `router_logits`.
         probs: <float32>[G, S, E] `router_probs`, their softmax over experts.
-        log_normalizer: <float32>[G, S] logsumexp of the logits.
     """
 
     logits: Tensor
     probs: Tensor
-    log_normalizer: Tensor
+
+    @property
+    def log_normalizer(self) -> Tensor:
+        """<float32>[G, S] logsumexp of the logits.
+
+        Losses and statistics ask for it; for a token of a step of decoding, which has neither, it
+        would take a fifth of the layer's time beside its products.
+        """
+        return self.logits.logsumexp(dim=-1)
 
 
 def router_scores(logits: Tensor) -> RouterScores:
@@ -31,11 +42,7 @@ def router_scores(logits: Tensor) -> RouterScores:
     The exponential of a log-softmax would be cheaper; but its rounding tears tokens apart that tie
     in a softmax.
     """
-    return RouterScores(
-        logits=logits,
-        probs=logits.softmax(dim=-1),  # [G, S, E]
-        log_normalizer=logits.logsumexp(dim=-1),  # [G, S]
-    )
+    return RouterScores(logits=logits, probs=logits.softmax(dim=-1))
 
 
 class DispatchPlan(NamedTuple):
@@ -124,7 +131,7 @@ def queue_position(expert_index: Tensor, requested: Tensor, num_experts: int) ->
     """Returns how many earlier requests of the group are for the same expert.
 
     A stable sort brings the requests of each queue side by side; the position is the distance from
-    the queue's first. No mask [G, R, E] is built.
+    the queue's first. No mask [G, R, E] is built. A few requests are compared with each other.
 
     Args:
         expert_index: <int64>[G, R] experts; R requests of a group, e.g. K * S.
@@ -135,6 +142,11 @@ def queue_position(expert_index: Tensor, requested: Tensor, num_experts: int) ->
         <int64>[G, R] positions from 0; meaningful where requested.
     """
     num_groups, num_requests = expert_index.shape
+    if not torch.compiler.is_compiling() and num_requests <= _FEW_REQUESTS:
+        is_same = expert_index[:, :, None] == expert_index[:, None, :]  # [G, R, R]
+        is_ahead = (is_same & requested[:, None, :]).tril(diagonal=-1)
+        return is_ahead.sum(dim=-1)
+
     num_queues = num_groups * num_experts
     device = expert_index.device
 

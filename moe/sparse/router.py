@@ -9,7 +9,6 @@ from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from moe.errors import DataError, NonFiniteError
@@ -296,10 +295,9 @@ def gate_logits(gate_input: Tensor, gate: Tensor) -> Tensor:
     Returns:
         <float32>[G, S, E].
     """
-    num_groups, group_size, _ = gate_input.shape
-    logits = gate @ rearrange(gate_input, "g s d -> d (g s)")  # [E, G * S]
-    logits = logits.unflatten(1, (num_groups, group_size))
-    return rearrange(logits, "e g s -> g s e").contiguous()
+    logits = gate @ gate_input.flatten(0, 1).t()  # [E, G * S]
+    logits = logits.unflatten(1, gate_input.shape[:2])  # [E, G, S]
+    return logits.permute(1, 2, 0).contiguous()
 
 
 def _refuse_not_finite(logits: Tensor) -> None:
@@ -316,8 +314,8 @@ def _refuse_not_finite(logits: Tensor) -> None:
     )
     # Largest less least is finite only if all are, and takes one pass.
     least, largest = logits.aminmax()
-    is_finite = (largest - least).isfinite()
+    spread = largest - least
     if not can_read_values(logits):
-        assert_on_device(is_finite, message)
-    elif not is_finite:
+        assert_on_device(spread.isfinite(), message)
+    elif not math.isfinite(spread.item()):
         raise NonFiniteError(message)

@@ -123,7 +123,7 @@ def select_experts(scores: Tensor, num_selected_experts: int) -> Tensor:
         if choice > 0:
             remaining = remaining.scatter(-1, selected[-1], float("-inf"))
         selected.append(remaining.argmax(dim=-1, keepdim=True))  # [G, S, 1]
-    return torch.cat(selected, dim=-1)  # [G, S, K]
+    return selected[0] if num_selected_experts == 1 else torch.cat(selected, dim=-1)  # [G, S, K]
 
 
 def normalize_gates(gates: Tensor) -> Tensor:
