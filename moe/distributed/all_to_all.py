@@ -77,16 +77,17 @@ class AllToAllStep(NamedTuple):
             num_received = sum(receive_splits)
         buffer = x.new_empty(num_received, *x.shape[1:])
 
+        sent = x.contiguous()
         work = dist.all_to_all_single(
             buffer,
-            x.contiguous(),
+            sent,
             output_split_sizes=receive_splits,
             input_split_sizes=send_splits,
             group=self.group,
             async_op=True,
         )
         order = self.send_order if reverse else None
-        return _Transfer(buffer, work, self.group, order)
+        return _Transfer(sent, buffer, work, self.group, order)
 
 
 class ScheduledStep(NamedTuple):
@@ -212,6 +213,7 @@ class _ScheduledCounts(NamedTuple):
     Attributes:
         exchange: The schedule by which rows travel.
         group: The ranks.
+        sent: <int64>[ep, E / ep] rows that this rank sends; lives until `work` is done.
         counts: <int64>[ep, ep, E / ep] rows by origin, destination and expert there; not to be
             read before `work` is done.
         work: torch's handle of the collective.
@@ -219,6 +221,7 @@ class _ScheduledCounts(NamedTuple):
 
     exchange: ScheduledAllToAll
     group: ProcessGroup
+    sent: Tensor
     counts: Tensor
     work: Any
 
@@ -251,7 +254,7 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
             everyone = sent.new_empty(axis.size * axis.size, sent.shape[1])
             work = all_gather_flat(everyone, sent, axis.group, async_op=True)
             counts_of_all = everyone.view(axis.size, *sent.shape)  # [ep, ep, E / ep]
-            return _ScheduledCounts(axis.exchange, axis.group, counts_of_all, work)
+            return _ScheduledCounts(axis.exchange, axis.group, sent, counts_of_all, work)
 
         # Every rank sends one row of counts to every other: splits are known.
         steps = equal_route(axis, axis.size, counts.device).steps
@@ -319,6 +322,8 @@ class _Transfer(NamedTuple):
     """An all-to-all under way.
 
     Attributes:
+        sent: <any>[M, ...] what leaves: the thread that sends it reads it until `wait`, and freeing
+            its object meanwhile races with that (pytorch/pytorch issue 75529).
         buffer: <any>[N, ...] what arrives; not to be read before `wait`.
         work: torch's handle of the collective.
         group: The ranks.
@@ -326,6 +331,7 @@ class _Transfer(NamedTuple):
             of arrival.
     """
 
+    sent: Tensor
     buffer: Tensor
     work: Any
     group: ProcessGroup
