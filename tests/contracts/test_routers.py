@@ -139,7 +139,7 @@ def test_a_router_of_one_expert_a_token_refuses_more_choices_and_fills_no_more(n
 
 
 @by_name
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_experts=st.sampled_from([5, 17]),
     factor=st.sampled_from([0.05, 0.7, 1.25, None]),

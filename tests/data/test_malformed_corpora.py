@@ -66,9 +66,7 @@ ANY_FILE = st.tuples(
 
 
 @pytest.mark.slow
-@settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ANY_FILE, min_size=1, max_size=4))
 def test_any_bytes_are_documents_that_last_or_one_error(tmp_path_factory, tokenizer_folder, files):
     folder = tmp_path_factory.mktemp("any")

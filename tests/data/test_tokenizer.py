@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import sentencepiece
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -100,7 +100,6 @@ def test_it_agrees_with_sentencepiece_on_files_it_was_not_trained_on(tokenizer, 
 LATIN = st.characters(min_codepoint=32, max_codepoint=0x17F) | st.sampled_from("=- \t\n漢ﬁ①½…</s>")
 
 
-@settings(deadline=None)
 @example("\x85 a\x85")
 @given(st.text(alphabet=LATIN, max_size=60))
 def test_it_agrees_with_sentencepiece_on_any_latin_text(tokenizer, reference, text):

@@ -104,7 +104,6 @@ def _quickly(number: int) -> Callable[[Any], Any]:
         max_examples=number,
         derandomize=True,
         database=None,
-        deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

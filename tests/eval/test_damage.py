@@ -87,7 +87,7 @@ def expected(runs):
     return compare_runs(str(runs[0]), str(runs[1])).tasks
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_compare_says_the_same_or_names_the_file(runs, expected, tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damaged") / "run"
@@ -201,7 +201,7 @@ def asked(folders):
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_a_run_that_goes_on_never_takes_changed_answers_for_the_models(
     runs, asked, tmp_path_factory, data

@@ -81,7 +81,7 @@ def unzip(pairs):
 
 
 @pytest.mark.parametrize(("metric", "values"), MEANS, **NAMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_a_mean_is_the_mean_of_the_scores_that_count(metric, values, data):
     targets, given_answers = unzip(data.draw(values))
@@ -104,7 +104,7 @@ FIRST_COUNTS = (metrics.RECORD_EM, metrics.RECORD_F1)
 
 
 @pytest.mark.parametrize(("metric", "values"), [*MEANS, *OTHERS], **NAMES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_the_order_of_examples_does_not_matter(metric, values, data):
     pairs = data.draw(values)
@@ -128,7 +128,7 @@ def test_the_order_of_examples_does_not_matter(metric, values, data):
     [(metrics.SQUAD_EM, metrics.SQUAD_F1), (metrics.TRIVIA_EM, metrics.TRIVIA_F1)],
     ids=["squad", "trivia_qa"],
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases=answers)
 def test_an_exact_match_is_a_full_overlap_unless_both_are_empty(pair, cases):
     targets, outputs = unzip(cases)

@@ -299,7 +299,7 @@ def test_a_parquet_file_of_other_types_is_one_message(tmp_path):
         source("owner/none").rows("validation", tmp_path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_parquet_file_with_any_byte_changed_is_rows_or_one_message(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("mutated")

@@ -409,9 +409,7 @@ JSON = st.recursive(
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_config_json_loads_and_saves_or_is_refused_by_the_name_of_a_field(tmp_path, data):
     kind = data.draw(st.sampled_from(list(VALID)))

@@ -82,7 +82,7 @@ paddings = st.lists(st.integers(0, 5), min_size=3, max_size=3)
 
 
 @every_router
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(lengths, lengths, paddings, paddings, st.integers(0, 5), st.integers(0, 99))
 @torch.no_grad()
 def test_logits_depend_on_no_batch_mate_and_no_padding(
@@ -119,7 +119,7 @@ def test_expert_choice_over_tokens_looks_at_batch_mates_even_without_a_capacity_
 
 
 @every_router
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.integers(1, 9), st.integers(0, 99))
 @torch.no_grad()
 def test_logits_through_a_cache_are_those_without_one_token_by_token_or_after_a_prompt(

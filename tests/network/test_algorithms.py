@@ -13,7 +13,7 @@ from moe.network.verify import verify
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_what_fits_a_grid_is_exact_on_it(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)

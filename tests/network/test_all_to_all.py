@@ -29,7 +29,7 @@ from moe.network.verify import verify
 
 ORDERS = (half_ring, one_way_ring, two_way_ring, straight)
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda s: np.prod(s) <= 24)
-PATIENT = settings(deadline=None, max_examples=50)
+BRIEF = settings(max_examples=50)
 RATE = Rate(bandwidth=1.0, latency=0.0)
 
 
@@ -65,7 +65,7 @@ def busiest(schedule: Schedule, topology: Topology) -> float:
     return max(loads(schedule, topology)) * topology.num_ranks / schedule.num_units
 
 
-@PATIENT
+@BRIEF
 @given(data=st.data(), shape=SHAPES, wraps=st.booleans(), slices=st.integers(1, 5))
 def test_ragged_counts_arrive_on_any_grid(
     data: st.DataObject,
@@ -85,7 +85,7 @@ def test_ragged_counts_arrive_on_any_grid(
         assert exchange.schedule.num_units == counts.sum()
 
 
-@PATIENT
+@BRIEF
 @given(data=st.data(), num_ranks=st.integers(1, 11))
 def test_ragged_counts_arrive_around_any_ring_of_some_ranks(
     data: st.DataObject,
@@ -103,7 +103,7 @@ def test_ragged_counts_arrive_around_any_ring_of_some_ranks(
     verify(around_both_ways(counts, order).schedule)
 
 
-@PATIENT
+@BRIEF
 @given(
     data=st.data(),
     shape=SHAPES.filter(lambda shape: np.prod(shape) > 1),
@@ -142,7 +142,7 @@ def test_every_broken_cable_has_a_way_around(shape: tuple[int, ...]) -> None:
             verify(exchange.schedule)
 
 
-@PATIENT
+@BRIEF
 @given(data=st.data(), num_nodes=st.integers(1, 5), per_node=st.integers(1, 4))
 def test_ragged_counts_arrive_through_the_ranks_of_the_own_node(
     data: st.DataObject,
@@ -162,7 +162,7 @@ def test_ragged_counts_arrive_through_the_ranks_of_the_own_node(
     assert table.step[is_inside].max(initial=-1) < table.step[~is_inside].min(initial=99)
 
 
-@PATIENT
+@BRIEF
 @given(data=st.data())
 def test_a_combine_brings_every_unit_back(data: st.DataObject) -> None:
     topology = unit_grid(2, 3)
@@ -187,7 +187,7 @@ def units_of(parts: Intervals) -> list[int]:
     return list(itertools.chain.from_iterable(range(low, high) for low, high in spans))
 
 
-@PATIENT
+@BRIEF
 @given(data=st.data(), slices=st.integers(1, 4))
 def test_each_rank_knows_where_its_payload_lies(data: st.DataObject, slices: int) -> None:
     topology = unit_grid(2, 2, 2)

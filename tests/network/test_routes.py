@@ -11,7 +11,7 @@ from moe.network.schedule import transfers
 from moe.network.topology import grid
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     shape=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     wraps=st.booleans(),

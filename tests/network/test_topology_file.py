@@ -141,7 +141,7 @@ def test_messages_stay_inside_their_node_where_they_can(shared_card):
     assert topology.links.latency[across].sum() == pytest.approx(expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_nodes=st.integers(1, 5),
     per_node=st.integers(1, 5),
@@ -170,7 +170,7 @@ def test_a_ring_at_a_switch_takes_its_closed_form(num_ranks):
     assert seconds == pytest.approx(steps * 5e-6 + steps / num_ranks * payload / 1e9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(factor=st.floats(1.0, 20.0), level=st.sampled_from(["inside", "across"]))
 def test_more_bandwidth_is_never_slower(factor, level):
     rates = {"inside": Rate(4e9, 3e-6), "across": Rate(1e9, 9e-6)}

@@ -184,7 +184,7 @@ def check_stats(stats, counted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", OPTIONS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_output_losses_statistics_and_every_gradient_equal_the_loop_over_tokens(variant, data):
     case, router = data.draw(cases(OPTIONS[variant])), variant.split()[0]

@@ -60,7 +60,7 @@ OWN = {
 }
 SECONDS = 1.0
 
-brief = settings(max_examples=25, deadline=None)
+brief = settings(max_examples=25)
 
 SCALARS = (
     st.none()
@@ -167,9 +167,7 @@ def names_and_kinds():
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names_and_kinds(), VALUES)
 @example((PretrainRecipe, "training.batch_size"), 10**12)
 @example((PretrainRecipe, "data.inputs_length"), 10**9)
