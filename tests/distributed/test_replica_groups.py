@@ -206,12 +206,23 @@ def wait_for_all(replicas, folder, group, groups):
     replicas.begin_step = begin
 
 
-def train_group(folder, group, config, lighthouse, death, awaited):
+def meet_before_the_first_step(folder, group, num_groups):
+    """Waits until all groups have started; one that starts again waits for nobody.
+
+    Else one that starts slowly, on a busy machine, finds the step behind it in which it is to die.
+    """
+    (folder / f"{group}.started").touch()
+    while not all((folder / f"{other}.started").exists() for other in range(num_groups)):
+        time.sleep(0.05)
+
+
+def train_group(folder, group, num_groups, config, lighthouse, death, awaited):
     torch.set_num_threads(1)
     os.environ.update({LIGHTHOUSE: lighthouse, GROUP_ID: str(group)})
     model, optimizer = build()
     replicas = find_replica_groups(config, World(0, 1, 0, "cpu", timeout=60.0))
     assert isinstance(replicas, ReplicaGroups)
+    meet_before_the_first_step(folder, group, num_groups)
     if death is not None:
         die_at(replicas, *death)
     else:
@@ -250,7 +261,8 @@ def run_groups(folder, config, deaths, *, restart):
     awaited = {group for group, death in enumerate(deaths) if death is not None and restart}
     processes = {}
     for group, death in enumerate(deaths):
-        processes[group] = start(args=(folder, group, config, address, death, awaited))
+        arguments = (folder, group, len(deaths), config, address, death, awaited)
+        processes[group] = start(args=arguments)
         processes[group].start()
     try:
         end = time.monotonic() + TIMEOUT
@@ -263,7 +275,7 @@ def run_groups(folder, config, deaths, *, restart):
                     died.add(group)
                     if restart:
                         time.sleep(2)  # others go on meanwhile
-                        arguments = (folder, group, config, address, None, awaited)
+                        arguments = (folder, group, len(deaths), config, address, None, awaited)
                         processes[group] = start(args=arguments)
                         processes[group].start()
                         break
