@@ -167,7 +167,7 @@ def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int)
     peer_job, note = build_peer_job(problems)
     if peer_job is not None:
         jobs.append(peer_job)
-    times = measure_together(jobs, rounds, device)
+    times = measure_together(jobs, rounds, device).wall
 
     # A row for each of ours, then the peer's.
     rows: list[Row] = []

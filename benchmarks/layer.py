@@ -22,11 +22,13 @@ from benchmarks.timing import (
     measure,
     measure_rounds,
     median_ratio,
+    ratio_range,
     square_tflops,
 )
 from benchmarks.variants import ON_REQUEST, OURS, moe_dropless, routing_only, stats_of
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
+from moe.kernels.host_memory import keep_freed_memory
 
 VARIANTS = (*OURS, *PEERS)
 GRAPHED = ("moe_dropless", "moe_triton", "moe_static")
@@ -84,6 +86,9 @@ class LayerBenchmark:
 
 def run_layer(benchmark: LayerBenchmark) -> None:
     """Measures, prints the table and saves it; what is measured is saved as it goes."""
+    # As training does.
+    keep_freed_memory()
+
     # Saved before anything is measured: a path that cannot be written is known at once.
     report = benchmark.report
     report.update(describe_run(benchmark), rows=[])
@@ -227,6 +232,7 @@ def describe_times(
     return {
         "ms": ms,
         "ratio": median_ratio(times, variant.name, "dense"),
+        "ratio_range": ratio_range(times, variant.name, "dense"),
         "product_rows": variant.rows,
         "flops": flops,
         "tflops": tflops,
@@ -304,6 +310,7 @@ HEADER = (
     "variant",
     "ms",
     "ratio",
+    "range",
     "rows",
     "TFLOP/s",
     "of square",
@@ -345,6 +352,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         row["variant"],
         f"{row['ms']:.1f}",
         f"{row['ratio']:.2f}",
+        "{:.2f}-{:.2f}".format(*row["ratio_range"]),
         f"{relative_rows:.2f}",
         f"{row['tflops']:.2f}",
         f"{row['fraction_of_square']:.2f}",

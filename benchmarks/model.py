@@ -1,6 +1,6 @@
-"""Whole models: a training step and greedy decoding of ours, of transformers' Switch and of T5.
+"""Whole models: ours, transformers' Switch, and T5, in one table.
 
-All in one table.
+Measured are a step of training, one of fine-tuning, which has dropout, and greedy decoding.
 """
 
 import dataclasses
@@ -25,18 +25,20 @@ from transformers import (
 )
 
 from benchmarks.machine import describe_machine, machine_line, save_report
-from benchmarks.timing import measure_in_turn, median_ratio
+from benchmarks.timing import measure_in_turn, median_ratio, ratio_range
 from moe.convert.hf_config import from_hf_config
 from moe.convert.hf_names import hf_weight_map
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
+from moe.kernels.host_memory import keep_freed_memory
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 
 Row = dict[str, Any]
 """A row of the saved table."""
 
-PARTS = ("training", "generation")
+PARTS = ("training", "generation", "fine_tuning")
+FINE_TUNING_DROPOUT = 0.1
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,9 @@ class ModelBenchmark:
 
 def run_model(benchmark: ModelBenchmark) -> None:
     """Measures, prints the table and saves it; what is measured is saved as it goes."""
+    # As training does.
+    keep_freed_memory()
+
     report = benchmark.report
     report.update(
         describe_machine(torch.device("cpu")),
@@ -141,27 +146,35 @@ def measure_parts(benchmark: ModelBenchmark) -> Iterator[list[Row]]:
         models.clear()
         gc.collect()
 
+    # Fine-tuning drops units, and so its models are others.
+    if "fine_tuning" in benchmark.parts:
+        num_experts = benchmark.experts[0]
+        models = build_models(benchmark.case, num_experts, FINE_TUNING_DROPOUT)
+        yield measure_training(benchmark, models, num_experts, "fine_tuning")
 
-def build_models(case: ModelCase, experts: int) -> dict[str, PreTrainedModel]:
+
+def build_models(
+    case: ModelCase, experts: int, dropout_rate: float = 0.0
+) -> dict[str, PreTrainedModel]:
     """Returns the models by name; transformers' Switch has the weights of ours, in the same memory.
 
     No token is dropped by either, so that all do the products of T5, whose attention is in both of
     its forms.
     """
-    config = switch_config(case, experts)
+    config = switch_config(case, experts, dropout_rate)
 
     # Ours and Switch share their weights.
     ours = build_ours(config)
     switch = build_switch(config, ours)
     models: dict[str, PreTrainedModel] = {"switch": switch, "ours": ours}
     for attention in ("eager", "sdpa"):
-        config = T5Config(**_sizes(case), feed_forward_proj="relu")
+        config = T5Config(**_sizes(case, dropout_rate), feed_forward_proj="relu")
         config._attn_implementation = attention
         models[f"t5_{attention}"] = T5ForConditionalGeneration(config)
     return models
 
 
-def _sizes(case: ModelCase) -> dict[str, Any]:
+def _sizes(case: ModelCase, dropout_rate: float) -> dict[str, Any]:
     """Returns the sizes that all models share, under the names of transformers."""
     return {
         "vocab_size": case.vocab_size,
@@ -170,15 +183,17 @@ def _sizes(case: ModelCase) -> dict[str, Any]:
         "num_layers": case.num_layers,
         "num_decoder_layers": case.num_layers,
         "num_heads": case.num_heads,
-        "dropout_rate": 0.0,
+        "dropout_rate": dropout_rate,
         "decoder_start_token_id": 0,
     }
 
 
-def switch_config(case: ModelCase, experts: int) -> SwitchTransformersConfig:
+def switch_config(
+    case: ModelCase, experts: int, dropout_rate: float = 0.0
+) -> SwitchTransformersConfig:
     """Returns the configuration of transformers' Switch, which drops no token."""
     return SwitchTransformersConfig(
-        **_sizes(case),
+        **_sizes(case, dropout_rate),
         num_experts=experts,
         num_sparse_encoder_layers=case.sparse_layers,
         num_sparse_decoder_layers=case.sparse_layers,
@@ -219,6 +234,7 @@ def measure_training(
     benchmark: ModelBenchmark,
     models: Mapping[str, PreTrainedModel],
     experts: int,
+    part: str = "training",
 ) -> list[Row]:
     """Returns a row for each model: forward with its own losses, and backward, without an update."""
     case = benchmark.case
@@ -233,10 +249,10 @@ def measure_training(
     runs: dict[str, Callable[[], object]] = {}
     for name, model in models.items():
         runs[name] = partial(step, model.train())
-    times = measure_models(benchmark, runs, models, f"training, {experts} experts")
+    times = measure_models(benchmark, runs, models, f"{part}, {experts} experts")
 
     tokens = case.batch * (case.input_length + case.target_length)
-    keys = {"part": "training", "experts": experts, "batch": case.batch}
+    keys = {"part": part, "experts": experts, "batch": case.batch}
     return describe_rows(times, tokens, keys)
 
 
@@ -322,6 +338,7 @@ def describe_rows(times: Sequence[Mapping[str, float]], tokens: int, keys: Row) 
                 "ms": ms,
                 "tokens_per_second": 1000 * tokens / ms,
                 "over": {other: median_ratio(times, name, other) for other in names},
+                "over_range": {other: ratio_range(times, name, other) for other in names},
             }
         )
     return rows
@@ -344,7 +361,10 @@ def format_report(report: Mapping[str, Any]) -> str:
     for row in report["rows"]:
         keys = [row["part"], str(row["experts"]), str(row["batch"]), row["model"]]
         speed = [f"{row['ms']:.0f}", f"{row['tokens_per_second']:.1f}"]
-        ratios = [f"{row['over'][name]:.2f}" for name in names]
+        ratios: list[str] = []
+        for name in names:
+            least, largest = row["over_range"][name]
+            ratios.append(f"{row['over'][name]:.2f} ({least:.2f}-{largest:.2f})")
         cells.append([*keys, *speed, *ratios])
     machine = machine_line(report, f"{report['threads']} threads")
     return f"{machine}\n\n{format_table(header, cells)}"

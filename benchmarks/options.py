@@ -153,7 +153,7 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     # Sizes beyond these are those of google/switch-base-8.
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="both")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="all")
 
     parser.add_argument(
         "--experts",

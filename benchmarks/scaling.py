@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.ranks import Job, measure_together
-from benchmarks.timing import median_ratio
+from benchmarks.timing import median_ratio, ratio_range
 from moe.data.pipeline import Batch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh
 from moe.inspection.tables import format_table
@@ -25,6 +25,8 @@ from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
 from moe.training.step import train_step
+
+HEADER = ("mesh", "ms", "one / it", "apart / it", "CPU ms", "one / it in CPU time", "range")
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,12 @@ def scaling_on_ranks(device: torch.device, case: ScalingCase, rounds: int) -> di
         rows.append(
             {
                 "mesh": job.name,
-                "ms": statistics.median(round_[job.name] for round_ in times),
-                "efficiency": median_ratio(times, "one", job.name),
-                "of_apart": median_ratio(times, "apart", job.name),
+                "ms": statistics.median(round_[job.name] for round_ in times.wall),
+                "efficiency": median_ratio(times.wall, "one", job.name),
+                "of_apart": median_ratio(times.wall, "apart", job.name),
+                "cpu_ms": statistics.median(round_[job.name] for round_ in times.cpu),
+                "cpu_efficiency": median_ratio(times.cpu, "one", job.name),
+                "cpu_efficiency_range": ratio_range(times.cpu, "one", job.name),
             }
         )
     return {
@@ -161,13 +166,15 @@ def format_scaling(results: Sequence[Mapping[str, Any]]) -> str:
     for result in results:
         cells: list[list[str]] = []
         for row in result["rows"]:
-            ratios = [f"{row['efficiency']:.2f}", f"{row['of_apart']:.2f}"]
-            cells.append([row["mesh"], f"{row['ms']:.0f}", *ratios])
+            wall = [f"{row['ms']:.0f}", f"{row['efficiency']:.2f}", f"{row['of_apart']:.2f}"]
+            spread = "{:.2f}-{:.2f}".format(*row["cpu_efficiency_range"])
+            cpu = [f"{row['cpu_ms']:.0f}", f"{row['cpu_efficiency']:.2f}", spread]
+            cells.append([row["mesh"], *wall, *cpu])
 
         title = (
             f"training step, {result['tokens']} tokens a rank, {result['ranks']} ranks, "
             f"{result['precision']}"
         )
-        table = format_table(("mesh", "ms", "one / it", "apart / it"), cells)
+        table = format_table(HEADER, cells)
         tables.append(f"{title}\n{table}")
     return "\n\n".join(tables)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from benchmarks.cases import DTYPES, Pass, Variant
 
@@ -25,10 +26,24 @@ def measure_rounds(
     rounds: int,
     device: torch.device,
 ) -> Iterator[dict[str, float]]:
-    """Yields the milliseconds of every variant, round by round; see `measure_in_turn`."""
+    """Yields the milliseconds of every variant, round by round; see `measure_in_turn`.
+
+    Tokens are drawn anew for every round, as every step of a training has others: their experts
+    then have other numbers of them, for which libraries may have to prepare.
+    """
     runs = {variant.name: partial(variant.run, pass_name) for variant in variants}
     clears = {variant.name: variant.clear for variant in variants}
-    return measure_in_turn(runs, clears, rounds, device)
+    return measure_in_turn(runs, clears, rounds, device, prepare=partial(draw_tokens, variants))
+
+
+@torch.no_grad()
+def draw_tokens(variants: Sequence[Variant]) -> None:
+    """Fills the inputs of all variants with new tokens, an input that they share once."""
+    inputs: dict[int, Tensor] = {}
+    for variant in variants:
+        inputs[variant.x.data_ptr()] = variant.x
+    for x in inputs.values():
+        x.normal_()
 
 
 def measure_in_turn(
@@ -37,6 +52,7 @@ def measure_in_turn(
     rounds: int,
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
+    prepare: Callable[[], object] | None = None,
 ) -> Iterator[dict[str, float]]:
     """Yields the milliseconds of every run, round by round.
 
@@ -50,9 +66,12 @@ def measure_in_turn(
         rounds: How often everything is measured.
         device: Where it runs.
         clock: See `measure`.
+        prepare: What happens before every round.
     """
     generator = random.Random(0)
     for round_index in range(rounds + 1):
+        if prepare is not None:
+            prepare()
         times: dict[str, float] = {}
         for name in generator.sample(list(runs), len(runs)):
             times[name] = measure(runs[name], device, clock)
@@ -95,6 +114,14 @@ def measure(
 def median_ratio(times: Sequence[Mapping[Name, float]], name: Name, base: Name) -> float:
     """Returns the median over rounds of a variant's time over that of `base` in the same round."""
     return statistics.median(round_[name] / round_[base] for round_ in times)
+
+
+def ratio_range(
+    times: Sequence[Mapping[Name, float]], name: Name, base: Name
+) -> tuple[float, float]:
+    """Returns the least and the largest ratio of `median_ratio` in any round."""
+    ratios = [round_[name] / round_[base] for round_ in times]
+    return min(ratios), max(ratios)
 
 
 def square_tflops(dtype_name: str, rounds: int, device: torch.device) -> float:

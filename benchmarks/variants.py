@@ -14,7 +14,7 @@ from benchmarks.cases import Problem, Variant
 from moe.kernels.expert_rows import ExpertRows, sum_by_token
 from moe.kernels.row_operators import use_row_operators
 from moe.sparse.config import SparseConfig
-from moe.sparse.dispatch import UngatheredRows
+from moe.sparse.dispatch import InFlight, UngatheredRows
 from moe.sparse.layer import SparseFeedForward
 from moe.sparse.router import RouterInputs
 from moe.sparse.stats import router_stats
@@ -198,7 +198,9 @@ class _IdentityExperts(nn.Module):
             return torch.get_autocast_dtype("cpu")
         return torch.float32
 
-    def forward(self, inputs: UngatheredRows) -> Tensor:
+    def forward(self, in_flight: InFlight) -> Tensor:
+        inputs = in_flight.wait()
+        assert isinstance(inputs, UngatheredRows), "the layer is on a CPU"
         return _GatherAndSum.apply(inputs.tokens, inputs.rows.weight, inputs.rows)
 
 

@@ -8,8 +8,10 @@ import json
 import pytest
 import torch
 
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import CASES, Case, build_problem
 from benchmarks.memory import can_measure
+from benchmarks.timing import measure_rounds
+from benchmarks.variants import dense, moe_capacity, moe_dropless
 from moe import ConfigError
 from scripts.benchmark import main
 
@@ -43,6 +45,8 @@ def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, caps
     for row in report["rows"]:
         assert row["ms"] > 0
         assert row["ratio"] == 1 if row["variant"] == "dense" else row["ratio"] > 0
+        least, largest = row["ratio_range"]
+        assert least <= row["ratio"] <= largest
     assert {row["dtype"] for row in report["profile"]} == set(dtypes)
     printed = capsys.readouterr()
     assert "moe_dropless" in printed.out
@@ -117,3 +121,13 @@ def test_peaks_are_measured_in_processes_of_their_own(tmp_path):
 def test_impossible_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         main(["layer", "--device", "cpu", *options])
+
+
+def test_every_round_has_new_tokens_which_variants_share():
+    problem = build_problem(TINY, torch.float32, torch.device("cpu"))
+    variants = [dense(problem), moe_dropless(problem), moe_capacity(problem)]
+    sums = set()
+    for _ in measure_rounds(variants, "forward", rounds=3, device=torch.device("cpu")):
+        assert torch.equal(variants[1].x, variants[2].x)
+        sums.add(variants[1].x.sum().item())
+    assert len(sums) == 3

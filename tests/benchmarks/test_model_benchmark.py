@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.model import ModelBenchmark, ModelCase, build_models, run_model
+from benchmarks.model import PARTS, ModelBenchmark, ModelCase, build_models, run_model
 from moe import ConfigError
 from scripts.benchmark import main
 
@@ -16,16 +16,14 @@ TINY = ModelCase(131, 16, 24, 2, 2, 1, batch=2, input_length=11, target_length=7
 @pytest.mark.slow
 def test_the_table_has_a_row_for_every_model_and_part(tmp_path, capsys):
     path = tmp_path / "model.json"
-    run_model(
-        ModelBenchmark(("training", "generation"), [3, 5], [1, 2], rounds=1, json=path, case=TINY)
-    )
+    run_model(ModelBenchmark(PARTS, [3, 5], [1, 2], rounds=1, json=path, case=TINY))
     printed = capsys.readouterr().out
     assert "tokens differ" not in printed
     assert "decoder alone" in printed
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     found = {(row["part"], row["experts"], row["batch"], row["model"]) for row in rows}
     names = ("switch", "ours", "t5_eager", "t5_sdpa")
-    parts = [("training", 3, 2)]
+    parts = [("training", 3, 2), ("fine_tuning", 3, 2)]
     parts += [
         (part, e, b) for part in ("generation", "decoder alone") for e in (3, 5) for b in (1, 2)
     ]
