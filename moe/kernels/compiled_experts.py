@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.kernels.cpu_experts import Gradients, RowValues, run_backward, run_forward
+from moe.kernels.cpu_experts import (
+    BackwardInputs,
+    Gradients,
+    RowValues,
+    run_backward,
+    run_forward,
+)
 from moe.kernels.expert_rows import ExpertRows
 from moe.kernels.expert_weights import ExpertWeights
 from moe.kernels.hidden_units import ExpertForm
@@ -140,15 +146,16 @@ def _fused_experts_backward(
 ) -> list[Tensor]:
     """Returns the gradients of tokens, row weights and weights; empty ones that are not needed."""
     rows = _rows_of_experts(row_indices, row_weight)
-    gradients = run_backward(
+    inputs = BackwardInputs(
         d_output,
         tokens,
         rows,
         _stacked_weights(weights),
         ExpertForm(activation, gated, bias_kind, dropout_rate),
         RowValues(*values),
-        needed + [False] * (len(Gradients._fields) - len(needed)),
     )
+    needed = needed + [False] * (len(Gradients._fields) - len(needed))
+    gradients = run_backward(inputs, needed)
 
     # The weight of a row that nobody reads has the gradient 0.
     if gradients.row_weight is not None:

@@ -60,6 +60,26 @@ class RowValues(NamedTuple):
     outputs: Tensor
 
 
+class BackwardInputs(NamedTuple):
+    """What the gradients of `run_forward` are computed of.
+
+    Attributes:
+        d_output: <float>[T, D] gradient of its result.
+        tokens: Its tokens.
+        rows: Its rows.
+        weights: Its weights.
+        form: What an expert computes.
+        values: What it computed, with the products.
+    """
+
+    d_output: Tensor
+    tokens: Tensor
+    rows: ExpertRows
+    weights: ExpertWeights
+    form: ExpertForm
+    values: RowValues
+
+
 class Gradients(NamedTuple):
     """Gradients of the inputs of `fused_feed_forward`; None for those not asked for.
 
@@ -152,18 +172,20 @@ class _FusedFeedForward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         tokens, first, down, bias, *values = ctx.saved_tensors
         weights = ExpertWeights(first, down, bias)
-        inputs = (grad_outputs[0], tokens, ctx.rows, weights, ctx.form, RowValues(*values))
+        inputs = BackwardInputs(
+            grad_outputs[0], tokens, ctx.rows, weights, ctx.form, RowValues(*values)
+        )
         needed = ctx.needs_input_grad[:5]
         if ctx.late is None:
-            return (*run_backward(*inputs, needed), None, None, None)
+            return (*run_backward(inputs, needed), None, None, None)
 
         # All but the gradients of the weights, for which dz is kept.
         needs_tokens, needs_weight, _, _, needs_bias = needed
         d_products = torch.empty_like(values[0])  # dz  [N, 2F or F]
         needed = (needs_tokens, needs_weight, False, False, needs_bias)
-        gradients = run_backward(*inputs, needed, d_products)
+        gradients = run_backward(inputs, needed, d_products)
 
-        compute = partial(run_weight_gradients, *inputs, d_products)
+        compute = partial(run_weight_gradients, inputs, d_products)
         d_first, d_down = ctx.late.leave(compute, weights)
         return (*gradients._replace(first=d_first, down=d_down), None, None, None)
 
@@ -248,27 +270,18 @@ def run_forward(
 
 
 def run_backward(
-    d_output: Tensor,
-    tokens: Tensor,
-    rows: ExpertRows,
-    weights: ExpertWeights,
-    form: ExpertForm,
-    values: RowValues,
+    inputs: BackwardInputs,
     needed: Sequence[bool],
     d_products: Tensor | None = None,
 ) -> Gradients:
     """Returns the gradients of `run_forward`, in whose letters the steps are written.
 
     Args:
-        d_output: <float>[T, D] gradient of its result.
-        tokens: Its tokens.
-        rows: Its rows.
-        weights: Its weights.
-        form: What an expert computes.
-        values: What it computed, with the products.
+        inputs: What they are computed of.
         needed: Which gradients are asked for, in the order of `Gradients`.
         d_products: <float>[N, 2F or F] to fill with dz, for `run_weight_gradients`; None for not.
     """
+    d_output, tokens, rows, weights, form, values = inputs
     products, gates, kept_units, outputs = values
     first, down, bias = weights
     needs_tokens, needs_weight, needs_first, needs_down, needs_bias = needed
@@ -333,12 +346,7 @@ def run_backward(
 
 
 def run_weight_gradients(
-    d_output: Tensor,
-    tokens: Tensor,
-    rows: ExpertRows,
-    weights: ExpertWeights,
-    form: ExpertForm,
-    values: RowValues,
+    inputs: BackwardInputs,
     d_products: Tensor,
     needs_first: bool,
     needs_down: bool,
@@ -346,16 +354,12 @@ def run_weight_gradients(
     """Returns dW1 <float>[E, 2F or F, D] and dW2 <float>[E, D, F], which `run_backward` left out.
 
     Args:
-        d_output: As of `run_backward`, and so are all up to `values`.
-        tokens: Its tokens.
-        rows: Its rows.
-        weights: Its weights.
-        form: What an expert computes.
-        values: What it computed.
+        inputs: Those of `run_backward`.
         d_products: <float>[N, 2F or F] dz of every row.
         needs_first: Whether dW1 is asked for.
         needs_down: Whether dW2 is asked for.
     """
+    d_output, tokens, rows, weights, form, values = inputs
     products, gates, kept_units, _ = values
     bias = weights.bias
     hidden_layer = _HiddenLayer(form)
