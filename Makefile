@@ -35,7 +35,6 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python -m tests.page
 
 docs: .venv/installed
 	rm -rf build/docs docs/api/modules
