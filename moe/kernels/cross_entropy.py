@@ -42,7 +42,8 @@ def vocabulary_losses(
     Args:
         logits: <any float>[N, V]; all sums are taken in float32, or float64.
         labels: <int64>[N] below V; any token where `is_target` is False.
-        is_target: <bool>[N]; the others add nothing.
+        is_target: <bool>[N]; the others add nothing and get a gradient of zero, whatever their
+            logits are. torch's `ignore_index` gives NaN as the gradient of rows that hold NaN.
         label_smoothing: Probability that a target gives to all V tokens in equal parts.
     """
     if is_plain(logits):
@@ -68,7 +69,7 @@ class _VocabularyLosses(torch.autograd.Function):
         log_normalizer, cross_entropy, z = row_losses
         ctx.save_for_backward(logits, labels, is_target, log_normalizer)
         ctx.label_smoothing = label_smoothing
-        return (cross_entropy * is_target).sum(), (z * is_target).sum()
+        return _sum_of_targets(cross_entropy, is_target), _sum_of_targets(z, is_target)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # named as what they are
@@ -86,8 +87,8 @@ class _VocabularyLosses(torch.autograd.Function):
 
         # d logsumexp = p, so that both sums give a multiple of p; the cross-entropy takes its
         # target from that.
-        d_log_normalizer = (d_cross_entropy + 2 * d_z * log_normalizer) * is_target
-        d_target = -d_cross_entropy * is_target
+        d_log_normalizer = d_cross_entropy + 2 * d_z * log_normalizer  # [N]
+        d_target = -d_cross_entropy.expand_as(log_normalizer)  # [N]
         d_label = (1 - smoothing) * d_target
 
         d_logits = torch.empty_like(logits)
@@ -102,6 +103,14 @@ class _VocabularyLosses(torch.autograd.Function):
                 piece.add_(d_target[rows, None], alpha=smoothing / logits.shape[-1])
             if out is None:
                 here.copy_(piece)
+
+        # Rows without a target may hold NaN, so that no factor of 0 would do. Where they lie is
+        # known to a CPU alone; other devices would have to be waited for.
+        if logits.device.type == "cpu":
+            (ignored_rows,) = torch.nonzero(~is_target, as_tuple=True)
+            d_logits.index_fill_(0, ignored_rows, 0)
+        else:
+            d_logits.masked_fill_(~is_target[:, None], 0)
         return d_logits, None, None, None
 
 
@@ -109,18 +118,28 @@ def _plain_losses(
     logits: Tensor, labels: Tensor, is_target: Tensor, label_smoothing: float
 ) -> VocabularyLosses:
     """Returns both sums by operations that compilers, tracers and shards know."""
+    # NaN in a row without a target would reach its gradient through any factor.
+    logits = logits.masked_fill(~is_target[:, None], 0)
     _, cross_entropy, z = _losses_of_rows(_widened(logits), labels, label_smoothing)
-    return VocabularyLosses((cross_entropy * is_target).sum(), (z * is_target).sum())
+    return VocabularyLosses(
+        _sum_of_targets(cross_entropy, is_target), _sum_of_targets(z, is_target)
+    )
+
+
+def _sum_of_targets(row_losses: Tensor, is_target: Tensor) -> Tensor:
+    """Returns the sum <float>[] of <float>[N] over the targets."""
+    return row_losses.masked_fill(~is_target, 0).sum()
 
 
 def _losses_of_rows(
     logits: Tensor, labels: Tensor, label_smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logsumexp, cross-entropy and logsumexp^2 <float>[N] of each row of <float>[N, V]."""
-    # log p(label) = logit(label) - logsumexp(logits), which gives the second from the first.
-    index = labels[:, None]
-    log_prob = logits.log_softmax(dim=-1).gather(-1, index)[:, 0]
-    log_normalizer = logits.gather(-1, index)[:, 0] - log_prob
+    # log p_i = logit_i - logsumexp(logits). The largest logit gives the logsumexp: the label's may
+    # be -inf.
+    log_probs = logits.log_softmax(dim=-1)
+    log_normalizer = logits.amax(dim=-1) - log_probs.amax(dim=-1)
+    log_prob = log_probs.gather(-1, labels[:, None])[:, 0]
 
     # A smoothed target gives the label 1 - smoothing, and every token an equal part of the rest.
     if label_smoothing:

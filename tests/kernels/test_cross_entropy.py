@@ -1,5 +1,7 @@
 """The sums over a vocabulary, against torch's own cross-entropy and logsumexp in float64."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,51 @@ def test_sums_and_gradient_are_those_of_torch_in_pieces_of_any_size(
     torch.testing.assert_close(tuple(sums), expected, rtol=1e-12, atol=1e-12)
     (theirs,) = torch.autograd.grad(weighted(expected), logits)
     torch.testing.assert_close(gradient, theirs, rtol=1e-12, atol=1e-12)
+
+
+NUMBERS = st.sampled_from([-math.inf, math.inf, math.nan, *range(-3, 4)])
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.lists(NUMBERS, min_size=5, max_size=5), st.integers(0, 4), st.booleans()),
+        min_size=1,
+        max_size=7,
+    ),
+    z_weight=st.sampled_from([0.0, 0.3]),
+    smoothing=st.sampled_from([0.0, 0.1]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    plain=st.booleans(),
+)
+def test_infinite_and_nan_logits_give_what_torch_gives_of_the_targets(
+    rows, z_weight, smoothing, dtype, plain
+):
+    logits = torch.tensor([row for row, _, _ in rows]).to(dtype).requires_grad_()
+    labels = torch.tensor([label for _, label, _ in rows])
+    is_target = torch.tensor([is_target for _, _, is_target in rows])
+
+    # Rows that are no target are left out of the oracle, and so get zeros.
+    wide = logits.detach().float().requires_grad_()
+    losses = cross_entropy._plain_losses if plain else vocabulary_losses
+    ours = losses(logits, labels, is_target, smoothing)
+    theirs = oracle(wide, labels, is_target, smoothing)
+    (gradient,) = torch.autograd.grad(ours.cross_entropy + z_weight * ours.z, logits)
+    (expected,) = torch.autograd.grad(theirs[0] + z_weight * theirs[1], wide)
+    torch.testing.assert_close(ours.cross_entropy, theirs[0], equal_nan=True)
+    torch.testing.assert_close(gradient, expected.to(dtype), equal_nan=True)
+    if not theirs[0].isnan():  # else no logsumexp is finite either, or one is NaN
+        torch.testing.assert_close(ours.z, theirs[1])
+
+
+def test_a_label_that_is_impossible_costs_infinity_and_has_the_gradient_of_torch():
+    logits = torch.tensor([[-math.inf, 0.0, 1.0]], requires_grad=True)
+    labels = torch.tensor([0])
+    sums = vocabulary_losses(logits, labels, torch.tensor([True]))
+    (gradient,) = torch.autograd.grad(sums.cross_entropy, logits)
+    (theirs,) = torch.autograd.grad(F.cross_entropy(logits, labels), logits)
+    assert sums.cross_entropy == math.inf and sums.z.isfinite()
+    torch.testing.assert_close(gradient, theirs)
+    torch.testing.assert_close(gradient, torch.tensor([[-1.0, 0.2689, 0.7311]]), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
