@@ -15,6 +15,7 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
+from moe.distributed.random_numbers import tp_random_numbers
 from moe.distributed.sharding import local_shard
 from moe.kernels.cpu_matmul import linear
 from moe.kernels.dropout import dropout as drop
@@ -219,16 +220,17 @@ class Attention(nn.Module):
         if output_weights or drops_on_cpu:
             implementation = "eager"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
-        heads, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            bias,
-            dropout=dropout,
-            scaling=1.0,
-            is_causal=False,
-        )
+        with tp_random_numbers(self.tp, x.device, dropout):
+            heads, weights = attend(
+                self,
+                query,
+                key,
+                value,
+                bias,
+                dropout=dropout,
+                scaling=1.0,
+                is_causal=False,
+            )
 
         # The output projection sums over the heads of all ranks.
         y = self.o_proj(heads.flatten(2))  # [B, L, H, d_kv] -> [B, L, D]

@@ -11,6 +11,7 @@ from transformers import EncoderDecoderCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
+from moe.distributed.random_numbers import tp_random_numbers
 from moe.kernels.dropout import Dropout, dropout
 from moe.models.attention import (
     Attention,
@@ -58,7 +59,9 @@ class FeedForward(nn.Module):
         else:
             hidden = F.relu(hidden)
 
-        hidden = dropout(hidden, self.dropout_rate, training=self.training)
+        rate = self.dropout_rate if self.training else 0.0
+        with tp_random_numbers(self.tp, x.device, rate):
+            hidden = dropout(hidden, rate)
         return reduce_from_tp_region(self.down_proj(hidden), self.tp)  # [B, L, D]
 
 

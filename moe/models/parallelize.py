@@ -132,8 +132,12 @@ def shard_model(
         elif isinstance(module, Attention | FeedForward | Stack):
             module.tp = mesh.tp
 
-    # Rows that travel between ranks are counted first, at which a graph breaks.
-    if mesh.ep is not None and model.config.dispatch == "ragged":
+    # A graph breaks where rows for other ranks are counted, and where ranks of tp draw their own
+    # random numbers.
+    config = model.config
+    counts_rows = mesh.ep is not None and config.dispatch == "ragged"
+    drops_shards = mesh.tp is not None and (config.dropout_rate or config.expert_dropout_rate)
+    if counts_rows or drops_shards:
         model._can_compile_fullgraph = False
 
     if gather and mesh.config.num_data_ranks > 1:

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from moe.checks import check
 from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.distributed.mesh import ExpertAxis
+from moe.distributed.random_numbers import tp_random_numbers
 from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import (
@@ -147,7 +148,9 @@ class SparseFeedForward(nn.Module):
         router_output = self._report(scores, plan) if report else None
 
         # Through the experts, and back to the tokens.
-        expert_outputs = self.experts(in_flight)  # rows, slots or, fused, tokens
+        rate = self.config.expert_dropout_rate if self.training else 0.0
+        with tp_random_numbers(self.tp, x.device, rate):
+            expert_outputs = self.experts(in_flight)  # rows, slots or, fused, tokens
         combined = reduce_from_tp_region(dispatcher.combine(expert_outputs), self.tp)  # [T, D]
         combined = combined.unflatten(0, inputs.tokens.shape[:2])  # [G, S, D]
         return from_groups(combined, sequences).to(x.dtype), router_output

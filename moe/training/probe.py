@@ -6,7 +6,6 @@ A probe changes nothing of the run: no weight, no mode, no generator of random n
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from moe.data.pipeline import ALL_ROWS, Batch, BatchSource
 from moe.distributed.collectives import broadcast_from_rank_zero, gather_or_raise
 from moe.distributed.mesh import Mesh
+from moe.distributed.random_numbers import seeded_random_numbers
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -176,7 +176,7 @@ class RoutingProbe:
         device = self._model.device
         bfloat16 = self._bfloat16
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
-        with _own_random_numbers(device), autocast:
+        with seeded_random_numbers(_SEED, device), autocast:
             part = _record_rows(self._model, self._batches(rows))
 
         # Those of all ranks.
@@ -195,17 +195,6 @@ class RoutingProbe:
         for index in range(self._num_batches):
             batch = self._source.batch(index, rows)
             yield to_device(batch, self._model.device)
-
-
-@contextmanager
-def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Lets routers that draw in evaluation draw the same at every probe, and nobody else notice."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.default_generator.manual_seed(_SEED)
-        if devices:
-            torch.cuda.manual_seed(_SEED)
-        yield
 
 
 # ---------------------------------------------------------------------------
