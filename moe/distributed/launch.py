@@ -60,7 +60,7 @@ class World(NamedTuple):
 
 @contextlib.contextmanager
 def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
-    """Joins the ranks that torchrun started and leaves them at the end; alone, it does nothing.
+    """Joins the ranks that torchrun started and leaves them at the end; one process is a world of its own.
 
     On the CPU ranks talk over gloo, on GPUs over NCCL. Inside, every exchange that another rank
     never enters ends after `timeout`, also in groups that are made later. An error of this library
@@ -84,7 +84,12 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
 
     # One process that torchrun did not start.
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        yield World(0, 1, 0, device_type, timeout)
+        had_ranks = dist.is_initialized()
+        try:
+            yield World(0, 1, 0, device_type, timeout)
+        finally:
+            if dist.is_initialized() and not had_ranks:  # by `build_mesh`
+                dist.destroy_process_group()
         return
 
     world = _read_environment(device_type)._replace(timeout=timeout)
@@ -112,6 +117,11 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
             ) from error
         finally:
             _leave_ranks(world, timeout, failed=failed)
+
+
+def backend_of(device_type: str) -> str:
+    """Returns the backends of ranks on `cpu` or `cuda`, as torch names them."""
+    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
 def check_timeout(timeout: float) -> None:
@@ -177,10 +187,8 @@ def _join_ranks(world: World, timeout: float) -> None:
     Raises:
         DistributedError: When they do not find each other in time.
     """
-    backend = "gloo"
     if world.device_type == "cuda":
         torch.cuda.set_device(world.local_rank)
-        backend = "cpu:gloo,cuda:nccl"
 
     deadline = time.monotonic() + timeout
     try:
@@ -193,7 +201,7 @@ def _join_ranks(world: World, timeout: float) -> None:
         remaining = max(_RETRY_INTERVAL, deadline - time.monotonic())
         init = partial(
             _init_process_group,
-            backend,
+            backend_of(world.device_type),
             rendezvous_timeout=timedelta(seconds=remaining),
             exchange_timeout=timedelta(seconds=timeout),
         )

@@ -6,6 +6,7 @@ exchanges rows over its `ep` axis.
 
 import itertools
 import math
+import os
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe.checks import check, check_choice, check_integer
 from moe.distributed.gradient_reduction import GradientReduction
+from moe.distributed.launch import backend_of
 from moe.distributed.row_exchange import ScheduledAllToAll
 from moe.distributed.schedule_choice import ScheduleChoice, parse_schedule
 from moe.errors import ConfigError
@@ -383,6 +385,8 @@ class Mesh(NamedTuple):
 def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
     """Returns the mesh over all ranks; every rank must call it.
 
+    One process that has not joined others makes a process group of itself, which `launch` ends.
+
     Args:
         config: Sizes.
         device_type: `cpu` or `cuda`.
@@ -398,6 +402,16 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
             f"Start as many, e.g. by torchrun --nproc-per-node {config.num_ranks}, or choose a "
             f"mesh of {num_running}."
         )
+
+    # torch would look for the variables of torchrun.
+    if not dist.is_initialized():
+        if "WORLD_SIZE" in os.environ:
+            raise ConfigError(
+                "torchrun started this process, but it has not joined the other ranks. Call "
+                "build_mesh inside `with launch():`."
+            )
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented
+        dist.init_process_group(backend_of(device_type), store=store, rank=0, world_size=1)
 
     sizes = tuple(getattr(config, axis) for axis in AXES)
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)

@@ -5,6 +5,7 @@ from typing import cast
 
 from torch import nn
 
+from moe.checks import check
 from moe.distributed.mesh import Mesh, MeshConfig, MeshLimits
 from moe.distributed.sharding import (
     Layout,
@@ -119,7 +120,14 @@ def shard_model(
         bfloat16: Whether the parameters of blocks are gathered in bfloat16, for autocast.
         gather: Whether FSDP shards dense parameters; False leaves each data rank all of them, for
             inference.
+
+    Raises:
+        ConfigError: When the model or the mesh is something else, or no rule covers a parameter.
     """
+    is_model = isinstance(model, STMoEPreTrainedModel)
+    check(is_model, "The model to shard", type(model), "an STMoE model of this library")
+    check(isinstance(mesh, Mesh), "The mesh of shard_model", mesh, "the result of build_mesh")
+
     layouts = model_layouts(model, model.config, mesh.config)
     if not gather:
         layouts = {name: layout._replace(num_shards=1) for name, layout in layouts.items()}

@@ -21,6 +21,8 @@ from torch.distributed import distributed_c10d
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import ConfigError, DataError, DistributedError
+from moe.models.parallelize import shard_model
+from tests.models.tiny import tiny_batch, tiny_model
 from tests.processes import fork_context
 from tests.progress import Progress
 
@@ -68,6 +70,33 @@ def test_without_torchrun_there_is_one_rank_and_no_group(monkeypatch):
     with launch() as world:
         assert world == World(0, 1, 0, DEVICE)
         assert not dist.is_initialized()
+
+
+def test_one_process_builds_a_mesh_whose_group_ends_with_launch(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    whole, sharded = tiny_model(), tiny_model()
+    with launch():
+        mesh = build_mesh(MeshConfig(), "cpu")
+        shard_model(sharded, mesh)
+        assert torch.equal(sharded(**tiny_batch()).loss, whole(**tiny_batch()).loss)
+    assert not dist.is_initialized()
+
+
+def test_a_mesh_before_the_ranks_of_torchrun_have_met_is_refused(torchrun, free_port):
+    torchrun(0, 2, free_port)
+    with pytest.raises(ConfigError, match="Call build_mesh inside `with launch"):
+        build_mesh(MeshConfig(), "cpu")
+
+
+@pytest.mark.parametrize(
+    "model", [None, 3, torch.zeros(2, device="meta"), torch.nn.Linear(2, 3)], ids=repr
+)
+def test_what_is_no_model_of_ours_cannot_be_sharded(model):
+    with pytest.raises(ConfigError, match=rf"model to shard is .*{type(model).__name__}.*expected"):
+        shard_model(model, None)
+    with pytest.raises(ConfigError, match="The mesh of shard_model is 3; expected the result of"):
+        shard_model(tiny_model(), 3)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), 1e300, None, "60", True])
