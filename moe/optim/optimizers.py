@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from moe.checks import check_number
 from moe.distributed.mesh import MeshConfig
@@ -124,8 +125,13 @@ def build_adamw(
     check_number("beta2 of adamw", beta2, least=0, below=1)
     check_number("epsilon of adamw", epsilon, least=0)
 
-    # torch would keep `batch_dims` in the group, and in every checkpoint.
-    parameters = [{"params": group["params"]} for group in groups]
+    # torch would keep `batch_dims` in the group, and in every checkpoint. Its fused operation takes
+    # shards or whole parameters, not both: on a mesh of `tp` alone some parameters are whole.
+    parameters: list[dict[str, Any]] = []
+    for group in groups:
+        shards = [p for p in group["params"] if isinstance(p, DTensor)]
+        whole = [p for p in group["params"] if not isinstance(p, DTensor)]
+        parameters += [{"params": part} for part in (whole, shards) if part]
     return torch.optim.AdamW(
         parameters,
         betas=(beta1, beta2),

@@ -6,6 +6,8 @@ same on both sides. The first rank computes the oracle for all; each returns how
 """
 
 import functools
+import itertools
+import math
 
 import pytest
 import torch
@@ -65,8 +67,6 @@ SHORT = {
         "feed_forward_proj": "relu",
         "tie_word_embeddings": True,
     },
-    "lamb": {"optimizer": "lamb"},
-    "lars": {"optimizer": "lars"},
     "balanced over the ranks, biases": {
         "balance_scope": "ranks",
         "micro": 2,
@@ -248,6 +248,16 @@ def test_every_kind_of_layer_and_batch_equals_one_process_on_a_mesh(tmp_path):
     for mesh in ("dp_shard 2, ep 2", "ep 2, tp 2", "ep 4 in 2 nodes"):
         for name, fields in SHORT.items():
             cases[mesh, name] = (meshes[mesh], torch.float64, 2, fields)
+    assert_near(run_ranks(on_a_rank, 4, tmp_path, cases), 1e-10)
+
+
+@pytest.mark.slow
+def test_every_optimizer_on_every_kind_of_mesh_equals_one_process(tmp_path):
+    cases = {}
+    for sizes in itertools.product((1, 2, 4), repeat=4):
+        if math.prod(sizes) == 4:
+            for name in OPTIMIZERS.names():
+                cases[sizes, name] = (sizes, torch.float64, 2, {"optimizer": name})
     assert_near(run_ranks(on_a_rank, 4, tmp_path, cases), 1e-10)
 
 
