@@ -89,6 +89,10 @@ class STMoEConfig(PreTrainedConfig):
         z_loss_weight: Factor of the z-loss on the vocabulary logits.
         label_smoothing: Probability that targets give to all tokens in equal parts; in training
             mode alone.
+        noise_density: Share of the tokens that span corruption masked in pre-training; None when
+            unknown. The model does not read it or the next field: tools that show the model more
+            such text do.
+        mean_noise_span_length: Mean length of a masked span in tokens; None when unknown.
         output_router_logits: Whether outputs have the records of the routers.
         pad_token_id: Id of padding.
         eos_token_id: Id or ids at which generation ends; None for none.
@@ -173,6 +177,10 @@ class STMoEConfig(PreTrainedConfig):
     router_loss_reduction: Reduction = "sum"
     z_loss_weight: float = 1e-4
     label_smoothing: float = 0.0
+
+    # How pre-training masked its text.
+    noise_density: float | None = None
+    mean_noise_span_length: float | None = None
 
     # What transformers asks of every model.
     output_router_logits: bool = True

@@ -230,6 +230,9 @@ def _check_numbers(config: PreTrainedConfig) -> None:
             most=_MAX_WEIGHT,
             reason="weights are float32",
         )
+    unknown = "None when unknown"
+    check_number("noise_density", config.noise_density, above=0, below=1, optional=unknown)
+    check_number("mean_noise_span_length", config.mean_noise_span_length, least=1, optional=unknown)
     check_number(
         "router_initializer_std",
         config.router_initializer_std,

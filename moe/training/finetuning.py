@@ -110,7 +110,10 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
             f"{' and '.join(idle)} would change nothing: the model in {folder} has expert_capacity "
             f"{config.expert_capacity}, which takes precedence. Set model.expert_capacity to null, too."
         )
-    return config.replaced(**recipe.model)
+    settings = dict(recipe.model)
+    if recipe.init == "scratch":  # fresh weights have seen no masked text
+        settings |= {"noise_density": None, "mean_noise_span_length": None}
+    return config.replaced(**settings)
 
 
 def load_for_finetuning(

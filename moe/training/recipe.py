@@ -26,8 +26,14 @@ Precision = Literal["float32", "bfloat16"]
 Init = Literal["pretrained", "scratch"]
 OptimizerState = Literal["reset", "keep"]
 
-# Fields of STMoEConfig itself, without those of transformers and those that no run sets.
-_NOT_SETTINGS = {"use_cache", "is_encoder_decoder", "output_router_logits"}
+# Fields of STMoEConfig itself, without those of transformers and those that no recipe's `model` sets.
+_NOT_SETTINGS = {
+    "use_cache",
+    "is_encoder_decoder",
+    "output_router_logits",
+    "noise_density",  # set from `data`
+    "mean_noise_span_length",
+}
 _ARCHITECTURE = {
     item.name: item.default
     for item in dataclasses.fields(STMoEConfig)
@@ -342,7 +348,11 @@ class PretrainRecipe(Recipe):
         Raises:
             ConfigError: When its numbers contradict each other.
         """
-        return STMoEConfig(**self.model)
+        return STMoEConfig(
+            **self.model,
+            noise_density=self.data.noise_density,
+            mean_noise_span_length=self.data.mean_noise_span_length,
+        )
 
 
 _FINETUNE_OPTIM = OptimRecipe(schedule="constant", lr=1e-3, warmup_steps=1_000)

@@ -9,7 +9,8 @@ from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration
 from moe.checkpoint.loading import load_model_on_mesh
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.training.build import load_pretrained_model
-from moe.training.recipe import PretrainRecipe
+from moe.training.finetuning import finetuning_config
+from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 from scripts import pretrain, train_tokenizer
 from tests.distributed.ranks import run_ranks
 from tests.training.tiny_run import MODEL, write_inputs
@@ -49,6 +50,21 @@ def test_it_begins_where_the_model_ends_and_gets_better(inputs, tmp_path):
 
     model = STMoEForConditionalGeneration.from_pretrained(tmp_path / "run" / "model")
     assert model.config.capacity_factor == 2.0
+
+
+def test_a_model_keeps_the_noise_of_its_pre_training_unless_it_starts_from_scratch(
+    inputs, tmp_path
+):
+    noise = ["--data.noise_density", "0.4", "--data.mean_noise_span_length", "2.0"]
+    go_on(inputs, tmp_path / "run", "--training.steps", "10", *noise)
+    folder = tmp_path / "run" / "model"
+    config = STMoEForConditionalGeneration.from_pretrained(folder).config
+    assert (config.noise_density, config.mean_noise_span_length) == (0.4, 2.0)
+    earlier = STMoEForConditionalGeneration.from_pretrained(inputs["run"] / "model").config
+    assert (earlier.noise_density, earlier.mean_noise_span_length) == (0.15, 3.0)
+
+    assert finetuning_config(folder, FinetuneRecipe()).noise_density == 0.4
+    assert finetuning_config(folder, FinetuneRecipe(init="scratch")).noise_density is None
 
 
 def test_killed_it_goes_on_from_its_own_checkpoint(inputs, tmp_path):
