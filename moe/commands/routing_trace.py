@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from moe.checksums import model_fingerprint
 from moe.cli import Parser, path
 from moe.commands.routing_inputs import InspectedModel, load_inspected
 from moe.errors import DataError
@@ -15,7 +16,7 @@ from moe.tracing.recorder import TracedBatch
 from moe.tracing.trace import Trace
 
 _SAY_WHERE = (
-    "Say where it is now: --traced-model in compare, --model in the other verbs of stmoe inspect."
+    "say where it is now: --traced-model in compare, --model in the other verbs of stmoe inspect."
 )
 
 
@@ -34,17 +35,26 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
         dropless: Whether experts have room for every token, whatever the config says.
 
     Raises:
-        DataError: When the model is gone from where it was, or the folder has another tokenizer than
-            the trace was made with.
+        DataError: When the model is gone from where it was or has changed there, or the folder has
+            another tokenizer than the trace was made with.
     """
+    is_where_it_was = folder is None
     if folder is None:
         folder = Path(trace.facts.model)
         if not trace.facts.model or not folder.is_dir():
             where = trace.facts.model or "memory"
-            raise DataError(f"The traced model was in {where}, and is not there. {_SAY_WHERE}")
+            raise DataError(f"The traced model was in {where}, and is not there: {_SAY_WHERE}")
+
+    # Where it was there may be another model by now, e.g. one that was trained further.
+    inspected = load_inspected(folder, dropless=dropless)
+    recorded = trace.facts.model_fingerprint
+    if is_where_it_was and recorded not in ("", model_fingerprint(folder)):
+        raise DataError(
+            f"The model in {folder} has changed since it was traced. Record the trace again, or, if the traced model "
+            f"was moved, {_SAY_WHERE}"
+        )
 
     # A model with the same words.
-    inspected = load_inspected(folder, dropless=dropless)
     fingerprint = tokenizer_fingerprint(inspected.tokenizer)
     if trace.facts.tokenizer_fingerprint not in ("", fingerprint):
         raise DataError(

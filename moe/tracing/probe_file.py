@@ -265,6 +265,7 @@ def read_probes(folder: Path) -> list[Probe]:
         raise DataError(
             f"{folder} holds no probe yet. Train on until the first one is due.",
         )
+    read_probe_text(folder)  # without it nobody knows what was routed
     return probes
 
 

@@ -4,10 +4,10 @@ Comes after `trace`; `trace_file` writes the same while it is made.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -220,6 +220,8 @@ class Recording:
         self._lengths: dict[Stack, list[Tensor]] = {stack: [] for stack in STACKS}
         self._domains: dict[str, int] = {}
         self._digests = {name: hashlib.sha256() for name in _HASHED}
+        self._loss_sum = 0.0
+        self._num_targets = 0
 
     @torch.no_grad()
     def record(self, traced: TracedBatch) -> dict[str, Tensor]:
@@ -234,6 +236,9 @@ class Recording:
         # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
         with evaluation_mode(self._model):
             output = self._model(**batch, output_router_logits=True, use_cache=False)
+        num_targets = int(inputs["decoder"].is_real.sum())
+        self._loss_sum += float(output.ce_loss) * num_targets
+        self._num_targets += num_targets
         routers = {
             "encoder": output.encoder_router_outputs,
             "decoder": output.decoder_router_outputs,
@@ -298,19 +303,34 @@ class Recording:
         if not num_examples:
             raise DataError("There is nothing to trace: not one example was given.")
 
-        # The same however the examples were divided into batches.
-        inputs_digest = hashlib.sha256()
-        for digest in self._digests.values():
-            inputs_digest.update(digest.digest())
         return TraceFacts(
             version=FORMAT_VERSION,
             library=version("stmoe"),
-            inputs_fingerprint=inputs_digest.hexdigest(),
+            inputs_fingerprint=_join_digests(self._digests),
             num_examples=num_examples,
             domains=list(self._domains),
             layers=self._layers,
+            loss=self._loss_sum / max(1, self._num_targets),
             **provenance._asdict(),
         )
+
+
+def inputs_fingerprint(trace: Trace) -> str:
+    """Returns the SHA-256 of the token ids of a trace, as `TraceFacts.inputs_fingerprint` has it."""
+    digests = {name: hashlib.sha256() for name in _HASHED}
+    for stack in STACKS:
+        part = trace.stack(stack)
+        digests[f"{stack}.lengths"].update(part.starts.diff().numpy().tobytes())
+        digests[f"{stack}.ids"].update(part.ids.numpy().tobytes())
+    return _join_digests(digests)
+
+
+def _join_digests(digests: Mapping[str, Any]) -> str:
+    """Returns one hash of several, the same however the examples were divided into batches."""
+    joined = hashlib.sha256()
+    for name in _HASHED:
+        joined.update(digests[name].digest())
+    return joined.hexdigest()
 
 
 def _layer_rows(router: RouterOutput, is_real: Tensor, num_best: int) -> dict[str, Tensor]:

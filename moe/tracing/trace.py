@@ -53,6 +53,8 @@ class TraceFacts(NamedTuple):
         num_examples: Number of examples.
         domains: Names of the kinds of text.
         layers: The sparse layers, the encoder's first.
+        loss: Cross-entropy in nats of the model for each target; None where an earlier version
+            recorded none.
     """
 
     version: int
@@ -66,6 +68,7 @@ class TraceFacts(NamedTuple):
     num_examples: int
     domains: list[str]
     layers: list[LayerFacts]
+    loss: float | None = None
 
 
 class LayerTrace(NamedTuple):

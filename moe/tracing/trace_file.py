@@ -5,7 +5,7 @@ Comes after `recorder`, whose rows it writes while they come.
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,7 +20,13 @@ from moe.errors import DataError
 from moe.files import whole_folder
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.parsing import read_record, to_json
-from moe.tracing.recorder import FORMAT_VERSION, Provenance, Recording, TracedBatch
+from moe.tracing.recorder import (
+    FORMAT_VERSION,
+    Provenance,
+    Recording,
+    TracedBatch,
+    inputs_fingerprint,
+)
 from moe.tracing.trace import (
     ACCEPTED,
     STACKS,
@@ -34,6 +40,10 @@ from moe.tracing.trace import (
 
 TENSORS_FILE = "trace.safetensors"
 FACTS_FILE = "trace.json"
+
+# Tensors of fractions; all others are whole numbers.
+_FRACTIONS = ("gate", "best_prob", "load_balance_count", "router_z_count")
+_SUMS = "_sum"
 
 _DTYPE_NAMES = {
     torch.uint8: "U8",
@@ -182,16 +192,30 @@ def read_trace(folder: Path) -> Trace:
 
     # What they are.
     try:
-        trace = trace_from(facts, load_file(path))
+        tensors = load_file(path)
+        trace = trace_from(facts, tensors)
     except (OSError, safetensors.SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}. {advice}") from error
     except KeyError as error:
         raise DataError(f"{path} has no tensor {error}. {advice}") from error
 
-    problem = _find_problem(trace)
+    problem = _find_wrong_numbers(tensors) or _find_problem(trace)
     if problem:
         raise DataError(f"{path} does not fit {FACTS_FILE}: {problem}. {advice}")
     return trace
+
+
+def _find_wrong_numbers(tensors: Mapping[str, Tensor]) -> str | None:
+    """Returns which tensor has numbers of the wrong kind, or not finite ones; None if none has."""
+    for name, values in tensors.items():
+        kind = name.rpartition(".")[2]
+        is_fraction = kind in _FRACTIONS or kind.endswith(_SUMS)
+        if values.is_floating_point() != is_fraction:
+            expected = "fractions" if is_fraction else "whole numbers"
+            return f"{name} is {values.dtype}; expected {expected}"
+        if not values.isfinite().all():
+            return f"{name} has a value that is not finite"
+    return None
 
 
 def _find_problem(trace: Trace) -> str | None:
@@ -214,6 +238,8 @@ def _find_problem(trace: Trace) -> str | None:
             return f"{stack}.starts and {stack}.ids differ in the number of tokens"
     if trace.decoder.targets.shape != trace.decoder.ids.shape:
         return "decoder.targets and decoder.ids differ in the number of tokens"
+    if inputs_fingerprint(trace) != trace.facts.inputs_fingerprint:
+        return "its token ids have another inputs_fingerprint"
 
     # Every layer has a row for every token.
     for layer in trace.layers:

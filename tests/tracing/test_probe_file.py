@@ -146,10 +146,14 @@ def test_a_damaged_probe_is_named(folder, damage, message):
         read_probes(folder)
 
 
-def test_a_damaged_text_or_none_is_named(folder, tmp_path):
+@pytest.mark.parametrize("read", [read_probe_text, read_probes])
+def test_a_damaged_text_or_none_is_named(folder, tmp_path, read):
     flip(folder / "text.safetensors")
     with pytest.raises(DataError, match=r"text\.safetensors is not the text of .*probe\.json"):
-        read_probe_text(folder)
+        read(folder)
+    (folder / "text.safetensors").unlink()
+    with pytest.raises(DataError, match=r"text\.safetensors cannot be read"):
+        read(folder)
 
     facts = json.loads((folder / "probe.json").read_text())
     (folder / "probe.json").write_text(json.dumps({**facts, "version": 2}))

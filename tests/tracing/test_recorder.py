@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 
 from moe import ConfigError, DataError
 from moe.checksums import SUMS_FILE
@@ -78,6 +79,18 @@ def test_examples_positions_and_targets():
         "encoder 2",
         "decoder 1",
     ]
+
+
+def test_the_loss_is_that_of_the_model_over_all_targets():
+    model = build_model()
+    trace = record_routing(model, traced_batches(BATCHES))
+    losses = []
+    for batch in BATCHES:
+        labels = batch["labels"]
+        logits = model(**batch).logits.detach()
+        losses.append(cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none"))
+    num_targets = trace.decoder.targets.numel()
+    assert trace.facts.loss == pytest.approx(float(torch.cat(losses).sum()) / num_targets)
 
 
 def test_best_experts_are_kept_where_they_are_asked_for():
@@ -228,6 +241,19 @@ def test_damage_is_named(tmp_path, unsummed):
         ("domain", lambda x: x + 1, "no index of the domains"),
         ("encoder.0.stats.expert_load", lambda x: x[:2], "not of as many experts"),
         ("encoder.0.first", None, "no tensor 'encoder.0.first'"),
+        (
+            "decoder.0.gate",
+            lambda x: x * float("nan"),
+            "decoder.0.gate has a value that is not finite",
+        ),
+        ("decoder.0.gate", lambda x: x.long(), "decoder.0.gate is torch.int64; expected fractions"),
+        (
+            "encoder.ids",
+            lambda x: x.float(),
+            "encoder.ids is torch.float32; expected whole numbers",
+        ),
+        ("decoder.targets", lambda x: x.float(), "decoder.targets is torch.float32"),
+        ("encoder.ids", lambda x: x + 1, "another inputs_fingerprint"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(unsummed, name, change, message):
@@ -242,7 +268,11 @@ def test_tensors_that_do_not_fit_are_refused(unsummed, name, change, message):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"version": 2}, "format is 2"), ({"num_examples": "9"}, "num_examples is '9'")],
+    [
+        ({"version": 2}, "format is 2"),
+        ({"num_examples": "9"}, "num_examples is '9'"),
+        ({"inputs_fingerprint": "0" * 64}, "another inputs_fingerprint"),
+    ],
 )
 def test_facts_that_do_not_fit_are_refused(unsummed, changes, message):
     path = unsummed / FACTS_FILE
