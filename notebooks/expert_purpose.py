@@ -10,8 +10,8 @@
 #   demo is read, or else Python's own language reference,
 # - `MOE_OUT` to where the page and the figures go.
 #
-# It runs as a script (`python -m notebooks.expert_purpose`, from the root of the repository) and
-# cell by cell in Jupyter and in editors that know `# %%`, in under a minute on one core.
+# It runs as a script (`python -m notebooks.expert_purpose`), and cell by cell in Jupyter and in editors that
+# know `# %%`, in under a minute on one core.
 
 # %%
 import math
@@ -49,21 +49,23 @@ from moe.inspection.statistics.permutations import (
 )
 from moe.inspection.statistics.specialization import class_table, specialization_test
 from moe.inspection.statistics.token_classes import TOKEN_CLASSES, classify
-from moe.inspection.tables import format_table
+from moe.inspection.tables import format_table, loss_sentence
 from moe.inspection.view.view import routing_view
 from moe.inspection.view.view_data import Estimate
 from moe.inspection.view.view_statistics import ablation_bars
 from moe.sparse.editing import edit_routing
 from moe.sparse.edits import DropExperts, SwapExperts
-from moe.tracing.examples import corrupted_batches
+from moe.tracing.examples import corrupted_batches, describe_noise, pretraining_noise
 from moe.tracing.recorder import Provenance, record_routing
 from moe.tracing.texts import find_texts
 from moe.tracing.trace import layer_name
 
-folder = Path(os.environ.get("MOE_MODEL", "runs/demo/pretrain/model"))
-corpus = Path(os.environ.get("MOE_CORPUS", "runs/demo/corpus"))
+# Jupyter starts a notebook in its own folder; a script starts where you are.
+root = Path("..") if Path.cwd().name == "notebooks" else Path()
+folder = Path(os.environ.get("MOE_MODEL", root / "runs/demo/pretrain/model"))
+corpus = Path(os.environ.get("MOE_CORPUS", root / "runs/demo/corpus"))
 files = shlex.split(os.environ.get("MOE_TEXT", ""))
-out = Path(os.environ.get("MOE_OUT", "runs/notebooks/expert_purpose"))
+out = Path(os.environ.get("MOE_OUT", root / "runs/notebooks/expert_purpose"))
 view_bytes = int(os.environ.get("MOE_VIEW_BYTES", "5000000"))
 
 _, model, tokenizer = load_inspected(folder)
@@ -104,15 +106,19 @@ CLASSES = (OWN, "sentinel", "punctuation", "article", "preposition", "word insid
 
 # %%
 texts = find_texts(files, corpus)
+noise = pretraining_noise(model.config)
 batches = list(
-    corrupted_batches(texts, tokenizer, inputs_length=64, batch_size=64, most_examples=192)
+    corrupted_batches(
+        texts, tokenizer, inputs_length=64, batch_size=64, noise=noise, most_examples=192
+    )
 )
 provenance = Provenance(
-    text=f"{' '.join(files) or 'held-out text'}, spans masked",
+    text=f"{' '.join(files) or 'held-out text'}, {describe_noise(noise, model.config)}",
     model=str(folder),
     model_fingerprint=model_fingerprint(folder),
 )
 trace = record_routing(model, batches, num_best=min(num_experts, 4), provenance=provenance)
+print(f"{provenance.text}\n{loss_sentence(trace)}")
 
 # What encoders read, and what decoders are to write: the tokens whose loss an expert changes.
 read = classify(trace.encoder, tokenizer, CLASSES)

@@ -9,8 +9,8 @@
 #   demo is read, or else Python's own language reference,
 # - `MOE_OUT` to where the page and the figures go.
 #
-# It runs as a script (`python -m notebooks.routing`, from the root of the repository) and cell by
-# cell in Jupyter and in editors that know `# %%`, in under a minute on one core.
+# It runs as a script (`python -m notebooks.routing`), and cell by cell in Jupyter and in editors that
+# know `# %%`, in under a minute on one core.
 
 # %%
 import math
@@ -45,20 +45,33 @@ from moe.inspection.statistics.permutations import (
 from moe.inspection.statistics.routing_entropy import sentinel_entropies
 from moe.inspection.statistics.token_classes import DEFAULT_CLASSES
 from moe.inspection.statistics.vocabulary import vocabulary_table
-from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows, load_shares
+from moe.inspection.tables import (
+    HEALTH_HEADER,
+    format_table,
+    health_rows,
+    load_shares,
+    loss_sentence,
+)
 from moe.inspection.token_counts import count_tokens
 from moe.inspection.view.view import routing_view
 from moe.inspection.view.view_data import Estimate
 from moe.inspection.view.view_statistics import view_classes
-from moe.tracing.examples import SourceText, corrupted_batches
+from moe.tracing.examples import (
+    SourceText,
+    corrupted_batches,
+    describe_noise,
+    pretraining_noise,
+)
 from moe.tracing.recorder import Provenance, record_routing
 from moe.tracing.texts import find_texts
 from moe.tracing.trace import STACKS, layer_name
 
-folder = Path(os.environ.get("MOE_MODEL", "runs/demo/pretrain/model"))
-corpus = Path(os.environ.get("MOE_CORPUS", "runs/demo/corpus"))
+# Jupyter starts a notebook in its own folder; a script starts where you are.
+root = Path("..") if Path.cwd().name == "notebooks" else Path()
+folder = Path(os.environ.get("MOE_MODEL", root / "runs/demo/pretrain/model"))
+corpus = Path(os.environ.get("MOE_CORPUS", root / "runs/demo/corpus"))
 files = shlex.split(os.environ.get("MOE_TEXT", ""))
-out = Path(os.environ.get("MOE_OUT", "runs/notebooks/routing"))
+out = Path(os.environ.get("MOE_OUT", root / "runs/notebooks/routing"))
 view_bytes = int(os.environ.get("MOE_VIEW_BYTES", "5000000"))
 
 _, model, tokenizer = load_inspected(folder)
@@ -86,9 +99,9 @@ def expert_names(num_experts):
 # Change the sentences. They come first on the page below, so that you can follow single words;
 # the statistics need more text than a few sentences, and get it from the files or the corpus.
 #
-# Spans of the text are masked as in pre-training: the encoder reads a sentinel for each span, the
-# decoder reads and writes what was there. A fine-tuned model reads its own task instead, with
-# `paired_batches` in the place of `corrupted_batches`.
+# Spans of the text are masked as in the model's pre-training: the encoder reads a sentinel for each
+# span, the decoder reads and writes what was there. A fine-tuned model has forgotten that: show it
+# its own task, with `paired_batches` in place of `corrupted_batches`.
 
 # %%
 SENTENCES = [
@@ -103,10 +116,16 @@ others = []
 for source in find_texts(files, corpus):
     others.append(source._replace(document=source.document + len(mine)))
 
+noise = pretraining_noise(model.config)
 batches = []
 for texts, most_examples in ((mine, None), (others, 256)):
     batches += corrupted_batches(
-        texts, tokenizer, inputs_length=64, batch_size=64, most_examples=most_examples
+        texts,
+        tokenizer,
+        inputs_length=64,
+        batch_size=64,
+        noise=noise,
+        most_examples=most_examples,
     )
 num_documents = len({number for batch in batches for number in batch.documents})
 print(f"{len(mine) + len(others):,} documents, of which {num_documents:,} are traced")
@@ -119,12 +138,16 @@ print(f"{len(mine) + len(others):,} documents, of which {num_documents:,} are tr
 
 # %%
 provenance = Provenance(
-    text=f"{' '.join(files) or 'sentences of the notebook and held-out text'}, spans masked",
+    text=(
+        f"{' '.join(files) or 'sentences of the notebook and held-out text'}, "
+        f"{describe_noise(noise, model.config)}"
+    ),
     model=str(folder),
     model_fingerprint=model_fingerprint(folder),
 )
 num_best = min(model.config.num_experts, 4)
 trace = record_routing(model, batches, num_best=num_best, provenance=provenance)
+print(f"{provenance.text}\n{loss_sentence(trace)}")
 print(
     f"{trace.encoder.ids.numel():,} tokens in the encoder, "
     f"{trace.decoder.ids.numel():,} in the decoder"

@@ -13,8 +13,8 @@
 # - `MOE_PROBE` to the folder `probe` of the run that made the model before,
 # - `MOE_OUT` to where the page and the figures go.
 #
-# It runs as a script (`python -m notebooks.what_changed`, from the root of the repository) and cell
-# by cell in Jupyter and in editors that know `# %%`, in under a minute on one core.
+# It runs as a script (`python -m notebooks.what_changed`), and cell by cell in Jupyter and in editors that
+# know `# %%`, in under a minute on one core.
 
 # %%
 import copy
@@ -44,28 +44,30 @@ from moe.inspection.statistics.document_intervals import TokenSums, mean_over_to
 from moe.inspection.statistics.matching import match_traces
 from moe.inspection.statistics.saturation import choice_agreement
 from moe.inspection.statistics.token_classes import classify
-from moe.inspection.tables import format_table
+from moe.inspection.tables import format_table, loss_sentence
 from moe.inspection.view.view import routing_view
 from moe.inspection.view.view_data import Estimate
 from moe.inspection.view.view_statistics import view_saturation
 from moe.sparse.editing import sparse_layers
-from moe.tracing.examples import corrupted_batches
+from moe.tracing.examples import corrupted_batches, describe_noise, pretraining_noise
 from moe.tracing.probe_file import has_probes
 from moe.tracing.recorder import Provenance, record_routing
 from moe.tracing.replay import replay_routing
 from moe.tracing.texts import find_texts
 from moe.tracing.trace import layer_name
 
-folder = Path(os.environ.get("MOE_MODEL", "runs/demo/pretrain/model"))
-corpus = Path(os.environ.get("MOE_CORPUS", "runs/demo/corpus"))
+# Jupyter starts a notebook in its own folder; a script starts where you are.
+root = Path("..") if Path.cwd().name == "notebooks" else Path()
+folder = Path(os.environ.get("MOE_MODEL", root / "runs/demo/pretrain/model"))
+corpus = Path(os.environ.get("MOE_CORPUS", root / "runs/demo/corpus"))
 files = shlex.split(os.environ.get("MOE_TEXT", ""))
 probe = Path(os.environ.get("MOE_PROBE", folder.parent / "probe"))
-out = Path(os.environ.get("MOE_OUT", "runs/notebooks/what_changed"))
+out = Path(os.environ.get("MOE_OUT", root / "runs/notebooks/what_changed"))
 view_bytes = int(os.environ.get("MOE_VIEW_BYTES", "5000000"))
 
 # The demo's own fine-tuned model belongs to the demo's own pre-trained one.
 other_folder = os.environ.get("MOE_OTHER", "")
-finetuned = Path("runs/demo/model")
+finetuned = root / "runs/demo/model"
 if not other_folder and "MOE_MODEL" not in os.environ and finetuned.exists():
     other_folder = str(finetuned)
 
@@ -130,19 +132,27 @@ print(f"before: {first_name}\nafter:  {second_name}")
 
 # %% [markdown]
 # ## The same text for both
+#
+# Its spans are masked as in the pre-training of the model before. Fine-tuning on a task makes a model
+# forget that, and then the loss of the model after says so below: the agreement tells how far it
+# has moved, not how it routes its task.
 
 # %%
 texts = find_texts(files, corpus)
+noise = pretraining_noise(first.config)
 batches = list(
-    corrupted_batches(texts, tokenizer, inputs_length=64, batch_size=64, most_examples=192)
+    corrupted_batches(
+        texts, tokenizer, inputs_length=64, batch_size=64, noise=noise, most_examples=192
+    )
 )
-text_name = f"{' '.join(files) or 'held-out text'}, spans masked"
+text_name = f"{' '.join(files) or 'held-out text'}, {describe_noise(noise, first.config)}"
 of_first = Provenance(text_name, first_name, model_fingerprint(folder))
 of_second = Provenance(text_name, second_name, second_fingerprint)
 num_best = min(first.config.num_experts, 4)
 trace = record_routing(first, batches, num_best=num_best, provenance=of_first)
 other = record_routing(second, batches, num_best=num_best, provenance=of_second)
 print(f"{trace.facts.num_examples} examples, {trace.encoder.ids.numel():,} tokens in the encoder")
+print(f"{text_name}\nbefore: {loss_sentence(trace)}\nafter:  {loss_sentence(other)}")
 
 # %% [markdown]
 # ## Do tokens go to the same experts?

@@ -13,6 +13,7 @@ from moe.inspection.ablation.ablation_table import class_verdicts, top_effects
 from moe.inspection.ablation.ablation_text import effect_table, top_effects_text, verdict_table
 from moe.inspection.ablation.interventions import INTERVENTIONS
 from moe.inspection.statistics.token_classes import classify
+from moe.inspection.tables import loss_sentence
 from moe.inspection.view.ablation_file import keep_ablation, write_ablation
 from moe.parsing import printable
 from moe.tracing.trace_file import read_trace
@@ -57,6 +58,7 @@ def main(argv: list[str]) -> None:
     # All of it is kept; what was shown is printed.
     command = command_text("ablate", argv)
     write_ablation(keep_ablation(ablation, trace, command), out)
+    print(loss_sentence(trace))
     print(effect_table(ablation))
     print()
     shown = [verdict for verdict in class_verdicts(ablation) if verdict.answer == "yes"]

@@ -12,7 +12,7 @@ from moe.files import output_path
 from moe.inspection.ablation.loss_split import LossSplit, Part, split_loss
 from moe.inspection.statistics.matching import ExpertMatching, match_traces
 from moe.inspection.statistics.saturation import choice_agreement
-from moe.inspection.tables import format_table
+from moe.inspection.tables import format_table, loss_sentence
 from moe.inspection.view.view import routing_view
 from moe.parsing import printable
 from moe.sparse.editing import LayerKey
@@ -53,6 +53,8 @@ def main(argv: list[str]) -> None:
     other = record_routing(second.model, batches, provenance=Provenance(model=str(second.folder)))
     split = split_loss(first.model, second.model, recorded, batches)
     print(split_table(split, str(first.folder), str(second.folder)))
+    for traced in (recorded, other):
+        print(f"{printable(traced.facts.model)}: {loss_sentence(traced)}")
     print()
 
     # Two runs have no common numbers: each expert goes by that of its partner in the first model.

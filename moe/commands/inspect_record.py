@@ -1,7 +1,7 @@
 r"""stmoe inspect record: writes down which expert every token goes to.
 
-stmoe inspect record --model runs/demo/model --corpus runs/demo/corpus --out runs/trace
-stmoe inspect record --model runs/demo/model --text news=a.txt code=b.md --best 4 --out runs/trace
+stmoe inspect record --model runs/demo/pretrain/model --corpus runs/demo/corpus --out runs/trace
+stmoe inspect record --model runs/demo/pretrain/model --text news=a.txt code=b.md --best 4 --out runs/trace
 """
 
 from tqdm import tqdm
@@ -11,6 +11,7 @@ from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import (
     TaskReader,
     add_inputs,
+    check_noise_density,
     command_text,
     describe_inputs,
     load_inspected,
@@ -18,7 +19,7 @@ from moe.commands.routing_inputs import (
 )
 from moe.commands.routing_trace import tokenizer_fingerprint
 from moe.files import check_kind, output_path
-from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
+from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows, loss_sentence
 from moe.parsing import printable
 from moe.tracing.recorder import Provenance
 from moe.tracing.trace_file import TENSORS_FILE, read_trace, record_to_folder
@@ -44,7 +45,9 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         read_task: Reads the pairs of a task of eval/; None where there is none.
     """
     options = build_parser().parse_args(argv)
+
     # What can be refused before a model is loaded.
+    check_noise_density(options)
     inputs = [options.model, options.corpus, options.pairs]
     out = output_path(options.out, inputs=inputs)
     check_kind(out, "trace")
@@ -53,7 +56,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     inspected = load_inspected(options.model, dropless=options.dropless)
     batches = read_batches(options, inspected, read_task)
     provenance = Provenance(
-        text=describe_inputs(options),
+        text=describe_inputs(options, inspected.model.config),
         model=str(options.model),
         model_fingerprint=model_fingerprint(options.model),
         tokenizer_fingerprint=tokenizer_fingerprint(inspected.tokenizer),
@@ -72,6 +75,8 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     num_tokens = trace.encoder.ids.numel() + trace.decoder.ids.numel()
     megabytes = (out / TENSORS_FILE).stat().st_size / 1e6
     print(format_table(HEALTH_HEADER, health_rows(trace.layers)))
+    print(f"Traced: {printable(facts.text)}.")
+    print(loss_sentence(trace))
     print(
         f"{facts.num_examples:,} examples, {num_tokens:,} tokens, {megabytes:.1f} MB. "
         f"The trace is in {printable(out)}."

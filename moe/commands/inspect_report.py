@@ -16,10 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from moe.checks import check_integer
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path
-from moe.commands.routing_inputs import command_text, load_inspected
+from moe.commands.routing_inputs import add_noise_density, command_text, load_inspected
 from moe.data.corpus import Corpus, corpus_table, load_corpus
 from moe.data.pipeline import SpanCorruptionSource
-from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds
 from moe.data.tokens import tokenize_corpus
 from moe.errors import DataError
@@ -32,10 +31,11 @@ from moe.inspection.report.report_data import (
     read_evaluation,
     read_stages,
 )
-from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
+from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows, loss_sentence
 from moe.inspection.token_counts import count_tokens
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.parsing import printable
+from moe.tracing.examples import describe_noise, pretraining_noise
 from moe.tracing.recorder import record_routing, traced_batches
 
 _BATCH_SIZE = 64
@@ -67,6 +67,7 @@ def build_parser() -> Parser:
     parser.add_argument("--batches", type=batches, default=16, help=explanation)
     explanation = "encoder tokens of an example (64)"
     parser.add_argument("--inputs-length", type=integer(least=4), default=64, help=explanation)
+    add_noise_density(parser)
     return parser
 
 
@@ -85,16 +86,32 @@ def main(argv: list[str]) -> None:
     _, model, tokenizer = load_inspected(options.model)
     corpus = load_corpus(options.corpus)
     tokens = held_out_tokens(corpus, tokenizer, options.inputs_length)
+    noise = pretraining_noise(model.config, options.noise_density)
     source = SpanCorruptionSource(
         tokens,
         SpecialIds.of(tokenizer),
         inputs_length=options.inputs_length,
         batch_size=_BATCH_SIZE,
         seed=_SEED,
+        noise=noise,
     )
     batches = map(source.batch, range(options.batches))
     trace = record_routing(model, traced_batches(batches))
     counts = count_tokens(trace, model.config.vocab_size)
+    inputs_length, targets_length = source.lengths
+    text = TracedText(
+        corpus=options.corpus,
+        table=corpus_table(corpus),
+        num_documents=len(corpus.held_out),
+        num_tokens=tokens.size,
+        num_chunks=source.num_examples,
+        num_batches=options.batches,
+        batch_size=_BATCH_SIZE,
+        inputs_length=inputs_length,
+        targets_length=targets_length,
+        masks=f"{describe_noise(noise, model.config)}; seed {_SEED}",
+        loss=loss_sentence(trace),
+    )
 
     write_report(
         out,
@@ -102,12 +119,14 @@ def main(argv: list[str]) -> None:
         tokenizer=tokenizer,
         counts=counts,
         model=describe_model(options.model, model),
-        text=describe_text(options.corpus, corpus, source, tokens.size, options.batches),
+        text=text,
         command=command_text("report", argv),
         stages=stages,
         evaluation=evaluation,
     )
     print(format_table(HEALTH_HEADER, health_rows(counts)))
+    print(f"Traced: {text.masks}.")
+    print(text.loss)
     print(f"The report is {printable(out.resolve())}.")
 
 
@@ -118,28 +137,6 @@ def describe_model(folder: Path, model: STMoEForConditionalGeneration) -> Traced
         fingerprint=model_fingerprint(folder),
         device=f"{model.device.type} ({platform.machine()})",
         recipe=find_recipe(folder),
-    )
-
-
-def describe_text(
-    folder: Path, corpus: Corpus, source: SpanCorruptionSource, num_tokens: int, num_batches: int
-) -> TracedText:
-    """Returns what the page says of the text."""
-    noise = Noise()
-    inputs_length, targets_length = source.lengths
-    return TracedText(
-        corpus=folder,
-        table=corpus_table(corpus),
-        num_documents=len(corpus.held_out),
-        num_tokens=num_tokens,
-        num_chunks=source.num_examples,
-        num_batches=num_batches,
-        batch_size=_BATCH_SIZE,
-        inputs_length=inputs_length,
-        targets_length=targets_length,
-        noise_density=noise.density,
-        mean_span_length=noise.mean_span_length,
-        seed=_SEED,
     )
 
 

@@ -16,7 +16,7 @@ from moe.inspection.statistics.routing_entropy import (
     SentinelEntropy,
     sentinel_entropies,
 )
-from moe.inspection.tables import format_table
+from moe.inspection.tables import format_table, loss_sentence
 from moe.inspection.view.ablation_file import read_ablation
 from moe.inspection.view.view import routing_view
 from moe.inspection.view.view_data import LayerClasses
@@ -77,6 +77,7 @@ def main(argv: list[str]) -> None:
     if numbers is not None:
         command = command_text("view", argv)
         write_text(numbers, tables_json(trace, entropies, classes, command))
+    print(loss_sentence(trace))
     print(sentinel_table(entropies))
     print()
     print(class_summary(trace, classes))

@@ -9,17 +9,21 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import load_complete
-from moe.cli import Parser, integer, path
+from moe.cli import Parser, integer, path, real
 from moe.data.documents import read_pairs
+from moe.data.span_corruption import DENSEST
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.errors import ConfigError, DataError
+from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import sparse_layers
 from moe.tracing.examples import (
     SourceText,
     corrupted_batches,
+    describe_noise,
     generated_batches,
     paired_batches,
+    pretraining_noise,
 )
 from moe.tracing.recorder import TracedBatch
 from moe.tracing.texts import corpus_texts, file_texts
@@ -91,7 +95,15 @@ def add_inputs(parser: Parser) -> None:
     parser.add_argument("--examples", type=integer(least=1), default=1024, help=explanation)
     explanation = "most encoder tokens of an example (64)"
     parser.add_argument("--inputs-length", type=integer(least=4), default=64, help=explanation)
+    add_noise_density(parser)
     add_batches(parser)
+
+
+def add_noise_density(parser: Parser) -> None:
+    """Adds the option that says how much text is masked."""
+    explanation = "share of the tokens to mask (that of the model's pre-training, 0.15 if unknown)"
+    density = real(above=0, most=DENSEST)
+    parser.add_argument("--noise-density", type=density, help=explanation)
 
 
 def add_batches(parser: Parser) -> None:
@@ -107,12 +119,22 @@ def command_text(verb: str, argv: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "scripts.inspect_router", verb, *argv])
 
 
-def describe_inputs(options: Namespace) -> str:
+def check_noise_density(options: Namespace) -> None:
+    """Raises a ConfigError for --noise-density where nothing is masked."""
+    if options.noise_density is not None and not (options.corpus or options.text):
+        raise ConfigError(
+            "--noise-density has no effect on pairs, which are not masked. Leave it out, or give "
+            "--corpus or --text."
+        )
+
+
+def describe_inputs(options: Namespace, config: STMoEConfig) -> str:
     """Returns what is traced, in words."""
+    masks = describe_noise(pretraining_noise(config, options.noise_density), config)
     if options.corpus:
-        text = f"held-out text of {options.corpus}, spans masked"
+        text = f"held-out text of {options.corpus}, {masks}"
     elif options.text:
-        text = f"{' '.join(options.text)}, spans masked"
+        text = f"{' '.join(options.text)}, {masks}"
     elif options.pairs:
         text = f"pairs of {options.pairs}"
     else:
@@ -145,7 +167,8 @@ def read_batches(
     # Texts have their spans masked; pairs are as in fine-tuning, with the sentinel that it left.
     if options.corpus or options.text:
         texts = _read_texts(options)
-        batches = corrupted_batches(texts, tokenizer, **lengths)
+        noise = pretraining_noise(model.config, options.noise_density)
+        batches = corrupted_batches(texts, tokenizer, noise=noise, **lengths)
     else:
         pairs = _read_pairs(options, read_task)
         forced = model.generation_config.forced_bos_token_id if model.generation_config else None

@@ -15,7 +15,8 @@ from moe.errors import ConfigError
 
 Tokens = NDArray[np.integer]
 
-_DENSEST = 0.99
+DENSEST = 0.99
+"""Largest noise density."""
 
 
 class Noise(NamedTuple):
@@ -41,7 +42,7 @@ def check_noise(noise: Noise, *, prefix: str = "") -> None:
         prefix: Put before the names in messages, e.g. `data.`.
     """
     reason = "with more, hundreds of tokens are hidden for each one that is seen"
-    check_number(f"{prefix}noise_density", noise.density, above=0, most=_DENSEST, reason=reason)
+    check_number(f"{prefix}noise_density", noise.density, above=0, most=DENSEST, reason=reason)
     check_number(f"{prefix}mean_noise_span_length", noise.mean_span_length, least=1)
 
 

@@ -10,13 +10,16 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.inspection.token_counts import LayerCounts
 from moe.sparse.stats import summarize
-from moe.tracing.trace import LayerTrace, layer_name
+from moe.tracing.trace import LayerTrace, Trace, layer_name
 
 _SMOOTHING = 20
 """Occurrences, routed as all tokens are, that lift adds to those of a token: a rare token then needs more evidence."""
 
 MIN_OCCURRENCES = 10
 """Occurrences of a token below which no expert is said to prefer it, as in OLMoE (arXiv:2409.02060)."""
+
+_LONG_TEXT = 1_000
+"""Targets from which on their unigram entropy is taken for that of the language."""
 
 HEALTH_HEADER = [
     "sparse layer",
@@ -201,3 +204,38 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
         texts.append("  ".join(cells).rstrip())
     return "\n".join(texts)
+
+
+# ---------------------------------------------------------------------------
+# The loss on what was traced
+
+
+def unigram_entropy(targets: Tensor) -> float:
+    """Returns the entropy in nats of the frequencies of targets, which no unigram model beats.
+
+    Args:
+        targets: <int>[N] token ids.
+    """
+    counts = torch.bincount(targets.long()).double()  # [V]
+    return float(torch.special.entr(counts / counts.sum()).sum())
+
+
+def loss_sentence(trace: Trace) -> str:
+    """Returns the loss of the traced model beside the unigram entropy, with a warning if it is higher.
+
+    There is no warning on a short text: so few tokens give too low an entropy.
+    """
+    loss = trace.facts.loss
+    targets = trace.decoder.targets
+    if loss is None:
+        return "The loss is not known: an earlier version recorded the trace."
+    entropy = unigram_entropy(targets)
+    text = f"The loss is {loss:.2f} nats for each target, the unigram entropy of the targets {entropy:.2f}."
+    if loss <= entropy or targets.numel() < _LONG_TEXT:
+        return text
+    return (
+        f"{text} Warning: the frequencies alone predict these targets better than the model does, so its routing of "
+        "this text tells little. Trace text like that of its training: a model that was fine-tuned on a task has "
+        "forgotten span corruption (give --task or --pairs to stmoe inspect record), and one that was only pre-trained "
+        "knows no task (give --corpus or --text)."
+    )

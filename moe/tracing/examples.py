@@ -18,6 +18,7 @@ from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.span_corruption import Noise, corrupt, noise_mask, tokens_length
 from moe.data.tokenizer import SpecialIds
 from moe.errors import DataError
+from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.tracing.recorder import TracedBatch, evaluation_mode
 from moe.tracing.trace import Trace
@@ -51,15 +52,42 @@ class _Row(NamedTuple):
     source: SourceText
 
 
+def pretraining_noise(config: STMoEConfig, density: float | None = None) -> Noise:
+    """Returns how to mask text for a model: as in its pre-training, else as in the paper.
+
+    Args:
+        config: Of the model; it says how pre-training masked text, unless that is unknown.
+        density: Share of tokens to mask; None for that of pre-training.
+    """
+    paper = Noise()
+    return Noise(
+        density or config.noise_density or paper.density,
+        config.mean_noise_span_length or paper.mean_span_length,
+    )
+
+
+def describe_noise(noise: Noise, config: STMoEConfig) -> str:
+    """Returns how much text is masked, and how that compares with a model's pre-training."""
+    text = (
+        f"{100 * noise.density:g} % of the tokens masked, in spans of {noise.mean_span_length:g} "
+        "on average"
+    )
+    if config.noise_density is None:
+        return f"{text} (the model does not say how its pre-training masked text; the paper masks 15 %)"
+    if noise.density == config.noise_density:
+        return f"{text}, as in pre-training"
+    return f"{text} ({100 * config.noise_density:g} % in pre-training)"
+
+
 def corrupted_batches(
     texts: Iterable[SourceText],
     tokenizer: PreTrainedTokenizerFast,
     *,
     inputs_length: int,
     batch_size: int,
+    noise: Noise,
     most_examples: int | None = None,
     seed: int = 0,
-    noise: Noise = Noise(),  # noqa: B008  an immutable tuple
 ) -> Iterator[TracedBatch]:
     """Yields batches in which spans of the texts are masked, as in pre-training.
 
@@ -71,9 +99,9 @@ def corrupted_batches(
         tokenizer: Tokenizer of the model.
         inputs_length: Most encoder tokens of an example.
         batch_size: Examples in a batch; the last one may have fewer.
+        noise: How much is masked; see `pretraining_noise`.
         most_examples: Most examples in all; None for all.
         seed: Of the masks.
-        noise: How much is masked.
 
     Raises:
         ConfigError: When a number is out of range.

@@ -11,15 +11,35 @@ from moe.inspection.tables import (
     format_table,
     health_rows,
     load_shares,
+    loss_sentence,
     preferred_tokens,
     routing_entropy,
     token_names,
     top_tokens,
+    unigram_entropy,
 )
 from moe.inspection.token_counts import count_tokens
 from moe.parsing import read_json_lines
 from moe.tracing.recorder import record_routing, traced_batches
 from tests.models.tiny import tiny_batch, tiny_model
+
+
+def test_the_unigram_entropy_is_that_of_the_frequencies():
+    targets = torch.tensor([0, 0, 0, 0, 2, 2, 5, 7])
+    assert unigram_entropy(targets) == pytest.approx(1.75 * math.log(2))
+
+
+@pytest.mark.parametrize(("num_batches", "is_long"), [(40, True), (4, False)])
+def test_a_model_that_is_worse_than_the_unigram_entropy_of_a_long_text_is_warned_of(
+    num_batches, is_long
+):
+    batches = [tiny_batch(seed=seed) for seed in range(num_batches)]
+    trace = record_routing(tiny_model(), traced_batches(batches))
+    entropy = unigram_entropy(trace.decoder.targets)
+    for loss, is_worse in ((entropy - 0.1, False), (entropy + 0.1, True)):
+        text = loss_sentence(trace._replace(facts=trace.facts._replace(loss=loss)))
+        assert f"{loss:.2f} nats" in text
+        assert ("Warning" in text) is (is_worse and is_long)
 
 
 def count(model, batches):

@@ -16,6 +16,7 @@ from moe import CheckpointError, ConfigError, DataError
 from moe.checksums import model_fingerprint
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
+from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.inspection.report.plots import plot_load
@@ -24,6 +25,7 @@ from tests.models.tiny import DENSE, tiny_model
 from tests.training.tiny_run import write_inputs
 
 NUM_EXPERTS, NUM_BATCHES, INPUTS_LENGTH, VOCABULARY = 7, 2, 16, 230
+NOISE = Noise(0.45, 2.0)
 LINES = [
     {"step": 0, "heldout/loss": 7.125, "heldout/text_loss": 7.5, "heldout/unigram_entropy": 4.75},
     {
@@ -115,8 +117,13 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     paths = write_inputs(folder)
     tokenizer = load_tokenizer(paths["tokenizer"])
-    for name in ("run", "bare"):
-        tiny_model(vocab_size=VOCABULARY).save_pretrained(folder / name / "model")
+    for name, noise in (("run", NOISE), ("bare", Noise(None, None))):
+        model = tiny_model(
+            vocab_size=VOCABULARY,
+            noise_density=noise.density,
+            mean_noise_span_length=noise.mean_span_length,
+        )
+        model.save_pretrained(folder / name / "model")
         tokenizer.save_pretrained(str(folder / name / "model"))
     (folder / "run/recipe.yaml").write_text("seed: 41\noptim:\n  lr: 0.75\n")
     (folder / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
@@ -160,9 +167,7 @@ def test_without_metrics_evaluation_and_recipe_nothing_is_said_of_them(nothing_m
         "Training",
         "Evaluation",
         "scratch",
-        "pre-train",
         "gain",
-        "unigram",
         "overlap",
         "points",
         "updates",
@@ -170,6 +175,14 @@ def test_without_metrics_evaluation_and_recipe_nothing_is_said_of_them(nothing_m
         assert word not in text, word
     assert "not known: no recipe.yaml lies beside the folder of the model" in text
     assert "There is no capacity in evaluation" not in text
+    assert "15 % of the tokens masked, in spans of 3 on average (the model does not say" in text
+
+
+def test_a_noise_density_of_the_users_is_stated_beside_that_of_pre_training(inputs, tmp_path):
+    out = tmp_path / "report.html"
+    inspect_router.main(arguments_of(inputs, out, "--noise-density", 0.25))
+    text = " ".join(Text(out.read_text(encoding="utf-8")).all)
+    assert "25 % of the tokens masked, in spans of 2 on average (45 % in pre-training)" in text
 
 
 def test_the_page_names_what_it_was_made_from(inputs, everything):
@@ -178,7 +191,7 @@ def test_the_page_names_what_it_was_made_from(inputs, everything):
     assert "seed: 41 optim: lr: 0.75" in text
     assert f"held-out part of {inputs}/corpus" in text
     assert f"{NUM_BATCHES} of 64 examples, each of {INPUTS_LENGTH} encoder and" in text
-    assert "15 % of the tokens in spans of 3 on average; seed 0" in text
+    assert "45 % of the tokens masked, in spans of 2 on average, as in pre-training; seed 0" in text
     for name in ("stmoe", "torch", "transformers"):
         assert f"{name} {version(name)}" in text
     assert f"python -m scripts.inspect_router report --model {inputs}/run/model" in text
@@ -232,7 +245,12 @@ def numbers_of_the_model(inputs):
     corpus = load_corpus(inputs / "corpus")
     tokens = tokenize_corpus(corpus.held_out, tokenizer)
     source = SpanCorruptionSource(
-        tokens, SpecialIds.of(tokenizer), inputs_length=INPUTS_LENGTH, batch_size=64, seed=0
+        tokens,
+        SpecialIds.of(tokenizer),
+        inputs_length=INPUTS_LENGTH,
+        batch_size=64,
+        seed=0,
+        noise=NOISE,
     )
     numbers = {
         f"{model.config.num_parameters():,}",
@@ -248,17 +266,21 @@ def numbers_of_the_model(inputs):
         f"{source.num_examples:,}",
         "64",
         "128",
-        "15",
+        "45",
     }
     numbers |= {str(length) for length in source.lengths}
     if source.num_examples < 128:
         numbers.add(f"{128 / source.num_examples:.1f}")
 
+    targets, losses = [], []
     firsts, loads, entropies, dropped, accepted, slots = ([[], []] for _ in range(6))
     for step in range(NUM_BATCHES):
         batch = source.batch(step)
         with torch.no_grad():
             output = model(**batch)
+        log_probs = output.logits.double().log_softmax(-1)
+        losses += (-log_probs.gather(-1, batch["labels"][..., None])).flatten().tolist()
+        targets += batch["labels"].flatten().tolist()
         decoder_ids = model.prepare_decoder_input_ids_from_labels(batch["labels"])
         sides = (
             (batch["input_ids"], output.encoder_router_outputs[0]),
@@ -274,6 +296,10 @@ def numbers_of_the_model(inputs):
             slots[side].append(plan.capacity * NUM_EXPERTS * plan.expert_index.shape[0])
             entropies[side] += (-(probs * probs.log()).sum(-1)).tolist()
             dropped[side] += (~plan.accepted.any(-1)).flatten().tolist()
+
+    frequencies = [count / len(targets) for count in Counter(targets).values()]
+    unigram_entropy = -sum(share * math.log(share) for share in frequencies)
+    numbers |= {f"{sum(losses) / len(targets):.2f}", f"{unigram_entropy:.2f}"}
 
     numbers |= {f"{NUM_EXPERTS * 2}", f"{math.log(NUM_EXPERTS):.2f}"}
     num_dead = 0

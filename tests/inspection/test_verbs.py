@@ -12,7 +12,7 @@ import torch
 from tokenizers import processors
 
 from moe import ConfigError, DataError
-from moe.data.tokenizer import load_tokenizer
+from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.sparse.editing import sparse_layers
 from moe.tracing.trace_file import read_trace
 from scripts import inspect_router
@@ -27,7 +27,9 @@ def folder(tmp_path_factory):
     paths = write_inputs(folder)
     tokenizer = load_tokenizer(paths["tokenizer"])
     for name, seed in (("model", 0), ("other", 1)):
-        model = tiny_model(vocab_size=MODEL["vocab_size"])
+        model = tiny_model(
+            vocab_size=MODEL["vocab_size"], noise_density=0.4, mean_noise_span_length=2.0
+        )
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for layer in sparse_layers(model).values():
@@ -75,6 +77,37 @@ def test_every_kind_of_text_is_recorded(folder, tmp_path, capsys, source, exampl
     assert facts.domains == domains
     assert facts.command.startswith("python -m scripts.inspect_router record --model")
     assert f"{examples} examples" in capsys.readouterr().out
+
+
+def test_text_is_masked_as_the_model_was_pre_trained(folder, trace, tmp_path, capsys):
+    sentence = "40 % of the tokens masked, in spans of 2 on average, as in pre-training"
+    assert sentence in read_trace(trace).facts.text
+    sentinels = share_of_sentinels(read_trace(trace), folder)
+
+    arguments = ["--model", folder / "model", "--corpus", folder / "corpus", "--examples", 60,
+                 "--inputs-length", 24]  # fmt: skip
+    run("record", *arguments, "--noise-density", 0.1, "--out", tmp_path / "few")
+    printed = capsys.readouterr().out
+    assert "10 % of the tokens masked, in spans of 2 on average (40 % in pre-training)" in printed
+    assert share_of_sentinels(read_trace(tmp_path / "few"), folder) < sentinels / 2
+
+
+def share_of_sentinels(trace, folder):
+    ids = SpecialIds.of(load_tokenizer(folder / "model"))
+    read = trace.encoder.ids
+    lowest = ids.first_sentinel - ids.num_sentinels
+    return float(((lowest < read) & (read <= ids.first_sentinel)).double().mean())
+
+
+def test_a_model_that_has_changed_since_it_was_traced_is_refused(folder, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(folder / "model", model)
+    trace = tmp_path / "trace"
+    run("record", "--model", model, "--pairs", folder / "pairs.jsonl", "--out", trace)
+    shutil.copytree(folder / "other", model, dirs_exist_ok=True)
+    with pytest.raises(DataError, match="has changed since it was traced"):
+        run("replay", "--trace", trace)
+    run("replay", "--trace", trace, "--model", model)  # another model is welcome by name
 
 
 def test_the_view_has_classes_of_tokens_and_prints_the_tables(folder, trace, tmp_path, capsys):
@@ -135,7 +168,7 @@ def test_a_traced_model_that_is_gone_is_asked_for(folder, trace, tmp_path, monke
     arguments = ["--pairs", folder / "pairs.jsonl", "--examples", 5]
     run("record", "--model", moved, *arguments, "--out", tmp_path / "trace")
     moved.rename(tmp_path / "away")
-    with pytest.raises(DataError, match=r"was in .*moved, and is not there. Say where"):
+    with pytest.raises(DataError, match=r"was in .*moved, and is not there: say where"):
         run("replay", "--trace", tmp_path / "trace")
     run("replay", "--trace", tmp_path / "trace", "--model", tmp_path / "away")
 
@@ -183,6 +216,10 @@ def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):
         (
             ["record", "--model", "m", "--out", "o", "--text", "a", "--task", "b"],
             "not allowed with",
+        ),
+        (
+            ["record", "--model", "m", "--out", "o", "--pairs", "a", "--noise-density", "0.5"],
+            "--noise-density has no effect on pairs",
         ),
         (["view", "--trace", "nowhere", "--out", "view.txt"], "expected a file that ends in .html"),
         (["ablate", "--trace", "t", "--out", "a.json", "--kind", "kill"], "invalid choice: 'kill'"),

@@ -280,10 +280,16 @@ def test_a_part_without_numbers_is_not_there(trace):
 
 
 def test_the_page_names_what_was_traced(trace):
-    facts = trace.facts._replace(model="runs/a", text="letters", command="stmoe x")
+    facts = trace.facts._replace(model="runs/a", text="letters", command="stmoe x", loss=1.25)
     page = view_of(trace._replace(facts=facts))
     assert "<h1>Where the tokens go in runs/a</h1>" in page
-    for text in ("letters", "stmoe x", facts.inputs_fingerprint, "encoder 1 (7 experts"):
+    for text in (
+        "letters",
+        "1.25 nats for each target",
+        "stmoe x",
+        facts.inputs_fingerprint,
+        "encoder 1 (7 experts",
+    ):
         assert text in page
     assert "<title>mine</title>" in view_of(trace, title="mine")
 

@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from moe import ConfigError, DataError
+from moe import ConfigError, DataError, STMoEConfig
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer, train_tokenizer
 from moe.tracing.examples import (
     SourceText,
     batches_of,
     corrupted_batches,
+    describe_noise,
     generated_batches,
     paired_batches,
+    pretraining_noise,
 )
 from moe.tracing.recorder import record_routing, traced_batches
 from tests.tracing.models import build_batch, build_model
@@ -62,7 +64,7 @@ def rows_of(batches):
 
 def test_masked_texts_are_whole_with_what_is_masked(tokenizer):
     ids = SpecialIds.of(tokenizer)
-    batches = corrupted_batches(TEXTS, tokenizer, inputs_length=16, batch_size=2)
+    batches = corrupted_batches(TEXTS, tokenizer, inputs_length=16, batch_size=2, noise=Noise())
     restored = {}
     for inputs, targets, document, domain in rows_of(batches):
         assert len(inputs) <= 16
@@ -87,6 +89,31 @@ def test_few_examples_lie_evenly_and_have_the_masks_that_they_have_among_all(tok
     assert other != everything
 
 
+@pytest.mark.parametrize(
+    ("fields", "density", "noise", "text"),
+    [
+        (
+            {"noise_density": 0.5, "mean_noise_span_length": 7.0},
+            None,
+            Noise(0.5, 7.0),
+            "50 % of the tokens masked, in spans of 7 on average, as in pre-training",
+        ),
+        (
+            {"noise_density": 0.5, "mean_noise_span_length": 7.0},
+            0.25,
+            Noise(0.25, 7.0),
+            "25 % of the tokens masked, in spans of 7 on average (50 % in pre-training)",
+        ),
+        ({}, None, Noise(0.15, 3.0), "the model does not say how its pre-training masked text"),
+        ({}, 0.25, Noise(0.25, 3.0), "the model does not say how its pre-training masked text"),
+    ],
+)
+def test_text_is_masked_as_in_pre_training_unless_told_otherwise(fields, density, noise, text):
+    config = STMoEConfig(**fields)
+    assert pretraining_noise(config, density) == noise
+    assert text in describe_noise(noise, config)
+
+
 @pytest.mark.parametrize("sentinels", ["none", "one"])
 def test_pairs_are_those_of_fine_tuning(tokenizer, sentinels):
     ids = SpecialIds.of(tokenizer)
@@ -105,12 +132,12 @@ def test_pairs_are_those_of_fine_tuning(tokenizer, sentinels):
 def test_nothing_to_trace_and_numbers_out_of_range_are_refused(tokenizer):
     settings = {"inputs_length": 8, "batch_size": 3}
     with pytest.raises(DataError, match="no text has 4 tokens"):
-        corrupted_batches(TEXTS[1:2], tokenizer, **settings)
+        corrupted_batches(TEXTS[1:2], tokenizer, noise=Noise(), **settings)
     with pytest.raises(DataError, match="not one pair"):
         paired_batches([], tokenizer, targets_length=8, **settings)
     for name in ("batch_size", "most_examples"):
         with pytest.raises(ConfigError, match=f"{name} is 0"):
-            list(corrupted_batches(TEXTS, tokenizer, **{**settings, name: 0}))
+            list(corrupted_batches(TEXTS, tokenizer, noise=Noise(), **{**settings, name: 0}))
 
 
 def test_a_trace_gives_its_examples_back():

@@ -177,7 +177,8 @@ def _source(model: TracedModel, text: TracedText, command: str) -> SourceView:
         corpus=printable(text.corpus),
         text=f"{text.num_documents:,} documents, {text.num_tokens:,} tokens",
         batches=report_text.batches_sentence(text),
-        masks=report_text.masks_sentence(text),
+        masks=text.masks,
+        loss=text.loss,
         made_with=f"{format_versions(library_versions())}; {model.device}",
         command=printable(command),
     )

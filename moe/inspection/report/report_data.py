@@ -39,9 +39,8 @@ class TracedText(NamedTuple):
         batch_size: Examples in a batch.
         inputs_length: Encoder tokens of an example.
         targets_length: Decoder tokens of an example.
-        noise_density: Share of tokens that are masked.
-        mean_span_length: Mean length of a masked span in tokens.
-        seed: Seed of the order of examples and of the masks.
+        masks: How much is masked, and the seed of the order and of the masks, in words.
+        loss: Loss of the model on it, beside that of a unigram model, in words.
     """
 
     corpus: Path
@@ -53,9 +52,8 @@ class TracedText(NamedTuple):
     batch_size: int
     inputs_length: int
     targets_length: int
-    noise_density: float
-    mean_span_length: float
-    seed: int
+    masks: str
+    loss: str
 
 
 class TracedModel(NamedTuple):

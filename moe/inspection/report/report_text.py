@@ -69,14 +69,6 @@ def batches_sentence(text: TracedText) -> str:
     )
 
 
-def masks_sentence(text: TracedText) -> str:
-    """Returns how the batches were masked."""
-    return (
-        f"span corruption, {100 * text.noise_density:g} % of the tokens in spans of {text.mean_span_length:g} on "
-        f"average; seed {text.seed}"
-    )
-
-
 def layer_sentence(layer: LayerCounts) -> str:
     """Returns the load and the entropy of a layer in words."""
     shares = load_shares(layer)

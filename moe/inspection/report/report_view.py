@@ -28,6 +28,7 @@ class SourceView:
         text: How much text its held-out part has.
         batches: How many batches were traced, and how much of the text they cover.
         masks: How they were masked.
+        loss: The model's loss on them, beside that of a unigram model.
         made_with: Versions and device.
         command: The command that makes the page.
     """
@@ -40,6 +41,7 @@ class SourceView:
     text: str
     batches: str
     masks: str
+    loss: str
     made_with: str
     command: str
 

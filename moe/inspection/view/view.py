@@ -20,6 +20,7 @@ from moe.errors import DataError
 from moe.files import output_path, write_text
 from moe.inspection.figures import COLOURS
 from moe.inspection.html_page import render_page
+from moe.inspection.tables import loss_sentence
 from moe.inspection.view.view_content import ModelContent, PageContent, script_json
 from moe.inspection.view.view_data import (
     AblationBar,
@@ -263,6 +264,7 @@ def _facts(trace: Trace) -> list[tuple[str, str]]:
         ("fingerprint", facts.model_fingerprint),
         ("sparse layers", ", ".join(layers)),
         ("text", facts.text),
+        ("loss", loss_sentence(trace)),
         ("examples", f"{facts.num_examples:,}"),
         ("tokens", f"{in_encoder}, {in_decoder}"),
         ("hash of the input", facts.inputs_fingerprint),
