@@ -40,9 +40,14 @@ docs: .venv/installed
 	rm -rf build/docs docs/api/modules
 	$(BIN)/sphinx-build -W --keep-going -n -j auto docs build/docs
 
-# Runs the notebooks on the demo's model (after `make demo`), and writes their copies into docs/.
+# Runs the notebooks on the demo's model (after `make demo`), and writes them as build/notebooks/NAME.html.
 notebooks: .venv/notebooks
-	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.render_notebooks $(ARGS)
+	mkdir -p build/notebooks
+	set -e; for name in routing expert_purpose what_changed fine_tune; do \
+	  OMP_NUM_THREADS=1 $(BIN)/jupytext --to ipynb --set-kernel python3 --execute --run-path . \
+	    --output build/notebooks/$$name.ipynb notebooks/$$name.py; \
+	  $(BIN)/jupyter nbconvert --to html build/notebooks/$$name.ipynb; \
+	done
 
 format: .venv/installed
 	$(BIN)/ruff format .

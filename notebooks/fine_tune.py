@@ -2,8 +2,8 @@
 # # Fine-tune a sparse model with transformers' Trainer
 #
 # Run `make demo` first, or set `MOE_MODEL` to the folder of another model; `MOE_OUT` is where the
-# result goes. It runs as a script (`python -m notebooks.fine_tune`, from the root of the
-# repository) and cell by cell in editors that know `# %%`, in about a minute on 2 cores.
+# result goes. It runs as a script (`python -m notebooks.fine_tune`) and cell by cell in Jupyter and
+# in editors that know `# %%`, in about a minute on 2 cores.
 
 # %%
 import operator
@@ -14,14 +14,18 @@ from pathlib import Path
 import numpy as np
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
+# Jupyter starts a notebook in its own folder; a script starts where you are.
+root = Path("..") if Path.cwd().name == "notebooks" else Path()
+sys.path.insert(0, str(root.resolve()))  # eval/ is not installed
+
 from eval.task import TASKS
 from moe import RouterStatsCallback, STMoEForConditionalGeneration, add_stats, load_complete
 from moe.data.tokenizer import load_tokenizer
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows
 from moe.tracing.recorder import record_routing, traced_batches
 
-folder = Path(os.environ.get("MOE_MODEL", "runs/demo/pretrain/model"))
-out = Path(os.environ.get("MOE_OUT", "runs/fine_tune/model"))
+folder = Path(os.environ.get("MOE_MODEL", root / "runs/demo/pretrain/model"))
+out = Path(os.environ.get("MOE_OUT", root / "runs/fine_tune/model"))
 if not (folder / "config.json").is_file():
     sys.exit(
         f"There is no model in {folder}. Run `make demo` first, or set MOE_MODEL to the folder of a model."

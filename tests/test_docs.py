@@ -53,8 +53,7 @@ def commands(page):
 
 
 def with_blocks(language):
-    # Copies of notebooks were run by Jupyter; test_notebooks.py runs the notebooks.
-    pages = [page for page in PAGES if page.parent.name != "notebooks" and blocks(page, language)]
+    pages = [page for page in PAGES if blocks(page, language)]
     return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -67,8 +66,9 @@ def workspace(tmp_path_factory):
     """Returns a folder with the models that the pages load: small and random, under their names."""
     folder = tmp_path_factory.mktemp("docs")
     texts = [file.read_text() for file in sorted(write_texts(folder / "texts").iterdir())]
-    train_tokenizer(texts, 230, folder / "runs/demo/model")
-    tiny_model(vocab_size=230).save_pretrained(folder / "runs/demo/model")
+    for name in ("runs/demo/model", "runs/demo/pretrain/model"):
+        train_tokenizer(texts, 230, folder / name)
+        tiny_model(vocab_size=230).save_pretrained(folder / name)
     their_model("Switch").save_pretrained(folder / "google/switch-base-8")
     return folder
 

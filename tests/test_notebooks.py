@@ -1,19 +1,17 @@
-"""Every notebook runs from top to bottom on a small model, and stands in the documentation."""
+"""Every notebook runs from top to bottom on a small model."""
 
 import json
+import os
 import re
-from importlib.util import find_spec
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from eval.task import TASKS
-from moe import ConfigError
 from moe.data.tokenizer import load_tokenizer, train_tokenizer
-from scripts.notebook_page import notebook_page, small_svg
-from scripts.render_notebooks import NOTEBOOKS as RENDERED
-from scripts.render_notebooks import run_notebook
 from tests.models.tiny import tiny_model
 from tests.processes import run_command
 from tests.training.tiny_run import write_texts
@@ -65,8 +63,9 @@ def places(tmp_path_factory):
     return for_experts
 
 
-def run(name, variables):
-    return run_command(str(ROOT / "notebooks" / f"{name}.py"), environment=variables)
+def run(name, variables, prepare=None):
+    path = str(ROOT / "notebooks" / f"{name}.py")
+    return run_command(path, environment=variables, prepare=prepare)
 
 
 def figures(places):
@@ -74,10 +73,6 @@ def figures(places):
     files = list(places.out.iterdir())
     assert all("</" in file.read_text(encoding="utf-8") for file in files)
     return {file.name for file in files}
-
-
-def test_nothing_but_these_notebooks_is_tested():
-    assert {path.stem for path in NOTEBOOKS} == {*RENDERED, "fine_tune"}
 
 
 @pytest.mark.slow
@@ -110,6 +105,18 @@ def test_routing_draws_every_figure(places, tmp_path):
     assert figures(read) == {f"{name}.svg" for name in names.split()} | {"view.html"}
     assert "*" in (tmp_path / "classes.svg").read_text()
     assert f"Where the tokens go in {read.model}" in (tmp_path / "view.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_notebook_that_starts_in_its_own_folder_finds_the_model_of_the_repository(
+    places, tmp_path
+):
+    (tmp_path / "notebooks").mkdir()
+    shutil.copytree(places(7).model, tmp_path / "runs/demo/pretrain/model")
+    change_folder = partial(os.chdir, tmp_path / "notebooks")
+    done = run("routing", {"MOE_TEXT": str(places(7).texts)}, change_folder)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs/notebooks/routing/view.html").is_file()
 
 
 @pytest.mark.slow
@@ -189,67 +196,3 @@ def test_without_a_model_the_notebook_says_how_to_get_one(path, tmp_path):
     assert done.stderr.splitlines()[-1].startswith(
         ("There is no model in", "moe.errors.CheckpointError: ")
     )
-
-
-# ---------------------------------------------------------------------------
-# Their copies in the documentation
-
-
-@pytest.mark.parametrize("name", RENDERED)
-def test_the_page_of_a_notebook_is_whole_and_small(name):
-    folder = ROOT / "docs/notebooks"
-    page = (folder / f"{name}.md").read_text(encoding="utf-8")
-    shown = re.findall(r"!\[.+\]\((.+)\)", page)
-    assert sorted(shown) == sorted(file.name for file in folder.glob(f"{name}_*.svg"))
-    assert f'src="../_static/notebooks/{name}.html"' in page
-    assert (ROOT / f"docs/_static/notebooks/{name}.html").stat().st_size <= 300_000
-    assert sum((folder / file).stat().st_size for file in shown) <= 700_000
-    assert "Traceback" not in page
-
-
-def cell(kind, source, *outputs):
-    return {"cell_type": kind, "source": source.splitlines(True), "outputs": list(outputs)}
-
-
-def test_a_page_has_text_code_output_figures_and_a_frame():
-    svg = "<svg><!-- 1 -->\n   <path d='' x=\"1.23456\"/><text>1.23456</text></svg>"
-    content = {
-        "cells": [
-            cell("markdown", "# Title\n\nWhat it is."),
-            cell(
-                "code",
-                "print(1)\ndraw()",
-                {"output_type": "stream", "name": "stdout", "text": ["1\n", "2\n"]},
-                {"output_type": "stream", "name": "stderr", "text": ["A warning\n"]},
-                {"output_type": "execute_result", "data": {"image/svg+xml": [svg]}},
-            ),
-            cell("code", "import math"),
-            cell("markdown", "## See it"),
-            cell("code", "view", {"output_type": "execute_result", "data": {"text/html": ["<p>"]}}),
-        ]
-    }
-    page = notebook_page("mine", json.loads(json.dumps(content)), "Made here.")
-    assert page.text.startswith("# Title\n\nA copy of `notebooks/mine.py`")
-    assert page.text.index("Made here.") < page.text.index("What it is.")
-    assert (
-        "```python\nprint(1)\ndraw()\n```\n\n```text\n1\n2\n```\n\n![Title](mine_1.svg)"
-        in page.text
-    )
-    assert "</summary>\n\n```python\nimport math\n```\n\n</details>" in page.text
-    assert "A warning" not in page.text
-    assert page.text.index("## See it") < page.text.index('src="../_static/notebooks/mine.html"')
-    assert page.figures == {"mine_1.svg": small_svg(svg)}
-
-
-def test_a_small_figure_keeps_its_texts():
-    svg = (
-        '<svg>\n   <!-- 0.125 -->\n   <path d="M 1.23456 -0.98765"/>\n   <text>0.12345</text></svg>'
-    )
-    assert small_svg(svg) == '<svg>\n<path d="M 1.23 -0.98"/>\n<text>0.12345</text></svg>'
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("jupytext") is not None, reason="Jupyter is installed")
-def test_without_jupyter_it_is_said_how_to_install_it(tmp_path):
-    with pytest.raises(ConfigError, match=r"jupytext.*: not installed for .*make notebooks"):
-        run_notebook(NOTEBOOKS[0], tmp_path / "out.ipynb", {})

@@ -16,7 +16,7 @@ def test_every_command_is_measured():
     names = set(starts())
     assert {BASE, "import moe", "scripts.demo", "benchmarks.network"} <= names
     assert {"eval run", "stmoe generate"} <= names
-    assert "scripts.notebook_page" not in names  # no command
+    assert "scripts.__init__" not in names  # no command
 
 
 def test_medians_are_put_over_those_of_the_base():
