@@ -135,11 +135,14 @@ def _losses_of_rows(
     logits: Tensor, labels: Tensor, label_smoothing: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns logsumexp, cross-entropy and logsumexp^2 <float>[N] of each row of <float>[N, V]."""
-    # log p_i = logit_i - logsumexp(logits). The largest logit gives the logsumexp: the label's may
-    # be -inf.
+    # log p(label) = logit(label) - logsumexp(logits) gives the logsumexp; where the label's logit is
+    # -inf, the largest logit does.
+    index = labels[:, None]
+    label_logit = logits.gather(-1, index)[:, 0]
     log_probs = logits.log_softmax(dim=-1)
-    log_normalizer = logits.amax(dim=-1) - log_probs.amax(dim=-1)
-    log_prob = log_probs.gather(-1, labels[:, None])[:, 0]
+    log_prob = log_probs.gather(-1, index)[:, 0]
+    from_largest = logits.amax(dim=-1) - log_probs.amax(dim=-1)
+    log_normalizer = torch.where(label_logit.isneginf(), from_largest, label_logit - log_prob)
 
     # A smoothed target gives the label 1 - smoothing, and every token an equal part of the rest.
     if label_smoothing:
