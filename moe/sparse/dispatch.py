@@ -321,28 +321,35 @@ def fill_slots(plan: DispatchPlan, num_experts: int) -> Slots:
     No shape depends on the tokens, and the device is never waited for.
 
     Args:
-        plan: Where tokens go; without a capacity every expert has a slot for every token.
+        plan: Where tokens go; without a capacity every expert has a slot for every token, in the
+            order of the tokens.
         num_experts: Experts, E.
     """
     num_groups, group_size, num_choices = plan.expert_index.shape
-    capacity = group_size if plan.capacity is None else plan.capacity
+    device = plan.slot.device
+    if plan.capacity is None:
+        capacity = group_size
+        slot_of_expert = torch.arange(group_size, device=device)[:, None]  # [S, 1]
+    else:
+        capacity = plan.capacity
+        slot_of_expert = plan.slot  # [G, S, K]
     num_slots = num_experts * num_groups * capacity
     num_tokens = num_groups * group_size
-    device = plan.slot.device
 
     # The slot of each choice, counted over all experts and groups; refused choices share one more.
     group = torch.arange(num_groups, device=device)[:, None, None]  # [G, 1, 1]
-    slot = (plan.expert_index * num_groups + group) * capacity + plan.slot  # [G, S, K]
+    slot = (plan.expert_index * num_groups + group) * capacity + slot_of_expert  # [G, S, K]
     slot = slot.masked_fill(~plan.accepted, num_slots).flatten()  # [T * K]
 
-    # Write the token of each choice into its slot, and its weight.
+    # Write the token of each choice into its slot, and its weight. Two choices of one token for the
+    # same expert share the token's slot, where there is no capacity, and so add up.
     token = torch.arange(num_tokens, device=device)
     token_of_choice = token[:, None].expand(-1, num_choices).flatten()  # [T * K]
     weight_of_choice = plan.combine_weight.flatten()  # [T * K]
     slot_token = token.new_full((num_slots + 1,), num_tokens)
     slot_token = slot_token.scatter(0, slot, token_of_choice)
     slot_weight = weight_of_choice.new_zeros(num_slots + 1)
-    slot_weight = slot_weight.scatter(0, slot, weight_of_choice)
+    slot_weight = slot_weight.scatter_add(0, slot, weight_of_choice)
 
     return Slots(
         token=rearrange(slot_token[:num_slots], "(e n) -> e n", e=num_experts),

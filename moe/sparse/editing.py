@@ -16,7 +16,7 @@ from moe.checks import check, shown
 from moe.errors import ConfigError, DataError
 from moe.sparse.inputs import can_read_values
 from moe.sparse.layer import PlanEdit, SparseFeedForward
-from moe.sparse.plan import DispatchPlan, RouterScores
+from moe.sparse.plan import DispatchPlan, RouterScores, reassign_slots
 from moe.sparse.recomputation import Recomputation
 
 Stack = Literal["encoder", "decoder"]
@@ -58,7 +58,9 @@ def edit_routing(module: nn.Module, edits: Mapping[LayerKey, RoutingEdit]) -> It
     """Changes the plans of sparse layers inside the block.
 
     An edit sees the scores of the router and the plan that it made of them, and returns the plan
-    that is carried out and reported. Auxiliary losses stay those of the scores and the new plan.
+    that is carried out and reported. It need not care for slots: they are assigned anew, and every
+    accepted choice gets one, whatever the capacity. Auxiliary losses stay those of the scores and
+    the new plan.
     Edits hold in every forward pass: in training, in evaluation, and in each step of generation,
     where a call has one token of each sequence. Of nested contexts the outer one edits first. With
     activation checkpointing the backward pass belongs inside the block.
@@ -128,12 +130,14 @@ def _edited(
     scores: RouterScores,
     plan: DispatchPlan,
 ) -> DispatchPlan:
-    """Returns the plan that an edit makes of another, after a look at it."""
+    """Returns the plan that an edit makes of another, checked and with a slot for every choice."""
     # Backward passes that recompute the layer come here again.
     recomputation.watch()
     edited = edit(scores, plan)
+    if edited is plan:
+        return plan
     _check_plan(key, edited, plan, layer.config.num_experts)
-    return edited
+    return reassign_slots(edited, layer.config.num_experts)
 
 
 def _check_plan(key: LayerKey, edited: DispatchPlan, plan: DispatchPlan, num_experts: int) -> None:

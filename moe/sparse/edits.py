@@ -96,7 +96,7 @@ class SwapExperts(_ExpertsEdit):
         return self.swap
 
     def swap(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-        """Returns the plan with the two experts exchanged; slots stay, since queues do."""
+        """Returns the plan with the two experts exchanged."""
         first, second = self.experts
         swapped = plan.expert_index.clone()
         swapped[plan.expert_index == first] = second

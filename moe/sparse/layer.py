@@ -170,8 +170,14 @@ class SparseFeedForward(nn.Module):
             if self.ep is not None:
                 return exchange_rows(sort_rows(plan, self.config.num_experts), self.ep)
             return local_row_dispatcher(plan, self.config.num_experts)
-        slots = fill_slots(plan, self.config.num_experts)
-        return SlotDispatcher(slots) if self.ep is None else SlotExchange(slots, self.ep)
+        if self.ep is None:
+            return SlotDispatcher(fill_slots(plan, self.config.num_experts))
+
+        # An edit may change the capacity, and ranks exchange the same number of slots: one for each
+        # token.
+        if self.plan_edits:
+            plan = plan._replace(capacity=None)
+        return SlotExchange(fill_slots(plan, self.config.num_experts), self.ep)
 
     def expert_tokens(self, tokens: Tensor) -> Tensor:
         """Returns tokens <any float>[G, S, D] as the experts take them.

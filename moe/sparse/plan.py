@@ -60,7 +60,8 @@ class DispatchPlan(NamedTuple):
         requested: <bool>[G, S, K] whether the choice asks for a slot, before capacity; where experts
             choose, whether it was accepted.
         token_mask: <bool>[G, S] real tokens; False is padding.
-        capacity: Slots of an expert in a group, C; None when every expert has room for all tokens.
+        capacity: Slots of an expert in a group, C; None when every expert has room for all tokens,
+            and for a token twice if an edit gave it the expert twice.
     """
 
     expert_index: Tensor
@@ -125,6 +126,36 @@ def assign_slots(
         slot = torch.empty_like(slot).scatter(1, serving_order, slot)
         accepted = torch.empty_like(accepted).scatter(1, serving_order, accepted)
     return slot, accepted
+
+
+def reassign_slots(plan: DispatchPlan, num_experts: int) -> DispatchPlan:
+    """Returns an edited plan with slots that no two accepted choices share.
+
+    Choices queue at their experts in the order of the slots they had: first choices before second
+    ones and earlier tokens first where those are equal. Every accepted choice stays accepted. If an
+    expert has more of them than slots, the capacity becomes None; compiled graphs, which cannot
+    count them, always have None.
+
+    Args:
+        plan: Experts and acceptance as they should be; its slots only give the order.
+        num_experts: Experts, E.
+    """
+    # Serve lower slots first.
+    expert_index = rearrange(plan.expert_index, "g s k -> g (k s)")  # [G, K * S]
+    accepted = rearrange(plan.accepted, "g s k -> g (k s)")
+    order = rearrange(plan.slot, "g s k -> g (k s)").argsort(stable=True)
+    position = queue_position(expert_index.gather(1, order), accepted.gather(1, order), num_experts)
+
+    # Back to the order of the choices.
+    position = torch.empty_like(position).scatter(1, order, position)
+    slot = rearrange(position, "g (k s) -> g s k", k=plan.slot.shape[2])  # [G, S, K]
+
+    capacity = plan.capacity
+    if capacity is not None:
+        is_beyond = plan.accepted & (slot >= capacity)
+        if torch.compiler.is_compiling() or bool(is_beyond.any()):
+            capacity = None
+    return plan._replace(slot=slot.where(plan.accepted, plan.slot), capacity=capacity)
 
 
 def queue_position(expert_index: Tensor, requested: Tensor, num_experts: int) -> Tensor:

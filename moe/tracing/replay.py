@@ -18,7 +18,7 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey, PlanEdit, Stack, edit_routing, sparse_layers
 from moe.sparse.groups import from_groups, to_groups
 from moe.sparse.layer import SparseFeedForward
-from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
+from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.tracing.trace import ACCEPTED, NOT_REQUESTED, LayerTrace, StackTrace, Trace, layer_name
 
 Weights = Literal["recompute", "replay"]
@@ -290,19 +290,12 @@ def _replayed(
         accepted = (state_of_token == ACCEPTED).where(has_row, plan.accepted)
         requested = (state_of_token != NOT_REQUESTED).where(has_row, plan.requested)
 
-        # Slots in the usual order; without a capacity where the batch is another one.
-        num_experts = layer.config.num_experts
-        slot, _ = assign_slots(expert_index, accepted, num_experts, capacity=None)
-        capacity = plan.capacity
-        if capacity is not None and int(slot.masked_fill(~accepted, 0).max()) >= capacity:
-            capacity = None
-
+        # Choices queue in the usual order, not in that of this router's slots.
         replayed = plan._replace(
             expert_index=expert_index,
-            slot=slot,
+            slot=torch.zeros_like(expert_index),
             accepted=accepted,
             requested=requested,
-            capacity=capacity,
         )
 
         # Weighed by the router of today, or as recorded.

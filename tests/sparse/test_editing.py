@@ -1,9 +1,12 @@
 """The edit point. Oracles: layers without an edit; plans, losses and outputs made by hand."""
 
 import copy
+from contextlib import ExitStack
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from moe import ConfigError, DataError, STMoEConfig, STMoEForConditionalGeneration
@@ -183,6 +186,108 @@ def test_swapped_experts_have_each_others_weights(dispatch):
     with edit_routing(layer, {KEY: SwapExperts(3, 1)}):
         output, _ = layer(tokens())
     torch.testing.assert_close(output, swapped(tokens())[0])
+
+
+# ---- both forms of dispatch ----
+
+
+def merge_experts(scores, plan):
+    """Sends both choices of many tokens to the same expert."""
+    return plan._replace(expert_index=plan.expert_index // 3)
+
+
+def to_one_expert(scores, plan):
+    return plan._replace(expert_index=torch.full_like(plan.expert_index, 2))
+
+
+def to_any_expert(scores, plan):
+    generator = torch.Generator().manual_seed(3)
+    index = torch.randint(E, plan.expert_index.shape, generator=generator)
+    return plan._replace(expert_index=index)
+
+
+def accept_all(scores, plan):
+    accepted = plan.token_mask[..., None].expand_as(plan.accepted)
+    gates = scores.probs.gather(-1, plan.expert_index) * accepted
+    return plan._replace(accepted=accepted, requested=accepted, combine_weight=gates)
+
+
+def without_slots(scores, plan):
+    return plan._replace(slot=torch.full_like(plan.slot, -1))
+
+
+def reverse_tokens(scores, plan):
+    """Gives each token the experts of the token at the other end of its group."""
+    index = plan.expert_index.flip(1)
+    return plan._replace(expert_index=index)
+
+
+EDITS = {
+    "drop": DropExperts(1, 4),
+    "reroute": RerouteExperts(0, 3),
+    "swap": SwapExperts(3, 1),
+    "merge": merge_experts,
+    "to one": to_one_expert,
+    "to any": to_any_expert,
+    "accept all": accept_all,
+    "without slots": without_slots,
+    "reverse": reverse_tokens,
+}
+
+
+@pytest.mark.parametrize("router", ROUTER_NAMES)
+@settings(max_examples=25)
+@given(
+    names=st.lists(st.sampled_from(sorted(EDITS)), min_size=1, max_size=3),
+    factor=st.sampled_from([0.3, 1.0, None]),
+    group_size=st.sampled_from([L, B * L]),
+    seed=st.integers(0, 100),
+)
+def test_slots_and_rows_of_an_edited_plan_give_the_same(router, names, factor, group_size, seed):
+    factors = {"capacity_factor": factor, "eval_capacity_factor": factor, "min_expert_capacity": 2}
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(B, L, D, generator=generator, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(B, L, generator=generator) < 0.8
+    ids = torch.randint(97, (B, L), generator=generator)
+
+    results = []
+    for dispatch in ("ragged", "static"):
+        layer = build_layer(router, seed, group_size=group_size, dispatch=dispatch, **factors)
+        with ExitStack() as edits:
+            for name in names:
+                edits.enter_context(edit_routing(layer, {KEY: EDITS[name]}))
+            output, router_output = layer(x, mask, token_ids=ids)
+        gradients = torch.autograd.grad(output.square().sum(), [x, *layer.experts.parameters()])
+        results.append((output, gradients, router_output.losses, router_output.stats))
+    torch.testing.assert_close(*results)
+
+    # No slot is used twice, and none is beyond the capacity.
+    plan = router_output.plan
+    group = torch.arange(plan.slot.shape[0])[:, None, None].expand_as(plan.slot)
+    used = torch.stack([group, plan.expert_index, plan.slot], dim=-1)[plan.accepted]
+    assert used.unique(dim=0).shape == used.shape
+    if plan.capacity is not None:
+        assert (used[:, 2] < plan.capacity).all()
+
+
+@pytest.mark.parametrize("router", ROUTER_NAMES)
+def test_an_edit_that_changes_nothing_leaves_the_slots_and_the_capacity(router):
+    layer = build_layer(router, **THREE_SLOTS)
+    ids = torch.arange(B * L).view(B, L)
+    expected = layer(tokens(), token_ids=ids)[1].plan
+    with edit_routing(layer, {KEY: lambda scores, plan: plan._replace()}):
+        plan = layer(tokens(), token_ids=ids)[1].plan
+    assert torch.equal(plan.slot, expected.slot)
+    assert plan.capacity == expected.capacity == 3
+
+
+@pytest.mark.parametrize("edit", [DropExperts(1), to_one_expert, merge_experts])
+def test_an_exported_layer_carries_out_its_edits(edit):
+    layer = build_layer()
+    with edit_routing(layer, {KEY: edit}), torch.no_grad():
+        expected, _ = layer(tokens())
+        exported = torch.export.export(layer, (tokens(),))
+        torch.testing.assert_close(exported.module()(tokens())[0], expected)
 
 
 def test_edits_hold_in_every_step_of_generation():

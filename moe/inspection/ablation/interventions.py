@@ -16,7 +16,7 @@ from moe.registry import Registry
 from moe.sparse.editing import LayerEdit, LayerKey, PlanEdit, edit_routing
 from moe.sparse.edits import RerouteExperts, choose_again, drop_choices
 from moe.sparse.layer import SparseFeedForward
-from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots
+from moe.sparse.plan import DispatchPlan, RouterScores
 
 Context = AbstractContextManager[None]
 """Inside it something is ablated."""
@@ -137,25 +137,7 @@ class _RerouteChoices(LayerEdit):
 
 def _move_choices(plan: DispatchPlan, moved: Tensor, peer: Tensor) -> DispatchPlan:
     """Returns the plan in which some choices <bool>[G, S, K] go to the peers <int64>[E]."""
-    # Nothing to move leaves the plan as it is, its capacity too.
-    if not moved.any():
-        return plan
-
-    # The other choices keep their experts.
+    # The other choices keep their experts, and nothing is dropped.
     index = plan.expert_index
     peer = peer.to(index.device)
-    expert_index = torch.where(moved, peer[index], index)  # [G, S, K]
-
-    # Those of the peer have C slots, which they keep; the moved ones stand behind them.
-    capacity = plan.capacity
-    if capacity is None:
-        capacity = plan.token_mask.shape[1]
-    position, _ = assign_slots(expert_index, moved, peer.numel(), None)
-    slot = torch.where(moved, capacity + position, plan.slot)
-
-    # As many slots as that takes: nothing is dropped.
-    return plan._replace(
-        expert_index=expert_index,
-        slot=slot,
-        capacity=int(slot[moved].max()) + 1,
-    )
+    return plan._replace(expert_index=torch.where(moved, peer[index], index))  # [G, S, K]
