@@ -28,6 +28,7 @@ from moe.sparse.edits import DropExperts, RerouteExperts, SwapExperts
 from moe.sparse.integration import (
     SparseFeedForwardAdapter,
     collect_routers,
+    replace_feed_forward,
     router_loss,
     total_stats,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "load_model_on_mesh",
     "lora_config",
     "record_routing",
+    "replace_feed_forward",
     "replay_routing",
     "router_loss",
     "select_parameters",

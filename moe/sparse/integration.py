@@ -19,6 +19,18 @@ from moe.sparse.recomputation import Recomputation, in_backward
 from moe.sparse.stats import RouterStats, add_stats
 
 
+class _NoFastPath:
+    """Value of a `weight` that keeps `nn.TransformerEncoder` off its fast path.
+
+    In evaluation torch reads the weights of `linear1` and `linear2` and runs one fused operation on
+    them, unless one of them has a `__torch_function__`.
+    """
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        return NotImplemented
+
+
 class SparseFeedForwardAdapter(nn.Module):
     """A sparse layer where a Transformer expects a module from tensor to tensor.
 
@@ -36,7 +48,12 @@ class SparseFeedForwardAdapter(nn.Module):
         config = SparseConfig(d_model=t5.config.d_model, d_ff=t5.config.d_ff, num_experts=8)
         for block in t5.encoder.block:
             block.layer[-1].DenseReluDense = SparseFeedForwardAdapter(config)
+
+    For `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer` use `replace_feed_forward`.
     """
+
+    weight = _NoFastPath()
+    bias = _NoFastPath()
 
     def __init__(self, layer: nn.Module | SparseConfig) -> None:
         super().__init__()
@@ -49,6 +66,10 @@ class SparseFeedForwardAdapter(nn.Module):
         expected = "a SparseFeedForward, be it wrapped, or the SparseConfig of one"
         check(num_sparse == 1, "layer of a SparseFeedForwardAdapter", layer, expected)
         self.sparse = layer
+
+        # nn.TransformerEncoderLayer leaves its fast path where any module inside has a hook, before
+        # it reads weights; linear2 may be an nn.Identity, which has none.
+        self.register_forward_pre_hook(_change_nothing)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output.
@@ -63,6 +84,64 @@ class SparseFeedForwardAdapter(nn.Module):
             DataError: When the shape does not fit, or the router needs more than hidden states.
         """
         return self.sparse(x)[0]
+
+
+def _change_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Hook that leaves the arguments as they are."""
+
+
+class _Nothing(nn.Identity):
+    """Takes the place of the second product of a dense feed-forward layer."""
+
+    weight = _NoFastPath()
+    bias = _NoFastPath()
+
+
+def replace_feed_forward(
+    layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, config: SparseConfig
+) -> SparseFeedForwardAdapter:
+    """Puts a sparse layer where a layer of torch's Transformer has its feed-forward layer.
+
+    Everything between the attention and the residual sum is replaced: both products, the activation
+    and the dropout on the hidden units, for which `config` has settings of its own. torch's fast
+    path, which knows dense products only, is not taken.
+
+    Example:
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, batch_first=True), 6)
+        for layer in encoder.layers:
+            replace_feed_forward(layer, SparseConfig(d_model=512, d_ff=2048, num_experts=8))
+
+    Args:
+        layer: Layer with `batch_first=True`, alone or in an encoder or decoder that is complete:
+            `nn.TransformerEncoder` copies the layer it is given, experts included.
+        config: Settings of the sparse layer; with `decoder=True` where attention is causal.
+
+    Returns:
+        The adapter, with new experts on the device and in the dtype of the layer.
+
+    Raises:
+        ConfigError: When the layer is of another class, is not batch first, or has another width.
+    """
+    # Tokens of a sequence lie side by side, and are as wide as the experts.
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    expected = "an nn.TransformerEncoderLayer or nn.TransformerDecoderLayer"
+    check(isinstance(layer, kinds), "layer", layer, expected)
+    attention = layer.self_attn
+    check(attention.batch_first, "batch_first of the layer", attention.batch_first, "True")
+    width = attention.embed_dim
+    check(config.d_model == width, "d_model", config.d_model, f"{width}, the width of the layer")
+
+    # The layer computes linear2(dropout(activation(linear1(x)))).
+    adapter = SparseFeedForwardAdapter(config).to(attention.out_proj.weight)
+    replacements = {
+        "linear1": adapter,
+        "activation": nn.Identity(),
+        "dropout": nn.Identity(),
+        "linear2": _Nothing(),
+    }
+    for name, module in replacements.items():
+        setattr(layer, name, module)
+    return adapter
 
 
 @contextmanager

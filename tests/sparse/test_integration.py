@@ -20,6 +20,7 @@ from moe import ConfigError, DataError, SparseConfig, SparseFeedForward, summari
 from moe.sparse.integration import (
     SparseFeedForwardAdapter,
     collect_routers,
+    replace_feed_forward,
     router_loss,
     total_stats,
 )
@@ -195,6 +196,116 @@ def test_a_transformer_encoder_in_evaluation_takes_no_fast_path_around_the_slots
     with without_gradient():  # context or not: the fast path also looks whether modules have hooks
         torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], y[~padding])
     assert not router_loss(routers).requires_grad
+
+
+# ---- torch's layers, which have a fast path ----
+
+WITHOUT_GRADIENT = [torch.enable_grad, torch.no_grad, torch.inference_mode]
+ONE_EXPERT = {
+    "d_model": 14, "d_ff": F, "num_experts": 1, "num_selected_experts": 1, "gated": False, "activation": "relu",
+    "capacity_factor": None, "eval_capacity_factor": None,
+}  # fmt: skip
+
+
+def fast_layer(kind=nn.TransformerEncoderLayer, **options):
+    """A layer of torch as it comes: ReLU, dropout, and an even number of heads."""
+    layer = kind(14, 2, F, batch_first=True, **options)
+    nn.init.zeros_(layer.linear1.bias)
+    nn.init.zeros_(layer.linear2.bias)
+    return layer
+
+
+def replace_by_one_expert(layer):
+    """Puts one expert with the weights of the dense layer in its place."""
+    weights = [layer.linear1.weight.detach().clone(), layer.linear2.weight.detach().clone()]
+    config = SparseConfig(**ONE_EXPERT, decoder=isinstance(layer, nn.TransformerDecoderLayer))
+    experts = replace_feed_forward(layer, config).sparse.experts
+    with torch.no_grad():
+        experts.up_proj.copy_(weights[0])
+        experts.down_proj.copy_(weights[1])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("with_gradient", WITHOUT_GRADIENT)
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_one_expert_in_torchs_encoder_is_its_dense_layer(with_gradient, is_padded, norm_first):
+    torch.manual_seed(0)
+    stack = nn.TransformerEncoder(
+        fast_layer(norm_first=norm_first), LAYERS, enable_nested_tensor=not norm_first
+    )
+    dense = stack.eval()
+    sparse = copy.deepcopy(stack)
+    for layer in sparse.layers:
+        replace_by_one_expert(layer)
+
+    x = torch.randn(B, L, 14)
+    padding = torch.arange(L) >= torch.tensor([[13], [7], [2]])
+    mask = padding if is_padded else torch.zeros_like(padding)
+    with with_gradient():
+        expected = dense(x, src_key_padding_mask=mask if is_padded else None)
+        y = sparse(x, src_key_padding_mask=mask if is_padded else None)
+    assert not y.is_nested
+    torch.testing.assert_close(y[~mask], expected[~mask])
+
+
+@pytest.mark.parametrize("with_gradient", WITHOUT_GRADIENT)
+@pytest.mark.parametrize("training", [False, True])
+def test_one_expert_in_torchs_decoder_is_its_dense_layer(with_gradient, training):
+    torch.manual_seed(0)
+    dense = nn.TransformerDecoder(fast_layer(nn.TransformerDecoderLayer, dropout=0.0), LAYERS)
+    sparse = copy.deepcopy(dense)
+    for layer in sparse.layers:
+        replace_by_one_expert(layer)
+
+    memory = torch.randn(B, L, 14)
+    x = torch.randn(B, T, 14)
+    padding = torch.arange(L) >= torch.tensor([[13], [7], [2]])
+    causal = nn.Transformer.generate_square_subsequent_mask(T)
+    options = {"tgt_mask": causal, "memory_key_padding_mask": padding, "tgt_is_causal": True}
+    with with_gradient():
+        expected = dense.train(training)(x, memory, **options)
+        y = sparse.train(training)(x, memory, **options)
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("with_gradient", WITHOUT_GRADIENT)
+def test_an_adapter_that_was_assigned_by_hand_is_run_in_evaluation_too(with_gradient):
+    torch.manual_seed(0)
+    layer = fast_layer(dropout=0.0)
+    config = SparseConfig(d_model=14, d_ff=F, num_experts=E, eval_capacity_factor=None)
+    layer.linear1, layer.linear2 = SparseFeedForwardAdapter(config), nn.Identity()
+    layer.activation = nn.Identity()
+
+    x = torch.randn(B, L, 14)
+    layer.eval()
+    with with_gradient():
+        y = layer(x, src_key_padding_mask=torch.zeros(B, L, dtype=torch.bool))
+        attended = layer.norm1(x + layer.self_attn(x, x, x, need_weights=False)[0])
+        expected = layer.norm2(attended + layer.linear1(attended))
+    torch.testing.assert_close(y, expected)
+
+
+def test_a_replaced_layer_has_the_dtype_of_the_dense_one_and_one_dropout_on_its_output():
+    layer = fast_layer(dropout=0.5).to(torch.bfloat16).train()
+    adapter = replace_feed_forward(layer, SparseConfig(d_model=14, d_ff=F, num_experts=E))
+    assert {weight.dtype for weight in adapter.parameters()} == {torch.bfloat16}
+    x = torch.randn(B, L, 14, dtype=torch.bfloat16)
+    assert torch.equal(layer.dropout(x), x)
+    assert layer(x).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("layer", "d_model", "message"),
+    [
+        (nn.Linear(14, 14), 14, "layer is Linear.*expected an nn.TransformerEncoderLayer or"),
+        (fast_layer(), 7, "d_model is 7; expected 14, the width of the layer"),
+        (nn.TransformerEncoderLayer(14, 2, F), 14, "batch_first of the layer is False"),
+    ],
+)
+def test_what_cannot_be_replaced_is_refused(layer, d_model, message):
+    with pytest.raises(ConfigError, match=message):
+        replace_feed_forward(layer, SparseConfig(d_model=d_model, d_ff=F, num_experts=E))
 
 
 def test_the_auxiliary_loss_alone_moves_every_gate():
