@@ -143,7 +143,7 @@ def is_kind(value: object, kind: type) -> bool:
 def shown(value: object) -> str:
     """Returns a value as it stands in a message: its repr, shortened where it is long."""
     try:
-        text = repr(value)
+        text = repr(value).replace("\n", " ")
     except ValueError:  # Python refuses to write integers of more than 4,300 digits
         return "an integer of thousands of digits"
     if len(text) <= _SHOWN_CHARACTERS:

@@ -4,9 +4,10 @@ Read first; the token's journey starts in groups.py. A configuration checks its 
 what its router asks of it is in router_options.py.
 """
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
 from moe.checks import check, check_field_types, check_integer, check_number, shown
 from moe.errors import ConfigError, did_you_mean
@@ -32,6 +33,29 @@ _OVERFLOW = "products of larger weights overflow"
 _LARGEST_MIN_CAPACITY = 2**20
 
 
+Settings = TypeVar("Settings")
+
+
+def _refuse_unknown_settings(settings: type[Settings]) -> type[Settings]:
+    """Makes a dataclass raise a ConfigError with the nearest name where a keyword is no field."""
+    known = [setting.name for setting in fields(settings)]  # pyright: ignore[reportArgumentType]
+    dataclass_init = settings.__init__
+
+    @functools.wraps(dataclass_init)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                raise ConfigError(
+                    f"{settings.__name__} has no setting {name!r}.{did_you_mean(name, known)} "
+                    f"Known: {', '.join(known)}."
+                )
+        dataclass_init(self, *args, **given)
+
+    settings.__init__ = init
+    return settings
+
+
+@_refuse_unknown_settings
 @dataclass(frozen=True)
 class SparseConfig:
     """Settings of one sparse feed-forward layer; the defaults are the ST-MoE paper's.

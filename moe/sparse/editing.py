@@ -43,6 +43,7 @@ RoutingEdit = PlanEdit | LayerEdit
 
 def sparse_layers(module: nn.Module) -> dict[LayerKey, SparseFeedForward]:
     """Returns the sparse layers inside a module, in the order of its blocks."""
+    check(isinstance(module, nn.Module), "module with sparse layers", module, "an nn.Module")
     layers: dict[LayerKey, SparseFeedForward] = {}
     num_layers: dict[Stack, int] = {"encoder": 0, "decoder": 0}
     for part in module.modules():

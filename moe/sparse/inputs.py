@@ -12,6 +12,7 @@ from torch import Tensor
 from moe.checks import shown
 from moe.errors import DataError
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _MASK_ADVICE = "Give a bool mask, True for real tokens and False for padding"
 
@@ -72,7 +73,7 @@ def to_bool_mask(token_mask: Tensor) -> Tensor:
     """
     if token_mask.dtype == torch.bool:
         return token_mask
-    if token_mask.is_complex():
+    if token_mask.dtype not in (*_INTEGERS, *_FLOATS):
         raise DataError(f"token_mask has dtype {token_mask.dtype}. {_MASK_ADVICE}.")
 
     if can_read_values(token_mask):
@@ -107,6 +108,19 @@ def _check_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise DataError(f"{name} is {shown(value)}; expected a tensor.")
 
+    # Nested tensors have no shape, sparse ones no rows, and those of the meta device no values.
+    if value.is_nested or value.layout != torch.strided:
+        layout = "nested" if value.is_nested else value.layout
+        raise DataError(
+            f"{name} is a {layout} tensor; expected a dense one. Convert it with "
+            "to_dense() or to_padded_tensor()."
+        )
+    if value.device.type == "meta":
+        raise DataError(
+            f"{name} is on the meta device, which holds no values, and routing needs them. Give tensors of a "
+            "real device."
+        )
+
 
 def _check_by_token(
     name: str,
@@ -120,6 +134,10 @@ def _check_by_token(
         return
 
     _check_tensor(name, value)
+    if value.device != x.device:
+        raise DataError(
+            f"{name} is on {value.device}, but x is on {x.device}. Move it there: {name}.to(x.device)."
+        )
     if value.shape != shape:
         raise DataError(
             f"{name} has shape {list(value.shape)}, but x has {x.shape[0]} sequences of {x.shape[1]} tokens. "
@@ -132,4 +150,9 @@ def _check_floating(name: str, value: Tensor) -> None:
         raise DataError(
             f"{name} has dtype {value.dtype}; expected floating-point numbers. Give hidden states or embeddings, not "
             "token ids, and convert whole numbers with .float()."
+        )
+    if value.dtype not in _FLOATS:
+        raise DataError(
+            f"{name} has dtype {value.dtype}; expected float16, bfloat16, float32 or float64. Convert it with "
+            ".to(torch.bfloat16)."
         )

@@ -4,14 +4,14 @@ Comes after layer.py.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from moe.checks import check, check_choice, check_number
+from moe.checks import check, check_choice, check_number, shown
 from moe.errors import ConfigError, DataError
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -175,6 +175,7 @@ def collect_routers(
             the layers run under reentrant checkpointing (which loses the gradient of their losses),
             or the context ends before the backward pass of checkpointed layers with a mask.
     """
+    check(isinstance(module, nn.Module), "module of collect_routers", module, "an nn.Module")
     layers = [layer for layer in module.modules() if isinstance(layer, SparseFeedForward)]
     _check_layers(module, layers, token_mask)
 
@@ -235,7 +236,7 @@ def router_loss(
 
     Raises:
         ConfigError: When there is no such reduction, or a weight is no finite number of at least 0.
-        DataError: When there are no routers.
+        DataError: When there are no routers, or something else than RouterOutputs.
 
     Source:
         ST-MoE (arXiv:2202.08906) eq. 6 and its weights; Mesh-TensorFlow sums over layers. Differs:
@@ -245,7 +246,7 @@ def router_loss(
     if not torch.compiler.is_compiling():
         check_number("load_balance_weight", load_balance_weight, least=0)
         check_number("router_z_weight", router_z_weight, least=0)
-    _refuse_empty(routers)
+    routers = _checked_routers(routers)
 
     # Eq. 6 without the cross-entropy: c_B L_B + c_z L_z of each layer.
     layer_losses: list[Tensor] = []
@@ -265,10 +266,10 @@ def total_stats(routers: Sequence[RouterOutput]) -> RouterStats:
         routers: From `collect_routers`.
 
     Raises:
-        DataError: When there are no routers, or they differ in the number of experts or of choices.
+        DataError: When there are no RouterOutputs, or they differ in the number of experts or of choices.
     """
     # Loads of layers that differ in E or K have different shapes.
-    _refuse_empty(routers)
+    routers = _checked_routers(routers)
     first_experts, first_choices = _num_experts_and_choices(routers[0])
     for index, router in enumerate(routers):
         num_experts, num_choices = _num_experts_and_choices(router)
@@ -286,12 +287,24 @@ def _num_experts_and_choices(router: RouterOutput) -> tuple[int, int]:
     return router.stats.expert_load.numel(), router.stats.dropped_by_choice.numel()
 
 
-def _refuse_empty(routers: Sequence[RouterOutput]) -> None:
+def _checked_routers(routers: Any) -> list[RouterOutput]:
+    """Returns RouterOutputs as a list; raises a DataError for anything else, and for none."""
+    expected = "a list of RouterOutput, as collect_routers gives it"
+    if isinstance(routers, RouterOutput | Tensor) or not isinstance(routers, Iterable):
+        raise DataError(f"routers are {shown(routers)}; expected {expected}.")
+    routers = list(routers)
+    for router in routers:
+        if not isinstance(router, RouterOutput):
+            raise DataError(
+                f"routers hold {shown(router)}; expected {expected}, from layers that ran with report=True."
+            )
+
     if not routers:
         raise DataError(
             "There are no router outputs: no sparse layer has run yet. Call the model inside "
             "`with collect_routers(model) as routers:`, and only then ask for losses or statistics."
         )
+    return routers
 
 
 class _Collector:

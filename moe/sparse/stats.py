@@ -4,13 +4,15 @@ They add up exactly over batches, micro-batches, layers and ranks; `summarize` m
 shares of them that people read. Comes after losses.py; layer.py returns them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe.checks import shown
 from moe.distributed.collectives import sum_each_over_ranks
+from moe.errors import DataError
 from moe.sparse.losses import RouterLosses
 from moe.sparse.plan import DispatchPlan, RouterScores
 
@@ -114,8 +116,23 @@ def _count_experts(expert_index: Tensor, is_counted: Tensor, num_experts: int) -
     return counts.scatter_add(0, expert_index.flatten(), is_counted.flatten().long())
 
 
+def _check_stats(stats: Any) -> None:
+    """Raises a DataError for what is no RouterStats of tensors."""
+    if not isinstance(stats, RouterStats) or not all(isinstance(x, Tensor) for x in stats):
+        raise DataError(
+            f"The statistics of routers are {shown(stats)}; expected a RouterStats: `stats` of a RouterOutput, or "
+            "total_stats(routers)."
+        )
+
+
 def add_stats(a: RouterStats, b: RouterStats) -> RouterStats:
-    """Returns the statistics of both together; they must have the same E and K."""
+    """Returns the statistics of both together; they must have the same E and K.
+
+    Raises:
+        DataError: When one is no RouterStats.
+    """
+    _check_stats(a)
+    _check_stats(b)
     return RouterStats(*(x + y for x, y in zip(a, b, strict=True)))
 
 
@@ -140,7 +157,17 @@ def summarize(stats: RouterStats) -> dict[str, float]:
         deviation over mean of the expert load before capacity), `max_over_mean` of the same load,
         `dead_experts` (that no token asked for), `expert_usage` (filled slots over slots),
         `confidence` (mean combine weight of an accepted choice).
+
+    Raises:
+        DataError: When the statistics are no RouterStats, or hold no values.
     """
+    _check_stats(stats)
+    if any(number.device.type == "meta" for number in stats):
+        raise DataError(
+            "The RouterStats are on the meta device, which holds no values. Summarize those of a layer that ran on "
+            "real tensors."
+        )
+
     # Where nothing was counted, shares are of 1 instead of 0.
     load = stats.expert_load.double()  # [E]
     mean_load = float(load.mean()) or 1.0

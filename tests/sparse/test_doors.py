@@ -2,7 +2,11 @@
 what to do.
 """
 
+import copy
+import dataclasses
+import inspect
 import math
+import pickle
 import re
 
 import pytest
@@ -10,8 +14,11 @@ import torch
 
 from moe.errors import ConfigError, DataError
 from moe.sparse.config import SparseConfig
+from moe.sparse.editing import edit_routing
 from moe.sparse.groups import to_groups
+from moe.sparse.integration import collect_routers, router_loss, total_stats
 from moe.sparse.router import ROUTERS
+from moe.sparse.stats import RouterStats, add_stats, summarize
 from tests.sparse.layers import build_layer
 
 KNOWN_ROUTERS = (
@@ -146,6 +153,24 @@ def test_an_unknown_reference_is_answered_with_the_closest():
     )
     with refused(ConfigError, text):
         SparseConfig.after("flaxforme", d_model=7, d_ff=11, num_experts=5)
+
+
+def test_an_unknown_setting_is_answered_with_the_closest():
+    text = "SparseConfig has no setting 'num_expert'. Did you mean 'num_experts'? Known: d_model, "
+    with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+        config(num_expert=4)
+    with pytest.raises(ConfigError, match=r"Did you mean 'expert_bias'\?"):
+        SparseConfig.after("flaxformer", d_model=7, d_ff=11, num_experts=5, expert_bia="none")
+
+
+def test_a_configuration_keeps_its_signature_and_is_copied():
+    assert list(inspect.signature(SparseConfig).parameters)[:3] == [
+        "d_model",
+        "d_ff",
+        "num_experts",
+    ]
+    assert pickle.loads(pickle.dumps(config())) == copy.copy(config()) == config()
+    assert dataclasses.replace(config(), d_ff=13).d_ff == 13
 
 
 # ---- routers and their options ----
@@ -388,6 +413,90 @@ def test_an_input_is_a_tensor(name, value):
     inputs = {"x": torch.zeros(1, 1, 7, dtype=torch.float64), name: value}
     with refused(DataError, f"{name} is {value!r}; expected a tensor."):
         build_layer()(**inputs)
+
+
+def odd_tensors():
+    """Tensors of which a layer cannot take the values, and a noun of the message."""
+    x = torch.zeros(1, 2, 7)
+    nested = torch.nested.nested_tensor([torch.zeros(1, 7), torch.zeros(2, 7)], layout=torch.jagged)
+    return {
+        "meta device": x.to("meta"),
+        "torch.float8_e4m3fn; expected float16": x.to(torch.float8_e4m3fn),
+        "torch.sparse_coo": x.to_sparse(),
+        "nested tensor": nested,
+    }
+
+
+@pytest.mark.parametrize("noun", odd_tensors())
+@pytest.mark.parametrize("name", ["x", "word_embeddings"])
+def test_tokens_and_embeddings_are_dense_and_have_values(name, noun):
+    inputs = {"x": torch.zeros(1, 2, 7, dtype=torch.float64), name: odd_tensors()[noun]}
+    with pytest.raises(DataError, match=rf"^{name} (is|has) .*{noun}[^\n]*$"):
+        build_layer(router_input="add")(**inputs)
+
+
+@pytest.mark.parametrize("name", ["token_mask", "token_ids"])
+def test_what_stands_beside_the_tokens_is_on_their_device(name):
+    inputs = {"x": torch.zeros(1, 2, 7, dtype=torch.float64), name: torch.ones(1, 2, device="meta")}
+    with pytest.raises(DataError, match=f"^{name} is on the meta device"):
+        build_layer()(**inputs)
+
+
+def test_a_mask_of_eight_bit_floats_is_refused():
+    mask = torch.ones(1, 2).to(torch.float8_e4m3fn)
+    with pytest.raises(DataError, match=r"^token_mask has dtype torch.float8_e4m3fn. Give a bool"):
+        build_layer()(torch.zeros(1, 2, 7, dtype=torch.float64), mask)
+
+
+# ---- what routers did ----
+
+NO_OUTPUTS = [
+    None,
+    3,
+    torch.zeros(2),
+    torch.zeros(2, device="meta"),
+    [None],
+    "ab",
+    [torch.zeros(2)],
+]
+
+
+@pytest.mark.parametrize("call", [router_loss, total_stats])
+@pytest.mark.parametrize("value", NO_OUTPUTS)
+def test_losses_and_statistics_are_of_router_outputs(call, value):
+    with pytest.raises(DataError, match=r"^routers (are|hold) .*expected a list of RouterOutput"):
+        call(value)
+
+
+def test_a_single_router_output_is_not_taken_for_a_list():
+    output = build_layer()(torch.zeros(1, 2, 7, dtype=torch.float64))[1]
+    for call in (router_loss, total_stats):
+        with pytest.raises(DataError, match=r"^routers are RouterOutput\("):
+            call(output)
+        call(iter([output]))
+
+
+@pytest.mark.parametrize("value", [*NO_OUTPUTS, RouterStats(*[1] * 14)])
+def test_a_summary_is_of_router_statistics(value):
+    stats = build_layer()(torch.zeros(1, 2, 7, dtype=torch.float64))[1].stats
+    for call in (summarize, lambda value: add_stats(stats, value)):
+        with pytest.raises(DataError, match=r"statistics of routers are .*expected a RouterStats"):
+            call(value)
+
+
+def test_a_summary_needs_values():
+    stats = build_layer()(torch.zeros(1, 2, 7, dtype=torch.float64))[1].stats
+    on_meta = RouterStats(*(number.to("meta") for number in stats))
+    with pytest.raises(DataError, match="RouterStats are on the meta device"):
+        summarize(on_meta)
+
+
+@pytest.mark.parametrize("value", NO_OUTPUTS)
+def test_routers_are_collected_and_edited_in_a_module(value):
+    with pytest.raises(ConfigError, match=r"^module of collect_routers is .*expected an nn.Module"):
+        collect_routers(value).__enter__()
+    with pytest.raises(ConfigError, match=r"^module with sparse layers is .*an nn.Module"):
+        edit_routing(value, {}).__enter__()
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
