@@ -19,8 +19,9 @@ EDITS = {("encoder", 0): DropExperts(1), ("encoder", 1): RerouteExperts(0, 3)}
 BATCH = build_batch()
 
 
-def build(capacity):
-    model = build_model(eval_capacity_factor=capacity, min_expert_capacity=1).double()
+def build(capacity, dispatch):
+    settings = {"eval_capacity_factor": capacity, "min_expert_capacity": 1, "dispatch": dispatch}
+    model = build_model(**settings).double()
     return model.eval()
 
 
@@ -28,12 +29,12 @@ def real(logits, rows):
     return logits[BATCH["labels"][rows] >= 0].detach()
 
 
-def on_a_rank(rank, num_ranks, trace):
+def on_a_rank(rank, num_ranks, trace, dispatch):
     """Returns what this rank's half of the batch gives: replayed, by itself, and edited."""
     mesh = build_mesh(MeshConfig(ep=2), "cpu")
     rows = list(range(3 * rank, 3 * rank + 3))
     batch = rows_of(BATCH, rows)
-    tight, roomy = build(0.5), build(None)
+    tight, roomy = build(0.5, dispatch), build(None, dispatch)
     for model in (tight, roomy):
         shard_model(model, mesh)
 
@@ -46,10 +47,11 @@ def on_a_rank(rank, num_ranks, trace):
 
 
 @pytest.mark.slow
-def test_replay_and_edits_over_two_ranks_equal_one_process(tmp_path):
-    tight, roomy = build(0.5), build(None)
+@pytest.mark.parametrize("dispatch", ["ragged", "static"])
+def test_replay_and_edits_over_two_ranks_equal_one_process(tmp_path, dispatch):
+    tight, roomy = build(0.5, dispatch), build(None, dispatch)
     trace = record_routing(tight, traced_batches([BATCH]))
-    answers = run_ranks(on_a_rank, 2, tmp_path, trace)
+    answers = run_ranks(on_a_rank, 2, tmp_path, trace, dispatch)
     own, replayed, edited = (torch.cat(parts) for parts in zip(*answers, strict=True))
 
     everything = list(range(6))
