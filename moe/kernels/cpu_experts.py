@@ -240,13 +240,12 @@ def run_forward(
     outputs = tokens.new_empty(num_kept, down.shape[1])  # o  [N, D]
 
     def run_piece(piece: Piece) -> None:
-        # Each piece has a generator of its own, so that threads do not change what is dropped.
+        # Each piece has a seed of its own, so that threads do not change what is dropped.
         here = slice(piece.start, piece.end)
         expert_bias = None if bias is None else bias[piece.expert]
         if form.dropout_rate:
-            generator = torch.Generator().manual_seed(seed + piece.start)
             shape = kept_units[here].shape
-            kept_units[here] = draw_kept(shape, form.dropout_rate, generator)
+            kept_units[here] = draw_kept(shape, form.dropout_rate, (seed, piece.start))
 
         # One expert's rows go through both products while they are in the cache.
         x = tokens.index_select(0, rows.token[here])  # [n, D]

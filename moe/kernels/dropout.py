@@ -2,20 +2,25 @@
 
 torch draws a number of 53 bits for every element, which takes longer than all else that dropout
 does, and keeps a mask as large as the activations. Whether an element is kept needs far fewer bits:
-here one draw of 64 bits decides over four elements, and the mask holds a byte for each.
+here one draw of 64 bits decides over four elements, and the mask holds a byte for each. Rates that
+16 bits cannot express well get a draw of 64 bits for each element.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.kernels.torch_private import is_plain
 
-_LEVELS = 2**16  # numbers that 16 bits can be
-_DRAWS_PER_WORD = 4
-_LOWEST_WORD = -(2**63)
+_BITS_PER_WORD = 64
+
+# Largest rounding error of a rate, relative to the share that is dropped or kept, whichever is less.
+# It is the relative error of E[y] too.
+_TOLERANCE = 1e-3
 
 
 class Dropout(nn.Dropout):
@@ -33,7 +38,7 @@ def dropout(x: Tensor, rate: float, *, training: bool = True) -> Tensor:
 
     Args:
         x: <float>[...].
-        rate: Share of the elements that becomes zero, rounded to a multiple of 2^-16.
+        rate: Share of the elements that becomes zero; see `draw_kept`.
         training: Whether to drop at all.
 
     Returns:
@@ -51,28 +56,42 @@ def dropout(x: Tensor, rate: float, *, training: bool = True) -> Tensor:
 def draw_kept(
     shape: torch.Size | tuple[int, ...],
     rate: float,
-    generator: torch.Generator | None = None,
+    seed: Sequence[int] | None = None,
 ) -> Tensor:
     """Returns which elements dropout keeps.
 
     Args:
         shape: Of the elements.
-        rate: Share that is not kept, rounded to a multiple of 2^-16.
-        generator: Of the CPU; None for torch's default one.
+        rate: Share that is not kept, below 1; rounded to a multiple of 2^-16 where that changes
+            neither share by more than a thousandth, and to one of 2^-64 elsewhere.
+        seed: Integers of at least 0, of which every bit counts; None draws from torch's generator.
 
     Returns:
         <bool>[...] of that shape.
     """
-    # One word of 64 random bits for four elements.
+    # Sixteen bits an element, or a whole word where those would miss the rate.
+    rounded_rate = round(rate * 2**16) / 2**16
+    is_close = abs(rounded_rate - rate) <= _TOLERANCE * min(rate, 1 - rate)
+    bits = 16 if is_close else _BITS_PER_WORD
     num_elements = torch.Size(shape).numel()
-    num_words = -(-num_elements // _DRAWS_PER_WORD)
-    words = torch.empty(num_words, dtype=torch.int64)
-    words.random_(_LOWEST_WORD, None, generator=generator)
+    num_words = -(-num_elements * bits // _BITS_PER_WORD)
+    words = _random_words(num_words, seed)
 
-    # A quarter of a word is uniform in [-2^15, 2^15): the lowest of these numbers drop.
-    draws = words.view(torch.int16)[:num_elements].view(shape)
-    num_dropped = min(round(rate * _LEVELS), _LEVELS - 1)
-    return draws >= num_dropped - _LEVELS // 2
+    # A draw is uniform in [-2^15, 2^15), or [-2^63, 2^63): the lowest of these numbers drop.
+    draws = words.view(torch.int16 if is_close else torch.int64)[:num_elements].view(shape)
+    num_dropped = round(rate * 2**bits)
+    return draws >= num_dropped - 2 ** (bits - 1)
+
+
+def _random_words(num_words: int, seed: Sequence[int] | None) -> Tensor:
+    """Returns words <int64>[num_words] of 64 random bits."""
+    if seed is None:
+        return torch.empty(num_words, dtype=torch.int64).random_(-(2**63), None)
+
+    # torch's generator on a CPU takes 32 bits of a seed.
+    generator = np.random.Generator(np.random.SFC64(seed))
+    words = generator.integers(-(2**63), 2**63 - 1, num_words, np.int64, endpoint=True)
+    return torch.from_numpy(words)
 
 
 class _Dropout(torch.autograd.Function):

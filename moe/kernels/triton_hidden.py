@@ -97,15 +97,16 @@ def _read_bias(bias, ends, row, column, d_ff, NUM_EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def _dropout_factor(seed, row, start, d_ff, DROP_RATE: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns 0 for units that dropout drops, and 1 / (1 - rate) for those that it keeps."""
-    # A draw yields four numbers, for four units side by side.
+def _dropout_factor(seed, row, start, d_ff, NUM_DROPPED: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns 0 for units that dropout drops, and one over the share kept for those that it keeps."""
+    # A draw yields four numbers below 2^31, for four units side by side.
     draws_of_row = tl.cdiv(d_ff, 4)
     draw = row * draws_of_row + start // 4 + tl.arange(0, BLOCK // 4)
-    a, b, c, d = tl.rand4x(tl.load(seed), draw)
+    a, b, c, d = tl.randint4x(tl.load(seed), draw)
     numbers = tl.join(tl.join(a, b), tl.join(c, d))  # [BLOCK / 4, 2, 2]
-    is_kept = tl.reshape(numbers, [BLOCK]) >= DROP_RATE
-    return tl.where(is_kept, 1 / (1 - DROP_RATE), 0.0)
+    numbers = tl.reshape(numbers, [BLOCK]).to(tl.int32, bitcast=True)
+    numbers = tl.where(numbers < 0, ~numbers, numbers)
+    return tl.where(numbers >= NUM_DROPPED, 2147483648 / (2147483648 - NUM_DROPPED), 0.0)
 
 
 # ---- kernels ----
@@ -122,7 +123,7 @@ def _hidden_kernel(
     IS_GELU: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_FACTOR: tl.constexpr,
-    DROP_RATE: tl.constexpr,
+    NUM_DROPPED: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -142,7 +143,7 @@ def _hidden_kernel(
         row_bias = _read_bias(bias, ends, row, column, d_ff, NUM_EXPERTS).to(COMPUTE)
         units = units * row_bias if IS_FACTOR else units + row_bias
     if seed is not None:
-        units *= _dropout_factor(seed, row, start, d_ff, DROP_RATE, BLOCK)
+        units *= _dropout_factor(seed, row, start, d_ff, NUM_DROPPED, BLOCK)
     tl.store(hidden + row * d_ff + column, units, column < d_ff)
 
 
@@ -158,7 +159,7 @@ def _product_gradient_kernel(
     IS_GELU: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_FACTOR: tl.constexpr,
-    DROP_RATE: tl.constexpr,
+    NUM_DROPPED: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -174,7 +175,7 @@ def _product_gradient_kernel(
     # Back through dropout and bias.
     d_units = tl.load(d_hidden + row * d_ff + column, is_inside, 0).to(COMPUTE)
     if seed is not None:
-        d_units *= _dropout_factor(seed, row, start, d_ff, DROP_RATE, BLOCK)
+        d_units *= _dropout_factor(seed, row, start, d_ff, NUM_DROPPED, BLOCK)
     if IS_FACTOR:
         d_units *= _read_bias(bias, ends, row, column, d_ff, NUM_EXPERTS).to(COMPUTE)
 
@@ -199,7 +200,7 @@ def _bias_gradient_kernel(
     IS_GELU: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_FACTOR: tl.constexpr,
-    DROP_RATE: tl.constexpr,
+    NUM_DROPPED: tl.constexpr,
     BLOCK: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
@@ -216,7 +217,7 @@ def _bias_gradient_kernel(
     for row in range(first, tl.load(ends + expert), tl.num_programs(1)):
         d_units = tl.load(d_hidden + row * d_ff + column, is_inside, 0).to(COMPUTE)
         if seed is not None:
-            d_units *= _dropout_factor(seed, row, start, d_ff, DROP_RATE, BLOCK)
+            d_units *= _dropout_factor(seed, row, start, d_ff, NUM_DROPPED, BLOCK)
         if IS_FACTOR:
             gate, up = _read_halves(product, row, column, d_ff, IS_GATED, COMPUTE)
             activated, _ = _activate(gate, IS_GELU)
@@ -228,6 +229,11 @@ def _bias_gradient_kernel(
 
 
 # ---- operators ----
+
+
+def _num_dropped(rate: float) -> int:
+    """Returns below which of the numbers from 0 to 2^31 - 1 a draw drops its unit."""
+    return min(round(rate * 2**31), 2**31 - 1)
 
 
 @torch.library.custom_op("moe::triton_hidden", mutates_args=())
@@ -250,7 +256,7 @@ def _hidden(
     block = block_size(d_ff)
     grid = (num_rows, triton.cdiv(d_ff, block))
     operands = (product.contiguous(), hidden, bias, ends, seed, d_ff)
-    kind = (is_gelu, is_gated, is_factor, drop_rate)
+    kind = (is_gelu, is_gated, is_factor, _num_dropped(drop_rate))
     launch(_hidden_kernel, grid, product, *operands, *kind, ends.shape[0], block)
     return hidden
 
@@ -274,7 +280,7 @@ def _hidden_backward(
     d_product = torch.empty_like(product)
 
     # One program for each block of a row.
-    kind = (is_gelu, is_gated, is_factor, drop_rate)
+    kind = (is_gelu, is_gated, is_factor, _num_dropped(drop_rate))
     block = block_size(d_ff)
     num_blocks = triton.cdiv(d_ff, block)
     operands = (d_hidden, product, d_product, bias, ends, seed, d_ff)

@@ -236,6 +236,14 @@ def test_dropout_drops_the_share_that_it_should_and_no_two_rows_alike():
         assert abs(share - 0.49) < 5 * (0.49 * 0.51 / kept.numel()) ** 0.5
 
 
+def test_the_mean_of_what_dropout_keeps_is_right_at_extreme_rates():
+    form = ExpertForm("relu", False, "none", 0.9999)
+    torch.manual_seed(3)
+    product = torch.ones(16, 2**16)
+    mean = triton_hidden.triton_hidden(product, None, torch.tensor([16]), form).double().mean()
+    assert abs(mean - 1) < 5 * (0.9999 / 0.0001 / product.numel()) ** 0.5
+
+
 # ---- layers ----
 
 

@@ -1,5 +1,6 @@
 """Dropout's draws: their share, their independence, their gradient, and who draws them."""
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from moe.kernels.cpu_experts import fused_feed_forward, run_forward
 from moe.kernels.dropout import Dropout, draw_kept, dropout
+from moe.kernels.expert_weights import ExpertWeights
+from moe.kernels.hidden_units import ExpertForm
+from tests.sparse.expert_loop import expert_rows, form_of, problem, tiny
 
 NUM_ELEMENTS = 2**20
 
@@ -17,11 +22,83 @@ NUM_ELEMENTS = 2**20
 @given(rate=st.floats(0.001, 0.999), seed=st.integers(0, 2**31))
 @settings(max_examples=30)
 def test_the_share_that_is_dropped_is_the_rate(rate, seed):
-    kept = draw_kept((NUM_ELEMENTS,), rate, torch.Generator().manual_seed(seed))
+    kept = draw_kept((NUM_ELEMENTS,), rate, seed=(seed,))
 
     # Six deviations of a binomial share, and what rounding of the rate may add.
     deviation = math.sqrt(rate * (1 - rate) / NUM_ELEMENTS)
     assert abs(kept.double().mean().item() - (1 - rate)) < 6 * deviation + 2**-17
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.2, 0.3, 0.5, 0.9])
+def test_rates_in_normal_use_take_sixteen_bits_an_element(rate):
+    """These masks are those of every release, so that trained models can be trained again."""
+    torch.manual_seed(0)
+    kept = draw_kept((31,), rate)
+
+    torch.manual_seed(0)
+    draws = torch.empty(8, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:31]
+    assert torch.equal(kept, draws.int() + 2**15 >= round(rate * 2**16))
+
+
+def mean_of_units(rate, num_rows, d_ff):
+    """Returns the mean of hidden units of 1 after dropout in the experts' kernel of a CPU."""
+    rows = expert_rows([0] * num_rows, list(range(num_rows)), num_experts=1, num_tokens=num_rows)
+    one = torch.ones(1, 1, 1, dtype=torch.float64)
+    weights = ExpertWeights(one.expand(1, d_ff, 1), one.expand(1, 1, d_ff), None)
+    form = ExpertForm("relu", gated=False, bias_kind="none", dropout_rate=rate)
+    tokens = one[0].expand(num_rows, 1)
+    rows = rows._replace(weight=tokens[:, 0])
+    return fused_feed_forward(tokens, rows, weights, form).mean() / d_ff
+
+
+@pytest.mark.parametrize("rate", [1e-5, 0.99, 0.9999, 0.99999])
+@pytest.mark.parametrize("where", ["dense layer", "experts"])
+def test_the_mean_of_what_is_kept_is_right_at_extreme_rates(rate, where):
+    torch.manual_seed(0)
+    num_elements = 2**24
+    if where == "dense layer":
+        mean = dropout(torch.ones(num_elements), rate).double().mean()
+    else:
+        mean = mean_of_units(rate, num_rows=2**12, d_ff=2**12)
+
+    # Of N units B(N, 1 - p) are kept, each worth 1 / (1 - p): the mean deviates by
+    # sqrt(p / (N (1 - p))) from 1.
+    deviation = math.sqrt(rate / (num_elements * (1 - rate)))
+    assert abs(float(mean) - 1) < 5 * deviation
+
+
+SEEDS = st.integers(0, 2**64 - 1)
+
+
+@given(seed=SEEDS, others=st.tuples(SEEDS, st.integers(0, 63)))
+@settings(max_examples=50)
+def test_every_bit_of_a_seed_counts(seed, others):
+    other_seed, bit = others
+    masks = [draw_kept((2**14,), 0.5, (value, 3)) for value in (seed, seed ^ 1 << bit)]
+    if other_seed != seed:
+        masks.append(draw_kept((2**14,), 0.5, (other_seed, 3)))
+
+    # Masks of different seeds are independent: estimates of a correlation deviate by 1 / sqrt(N).
+    signs = torch.stack(masks).double() * 2 - 1
+    correlation = signs @ signs.T / 2**14
+    eye = torch.eye(len(masks), dtype=torch.float64)
+    assert torch.allclose(correlation, eye, atol=7 / 2**7)
+
+
+def test_seeds_of_the_experts_that_differ_above_32_bits_drop_other_units():
+    inputs, rows = problem(tiny(d_ff=61), num_tokens=13, num_rows=23)
+    tokens, weight, first, down = [x.detach() for x in inputs]
+    rows = rows._replace(weight=weight)
+    form = form_of(tiny(), 0.5)
+    masks = []
+    for seed in (7, 7 + 2**32, 8):
+        weights = ExpertWeights(first, down, None)
+        _, values = run_forward(tokens, rows, weights, form, keep_products=True, seed=seed)
+        masks.append(values.kept_units)
+    for a, b in itertools.combinations(masks, 2):
+        # Two independent masks agree on half of their units.
+        share = (a == b).double().mean().item()
+        assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(a.numel())
 
 
 def test_elements_of_a_word_are_independent():
