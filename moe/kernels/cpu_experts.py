@@ -29,6 +29,7 @@ from moe.kernels.dropout import draw_kept
 from moe.kernels.expert_pieces import Piece, run_pieces, split_rows
 from moe.kernels.expert_rows import ExpertRows, round_up_rows, sum_by_token
 from moe.kernels.expert_weights import ExpertWeights, expert_weight
+from moe.kernels.first_order import first_order_only
 from moe.kernels.hidden_units import ExpertForm
 from moe.kernels.host_memory import empty_in_few_pages
 from moe.kernels.late_gradients import LateGradients
@@ -128,6 +129,8 @@ def fused_feed_forward(
     inputs = (tokens, rows.weight, *weights)
     needs_graph = any(x is not None and x.requires_grad for x in inputs)
     if torch.is_grad_enabled() and needs_graph:
+        if late is not None:
+            late.use()
         return _FusedFeedForward.apply(*inputs, rows, form, late)
 
     # A node that keeps nothing would cost a step of decoding as much as its gather and its sum.
@@ -166,7 +169,7 @@ class _FusedFeedForward(torch.autograd.Function):
         return combined
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:

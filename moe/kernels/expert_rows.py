@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.kernels.first_order import first_order_only
+
 # Rows of an expert that are not rounded up: products of one to 64 rows are few enough to prepare.
 _MOST_EXACT_ROWS = 64
 
@@ -216,7 +218,7 @@ class _CombineRows(torch.autograd.Function):
         return sum_by_token(outputs, rows, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, Tensor, None]:
@@ -260,7 +262,7 @@ class _CombineChoices(torch.autograd.Function):
         return weighted.sum(dim=1, dtype=outputs.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, Tensor, None]:

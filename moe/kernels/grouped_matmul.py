@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from moe.kernels.first_order import first_order_only
+
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Returns x W_e^T for rows sorted by expert.
@@ -102,7 +104,7 @@ class _GroupedLinear(torch.autograd.Function):
         return F.grouped_mm(x, rearrange(weight, "e o i -> e i o"), offs=ends)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, Tensor, None]:

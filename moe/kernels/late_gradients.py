@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe.kernels.expert_weights import ExpertWeights
+from moe.kernels.first_order import first_order_only
 from moe.kernels.torch_private import is_plain
 
 ComputeGradients = Callable[[bool, bool], tuple[Tensor | None, Tensor | None]]
@@ -30,6 +31,20 @@ class LateGradients:
 
     def __init__(self) -> None:
         self._compute: ComputeGradients | None = None
+        self._is_used = False
+
+    def use(self) -> None:
+        """Notes that experts will leave gradients here.
+
+        Raises:
+            RuntimeError: At the second call: the gradients of one would replace those of the other.
+        """
+        if self._is_used:
+            raise RuntimeError(
+                "The weights of one pass_weights call were given to two calls of the experts, and the gradients of "
+                "one call would be lost. Call pass_weights once for each."
+            )
+        self._is_used = True
 
     def leave(self, compute: ComputeGradients, weights: ExpertWeights) -> tuple[Tensor, Tensor]:
         """Has the gradients computed later.
@@ -86,7 +101,7 @@ class _PassWeights(torch.autograd.Function):
         return first.view_as(first), down.view_as(down)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # by the decorator
         ctx: Any, *_: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None]:

@@ -80,18 +80,6 @@ def test_gradients_of_the_engine_are_the_limits_of_differences(
     assert torch.autograd.gradcheck(run, inputs, eps=1e-6, atol=1e-7)
 
 
-def test_a_second_derivative_is_refused_not_wrong():
-    config = tiny()
-    inputs, rows = problem(config, num_tokens=5, num_rows=7)
-    loss = run_engine(inputs, rows, config).square().sum()
-    (gradient,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
-    with pytest.raises(
-        RuntimeError,
-        match="differentiate twice a function that was marked with @once_differentiable",
-    ):
-        gradient.sum().backward()
-
-
 @pytest.mark.parametrize(
     "frozen", [names for n in range(6) for names in itertools.combinations(range(5), n)], ids=str
 )

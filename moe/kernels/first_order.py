@@ -1,0 +1,49 @@
+"""Backward passes that cannot be differentiated again say so.
+
+torch's `once_differentiable` refuses only if the gradient that comes in has a graph of its own. The
+sum of an output has none, and a penalty on its gradients would then silently be a constant.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def first_order_only(backward: Backward) -> Backward:
+    """Decorates `backward` of a Function: its gradients refuse to be differentiated."""
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            gradients = backward(ctx, *d_outputs)
+        if not torch.is_grad_enabled():
+            return gradients
+
+        # create_graph=True: the gradients depend on what was saved, too.
+        sources = [x for x in (*ctx.saved_tensors, *d_outputs) if x is not None]
+        results = []
+        for gradient in gradients:
+            results.append(None if gradient is None else _Refuse.apply(gradient, *sources))
+        return tuple(results)
+
+    return refusing
+
+
+class _Refuse(torch.autograd.Function):
+    """Returns a gradient as it is; backwards it raises."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        raise RuntimeError(
+            "The experts' kernels cannot compute gradients of gradients (create_graph=True). Build the sparse layer "
+            'with dispatch="static", whose operations torch can differentiate twice.'
+        )

@@ -1,0 +1,99 @@
+"""More than one backward pass: a graph that is kept, gradients of gradients, and shared records.
+
+Oracles: the first of two passes; torch's own check of second gradients; the loop over experts.
+"""
+
+import pytest
+import torch
+
+from moe.kernels.compiled_experts import compiled_feed_forward
+from moe.kernels.cpu_experts import fused_feed_forward
+from moe.kernels.expert_rows import combine_rows
+from moe.kernels.expert_weights import ExpertWeights
+from moe.kernels.late_gradients import pass_weights
+from tests.sparse.expert_loop import form_of, problem, run_loop, tiny
+from tests.sparse.layers import build_layer
+
+CONFIG = tiny(d_model=7, d_ff=11)
+FORM = form_of(CONFIG)
+REFUSED = r"gradients of gradients \(create_graph=True\).*dispatch=\"static\""
+
+
+def build_problem():
+    inputs, rows = problem(CONFIG, num_tokens=13, num_rows=23)
+    weights = ExpertWeights(inputs[2], inputs[3], None)
+    return inputs, rows._replace(weight=inputs[1]), weights
+
+
+def run_fused(tokens, rows, weights):
+    return fused_feed_forward(tokens, rows, weights, FORM)
+
+
+def run_late(tokens, rows, weights):
+    weights, late = pass_weights(weights)
+    return fused_feed_forward(tokens, rows, weights, FORM, late)
+
+
+def run_compiled(tokens, rows, weights):
+    return compiled_feed_forward(tokens, rows, weights, FORM)
+
+
+FORMS = [run_fused, run_late, run_compiled]
+
+
+@pytest.mark.parametrize("run", FORMS)
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(run):
+    inputs, rows, weights = build_problem()
+    loss = run(inputs[0], rows, weights).square().sum()
+    expected = torch.autograd.grad(run_loop(inputs, rows, CONFIG).square().sum(), inputs)
+
+    # Gradients of the tokens alone leave those of the weights behind.
+    torch.autograd.grad(loss, inputs[0], retain_graph=True)
+    for keeps_graph in (True, True, False):
+        gradients = torch.autograd.grad(loss, inputs, retain_graph=keeps_graph)
+        torch.testing.assert_close(gradients, expected)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("wanted", range(4))
+@pytest.mark.parametrize("run", FORMS)
+def test_gradients_of_gradients_are_refused_even_where_the_loss_is_a_sum(run, wanted):
+    inputs, rows, weights = build_problem()
+    loss = run(inputs[0], rows, weights).sum()
+    (gradient,) = torch.autograd.grad(loss, inputs[wanted], create_graph=True)
+    message = "no autograd formula was registered" if run is run_compiled else REFUSED
+    with pytest.raises(RuntimeError, match=message):
+        (loss + gradient.square().sum()).backward()
+
+
+def test_a_layer_refuses_gradients_of_gradients():
+    x = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
+    loss = build_layer(capacity_factor=None)(x)[0].sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("expert_bias", ["none", "multiplicative"])
+def test_a_layer_of_static_dispatch_has_gradients_of_gradients(expert_bias):
+    layer = build_layer(dispatch="static", expert_bias=expert_bias)
+    x = torch.randn(1, 3, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], x)
+
+
+def test_rows_that_are_combined_refuse_gradients_of_gradients():
+    _, rows, _ = build_problem()
+    outputs = torch.randn(23, 7, dtype=torch.float64, requires_grad=True)
+    loss = combine_rows(outputs, rows).sum()
+    (gradient,) = torch.autograd.grad(loss, rows.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        gradient.sum().backward()
+
+
+def test_two_calls_of_the_experts_cannot_leave_gradients_in_one_record():
+    inputs, rows, weights = build_problem()
+    weights, late = pass_weights(weights)
+    fused_feed_forward(inputs[0], rows, weights, FORM, late)
+    with pytest.raises(RuntimeError, match=r"two calls of the experts.*pass_weights once for each"):
+        fused_feed_forward(inputs[0], rows, weights, FORM, late)
