@@ -7,7 +7,9 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -128,9 +130,14 @@ def _refuse(check_value: Callable[..., None], value: object, **bounds: Any) -> N
 def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> None:
     """Runs a command and turns its failure into one message and an exit code.
 
-    A `MoEError` or an `OSError` (missing file, full disk) ends with exit code 2 and no traceback,
-    training that diverged with 3, Ctrl-C with 130, training that SIGTERM ended in order with 143, a
-    reader of the output that went away with 141.
+    | exit code | after |
+    |---|---|
+    | 1 | an unexpected exception |
+    | 2 | a `MoEError`, an `OSError` (missing file, full disk), too little memory |
+    | 3 | training that diverged |
+    | 130, 143 | Ctrl-C; training that SIGTERM ended in order |
+    | 141 | the reader of the output went away |
+
     `--debug` anywhere on the command line shows the traceback instead.
 
     Args:
@@ -158,35 +165,49 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
         _forget_output()
         sys.exit(141)
 
-    except (MoEError, OSError) as error:
-        if debug:
+    except BaseException as error:
+        if debug or not (isinstance(error, Exception) or _is_panic(error)):
             raise
         _forget_output_that_fails()
         print(f"error: {_message(error, interrupted)}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 2))
+        is_expected = isinstance(error, MoEError | OSError) or _is_out_of_memory(error)
+        sys.exit(getattr(error, "exit_code", 2) if is_expected else 1)
 
-    except (MemoryError, RuntimeError) as error:
-        if debug or not _is_out_of_memory(error):
-            raise
-        details = " ".join(str(error).split())[:200]
-        print(f"error: {_OUT_OF_MEMORY} ({details})", file=sys.stderr)
-        sys.exit(2)
+
+# What would steer a terminal. Progress bars need the carriage return.
+_CONTROL_CHARACTERS = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t\r"
+}
 
 
 def _write_any_character() -> None:
-    """Lets the terminal show what it has no letter for as an escape, e.g. in the C locale."""
+    """Lets the output show control characters, and what it has no letter for, as escapes.
+
+    A file name may hold a sequence that changes the terminal; the C locale has few letters.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+            # The stream itself, not a new one around it: handlers of logs hold on to it.
+            vars(stream).setdefault("write", partial(_write_escaped, stream.write))
 
 
-def _is_out_of_memory(error: MemoryError | RuntimeError) -> bool:
+def _write_escaped(write: Callable[[str], int], text: str) -> int:
+    return write(text.translate(_CONTROL_CHARACTERS))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
     class_names = [kind.__name__ for kind in type(error).__mro__]
     return (
         isinstance(error, MemoryError)
         or "OutOfMemoryError" in class_names
         or "can't allocate memory" in str(error)  # all that torch says of a CPU
     )
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Returns whether a library in Rust has failed, e.g. `tokenizers`; that is no `Exception`."""
+    return type(error).__name__ == "PanicException"
 
 
 def _forget_output_that_fails() -> None:
@@ -203,8 +224,8 @@ def _forget_output() -> None:
     os.dup2(nowhere, sys.stdout.fileno())
 
 
-def _message(error: Exception, again: str) -> str:
-    """Returns the text of an error; a full disk says what to do."""
+def _message(error: BaseException, again: str) -> str:
+    """Returns what to print about an error."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         file = f" while writing {error.filename}" if error.filename else ""
         reason = "the disk is full"
@@ -212,7 +233,22 @@ def _message(error: Exception, again: str) -> str:
             reason = "a file reached the largest size allowed"
         return f"{reason}{file}. Free some space. {again}"
 
-    text = str(error) or type(error).__name__
-    if len(text) > _MOST_CHARACTERS:
-        return f"{text[:_MOST_CHARACTERS]}... ({len(text):,} characters)"
-    return text
+    if isinstance(error, MoEError | OSError):
+        return _shortened(str(error) or type(error).__name__)
+    if _is_out_of_memory(error):
+        return f"{_OUT_OF_MEMORY} ({_first_line(error)})"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"unexpected {type(error).__name__} in {frame.filename}, line {frame.lineno}: "
+        f"{_first_line(error)}. --debug shows the traceback."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return _shortened(lines[0].rstrip("."), most=500) if lines else "no message"
+
+
+def _shortened(text: str, most: int = _MOST_CHARACTERS) -> str:
+    text = text.replace("\r", "\\r")
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"

@@ -1,11 +1,12 @@
 """Floor 0: the registry and how a command ends on an error."""
 
 import errno
+import logging
 import sys
 
 import pytest
 
-from moe import ConfigError
+from moe import ConfigError, DataError
 from moe.cli import run_main
 from moe.errors import did_you_mean
 from moe.registry import Registry
@@ -81,6 +82,56 @@ def test_ctrl_c_does_not_tell_an_evaluation_to_resume(monkeypatch, capsys):
     assert capsys.readouterr().err == "\nInterrupted. The same command goes on.\n"
 
 
-def test_a_bug_is_not_dressed_up_as_a_user_error(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError"),
+        (KeyError("d_ff"), "KeyError"),
+        (RuntimeError("sizes differ\nException raised from empty_cpu\n..."), "sizes differ"),
+        (type("PanicException", (BaseException,), {})("no regex"), "no regex"),
+        (AssertionError(), "no message"),
+    ],
+)
+def test_an_unexpected_exception_is_one_line_that_names_its_place_and_exit_code_1(
+    monkeypatch, capsys, error, text
+):
+    with pytest.raises(SystemExit) as exit_:
+        run(monkeypatch, error)
+    assert exit_.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert text in line
+    assert "test_floor.py, line" in line
+    assert line.endswith("--debug shows the traceback.")
+
+
+def test_debug_shows_the_traceback_of_an_unexpected_exception(monkeypatch):
     with pytest.raises(ZeroDivisionError):
-        run(monkeypatch, ZeroDivisionError())
+        run(monkeypatch, ZeroDivisionError(), "--debug")
+
+
+@pytest.mark.parametrize("end", [SystemExit(7), pytest.fail.Exception("failed")])
+def test_an_end_that_is_no_error_stays(monkeypatch, end):
+    with pytest.raises(type(end)):
+        run(monkeypatch, end)
+
+
+def test_control_characters_of_names_are_shown_as_escapes_whoever_prints_them(monkeypatch, capsys):
+    name = "\x1b[2Jmodel\x07\x9b31m\x7f"
+
+    def main(argv):
+        sys.stdout.write(name)
+        sys.stderr.write("50 %\r100 %")  # as a progress bar does
+        logging.StreamHandler(sys.stderr).emit(logging.makeLogRecord({"msg": name}))
+        raise DataError(f"{name}\rerror: none")
+
+    monkeypatch.setattr(sys, "argv", ["command"])
+    for _ in range(2):  # what a second command prints is escaped once too
+        with pytest.raises(SystemExit):
+            run_main(main)
+        out, err = capsys.readouterr()
+        escaped = r"\x1b[2Jmodel\x07\x9b31m\x7f"
+        assert out == escaped
+        assert err.count(escaped) == 2
+        assert rf"error: {escaped}\rerror: none" in err
+        assert "\x1b" not in err
+        assert "50 %\r100 %" in err
