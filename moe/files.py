@@ -6,19 +6,26 @@ folder of another kind.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import BinaryIO, TextIO
 
 from moe.checks import check
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
+from moe.opening import NoRegularFileError, open_to_write, read_regular
 
 KIND_FILE = ".stmoe-folder"
 _LOCK_FILE = ".lock"
+
+# Marks a work folder as ours, and is locked while the folder is in use.
+_WORK_MARKER = ".stmoe-partial"
+# What else lies in it: the new file or folder, and the earlier one that is being replaced.
+_PARTIAL = "partial"
+_REPLACED = "replaced"
 
 # Files by which a folder without a KIND_FILE is known: one that appeared at once, or was made by
 # an earlier version. The order matters: a model's folder holds a tokenizer too, and a job's folder
@@ -41,6 +48,9 @@ FOLDER_KINDS = tuple(_MARKERS)
 # Patterns of the files of each kind, whatever the checksums say: users may edit some of them, and
 # the checksums themselves may be damaged.
 _PARTS = {
+    "corpus": ("corpus.json", "overlap.json", "train", "held_out"),
+    "trace": ("trace.json", "trace.safetensors"),
+    "best model": ("scores.json", "model"),
     "checkpoint": ("__*.distcp", ".metadata", "state.json"),
     "model": (
         "model*.safetensors",
@@ -57,6 +67,14 @@ _PARTS = {
         "spiece.model",
         "tokenizer.model",
     ),
+    "tokenizer": (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "spiece.model",
+    ),
 }
 
 
@@ -67,7 +85,7 @@ _PARTS = {
 def kind_of(folder: Path) -> str | None:
     """Returns which of `FOLDER_KINDS` a folder is; None when it is none of them."""
     try:
-        kind = (folder / KIND_FILE).read_text(encoding="utf-8", errors="replace").strip()
+        kind = read_regular(folder / KIND_FILE).decode(errors="replace").strip()
     except OSError:
         kind = ""
     if kind:
@@ -90,7 +108,6 @@ def check_kind(folder: Path, kind: str) -> None:
     Raises:
         DataError: When `folder` is a file, or a folder of another kind.
     """
-    _refuse_nul(folder)
     assert kind in FOLDER_KINDS, f"{kind!r} is none of {FOLDER_KINDS}"
     if folder.exists() and not folder.is_dir():
         raise DataError(
@@ -138,26 +155,36 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
 
     Raises:
         DataError: With the text `taken`, when another process holds it.
+        OSError: When a link, a pipe or a device lies in the place of the lock.
     """
     _refuse_nul(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _LOCK_FILE).open("w") as lock:
-        if not _lock(lock.fileno(), wait=False):
+    # The lock may be a file of the user's: it is neither truncated nor removed.
+    lock = open_to_write(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
+    with _closed_at_the_end(lock):
+        if not _lock(lock, wait=False):
             raise DataError(taken)
-        _locks.add(lock)
-        try:
-            yield
-        finally:
-            _locks.discard(lock)
+        yield
 
 
-_locks: set[TextIO] = set()
+_locks: set[int] = set()
+
+
+@contextmanager
+def _closed_at_the_end(descriptor: int) -> Iterator[None]:
+    """Closes a lock after the block, and in forks: one that outlives its parent would hold it."""
+    _locks.add(descriptor)
+    try:
+        yield
+    finally:
+        if descriptor in _locks:  # a fork has closed it
+            _locks.remove(descriptor)
+            os.close(descriptor)
 
 
 def _leave_locks_to_the_parent() -> None:
-    """Closes the locks in a forked process: one that outlives its parent would still hold them."""
-    for lock in _locks:
-        lock.close()
+    for descriptor in _locks:
+        os.close(descriptor)
     _locks.clear()
 
 
@@ -173,8 +200,8 @@ if hasattr(os, "register_at_fork"):  # Unix alone forks
 def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
     """Gives an empty sibling folder to fill; when the block ends well, it becomes `target`.
 
-    A run killed half-way leaves `target` as it was, and a hidden `.partial` sibling that the next
-    run removes. An earlier folder of the same kind is replaced; anything else is left alone.
+    A run killed half-way leaves `target` as it was, and a hidden work folder beside it that the
+    next run removes. An earlier folder of the same kind is replaced; anything else is left alone.
 
     Args:
         target: The folder to make.
@@ -186,35 +213,17 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
     """
     target = _absolute(target)
     check_replaceable(target, kind=kind)
-    partial = target.with_name(f".{target.name}.partial")
-    replaced = target.with_name(f".{target.name}.replaced")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-
-    lock = _lock_folder(partial, target)
-    try:
-        # Clean up after processes that were killed: between the two renames below, or half-way.
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
-        _remove(replaced)
-        _remove_content(partial)
-
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _work_folder(target, wait=False) as work:
+        partial = work / _PARTIAL
+        partial.mkdir()
         yield partial
 
         # The target may have changed while the folder was filled.
         check_replaceable(target, kind=kind)
         if target.exists():
-            target.rename(replaced)
+            target.rename(work / _REPLACED)
         partial.rename(target)
-
-    # Whatever went wrong, the target is as it was.
-    except BaseException:
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    finally:
-        _remove(replaced)
-        os.close(lock)
 
 
 def check_replaceable(target: Path, *, kind: str) -> None:
@@ -248,11 +257,7 @@ def _unknown_files(folder: Path, kind: str) -> list[str]:
     if kind_of(folder) is None:
         return sorted(names)
 
-    # Without checksums nothing is known of what was written.
-    digests = read_sums(folder)
-    if not digests:
-        return []
-
+    digests = read_sums(folder) or {}
     unknown = names - {name.split("/")[0] for name in digests}
     return [name for name in sorted(unknown) if not _is_part(name, kind)]
 
@@ -262,39 +267,33 @@ def _is_part(name: str, kind: str) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder; killed at any moment, it leaves the folder whole or absent.
+    """Removes a folder, or a link to one; killed at any moment, it leaves it whole or absent.
 
-    What a killed process leaves is a hidden `.removed` sibling; see `remove_leftovers`.
+    What a killed process leaves is a hidden work folder; see `remove_leftovers`.
     """
-    hidden = folder.with_name(f".{folder.name}.removed")
-    shutil.rmtree(hidden, ignore_errors=True)
-    folder.rename(hidden)
-    shutil.rmtree(hidden)
+    with _work_folder(folder, wait=False) as work:
+        folder.rename(work / "removed")
 
 
 def remove_leftovers(folder: Path, pattern: str = "*") -> None:
-    """Removes what killed processes left of `whole_folder` and `remove_folder`.
+    """Removes what killed processes left of `whole_folder`, `whole_file` and `remove_folder`.
 
-    What was being replaced is put back. Call it only while nobody else writes there.
+    What was being replaced is put back. What another process writes, or is not ours, stays.
 
     Args:
         folder: Parent of the folders in question.
         pattern: Pattern of their names, e.g. `step_*`.
     """
-    # Killed between two renames: put the earlier folder back.
-    for replaced in folder.glob(f".{pattern}.replaced"):
-        target = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
-        if not target.exists():
-            replaced.rename(target)
-
-    for ending in ("partial", "replaced", "removed"):
-        for leftover in folder.glob(f".{pattern}.{ending}"):
-            shutil.rmtree(leftover)
+    for work in folder.glob(f".{pattern}.partial*"):
+        name = re.fullmatch(r"\.(.+)\.partial\d*", work.name)
+        if name:
+            with suppress(_TakenError), _work_folder(folder / name[1], wait=False):
+                pass
 
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Gives a sibling path to write to; when the block ends well, that file becomes `target`.
+    """Gives a path to write to; when the block ends well, that file becomes `target`.
 
     Of two that write the same file at once the second waits for the first.
 
@@ -308,34 +307,21 @@ def whole_file(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def only_writer(target: Path) -> Iterator[Path]:
-    """Gives a sibling path to write to, which the block may rename to `target`, and else goes.
+    """Gives a path to write to, which the block may rename to `target`; else it is removed.
 
     Who writes the same file at once waits, and may then find it written.
 
     Raises:
         DataError: When a pipe or a device lies there.
     """
-    _refuse_nul(target)
     if target.exists() and not target.is_file() and not target.is_dir():
         raise DataError(
             f"{target} is no regular file but a pipe or a device, which a file would replace. "
             "Choose another name."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial")
-
-    # The lock is on the file that is written, so that a second writer waits.
-    lock = _lock_file(partial)
-    try:
-        yield partial
-        # Once it is renamed, the next writer's may lie there.
-        if _is_still(lock, partial):
-            partial.unlink()
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(lock)
+    with _work_folder(target, wait=True) as work:
+        yield work / _PARTIAL
 
 
 def cache_folder() -> Path:
@@ -438,93 +424,122 @@ def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
 
 
 # ---------------------------------------------------------------------------
-# Names and locks
+# Work folders
 #
-# The folder or file that is being written is locked itself, by its descriptor: a lock file beside
-# it, as the filelock library makes, would stay behind in the users' folders.
+# What will lie at `target` is made in the folder `.target.partial` beside it, which has our marker.
+# What has that name and is not ours (a link, a file, a folder without the marker) is left alone, and
+# `.target.partial2` is used instead.
 
 
-def _a(kind: str) -> str:
-    """Returns a kind of folder with its article."""
-    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+class _TakenError(DataError):
+    """Another process works on the same target."""
 
 
-def _absolute(path: Path) -> Path:
-    """Returns a path from the root; a link stays, where `resolve` would write to its far end."""
-    return Path(os.path.abspath(path))  # noqa: PTH100
+@contextmanager
+def _work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
+    """Makes the work folder of a target, which this process alone uses, and removes it at the end.
 
+    What a killed process has left in it is removed first, and what it was replacing is put back.
 
-def _remove(path: Path) -> None:
-    """Removes a folder, or a link to one, if it can be removed."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _refuse_nul(path: Path) -> None:
-    """Raises a ConfigError when a path holds the character NUL, which no file system takes."""
-    check(
-        "\0" not in str(path),
-        "the path",
-        str(path),
-        "one without the character NUL; choose another name",
-    )
-
-
-def _remove_content(folder: Path) -> None:
-    """Removes everything in a folder, and not the folder, which is locked."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-def _lock_folder(partial: Path, target: Path) -> int:
-    """Makes the folder that is filled, locks it, and returns the descriptor that holds the lock.
+    Args:
+        target: File or folder to be made; its parent exists.
+        wait: Whether to wait for another process that works on the same target.
 
     Raises:
-        DataError: When another process has it.
+        DataError: When another process works on it and `wait` is not set.
     """
-    while True:
-        partial.mkdir(exist_ok=True)
+    _refuse_nul(target)
+    work, descriptor = _claim(target, wait=wait)
+    with _closed_at_the_end(descriptor):
         try:
-            descriptor = os.open(partial, os.O_RDONLY)
-        except FileNotFoundError:  # another process has finished with it in between
+            _put_back(work, target)
+            _remove_content(work)
+            yield work
+        finally:
+            _put_back(work, target)
+            _remove_content(work)
+            # The marker goes last: a folder without it is not ours unless it is empty.
+            with suppress(OSError):
+                if _names_in(work) == [_WORK_MARKER]:
+                    (work / _WORK_MARKER).unlink()
+                    work.rmdir()
+
+
+def _claim(target: Path, *, wait: bool) -> tuple[Path, int]:
+    """Makes a work folder with its marker.
+
+    Returns:
+        The folder, and the descriptor of the marker, which holds the lock.
+    """
+    number = 1
+    while True:
+        work = target.with_name(f".{target.name}.partial{number if number > 1 else ''}")
+        with suppress(FileExistsError):
+            work.mkdir()
+        try:
+            descriptor = _open_marker(work)
+        except FileNotFoundError:  # another process has finished in between
+            continue
+        if descriptor is None:
+            number += 1
             continue
 
-        if not _lock(descriptor, wait=False):
+        if not _lock(descriptor, wait=wait):
             os.close(descriptor)
-            raise DataError(
+            raise _TakenError(
                 f"Another process is writing {target}. Wait for it, or choose another folder."
             )
-        if _is_still(descriptor, partial):
-            return descriptor
+        if _is_still(descriptor, work / _WORK_MARKER):
+            return work, descriptor
         os.close(descriptor)
 
 
-def _lock_file(partial: Path) -> int:
-    """Makes the file that is written, locks it, and returns the descriptor that holds the lock."""
-    while True:
-        descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
-        _lock(descriptor, wait=True)
-        if _is_still(descriptor, partial):
-            return descriptor
-        os.close(descriptor)
+def _open_marker(work: Path) -> int | None:
+    """Returns a descriptor of the marker in a work folder; None when the folder is not ours."""
+    if work.is_symlink() or (work.exists() and not work.is_dir()):
+        return None
+
+    # The marker is the first file of a work folder and the last: an empty folder may become ours.
+    names = _names_in(work)
+    if names and _WORK_MARKER not in names:
+        return None
+    try:
+        return open_to_write(work / _WORK_MARKER, os.O_RDWR | os.O_CREAT)
+    except NoRegularFileError:
+        return None
+
+
+def _names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def _put_back(work: Path, target: Path) -> None:
+    """Puts back what a process was replacing that was killed or failed before it was done."""
+    replaced = work / _REPLACED
+    if replaced.exists() and not os.path.lexists(target):
+        replaced.rename(target)
+
+
+def _remove_content(work: Path) -> None:
+    """Removes everything in a work folder but the marker, as far as it can be removed."""
+    for path in work.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _WORK_MARKER:
+            path.unlink(missing_ok=True)
 
 
 def _is_still(descriptor: int, path: Path) -> bool:
-    """Returns whether an open file or folder is the one that now lies at `path`."""
+    """Returns whether an open file is the one that now lies at `path`."""
     try:
-        status_at_path = path.stat()
+        status_at_path = path.lstat()
     except FileNotFoundError:
         return False
     return os.path.samestat(os.fstat(descriptor), status_at_path)
 
 
-def _lock(descriptor: BinaryIO | int, *, wait: bool) -> bool:
-    """Locks an open file or folder until it is closed.
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    """Locks an open file until it is closed.
 
     Returns:
         False when another process has it and `wait` is not set.
@@ -537,3 +552,21 @@ def _lock(descriptor: BinaryIO | int, *, wait: bool) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+# ---------------------------------------------------------------------------
+# Names
+
+
+def _a(kind: str) -> str:
+    """Returns a kind of folder with its article."""
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def _refuse_nul(path: Path) -> None:
+    check("\0" not in str(path), "the path", str(path), "one without the character NUL")
+
+
+def _absolute(path: Path) -> Path:
+    """Returns a path from the root; a link stays, where `resolve` would write to its far end."""
+    return Path(os.path.abspath(path))  # noqa: PTH100

@@ -1,16 +1,21 @@
 """Folders that are whole or as they were, whatever moment a run is killed at."""
 
 import os
+import random
 import shutil
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from moe import ConfigError, DataError
+from moe import ConfigError, DataError, files
 from moe.checksums import SUMS_FILE, find_damage, write_sums
 from moe.files import (
     FOLDER_KINDS,
+    KIND_FILE,
     check_replaceable,
     claim_folder,
     kind_of,
@@ -27,11 +32,20 @@ def fill(target, text):
         (partial / "corpus.json").write_text(text)
 
 
+def killed_in_work_folder(path, name):
+    """Leaves a work folder that holds `path`, as a process does that is killed at its work."""
+    child = os.fork()
+    if not child:
+        with files._work_folder(path, wait=False) as work:
+            path.rename(work / name)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
 def test_a_run_killed_between_the_two_renames_loses_nothing(tmp_path):
     target = tmp_path / "thing"
     fill(target, "first")
-    target.rename(tmp_path / ".thing.replaced")
-    (tmp_path / ".thing.partial").mkdir()
+    killed_in_work_folder(target, "replaced")
     with pytest.raises(RuntimeError), whole_folder(target, kind="corpus"):
         raise RuntimeError
     assert (target / "corpus.json").read_text() == "first"
@@ -46,7 +60,7 @@ def test_a_rename_that_fails_gives_the_earlier_folder_back(tmp_path, monkeypatch
     rename = Path.rename
 
     def refuse_the_last(path, to):
-        if path.name.endswith(".partial"):
+        if path.name == "partial":
             raise OSError("no more names")
         return rename(path, to)
 
@@ -131,10 +145,9 @@ def test_a_model_whose_settings_have_no_checksums_is_replaced_and_one_with_notes
         (tmp_path / name).write_text("{}")
     (tmp_path / "SHA256SUMS").write_text(sums)
     check_replaceable(tmp_path, kind="model")
-    if sums:
-        (tmp_path / "notes.txt").write_text("dear")
-        with pytest.raises(DataError, match=r"'notes\.txt' is no part of a model"):
-            check_replaceable(tmp_path, kind="model")
+    (tmp_path / "notes.txt").write_text("dear")
+    with pytest.raises(DataError, match=r"'notes\.txt' is no part of a model"):
+        check_replaceable(tmp_path, kind="model")
 
 
 def test_of_two_that_make_one_folder_the_second_is_refused_and_the_first_is_whole(tmp_path):
@@ -155,18 +168,17 @@ def test_many_writers_of_one_file_leave_one_of_their_texts(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_folder_being_removed_is_gone_under_its_name_at_once(tmp_path, monkeypatch):
+def test_a_folder_being_removed_is_gone_under_its_name_at_once(tmp_path):
     (tmp_path / "step_1").mkdir()
     (tmp_path / "step_1" / "state.json").write_text("{}")
 
-    def killed(path, **_):
-        if path.exists():
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(shutil, "rmtree", killed)
+    child = os.fork()
+    if not child:
+        shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         remove_folder(tmp_path / "step_1")
+    os.waitpid(child, 0)
     assert not (tmp_path / "step_1").exists()
+    assert list(tmp_path.iterdir())
     remove_leftovers(tmp_path, "step_*")
     assert list(tmp_path.iterdir()) == []
 
@@ -202,3 +214,161 @@ def test_a_device_or_a_pipe_is_never_replaced_by_a_file(tmp_path):
     with pytest.raises(DataError, match=r"pipe is no regular file but a pipe or a device"):
         write_text(pipe, "text")
     assert pipe.is_fifo()
+
+
+# ---------------------------------------------------------------------------
+# What is not ours
+
+
+def write_folder(target):
+    fill(target, "ours")
+    return target / "corpus.json"
+
+
+def write_file(target):
+    write_text(target, "ours")
+    return target
+
+
+def plant(path, kind, mine):
+    """Puts something of the user's at `path`, or a link to it."""
+    if kind == "file":
+        path.write_text("years of work")
+    elif kind == "folder":
+        shutil.copytree(mine, path)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder whose marker is a link":
+        shutil.copytree(mine, path)
+        (path / ".stmoe-partial").symlink_to(mine / "thesis.txt")
+    else:
+        ends = {
+            "link to a folder": mine,
+            "link to a file": mine / "thesis.txt",
+            "link to nothing": mine / "nowhere",
+            "link to a device": Path("/dev/null"),
+            "link to itself": path,
+        }
+        path.symlink_to(ends[kind])
+
+
+PLANTED = (
+    "file",
+    "folder",
+    "pipe",
+    "folder whose marker is a link",
+    "link to a folder",
+    "link to a file",
+    "link to nothing",
+    "link to a device",
+    "link to itself",
+)
+
+
+def content_below(folder):
+    content = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            content[path.name] = path.readlink()
+        else:
+            content[path.name] = path.read_text() if path.is_file() else path.stat().st_ino
+    return content
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+@pytest.mark.parametrize("write", [write_folder, write_file])
+def test_what_has_the_name_of_a_work_folder_and_is_not_ours_is_left_alone(tmp_path, write, kind):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    plant(tmp_path / ".thing.partial", kind, mine)
+    before = content_below(tmp_path)
+    for _ in range(2):
+        assert write(tmp_path / "thing").read_text() == "ours"
+        remove_leftovers(tmp_path)
+    remove_folder(tmp_path / "thing")
+    assert content_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", PLANTED[1:])
+def test_a_lock_is_never_taken_through_a_link_or_a_pipe(tmp_path, kind):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    (tmp_path / "run").mkdir()
+    plant(tmp_path / "run/.lock", kind, mine)
+    before = content_below(tmp_path)
+    with (
+        pytest.raises(OSError, match=r"\.lock"),
+        claim_folder(tmp_path / "run", "training run", taken="taken"),
+    ):
+        pass
+    assert content_below(tmp_path) == before
+
+
+def test_a_file_of_the_user_that_has_the_name_of_the_lock_keeps_its_content(tmp_path):
+    (tmp_path / ".lock").write_text("years of work")
+    with claim_folder(tmp_path, "training run", taken="taken"):
+        pass
+    assert (tmp_path / ".lock").read_text() == "years of work"
+
+
+def test_a_file_takes_the_place_of_a_link_and_not_of_what_is_behind_it(tmp_path):
+    (tmp_path / "mine").write_text("years of work")
+    (tmp_path / "page.html").symlink_to(tmp_path / "mine")
+    write_text(tmp_path / "page.html", "ours")
+    assert (tmp_path / "mine").read_text() == "years of work"
+    assert (tmp_path / "page.html").read_text() == "ours"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a device", "link to itself"])
+def test_a_kind_that_cannot_be_read_is_none(tmp_path, kind):
+    plant(tmp_path / KIND_FILE, kind, tmp_path)
+    assert kind_of(tmp_path) is None
+
+
+def test_a_folder_is_not_a_model_to_be_replaced_for_one_file_of_the_name(tmp_path):
+    for name in ("config.json", "thesis.txt"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(DataError, match=r"'thesis\.txt' is no part of a model"):
+        check_replaceable(tmp_path, kind="model")
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_target_is_whole_and_the_next_run_cleans_up(tmp_path):
+    texts = {None, *map(str, range(40))}
+    draw = random.Random(0)
+    for number in range(40):
+        child = os.fork()
+        if not child:
+            for _ in range(100):
+                write_text(tmp_path / "file", str(number) * 1000)
+                fill(tmp_path / "folder", str(number))
+            os._exit(0)
+        time.sleep(draw.random() * 0.02)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        file = tmp_path / "file"
+        assert not file.exists() or len(set(file.read_text())) <= 2
+        remove_leftovers(tmp_path)
+        facts = tmp_path / "folder/corpus.json"
+        assert (facts.read_text() if facts.exists() else None) in texts
+        assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.slow
+def test_of_many_processes_that_make_one_folder_each_is_done_or_refused(tmp_path):
+    children = []
+    for number in range(8):
+        child = os.fork()
+        if not child:
+            num_made = 0
+            for _ in range(50):
+                with suppress(DataError):
+                    fill(tmp_path / "folder", str(number))
+                    num_made += 1
+                write_text(tmp_path / "file", str(number))
+            os._exit(0 if num_made else 1)
+        children.append(child)
+    assert {os.waitpid(child, 0)[1] for child in children} == {0}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

@@ -132,10 +132,10 @@ def test_damaged_files_are_made_anew_with_a_warning(tokenizer, folder, caplog):
 def test_what_a_killed_process_left_is_in_nobodys_way(tokenizer, folder):
     expected = encode(tokenizer, folder)
     path = files(folder)[0]
-    path.rename(folder / f".{path.name}.partial")
-    with (folder / f".{path.name}.partial").open("ab") as file:
-        file.write(b"more")
-
+    work = folder / f".{path.name}.partial"
+    work.mkdir()
+    (work / ".stmoe-partial").touch()
+    path.rename(work / "partial")
     assert encode(tokenizer, folder) == expected
     assert len(files(folder)) == 2
 

@@ -150,12 +150,29 @@ def test_an_error_of_the_run_counts_more_than_one_of_the_checkpoint_it_left(tmp_
 
 def test_what_a_killed_run_left_is_removed_and_what_it_was_replacing_comes_back(tmp_path):
     good, replaced = save(tmp_path, 1)[2], save(tmp_path, 2)[2]
-    replaced.rename(tmp_path / ".step_00000002.replaced")
-    (tmp_path / ".step_00000003.partial").mkdir()
-    (tmp_path / ".step_00000003.partial" / "__0_0.distcp").write_text("half")
+    for step in (2, 3):
+        work = tmp_path / f".step_{step:08d}.partial"
+        (work / "partial").mkdir(parents=True)
+        (work / ".stmoe-partial").touch()
+        (work / "partial" / "__0_0.distcp").write_text("half")
+    replaced.rename(tmp_path / ".step_00000002.partial" / "replaced")
     with CheckpointWriter(tmp_path, keep=2):
         pass
     assert sorted(tmp_path.iterdir()) == [good, replaced]
+
+
+def test_files_of_the_user_that_have_the_names_of_leftovers_stay(tmp_path):
+    (tmp_path / ".step_00000002.partial").write_text("years of work")
+    (tmp_path / ".step_00000003.partial").mkdir()
+    (tmp_path / ".step_00000003.partial" / "thesis.txt").write_text("years of work")
+    (tmp_path / ".step_00000004.partial").symlink_to(tmp_path / ".step_00000003.partial")
+    before = sorted(tmp_path.rglob("*"))
+    for step in (2, 3, 4):
+        target = save(tmp_path, step, keep=1)[2]
+    assert (
+        sorted(path for path in tmp_path.rglob("*") if target not in (path, *path.parents))
+        == before
+    )
 
 
 def test_something_else_in_the_place_of_a_checkpoint_is_left_alone(tmp_path):

@@ -232,7 +232,7 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_only_whole_ones(
     killed = call(inputs, out, prepare=die_while_removing)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     folder = out / "checkpoints"
-    assert (folder / ".step_00000007.removed").is_dir()
+    assert (folder / ".step_00000007.partial/removed").is_dir()
     assert [path.name for path in checkpoint_folders(folder)] == ["step_00000014", "step_00000021"]
     assert all(first_damage(path) is None for path in checkpoint_folders(folder))
 
