@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from moe.checks import shown
 from moe.errors import DataError
+from moe.opening import open_to_read, open_to_write, read_regular
 
 SUMS_FILE = "SHA256SUMS"
 _SHOWN_CHARACTERS = 200
@@ -38,7 +39,7 @@ class Damage(NamedTuple):
 
 def sha256_of(path: Path) -> str:
     """Returns the SHA-256 of a file in hexadecimal digits."""
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_to_read) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -54,7 +55,8 @@ def write_sums(folder: Path, digests: Mapping[str, str] | None = None) -> None:
 
     # coreutils' format: the digest, two spaces, the name.
     lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
-    (folder / SUMS_FILE).write_text("".join(lines), encoding="utf-8")
+    with open(folder / SUMS_FILE, "w", encoding="utf-8", opener=open_to_write) as file:
+        file.writelines(lines)
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
@@ -63,7 +65,7 @@ def read_sums(folder: Path) -> dict[str, str] | None:
     A line that is damaged itself gives its name an empty checksum, which no file has.
     """
     try:
-        text = (folder / SUMS_FILE).read_text(encoding="utf-8", errors="replace")
+        text = read_regular(folder / SUMS_FILE).decode(errors="replace")
     except FileNotFoundError:
         return None
 
@@ -152,7 +154,7 @@ def model_fingerprint(folder: Path) -> str:
     files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin"))
     digest = hashlib.sha256()
     for path in (*files, folder / "config.json"):
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_to_read) as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
     return digest.hexdigest()[:16]

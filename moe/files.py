@@ -251,6 +251,23 @@ def check_replaceable(target: Path, *, kind: str) -> None:
         )
 
 
+def refuse_links(folder: Path, *, kind: str) -> None:
+    """Raises when a file of a folder, of a kind that is about to be written there, is a link.
+
+    Raises:
+        DataError: Names the first; whoever writes it would change the file behind it.
+    """
+    for path in sorted(folder.glob("*")):
+        is_written = _is_part(path.name, kind) or path.name == SUMS_FILE
+        if (
+            path.is_symlink() and is_written and path.name != "README.md"
+        ):  # a card may be the user's
+            raise DataError(
+                f"{path} is a link, and the file behind it would be changed. "
+                "Remove the link, or choose another folder."
+            )
+
+
 def _unknown_files(folder: Path, kind: str) -> list[str]:
     """Returns the names in a folder that it was not written with, sorted."""
     names = {path.name for path in folder.iterdir()} - {SUMS_FILE, KIND_FILE, _LOCK_FILE}

@@ -35,11 +35,16 @@ def open_to_write(path: Path | str, flags: int) -> int:
         return _checked(os.open(path, flags | _NO_LINK | _NO_WAIT, 0o666), path)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            reason = "is a link, and the file behind it would be changed; remove the link"
+            reason = "it is a link, and the file behind it would be changed; remove the link"
             raise NoRegularFileError(error.errno, reason, str(path)) from error
         if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder; a pipe that nobody reads
             raise _refusal(path) from error
         raise
+
+
+def check_regular(path: Path) -> None:
+    """Raises an OSError unless a regular file lies at `path`, before another library opens it."""
+    os.close(open_to_read(path))
 
 
 def read_regular(path: Path) -> bytes:
@@ -57,5 +62,9 @@ def _checked(descriptor: int, path: Path | str) -> int:
 
 def _refusal(path: Path | str) -> NoRegularFileError:
     number = errno.EISDIR if os.path.isdir(path) else errno.EINVAL  # noqa: PTH112
-    reason = os.strerror(number) if number == errno.EISDIR else "is a pipe or a device, and no file"
+    reason = (
+        os.strerror(number)
+        if number == errno.EISDIR
+        else "it is a pipe or a device; expected a file"
+    )
     return NoRegularFileError(number, reason, str(path))

@@ -21,6 +21,7 @@ from yaml.constructor import ConstructorError
 
 from moe.checks import shown
 from moe.errors import ConfigError, DataError, MoEError
+from moe.opening import read_regular
 
 T = TypeVar("T")
 
@@ -30,7 +31,11 @@ _PYTHON_TAG = "tag:yaml.org,2002:python/"
 
 
 def read_text(
-    path: Path, *, advice: str = "Restore the file.", error: type[MoEError] = DataError
+    path: Path,
+    *,
+    advice: str = "Restore the file.",
+    error: type[MoEError] = DataError,
+    pipe: bool = False,
 ) -> str:
     """Returns the text of a UTF-8 file; a byte order mark is dropped.
 
@@ -38,12 +43,13 @@ def read_text(
         path: The file.
         advice: What the user can do when it is missing or cannot be read.
         error: Class of the error.
+        pipe: Whether it may be a pipe: of data that the user names, not of a file in a folder.
 
     Raises:
-        MoEError: When the file is missing or is not UTF-8; says at which byte and line.
+        MoEError: When the file is missing, a device, or is not UTF-8; says at which byte and line.
     """
     try:
-        content = path.read_bytes()
+        content = path.read_bytes() if pipe and path.is_fifo() else read_regular(path)
     except OSError as failure:
         raise error(f"{path} cannot be read: {failure.strerror or failure}. {advice}") from failure
     except ValueError as failure:  # NUL in the path
@@ -96,14 +102,20 @@ def read_json(
     advice: str = "Restore the file.",
     error: type[MoEError] = DataError,
     nan: bool = False,
+    pipe: bool = False,
 ) -> Any:
     """Returns the value of a JSON file; see `read_text` and `parse_json`."""
-    text = read_text(path, advice=advice, error=error)
+    text = read_text(path, advice=advice, error=error, pipe=pipe)
     return parse_json(text, where=str(path), advice=advice, error=error, nan=nan)
 
 
 def read_json_lines(
-    path: Path, *, advice: str = "Restore the file.", torn_end: bool = False, nan: bool = False
+    path: Path,
+    *,
+    advice: str = "Restore the file.",
+    torn_end: bool = False,
+    nan: bool = False,
+    pipe: bool = False,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields each line of a JSONL file: its number, from 1, and its object.
 
@@ -115,11 +127,13 @@ def read_json_lines(
         torn_end: Whether a last line that is no object is left out, as in a file to which a run
             still appends.
         nan: Whether NaN and Infinity are numbers.
+        pipe: See `read_text`.
 
     Raises:
         DataError: When the file cannot be read, or a line is no JSON object; names the line.
     """
-    lines = read_text(path, advice=advice).split("\n")  # a text may hold other line separators
+    text = read_text(path, advice=advice, pipe=pipe)
+    lines = text.split("\n")  # a text may hold other line separators
     filled = [number for number, line in enumerate(lines, start=1) if line.strip()]
     last = max(filled, default=0)
 
@@ -199,11 +213,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Returns the settings in a YAML file.
 
     Raises:
-        ConfigError: When there is no such file, it is no YAML mapping in UTF-8, gives a key twice,
-            or holds itself.
+        ConfigError: When there is no such file, it is a pipe, larger than 1 MiB, no YAML mapping in
+            UTF-8, gives a key twice, or holds itself.
     """
     advice = "Give the path of a YAML file of `key: value` lines."
-    text = read_text(path, advice=advice, error=ConfigError)
+    text = _read_settings(path, advice)
     try:
         content = yaml.load(text, Loader=_StrictLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as failure:
@@ -227,11 +241,7 @@ def check_yaml(path: Path) -> None:
             100 levels, or has a tag that makes an object of Python.
     """
     advice = "Mend the file, or move it elsewhere."
-    text = read_text(path, advice=advice, error=ConfigError)
-    if len(text) > _MOST_YAML:
-        raise ConfigError(
-            f"{path} has {len(text):,} characters; expected settings of at most {_MOST_YAML:,}. {advice}"
-        )
+    text = _read_settings(path, advice)
 
     depth = 0
     is_mapping = False
@@ -259,6 +269,16 @@ def check_yaml(path: Path) -> None:
         raise ConfigError(
             f"{path} holds no mapping; expected settings as `key: value` lines. {advice}"
         )
+
+
+def _read_settings(path: Path, advice: str) -> str:
+    """Returns the text of a file of settings, or raises a ConfigError when it is too large for one."""
+    size = path.stat().st_size if path.is_file() else 0
+    if size > _MOST_YAML:
+        raise ConfigError(
+            f"{path} has {size:,} bytes; expected settings of at most {_MOST_YAML:,}. {advice}"
+        )
+    return read_text(path, advice=advice, error=ConfigError)
 
 
 def _yaml_events(path: Path, text: str, advice: str) -> Iterator[Any]:

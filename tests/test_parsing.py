@@ -1,5 +1,8 @@
 """Text of files to values: whatever cannot be used is one error that names the place."""
 
+import os
+import threading
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import pytest
@@ -8,7 +11,10 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from moe import CheckpointError, ConfigError, DataError
+from moe.checksums import SUMS_FILE, find_damage, sha256_of
+from moe.data.documents import read_pairs
 from moe.parsing import parse_json, read_json, read_json_lines, read_text, read_yaml, to_record
+from moe.training.recipe_files import read_recipe_files
 
 
 class State(NamedTuple):
@@ -116,3 +122,48 @@ def test_yaml_that_cannot_be_meant_is_refused(tmp_path, text, message):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_yaml(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("read", [read_text, read_json, read_yaml, sha256_of])
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to a device"])
+def test_what_is_no_file_is_refused_before_it_is_read_without_end(tmp_path, read, kind):
+    path = tmp_path / "file"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(
+        (DataError, ConfigError, OSError), match="pipe or a device; expected a file"
+    ):
+        read(path)
+
+
+def test_settings_larger_than_any_are_refused_before_they_are_read(tmp_path):
+    with (tmp_path / "large.yaml").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ConfigError, match=r"has 1,099,511,627,776 bytes; expected settings of at"):
+        read_yaml(tmp_path / "large.yaml")
+
+
+def test_data_that_the_user_names_may_come_from_a_pipe(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    text = '{"inputs": "two", "targets": "three"}\n'
+    writer = threading.Thread(target=path.write_text, args=(text,))
+    writer.start()
+    assert read_pairs(path) == [("two", "three")]
+    writer.join()
+
+
+def test_checksums_that_are_a_pipe_are_damage(tmp_path):
+    os.mkfifo(tmp_path / SUMS_FILE)
+    (damage,) = find_damage(tmp_path)
+    assert "pipe or a device" in str(damage)
+
+
+def test_a_recipe_extends_no_device(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("extends: /dev/zero\n")
+    with pytest.raises(ConfigError, match=r"/dev/zero cannot be read: it is a pipe or a device"):
+        read_recipe_files(tmp_path / "recipe.yaml")

@@ -19,6 +19,7 @@ from eval.task import Decoding
 from moe.checks import shown
 from moe.errors import DataError
 from moe.files import whole_file
+from moe.opening import open_to_read, open_to_write
 from moe.parsing import parse_json, read_text, to_record
 
 _MAX_COUNT = 1 << 53
@@ -218,7 +219,7 @@ class PredictionsFile:
         if self.path is None:
             return
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", opener=open_to_write) as file:
                 for batch in batches:
                     file.write(self._lines_of(batch))
         except OSError as error:
@@ -237,7 +238,7 @@ class PredictionsFile:
         """Makes the file hold these batches alone; one that does is not touched."""
         self._last_line = self.header.to_json()
         text = self._last_line + "\n" + "".join(map(self._lines_of, batches))
-        if path.exists() and path.read_bytes() == text.encode():
+        if path.is_file() and not path.is_symlink() and path.read_bytes() == text.encode():
             return
 
         with whole_file(path) as partial:
@@ -280,7 +281,7 @@ def check_inference_of_file(path: Path, model: str, inference: Inference) -> Non
         DataError: Names both settings.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=open_to_read) as file:
             value = _parse_line(path, 1, file.readline())
         header = to_record(Header, value, where=f"{path}, line 1", advice=_ADVICE)
     except (OSError, ValueError):

@@ -103,7 +103,7 @@ def read_cases(file: Path) -> list[Any]:
     Raises:
         DataError: When it cannot be read, or holds no cases.
     """
-    content = read_json(file, advice="Give a JSON file of cases.", nan=True)
+    content = read_json(file, advice="Give a JSON file of cases.", nan=True, pipe=True)
     cases = content.get("cases") if isinstance(content, dict) else content
     if not isinstance(cases, list) or not cases:
         raise DataError(f'{file} has no cases; expected {{"cases": [...]}} with at least one case.')

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
 from moe.errors import DataError, DivergenceError, MoEError
 from moe.files import locked_folder, write_text
+from moe.opening import open_to_read, open_to_write
 from moe.parsing import read_record
 from moe.training.metrics import METRICS_FILE
 
@@ -234,7 +235,7 @@ def _start(run: StudyRun, command: Sequence[str], threads: int) -> ForkServerPro
 def _run_module(folder: Path, command: list[str], threads: int) -> None:
     """Runs a module as a program, in a process that has its imports already."""
     threading.Thread(target=_end_with_study, daemon=True).start()
-    log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    log = open_to_write(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
 
@@ -373,7 +374,7 @@ def steps_done(run: StudyRun) -> int:
         return 0
 
     # The end of the file alone, since this is asked twice a second; its last line may be torn.
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_to_read) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _LONGEST_LINE))
         steps = _STEP.findall(file.read())

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from moe.checkpoint.integrity import INDEX_FILE
 from moe.errors import CheckpointError
+from moe.opening import open_to_read
 
 # What the index of a real checkpoint names. BytesStorageMetadata is left out on purpose: torch
 # unpickles such entries.
@@ -107,7 +108,7 @@ def read_index(path: Path) -> Metadata:
     """
     file = path / INDEX_FILE
     try:
-        with file.open("rb") as stream:
+        with open(file, "rb", opener=open_to_read) as stream:
             index = _IndexUnpickler(stream).load()
     except _ForbiddenNameError as error:
         raise CheckpointError(

@@ -34,6 +34,7 @@ from moe.inspection.report.report_data import (
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows, loss_sentence
 from moe.inspection.token_counts import count_tokens
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.opening import open_to_read
 from moe.parsing import printable
 from moe.tracing.examples import describe_noise, pretraining_noise
 from moe.tracing.recorder import record_routing, traced_batches
@@ -161,7 +162,7 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
 
     # Only a page of this command is replaced.
     if page.exists():
-        with page.open(encoding="utf-8", errors="replace") as file:
+        with open(page, encoding="utf-8", errors="replace", opener=open_to_read) as file:
             head = file.read(1000)
         if head and _GENERATOR_TAG not in head and _EARLIER_TITLE not in head:
             raise DataError(

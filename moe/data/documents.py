@@ -130,12 +130,7 @@ def _refuse_folder(error: OSError) -> None:
 
 def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
     """Yields the documents of one file."""
-    if path.exists() and not path.is_file():
-        raise DataError(
-            f"{path} is no regular file but a pipe or a device. Write its text to a file first."
-        )
-
-    text = read_text(path, advice="Make it readable, or leave it out.")
+    text = read_text(path, advice="Make it a readable file, or leave it out.")
     source = printable(source)
     package = printable(package)
 
@@ -178,7 +173,7 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
     """
     advice = 'Expected an object like {"inputs": "...", "targets": "..."} a line.'
     pairs = []
-    for number, record in read_json_lines(path, advice=advice, nan=True):
+    for number, record in read_json_lines(path, advice=advice, nan=True, pipe=True):
         for name in ("inputs", "targets"):
             if not isinstance(record.get(name), str):
                 value = shown(record[name]) if name in record else "missing"

@@ -142,6 +142,8 @@ def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arra
 
 def _read_arrays(path: Path, names: Sequence[str]) -> Arrays | None:
     """Returns the arrays of a file, mapped; None where it is missing or damaged."""
+    if not path.is_file():
+        return None
     try:
         # As torch's tensors they are mapped, as numpy's they would be copies.
         with safe_open(path, framework="pt") as file:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
 from moe.errors import ConfigError, did_you_mean
+from moe.files import whole_file, write_text
 from moe.models.configuration import STMoEConfig
+from moe.opening import read_regular
 from moe.sparse.all_routers import load_routers
 from moe.sparse.stats import RouterStats, summarize
 
@@ -163,7 +166,7 @@ def write_card(folder: Path | str, text: str) -> None:
 
     # Ours is replaced, but the tags of others stay.
     replaced = read_card(path)
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)
     if replaced:
         add_tags(folder, replaced.data.tags or [])
 
@@ -179,7 +182,7 @@ def add_tags(folder: Path | str, tags: Sequence[str]) -> None:
     new_tags = [tag for tag in tags if tag not in present]
     if new_tags:
         card.data.tags = [*present, *new_tags]
-        card.save(path)
+        write_text(path, str(card))
 
 
 def fetch_card(
@@ -199,14 +202,15 @@ def fetch_card(
     path = folder / CARD_NAME
     if not _belongs_to_user(path):
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(Path(fetched).read_bytes())
+        with whole_file(path) as partial:
+            shutil.copyfile(fetched, partial)
     return True
 
 
 def read_card(path: Path) -> Any:
     """Returns the ModelCard in a file; None when there is none, or no header that can be read."""
     try:
-        has_header = path.read_text(encoding="utf-8").startswith("---")
+        has_header = read_regular(path).startswith(b"---")
         return ModelCard.load(path) if has_header else None
     except (OSError, ValueError, TypeError, yaml.YAMLError):
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moe.errors import CheckpointError
+from moe.files import write_text
 from moe.parsing import read_json, to_record
 
 COPY_AGAIN = "Copy or download the model again."
@@ -68,7 +69,6 @@ def write_config(text: str, path: Path) -> None:
     """
     fields = {**json.loads(text), "auto_map": _AUTO_MAP}
     content = json.dumps(fields, indent=2, sort_keys=True)
-    path.write_text(f"{content}\n", encoding="utf-8")
+    write_text(path, f"{content}\n")
 
-    module = path.with_name(f"{_REMOTE_MODULE}.py")
-    module.write_text(_REMOTE_SOURCE, encoding="utf-8")
+    write_text(path.with_name(f"{_REMOTE_MODULE}.py"), _REMOTE_SOURCE)

@@ -18,6 +18,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from moe.checks import check
 from moe.distributed.sharding import local_shard
 from moe.errors import CheckpointError, ConfigError
+from moe.files import refuse_links
 from moe.models.attention import Projection, RelativePositionBias, RMSNorm
 from moe.models.card import (
     CARD_NAME,
@@ -394,6 +395,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
         text = self._card_text(card or {})
         check_config(self.config)
         check_savable(self.config)
+        refuse_links(folder, kind="model")
 
         is_writer = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
         adapters_only = getattr(self, "_hf_peft_config_loaded", False)

@@ -27,6 +27,7 @@ from moe.errors import DataError
 from moe.files import whole_file, write_text
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.opening import check_regular
 from moe.parsing import read_record, to_json
 from moe.sparse.editing import LayerKey, Stack
 from moe.tracing.recorder import layer_facts, stack_inputs, unpacked
@@ -363,6 +364,7 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     tensors = {}
     try:
+        check_regular(path)
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             for name in file.keys():  # noqa: SIM118  a file has no iterator

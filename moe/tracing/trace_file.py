@@ -19,6 +19,7 @@ from moe.checksums import refuse_damage, write_sums
 from moe.errors import DataError
 from moe.files import whole_folder
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.opening import check_regular
 from moe.parsing import read_record, to_json
 from moe.tracing.recorder import (
     FORMAT_VERSION,
@@ -192,6 +193,7 @@ def read_trace(folder: Path) -> Trace:
 
     # What they are.
     try:
+        check_regular(path)
         tensors = load_file(path)
         trace = trace_from(facts, tensors)
     except (OSError, safetensors.SafetensorError) as error:

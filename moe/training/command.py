@@ -20,6 +20,7 @@ from jsonargparse import ArgumentParser
 from moe.checks import check, check_flag, shown
 from moe.distributed.launch import DEFAULT_TIMEOUT
 from moe.errors import ConfigError, MoEError, did_you_mean
+from moe.files import write_text
 from moe.models.configuration import STMoEConfig
 from moe.sparse.router_options import router_options_by_name
 from moe.training.optim_recipe import optim_options
@@ -370,7 +371,7 @@ def build_recipe(kind: type[R], values: dict[str, Any]) -> R:
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Writes every setting of a recipe as YAML that `--config` reads."""
-    path.write_text(yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False), encoding="utf-8")
+    write_text(path, yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False))
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:

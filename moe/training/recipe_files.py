@@ -103,10 +103,6 @@ def rename_settings(
 
 def _read_file(path: Path) -> tuple[RecipeFile, Path | None]:
     """Returns a recipe file, and the path of its parent, if it names one."""
-    if path.is_fifo():
-        raise ConfigError(
-            f"{path} is a pipe, which can be read only once. Save the settings in a file."
-        )
     settings = read_yaml(path)
     node = yaml.compose(read_text(path), Loader=yaml.SafeLoader)
     assert isinstance(node, yaml.MappingNode), "read_yaml refuses all but mappings"

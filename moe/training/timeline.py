@@ -5,7 +5,6 @@ removed, so that the work that a crash has cost can be counted.
 """
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from pydantic import Field
 
 from moe.distributed.replica_groups import ReplicaSeconds
 from moe.errors import DataError
+from moe.opening import open_to_write
 from moe.parsing import read_json_lines, to_record
 
 TIMELINE_FILE = "timeline.jsonl"
@@ -118,16 +118,14 @@ class Timeline:
         values = {}
         for name, value in event._asdict().items():
             values[name] = round(value, _DIGITS) if isinstance(value, float) else value
-        with self._path.open("a", encoding="utf-8") as file:
+        with open(self._path, "a", encoding="utf-8", opener=open_to_write) as file:
             file.write(json.dumps(values) + "\n")
 
 
 def _drop_torn_end(path: Path) -> None:
     """Removes a last line that a process could not finish, on a full disk for one."""
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
+    with open(path, "r+b", opener=open_to_write) as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 # ---------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Folders that were damaged on purpose, at every door that needs a whole model."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 from eval.answers.seq2seq import load_seq2seq
-from moe import CheckpointError, STMoEForConditionalGeneration, load_complete
+from moe import CheckpointError, DataError, STMoEForConditionalGeneration, load_complete
 from moe.checksums import read_sums
 from moe.training.build import BuiltModel
 from moe.training.finetuning import finetuning_config, load_for_finetuning
@@ -178,6 +179,27 @@ def test_a_kill_while_a_model_is_saved_over_another_leaves_no_checksums_that_do_
         tiny_model(seed=3).save_pretrained(folder)
     assert not (folder / "SHA256SUMS").exists()
     load_complete(STMoEForConditionalGeneration, folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "generation_config.json", "SHA256SUMS"]
+)
+def test_a_model_is_never_saved_through_a_link(tmp_path, name):
+    (tmp_path / "mine").write_text("years of work")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).symlink_to(tmp_path / "mine")
+    with pytest.raises(DataError, match=rf"{name} is a link, and the file behind it"):
+        tiny_model().save_pretrained(tmp_path / "model")
+    assert (tmp_path / "mine").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "SHA256SUMS"])
+@every_door
+def test_a_pipe_among_the_files_of_a_model_is_refused(folder, door, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises((CheckpointError, DataError), match=name):
+        door(folder)
 
 
 @every_door

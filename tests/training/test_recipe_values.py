@@ -241,7 +241,7 @@ def test_settings_in_a_pipe_are_refused_since_they_are_read_twice(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(
         ConfigError,
-        match=r"pipe is a pipe, which can be read only once\. Save the settings in a file",
+        match=r"pipe cannot be read: it is a pipe or a device; expected a file",
     ):
         command(PretrainRecipe).parse(["--config", str(tmp_path / "pipe")])
 
