@@ -7,6 +7,7 @@ end in an error of this library.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -218,16 +219,29 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     advice = "Give the path of a YAML file of `key: value` lines."
     text = _read_settings(path, advice)
-    try:
-        content = yaml.load(text, Loader=_StrictLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as failure:
-        reason = " ".join(str(failure).split()) or type(failure).__name__
-        raise ConfigError(f"{path} is not YAML that can be used: {reason}. {advice}") from failure
-
+    content = parse_yaml(text, where=str(path), advice=advice)
     if not isinstance(content, dict):
         held = "nothing" if content is None else f"a {type(content).__name__}"
         raise ConfigError(f"{path} holds {held}; expected settings as `key: value` lines.")
     return content
+
+
+def parse_yaml(text: str, *, where: str, advice: str) -> Any:
+    """Returns the value of a YAML text: plain scalars, lists and mappings.
+
+    Args:
+        text: The YAML.
+        where: File or option, for the message.
+        advice: What the user can do.
+
+    Raises:
+        ConfigError: When the text is not YAML, gives a key twice, or has a tag or an alias.
+    """
+    try:
+        return yaml.load(text, Loader=PlainLoader)
+    except (yaml.YAMLError, ValueError) as failure:
+        reason = " ".join(str(failure).split())
+        raise ConfigError(f"{where} is not YAML of plain values: {reason}. {advice}") from failure
 
 
 def check_yaml(path: Path) -> None:
@@ -291,8 +305,8 @@ def _yaml_events(path: Path, text: str, advice: str) -> Iterator[Any]:
         ) from failure
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML without repeated keys, and without aliases, by which a value could hold itself."""
+class PlainLoader(yaml.SafeLoader):
+    """YAML of plain scalars, lists and mappings: no tags, dates, aliases or repeated keys."""
 
     _depth = 0
 
@@ -300,13 +314,15 @@ class _StrictLoader(yaml.SafeLoader):
         """Reads one node.
 
         Raises:
-            ComposerError: When it stands for another by `*name`, or nests too deeply.
+            ComposerError: When it is an alias, has a tag, or nests too deeply.
         """
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise ComposerError(None, None, f"*{event.anchor} repeats a value", event.start_mark)
+        event = self.peek_event()
+        mark = event.start_mark
+        if isinstance(event, yaml.AliasEvent):
+            raise ComposerError(None, None, f"the alias *{event.anchor} is not supported", mark)
+        if event.tag is not None:
+            raise ComposerError(None, None, f"the tag {shown(event.tag)} is not supported", mark)
         if self._depth == _DEEPEST_YAML:
-            mark = self.peek_event().start_mark
             raise ComposerError(None, None, f"it nests more than {_DEEPEST_YAML} levels deep", mark)
 
         self._depth += 1
@@ -332,6 +348,21 @@ class _StrictLoader(yaml.SafeLoader):
             seen.add(key)
 
         return super().construct_mapping(node, deep)
+
+
+def _plain_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Returns what tells numbers, booleans and null from text, by first character.
+
+    Dates, merge keys (`<<`) and the value key (`=`) stay text.
+    """
+    plain = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "null")}
+    resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items():
+        resolvers[first] = [(tag, pattern) for tag, pattern in entries if tag in plain]
+    return resolvers
+
+
+PlainLoader.yaml_implicit_resolvers = _plain_resolvers()
 
 
 @cache

@@ -3,8 +3,6 @@
 import argparse
 import shlex
 
-import yaml
-
 from eval.reports.report_files import library_versions
 from eval.studies.analysis import StudyResult, arm_numbers, contrast_results, crossing
 from eval.studies.outcomes import arm_size, read_outcome
@@ -12,11 +10,12 @@ from eval.studies.repeats import find_repeats, repeat_runs
 from eval.studies.report import read_result, write_report
 from eval.studies.runs import StudyRun, chosen_runs, study_runs
 from eval.studies.scheduler import Budget, Progress, find_progress, run_all
-from eval.studies.study import SettingValue, Study, read_study
+from eval.studies.study import SettingValue, Study, check_setting_name, read_study
 from eval.studies.taken import take_runs
 from moe.cli import Parser, integer, path, real, word
 from moe.errors import ConfigError
 from moe.files import claim_folder, output_path
+from moe.parsing import parse_yaml
 from moe.training.stages import JOB
 
 
@@ -98,17 +97,19 @@ def read_overrides(texts: list[str]) -> dict[str, SettingValue]:
     """Returns settings of the command line, whose values are read as YAML.
 
     Raises:
-        ConfigError: When one is not NAME=VALUE, or its value is no YAML.
+        ConfigError: When one is not NAME=VALUE, or its value is no plain YAML value.
     """
     overrides: dict[str, SettingValue] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):
             raise ConfigError(f"--set is {text!r}; expected NAME=VALUE, e.g. training.steps=50.")
-        try:
-            overrides[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {name} is {value!r}, which is no YAML value.") from error
+        check_setting_name(name)
+        advice = "Give a number, a text, true, false, null or a list of these."
+        setting = parse_yaml(value, where=f"--set {name}", advice=advice)
+        if isinstance(setting, dict):
+            raise ConfigError(f"--set {name} is a mapping. {advice}")
+        overrides[name] = setting
     return overrides
 
 

@@ -5,13 +5,15 @@ Comes after `study`, before `scheduler`, which starts the commands.
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.studies.study import SettingValue, Study, Sweep
+from eval.studies.study import SettingValue, Study, Sweep, sweep_folder
+from moe.checks import check
 from moe.commands.finetune import finetune_command
 from moe.commands.pretrain import pretrain_command
 from moe.errors import ConfigError, did_you_mean
@@ -166,7 +168,7 @@ def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> Study
     settings = {**study.settings, **study.arms[arm]}
     if study.sweep is not None:
         settings[study.sweep.setting] = _swept(study.sweep, settings, value)
-        folder /= f"{study.sweep.setting}={value}"
+        folder /= sweep_folder(study.sweep, value)
     settings |= setup.overrides
     folder /= f"seed-{seed}"
 
@@ -223,11 +225,14 @@ def _as_text(name: str, value: Any, places: Mapping[str, object]) -> str:
     """Returns a value as it stands on a command line."""
     if not isinstance(value, str):
         return json.dumps(value)
-    try:
-        return value.format_map(places)
-    except (KeyError, ValueError, IndexError, AttributeError) as error:
-        known = ", ".join(f"{{{place}}}" for place in places)
-        raise ConfigError(f"{name} is {value!r}; expected no braces but {known}.") from error
+
+    # Names of places are the odd parts.
+    known = ", ".join(f"{{{place}}}" for place in places)
+    parts = re.split(r"\{(" + "|".join(places) + r")\}", value)
+    for part in parts[::2]:
+        check(not set(part) & set("{}"), name, value, f"no braces other than {known}")
+    parts[1::2] = [str(places[place]) for place in parts[1::2]]
+    return "".join(parts)
 
 
 def _evaluation_command(study: Study, folder: Path) -> list[str]:

@@ -7,13 +7,15 @@ import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moe.checks import check, is_kind
+from moe.checks import check, check_number, is_kind, shown
 from moe.errors import ConfigError, did_you_mean
 from moe.parsing import read_yaml, to_record
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,60}")
 _ADVICE = "See docs/guides/study.md for the keys of a study."
 _OWN_SETTINGS = ("seed", "seeds", "out", "resume")
+_ACTIONS = ("help", "print_config")  # options that print and exit
+_FOLDER_CHARACTERS = 200
 
 SettingValue = str | int | float | bool | None | list[Any]
 """A value of a recipe, or of an option of the command."""
@@ -171,19 +173,10 @@ def _check_study(study: Study) -> None:
     are_seeds = bool(seeds) and len(set(seeds)) == len(seeds) and min(seeds) >= 0
     check(are_seeds, "seeds", seeds, "one or more different numbers of at least 0")
     for settings in (study.settings, *study.arms.values()):
-        for name in _OWN_SETTINGS:
-            if name in settings:
-                raise ConfigError(f"{name} is set by the study itself. Remove it.")
-
-    # A factor needs a number that it is of.
-    if study.sweep is not None and study.sweep.relative:
-        setting = study.sweep.setting
-        for factor in study.sweep.values:
-            check(is_kind(factor, float), "sweep.values", factor, "factors: the sweep is relative")
-        for name, settings in study.arms.items():
-            value = settings.get(setting, study.settings.get(setting))
-            expected = f"a number in arm {name}, which the relative sweep multiplies"
-            check(is_kind(value, float), setting, value, expected)
+        for name in settings:
+            check_setting_name(name)
+    if study.sweep is not None:
+        _check_sweep(study, study.sweep)
 
     # What the arms are drawn over is a number.
     if study.plot_over:
@@ -202,6 +195,46 @@ def _check_study(study: Study) -> None:
         )
 
 
+def check_setting_name(name: str) -> None:
+    """Raises a ConfigError for a name that a study may not set."""
+    if name in _OWN_SETTINGS:
+        raise ConfigError(f"{name} is set by the study itself. Remove it.")
+    if name in _ACTIONS:
+        raise ConfigError(f"{name} is not a setting: --{name} prints and exits. Remove it.")
+
+
+def _check_sweep(study: Study, sweep: Sweep) -> None:
+    """Raises unless every value of a sweep gives each run a folder of its own."""
+    check_setting_name(sweep.setting)
+    check(bool(sweep.values), "sweep.values", sweep.values, "at least one value")
+    folders: set[str] = set()
+    for value in sweep.values:
+        folder = sweep_folder(sweep, value)
+        is_name = len(folder) <= _FOLDER_CHARACTERS and not {"/", "\0"} & set(folder)
+        expected = (
+            f"text without '/' that fits into a folder name of {_FOLDER_CHARACTERS} characters"
+        )
+        check(is_name, "sweep", folder, expected)
+        if folder in folders:
+            raise ConfigError(f"sweep.values: {shown(value)} occurs twice. Remove one of them.")
+        folders.add(folder)
+
+    # A factor needs a number to multiply.
+    if not sweep.relative:
+        return
+    for factor in sweep.values:
+        check(is_kind(factor, float), "sweep.values", factor, "factors: the sweep is relative")
+    for name, settings in study.arms.items():
+        value = settings.get(sweep.setting, study.settings.get(sweep.setting))
+        expected = f"a number in arm {name}, which the relative sweep multiplies"
+        check(is_kind(value, float), sweep.setting, value, expected)
+
+
+def sweep_folder(sweep: Sweep, value: SettingValue) -> str:
+    """Returns the name of the folder of the runs at one value of a sweep."""
+    return f"{sweep.setting}={value}"
+
+
 def _check_contrast(study: Study, contrast: Contrast) -> None:
     """Raises unless the arms of a contrast, and its value of the sweep, are those of the study."""
     for name in (contrast.arm, contrast.against):
@@ -209,7 +242,9 @@ def _check_contrast(study: Study, contrast: Contrast) -> None:
             known = ", ".join(study.arms)
             closest = did_you_mean(name, study.arms)
             raise ConfigError(f"There is no arm {name!r} to compare.{closest} Known: {known}.")
-    check(contrast.margin > 0, "margin", contrast.margin, "a number above 0")
+    if contrast.arm == contrast.against:
+        raise ConfigError(f"Arm {contrast.arm!r} is compared with itself. Give two different arms.")
+    check_number("margin", contrast.margin, above=0)
     if contrast.at is not None:
         values = [] if study.sweep is None else study.sweep.values
         check(contrast.at in values, "at", contrast.at, f"a value of the sweep, of {values}")

@@ -19,7 +19,7 @@ import yaml
 
 from moe.checks import shown
 from moe.errors import ConfigError
-from moe.parsing import read_text, read_yaml
+from moe.parsing import PlainLoader, read_text, read_yaml
 
 EXTENDS = "extends"
 
@@ -104,7 +104,7 @@ def rename_settings(
 def _read_file(path: Path) -> tuple[RecipeFile, Path | None]:
     """Returns a recipe file, and the path of its parent, if it names one."""
     settings = read_yaml(path)
-    node = yaml.compose(read_text(path), Loader=yaml.SafeLoader)
+    node = yaml.compose(read_text(path), Loader=PlainLoader)
     assert isinstance(node, yaml.MappingNode), "read_yaml refuses all but mappings"
 
     parent = None

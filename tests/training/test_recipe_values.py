@@ -225,7 +225,7 @@ def test_a_wrong_argument_is_one_message_with_name_and_value(argv, message):
         ("seed: 0x" + "f" * 300, "seed is .*; expected a number of at most 300 digits"),
         ("seed: 1\nseed: 2", "the key 'seed' is given twice"),
         ("optim: {lr: 1, lr: 2}", "the key 'lr' is given twice"),
-        ("model: &m {d_ff: 8}\noptim: *m", r"\*m repeats a value"),
+        ("model: &m {d_ff: 8}\noptim: *m", r"alias \*m is not supported"),
     ],
 )
 def test_what_a_file_says_of_the_command_itself_is_checked_too(tmp_path, line, message):

@@ -1,5 +1,6 @@
 """Studies as values: what a file may say, and which runs it stands for."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -101,9 +102,25 @@ def test_paths_may_name_the_seed_and_the_folders(tmp_path: Path) -> None:
         ({"arms": {}}, "arms is {}; expected at least one arm"),
         ({"arms": {"../x": {}}}, "expected names of lower-case letters"),
         ({"primary": {"arm": "wiht", "against": "with"}}, "no arm 'wiht'.*Did you mean 'with'"),
-        ({"primary": {"arm": "with", "against": "without", "margin": 0}}, "a number above 0"),
+        (
+            {"primary": {"arm": "with", "against": "without", "margin": 0}},
+            "margin is 0.0; .* above 0",
+        ),
         ({"primary": {"arm": "with", "against": "without", "at": 3}}, "at is 3; expected a value"),
+        ({"primary": {"arm": "with", "against": "with"}}, "'with' is compared with itself"),
+        ({"primary": {"arm": "with", "against": "without", "margin": math.inf}}, "margin is inf"),
         ({"settings": {"seed": 3}}, "seed is set by the study itself"),
+        ({"settings": {"help": True}}, "help is not a setting"),
+        ({"arms": {"with": {"print_config": ""}, "without": {}}}, "print_config is not a setting"),
+        ({"sweep": {"setting": "seed", "values": [3]}}, "seed is set by the study itself"),
+        ({"sweep": {"setting": "optim.lr", "values": []}}, "sweep.values is \\[\\]"),
+        ({"sweep": {"setting": "optim.lr", "values": [1, 1]}}, "1 occurs twice"),
+        (
+            {"sweep": {"setting": "corpus", "values": ["../../x"]}},
+            "corpus=../../x'; .* folder name",
+        ),
+        ({"sweep": {"setting": "corpus", "values": ["x" * 300]}}, "folder name"),
+        ({"sweep": {"setting": "../../x", "values": [1]}}, "../../x=1'; .* folder name"),
         ({"claims": "x"}, "claims is 'x'"),
         ({"command": "eval"}, "command is 'eval'"),
         ({"sweep": {"setting": "optim.lr", "values": [1]}}, "primary.at is null"),
@@ -139,22 +156,51 @@ def test_an_unknown_setting_is_refused_before_any_run_begins(tmp_path: Path) -> 
         study_runs(content, tmp_path / "out")
 
 
-def test_unknown_braces_are_refused(tmp_path: Path) -> None:
-    settings = {**CONTENT["settings"], "corpus": "{corpora}"}  # type: ignore[dict-item]
+@pytest.mark.parametrize(
+    "text", ["{corpora}", "{out[0]}", "{out:x}", "{seed.__class__}", "{seed:>3000000000}", "{", "}"]
+)
+def test_braces_may_hold_one_of_three_names_and_no_format(tmp_path: Path, text: str) -> None:
+    settings = {**CONTENT["settings"], "corpus": text}  # type: ignore[dict-item]
     content = study(tmp_path, settings=settings)
-    with pytest.raises(
-        ConfigError, match=r"corpus is '\{corpora\}'; expected no braces but \{seed\}"
-    ):
+    with pytest.raises(ConfigError, match=r"corpus is '.*'; .* \{seed\}, \{out\}, \{studies\}"):
         study_runs(content, tmp_path / "out")
+
+
+def test_braces_in_the_name_of_a_folder_are_not_replaced_in_turn(tmp_path: Path) -> None:
+    runs = study_runs(study(tmp_path), tmp_path / "{seed}")
+    command = runs[0].commands[0]
+    assert command[command.index("--tokenizer") + 1] == str(tmp_path / "{seed}/t")
 
 
 def test_overrides_are_yaml_values() -> None:
     assert read_overrides(["a.b=3", "c=null", "d=x=y"]) == {"a.b": 3, "c": None, "d": "x=y"}
+    assert read_overrides(["a=2024-99-99", "b=[1, x]"]) == {"a": "2024-99-99", "b": [1, "x"]}
     for text in ("a", "=3"):
         with pytest.raises(ConfigError, match="expected NAME=VALUE"):
             read_overrides([text])
-    with pytest.raises(ConfigError, match="no YAML value"):
-        read_overrides(["a={"])
+    with pytest.raises(ConfigError, match="out is set by the study itself"):
+        read_overrides(["out=elsewhere"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "{",
+        "!!binary AAAA",
+        "!!set {a}",
+        "!!timestamp x",
+        "!!bool x",
+        "9" * 5000,
+        "[" * 20_000,
+        "&a [*a]",
+        "{a: 2}",
+    ],
+    ids=lambda value: value[:16],
+)
+def test_an_override_that_is_no_plain_yaml_value_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set a\.b is .*Give a number") as error:
+        read_overrides([f"a.b={value}"])
+    assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
