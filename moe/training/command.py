@@ -37,6 +37,7 @@ R = TypeVar("R", bound=Recipe)
 
 _LONGEST_INTEGER = 1000  # bits
 _LONGEST_VALUE = 80  # characters
+_MOST_BRACKETS = 100  # of one kind, in a value
 _LONGEST_TEXT = 400
 _TYPE_PHRASES = {
     bool: "true or false",
@@ -146,7 +147,7 @@ class RecipeCommand(Generic[R]):
         arguments = self._read_files(argv)
 
         # What jsonargparse would take ages to read, or would take for something else.
-        _refuse_long_numbers(argv)
+        _refuse_unreadable(argv)
         self._refuse_empty_paths(argv)
 
         try:
@@ -444,17 +445,22 @@ def _check_argument(name: str, value: object, options: dict[str, Any]) -> None:
         check(is_path, name, value, "a path")
 
 
-def _refuse_long_numbers(argv: list[str]) -> None:
-    """Raises a ConfigError for a number that no setting can have.
+def _refuse_unreadable(argv: list[str]) -> None:
+    """Raises a ConfigError for a value that no setting can have.
 
-    Python takes ages to read some of them.
+    jsonargparse reads values as YAML: it is slow on long numbers and deep nesting, and YAML's tags
+    can raise any exception.
     """
     for before, argument in itertools.pairwise(["", *argv]):
         name, _, value = argument.rpartition("=")
+        expected = ""
         if re.fullmatch(r"[+-]?[\d_]{300,}|0x[0-9a-fA-F_]{250,}", value):
-            raise ConfigError(
-                f"{name or before} is {shown(value)}; expected a number of at most 300 digits."
-            )
+            expected = "a number of at most 300 digits"
+        elif max(value.count("["), value.count("{")) > _MOST_BRACKETS:
+            expected = f"at most {_MOST_BRACKETS} brackets"
+        elif re.match(r"[\[{\s]*!!", value):
+            expected = "a value without a YAML tag"
+        check(not expected, name or before, value, expected)
 
 
 def _name_source(text: str, sources: dict[str, Path]) -> str:

@@ -194,6 +194,14 @@ def test_any_value_of_a_setting_builds_at_once_or_is_one_message_that_names_it(
             r"--optim\.lr is '1000.*; expected a number of at most 300 digits",
         ),
         (
+            ["--training.steps", "[" * 20_000],
+            r"--training\.steps is '\[\[.*; expected at most 100 brackets",
+        ),
+        (
+            ["--training.steps=!!timestamp x"],
+            r"--training\.steps is '!!timestamp x'; expected a value without a YAML tag",
+        ),
+        (
             ["--training.steps=" + "9" * 5000],
             r"--training\.steps is '999.*5,002 characters.*at most 300 digits",
         ),
@@ -225,6 +233,9 @@ def test_a_wrong_argument_is_one_message_with_name_and_value(argv, message):
         ("seed: 0x" + "f" * 300, "seed is .*; expected a number of at most 300 digits"),
         ("seed: 1\nseed: 2", "the key 'seed' is given twice"),
         ("optim: {lr: 1, lr: 2}", "the key 'lr' is given twice"),
+        ("training: {steps: !!timestamp x}", r"recipe\.yaml .*tag '.*timestamp' is not supported"),
+        ("training: {steps: !!bool x}", r"recipe\.yaml .*tag '.*bool' is not supported"),
+        ("training: {steps: 2024-99-99}", r"steps is 2024-99-99; expected an integer"),
         ("model: &m {d_ff: 8}\noptim: *m", r"alias \*m is not supported"),
     ],
 )
