@@ -64,6 +64,23 @@ class ContrastResult(NamedTuple):
     equivalence_p: float | None
     verdict: Verdict
 
+    @property
+    def verdict_text(self) -> str:
+        """The verdict; says when the difference is both significant and within the margin."""
+        if self.verdict == "holds" and self.is_different and self.is_equal:
+            return f"{self.verdict} (significant, but within the margin)"
+        return self.verdict
+
+    @property
+    def is_different(self) -> bool:
+        """Whether the difference is significant."""
+        return self.p_value is not None and self.p_value < _LEVEL
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the difference is shown to lie within the margin."""
+        return self.equivalence_p is not None and self.equivalence_p < _LEVEL
+
 
 class Crossing(NamedTuple):
     """From how many tokens on the primary arm is better for good.
@@ -277,18 +294,17 @@ def _verdict(result: ContrastResult) -> Verdict:
     when the difference is significant the other way, or shown to lie within the margin. A claim of
     equality is the other way round.
     """
-    is_equal = result.equivalence_p is not None and result.equivalence_p < _LEVEL
-    is_different = result.p_value is not None and result.p_value < _LEVEL
     if result.contrast.expect == "equal":
-        if is_equal:
+        if result.is_equal:
             return "holds"
-        return "does not hold at this scale" if is_different else "not resolved"
+        return "does not hold at this scale" if result.is_different else "not resolved"
 
     # A claim of a difference.
     has_claimed_sign = (result.difference > 0) == (result.contrast.expect == "better")
-    if is_different and has_claimed_sign:
+    if result.is_different and has_claimed_sign:
         return "holds"
-    return "does not hold at this scale" if is_different or is_equal else "not resolved"
+    is_refuted = result.is_different or result.is_equal
+    return "does not hold at this scale" if is_refuted else "not resolved"
 
 
 # ---------------------------------------------------------------------------

@@ -45,6 +45,7 @@ by `python -m scripts.measured`. No seed is left out. *Better by* is the differe
 was declared with the study, in the unit of its measure; positive speaks for the first arm. *Holds* means that it is
 significant (p < 0.05) and of the claimed sign, *does not hold at this scale* that it is significant the other way or
 shown to be smaller than the declared margin, *not resolved* neither. For a claim of equality it is the other way round.
+A difference can be both significant and smaller than the margin: the verdict then says so.
 """
 _NOTHING = "No study is complete yet."
 _LEFT_OUT = """\
@@ -139,7 +140,15 @@ def _claim_row(name: str, result: StudyResult) -> list[str]:
         return [title, study.claim, "not run yet", "", "", "", *cost]
     item = result.contrasts[0]
     seeds = str(item.num_seeds)
-    return [title, study.claim, item.verdict, _effect(result), interval_text(item), seeds, *cost]
+    return [
+        title,
+        study.claim,
+        item.verdict_text,
+        _effect(result),
+        interval_text(item),
+        seeds,
+        *cost,
+    ]
 
 
 def _section(name: str, result: StudyResult, figures: str) -> list[str]:
@@ -236,7 +245,7 @@ def _claim_item(result: StudyResult) -> str:
     if result.missing:
         parts.append(f"{len(result.missing)} runs are missing")
 
-    sentences = [f"{study.title}, **{item.verdict}**: {study.claim} {'; '.join(parts)}."]
+    sentences = [f"{study.title}, **{item.verdict_text}**: {study.claim} {'; '.join(parts)}."]
     sentences += crossing_sentences(result)
     return " ".join([*sentences, f"The paper: {study.paper} {command}"])
 

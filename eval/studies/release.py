@@ -137,7 +137,7 @@ def _results(run: StudyRun, result: StudyResult) -> str:
     item = result.contrasts[0]
     interval = f" (95 % interval {interval_text(item)})" if interval_text(item) else ""
     lines.append(
-        f"{study.claim} *{item.verdict}*: {contrast_name(item)} is better by {item.difference:+.4f}"
+        f"{study.claim} *{item.verdict_text}*: {contrast_name(item)} is better by {item.difference:+.4f}"
         f"{interval}, {seeds_text(item.num_seeds)}. Released are the best seed of "
         f"{study.primary.arm}, and {study.primary.against} with the same seed. Made by "
         f"`{result.command}`."

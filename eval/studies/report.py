@@ -33,6 +33,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _CONTRAST_HEADER = (
     "comparison",
     "expected",
+    "margin",
     "seeds",
     "better by",
     "95 % interval",
@@ -131,12 +132,13 @@ def contrast_rows(result: StudyResult) -> list[list[str]]:
             [
                 f"{name} (primary)" if item.is_primary else name,
                 item.contrast.expect,
+                f"{item.contrast.margin:g}",
                 str(item.num_seeds),
                 f"{item.difference:+.4g}",
                 interval_text(item),
                 _p_text(item.p_value),
                 _p_text(item.equivalence_p),
-                item.verdict,
+                item.verdict_text,
             ]
         )
     return rows

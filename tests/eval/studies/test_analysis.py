@@ -7,9 +7,10 @@ import pytest
 from scipy import stats
 
 from eval.studies.analysis import arm_numbers, contrast_results, crossing
+from eval.studies.measured import BEGIN, END, measured_page, with_claims
 from eval.studies.outcomes import Point
 from eval.studies.repeats import Repeat
-from eval.studies.report import notes, read_result, study_html, write_report
+from eval.studies.report import contrast_rows, notes, read_result, study_html, write_report
 from eval.studies.study import Contrast, Measure, Sweep
 from tests.eval.studies.results import TOKENS_PER_STEP, build, result_of, run, runs_of
 
@@ -47,6 +48,23 @@ def test_equal_arms_hold_a_claim_of_equality_and_refute_one_of_a_difference() ->
     better = build(primary=Contrast("a", "b", margin=0.01))
     (result,) = contrast_results(better, arm_numbers(better, outcomes))
     assert result.verdict == "does not hold at this scale"
+
+
+@pytest.mark.parametrize("expect", ["better", "equal"])
+def test_a_difference_that_is_significant_and_within_the_margin_is_shown_as_both(
+    expect: str,
+) -> None:
+    outcomes = runs_of({"a": [2.0, 2.1, 2.2], "b": [2.0006, 2.1007, 2.2008]})
+    study = build(primary=Contrast("a", "b", expect=expect, margin=0.01))
+    result = result_of(study, outcomes)
+    (item,) = result.contrasts
+    assert (item.verdict, item.is_different, item.is_equal) == ("holds", True, True)
+
+    (row,) = contrast_rows(result)
+    assert row[2] == "0.01"
+    assert row[-1] == "holds (significant, but within the margin)"
+    assert f"**{row[-1]}**" in with_claims(f"{BEGIN}\n{END}", {"x": result}, {})
+    assert f"| {row[-1]} |" in measured_page({"x": result}, {})
 
 
 def test_noise_resolves_nothing_and_neither_does_one_seed() -> None:
