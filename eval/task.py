@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from eval.scores.metrics import Metric
 from eval.submission import SubmissionFile
+from moe.checks import shown
 from moe.errors import DataError
 from moe.registry import Registry
 
@@ -248,7 +249,11 @@ class Task:
         return None if folder is None else folder / (self.variant_of or self.name)
 
     def examples_of(self, rows: Sequence[Row], split: str) -> list[Example]:
-        """Returns the examples of rows of `split`."""
+        """Returns the examples of rows of `split`.
+
+        Raises:
+            DataError: When two examples of another split than the training split have one id.
+        """
         preprocess = self.preprocess
         if split == "train" and self.for_training is not None:
             preprocess = self.for_training
@@ -259,9 +264,11 @@ class Task:
             for features in preprocess(row):
                 example = self._to_example(features, number=len(examples))
 
-                # A row may come twice; ids are unique all the same.
+                # In training a row may be repeated; ids are unique all the same.
                 num_seen[example.id] += 1
                 if num_seen[example.id] > 1:
+                    if split != "train":
+                        raise DataError(self._repeated_id(example.id, split))
                     example = example._replace(id=f"{example.id}#{num_seen[example.id]}")
                 examples.append(example)
         return examples
@@ -278,6 +285,13 @@ class Task:
         """Returns the score of every metric, without intervals; NaN where no example counts."""
         targets, answers = self.values(examples, outputs)
         return {metric.name: metric.score(targets, answers) for metric in self.metrics}
+
+    def _repeated_id(self, example_id: str, split: str) -> str:
+        """Returns what is wrong with two examples of one id."""
+        return (
+            f"Two examples of {self.name} have the id {shown(example_id)} in split {split!r}. "
+            f"Remove the repeated row, or give each row {' and '.join(self.ids)} of its own."
+        )
 
     def _to_example(self, features: Features, number: int) -> Example:
         """Returns the example of a preprocessed row."""

@@ -453,10 +453,23 @@ def test_a_split_that_is_not_published_is_refused(tmp_path):
         a_task(source("owner/none")).examples("train", tmp_path)
 
 
-def test_an_example_that_comes_twice_keeps_two_ids(tmp_path):
-    write_jsonl(tmp_path / "tea" / "validation.jsonl", [ROWS[0], ROWS[1], ROWS[0]])
-    ids = [example.id for example in a_task(source("owner/none")).examples("validation", tmp_path)]
+def test_a_training_row_that_is_repeated_keeps_two_ids():
+    task = a_task(source("owner/none"))
+    ids = [example.id for example in task.examples_of([ROWS[0], ROWS[1], ROWS[0]], "train")]
     assert ids == ["0", "1", "0#2"]
+
+
+@pytest.mark.parametrize("name", ["boolq", "multirc", "squad", "squad_v2", "cb", "record"])
+def test_two_examples_of_one_id_are_refused_in_evaluation(name, tmp_path):
+    rows = (FIXTURES / name / "validation.jsonl").read_text(encoding="utf-8").splitlines()
+    path = tmp_path / name / "validation.jsonl"
+    path.parent.mkdir()
+    path.write_text("\n".join([*rows, rows[1]]) + "\n", encoding="utf-8")
+
+    task = TASKS.get(name)
+    assert len(task.examples("validation", FIXTURES)) == len(rows)
+    with pytest.raises(DataError, match=f"Two examples of {name} have the id '.*' in split 'valid"):
+        task.examples("validation", tmp_path)
 
 
 def test_files_for_rows_that_come_with_python_are_refused_and_a_folder_without_them_is_not(

@@ -151,6 +151,7 @@ def test_record_gives_a_row_an_answer_and_parts_highlights_by_their_punctuation(
 
 SCHEMA = {
     "text": "Ada told Bo that she won , so she ran .",
+    "span1_index": 0,
     "span1_text": "Ada",
     "span2_text": "she",
     "idx": 7,
@@ -194,6 +195,13 @@ def test_an_index_that_is_not_the_pronouns_is_refused(index):
         wsc_simple({**SCHEMA, "span2_index": index, "label": 1})
 
 
+@pytest.mark.parametrize("index", [-1, 6, 10**12])
+def test_an_index_of_the_candidate_past_the_text_is_refused(index):
+    row = {**SCHEMA, "text": "Ada told Bo that she won", "span2_index": 4, "label": 1}
+    with pytest.raises(DataError, match=rf"span1_index of WSC row 7 is {index}; .* its 6 words"):
+        wsc_simple({**row, "span1_index": index})
+
+
 @pytest.mark.parametrize("end", [" ", ""])
 def test_the_two_rows_with_a_wrong_index_are_marked_all_the_same(end):
     text = (
@@ -202,6 +210,7 @@ def test_the_two_rows_with_a_wrong_index_are_marked_all_the_same(end):
     )
     row = {
         "text": text,
+        "span1_index": 0,
         "span1_text": "The boy",
         "span2_text": "him",
         "span2_index": 22,
@@ -217,6 +226,7 @@ def test_the_two_rows_with_a_wrong_index_are_marked_all_the_same(end):
     )
     row = {
         "text": text,
+        "span1_index": 18,
         "span1_text": "safe",
         "span2_text": "it",
         "span2_index": 28,
