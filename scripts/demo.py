@@ -39,6 +39,16 @@ from scripts import build_corpus, inspect_router, pretrain, study, train_tokeniz
 TASK = "docstring_topic"
 STUDY = "recipes/studies/demo.yaml"
 
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def repository_file(name: str) -> str:
+    """Returns the path of a file of the repository, whatever the current folder.
+
+    It stays relative where that leads to a file, since it is printed as part of commands.
+    """
+    return name if Path(name).is_file() else str(_ROOT / name)
+
 
 def run(title: str, module: ModuleType, *arguments: str | Path) -> None:
     """Prints what it does and how to do it alone, then does it."""
@@ -62,9 +72,9 @@ def job_parser(
     parser = Parser(prog=f"python -m scripts.{name}", description=description)
     parser.add_argument("--out", default=f"runs/{name}", help=f"folder of everything (runs/{name})")
 
-    recipe = pretrain_config
+    recipe = repository_file(pretrain_config)
     parser.add_argument("--pretrain-config", type=word, default=recipe, help=f"recipe ({recipe})")
-    recipe = finetune_config
+    recipe = repository_file(finetune_config)
     parser.add_argument("--finetune-config", type=word, default=recipe, help=f"recipe ({recipe})")
     explanation = "of the tokenizer (2048)"
     parser.add_argument("--vocab-size", type=integer(), default=2048, help=explanation)
@@ -164,10 +174,10 @@ def run_stages(options: argparse.Namespace, out: Path) -> None:
 
     # Two starts at two rates, two runs at a time; each start has the rate that is best on dev.
     settings = ["--set", f"config={options.finetune_config}", "--jobs", "2"]
-    run("4 Fine-tune", study, STUDY, *settings, "--out", out / "finetune")
-    runs = study_runs(
-        read_study(Path(STUDY)), out / "finetune", {"config": options.finetune_config}
-    )
+    study_file = repository_file(STUDY)
+    run("4 Fine-tune", study, study_file, *settings, "--out", out / "finetune")
+    overrides = {"config": options.finetune_config}
+    runs = study_runs(read_study(Path(study_file)), out / "finetune", overrides)
     finetuned = best_run_on_dev(runs, "pretrained")
     scratch = best_run_on_dev(runs, "scratch")
 

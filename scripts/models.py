@@ -24,6 +24,7 @@ from moe.errors import ConfigError, DataError
 from moe.files import claim_folder, output_path
 from moe.training.stages import JOB
 from scripts import build_corpus, train_tokenizer
+from scripts.demo import repository_file
 
 STUDY = "recipes/studies/sparse_against_dense.yaml"
 NAMES = ("st-moe-mini", "dense-mini")
@@ -45,7 +46,8 @@ def main(argv: list[str]) -> None:
     explanation = f"folder with corpus, tokenizer and the study's folder ({default})"
     parser.add_argument("--studies", type=path, default=Path(default), help=explanation)
     explanation = f"study whose primary arms are released ({STUDY})"
-    parser.add_argument("--study", type=path, default=Path(STUDY), help=explanation)
+    default_study = Path(repository_file(STUDY))
+    parser.add_argument("--study", type=path, default=default_study, help=explanation)
     explanation = "runs at a time, where models are trained (2)"
     parser.add_argument("--jobs", type=integer(least=1, most=1024), default=2, help=explanation)
     options = parser.parse_args(argv)

@@ -2,12 +2,15 @@
 
 import json
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import yaml
 from transformers import AutoTokenizer
 
 from moe import STMoEForConditionalGeneration
+from moe.errors import ConfigError
+from scripts import demo, models, transfer
 from tests.processes import run_command
 from tests.training.tiny_run import MODEL, write_inputs
 
@@ -43,6 +46,15 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         self.text.append(data)
+
+
+@pytest.mark.parametrize("job", [demo, transfer])
+def test_a_job_finds_its_recipes_from_any_folder(job, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"--vocab-size is 99999; .* in /.*/recipes/.*\.yaml"):
+        job.main(["--vocab-size", "99999", "--out", str(tmp_path / "out")])
+    for study in (demo.STUDY, models.STUDY):
+        assert Path(demo.repository_file(study)).is_file()
 
 
 @pytest.mark.slow
