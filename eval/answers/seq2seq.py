@@ -98,7 +98,17 @@ class Seq2Seq(NamedTuple):
         # All texts at once, which is faster; the few that are too long once more, truncated.
         max_tokens = min(max_tokens, self.tokenizer.model_max_length)
         texts = [request.inputs for request in requests]
-        all_tokens = self.tokenizer(texts, verbose=False)["input_ids"]
+        try:
+            all_tokens = self.tokenizer(texts, verbose=False)["input_ids"]
+        except BaseException as error:
+            # The Rust of tokenizers panics, e.g. when a regular expression backtracks too long; its
+            # exception has no module to import it from.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise CheckpointError(
+                f"The tokenizer of {self.tokenizer.name_or_path} failed on a text: {error}. Correct "
+                "the patterns in its tokenizer.json."
+            ) from error
 
         tokenized: list[TokenizedRequest] = []
         for request, tokens in zip(requests, all_tokens, strict=True):

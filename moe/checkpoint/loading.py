@@ -1,6 +1,7 @@
 """Loading a model that must be complete: every weight is the folder's, or the folder is refused."""
 
 import itertools
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -74,6 +75,11 @@ def load_complete(
     options["ignore_mismatched_sizes"] = not is_ours
     try:
         model, info = model_class.from_pretrained(folder, **options)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"The weights in {folder} cannot be read: a .bin file holds more than tensors, which "
+            "could run code, or is torn. Give a folder with .safetensors files."
+        ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
 

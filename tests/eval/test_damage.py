@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from eval.answers.batches import requests_of
+from eval.answers.batches import Request, requests_of
 from eval.answers.predict import predict
 from eval.answers.seq2seq import load_seq2seq
 from eval.commands.compare import compare_runs
@@ -285,3 +287,43 @@ def test_damaged_scores_of_a_best_model_are_one_message(folders, tmp_path):
                 out=tmp_path / "out",
                 command="",
             )
+
+
+# ---- folders of models ----
+
+
+class Code:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_weights_that_pickle_code_are_refused_and_the_code_never_runs(folders, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(folders["t5"], folder)
+    weights = load_file(folder / "model.safetensors")
+    torch.save({**weights, "code": Code(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+    with pytest.raises(CheckpointError, match=r"model cannot be read: a \.bin file .* run code"):
+        load_seq2seq(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizer_whose_pattern_backtracks_without_end_is_one_error(folders, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(folders["t5"], folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "invert": False}
+    content["normalizer"] = None
+    content["pre_tokenizer"] = {**pattern, "behavior": "Isolated"}
+    file.write_text(json.dumps(content))
+
+    request = Request("0", "a" * 60 + "!", ())
+    with pytest.raises(CheckpointError, match=r"The tokenizer of .*model failed on a text: .*retry-limit"):
+        load_seq2seq(folder).tokenize([request], 512)
