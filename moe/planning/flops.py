@@ -2,8 +2,8 @@
 
 from moe.distributed.mesh import MeshConfig
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.planning.layer_costs import block_cost, head_cost
-from moe.planning.workload import Workload, stack_passes
+from moe.planning.layer_costs import block_cost, head_cost, recomputed_flops
+from moe.planning.workload import Workload, pass_counts, stack_passes
 
 
 def forward_flops(model: STMoEForConditionalGeneration, workload: Workload) -> int:
@@ -23,11 +23,24 @@ def forward_flops(model: STMoEForConditionalGeneration, workload: Workload) -> i
     return flops * workload.num_passes(one_rank)
 
 
-def training_flops_per_token(model: STMoEForConditionalGeneration, workload: Workload) -> float:
-    """Returns the operations of forward and backward pass for each token of inputs and targets.
+def repeated_flops(
+    model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig
+) -> int:
+    """Returns the operations of an update beside one forward and one backward pass, of all ranks.
 
-    What activation checkpointing does again is not counted: it is work of the machine, not of the
-    model.
+    These are the blocks that activation checkpointing runs again, and the forward passes that only
+    count choices for a balance loss over several passes. What lies outside blocks, such as the
+    product with the vocabulary, is not checkpointed.
     """
-    num_tokens = workload.batch_size * sum(workload.lengths)
-    return 3 * forward_flops(model, workload) / num_tokens
+    flops = 0
+    if pass_counts(model, workload, mesh).counts_first:
+        flops += forward_flops(model, workload)
+    if not workload.activation_checkpointing:
+        return flops
+
+    one_rank = MeshConfig()
+    num_passes = workload.num_passes(one_rank)
+    for stack in stack_passes(model, workload, one_rank):
+        for block in stack.blocks:
+            flops += num_passes * recomputed_flops(block, stack)
+    return flops

@@ -55,6 +55,22 @@ def block_cost(block: Block, stack: StackPass) -> LayerCost:
     return LayerCost(flops, saved_bytes)
 
 
+def recomputed_flops(block: Block, stack: StackPass) -> int:
+    """Returns the operations of a block that activation checkpointing repeats.
+
+    torch stops as soon as it has every tensor that the backward pass reads. The block's output is
+    not one of them unless dropout follows, so the product that makes it is not repeated. A sparse
+    layer at the end is repeated as a whole: the gradient of a combine weight reads the output of
+    the experts.
+    """
+    flops = block_cost(block, stack).flops
+    ends_dense = block.stacked or not block.sparse
+    if ends_dense and not block.dropout.p:
+        F = block.feed_forward.down_proj.in_features // stack.tp
+        flops -= 2 * stack.num_tokens * stack.d_model * F
+    return flops
+
+
 @functools.singledispatch
 def layer_cost(layer: nn.Module, stack: StackPass) -> LayerCost:
     """Returns the cost of one layer of a block; a new kind of layer registers a function.

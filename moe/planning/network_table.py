@@ -96,7 +96,7 @@ def show_network_plan(plan: Plan, timed: NetworkPlan) -> str:
         _time_lines(timed),
         _step_lines(plan, timed),
         _comparison_lines(timed),
-        _assumption_lines(timed),
+        _assumption_lines(plan, timed),
     )
     return "\n\n".join("\n".join(lines) for lines in sections)
 
@@ -184,7 +184,7 @@ def _compared(candidate: Candidate) -> str:
     return f"{name}{'':>11}  ({bound}, estimate {candidate.estimate * 1e3:.4g}: not simulated)"
 
 
-def _assumption_lines(timed: NetworkPlan) -> Iterator[str]:
+def _assumption_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
     """Yields what all numbers rest on."""
     # Of the network, then of the model of it.
     notes = list(timed.network.notes)
@@ -196,6 +196,14 @@ def _assumption_lines(timed: NetworkPlan) -> Iterator[str]:
         "A chunk of a reduce-scatter stays at the rank that sums it; backwards it is the all-gather.",
         "Optimizer sums and statistics are one message on each axis.",
     ]
+
+    # What the products include beside one forward and one backward pass.
+    if plan.repeated_flops:
+        share = plan.repeated_flops / plan.mesh.num_ranks / plan.flops_per_rank
+        reason = "forward passes that count choices for the balance loss"
+        if plan.workload.activation_checkpointing:
+            reason = "blocks that activation checkpointing runs again in the backward pass"
+        notes.append(f"{share:.0%} of the products are repeated: {reason}.")
 
     # How many groups stand for all.
     alike = _alike(timed.parts)

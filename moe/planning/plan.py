@@ -11,7 +11,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import mesh_limits, model_layouts
 from moe.planning.activations import Activations, activations
-from moe.planning.flops import forward_flops, training_flops_per_token
+from moe.planning.flops import forward_flops, repeated_flops
 from moe.planning.memory import gathered_bytes, optimizer_bytes, parameter_bytes
 from moe.planning.traffic import (
     AXES,
@@ -44,8 +44,8 @@ class Plan:
         mesh: The ranks.
         num_parameters: Parameters of the whole model.
         num_active_parameters: Parameters that a token uses.
-        flops_per_token: Operations of training, see `training_flops_per_token`.
-        flops_per_sequence: Operations of a forward pass.
+        forward_flops: Operations of a forward pass over the update, of all ranks together.
+        repeated_flops: Operations beside one forward and one backward pass, see `repeated_flops`.
         parameters: Bytes of parameters.
         gradients: Bytes of gradients at the end of an update.
         optimizer: Bytes of the optimizer's state.
@@ -58,8 +58,8 @@ class Plan:
     mesh: MeshConfig
     num_parameters: int
     num_active_parameters: int
-    flops_per_token: float
-    flops_per_sequence: float
+    forward_flops: int
+    repeated_flops: int
     parameters: int
     gradients: int
     optimizer: int
@@ -73,10 +73,19 @@ class Plan:
         return transfers(self.collectives, self.mesh)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of inputs and targets in an update."""
+        return self.workload.batch_size * sum(self.workload.lengths)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of one forward and one backward pass for each token of inputs and targets."""
+        return 3 * self.forward_flops / self.num_tokens
+
+    @property
     def flops_per_rank(self) -> float:
-        """Operations of a rank in an update; what activation checkpointing repeats is not counted."""
-        num_tokens = self.workload.batch_size * sum(self.workload.lengths)
-        return self.flops_per_token * num_tokens / self.mesh.num_ranks
+        """Operations of a rank in an update, with what it repeats."""
+        return (3 * self.forward_flops + self.repeated_flops) / self.mesh.num_ranks
 
     @property
     def memory(self) -> int:
@@ -120,14 +129,13 @@ def make_plan(
         accumulates=workload.num_passes(mesh) > 1,
     )
 
-    forward = forward_flops(model, workload)
     return Plan(
         workload=workload,
         mesh=mesh,
         num_parameters=config.num_parameters(),
         num_active_parameters=config.num_active_parameters(),
-        flops_per_token=training_flops_per_token(model, workload),
-        flops_per_sequence=forward / workload.batch_size,
+        forward_flops=forward_flops(model, workload),
+        repeated_flops=repeated_flops(model, workload, mesh),
         parameters=state_bytes,
         gradients=state_bytes,
         optimizer=optimizer_bytes(layouts, mesh, workload.optimizer, workload.optimizer_options),

@@ -86,8 +86,14 @@ def _summary_lines(plan: Plan, title: str) -> Iterator[str]:
     yield f"update                {work.batch_size:,} sequences of {lengths} tokens"
     yield f"each data rank        {rows:,} sequences, {rows_of_pass:,} in a pass"
     yield f"precision             {work.precision}, {work.optimizer}{checkpointing}"
-    yield f"training FLOPs/token  {plan.flops_per_token:.4g}"
-    yield f"forward FLOPs/seq.    {plan.flops_per_sequence:.4g}"
+    yield f"training FLOPs/token  {plan.flops_per_token:.4g}{_show_repeated(plan)}"
+    yield f"forward FLOPs/seq.    {plan.forward_flops / work.batch_size:.4g}"
+
+
+def _show_repeated(plan: Plan) -> str:
+    if not plan.repeated_flops:
+        return ""
+    return f", and {plan.repeated_flops / plan.num_tokens:.4g} that are repeated"
 
 
 def _memory_lines(plan: Plan, memory: int | None) -> Iterator[str]:

@@ -20,8 +20,14 @@ from moe.models.blocks import FeedForward
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.optim.optimizers import OPTIMIZERS
 from moe.planning.memory import Unit, fsdp_units
-from moe.planning.workload import FLOAT32_BYTES, StackPass, Workload, stack_passes
-from moe.sparse.losses import num_scope_ranks
+from moe.planning.workload import (
+    FLOAT32_BYTES,
+    PassCounts,
+    StackPass,
+    Workload,
+    pass_counts,
+    stack_passes,
+)
 
 _LONG_BYTES = 8
 """Bytes of int64 and float64."""
@@ -117,21 +123,6 @@ class Transfer(NamedTuple):
     num_bytes: float
 
 
-class PassCounts(NamedTuple):
-    """How often passes run in an update.
-
-    Attributes:
-        backward: Backward passes.
-        forward: Forward passes; twice as many when the balance loss needs the shares of all before
-            it starts.
-        recomputed: Forward passes that activation checkpointing repeats.
-    """
-
-    backward: int
-    forward: int
-    recomputed: int
-
-
 def axis_sizes(mesh: MeshConfig) -> dict[str, int]:
     """Returns the size of every simple axis, `ep` also by its two levels."""
     return {
@@ -168,17 +159,7 @@ def collectives(
         mesh: Sizes.
     """
     stacks = stack_passes(model, workload, mesh)
-    num_passes = workload.num_passes(mesh)
-
-    # A balance loss over more than one pass needs all counts first: a forward pass of its own.
-    scope = model.config.balance_scope
-    is_wide = scope in ("ranks", "global")
-    counts_first = is_wide and num_passes * num_scope_ranks(scope, mesh) > 1
-    passes = PassCounts(
-        backward=num_passes,
-        forward=2 * num_passes if counts_first else num_passes,
-        recomputed=num_passes if workload.activation_checkpointing else 0,
-    )
+    passes = pass_counts(model, workload, mesh)
 
     # Each part in the order in which an update comes to it first.
     units = fsdp_units(layouts, mesh, bfloat16=workload.bfloat16)
@@ -188,7 +169,7 @@ def collectives(
     for stack in stacks:
         parts.append(_tensor_parallel_collectives(stack, passes))
     parts.append(_optimizer_collectives(workload, layouts, mesh))
-    parts.append(_statistics_collectives(stacks, counts_first=counts_first))
+    parts.append(_statistics_collectives(stacks, counts_first=passes.counts_first))
 
     # Equal ones as one.
     num_calls: dict[tuple[str, str, Kind, float], int] = {}

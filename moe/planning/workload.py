@@ -5,7 +5,7 @@ Comes first: all else in this folder counts with these records.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from moe.checks import check_field_types, check_integer
 from moe.distributed.mesh import MeshConfig
@@ -14,6 +14,7 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.capacity import slots_of_expert
 from moe.sparse.groups import sequences_per_group, tokens_per_group
 from moe.sparse.layer import SparseFeedForward
+from moe.sparse.losses import num_scope_ranks
 
 FLOAT32_BYTES = 4
 """Bytes of a number in parameters, gradients, optimizer state and the residual stream."""
@@ -88,6 +89,49 @@ class Workload:
     def num_passes(self, mesh: MeshConfig) -> int:
         """Returns the forward and backward passes in an update."""
         return self.rows_of_rank(mesh) // self.rows_of_pass(mesh)
+
+
+class PassCounts(NamedTuple):
+    """How often passes run on a rank in an update.
+
+    Attributes:
+        backward: Backward passes.
+        forward: Forward passes; twice as many when the balance loss needs the shares of all before
+            it starts.
+        recomputed: Forward passes that activation checkpointing repeats.
+    """
+
+    backward: int
+    forward: int
+    recomputed: int
+
+    @property
+    def counts_first(self) -> bool:
+        """Whether forward passes of their own count choices for the balance loss."""
+        return self.forward > self.backward
+
+
+def pass_counts(
+    model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig
+) -> PassCounts:
+    """Returns how often passes run on a rank in an update.
+
+    Args:
+        model: Whole or on a mesh, on any device.
+        workload: The update.
+        mesh: Sizes.
+    """
+    num_passes = workload.num_passes(mesh)
+
+    # A balance loss over more than one pass needs all counts first: a forward pass of its own.
+    scope = model.config.balance_scope
+    is_wide = scope in ("ranks", "global")
+    counts_first = is_wide and num_passes * num_scope_ranks(scope, mesh) > 1
+    return PassCounts(
+        backward=num_passes,
+        forward=2 * num_passes if counts_first else num_passes,
+        recomputed=num_passes if workload.activation_checkpointing else 0,
+    )
 
 
 @dataclass(frozen=True)

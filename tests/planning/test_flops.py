@@ -1,14 +1,17 @@
 """Arithmetic is counted as torch's FlopCounterMode counts it, and as the papers print it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from moe.distributed.mesh import MeshConfig
 from moe.models.configuration import STMoEConfig
-from moe.planning.flops import forward_flops, training_flops_per_token
-from moe.planning.plan import build_model
+from moe.planning.flops import forward_flops
+from moe.planning.plan import build_model, make_plan
 from moe.planning.workload import Workload
-from tests.models.tiny import tiny_model
+from tests.models.tiny import checkpointed, tiny_model
 
 WORK = Workload(batch_size=4, inputs_length=53, targets_length=37)
 MODELS = {
@@ -19,17 +22,17 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.1])
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("model", MODELS)
-def test_products_are_counted(model):
-    # eager attention and static dispatch are made of products that the counter knows, in the thread
-    # that it watches
-    fields = {
-        "dispatch": "static",
-        "attn_implementation": "eager",
-        "group_size": 106,
-        **MODELS[model],
-    }
-    ours = tiny_model(**fields).train()
+def test_products_are_counted_as_torch_counts_them(model, checkpointing, dropout_rate):
+    # Eager attention and static dispatch consist of products that torch's counter knows.
+    fields = {"dispatch": "static", "attn_implementation": "eager", "group_size": 106}
+    rates = {"dropout_rate": dropout_rate, "expert_dropout_rate": dropout_rate}
+    ours = tiny_model(**fields, **rates, **MODELS[model]).train()
+    if checkpointing:
+        checkpointed(ours, {"use_reentrant": False})
+
     generator = torch.Generator().manual_seed(0)
     ids, labels = (
         torch.randint(2, 131, (4, length), generator=generator) for length in WORK.lengths
@@ -38,10 +41,64 @@ def test_products_are_counted(model):
         loss = ours(ids, labels=labels).loss
     with FlopCounterMode(display=False) as backward:
         loss.backward()
+
+    work = replace(WORK, activation_checkpointing=checkpointing)
+    plan = make_plan(ours, work, MeshConfig())
     counted = forward.get_total_flops()
-    assert forward_flops(ours, WORK) == pytest.approx(counted, rel=0.02)
-    per_token = (counted + backward.get_total_flops()) / (4 * (53 + 37))
-    assert training_flops_per_token(ours, WORK) == pytest.approx(per_token, rel=0.02)
+    assert plan.forward_flops == counted
+    assert plan.flops_per_token == 3 * counted / (4 * (53 + 37))
+    assert plan.flops_per_rank == counted + backward.get_total_flops()
+
+
+def test_checkpointing_repeats_a_third_of_the_blocks_and_not_the_vocabulary():
+    # Forward and backward pass do 1 + 2 parts of every product, recomputation one part more of
+    # those in blocks. Dropout makes the backward pass read even the last output of a block.
+    model = tiny_model(dropout_rate=0.1, group_size=106)
+    plain = make_plan(model, WORK, MeshConfig())
+    again = make_plan(model, replace(WORK, activation_checkpointing=True), MeshConfig())
+    head = 2 * (4 * 37) * 29 * 131
+    in_blocks = plain.flops_per_rank - 3 * head
+    assert again.flops_per_rank == pytest.approx(4 / 3 * in_blocks + 3 * head)
+    assert again.flops_per_token == plain.flops_per_token
+
+    # Without dropout the last product of each block, which ends dense, is not repeated.
+    lean = tiny_model(dropout_rate=0.0, group_size=106)
+    lean = make_plan(lean, replace(WORK, activation_checkpointing=True), MeshConfig())
+    tokens_by_blocks = 4 * (2 * 53 + 3 * 37)
+    down_products = 2 * tokens_by_blocks * 31 * 29
+    assert again.flops_per_rank - lean.flops_per_rank == down_products
+
+
+def test_a_balance_loss_over_all_passes_takes_a_forward_pass_first():
+    model = tiny_model(group_size=53, balance_scope="global")
+    work = Workload(8, 53, 37, micro_batch_size=2)
+    plan = make_plan(model, work, MeshConfig())
+    assert plan.flops_per_rank == 4 * plan.forward_flops
+    whole = make_plan(model, replace(work, micro_batch_size=None), MeshConfig())
+    assert whole.flops_per_rank == 3 * whole.forward_flops
+
+
+def test_st_moe_32b_takes_the_time_of_its_products_and_of_those_repeated():
+    # By hand: 24 + 24 blocks of attention, of which the decoder has two, and a dense layer; six
+    # sparse layers in each stack. Every product is 2 x tokens x inputs x outputs.
+    D, F, A, V, E = 5120, 20480, 64 * 128, 32128, 64
+    encoder, decoder = 2048 * 512, 2048 * 114
+    dense = 2 * 3 * D * F
+    attention = 2 * 4 * D * A
+    scores = 2 * 2 * A
+    blocks = 24 * (encoder + decoder) * (attention + dense)
+    blocks += 24 * (encoder * 512 + decoder * 114) * scores
+    blocks += 24 * (decoder * 2 * 2 * D * A + encoder * 2 * 2 * D * A + decoder * 512 * scores)
+    rows = 1.25 * (encoder + decoder)  # slots for 5/4 of the tokens
+    blocks += 6 * (rows * dense + 2 * (encoder + decoder) * D * E)
+    head = 2 * decoder * D * V
+    not_repeated = 24 * (encoder + decoder) * 2 * D * F  # the last product of each block
+
+    model = build_model(STMoEConfig.from_preset("st-moe-32b"))
+    work = Workload(2048, 512, 114, precision="bfloat16", activation_checkpointing=True)
+    plan = make_plan(model, work, MeshConfig(ep=64, tp=16))
+    expected = (4 * blocks + 3 * head - not_repeated) / 1024
+    assert plan.flops_per_rank == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(
