@@ -2,8 +2,9 @@
 
     python -m benchmarks.network [--only laws goodput] [--json benchmarks/network.json]
 
-A row passes when our number is within the tolerance; rows with a star are uncertain, and only
-reported. The command fails when a row does not pass. All of them take minutes, on one core.
+A row passes when our number is within the tolerance. Rows with a star are only reported: they are
+uncertain, or fitted, or show what another row leaves out. The command fails when a row does not
+pass. All of them take minutes, on one core.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds

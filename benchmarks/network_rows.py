@@ -79,8 +79,8 @@ class Claim:
         tolerance = f"{least:.4g} to {most:.4g}"
         return self._row(predicted, None, tolerance, least <= predicted <= most)
 
-    def reported(self, predicted: float, published: float, expectation: str) -> Row:
-        """Returns the row of a claim that is too uncertain to be asserted."""
+    def reported(self, predicted: float, published: float | None, expectation: str) -> Row:
+        """Returns the row of a claim that is too uncertain to be asserted, or has been fitted."""
         return self._row(predicted, published, expectation, None)
 
     def _row(

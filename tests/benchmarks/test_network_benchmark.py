@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-import benchmarks.network_all_reduce
-import benchmarks.network_goodput  # noqa: F401  they register their reports
+import benchmarks.network_goodput  # noqa: F401  it registers its report
 from benchmarks.network import format_rows, main
+from benchmarks.network_all_reduce import LINK_RATE, chips, fitted_steps, hole_ratios
 from benchmarks.network_rows import CLOSED_FORM, REPORTS, Claim, published, rows_of
 
 SAVED = Path("benchmarks/network.json")
@@ -17,27 +18,59 @@ QUICK = ("goodput", "levels", "scaling")
 def test_quick_reports_pass() -> None:
     rows = rows_of(QUICK)
 
-    assert {row.id for row in rows} == {"G1", "G2", "R1", "R2", "R9"}
-    assert [row.what for row in rows if not row.passes] == []
+    assert {row.id for row in rows} == {"G1", "G2", "R1*", "R2*", "R9"}
+    assert [row.what for row in rows if row.passes is False] == []
 
 
 @pytest.mark.slow
 def test_all_laws_pass() -> None:
     rows = rows_of(["laws"])
 
-    assert {row.id for row in rows} == {"R5", "R6", "R8"}
-    assert [row.what for row in rows if not row.passes] == []
+    assert {row.id for row in rows} == {"R5", "R6", "R8*"}
+    assert [row.what for row in rows if row.passes is False] == []
+
+    # The pod has the links of every other TPU v3 here, at their rate.
+    pod = rows[-1]
+    assert pod.predicted == pytest.approx(4 * 1024 * LINK_RATE / 1e12)
+
+
+def test_a_fit_of_two_constants_is_not_asserted_since_it_holds_with_any_all_reduce() -> None:
+    rows = rows_of(["scaling"])
+    assert all(row.passes is None and row.tolerance == "fit of 2 constants" for row in rows)
+
+    # Both ends are met whatever the network takes; those between within 12 % even for nothing.
+    runs = published("resnet_v0.6")
+    images = np.array([run["batch"] / run["chips"] / 2 for run in runs])
+    logged = np.array([run["block"] / run["steps"] for run in runs])
+    for seconds in (0.0, 1e-3):
+        steps = fitted_steps(images, logged, np.full(len(runs), seconds))
+        assert steps[[0, -1]] == pytest.approx(logged[[0, -1]])
+        assert np.abs(steps / logged - 1).max() < 0.12
+
+
+def test_the_cost_of_a_hole_depends_on_where_it_is_unless_all_places_are_alike() -> None:
+    mesh = chips((4, 4), wraps=False, latency=1.5e-6)
+    ratios = hole_ratios(mesh, (2, 2))
+    assert ratios.shape == (9,)
+    assert 1 < ratios.min() < ratios.max()
+
+    # A mesh looks the same from each of its corners.
+    corners = ratios.reshape(3, 3)[[0, 0, 2, 2], [0, 2, 0, 2]]
+    assert corners == pytest.approx(corners[0], rel=0.05)
+    torus = chips((4, 4), wraps=True, latency=1.5e-6)
+    assert hole_ratios(torus, (1, 1)).shape == (16,)
 
 
 def test_the_saved_table_has_every_claim_and_passes() -> None:
     rows = json.loads(SAVED.read_text(encoding="utf-8"))["rows"]
 
-    claims = {"R1", "R2", "R3*", "R4*", "R5", "R6", "R7", "R8", "R9", "F1", "G1", "G2"}
+    claims = {"R1*", "R2*", "R3*", "R4*", "R5", "R6", "R7", "R8*", "R9", "F1", "F1*", "G1", "G2"}
     assert claims <= {row["id"] for row in rows}
     assert [row["what"] for row in rows if row["passes"] is False] == []
 
-    # What is uncertain is only reported, and all else asserted.
-    assert {row["id"] for row in rows if row["passes"] is None} == {"R3*", "R4*"}
+    # What has a star is only reported, and all else asserted.
+    starred = {"R1*", "R2*", "R3*", "R4*", "R8*", "F1*"}
+    assert {row["id"] for row in rows if row["passes"] is None} == starred
 
 
 def test_the_saved_numbers_are_those_of_the_quick_reports() -> None:
