@@ -20,6 +20,7 @@ ranks cost. See docs/guides/network.md.
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 from moe.checks import check
@@ -51,7 +52,6 @@ _FAILURE_COSTS = {
 }
 """Default and meaning of the times that a failure takes."""
 
-_MOST_DIGITS = 6
 _NEED_NETWORK = ("place", "dead", "trace", "page", "measure")
 
 
@@ -172,7 +172,7 @@ def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
         text = getattr(arguments, name)
         if text is not None and arguments.mtbf is None:
             raise ConfigError(f"--{name} is about failures. Give the time between them: --mtbf 3h.")
-        seconds[name] = parse_duration(f"--{name}", text or default)
+        seconds[name] = parse_duration(f"--{name}", default if text is None else text)
     if arguments.mtbf is None:
         return None
     return FailureCosts(
@@ -213,6 +213,12 @@ def check_network_options(arguments: argparse.Namespace) -> None:
 
 def print_network_plan(plan: Plan, network: Network, arguments: argparse.Namespace) -> None:
     """Prints the times of a plan on a network, and what dead ranks cost."""
+    for name in ("dead", "trace", "page"):
+        if getattr(arguments, name) is not None and not plan.collectives:
+            raise ConfigError(
+                f"--{name} is about exchanges between ranks, but a mesh of one rank exchanges "
+                "nothing. Choose a larger mesh, e.g. --mesh.dp_shard 4."
+            )
     placement = read_placement(plan, network, arguments.place)
     dead = read_dead(arguments.dead, network)
     timer = NetworkTimer(network, placement)
@@ -265,7 +271,7 @@ def read_dead(text: str | None, network: Network) -> frozenset[int]:
     dead = set()
     for item in text.split(","):
         number = item.strip()
-        is_rank = number.isdecimal() and len(number) <= _MOST_DIGITS and int(number) <= most
+        is_rank = re.fullmatch(r"[0-9]{1,6}", number) is not None and int(number) <= most
         expected = f"ranks of {network.topology.name}, 0 to {most:,}, with commas between them"
         check(is_rank, "--dead", text, expected)
         dead.add(int(number))

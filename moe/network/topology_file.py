@@ -24,9 +24,10 @@ from moe.parsing import read_json, read_yaml
 
 _MOST_RANKS = 8_192
 _WHY_MOST_RANKS = "more take minutes and much memory to time"
+_MOST_AXES = 8
 _MOST_LINKS = 1_000_000
 _NUMBER = re.compile(
-    r"\s*(\d{1,15}(?:\.\d{1,15})?(?:e[+-]?\d{1,2})?)\s*([A-Za-z]+(?:/s)?)\s*", re.I
+    r"\s*(\d{1,15}(?:\.\d{1,15})?(?:e[+-]?\d{1,2})?)\s*([A-Za-z]+(?:/s)?)\s*", re.I | re.ASCII
 )
 
 _BANDWIDTH_UNITS = {
@@ -119,8 +120,9 @@ def _parse_grid(content: Any, *, name: str) -> Topology:
     # Sizes of the axes.
     settings = _mapping("grid", content, ("shape", "wraps", "bandwidth", "latency"))
     shape = _required("grid", settings, "shape")
-    is_list = isinstance(shape, list) and len(shape) > 0
-    check(is_list, "grid.shape", shape, "a list of sizes, slowest first, e.g. [32, 32]")
+    is_list = isinstance(shape, list) and 0 < len(shape) <= _MOST_AXES
+    expected = f"a list of 1 to {_MOST_AXES} sizes, slowest first, e.g. [32, 32]"
+    check(is_list, "grid.shape", shape, expected)
     for size in shape:
         check_integer("a size of grid.shape", size, least=1)
     _check_ranks("grid.shape", int(np.prod(shape, dtype=object)))
@@ -204,6 +206,14 @@ def _parse_links(content: Any, *, name: str) -> Topology:
 
     # In the order of the file.
     pairs = np.array(list(rows), np.int64)
+    for column, way in ((0, "from"), (1, "to")):
+        missing = np.setdiff1d(np.arange(num_ranks), pairs[:, column])
+        if len(missing):
+            raise ConfigError(
+                f"links.table has no link {way} rank {missing[0]}, so that rank can take part in no "
+                f"collective. Add one: each of the {num_ranks:,} ranks needs a link from it and one "
+                "to it (both_ways: true adds both)."
+            )
     return Topology(
         name=name or f"{num_ranks:,} ranks",
         num_ranks=num_ranks,

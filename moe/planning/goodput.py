@@ -114,7 +114,8 @@ def parse_duration(name: str, text: str) -> float:
     Raises:
         ConfigError: When it means none.
     """
-    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*(s|min|m|h|d)\s*", text)
+    pattern = r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*(s|min|m|h|d)\s*"
+    match = re.fullmatch(pattern, text, flags=re.ASCII)
     seconds = 0.0
     if match is not None:
         seconds = float(match[1]) * _SECONDS_BY_UNIT[match[2]]

@@ -11,6 +11,7 @@ Next: `network` times the collectives of the groups.
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe.checks import check
+from moe.checks import check, shown
 from moe.distributed.mesh import AXES as MESH_AXES
 from moe.distributed.mesh import MeshConfig, divisors
 from moe.errors import ConfigError, did_you_mean
@@ -215,7 +216,7 @@ def place_by_tiles(mesh: MeshConfig, topology: Topology, text: str) -> Placement
         if axis not in MESH_AXES:
             known = ", ".join(MESH_AXES)
             raise ConfigError(
-                f"--place is {text!r}; there is no axis {axis!r} in a mesh."
+                f"--place is {shown(text)}; there is no axis {shown(axis)} in a mesh."
                 f"{did_you_mean(axis, MESH_AXES)} Axes are {known}; write e.g. tp=4x4,ep=8x8."
             )
         check(axis not in tiles, "--place", text, f"{axis} once")
@@ -330,8 +331,8 @@ def _read_tile(axis: str, value: str, mesh: MeshConfig, shape: Tile) -> Tile:
     # Numbers, one for each axis, with the product of the mesh.
     sizes = value.split("x")
     name = f"the tile of {axis} in --place"
-    is_number = all(size.strip().isdecimal() and len(size) < 7 for size in sizes)
-    check(is_number, name, value, "sizes above 0 with x between them, e.g. 4x4")
+    is_number = [re.fullmatch(r"\s*[0-9]{1,6}\s*", size) is not None for size in sizes]
+    check(all(is_number), name, value, "sizes above 0 with x between them, e.g. 4x4")
     tile = tuple(int(size) for size in sizes)
     expected = f"{len(shape)} sizes, one for each axis of the network ({_times(shape)})"
     check(len(tile) == len(shape), name, value, expected)

@@ -27,7 +27,7 @@ def parse_bytes(text: str) -> int:
         ConfigError: When it means none.
     """
     pattern = r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*"
-    match = re.fullmatch(pattern, text, flags=re.IGNORECASE)
+    match = re.fullmatch(pattern, text, flags=re.IGNORECASE | re.ASCII)
 
     # A unit that nobody uses, e.g. TB, counts no bytes and is refused below.
     num_bytes = 0.0

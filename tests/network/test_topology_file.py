@@ -82,7 +82,7 @@ def test_json_and_yaml_hold_the_same(tmp_path):
         ({"gird": GRID}, "a network has no key 'gird'. Did you mean 'grid'?"),
         ({"grid": {**GRID, "wrap": 1}}, "grid has no key 'wrap'. Did you mean 'wraps'?"),
         ({"grid": {"shape": [2]}}, "grid has no wraps, which it needs"),
-        ({"grid": {**GRID, "shape": []}}, "grid.shape is .*; expected a list of sizes"),
+        ({"grid": {**GRID, "shape": []}}, "grid.shape is .*; expected a list of 1 to 8 sizes"),
         ({"grid": {**GRID, "shape": [0]}}, "a size of grid.shape is 0"),
         ({"grid": {**GRID, "shape": [10**9, 10**9]}}, "ranks of grid.shape is 10{18}"),
         ({"grid": {**GRID, "wraps": [True]}}, "grid.wraps is .*; expected one for each of 2"),
@@ -105,6 +105,26 @@ def test_json_and_yaml_hold_the_same(tmp_path):
         ),
         ({"links": {**TABLE, "table": [{**LINK, "to": 0}]}}, "from 0 to itself"),
         ({"links": {**TABLE, "table": [LINK, LINK]}}, "expected a link that is not in the table"),
+        (
+            {"links": {"ranks": 5, "both_ways": True, "table": [LINK, {**LINK, "to": 3}]}},
+            r"links\.table has no link from rank 2, .*each of the 5 ranks needs a link",
+        ),
+        ({"links": {"ranks": 2, "table": [LINK]}}, "links.table has no link from rank 1"),
+        (
+            {"links": {"ranks": 2, "switches": 1, "table": [LINK, {**LINK, "from": 1, "to": 2}]}},
+            "links.table has no link to rank 0",
+        ),
+        (
+            {"grid": {**GRID, "bandwidth": "\u0667 GB/s"}},
+            "grid.bandwidth is '\u0667 GB/s'; expected",
+        ),
+        ({"grid": {**GRID, "shape": ["\u0663"]}}, "a size of grid.shape is '\u0663'"),
+        (
+            {"grid": {**GRID, "shape": [1] * 65}},
+            "grid.shape is .*; expected a list of 1 to 8 sizes",
+        ),
+        ({"grid": {**GRID, 3: 1}}, "grid has no key 3"),
+        ({"grid": GRID, None: 1}, "a network has no key None"),
         ({"grid": GRID, "notes": "x"}, "notes is 'x'; expected a list of texts"),
         ({"grid": GRID, "name": 3}, "name is 3; expected a text"),
         (

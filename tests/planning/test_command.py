@@ -182,6 +182,25 @@ def test_sizes_of_memory_are_read(text, number):
     assert parse_bytes(text) == number
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "80",
+        "GiB",
+        "0GiB",
+        "-1GiB",
+        "1e3GiB",
+        "\u0668GiB",
+        "8G\u0131B",
+        "9" * 400 + "GiB",
+        "nan GiB",
+    ],
+)
+def test_what_is_no_size_of_memory_is_refused(text):
+    with pytest.raises(ConfigError, match=r"A size of memory is .*a number above 0 and a unit"):
+        parse_bytes(text)
+
+
 def test_bytes_are_shown_in_the_largest_unit():
     assert [show_bytes(n) for n in (7, 2048, 3 * 2**20, 2**40)] == [
         "7 B",

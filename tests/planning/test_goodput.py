@@ -59,7 +59,9 @@ def test_durations_have_units(text, seconds):
     assert parse_duration("--mtbf", text) == seconds
 
 
-@pytest.mark.parametrize("text", ["3", "h", "0s", "-1h", "3 weeks", "1e3s", "9999999d", ""])
+@pytest.mark.parametrize(
+    "text", ["3", "h", "0s", "-1h", "3 weeks", "1e3s", "9999999d", "", "\u0663h", "3 h 5 min"]
+)
 def test_what_is_no_duration_is_refused(text):
     with pytest.raises(ConfigError, match=r"--mtbf is .*a time above 0 with a unit, e\.g\. 3h"):
         parse_duration("--mtbf", text)
@@ -86,6 +88,7 @@ def test_the_planner_compares_the_ways(capsys):
     [
         (["--heal", "3s"], "--heal is about failures"),
         (["--mtbf", "soon"], "--mtbf is 'soon'"),
+        (["--mtbf", "3h", "--saves", ""], "--saves is ''; expected a time above 0"),
         (["--mtbf", "3h", "--suggest", "8", "--memory", "80GiB"], "--mtbf is about one mesh"),
     ],
 )
