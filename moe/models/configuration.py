@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 
@@ -206,6 +207,28 @@ class STMoEConfig(PreTrainedConfig):
 
         check_config(self)
         super().__post_init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; `check_config` checks its type, whatever version of transformers runs."""
+        try:
+            super().__setattr__(name, value)
+        except StrictDataclassError:
+            object.__setattr__(self, self.attribute_map.get(name, name), value)
+
+    def __eq__(self, other: object) -> bool:
+        """Returns whether all settings are equal, whatever file or version they come from."""
+        if not isinstance(other, STMoEConfig):
+            return NotImplemented
+        return self._settings() == other._settings()
+
+    __hash__ = None
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns what config.json holds, without the name of the model and the version."""
+        settings = self.to_dict()
+        for name in ("_name_or_path", "transformers_version"):
+            settings.pop(name, None)
+        return settings
 
     # -----------------------------------------------------------------------
     # Ways to make one

@@ -2,7 +2,9 @@
 at the door.
 """
 
+import copy
 import json
+import pickle
 import warnings
 
 import numpy as np
@@ -340,6 +342,44 @@ def test_what_transformers_defines_for_every_config_is_kept_and_loads_again(tmp_
         assert {name: getattr(loaded, name) for name in told} == told
     STMoEConfig(eos_token_id=None).save_pretrained(tmp_path)
     assert STMoEConfig.from_pretrained(tmp_path).eos_token_id is None
+
+
+def round_trips(config, folder):
+    config.save_pretrained(folder)
+    yield STMoEConfig.from_pretrained(folder)
+    yield STMoEConfig.from_dict(config.to_dict())
+    yield STMoEConfig.from_dict(json.loads(config.to_json_string(use_diff=False)))
+    yield copy.copy(config)
+    yield copy.deepcopy(config)
+    yield pickle.loads(pickle.dumps(config))
+    yield config.replaced()
+
+
+@pytest.mark.parametrize("name", PRESETS.names())
+def test_a_config_equals_what_is_read_back_of_it_and_no_other(name, tmp_path):
+    config = STMoEConfig.from_preset(name, eos_token_id=[1, 3], dtype="bfloat16")
+    for again in round_trips(config, tmp_path):
+        assert again == config
+    assert config.replaced(dropout_rate=0.3) != config
+    assert config != config.to_dict()
+
+
+def test_values_that_transformers_would_refuse_are_refused_in_words_of_ours_when_set(tmp_path):
+    values = {
+        "is_encoder_decoder": "a",
+        "id2label": 3,
+        "label2id": 3,
+        "problem_type": "x",
+        "chunk_size_feed_forward": 1.5,
+        "vocab_size": "many",
+    }
+    for name, value in values.items():
+        config = STMoEConfig()
+        setattr(config, name, value)
+        with pytest.raises(ConfigError, match=f"{name} is {value!r}; expected"):
+            config.save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match=f"{name} is {value!r}; expected"):
+            STMoEConfig(**{name: value})
 
 
 def test_names_that_transformers_gives_to_fields_are_keywords():
