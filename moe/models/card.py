@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
+from moe.checks import check, is_kind, shown
 from moe.errors import ConfigError, did_you_mean
 from moe.files import whole_file, write_text
 from moe.models.configuration import STMoEConfig
@@ -21,16 +22,9 @@ from moe.sparse.stats import RouterStats, summarize
 
 CARD_NAME = "README.md"
 _GENERATES = "STMoEForConditionalGeneration"
-_ARGUMENTS = (
-    "base_model",
-    "license",
-    "language",
-    "datasets",
-    "metrics",
-    "tags",
-    "stats",
-    "sections",
-)
+_TEXTS = ("base_model", "license")
+_LISTS = ("language", "datasets", "metrics", "tags")
+_ARGUMENTS = (*_TEXTS, *_LISTS, "stats", "sections")
 _TAGS = ("moe", "st-moe", "mixture-of-experts", "encoder-decoder")
 _SEAL = re.compile(r"\n<!-- Written by moe, ([0-9a-f]{16}): .* -->\n")
 
@@ -69,8 +63,26 @@ def model_card(
         sections: Markdown by title: what the model was trained on, and how good it is. Without
             them the card says that it does not know.
     """
-    check_card({"stats": stats, "sections": sections})
-    total, active = parameters or (config.num_parameters(), config.num_active_parameters())
+    check(isinstance(config, STMoEConfig), "config", config, "an STMoEConfig")
+    check(isinstance(model_class, str), "model_class", model_class, "the name of a class")
+    check_card(
+        {
+            "base_model": base_model,
+            "license": license,
+            "language": language,
+            "datasets": datasets,
+            "metrics": metrics,
+            "tags": tags,
+            "stats": stats,
+            "sections": sections,
+        }
+    )
+    if parameters is None:
+        parameters = (config.num_parameters(), config.num_active_parameters())
+    is_pair = isinstance(parameters, tuple) and len(parameters) == 2
+    are_counts = is_pair and all(is_kind(count, int) for count in parameters)
+    check(are_counts, "parameters", parameters, "two integers: all, and those of one token")
+    total, active = parameters
 
     # The header, which the hub reads.
     sparse_fields: dict[str, Any] = {}
@@ -94,7 +106,7 @@ def model_card(
         datasets=datasets,
         metrics=metrics,
         pipeline_tag="text-generation" if generates else "feature-extraction",
-        tags=[*_TAGS, *([tags] if isinstance(tags, str) else tags)],
+        tags=[*_TAGS, *([tags] if isinstance(tags, str) else tags or ())],
         parameters={"total": total, "active": active},
         **sparse_fields,
     )
@@ -121,31 +133,44 @@ def model_card(
     return _seal(ModelCard(f"---\n{header.to_yaml()}\n---\n{body}"))
 
 
-def check_card(given: Mapping[str, Any]) -> None:
+def check_card(given: Any) -> None:
     """Checks the arguments of `model_card` that a user gives with a model to save.
 
     Raises:
-        ConfigError: When one is unknown, statistics are of no stack, or sections are no texts.
+        ConfigError: When one is unknown or of another type than it has.
     """
+    expected = "a mapping of the arguments of model_card, e.g. {'license': 'mit'}"
+    check(isinstance(given, Mapping), "card", given, expected)
+
     # A misspelt name would leave its entry out in silence.
     for name in given:
         if name not in _ARGUMENTS:
             raise ConfigError(
-                f"A card has no {name!r}.{did_you_mean(name, _ARGUMENTS)} Known: "
+                f"A card has no {name!r}.{did_you_mean(str(name), _ARGUMENTS)} Known: "
                 f"{', '.join(_ARGUMENTS)}."
             )
 
+    for name in _TEXTS:
+        value = given.get(name)
+        check(value is None or isinstance(value, str), f"{name} of a card", value, "a text")
+    for name in _LISTS:
+        value = given.get(name)
+        texts = value if isinstance(value, list | tuple) else [value or ""]
+        are_texts = all(isinstance(text, str) for text in texts)
+        check(are_texts, f"{name} of a card", value, "a text, or a list of texts")
+
     stats = given.get("stats") or {}
-    if not isinstance(stats, Mapping) or not set(stats) <= {"encoder", "decoder"}:
+    are_stats = isinstance(stats, Mapping) and set(stats) <= {"encoder", "decoder"}
+    if not are_stats or not all(isinstance(value, RouterStats) for value in stats.values()):
         raise ConfigError(
-            f"stats of a card is {str(stats)[:60]!r}; expected {{'encoder': RouterStats, "
+            f"stats of a card is {shown(stats)}; expected {{'encoder': RouterStats, "
             "'decoder': ...}."
         )
     sections = given.get("sections") or {}
     texts = sections.values() if isinstance(sections, Mapping) else [None]
     if not all(isinstance(text, str) for text in texts):
         raise ConfigError(
-            f"sections of a card is {str(sections)[:60]!r}; expected Markdown by title, e.g. "
+            f"sections of a card is {shown(sections)}; expected Markdown by title, e.g. "
             "{'Training': 'On 50M tokens of ...'}."
         )
 

@@ -392,7 +392,7 @@ class STMoEPreTrainedModel(PreTrainedModel):
             return
 
         # Whatever is wrong is refused before anything is written.
-        text = self._card_text(card or {})
+        text = self._card_text({} if card is None else card)
         check_config(self.config)
         check_savable(self.config)
         refuse_links(folder, kind="model")

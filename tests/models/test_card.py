@@ -327,6 +327,41 @@ def test_what_is_wrong_with_a_card_is_said_before_anything_is_written(tmp_path):
     assert card_of(tmp_path).data.tags[-1] == "mine"
 
 
+REFUSED = [
+    *[(name, value) for name in ("license", "base_model") for value in (3, [3])],
+    *[(name, value) for name in ("language", "datasets", "metrics", "tags") for value in (3, [3])],
+    *[("stats", value) for value in (3, {"encoder": None}, {"encoder": 3}, {3: 3})],
+    *[("sections", value) for value in (3, {"a": 3})],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=str)
+def test_arguments_of_a_card_that_are_of_another_type_are_refused_by_name(name, value, tmp_path):
+    model = tiny_model()
+    with pytest.raises(ConfigError, match=f"{name} of a card is .*; expected"):
+        model_card(model.config, **{name: value})
+    with pytest.raises(ConfigError, match=f"{name} of a card is .*; expected"):
+        model.save_pretrained(tmp_path, card={name: value})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("card", [3, 0, "mit", [], {3: 3}], ids=str)
+def test_a_card_that_is_no_mapping_of_arguments_is_refused(card, tmp_path):
+    with pytest.raises(ConfigError, match=r"card is .*; expected a mapping|A card has no 3"):
+        tiny_model().save_pretrained(tmp_path, card=card)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_card_of_no_config_or_of_counts_that_are_none_is_refused():
+    config = tiny_model().config
+    for wrong in (None, 3, {}):
+        with pytest.raises(ConfigError, match=r"config is .*; expected an STMoEConfig"):
+            model_card(wrong)
+    for parameters in (3, (1,), ("a", "b"), (None, None)):
+        with pytest.raises(ConfigError, match=r"parameters is .*; expected two integers"):
+            model_card(config, parameters=parameters)
+
+
 def test_sections_say_what_a_card_cannot_know(tmp_path):
     sections = {"Training": "On 7M tokens.", "Results": "| a |\n|---|\n| 3.5 |"}
     model = tiny_model(eval_capacity_factor=None)
