@@ -1,5 +1,6 @@
 """The base of all models: loading, saving, initialisation, activation checkpointing."""
 
+import copy
 import os
 import tempfile
 from collections.abc import Mapping
@@ -171,6 +172,20 @@ class STMoEPreTrainedModel(PreTrainedModel):
         for module in self.modules():
             if isinstance(module, SparseFeedForward):
                 module.config = replace(module.config, dispatch=dispatch)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> nn.Embedding:
+        """Returns the embedding with another number of rows; see `PreTrainedModel`.
+
+        Raises:
+            ConfigError: When no model has so many, or the special tokens would be outside.
+        """
+        if new_num_tokens is not None:
+            resized = copy.copy(self.config)
+            resized.vocab_size = new_num_tokens
+            check_config(resized)
+        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         """Switches activation checkpointing; both public names of transformers come through here.
