@@ -245,7 +245,7 @@ class Stack(nn.Module):
         Args:
             x: <float>[B, L, D] embedded tokens.
             token_ids: <int64>[B, L] their vocabulary ids; None when the caller has embeddings only.
-            attention_mask: <int64 or bool>[B or 1, keys] tokens that may be attended to. With a
+            attention_mask: <int64 or bool>[B, keys] tokens that may be attended to. With a
                 cache, its tokens too; with a static cache, also its positions not filled yet.
             segment_ids: <int64>[B, L] example of each token, 0 for padding; tokens see only their
                 own example.
@@ -367,7 +367,7 @@ def _token_mask(
 
     Args:
         prefix: Of the arguments' names, for messages.
-        mask: <int64 or bool>[B or 1, keys] real tokens; None for those with a segment.
+        mask: <int64 or bool>[B, keys] real tokens; None for those with a segment.
         segment_ids: <int64>[B, keys] example of each token, 0 for padding.
         shape: B and the number of keys.
     """

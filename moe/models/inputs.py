@@ -11,6 +11,7 @@ from inspect import signature
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 
@@ -187,7 +188,7 @@ def real_tokens(
 
     Args:
         name: Of the argument.
-        mask: <bool, integer or float>[B or 1, keys], 1 or True for a token and 0 or False for
+        mask: <bool, integer or float>[B, keys], 1 or True for a token and 0 or False for
             padding.
         shape: B and the number of keys.
 
@@ -212,17 +213,33 @@ def real_tokens(
         )
 
     # Compared one by one: in a compiled graph a size that varies is found in no tuple.
-    num_masks = mask.shape[0]
-    if mask.shape[1] != num_keys or (num_masks != 1 and num_masks != batch):
+    if mask.shape[0] != batch or mask.shape[1] != num_keys:
         _refuse(
             name,
             mask,
-            f"a mask [{batch}, {num_keys}], one column for each key: all tokens of this call "
-            "and, with a cache, of earlier ones; with a static cache all of its positions",
+            f"a mask [{batch}, {num_keys}], one row for each sequence and one column for each "
+            "key: all tokens of this call and, with a cache, of earlier ones; with a static "
+            "cache all of its positions",
         )
 
     _check_ones_and_zeros(name, mask)
-    return mask.bool().expand(batch, -1)
+    return mask.bool()
+
+
+def pad_decoder_mask(mask: Tensor | None, num_tokens: int) -> Tensor | None:
+    """Returns a decoder mask <any>[B, T], in which tokens beyond the end of a short one are padding.
+
+    transformers reads short masks in this way.
+
+    Args:
+        mask: <any>[B, at most T] or any other value, which is returned as it is.
+        num_tokens: T, number of the decoder's tokens.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return mask
+    if mask.shape[1] == 0 or mask.shape[1] >= num_tokens:
+        return mask
+    return F.pad(mask, (0, num_tokens - mask.shape[1]))  # [B, T]
 
 
 def _check_ones_and_zeros(name: str, mask: Tensor) -> None:

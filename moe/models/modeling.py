@@ -29,6 +29,7 @@ from moe.models.inputs import (
     check_vectors,
     encoder_decoder_cache,
     encoder_hidden_states,
+    pad_decoder_mask,
     refuse_unknown_arguments,
 )
 from moe.models.losses import (
@@ -120,8 +121,13 @@ class STMoEModel(STMoEPreTrainedModel):
         output_attentions = self.argument_or_config("output_attentions", output_attentions)
         output_hidden_states = self.argument_or_config("output_hidden_states", output_hidden_states)
 
-        # The encoder, unless its output was given.
+        # A mask that ends early says that the rest is padding. With a cache, the rest would be the
+        # tokens of this call.
         embedded = self.encoder.embed(decoder_input_ids, decoder_inputs_embeds, prefix="decoder_")
+        if past_key_values is None:
+            decoder_attention_mask = pad_decoder_mask(decoder_attention_mask, embedded.shape[1])
+
+        # The encoder, unless its output was given.
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids,
@@ -294,12 +300,11 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         encoder_mask = batch.get("attention_mask", batch.get("segment_ids"))
         if encoder_mask is None:
             encoder_mask = torch.ones(inputs.shape[:2], device=labels.device)
-        encoder_mask = (encoder_mask != 0).expand(inputs.shape[:2])  # [B, L]
 
         # In the decoder a position without a target is padding, unless a mask says otherwise.
         decoder_mask = batch.get("decoder_attention_mask", labels != IGNORED_LABEL)
-        decoder_mask = (decoder_mask != 0).expand(labels.shape)  # [B, T]
-        return count_losses(self.config, encoder_mask, decoder_mask, labels)
+        decoder_mask = cast(Tensor, pad_decoder_mask(decoder_mask, labels.shape[1]))
+        return count_losses(self.config, encoder_mask != 0, decoder_mask != 0, labels)
 
     @can_return_tuple
     def forward(
@@ -335,7 +340,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 never routed.
             decoder_input_ids: <int64>[B, T]; made of `labels` when not given.
             decoder_attention_mask: <int64 or bool>[B, T], with a cache [B, past + T], with a static
-                one [B, its size].
+                one [B, its size]. Without a cache it may be shorter: the tokens beyond its end are
+                padding, as in transformers.
             labels: <int64>[B, T] target tokens, -100 for none. Not shifted.
             segment_ids: <int64>[B, L] number of the packed example, 0 for padding; examples do not
                 see each other.
@@ -435,13 +441,14 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         losses: dict[str, Any] = {}
         if labels is not None:
             if divisors is None:
-                divisors = self._count_batch(
-                    outputs.encoder_last_hidden_state,
-                    labels,
-                    attention_mask=attention_mask,
-                    segment_ids=segment_ids,
-                    decoder_attention_mask=decoder_attention_mask,
-                )
+                given = {
+                    "attention_mask": attention_mask,
+                    "segment_ids": segment_ids,
+                    "decoder_attention_mask": decoder_attention_mask,
+                }
+                masks = {name: mask for name, mask in given.items() if mask is not None}
+                encoded = outputs.encoder_last_hidden_state  # whose shape is that of the inputs
+                divisors = self.loss_counts({"input_ids": encoded, "labels": labels, **masks})
             smoothing = self.config.label_smoothing if self.training else 0.0
             parts = model_losses(
                 self.config, logits, labels, encoder_routers, decoder_routers, divisors, smoothing
@@ -470,22 +477,6 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             **router_fields,
             **losses,
         )
-
-    def _count_batch(
-        self, encoder_hidden: Tensor, labels: Tensor, **masks: Tensor | None
-    ) -> LossCounts:
-        """Returns the divisors of the losses of this call.
-
-        Args:
-            encoder_hidden: <float>[B, L, D] whose shape is that of the encoder's inputs.
-            labels: <int64>[B, T], -100 for no target.
-            masks: <int64 or bool>[B, L or T] by the name of the argument, where they were given.
-        """
-        batch = {"input_ids": encoder_hidden, "labels": labels}
-        for name, mask in masks.items():
-            if mask is not None:
-                batch[name] = mask
-        return self.loss_counts(batch)
 
     def _refuse_replica(self) -> None:
         """Raises a ConfigError for a replica of torch.nn.DataParallel."""

@@ -97,7 +97,23 @@ REFUSED = {
     "mask in a list": ({"attention_mask": [[1] * 5] * 2}, r"\(list\); expected a mask \[2, 5\]"),
     "short mask": (
         {"attention_mask": ONES[:, :4]},
-        r"<float32>\[2, 4\]; expected a mask \[2, 5\], one column for each",
+        r"<float32>\[2, 4\]; expected a mask \[2, 5\], .* one column for each",
+    ),
+    "one mask for two sequences": (
+        {"attention_mask": ONES[:1]},
+        r"attention_mask is a tensor <float32>\[1, 5\]; expected a mask \[2, 5\], one row for each",
+    ),
+    "one decoder mask for two sequences": (
+        {"decoder_attention_mask": ONES[:1, :3]},
+        r"decoder_attention_mask is a tensor <float32>\[1, 5\]; expected a mask \[2, 5\]",
+    ),
+    "long decoder mask": (
+        {"decoder_attention_mask": torch.ones(2, 7)},
+        r"decoder_attention_mask is a tensor <float32>\[2, 7\]; expected a mask \[2, 5\]",
+    ),
+    "short decoder mask with a cache": (
+        {"decoder_attention_mask": ONES[:, :3], "past_key_values": DynamicCache()},
+        r"decoder_attention_mask is a tensor <float32>\[2, 3\]; expected a mask \[2, 5\]",
     ),
     "mask of three sequences": (
         {"attention_mask": torch.ones(3, 5)},
@@ -194,7 +210,6 @@ TAKEN = {
         "decoder_attention_mask": ONES.bool(),
     },
     "a mask of ones as bytes": {"attention_mask": ONES.byte()},
-    "one mask for all": {"attention_mask": ONES[:1]},
     "None for what transformers' models have": {
         "head_mask": None,
         "position_ids": None,
@@ -215,6 +230,15 @@ def test_other_ways_to_give_the_same_change_nothing(model, case):
     expected = model(input_ids=IDS, labels=IDS)
     output = model(**{"input_ids": IDS, "labels": IDS, **TAKEN[case]})
     torch.testing.assert_close((output.loss, output.logits), (expected.loss, expected.logits))
+
+
+def test_tokens_beyond_the_end_of_a_decoder_mask_are_padding():
+    model, batch = tiny_model(), tiny_batch()
+    short = torch.tensor([[1] * 7, [0] + [1] * 6, [1] * 7, [1] * 7])
+    padded = torch.nn.functional.pad(short, (0, 4))
+    a, b = (model(**batch, decoder_attention_mask=mask) for mask in (short, padded))
+    torch.testing.assert_close((a.loss, a.logits), (b.loss, b.logits), rtol=0, atol=0)
+    assert a.decoder_router_logits[0][:, 7:].eq(0).all()
 
 
 def test_one_encoded_sequence_serves_all_targets(model):
