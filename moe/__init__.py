@@ -8,7 +8,12 @@ import importlib
 import warnings
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    AutoModelForTextEncoding,
+)
 
 from moe.checkpoint.loading import load_complete, load_model_on_mesh
 from moe.convert.formats import conversion_report
@@ -131,3 +136,4 @@ def __getattr__(name: str) -> Any:
 AutoConfig.register("st_moe", STMoEConfig)
 AutoModel.register(STMoEConfig, STMoEModel)
 AutoModelForSeq2SeqLM.register(STMoEConfig, STMoEForConditionalGeneration)
+AutoModelForTextEncoding.register(STMoEConfig, STMoEEncoderModel)

@@ -1,4 +1,4 @@
-"""generation_config.json: read with every setting checked for its type."""
+"""Settings of generation: those of generation_config.json, and those that have no place here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
-from moe.checks import check, check_flag, check_integer, check_number, is_kind
+from moe.checks import check, check_flag, check_integer, check_number, is_kind, shown
 from moe.errors import ConfigError
 from moe.models.json_files import read_json_object
 
@@ -15,6 +15,50 @@ _NONE_IF_MISSING = {
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_connection_errors": False,
 }
+
+
+def _is_guidance(scale: object) -> bool:
+    return scale is not None and scale != 1
+
+
+def _is_quantized(cache: object) -> bool:
+    return cache == "quantized"
+
+
+_REFUSED_SETTINGS = {
+    "token_healing": (
+        bool,
+        "transformers heals the prompts of decoders alone: it needs a tokenizer with a token for "
+        "the beginning of a text, which encoder-decoders lack.",
+    ),
+    "guidance_scale": (
+        _is_guidance,
+        "transformers computes the scores without a prompt by a decoder alone: an encoder-decoder "
+        "would be called without the decoder's inputs.",
+    ),
+    "cache_implementation": (
+        _is_quantized,
+        "transformers has no quantized cache for encoder-decoders; 'dynamic', 'static' and "
+        "'offloaded' work.",
+    ),
+}
+"""Settings of generation that are not supported: which values, and why."""
+
+
+def refuse_settings_of_decoders(arguments: Mapping[str, Any], defaults: Any) -> None:
+    """Refuses settings of generation that transformers has for decoders alone.
+
+    Args:
+        arguments: Keyword arguments of `generate`.
+        defaults: Settings that hold where the arguments name none.
+
+    Raises:
+        ConfigError: With the setting and the reason.
+    """
+    for name, (is_refused, reason) in _REFUSED_SETTINGS.items():
+        value = arguments.get(name, getattr(defaults, name, None))
+        if is_refused(value):
+            raise ConfigError(f"{name} is {shown(value)}, but {reason} Leave it out.")
 
 
 def load_generation_config(source: Any, download: dict[str, Any]) -> GenerationConfig:

@@ -18,6 +18,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import check_has_decoder
 from moe.models.drop_warning import can_drop_tokens, warn_of_drops
 from moe.models.encoder import STMoEEncoder
+from moe.models.generation_config import refuse_settings_of_decoders
 from moe.models.inputs import (
     IGNORED_LABEL,
     check_labels,
@@ -509,15 +510,11 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
 
         Raises:
             ConfigError: When the routers' logits are asked for, which that record has no place for,
-                or token healing, which is for decoders alone.
+                or what transformers has for decoders alone: token healing, guidance, a quantized
+                cache.
         """
-        generation_config = kwargs.get("generation_config") or self.generation_config
-        if kwargs.get("token_healing", getattr(generation_config, "token_healing", False)):
-            raise ConfigError(
-                "token_healing is True, but transformers heals the prompts of decoders alone: "
-                "it needs a tokenizer with a token for the beginning of a text, which "
-                "encoder-decoders lack. Leave it out."
-            )
+        defaults = kwargs.get("generation_config") or self.generation_config
+        refuse_settings_of_decoders(kwargs, defaults)
         if kwargs.setdefault("output_router_logits", False):
             raise ConfigError(
                 "generate() has no place to return output_router_logits in. Leave it out, and "
@@ -525,6 +522,18 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 "decoder_drop_tokens=False, to see how they are routed."
             )
         return cast(Any, super()).generate(*args, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses continuous batching, which `generate_batch` and its context managers start.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "Continuous batching (generate_batch) is not supported: transformers' scheduler packs "
+            "prompts for a decoder alone and has no place for encoder outputs. Call generate() "
+            "with a padded batch."
+        )
 
     def prepare_inputs_for_generation(
         self,

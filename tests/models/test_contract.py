@@ -8,10 +8,12 @@ import torch
 import torch.utils._pytree as pytree
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForTextEncoding,
     DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
     PreTrainedTokenizerFast,
+    pipeline,
 )
 from transformers.exporters.utils import decompose_prefill_decode
 
@@ -189,6 +191,49 @@ def test_token_healing_is_refused_in_words_of_ours():
             match="token_healing is True, but transformers heals the prompts of decoders",
         ):
             model.generate(ids, **arguments)
+
+
+def test_what_transformers_has_for_decoders_alone_is_refused_in_words_of_ours():
+    model, ids = tiny_model(), tiny_batch()["input_ids"]
+    refused = {
+        "guidance_scale": (1.5, "guidance_scale is 1.5, but transformers computes the scores"),
+        "cache_implementation": ("quantized", "is 'quantized', but transformers has no quantized"),
+    }
+    for name, (value, message) in refused.items():
+        settings = GenerationConfig(**{name: value})
+        for arguments in ({name: value}, {"generation_config": settings}):
+            with pytest.raises(ConfigError, match=message):
+                model.generate(ids, **arguments)
+    model.generate(ids, guidance_scale=1, cache_implementation="dynamic", max_new_tokens=2)
+    with pytest.raises(ConfigError, match=r"generate_batch\) is not supported.*Call generate\(\)"):
+        model.generate_batch(ids.tolist(), max_new_tokens=3)
+
+
+def test_a_short_decoder_mask_means_the_same_as_in_t5():
+    ours, batch = tiny_model(**EQUAL_DEPTH), tiny_batch()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    inputs["decoder_input_ids"] = batch["labels"].clamp(min=2)
+    inputs["decoder_attention_mask"] = torch.tensor([[1] * 7, [0] + [1] * 6, [1] * 7, [1] * 7])
+    a, b = (model(**inputs).logits for model in (ours, as_t5(ours)))
+
+    # The first token of the second sequence sees no key, itself included.
+    seen = torch.ones(4, 11, dtype=torch.bool)
+    seen[1, 0] = False
+    close(a[seen], b[seen])
+
+
+def test_the_encoder_is_the_model_for_encoding_texts_and_for_features(tmp_path, tokenizer):
+    tiny_model().save_pretrained(tmp_path)
+    model = AutoModelForTextEncoding.from_pretrained(tmp_path)
+    assert type(model) is STMoEEncoderModel
+
+    # The pipeline takes an encoder as it takes T5's.
+    extract = pipeline("feature-extraction", model=model, tokenizer=tokenizer, device="cpu")
+    texts = ["abc", "d"]
+    features = extract(texts)
+    for text, feature in zip(texts, features, strict=True):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        close(torch.tensor(feature), model(ids).last_hidden_state)
 
 
 def test_typos_in_generate_are_refused_by_name():
