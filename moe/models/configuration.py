@@ -457,6 +457,34 @@ class STMoEConfig(PreTrainedConfig):
             return "eval_capacity_factor"
         return None
 
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Transformers' names of how each parameter is sharded over tensor-parallel ranks.
+
+        Every rank has some of the heads, of the position biases and of the hidden units; embedding,
+        head, norms and routers are whole. They are the layouts of `sharding_rules`.
+        """
+        gated = self.feed_forward_proj == "gated-gelu"
+        styles = {
+            "feed_forward.up_proj.weight": "packed_colwise" if gated else "colwise",
+            "feed_forward.down_proj.weight": "rowwise",
+            "sparse_feed_forward.experts.gate_up_proj": "packed_colwise",
+            "sparse_feed_forward.experts.up_proj": "colwise",
+            "sparse_feed_forward.experts.down_proj": "rowwise",
+            "sparse_feed_forward.experts.bias": "embedding_colwise",  # by its second dimension
+        }
+        for attention in ("self_attention", "cross_attention"):
+            for projection in ("q_proj", "k_proj", "v_proj"):
+                styles[f"{attention}.{projection}.weight"] = "colwise"
+            styles[f"{attention}.o_proj.weight"] = "rowwise"
+
+        plan: dict[str, str] = {}
+        for stack in ("encoder.stack", "decoder"):
+            plan[f"{stack}.position_bias.table"] = "rowwise"
+            for name, style in styles.items():
+                plan[f"{stack}.blocks.*.{name}"] = style
+        return plan
+
     def is_sparse_block(self, block: int, *, decoder: bool) -> bool:
         """Returns whether block number `block`, counted from 0, holds a sparse layer.
 

@@ -58,6 +58,7 @@ _READ_BY_TRANSFORMERS = {
     "torch_dtype",
 }
 
+_WRITTEN_BY_TRANSFORMERS = ("distributed_config", "quantization_config")
 _TEXTS = ("finetuning_task", "prefix", "tokenizer_class")
 _MAPPINGS = ("auto_map", "task_specific_params")
 _IMPLEMENTATIONS = (
@@ -175,7 +176,8 @@ def _suggest_misspelt(config: PreTrainedConfig, name: str) -> str:
 def _refuse_hiding(config: PreTrainedConfig, name: str) -> None:
     """Raises a ConfigError when an attribute would hide a method or property of the config."""
     of_transformers = name in _KEPT_BY_TRANSFORMERS | _READ_BY_TRANSFORMERS
-    settable = of_transformers or name.startswith("base_model_") or name in _field_names(config)
+    is_plan = name.startswith("base_model_") and name != "base_model_tp_plan"
+    settable = of_transformers or is_plan or name in _field_names(config)
     if hasattr(type(config), name) and not settable:
         raise ConfigError(
             f"{name} cannot be a field of a config.json: STMoEConfig has something of that "
@@ -249,9 +251,9 @@ def check_savable(config: PreTrainedConfig) -> None:
         if not name.startswith("_"):
             _refuse_hiding(config, name)
 
-        # Which transformers writes in a form of its own.
-        is_quantization = name == "quantization_config" and hasattr(value, "to_dict")
-        if name == "dtype" or is_quantization:
+        # What transformers writes in a form of its own, or leaves out.
+        is_written = name in _WRITTEN_BY_TRANSFORMERS and hasattr(value, "to_dict")
+        if name == "dtype" or is_written:
             continue
 
         try:

@@ -42,6 +42,7 @@ from moe.models.implementations import (
 )
 from moe.models.json_files import read_json_object
 from moe.models.quantized import warn_of_plain_experts
+from moe.models.tensor_parallel import TensorParallelMixin
 from moe.models.weight_checksums import checking_weights, forget_weight_sums, write_weight_sums
 from moe.models.weight_files import (
     check_finite,
@@ -91,7 +92,7 @@ _MODULES_WITH_WEIGHTS = (
 _ALIGNMENT = 64  # bytes
 
 
-class STMoEPreTrainedModel(PreTrainedModel):
+class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
     """Loading, saving and initialisation shared by the models.
 
     Attributes:
