@@ -15,12 +15,11 @@ from moe.distributed.sharding import (
     find_rule,
     shard_unit,
 )
-from moe.models.attention import Attention
-from moe.models.blocks import Block, FeedForward, Stack
+from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import STMoEPreTrainedModel
-from moe.sparse.layer import SparseFeedForward
+from moe.models.tensor_parallel import set_parallel_axes
 
 
 def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
@@ -134,11 +133,7 @@ def shard_model(
     distribute_parameters(model, layouts, mesh)
 
     # The ranks with which each module computes.
-    for module in model.modules():
-        if isinstance(module, SparseFeedForward):
-            module.set_parallel_axes(mesh.ep, mesh.tp)
-        elif isinstance(module, Attention | FeedForward | Stack):
-            module.tp = mesh.tp
+    set_parallel_axes(model, mesh.ep, mesh.tp)
 
     # A graph breaks where rows for other ranks are counted, and where ranks of tp draw their own
     # random numbers.

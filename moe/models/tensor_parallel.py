@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
-from moe.distributed.mesh import MeshConfig, MeshLimits, check_mesh
+from moe.distributed.mesh import ExpertAxis, MeshConfig, MeshLimits, check_mesh
 from moe.errors import ConfigError
 from moe.models.attention import Attention
 from moe.models.blocks import FeedForward, Stack
@@ -54,7 +54,7 @@ class TensorParallelMixin:
             model, distributed_config, *args, **kwargs
         )
         if mesh is not None:
-            set_parallel_groups(distributed, distributed._device_mesh["tp"].get_group())
+            set_parallel_axes(distributed, None, distributed._device_mesh["tp"].get_group())
         return distributed
 
     def _get_static_cache_init_shape(self) -> Any:
@@ -64,11 +64,11 @@ class TensorParallelMixin:
         return cast(Any, super())._get_static_cache_init_shape()
 
 
-def set_parallel_groups(model: nn.Module, tp: ProcessGroup | None) -> None:
-    """Tells the layers of a model the ranks that hold their other heads and hidden units."""
+def set_parallel_axes(model: nn.Module, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
+    """Tells the layers of a model which ranks hold their other experts, heads and hidden units."""
     for module in model.modules():
         if isinstance(module, SparseFeedForward):
-            module.set_parallel_axes(module.ep, tp)
+            module.set_parallel_axes(ep, tp)
         elif isinstance(module, Attention | FeedForward | Stack):
             module.tp = tp
 
