@@ -2,7 +2,7 @@
 
 A private name may change in any release of torch. Each function says what it is for and what torch
 offers instead, as far as it offers anything; tests/kernels/test_torch_private.py says what breaks
-when the name goes. The upper bound of torch in pyproject.toml is the last release that was tried.
+when the name goes. `python -m scripts.versions` runs these tests with the newest torch.
 """
 
 from collections.abc import Callable, Sequence
