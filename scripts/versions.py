@@ -1,0 +1,150 @@
+"""Runs the fast tests with the oldest, the pinned and the newest versions, and writes a table.
+
+    python -m scripts.versions
+    python -m scripts.versions newest --tests tests/models
+
+Each combination gets a virtual environment, made by python3.11, python3.12 or python3.13. A later
+run uses it again, and replaces the results of the tests that it runs; delete the folder to start anew.
+torch comes from the index of CPU builds, unless PIP_EXTRA_INDEX_URL names another.
+"""
+
+import json
+import os
+import subprocess
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+from packaging.requirements import Requirement
+
+from moe.cli import Parser, path, run_main
+from moe.errors import DataError
+from moe.files import write_text
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/start.md"
+PYTHONS = {"floor": "python3.11", "pinned": "python3.12", "newest": "python3.13"}
+PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "datasets", "numpy")
+OUTCOMES = ("passed", "failed", "skipped")
+CPU_INDEX = {"PIP_EXTRA_INDEX_URL": "https://download.pytorch.org/whl/cpu"}
+
+BEGIN = "<!-- versions: made by python -m scripts.versions, not by hand -->"
+END = "<!-- versions: end -->"
+
+
+def main(argv: list[str]) -> None:
+    """Makes environments, runs tests in them, and writes the table into the page."""
+    parser = Parser(prog="python -m scripts.versions", description="Tests other versions.")
+    explanation = f"which ({' '.join(PYTHONS)}; all by default)"
+    parser.add_argument("names", nargs="*", choices=[[], *PYTHONS], help=explanation)
+    parser.add_argument("--tests", type=path, nargs="+", help="files and folders (all of tests/)")
+    explanation = "folder of environments and results (runs/versions)"
+    parser.add_argument("--out", type=path, default=Path("runs/versions"), help=explanation)
+    options = parser.parse_args(argv)
+
+    out = options.out.absolute()
+    folders = {test.parent for test in ROOT.glob("tests/*/test_*.py")}
+    tests = options.tests or sorted({*folders, *ROOT.glob("tests/test_*.py")})
+    for name in options.names or PYTHONS:
+        run_tests(build_environment(out / name), tests)
+    table = version_table([out / name for name in PYTHONS if list(out.glob(f"{name}/*.xml"))])
+    write_text(PAGE, with_table(PAGE.read_text(encoding="utf-8"), table))
+    print(table)
+
+
+def build_environment(folder: Path) -> Path:
+    """Returns the Python of the environment in a folder that is named after its combination."""
+    python = folder / "environment/bin/python"
+    finished = folder / "finished"
+    if finished.exists():
+        return python
+
+    constraints = folder / "constraints.txt"
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    texts = {"floor": "\n".join(floors()), "pinned": pinned, "newest": ""}
+    write_text(constraints, texts[folder.name])
+
+    venv = [PYTHONS[folder.name], "-m", "venv", "--clear", "--upgrade-deps", python.parents[1]]
+    subprocess.run(venv, check=True)
+    pip = [python, "-m", "pip", "install", "--constraint", constraints]
+    subprocess.run([*pip, "--editable", f"{ROOT}[dev]"], check=True, env=CPU_INDEX | os.environ)
+    finished.touch()
+    return python
+
+
+def floors() -> list[str]:
+    """Returns the lowest version of each dependency in pyproject.toml, as constraints.
+
+    All bounds there are lower ones.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = list(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        declared += extra
+
+    requirements = [Requirement(text) for text in declared]
+    return [f"{r.name}{r.specifier}".replace(">=", "==") for r in requirements if r.specifier]
+
+
+def run_tests(python: Path, tests: Sequence[Path]) -> None:
+    """Runs the fast tests of each path, and writes a file of results for each."""
+    folder = python.parents[2]
+    variables = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for test in tests:
+        results = folder / f"{test.absolute().relative_to(ROOT)}.xml".replace("/", ".")
+        command = [python, "-m", "pytest", "-q", "-m", "not slow", f"--junitxml={results}"]
+        code = subprocess.run([*command, test], cwd=ROOT, env=variables).returncode
+        if code not in (0, 1, 5):  # 5: a path without fast tests
+            raise DataError(f"pytest ended with code {code} in {test}. Its output says why.")
+
+
+def version_table(folders: Sequence[Path]) -> str:
+    """Returns a row for each folder of a combination, and below them the tests that failed."""
+    head = ["", "Python", *PACKAGES, *OUTCOMES]
+    rows = [head, ["---"] * len(head)]
+    failed = []
+    for folder in folders:
+        outcomes = read_outcomes(folder)
+        counts = Counter(outcomes.values())
+        numbers = [str(counts[outcome]) for outcome in OUTCOMES]
+        rows.append([folder.name, *installed_versions(folder), *numbers])
+        failed += [f"- {folder.name}: `{test}`" for test in outcomes if outcomes[test] == "failed"]
+
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines, "", *failed]).strip()
+
+
+def read_outcomes(folder: Path) -> dict[str, str]:
+    """Returns "passed", "failed" or "skipped" for each test whose result lies in a folder."""
+    outcomes = {}
+    for results in sorted(folder.glob("*.xml")):
+        for case in ElementTree.parse(results).iter("testcase"):
+            kinds = {child.tag for child in case}
+            failed = "failed" if kinds & {"failure", "error"} else "passed"
+            test = f"{case.get('classname')}.{case.get('name')}"
+            outcomes[test] = "skipped" if "skipped" in kinds else failed
+    return outcomes
+
+
+def installed_versions(folder: Path) -> list[str]:
+    """Returns the version of an environment's Python, and those of PACKAGES."""
+    code = (
+        "import json, platform, importlib.metadata as m;"
+        f"print(json.dumps([platform.python_version(), *map(m.version, {PACKAGES})]))"
+    )
+    return json.loads(subprocess.check_output([folder / "environment/bin/python", "-c", code]))
+
+
+def with_table(page: str, table: str) -> str:
+    """Returns a page with this table between BEGIN and END."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise DataError(f"The page has no place for the table. Write the lines {BEGIN!r}, {END!r}.")
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    run_main(main, interrupted="The same command runs the tests again.")

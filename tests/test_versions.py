@@ -1,0 +1,66 @@
+"""The table of versions: what is installed at the floor, and how outcomes of tests are counted."""
+
+import tomllib
+
+import pytest
+from packaging.requirements import Requirement
+
+from moe.errors import DataError
+from scripts.versions import BEGIN, END, PAGE, ROOT, floors, read_outcomes, with_table
+
+
+def test_the_floor_holds_the_lowest_version_of_every_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = list(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        declared += extra
+    requirements = [Requirement(text) for text in declared if not text.startswith("stmoe[")]
+
+    pinned = {}
+    for line in floors():
+        name, _, version = line.partition("==")
+        pinned[name] = version
+    assert len(floors()) == len(pinned) == len(requirements)
+    for requirement in requirements:
+        assert requirement.specifier.contains(pinned[requirement.name])
+
+
+def test_no_dependency_has_an_upper_bound():
+    assert all("<" not in line for line in floors())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert all("<" not in text for text in project["dependencies"])
+
+
+def test_a_test_counts_once_and_as_failed_when_its_end_failed(tmp_path):
+    (tmp_path / "tests.sparse.xml").write_text(
+        """<testsuites><testsuite>
+        <testcase classname="tests.a" name="test_passes" />
+        <testcase classname="tests.a" name="test_skips"><skipped /></testcase>
+        <testcase classname="tests.a" name="test_fails"><failure /></testcase>
+        <testcase classname="tests.a" name="test_ends_badly" />
+        <testcase classname="tests.a" name="test_ends_badly"><error /></testcase>
+        </testsuite></testsuites>"""
+    )
+    (tmp_path / "tests.models.xml").write_text(
+        '<testsuites><testsuite><testcase classname="" name="tests.b"><error /></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert read_outcomes(tmp_path) == {
+        "tests.a.test_passes": "passed",
+        "tests.a.test_skips": "skipped",
+        "tests.a.test_fails": "failed",
+        "tests.a.test_ends_badly": "failed",
+        ".tests.b": "failed",
+    }
+
+
+def test_the_table_replaces_the_one_before_and_nothing_else():
+    page = f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe rest.\n"
+    assert with_table(page, "new") == f"# Title\n\n{BEGIN}\nnew\n{END}\n\nThe rest.\n"
+    with pytest.raises(DataError, match="no place for the table"):
+        with_table("# Title\n", "new")
+
+
+def test_the_documentation_has_a_place_for_the_table():
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page, "new").startswith(page.partition(BEGIN)[0])
