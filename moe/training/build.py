@@ -16,6 +16,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.initial_weights import draw_weights
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import mesh_limits, model_layouts, shard_model
+from moe.models.pretrained import enable_activation_checkpointing
 from moe.sparse.groups import common_num_groups, tokens_per_group
 from moe.training.recipe import Recipe
 from moe.training.step import check_groups
@@ -147,6 +148,6 @@ def _in_bfloat16(recipe: Recipe) -> bool:
 def _set_up_passes(model: STMoEForConditionalGeneration, recipe: Recipe) -> None:
     """Makes the model's passes keep activations, and be compiled, as the recipe says."""
     if recipe.training.activation_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_activation_checkpointing(model, {"use_reentrant": False})
     if recipe.training.compile:
         model.compile()

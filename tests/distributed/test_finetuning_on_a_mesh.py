@@ -14,6 +14,7 @@ from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.run_state import RunState
 from moe.checkpoint.writer import CheckpointWriter
 from moe.distributed.mesh import MeshConfig, build_mesh
+from moe.models.pretrained import enable_activation_checkpointing
 from moe.models.subsets import SUBSETS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.recipe import TrainingRecipe
@@ -32,7 +33,7 @@ def tuned(subset, slots=None, mesh=None, micro=None):
     stages.RECIPE = dataclasses.replace(stages.RECIPE, training=training)
     stage = Stage("adafactor", mesh)
     if micro is not None:
-        stage.model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_activation_checkpointing(stage.model, {"use_reentrant": False})
     selection = select_parameters(stage.model, subset)
     stage.optimizer = adafactor(stage.model)
     if slots is not None:

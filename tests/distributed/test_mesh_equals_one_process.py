@@ -18,6 +18,7 @@ from moe.data.tokenizer import SpecialIds
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.parallelize import shard_model
+from moe.models.pretrained import enable_activation_checkpointing
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.heldout_loss import HeldOut, evaluate_held_out
@@ -93,7 +94,7 @@ def build(dtype, checkpointed=False, crowded=False, **fields):
     """Returns a model in training mode, the same on each rank."""
     model = tiny_model(**{**FIELDS, **fields}).to(dtype).train()
     if checkpointed:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_activation_checkpointing(model, {"use_reentrant": False})
     if crowded:  # gates that see no more than the length of a token, which is the same for all
         for layer in model.sparse_layers():
             layer.router.gate.data[:] = 0

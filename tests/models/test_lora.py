@@ -17,6 +17,7 @@ from moe import (
     STMoEForConditionalGeneration,
     lora_config,
 )
+from moe.models.pretrained import enable_activation_checkpointing
 from tests.models.tiny import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.filterwarnings(
@@ -171,7 +172,7 @@ def test_adapters_work_under_activation_checkpointing_and_in_autocast():
     for checkpointed in (False, True):
         model = attach(tiny_model().double()).train()
         if checkpointed:
-            model.base_model.model.activation_checkpointing_enable({"use_reentrant": False})
+            enable_activation_checkpointing(model.base_model.model, {"use_reentrant": False})
         model(**tiny_batch()).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     for name, gradient in gradients[0].items():

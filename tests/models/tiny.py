@@ -1,8 +1,10 @@
 """A model small enough for any test; sizes are distinct primes."""
 
 import torch
+from transformers import PreTrainedModel
 
 from moe import STMoEConfig, STMoEForConditionalGeneration
+from moe.models.pretrained import enable_activation_checkpointing
 
 FIELDS = {
     "vocab_size": 131,
@@ -50,9 +52,7 @@ def tiny_batch(
     }
 
 
-def checkpointed(model: STMoEForConditionalGeneration, *arguments) -> STMoEForConditionalGeneration:
-    """Switches activation checkpointing on; older transformers know only the second name."""
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
-        *arguments
-    )
+def checkpointed(model: PreTrainedModel, *settings) -> PreTrainedModel:
+    """Switches activation checkpointing on."""
+    enable_activation_checkpointing(model, *settings)
     return model

@@ -7,6 +7,7 @@ import torch
 
 from moe.distributed.mesh import MeshConfig
 from moe.models.parallelize import model_layouts
+from moe.models.pretrained import enable_activation_checkpointing
 from moe.planning.activations import activations
 from moe.planning.memory import gathered_bytes
 from moe.planning.plan import build_model
@@ -53,7 +54,7 @@ def saved_bytes(workload, **fields):
     """Returns the context after a forward pass, and the model."""
     model = tiny_model(**{**FIELDS, **fields}).train()
     if workload.activation_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_activation_checkpointing(model, {"use_reentrant": False})
     ids, labels = (torch.randint(2, 211, (ROWS, length)) for length in workload.lengths)
     batch = {"input_ids": ids, "labels": labels}
     if workload.masked:

@@ -8,6 +8,7 @@ import torch
 
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.parallelize import shard_model
+from moe.models.pretrained import enable_activation_checkpointing
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.planning.activations import activations
@@ -133,7 +134,7 @@ def prepare(case):
     """Returns a model in training mode, its recipe and its workload."""
     model = tiny_model(**{**FIELDS, **case.fields}).train()
     if case.checkpointed:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_activation_checkpointing(model, {"use_reentrant": False})
     precision = "bfloat16" if case.bfloat16 else "float32"
     recipe = PretrainRecipe(
         optim=OptimRecipe(lr=0.1, warmup_steps=1, max_grad_norm=0.5),

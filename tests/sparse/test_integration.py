@@ -17,6 +17,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import moe
 from moe import ConfigError, DataError, SparseConfig, SparseFeedForward, summarize
+from moe.models.pretrained import enable_activation_checkpointing
 from moe.sparse.integration import (
     SparseFeedForwardAdapter,
     collect_routers,
@@ -365,7 +366,7 @@ def test_activation_checkpointing_changes_no_loss_no_statistic_and_no_gradient()
     recomputations = []
     layer = model.encoder.block[1].layer[-1].DenseReluDense.sparse
     layer.register_forward_pre_hook(lambda *_: recomputations.append(1))
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    enable_activation_checkpointing(model, {"use_reentrant": False})
     checkpointed = step_of(model, *batch)
     assert len(recomputations) == 2
     torch.testing.assert_close(checkpointed, kept, rtol=0, atol=0)
@@ -374,7 +375,7 @@ def test_activation_checkpointing_changes_no_loss_no_statistic_and_no_gradient()
 
 def test_closing_the_context_before_a_backward_pass_that_recomputes_is_refused():
     model, (ids, mask, labels) = sparse_t5().train(), t5_batch()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    enable_activation_checkpointing(model, {"use_reentrant": False})
     with (
         pytest.raises(
             ConfigError,
@@ -394,7 +395,7 @@ def test_without_a_mask_or_without_checkpointing_the_backward_pass_may_come_late
     with collect_routers(model.encoder, token_mask=mask) as routers:
         loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss + router_loss(routers)
     loss.backward()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    enable_activation_checkpointing(model, {"use_reentrant": False})
     with collect_routers(model) as routers:
         loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss + router_loss(routers)
     loss.backward()
@@ -403,7 +404,7 @@ def test_without_a_mask_or_without_checkpointing_the_backward_pass_may_come_late
 
 def test_reentrant_checkpointing_is_refused_because_the_losses_would_have_no_gradient():
     model, (ids, mask, labels) = sparse_t5().train(), t5_batch()
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    enable_activation_checkpointing(model, {"use_reentrant": True})
     with (
         pytest.raises(ConfigError, match="set use_reentrant=False"),
         collect_routers(model.encoder, token_mask=mask),
@@ -465,9 +466,7 @@ def with_adapters(layer):
     )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script_method.*:DeprecationWarning"
-)  # torch's own affair
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")  # torch's own affair
 @pytest.mark.parametrize("wrap", [with_adapters, checkpoint_wrapper, torch.compile])
 def test_a_slot_takes_a_sparse_layer_that_something_wraps(wrap):
     layer = SparseFeedForward(
