@@ -82,7 +82,7 @@ def test_a_form_that_cannot_run_is_a_line_of_the_table(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 def test_the_compiled_layer_gives_what_the_layer_gives(monkeypatch):
     monkeypatch.setitem(CASES, 0, Case(64, 32, 48, 8, 2))
     problem = build_problem(CASES[0], torch.float32, CPU)

@@ -111,7 +111,7 @@ def test_no_rows_and_small_products_are_plain():
     assert torch.equal(linear(x, weight), F.linear(x, weight))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_torch_func_and_the_tracer_see_a_plain_product():
     x, weight = large(83, 131), large(103, 131, seed=1)
     close(

@@ -36,7 +36,7 @@ def test_without_it_a_product_inside_torch_func_would_have_no_gradient():
     assert not torch_private.is_in_functorch()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_without_it_a_traced_product_would_be_a_constant():
     seen = []
 

@@ -351,9 +351,7 @@ def test_static_dispatch_is_one_graph_in_training_too_and_knows_the_capacity_of_
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.script_method.*:DeprecationWarning"
-)  # both are torch's own affair
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")  # both are torch's own affair
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_code_made_by_the_compiler_computes_what_the_plain_layer_does(dispatch, fresh_compiler):

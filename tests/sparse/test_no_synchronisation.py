@@ -98,7 +98,7 @@ def test_a_row_for_every_choice_of_few_tokens(shape, as_on_a_gpu):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
 def test_the_path_of_a_gpu_compiles_into_one_graph(as_on_a_gpu, fresh_compiler):
     """As on a Hopper GPU in bfloat16: grouped products, and what stands between them."""

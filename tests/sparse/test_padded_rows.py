@@ -93,7 +93,7 @@ def test_a_plan_that_refuses_all_has_no_row():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 @pytest.mark.parametrize(
     ("dtype", "d_model", "d_ff", "compiler"),
     [

@@ -98,7 +98,7 @@ def test_randomness_is_a_function_of_seed_and_step():
     assert float(first.ce_loss) != float(later.ce_loss)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_passes_are_compiled_when_the_recipe_says_so(compiled):
     # That compiled passes give the same numbers is tested in tests/models/.
