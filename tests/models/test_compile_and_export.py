@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.export import Dim, export, load, save
 from transformers import EncoderDecoderCache, StaticCache
+from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
+from transformers.exporters.utils import decompose_prefill_decode
 
 from tests.models.tiny import DENSE, checkpointed, tiny_batch, tiny_model
 
@@ -203,12 +205,7 @@ def test_the_encoder_is_exported_alone():
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:`treespec.children_specs` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_transformers_own_exporter_takes_both_stages_of_a_sparse_models_generation():
-    # Some releases of transformers import torch.jit.script with their exporters.
-    from transformers.exporters.exporter_dynamo import DynamoConfig, DynamoExporter
-    from transformers.exporters.utils import decompose_prefill_decode
-
     model = tiny_model(num_layers=1, num_decoder_layers=1)
     inputs = {name: tiny_batch()[name] for name in ("input_ids", "attention_mask")}
     for stage, given in decompose_prefill_decode(model, inputs).values():
