@@ -92,9 +92,15 @@ class _IndexUnpickler(pickle._Unpickler):
 class _Reader(FileSystemReader):
     """torch's reader of checkpoints, with an index that cannot run anything."""
 
+    index_error: CheckpointError | None = None
+
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Returns the index."""
-        index = read_index(Path(self.path))
+        """Returns the index; keeps the reason why it cannot, which torch 2.11 loses."""
+        try:
+            index = read_index(Path(self.path))
+        except CheckpointError as error:
+            self.index_error = error
+            raise
         index.storage_meta = StorageMeta(load_id=self.load_id)
         return index
 
@@ -147,12 +153,13 @@ def read_into(path: Path, tensors: dict[str, Tensor]) -> None:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        reader = _Reader(path)
         try:
-            load(tensors, storage_reader=_Reader(path))
+            load(tensors, storage_reader=reader)
         except CheckpointException as failed:
             rank, error = cause_of(failed)
             raise CheckpointError(
-                f"{path} could not be read: rank {rank} failed with {error!r}."
+                f"{path} could not be read: rank {rank} failed with {reader.index_error or error!r}."
             ) from failed
 
 
