@@ -40,6 +40,7 @@ def tp_random_numbers(
     return _own_random_numbers(group, device)
 
 
+@torch.compiler.disable()
 @contextlib.contextmanager
 def _own_random_numbers(group: ProcessGroup, device: torch.device) -> Iterator[None]:
     seed = int(torch.randint(_MAX_SEED, (), device="cpu")) + dist.get_rank(group)
