@@ -1,8 +1,8 @@
-"""Random numbers of tensor-parallel ranks: their own where they hold shards, the same elsewhere.
+"""Random numbers on tensor-parallel ranks: independent for shards, equal for everything else.
 
-Ranks of `tp` see the same tokens, so that their default generators have the same state: what every
-one of them computes, such as the dropout of the residual stream, drops the same numbers. Of hidden
-units and heads each rank has others, which must not be dropped together.
+Ranks of `tp` see the same tokens, and their default generators have the same state, so that the
+residual stream's dropout is equal on all of them. Each rank holds other hidden units and attention
+heads, whose dropout must be independent.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ _MAX_SEED = 2**62
 def tp_random_numbers(
     group: ProcessGroup | None, device: torch.device, rate: float
 ) -> AbstractContextManager[None]:
-    """Returns a context in which each tensor-parallel rank draws numbers of its own.
+    """Returns a context in which each tensor-parallel rank draws its own random numbers.
 
-    Its seed is one number of the CPU's default generator plus the rank. Behind the context
-    generators are where that one draw left them, on all ranks alike. So there is no further state
-    to save: activation checkpointing and a resumed run, which restore or seed the default
-    generators, draw the same again. A compiled graph breaks here.
+    A rank seeds its default generators with one draw of the CPU's generator plus its rank, and
+    restores them afterwards. So all ranks leave the context in the same state, and no further state
+    has to be saved: activation checkpointing and resumed runs, which restore or seed the default
+    generators, draw the same numbers again. torch.compile breaks the graph here.
 
     Args:
-        group: Tensor-parallel ranks; None for one process, which draws as it does without this.
-        device: Where the numbers are drawn.
-        rate: Dropout inside the context; 0 draws nothing.
+        group: Tensor-parallel ranks; None for one process, for which nothing changes.
+        device: Device of the activations.
+        rate: Dropout rate inside the context; 0 changes nothing.
 
     Source:
-        Megatron-LM `CudaRNGStatesTracker.fork`. Differs: the tracker keeps a generator state for
-        each rank, which checkpoints must hold.
+        Megatron-LM `CudaRNGStatesTracker.fork`. Differs: the tracker keeps a second generator
+        state on each rank, which checkpoints have to hold.
     """
     if group is None or not rate:
         return contextlib.nullcontext()

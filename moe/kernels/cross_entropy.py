@@ -42,8 +42,8 @@ def vocabulary_losses(
     Args:
         logits: <any float>[N, V]; all sums are taken in float32, or float64.
         labels: <int64>[N] below V; any token where `is_target` is False.
-        is_target: <bool>[N]; the others add nothing and get a gradient of zero, whatever their
-            logits are. torch's `ignore_index` gives NaN as the gradient of rows that hold NaN.
+        is_target: <bool>[N]; the other rows add nothing and get a gradient of zero, whatever their
+            logits are. With torch's `ignore_index` a row that holds NaN gets a gradient of NaN.
         label_smoothing: Probability that a target gives to all V tokens in equal parts.
     """
     if is_plain(logits):
@@ -104,8 +104,8 @@ class _VocabularyLosses(torch.autograd.Function):
             if out is None:
                 here.copy_(piece)
 
-        # Rows without a target may hold NaN, so that no factor of 0 would do. Where they lie is
-        # known to a CPU alone; other devices would have to be waited for.
+        # Rows without a target may hold NaN, which a factor of 0 would keep. Listing these rows is
+        # cheaper than a mask, but would make the CPU wait for a GPU.
         if logits.device.type == "cpu":
             (ignored_rows,) = torch.nonzero(~is_target, as_tuple=True)
             d_logits.index_fill_(0, ignored_rows, 0)
@@ -118,7 +118,7 @@ def _plain_losses(
     logits: Tensor, labels: Tensor, is_target: Tensor, label_smoothing: float
 ) -> VocabularyLosses:
     """Returns both sums by operations that compilers, tracers and shards know."""
-    # NaN in a row without a target would reach its gradient through any factor.
+    # The gradient of a row that holds NaN would be NaN, even times 0.
     logits = logits.masked_fill(~is_target[:, None], 0)
     _, cross_entropy, z = _losses_of_rows(_widened(logits), labels, label_smoothing)
     return VocabularyLosses(

@@ -125,8 +125,8 @@ def build_adamw(
     check_number("beta2 of adamw", beta2, least=0, below=1)
     check_number("epsilon of adamw", epsilon, least=0)
 
-    # torch would keep `batch_dims` in the group, and in every checkpoint. Its fused operation takes
-    # shards or whole parameters, not both: on a mesh of `tp` alone some parameters are whole.
+    # torch would keep `batch_dims` in the group, and in every checkpoint. Its fused operation does
+    # not take shards and whole parameters together, and a mesh of `tp` alone has both.
     parameters: list[dict[str, Any]] = []
     for group in groups:
         shards = [p for p in group["params"] if isinstance(p, DTensor)]

@@ -67,14 +67,14 @@ NUMBERS = st.sampled_from([-math.inf, math.inf, math.nan, *range(-3, 4)])
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     plain=st.booleans(),
 )
-def test_infinite_and_nan_logits_give_what_torch_gives_of_the_targets(
+def test_infinite_and_nan_logits_give_the_loss_and_gradient_of_torch_on_the_targets(
     rows, z_weight, smoothing, dtype, plain
 ):
     logits = torch.tensor([row for row, _, _ in rows]).to(dtype).requires_grad_()
     labels = torch.tensor([label for _, label, _ in rows])
     is_target = torch.tensor([is_target for _, _, is_target in rows])
 
-    # Rows that are no target are left out of the oracle, and so get zeros.
+    # The oracle leaves out rows without a target, whose gradient is zero.
     wide = logits.detach().float().requires_grad_()
     losses = cross_entropy._plain_losses if plain else vocabulary_losses
     ours = losses(logits, labels, is_target, smoothing)
@@ -83,11 +83,11 @@ def test_infinite_and_nan_logits_give_what_torch_gives_of_the_targets(
     (expected,) = torch.autograd.grad(theirs[0] + z_weight * theirs[1], wide)
     torch.testing.assert_close(ours.cross_entropy, theirs[0], equal_nan=True)
     torch.testing.assert_close(gradient, expected.to(dtype), equal_nan=True)
-    if not theirs[0].isnan():  # else no logsumexp is finite either, or one is NaN
+    if not theirs[0].isnan():  # else some logsumexp is not finite
         torch.testing.assert_close(ours.z, theirs[1])
 
 
-def test_a_label_that_is_impossible_costs_infinity_and_has_the_gradient_of_torch():
+def test_a_label_of_probability_zero_costs_infinity_and_has_the_gradient_of_torch():
     logits = torch.tensor([[-math.inf, 0.0, 1.0]], requires_grad=True)
     labels = torch.tensor([0])
     sums = vocabulary_losses(logits, labels, torch.tensor([True]))
