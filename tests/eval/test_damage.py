@@ -325,5 +325,7 @@ def test_a_tokenizer_whose_pattern_backtracks_without_end_is_one_error(folders, 
     file.write_text(json.dumps(content))
 
     request = Request("0", "a" * 60 + "!", ())
-    with pytest.raises(CheckpointError, match=r"The tokenizer of .*model failed on a text: .*retry-limit"):
+    with pytest.raises(
+        CheckpointError, match=r"The tokenizer of .*model failed on a text: .*retry-limit"
+    ):
         load_seq2seq(folder).tokenize([request], 512)
