@@ -24,6 +24,7 @@ import torch
 
 from benchmarks import small_run
 from moe.cli import run_main
+from moe.opening import open_to_write
 from moe.parsing import read_json_lines
 from moe.training.metrics import METRICS_FILE
 
@@ -136,7 +137,7 @@ def _run(
     variables: dict[str, str],
 ) -> None:
     """Runs a rank in a process of its own."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    file = open_to_write(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(variables)

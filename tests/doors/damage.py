@@ -98,6 +98,18 @@ def loop(path: Path) -> None:
     path.symlink_to(path)
 
 
+def pipe(path: Path) -> None:
+    """Puts a pipe there that nobody writes to."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def zeros(path: Path) -> None:
+    """Puts a link there to a device that never ends."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 def file(path: Path) -> None:
     """Puts a file where a folder was."""
     shutil.rmtree(path)
@@ -230,6 +242,8 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
         folder,
         dangling,
         loop,
+        pipe,
+        zeros,
         file,
         gone,
         emptied,
@@ -257,6 +271,40 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
         torch_nan,
         torch_code,
     )
+}
+
+
+def plant(root: Path, name: str, kind: str) -> None:
+    """Puts something of the user's under a name that the library uses for itself.
+
+    Args:
+        root: Folder in which the user's folder `mine` is made.
+        name: Where it is put, below `root`.
+        kind: What is put there, one of PLANTED.
+    """
+    mine = root / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work", encoding="utf-8")
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "file":
+        path.write_text("years of work", encoding="utf-8")
+    elif kind == "folder":
+        shutil.copytree(mine, path)
+    else:
+        path.symlink_to(root / PLANTED[kind])
+
+
+PLANTED = {
+    "pipe": "",
+    "file": "",
+    "folder": "",
+    "folder_link": "mine",
+    "file_link": "mine/thesis.txt",
+    "dangling_link": "mine/nowhere",
+    "null_link": "/dev/null",
 }
 
 

@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -16,6 +17,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moe.cli import run_main
 from moe.errors import MoEError
 from tests.doors.damage import DAMAGE, MARKER, edit
 
@@ -30,6 +32,8 @@ _BARE = re.compile(
     r"\b(Key|Type|Attribute|Index|Value|Runtime|UnicodeDecode|UnicodeEncode|Recursion|Overflow|Memory|Assertion)Error\b"
     r"|Traceback"
 )
+
+_RAW_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 GOOD = ("clear", "accepted")
 BAD = ("unclear", "traceback", "hang", "silent", "damage")
@@ -128,10 +132,9 @@ def try_case(case: Case, workspace: Path) -> Outcome:
 
 
 def command(module: Any, argv: list[str]) -> None:
-    """Runs a command as the shell does, and raises what it would show."""
-    main_file = module.__name__
-    assert hasattr(module, "main"), main_file
-    module.main(argv)
+    """Runs a command as the shell does."""
+    sys.argv = [module.__name__, *argv]
+    run_main(module.main)
 
 
 def spoiler(
@@ -160,8 +163,11 @@ def restore(workspace: Path) -> None:
 
 
 def _knock(case: Case, place: Place) -> tuple[str, str]:
-    """Returns how the door answered: accepted, refused, traceback or hang; and what it said."""
-    out, err = io.StringIO(), io.StringIO()
+    """Returns how the door answered: accepted, refused, traceback or hang; and what it said.
+
+    A command shows no traceback of an exception that it did not expect, which counts as one here.
+    """
+    out, err = _Output(), _Output()
     try:
         with _surroundings(place.own), redirect_stdout(out), redirect_stderr(err):
             result = case.knock(place)
@@ -172,15 +178,32 @@ def _knock(case: Case, place: Place) -> tuple[str, str]:
             return "traceback", repr(error)
         return "refused", str(error)
     except SystemExit as end:
-        said = err.getvalue() + out.getvalue()
         if end.code in (None, 0):
-            return "accepted", said
-        return "refused", said
+            return "accepted", err.text() + out.text()
+        if _RAW_CONTROL.search(err.text() + out.text()):
+            return "traceback", f"control characters are shown raw: {err.text()!r}"
+        message = err.text().rpartition("error: ")[2] or out.text()
+        return ("traceback" if message.startswith("unexpected ") else "refused"), message
     except Hang:
         return "hang", f"after {SECONDS} seconds of work or {PATIENCE} of waiting"
     except Exception as error:
         return "traceback", f"{_where(error)}: {type(error).__name__}: {error}"
-    return "accepted", out.getvalue()[-300:] or type(result).__name__
+    if _RAW_CONTROL.search(err.text() + out.text()):
+        return "traceback", f"control characters are shown raw: {out.text()!r}"
+    return "accepted", out.text()[-300:] or type(result).__name__
+
+
+class _Output(io.TextIOWrapper):
+    """What a command prints, in a stream like that of a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
+
+    def text(self) -> str:
+        self.flush()
+        buffer = self.buffer
+        assert isinstance(buffer, io.BytesIO)
+        return buffer.getvalue().decode()
 
 
 def _judge(case: Case, kind: str, text: str) -> tuple[str, str]:
@@ -289,6 +312,8 @@ def _hash(entry: "os.DirEntry[str]") -> str:
     if entry.is_symlink():
         return f"link to {os.readlink(entry.path)}"  # noqa: PTH115
     facts = entry.stat(follow_symlinks=False)
+    if not stat.S_ISREG(facts.st_mode):
+        return "pipe"
     key = (entry.path, facts.st_size, facts.st_mtime_ns, facts.st_ino)
     if key not in _HASHES:
         with open(entry.path, "rb") as file:  # noqa: PTH123
