@@ -12,8 +12,8 @@ the bytes. An all-gather is a reduce-scatter run backwards and takes as long.
 Next: `network_table` shows it, `network_search` compares meshes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -227,6 +227,24 @@ class _Built(NamedTuple):
     unfit: dict[str, str]
 
 
+class Question(NamedTuple):
+    """What the time of a call depends on, on one network.
+
+    Attributes:
+        ranks: Bytes of the ranks of all groups, in order.
+        layout: How a group lies.
+        method: How the collective is carried out.
+        payload_bytes: Of a call.
+        payload_range: Payloads between which it is interpolated; None for no range.
+    """
+
+    ranks: bytes
+    layout: str
+    method: Method
+    payload_bytes: float
+    payload_range: tuple[float, float] | None
+
+
 class NetworkTimer:
     """Times collectives on a network; equal questions are answered once.
 
@@ -234,6 +252,8 @@ class NetworkTimer:
         network: Where.
         placement: How the mesh stands on it.
         dead: Ranks of the network that have failed.
+        known: Answers that timers of other placements share, on the same network with the same
+            ranks dead.
     """
 
     def __init__(
@@ -241,8 +261,10 @@ class NetworkTimer:
         network: Network,
         placement: Placement,
         dead: Iterable[int] = (),
+        known: dict[Question, TimedCollective] | None = None,
     ) -> None:
         self.network = network
+        self._known = {} if known is None else known
         self.placement = placement
         self.dead = frozenset(dead)
         self.topology = network.topology.without(self.dead) if self.dead else network.topology
@@ -253,6 +275,11 @@ class NetworkTimer:
 
     def plan(self, collectives: Sequence[Collective]) -> NetworkPlan:
         """Returns the time of all collectives of an update."""
+        parts = tuple(self.parts(collectives))
+        return NetworkPlan(self.network, self.placement, self.dead, parts)
+
+    def parts(self, collectives: Sequence[Collective]) -> Iterator[TimedCollective]:
+        """Yields the collectives of an update with their times; each is simulated when it is due."""
         # Payloads of equal groups and methods lie in common ranges.
         payloads: dict[tuple[str, Method], list[float]] = {}
         for collective in collectives:
@@ -261,8 +288,8 @@ class NetworkTimer:
         self._ranges = {key: _payload_ranges(sizes) for key, sizes in payloads.items()}
 
         # Each by itself: they follow each other.
-        parts = tuple(self.time(collective) for collective in collectives)
-        return NetworkPlan(self.network, self.placement, self.dead, parts)
+        for collective in collectives:
+            yield self.time(collective)
 
     def groups(self, axis: str) -> Groups:
         """Returns the groups of an axis."""
@@ -276,6 +303,28 @@ class NetworkTimer:
         Raises:
             ConfigError: When no algorithm fits, or the network has no path left.
         """
+        question = self._question(collective)
+        if question not in self._known:
+            self._known[question] = self._best(collective)
+        groups = self.groups(collective.axis)
+        return replace(self._known[question], collective=collective, groups=groups)
+
+    def _question(self, collective: Collective) -> Question:
+        """Returns what the time of a call depends on."""
+        groups = self.groups(collective.axis)
+        method = METHODS[collective.kind]
+        payload = collective.payload_bytes
+        ranges = self._ranges.get((collective.axis, method), [])
+        return Question(
+            ranks=groups.ranks[np.argsort(groups.ranks[:, 0])].tobytes(),
+            layout=groups.description,
+            method=method,
+            payload_bytes=payload,
+            payload_range=next((ends for ends in ranges if ends[0] <= payload <= ends[1]), None),
+        )
+
+    def _best(self, collective: Collective) -> TimedCollective:
+        """Returns a collective with the best algorithm and its time."""
         # The lowest estimates first, until nothing may win.
         best: Timing | None = None
         compared = []

@@ -1,31 +1,37 @@
 """Which mesh, how placed, with which schedules: the exploration of DDL on any network.
 
 Every mesh that fits, and every way to place it with tiles, has a cost by a formula: each axis of the
-network in turn, the payload smaller after each. The best few are then timed as a whole plan, with
-the schedules that are best for them.
+network in turn, the payload smaller after each. In the order of this cost they are timed as a whole
+plan, with the schedules that are best for them, until no other can be faster: a mesh needs at least
+the time in which all links together carry what any schedule must send.
 
 Source:
     PowerAI DDL (arXiv:1708.02188): learners as a grid, cost by dimension, and a mode that explores.
     Differs: the dimensions are those of the network, and what is explored are meshes and placements.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from moe.distributed.mesh import MeshConfig
+from moe.errors import ConfigError
+from moe.network.schedule import IntArray
 from moe.network.topology import Topology
 from moe.network.topology_file import Network
-from moe.planning.network import NetworkPlan, NetworkTimer
+from moe.planning.network import NetworkTimer, Question, TimedCollective
 from moe.planning.network_placement import Groups, Placement, all_placements
 from moe.planning.plan import Plan
 from moe.planning.table import show_bytes
 from moe.planning.traffic import ALL_REDUCE, ALL_TO_ALL, Collective
 
-NUM_TIMED = 3
-"""Plans that are simulated: each takes seconds on 1,024 chips."""
-
 _MOST_SHOWN = 10
+
+BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,14 @@ class Suggestion:
         plan: The mesh and what it needs.
         placement: Where it stands.
         estimate: Seconds of all collectives by the formula.
-        timed: The plan with simulated times; None where the estimate was too long.
+        seconds: Simulated seconds of all collectives; None where it does not fit or is slower than
+            another.
     """
 
     plan: Plan
     placement: Placement
     estimate: float
-    timed: NetworkPlan | None = None
+    seconds: float | None = None
 
 
 def suggest_on_network(
@@ -53,36 +60,80 @@ def suggest_on_network(
 ) -> list[Suggestion]:
     """Returns every mesh with its best placement, the best first.
 
-    Those that fit into memory come first; of these the few with the lowest estimates are timed and
-    come first of all, by their time.
+    Meshes that fit into memory come first. They and all their placements are simulated in the order
+    of the formula, each until it is clear that another is faster; so nothing that fits is faster
+    than the first. Those that were simulated to the end come first, by their time, then the others,
+    by the formula.
 
     Args:
         plans: Meshes of so many ranks as the network has, or fewer.
         network: Where.
         memory: Bytes of a device.
         dead: Ranks of the network that have failed.
+
+    Raises:
+        ConfigError: When no mesh that fits has a way around the dead ranks.
     """
-    # The best placement of each mesh, by the formula.
-    suggestions = []
+    # Every way to place each mesh, the lowest cost by the formula first.
+    placed = []
     for plan in plans:
-        placed = [_estimated(plan, placement, network) for placement in _placements(plan, network)]
-        suggestions.append(min(placed, key=_by_estimate))
-    suggestions.sort(key=_by_estimate)
-    fitting = [item for item in suggestions if item.plan.memory <= memory]
-    others = [item for item in suggestions if item.plan.memory > memory]
+        for placement in all_placements(plan.mesh, network.topology):
+            placed.append(_estimated(plan, placement, network))
+    placed.sort(key=_by_estimate)
 
-    # The best few that fit, with simulated times.
-    timed = []
-    for item in fitting[:NUM_TIMED]:
-        timer = NetworkTimer(network, item.placement, dead)
-        times = timer.plan(item.plan.collectives)
-        timed.append(Suggestion(item.plan, item.placement, item.estimate, times))
-    timed.sort(key=_by_time)
-    return timed + fitting[NUM_TIMED:] + others
+    # The fastest placement of each mesh; of those that were not simulated the first by the formula.
+    bounds = LowerBounds(network.topology, dead)
+    known: dict[Question, TimedCollective] = {}
+    fastest = math.inf
+    best: dict[MeshConfig, Suggestion] = {}
+    unfit: ConfigError | None = None
+    for item in placed:
+        mesh = item.plan.mesh
+        if item.plan.memory <= memory:
+            try:
+                seconds = _seconds_below(fastest, item, network, bounds, known)
+            except ConfigError as error:  # no way around the dead ranks
+                unfit = error
+                continue
+            item = replace(item, seconds=seconds)
+            fastest = fastest if seconds is None else min(fastest, seconds)
+        if mesh not in best or _preference(item, memory) < _preference(best[mesh], memory):
+            best[mesh] = item
+    if unfit is not None and math.isinf(fastest):
+        raise unfit
+    return sorted(best.values(), key=lambda item: _preference(item, memory))
 
 
-def _placements(plan: Plan, network: Network) -> Iterable[Placement]:
-    return all_placements(plan.mesh, network.topology)
+def _preference(item: Suggestion, memory: int) -> tuple[bool, float, float]:
+    seconds = math.inf if item.seconds is None else item.seconds
+    return item.plan.memory > memory, seconds, item.estimate
+
+
+def _seconds_below(
+    limit: float,
+    item: Suggestion,
+    network: Network,
+    bounds: "LowerBounds",
+    known: dict[Question, TimedCollective],
+) -> float | None:
+    """Returns the simulated seconds of all collectives; None when they are not below a limit.
+
+    What is not simulated yet counts with its lower bound, so that most end early.
+    """
+    least = {}
+    for collective in item.plan.collectives:
+        least[collective] = bounds.seconds(collective, item.placement)
+    seconds = sum(least.values())
+    if seconds >= limit:
+        return None
+
+    # The longest first: they decide.
+    timer = NetworkTimer(network, item.placement, bounds.dead, known)
+    for part in timer.parts(sorted(least, key=least.__getitem__, reverse=True)):
+        seconds += part.seconds - least[part.collective]
+        if seconds >= limit:
+            return None
+    return seconds
 
 
 def _estimated(plan: Plan, placement: Placement, network: Network) -> Suggestion:
@@ -144,13 +195,133 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
     return (latency + sending) * collective.num_calls
 
 
+# ---------------------------------------------------------------------------
+# Lower bounds
+
+
+class _Cut(NamedTuple):
+    """A way to count what crosses links: every message adds its distance times its bytes.
+
+    Attributes:
+        positions: <int64>[ranks, axes] where each rank lies.
+        periods: Ranks of each axis whose ends are joined; 0 for others.
+        farthest: Largest distance that counts: 1 when positions only say what lies together.
+        bandwidth: Bytes a second of all links that are counted, together.
+    """
+
+    positions: IntArray
+    periods: tuple[int, ...]
+    farthest: int
+    bandwidth: float
+
+    def distance(self, members: IntArray, others: IntArray) -> IntArray:
+        """Returns <int64>[...] links of the cut between ranks, at least."""
+        total = np.zeros(np.broadcast_shapes(members.shape, others.shape), np.int64)
+        for axis, period in enumerate(self.periods):
+            along = np.abs(self.positions[members, axis] - self.positions[others, axis])
+            total += np.minimum(along, period - along) if period else along
+        return np.minimum(total, self.farthest)
+
+
+class LowerBounds:
+    """Seconds that collectives need at least, with any schedule.
+
+    The live links together carry every byte as far as it must go. A sum reaches all ranks of a
+    group along a tree, so it crosses no less than the shortest tree that spans the group; an
+    exchange goes from each rank to each.
+
+    Args:
+        topology: The whole network.
+        dead: Ranks that have failed.
+    """
+
+    def __init__(self, topology: Topology, dead: Iterable[int] = ()) -> None:
+        self.dead = frozenset(dead)
+        self._cuts = list(_cuts(topology.without(self.dead)))
+        self._known: dict[tuple[bytes, int, bool], float] = {}
+
+    def seconds(self, collective: Collective, placement: Placement) -> float:
+        """Returns the least seconds of all calls of a collective."""
+        ranks = placement.groups(collective.axis).ranks
+        ranks = ranks[np.argsort(ranks[:, 0])]
+        is_exchange = collective.kind == ALL_TO_ALL
+        key = (ranks.tobytes(), ranks.shape[1], is_exchange)
+        if key not in self._known:
+            self._known[key] = max(self._of_one_byte(ranks, is_exchange, cut) for cut in self._cuts)
+        rounds = 2 if collective.kind == ALL_REDUCE else 1
+        return rounds * collective.payload_bytes * self._known[key] * collective.num_calls
+
+    def _of_one_byte(self, ranks: IntArray, is_exchange: bool, cut: _Cut) -> float:
+        """Returns the seconds of a payload of one byte, in one direction."""
+        is_live = ~np.isin(ranks, list(self.dead))
+        measure = _exchange_distance if is_exchange else _tree_distance
+        if not is_live.all():
+            return measure(ranks, is_live, cut) / cut.bandwidth
+
+        # Without holes all groups lie alike.
+        return measure(ranks[:1], is_live[:1], cut) * len(ranks) / cut.bandwidth
+
+
+def _cuts(topology: Topology) -> Iterator[_Cut]:
+    """Yields the cuts of a network: links of a grid, of each axis too, or what leaves ranks and nodes."""
+    links = topology.links
+    ranks = np.arange(topology.num_ranks)
+    if topology.shape and not topology.switched:
+        positions = np.stack(np.unravel_index(ranks, topology.shape), axis=1)
+        sizes = zip(topology.shape, topology.wraps, strict=True)
+        periods = tuple(size if wraps else 0 for size, wraps in sizes)
+        farthest = sum(topology.shape)
+        yield _Cut(positions, periods, farthest, float(links.bandwidth.sum()))
+        for axis, period in enumerate(periods):
+            along = positions[:, axis : axis + 1]
+            is_along = along[links.source, 0] != along[links.destination, 0]
+            if is_along.any():
+                yield _Cut(along, (period,), farthest, float(links.bandwidth[is_along].sum()))
+        return
+
+    leaves_rank = links.source < topology.num_ranks
+    yield _Cut(ranks[:, None], (0,), 1, float(links.bandwidth[leaves_rank].sum()))
+    if len(topology.shape) > 1:
+        nodes = ranks // topology.shape[-1]
+        leaves_node = links.destination == topology.num_nodes - 1
+        yield _Cut(nodes[:, None], (0,), 1, float(links.bandwidth[leaves_node].sum()))
+
+
+def _tree_distance(ranks: IntArray, is_live: BoolArray, cut: _Cut) -> float:
+    """Returns the length of the shortest trees that span the live ranks of each group, added up.
+
+    Args:
+        ranks: <int64>[groups, size] ranks of the network.
+        is_live: <bool>[groups, size] those that are spanned.
+        cut: What is counted.
+    """
+    # Prim's algorithm for all groups at once: each time the nearest rank outside joins the tree.
+    rows = np.arange(len(ranks))
+    is_outside = is_live.copy()
+    distance = np.full(ranks.shape, np.inf)
+    joining = is_outside.argmax(axis=1)
+    total = 0.0
+    for _ in range(ranks.shape[1] - 1):
+        is_outside[rows, joining] = False
+        joined = ranks[rows, joining][:, None]
+        distance = np.minimum(distance, cut.distance(ranks, joined))
+        nearest = np.where(is_outside, distance, np.inf)
+        joining = nearest.argmin(axis=1)
+        total += float(nearest[rows, joining][is_outside.any(axis=1)].sum())
+    return total
+
+
+def _exchange_distance(ranks: IntArray, is_live: BoolArray, cut: _Cut) -> float:
+    """Returns how far the parts of an exchange between live ranks go, of a payload of one byte."""
+    total = 0
+    for member in range(ranks.shape[1]):
+        distance = cut.distance(ranks, ranks[:, member : member + 1])
+        total += int((distance * is_live * is_live[:, member : member + 1]).sum())
+    return total / ranks.shape[1] ** 2
+
+
 def _by_estimate(item: Suggestion) -> float:
     return item.estimate
-
-
-def _by_time(item: Suggestion) -> float:
-    assert item.timed is not None
-    return item.timed.seconds
 
 
 def show_network_suggestions(
@@ -174,7 +345,7 @@ def show_network_suggestions(
         plan = item.plan
         mesh = plan.mesh
         fits = "yes" if plan.memory <= memory else "no"
-        seconds = "" if item.timed is None else f"{item.timed.seconds:.3g}"
+        seconds = "" if item.seconds is None else f"{item.seconds:.3g}"
         sizes = f"{mesh.dp_replicate:>12}{mesh.dp_shard:>10}{mesh.ep:>6}{mesh.tp:>6}"
         needs = f"{plan.workload.rows_of_pass(mesh):>11}{show_bytes(plan.memory):>13}{fits:>6}"
         lines.append(f"{sizes}{needs}{item.estimate:>10.3g}{seconds:>10}  {item.placement}")
@@ -182,8 +353,7 @@ def show_network_suggestions(
     # Also of those that are not shown.
     num_fitting = sum(item.plan.memory <= memory for item in suggestions)
     lines.append(
-        f"{len(suggestions):,} meshes, each with the placement of the lowest cost by formula; "
-        f"{num_fitting:,} fit into {show_bytes(memory)}, of which {min(NUM_TIMED, num_fitting)} "
-        "were simulated."
+        f"{len(suggestions):,} meshes, of which {num_fitting:,} fit into {show_bytes(memory)}. All "
+        "their placements were compared with the first: those without seconds are slower."
     )
     return "\n".join(lines)

@@ -1,0 +1,88 @@
+"""The search for a mesh on a network: nothing that it leaves out is faster than what it puts first."""
+
+import numpy as np
+import pytest
+
+from moe.distributed.mesh import MeshConfig
+from moe.errors import ConfigError
+from moe.models.configuration import STMoEConfig
+from moe.network.topology import Links, Rate, Topology, grid, two_level
+from moe.network.topology_file import Network
+from moe.planning.network import NetworkTimer
+from moe.planning.network_placement import all_placements
+from moe.planning.network_search import LowerBounds, suggest_on_network
+from moe.planning.plan import build_model, make_plan, suggest
+from moe.planning.workload import Workload
+
+CONFIG = STMoEConfig(
+    vocab_size=131,
+    d_model=64,
+    d_kv=16,
+    d_ff=128,
+    num_layers=1,
+    num_heads=4,
+    num_experts=8,
+    num_sparse_encoder_layers=1,
+    num_sparse_decoder_layers=1,
+    group_size=64,
+)
+WORK = Workload(batch_size=32, inputs_length=64, targets_length=16)
+MEMORY = 2**50
+SLOW = Rate(1e9, 5e-6)
+RING = np.array([(0, 1), (1, 2), (2, 3), (3, 0), (1, 0), (2, 1), (3, 2), (0, 3)])
+LINKS = Links(RING[:, 0], RING[:, 1], np.full(8, 1e9), np.full(8, 1e-6))
+NETWORKS = {
+    "ring": grid((4,), wraps=True, bandwidth=1e9, latency=1e-6),
+    "mesh": grid((2, 2), wraps=False, bandwidth=1e9, latency=1e-6),
+    "nodes": two_level(2, 2, inside=Rate(9e9, 1e-6), across=SLOW, shared_card=True),
+    "links": Topology("ring", num_ranks=4, num_nodes=4, links=LINKS),
+}
+
+
+@pytest.mark.parametrize(("name", "dead"), [*((name, ()) for name in NETWORKS), ("ring", (3,))])
+def test_no_mesh_and_no_placement_is_faster_than_the_first(name, dead):
+    network = Network(NETWORKS[name])
+    plans = suggest(CONFIG, WORK, network.topology.num_ranks, MEMORY)
+    suggestions = suggest_on_network(plans, network, MEMORY, dead)
+    assert len(suggestions) == len(plans)
+
+    # Every mesh in every place, simulated to the end.
+    bounds = LowerBounds(network.topology, dead)
+    fastest = float("inf")
+    for plan in plans:
+        for placement in all_placements(plan.mesh, network.topology):
+            try:
+                timed = NetworkTimer(network, placement, dead).plan(plan.collectives)
+            except ConfigError:
+                continue
+            fastest = min(fastest, timed.seconds)
+            for part in timed.parts:
+                least = bounds.seconds(part.collective, placement)
+                assert 0 < least <= part.seconds * (1 + 1e-9), (placement, part.collective)
+    assert suggestions[0].seconds == pytest.approx(fastest, rel=0.02)
+
+    # Those that were simulated to the end come first, the fastest of all at the head.
+    simulated = [item.seconds for item in suggestions if item.seconds is not None]
+    assert simulated == sorted(simulated)
+    assert all(item.seconds is None for item in suggestions[len(simulated) :])
+
+
+def test_what_does_not_fit_into_memory_comes_last_and_is_not_simulated():
+    network = Network(NETWORKS["mesh"])
+    plans = suggest(CONFIG, WORK, 4, MEMORY)
+    memory = sorted(plan.memory for plan in plans)[len(plans) // 2]
+    suggestions = suggest_on_network(plans, network, memory)
+    fits = [item.plan.memory <= memory for item in suggestions]
+    assert fits == sorted(fits, reverse=True)
+    assert all(item.seconds is None for item in suggestions if item.plan.memory > memory)
+
+
+def test_bounds_are_met_where_all_links_are_busy_all_the_time():
+    # An all-reduce on a torus sends 2 (n - 1) / n of the payload over each rank's four links.
+    topology = grid((4, 4), wraps=True, bandwidth=1e9, latency=0.0)
+    work = Workload(batch_size=64, inputs_length=64, targets_length=16)
+    plan = make_plan(build_model(CONFIG), work, MeshConfig(dp_replicate=16))
+    (placement,) = all_placements(plan.mesh, topology)
+    sums = max(plan.collectives, key=lambda one: one.payload_bytes)
+    least = LowerBounds(topology).seconds(sums, placement)
+    assert least == pytest.approx(2 * 15 / 16 * sums.payload_bytes / 4e9 * sums.num_calls)
