@@ -50,15 +50,17 @@ def test_a_fit_of_two_constants_is_not_asserted_since_it_holds_with_any_all_redu
 
 def test_the_cost_of_a_hole_depends_on_where_it_is_unless_all_places_are_alike() -> None:
     mesh = chips((4, 4), wraps=False, latency=1.5e-6)
-    ratios = hole_ratios(mesh, (2, 2))
-    assert ratios.shape == (9,)
-    assert 1 < ratios.min() < ratios.max()
+    ratios = hole_ratios(mesh, (2, 2)).reshape(3, 3)
+    assert ratios.max() > 1.5 * ratios.min()
 
     # A mesh looks the same from each of its corners.
-    corners = ratios.reshape(3, 3)[[0, 0, 2, 2], [0, 2, 0, 2]]
-    assert corners == pytest.approx(corners[0], rel=0.05)
-    torus = chips((4, 4), wraps=True, latency=1.5e-6)
-    assert hole_ratios(torus, (1, 1)).shape == (16,)
+    assert ratios[[0, 0, 2, 2], [0, 2, 0, 2]] == pytest.approx(ratios[0, 0])
+
+    # A hole of a torus may reach over its ends, and no place differs from another.
+    torus = chips((3, 4), wraps=True, latency=1.5e-6)
+    around = hole_ratios(torus, (1, 2))
+    assert around.shape == (12,)
+    assert around == pytest.approx(np.full(12, around.mean()), rel=0.25)
 
 
 def test_the_saved_table_has_every_claim_and_passes() -> None:
