@@ -5,9 +5,12 @@ environment once, when torch loads them. A command therefore imports this file f
 beside the package: `import moe` needs torch.
 """
 
+import atexit
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from types import FrameType
 
 _INTERRUPTED = b"\nInterrupted while starting. Nothing was written. Run the same command again.\n"
@@ -15,14 +18,42 @@ _INTERRUPTED = b"\nInterrupted while starting. Nothing was written. Run the same
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 """Any of them says how long a thread spins while it waits: whoever sets one knows better."""
 
+_start_times: list[float] = []
+"""When this process started, in seconds since 1970, until its run takes it; else empty."""
+
+_last_calls: list[Callable[[], None]] = []
+"""Functions that are called last as this process exits."""
+
 SPIN_COUNT = 10_000
 """Rounds that a waiting thread spins before it sleeps, half a millisecond; libgomp's are 300,000."""
 
 
-def start_command() -> None:
-    """Answers Ctrl-C until `moe.cli.run_main` takes over, and shares cores with other processes."""
+def start_command(*, one_run: bool = False) -> None:
+    """Answers Ctrl-C until `moe.cli.run_main` takes over, and shares cores with other processes.
+
+    Args:
+        one_run: Whether the process exists for one training run, whose time then begins here.
+    """
+    if one_run:
+        _start_times.append(time.time())
+        atexit.register(_call_last)
     _answer_interrupts()
     _share_cores()
+
+
+def take_start_time() -> float | None:
+    """Returns when this process started if it exists for one run, to its first caller; else None."""
+    return _start_times.pop() if _start_times else None
+
+
+def call_last(function: Callable[[], None]) -> None:
+    """Calls a function when a process for one run exits, after all other functions of `atexit`."""
+    _last_calls.append(function)
+
+
+def _call_last() -> None:
+    for function in _last_calls:
+        function()
 
 
 def _answer_interrupts() -> None:
@@ -62,7 +93,7 @@ def _share_cores() -> None:
 
 def run() -> None:
     """Runs `stmoe` with the arguments of the process: the entry point of the wheel."""
-    start_command()
+    start_command(one_run=True)
     from moe.commands.stmoe import run as run_verb
 
     run_verb()

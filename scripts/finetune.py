@@ -9,7 +9,7 @@ See moe/commands/finetune.py.
 if __name__ == "__main__":  # before the imports that take seconds
     from stmoe import start_command
 
-    start_command()
+    start_command(one_run=True)
 
 from eval.answers.data_ranks import DataRanks
 from eval.dev_scores import read_tasks

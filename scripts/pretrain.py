@@ -7,7 +7,7 @@ python -m scripts.pretrain --config recipes/st_moe_tiny_pretrain.yaml \
 if __name__ == "__main__":  # before the imports that take seconds
     from stmoe import start_command
 
-    start_command()
+    start_command(one_run=True)
 
 from moe.cli import RESUME, run_main
 from moe.commands.pretrain import main

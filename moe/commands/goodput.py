@@ -28,12 +28,13 @@ def show_goodput(goodput: Goodput, title: str) -> str:
         "useful steps": goodput.useful,
         "steps that were taken again": goodput.redone,
         "nobody there, until a start": goodput.down,
+        "importing, loading data and model": goodput.loading,
         "waiting for batches": goodput.data_wait,
         "meeting other replica groups": goodput.meeting,
         "healing from another group": goodput.healing,
         "steps lost with a group": goodput.lost,
         "evaluating": goodput.evaluation,
-        "loading, checkpoints": goodput.other,
+        "checkpoints, final model, exit": goodput.other,
     }
     table: list[list[str]] = []
     for name, seconds in rows.items():

@@ -119,6 +119,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
 
         # The model's folder is what tells a complete run from one that was stopped.
         export_model(model, layouts, mesh, model_folder, run.tokenizer)
+        reporter.end()
     return model_folder
 
 

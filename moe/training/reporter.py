@@ -27,6 +27,7 @@ from moe.training.step import StepMetrics
 from moe.training.stragglers import RankClock, StragglerWatch, metric_values, straggler_text
 from moe.training.timeline import TIMELINE_FILE, Timeline
 from moe.training.turns import Turn
+from stmoe import call_last, take_start_time
 
 
 class Reporter:
@@ -59,7 +60,11 @@ class Reporter:
         self._health = RouterHealth(layer_keys(run.built.model.config))
         self._ranks = _rank_clock(run.built.mesh, waits)
         self._stragglers = StragglerWatch()
-        self._timeline = Timeline(run.folder / TIMELINE_FILE if writer else None, first_step)
+        started = take_start_time()
+        path = run.folder / TIMELINE_FILE if writer else None
+        self._timeline = Timeline(path, first_step, started=started)
+        if started is not None:
+            call_last(self.end)
         self._turn_started = time.perf_counter()
         self.restart_clock()
 
@@ -197,6 +202,10 @@ class Reporter:
             f"{goodput.data_wait_share:.1%} of its time; evaluations took "
             f"{goodput.evaluation_share:.1%} of all."
         )
+
+    def end(self) -> None:
+        """Writes that the run is complete, or that its process exits."""
+        self._timeline.end()
 
     @contextmanager
     def _evaluation(self, step: int) -> Iterator[None]:

@@ -1,9 +1,11 @@
 """What the seconds of a run went into: timeline.jsonl, and the goodput that follows from it.
 
-Each process of a run appends a line when it starts and one at every log interval; nothing is ever
-removed, so that the work that a crash has cost can be counted.
+Each process of a run appends a line when it starts, one at every log interval and one when it ends;
+nothing is ever removed, so that the work that a crash has cost can be counted. The time of a command
+counts from its first line of Python, before torch is imported, to the exit of the process.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -29,11 +31,13 @@ class TimelineEvent(NamedTuple):
     """A line of timeline.jsonl.
 
     Attributes:
-        event: `start` of a process, `steps` that it took since its last line, or an `evaluation`.
+        event: `start` of a process, `steps` that it took since its last line, an `evaluation`, or
+            the `end` of the run and of its process.
         time: Seconds since 1970.
         step: Updates that the run has behind it.
         num_steps: Updates since the last line of steps.
-        seconds: In them, with all waiting, or in the evaluation.
+        seconds: In them, with all waiting; in the evaluation; or from the start of the process
+            until its model and data are loaded.
         data_wait: Of which it waited for batches.
         meeting: Of which it waited for other replica groups.
         healing: Of which it took over the state of another group.
@@ -41,7 +45,7 @@ class TimelineEvent(NamedTuple):
         healed: How often it took over such a state.
     """
 
-    event: Literal["start", "steps", "evaluation"]
+    event: Literal["start", "steps", "evaluation", "end"]
     time: _Seconds
     step: _Count
     num_steps: _Count = 0
@@ -59,18 +63,23 @@ class Timeline:
     Args:
         path: The file; None on ranks that do not write.
         step: Updates that the run has behind it.
+        started: Seconds since 1970 when the process started, if it exists for this run alone; None
+            to begin now.
     """
 
-    def __init__(self, path: Path | None, step: int) -> None:
+    def __init__(self, path: Path | None, step: int, *, started: float | None = None) -> None:
         self._path = path
-        self._started = time.time()
+        self._step = step
+        now = time.time()
+        self._started = now if started is None else started
         self._goodput = Goodput(steps=0, starts=1, total=0.0)
         self._num_steps = 0
         self._seconds = 0.0
         self._data_wait = 0.0
         if path is not None and path.exists():
             _drop_torn_end(path)
-        self._append(TimelineEvent("start", self._started, step))
+        loading = max(0.0, now - self._started)
+        self._append(TimelineEvent("start", self._started, step, seconds=loading))
 
     def count_step(self, seconds: float, data_wait: float) -> None:
         """Counts an update."""
@@ -106,11 +115,18 @@ class Timeline:
         """Writes that an evaluation after `step` updates took so many seconds, and ends now."""
         self._append(TimelineEvent("evaluation", time.time(), step, seconds=seconds))
 
+    def end(self) -> None:
+        """Writes that the run, or its process, ends now."""
+        # A full disk or a removed folder is no reason for a complete run to fail.
+        with contextlib.suppress(OSError):
+            self._append(TimelineEvent("end", time.time(), self._step))
+
     def goodput(self) -> "Goodput":
         """Returns what the seconds of this process went into; its `steps` are those it took."""
         return self._goodput._replace(total=time.time() - self._started)
 
     def _append(self, event: TimelineEvent) -> None:
+        self._step = event.step
         taken = self._goodput.steps + event.num_steps
         self._goodput = _add_event(self._goodput, event)._replace(steps=taken)
         if self._path is None:
@@ -138,10 +154,11 @@ class Goodput(NamedTuple):
     Attributes:
         steps: Updates that the run has behind it.
         starts: How often it was started.
-        total: From the first start to the last line.
+        total: From the first start to the last line, which a process writes as it exits.
         useful: In steps that count.
         redone: In steps that had to be taken again after a crash.
         down: From the last line of a process to the start of the next.
+        loading: From the start of a process until its model and data are loaded.
         data_wait: Waiting for batches.
         meeting: Waiting for other replica groups before a step.
         healing: Taking over the state of another group.
@@ -155,6 +172,7 @@ class Goodput(NamedTuple):
     useful: float = 0.0
     redone: float = 0.0
     down: float = 0.0
+    loading: float = 0.0
     data_wait: float = 0.0
     meeting: float = 0.0
     healing: float = 0.0
@@ -163,7 +181,7 @@ class Goodput(NamedTuple):
 
     @property
     def other(self) -> float:
-        """Loading, checkpoints."""
+        """Checkpoints, the final model, exit."""
         parts = self[self._fields.index("useful") :]
         return max(0.0, self.total - sum(parts))
 
@@ -210,13 +228,16 @@ def measure_goodput(events: Sequence[TimelineEvent]) -> Goodput:
         if event.event == "start":
             # Nobody was there since the last line.
             before = events[index - 1].time if index else event.time
-            goodput = goodput._replace(down=goodput.down + event.time - before)
+            down = max(0.0, event.time - before)
+            goodput = goodput._replace(down=goodput.down + down)
         goodput = _add_event(goodput, event, _kept_share(events, index))
     return goodput
 
 
 def _add_event(goodput: Goodput, event: TimelineEvent, kept: float = 1.0) -> Goodput:
     """Returns the goodput with the seconds of an event; of its steps a share was kept."""
+    if event.event == "start":
+        return goodput._replace(loading=goodput.loading + event.seconds)
     if event.event == "evaluation":
         return goodput._replace(evaluation=goodput.evaluation + event.seconds)
 

@@ -1,6 +1,9 @@
 """What the seconds of a run went into, on timelines whose sums can be made by hand."""
 
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -14,6 +17,7 @@ from moe.training.timeline import (
     measure_goodput,
     read_timeline,
 )
+from tests.training.tiny_run import write_inputs
 
 
 def start(time, step=0):
@@ -50,6 +54,48 @@ def test_the_shares_of_evaluations_and_of_waiting_for_batches():
     assert (goodput.useful, goodput.evaluation, goodput.other) == (18.0, 8.0, 12.0)
     assert goodput.evaluation_share == 8 / 40
     assert goodput.data_wait_share == 2 / 20
+
+
+def test_all_seconds_from_the_start_of_a_process_to_its_exit_count():
+    # Seven seconds of imports and loading, a step, a checkpoint, and five seconds to exit; twice.
+    goodput = measure_goodput(
+        [
+            TimelineEvent("start", 0.0, 0, seconds=7.0),
+            steps(10.0, 1, 1, 3.0),
+            TimelineEvent("end", 15.0, 1),
+            TimelineEvent("start", 20.0, 1, seconds=7.0),
+            steps(30.0, 2, 1, 3.0),
+            TimelineEvent("end", 34.0, 2),
+            TimelineEvent("end", 35.0, 2),
+        ]
+    )
+    assert (goodput.steps, goodput.starts, goodput.total) == (2, 2, 35.0)
+    assert (goodput.loading, goodput.useful, goodput.down, goodput.other) == (14.0, 6.0, 5.0, 10.0)
+    assert goodput.share == pytest.approx(6 / 35)
+
+
+def test_a_process_that_starts_before_the_last_one_has_gone_leaves_nobody_waiting():
+    goodput = measure_goodput([start(0.0), steps(5.0, 1, 1, 5.0), start(4.0, step=1)])
+    assert goodput.down == 0.0
+
+
+@pytest.mark.slow
+def test_the_goodput_of_a_command_is_that_of_all_its_seconds(tmp_path):
+    inputs = write_inputs(tmp_path)
+    paths = ["--corpus", inputs["corpus"], "--tokenizer", inputs["tokenizer"]]
+    more = ["--config", inputs["pretrain.yaml"], *paths, "--out", tmp_path / "run"]
+    command = [sys.executable, "-m", "scripts.pretrain", *more, "--training.steps", "3"]
+    started = time.monotonic()
+    subprocess.run([str(word) for word in command], check=True, capture_output=True)
+    seconds = time.monotonic() - started
+
+    events = read_timeline(tmp_path / "run")
+    assert [event.event for event in events[-2:]] == ["end", "end"]
+    goodput = measure_goodput(events)
+    assert 0.5 * seconds < goodput.total < seconds  # Python's own start and end are not in it
+    assert goodput.loading > 0
+    parts = goodput[goodput._fields.index("useful") :]
+    assert sum(parts) + goodput.other == pytest.approx(goodput.total)
 
 
 def test_shares_of_nothing_are_zero():
@@ -115,6 +161,7 @@ def test_a_timeline_grows_over_the_processes_of_a_run_and_outlives_torn_lines(tm
     timeline.count_step(0.5, 0.0)
     timeline.write(2, ReplicaSeconds(meeting=0.0625))
     timeline.write_evaluation(2, 0.375)
+    timeline.end()
     with (tmp_path / TIMELINE_FILE).open("a") as file:
         file.write('{"event": "steps", "time"')
     Timeline(tmp_path / TIMELINE_FILE, 1)
@@ -126,6 +173,7 @@ def test_a_timeline_grows_over_the_processes_of_a_run_and_outlives_torn_lines(tm
         ("start", 0),
         ("steps", 2),
         ("evaluation", 2),
+        ("end", 2),
         ("start", 1),
     ]
     assert events[1][3:7] == (2, 0.75, 0.125, 0.0625)
