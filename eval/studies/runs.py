@@ -43,6 +43,8 @@ class StudyRun:
         commands: Command lines that make the run, one after the other.
         digest: SHA-256 of all that its number hangs on but the text: runs of equal digests, in
             whichever study, come to one number.
+        settings: SHA-256 of the settings that make the run. The place of the study's folder does
+            not count, so that the folder can be moved.
     """
 
     arm: str
@@ -52,6 +54,7 @@ class StudyRun:
     recipe: PretrainRecipe | FinetuneRecipe
     commands: list[list[str]]
     digest: str
+    settings: str
 
     @property
     def name(self) -> str:
@@ -185,24 +188,41 @@ def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> Study
     commands = [[sys.executable, "-m", module, *argv, "--resume"]]
     if study.evaluate is not None:
         commands.append(_evaluation_command(study, folder))
-    digest = _digest(study, settings, recipe, seed)
-    return StudyRun(arm, value, seed, folder, recipe, commands, digest)
 
-
-def _digest(
-    study: Study,
-    settings: Mapping[str, SettingValue],
-    recipe: PretrainRecipe | FinetuneRecipe,
-    seed: int,
-) -> str:
-    """Returns a digest of the recipe as it was read, of the other options, and of what is measured.
-
-    Neither the name of the arm nor the place of its files counts.
-    """
-    options = {name: settings[name] for name in settings if "." not in name and name != "config"}
+    # Neither the name of the arm nor the place of its files counts.
+    making = [study.command, _recipe_content(recipe, settings), _options_content(settings), seed]
     measured = [study.measure.metric, study.measure.at, study.measure.curve, study.evaluate]
-    content = to_json([study.command, recipe, options, seed, measured])
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return StudyRun(
+        arm=arm,
+        value=value,
+        seed=seed,
+        folder=folder,
+        recipe=recipe,
+        commands=commands,
+        digest=_digest([*making, measured]),
+        settings=_digest([*making, study.evaluate]),
+    )
+
+
+def _digest(content: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(to_json(content), sort_keys=True).encode()).hexdigest()
+
+
+def _recipe_content(
+    recipe: PretrainRecipe | FinetuneRecipe, settings: Mapping[str, SettingValue]
+) -> dict[str, Any]:
+    """Returns the recipe as it was read, but folders as the study writes them, e.g. {out}."""
+    content = to_json(recipe)
+    for name, value in settings.items():
+        section, dot, key = name.partition(".")
+        if dot and isinstance(value, str) and "{" in value:
+            content[section][key] = value
+    return content
+
+
+def _options_content(settings: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
+    """Returns the options of the command, without the file of the recipe."""
+    return {name: settings[name] for name in settings if "." not in name and name != "config"}
 
 
 def _swept(sweep: Sweep, settings: Mapping[str, SettingValue], value: SettingValue) -> SettingValue:

@@ -73,6 +73,7 @@ class RunState(NamedTuple):
         cpu_seconds: Seconds of the processor in all attempts.
         threads: Threads of the last attempt, on which the last bits of sums hang; 0 where that was
             not written down.
+        settings: Digest of the settings (`StudyRun.settings`); empty in files of earlier versions.
     """
 
     commands: list[list[str]]
@@ -81,6 +82,7 @@ class RunState(NamedTuple):
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     threads: int = 0
+    settings: str = ""
 
 
 @dataclass
@@ -172,7 +174,10 @@ def read_state(run: StudyRun) -> RunState | None:
     if not path.exists():
         return None
     state = read_record(path, RunState, advice=f"Remove {run.folder} to run it again.")
-    if state.commands != _without_interpreter(run.commands):
+    has_same_settings = state.settings == run.settings or state.commands == _without_interpreter(
+        run.commands
+    )
+    if not has_same_settings:
         raise StudyError(
             f"{run.folder} holds a run with other settings. Choose another --out, or remove it."
         )
@@ -188,6 +193,7 @@ def mark_complete(run: StudyRun, *, has_diverged: bool, seconds: float, cpu_seco
         has_diverged=has_diverged,
         seconds=seconds,
         cpu_seconds=cpu_seconds,
+        settings=run.settings,
     )
     _write_state(run, state)
 
@@ -203,8 +209,9 @@ def _without_interpreter(commands: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _begin(run: StudyRun, threads: int) -> _Process:
     """Starts the first command of a run."""
-    state = read_state(run) or RunState(_without_interpreter(run.commands))
-    state = state._replace(threads=threads)
+    commands = _without_interpreter(run.commands)
+    state = read_state(run) or RunState(commands)
+    state = state._replace(commands=commands, threads=threads, settings=run.settings)
     _wait_for_earlier(run)
     _write_state(run, state)
     child = _start(run, run.commands[0], threads)
@@ -274,6 +281,7 @@ def _has_ended(process: _Process) -> bool:
         seconds=before.seconds + time.monotonic() - process.started,
         cpu_seconds=before.cpu_seconds + _cpu_seconds(run),
         threads=process.threads,
+        settings=run.settings,
     )
     _write_state(run, state)
     if is_complete:

@@ -26,10 +26,8 @@ def repeated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(repeated: Path, tmp_path: Path) -> Path:
-    """Returns a copy of it that may be changed; its runs name the folder that it was copied to."""
+    """Returns a copy of it that may be changed."""
     shutil.copytree(repeated, tmp_path / "studies")
-    for state in (tmp_path / "studies").rglob("study_run.json"):
-        state.write_text(state.read_text().replace(str(repeated), str(tmp_path / "studies")))
     return tmp_path / "studies"
 
 

@@ -54,6 +54,28 @@ def test_a_study_that_was_killed_goes_on_and_comes_to_the_same_curves(
     assert curves(killed / "study.json") == curves(whole / "study.json")
 
 
+def test_a_study_that_was_moved_goes_on_and_reports_its_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = write_studies(tmp_path / "before")
+    run_study(before, before / "out", "--only", "with:3")
+    numbers = curves(before / "out/study.json")
+    assert len(numbers) == 1
+
+    moved = before.rename(tmp_path / "elsewhere")
+    capsys.readouterr()
+    run_study(moved, moved / "out", "--report")
+    assert curves(moved / "out/study.json") == numbers
+    run_study(moved, moved / "out", "--only", "without:3")
+    assert "1 are complete" in capsys.readouterr().out
+    assert curves(moved / "out/study.json")[:1] == numbers
+    assert len(curves(moved / "out/study.json")) == 2
+
+    # Other settings are refused there too.
+    with pytest.raises(StudyError, match="holds a run with other settings"):
+        run_study(moved, moved / "out", "--set", "training.steps=7")
+
+
 def test_progress_is_read_from_the_end_of_the_metrics(studies: Path, tmp_path: Path) -> None:
     study = read_study(studies / "study.yaml")
     run = study_runs(study, tmp_path / "out")[0]

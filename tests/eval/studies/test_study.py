@@ -150,6 +150,16 @@ def test_a_relative_sweep_of_no_number_is_refused(
         study(tmp_path, arms=arms, sweep=sweep, measure=measure)
 
 
+def test_the_settings_of_a_run_do_not_depend_on_where_the_study_lies(tmp_path: Path) -> None:
+    settings = {"pretrained": "{studies}/model", "mixture.folder": "{out}/rows"}
+    arms = {"with": {}, "without": {"training.steps": 11}}
+    content = study(tmp_path, command="finetune", settings=settings, arms=arms)
+    here, other, *_ = study_runs(content, tmp_path / "here")
+    there, *_ = study_runs(content, tmp_path / "there/deeper")
+    assert (here.settings, here.digest) == (there.settings, there.digest)
+    assert here.settings != other.settings
+
+
 def test_an_unknown_setting_is_refused_before_any_run_begins(tmp_path: Path) -> None:
     content = study(tmp_path, arms={"with": {"model.num_expert": 3}, "without": {}})
     with pytest.raises(ConfigError, match=r"Arm 'with': .*num_expert"):
