@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 import moe.models.card
 from moe import (
     ConfigError,
+    MoEError,
     STMoEConfig,
     STMoEEncoderModel,
     STMoEForConditionalGeneration,
@@ -350,6 +351,14 @@ def test_a_card_that_is_no_mapping_of_arguments_is_refused(card, tmp_path):
     with pytest.raises(ConfigError, match=r"card is .*; expected a mapping|A card has no 3"):
         tiny_model().save_pretrained(tmp_path, card=card)
     assert not list(tmp_path.iterdir())
+
+
+def test_statistics_without_values_make_no_card():
+    model = tiny_model()
+    stats = total_stats(model(**tiny_batch()).encoder_router_outputs)
+    for wrong in (stats._make(x.to("meta") for x in stats), stats._make(None for _ in stats)):
+        with pytest.raises(MoEError, match="RouterStats"):
+            model_card(model.config, stats={"encoder": wrong})
 
 
 def test_a_card_of_no_config_or_of_counts_that_are_none_is_refused():
