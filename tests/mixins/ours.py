@@ -21,8 +21,9 @@ modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES["st_moe"] = (
     "STMoEForConditionalGeneration"
 )
 
-BATCH = 4
-LENGTH = 7
+BATCH = 13
+ENCODER_LENGTH = 7
+DECODER_LENGTH = 9
 VOCABULARY = 99
 
 
@@ -30,9 +31,8 @@ class ModelTester:
     """Configuration and inputs, of the sizes that transformers' tester of T5 has."""
 
     batch_size = BATCH
-    seq_length = LENGTH
-    encoder_seq_length = LENGTH
-    decoder_seq_length = LENGTH
+    encoder_seq_length = ENCODER_LENGTH
+    decoder_seq_length = DECODER_LENGTH
     hidden_size = 32
     num_hidden_layers = 2
     num_attention_heads = 4
@@ -41,6 +41,7 @@ class ModelTester:
 
     def __init__(self, has_decoder=True, **fields):
         self.has_decoder = has_decoder
+        self.seq_length = DECODER_LENGTH if has_decoder else ENCODER_LENGTH
         self.is_training = has_decoder  # the encoder alone has no loss
         self.fields = fields
 
@@ -64,25 +65,22 @@ class ModelTester:
         )
 
     def prepare_config_and_inputs_for_common(self):
-        tokens = common.ids_tensor([BATCH, LENGTH], VOCABULARY).clamp(2)
+        tokens = common.ids_tensor([BATCH, ENCODER_LENGTH], VOCABULARY).clamp(2)
         inputs = {
             "input_ids": tokens,
-            "attention_mask": common.random_attention_mask([BATCH, LENGTH]),
+            "attention_mask": common.random_attention_mask([BATCH, ENCODER_LENGTH]),
         }
         if self.has_decoder:
-            inputs["decoder_input_ids"] = common.ids_tensor([BATCH, LENGTH], VOCABULARY)
-            inputs["decoder_attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+            inputs["decoder_input_ids"] = common.ids_tensor([BATCH, DECODER_LENGTH], VOCABULARY)
+            inputs["decoder_attention_mask"] = torch.ones(BATCH, DECODER_LENGTH, dtype=torch.int64)
         return self.get_config(), inputs
 
 
-# As T5 is: a sequence does not depend on its neighbours, the loss is the cross-entropy alone, and
-# the mixins count outputs, among which there are no logits of routers.
+# As T5 is: a sequence does not depend on its neighbours, and the mixins count outputs, among which
+# there are no logits of routers.
 FIELDS = {
     "eval_capacity_factor": None,
     "output_router_logits": False,
-    "load_balance_loss_weight": 0.0,
-    "router_z_loss_weight": 0.0,
-    "z_loss_weight": 0.0,
 }
 
 

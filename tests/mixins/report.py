@@ -10,6 +10,15 @@ PAIRS = {"STMoETest": "T5ModelTest", "STMoEEncoderTest": "T5EncoderOnlyModelTest
 """Classes of ours, and that of T5 which each is compared with."""
 
 ON_PURPOSE = {
+    "test_encoder_decoder_loss_no_double_shift": (
+        "It expects the cross-entropy alone as the loss. Here the losses of the routers and the z-loss "
+        "are in the loss by default, and the cross-entropy is the output `ce_loss`; with their weights "
+        "at 0 the test passes."
+    ),
+    "test_forward_with_logits_to_keep": (
+        "It expects as many logits as `input_ids` has tokens, as in a model without a decoder. T5 has "
+        "no such argument and skips it; with a decoder as long as the encoder the test passes."
+    ),
     "test_model_weights_reload_no_missing_tied_weights": (
         "It writes other weights over a saved model.safetensors. A model folder holds the SHA-256 "
         "of its files, and one that does not fit is refused as damaged; the error says which file "
@@ -40,6 +49,11 @@ python -m tests.mixins page runs/mixins > docs/transformers.md
 ```
 
 `TRANSFORMERS_SOURCE=../transformers make test` runs them with all other tests.
+
+Both models have 7 tokens in the encoder and 9 in the decoder; T5's classes for classification and
+questions, which need equal lengths, are left out. Two fields of ours differ from their
+defaults (`tests/mixins/ours.py`): `eval_capacity_factor=None`, because the mixins compare a sequence
+alone with the same sequence in a batch, and `output_router_logits=False`, because they count outputs.
 """
 
 
@@ -129,12 +143,12 @@ def _counts(name: str, owner: str, outcomes: Outcomes, tests: Sequence[str]) -> 
 def _differences(
     ours: Outcomes, theirs: Outcomes, our_class: str, their_class: str, tests: Sequence[str]
 ) -> list[str]:
-    """Returns a table of the tests that one class passes and the other does not."""
+    """Returns a table of the tests that do something else on the other class."""
     rows = []
     for test in tests:
         our_outcome = ours[our_class, test]
         their_outcome = theirs[their_class, test]
-        if (our_outcome.status == "passed") != (their_outcome.status == "passed"):
+        if our_outcome.status != their_outcome.status:
             rows.append(f"| `{test}` | {_cell(our_outcome)} | {_cell(their_outcome)} |")
     if not rows:
         return ["Both pass and skip the same tests."]
