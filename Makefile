@@ -18,9 +18,9 @@ demo: .venv/installed
 models: .venv/installed
 	$(BIN)/python -m scripts.models $(ARGS)
 
-# Writes docs/measured.md and the list in the README of benchmarks/studies; ARGS="--add runs/studies/NAME" adds results.
+# Writes docs/measured.md from benchmarks/studies; ARGS="--add runs/studies/NAME" adds results.
 measured: .venv/installed
-	$(BIN)/python -m scripts.measured benchmarks/studies --recipes recipes/studies --out docs/measured.md --readme README.md $(ARGS)
+	$(BIN)/python -m scripts.measured benchmarks/studies --recipes recipes/studies --out docs/measured.md $(ARGS)
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)

@@ -15,7 +15,6 @@ from eval.studies.measured import (
     left_out_studies,
     measured_page,
     read_results,
-    with_claims,
 )
 from eval.studies.report import STUDY_JSON, read_result
 from moe.cli import Parser, path, run_main
@@ -33,12 +32,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--add", type=path, nargs="+", default=[], help=explanation)
     explanation = "folder of YAML files; those without a result are named as left out"
     parser.add_argument("--recipes", type=path, help=explanation)
-    explanation = "page that has a place for the list of claims, e.g. README.md"
-    parser.add_argument("--readme", type=path, help=explanation)
     options = parser.parse_args(argv)
 
     # Results are read before anything is written.
-    out = output_path(options.out, suffix=".md", inputs=[options.readme])
+    out = output_path(options.out, suffix=".md")
     for folder in options.add:
         read_result(folder / STUDY_JSON)
     for folder in options.add:
@@ -50,9 +47,6 @@ def main(argv: list[str]) -> None:
         raise DataError(
             f"There is no {STUDY_JSON} below {options.studies}. Give the folder of studies."
         )
-    if options.readme is not None:
-        text = read_text(options.readme, advice="Give a page that exists.")
-        write_text(options.readme, with_claims(text, results, left_out))
     for name, figure in curve_figures(results).items():
         write_text(out.with_suffix("") / f"{name}.svg", figure + "\n")
     write_text(out, measured_page(results, left_out, out.stem))

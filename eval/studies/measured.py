@@ -1,29 +1,22 @@
-"""What all studies show, a line for each claim: a page and a list in Markdown, made of study.json files.
+"""What all studies show: a page in Markdown, made of study.json files.
 
 Comes after `report`, which writes those files.
 """
 
-import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from eval.reports.formatting import markdown_table
 from eval.studies import sentinels
-from eval.studies.analysis import ContrastResult, StudyResult
-from eval.studies.charts import contrast_name, curves_chart, setting_chart
+from eval.studies.analysis import StudyResult
+from eval.studies.charts import curves_chart, setting_chart
 from eval.studies.report import (
     STUDY_JSON,
-    crossing_sentences,
     interval_text,
     read_result,
-    seeds_text,
     study_body,
 )
 from eval.studies.study import Study, read_study
-from moe.errors import DataError
-
-BEGIN = "<!-- measured: made by python -m scripts.measured, not by hand -->"
-END = "<!-- measured: end -->"
 
 _HEADER = (
     "study",
@@ -53,7 +46,6 @@ _LEFT_OUT = """\
 ## Left out
 
 These have no result yet, in the order of their value. [The guide](guides/study.md) says how each is run."""
-_WIDTH = 120  # characters of a line of text
 
 
 def read_results(folder: Path) -> dict[str, StudyResult]:
@@ -178,79 +170,6 @@ def _left_out_rows(left_out: Mapping[str, Study]) -> list[list[str]]:
 
 
 # ---------------------------------------------------------------------------
-# The list, for a page about something else
-
-
-def with_claims(
-    text: str, results: Mapping[str, StudyResult], left_out: Mapping[str, Study]
-) -> str:
-    """Returns a page whose lines between BEGIN and END are the claims of studies.
-
-    Raises:
-        DataError: When these lines are not there, one of each and in this order.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    is_once = text.count(BEGIN) == text.count(END) == 1
-    if not (begin and end and is_once):
-        raise DataError(
-            f"The page has no one place for the claims. Write the lines {BEGIN!r} and {END!r} "
-            "where they belong."
-        )
-    return "\n".join([before + BEGIN, *_claim_lines(results, left_out), END + after])
-
-
-def _claim_lines(results: Mapping[str, StudyResult], left_out: Mapping[str, Study]) -> list[str]:
-    """Returns an item for each study, and a last one for those that were not run."""
-    items = []
-    for result in results.values():
-        items.append(_claim_item(result))
-    if not items:
-        items.append(_NOTHING)
-    if left_out:
-        titles = "; ".join(study.title for study in left_out.values())
-        items.append(f"Left out: {titles}.")
-
-    # Lines of a text that people read.
-    lines = []
-    for item in items:
-        lines += textwrap.wrap(
-            item,
-            _WIDTH,
-            initial_indent="- ",
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return lines
-
-
-def _claim_item(result: StudyResult) -> str:
-    """Returns the claim of a study, what it came to, the paper's own figure and the command."""
-    study = result.study
-    command = f"`{result.command}`"
-    if not result.contrasts:
-        return f"{study.title}, **not run yet**: {study.claim} {command}"
-
-    # The difference with all that it hangs on.
-    item = result.contrasts[0]
-    parts = [f"{contrast_name(item)} {_effect(result)}{_short_interval(item)}"]
-    parts.append(seeds_text(item.num_seeds))
-    if _millions(result):
-        parts.append(f"{_millions(result)}M tokens a run")
-    parts.append(f"{_cpu_hours(result):.1f} CPU hours")
-    if result.overrides:
-        settings = (f"{name} = {value}" for name, value in result.overrides.items())
-        parts.append(f"with {', '.join(settings)}")
-    if result.missing:
-        parts.append(f"{len(result.missing)} runs are missing")
-
-    sentences = [f"{study.title}, **{item.verdict_text}**: {study.claim} {'; '.join(parts)}."]
-    sentences += crossing_sentences(result)
-    return " ".join([*sentences, f"The paper: {study.paper} {command}"])
-
-
-# ---------------------------------------------------------------------------
 # Numbers
 
 
@@ -263,13 +182,6 @@ def _effect(result: StudyResult) -> str:
     """Returns the primary difference with its unit."""
     text = f"{result.contrasts[0].difference:+.2g}"
     return f"{text} {result.study.measure.unit}".strip()
-
-
-def _short_interval(item: ContrastResult) -> str:
-    """Returns the 95 % interval of a difference in brackets; empty for a single seed."""
-    if item.low is None or item.high is None:
-        return ""
-    return f" ({item.low:+.2g} to {item.high:+.2g})"
 
 
 def _millions(result: StudyResult) -> str:
