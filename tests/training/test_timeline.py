@@ -84,7 +84,7 @@ def test_the_goodput_of_a_command_is_that_of_all_its_seconds(tmp_path):
     inputs = write_inputs(tmp_path)
     paths = ["--corpus", inputs["corpus"], "--tokenizer", inputs["tokenizer"]]
     more = ["--config", inputs["pretrain.yaml"], *paths, "--out", tmp_path / "run"]
-    command = [sys.executable, "-m", "scripts.pretrain", *more, "--training.steps", "3"]
+    command = [sys.executable, "-m", "scripts.pretrain", *more]
     started = time.monotonic()
     subprocess.run([str(word) for word in command], check=True, capture_output=True)
     seconds = time.monotonic() - started
