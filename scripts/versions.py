@@ -8,6 +8,11 @@ run uses it again, and replaces the results of the tests that it runs; delete th
 torch comes from the index of CPU builds, unless PIP_EXTRA_INDEX_URL names another.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds
+    from stmoe import start_command
+
+    start_command()
+
 import json
 import os
 import subprocess

@@ -142,10 +142,13 @@ def test_no_command_writes_where_something_would_be_lost_or_mixed(
     for place in places:
         if command in (corpus_command, demo, transfer) and place == str(corpus):
             continue
+        # A job may lie among the user's own files.
+        if command in (demo, transfer) and place == str(tmp_path):
+            continue
         with pytest.raises((MoEError, OSError)):
             command.main([*filled, option, place])
         refused += 1
-    assert refused >= 10
+    assert refused >= 9
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 

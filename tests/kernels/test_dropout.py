@@ -74,9 +74,8 @@ SEEDS = st.integers(0, 2**64 - 1)
 @settings(max_examples=50)
 def test_every_bit_of_a_seed_counts(seed, others):
     other_seed, bit = others
-    masks = [draw_kept((2**14,), 0.5, (value, 3)) for value in (seed, seed ^ 1 << bit)]
-    if other_seed != seed:
-        masks.append(draw_kept((2**14,), 0.5, (other_seed, 3)))
+    seeds = {seed, seed ^ 1 << bit, other_seed}
+    masks = [draw_kept((2**14,), 0.5, (value, 3)) for value in seeds]
 
     # Masks of different seeds are independent: estimates of a correlation deviate by 1 / sqrt(N).
     signs = torch.stack(masks).double() * 2 - 1

@@ -90,8 +90,5 @@ def test_second_derivatives_of_grouped_products_are_refused():
     weight, x = torch.randn(3, 12, 12, requires_grad=True), torch.randn(7, 12, requires_grad=True)
     y = grouped_linear(x, weight, torch.tensor([3, 0, 4]))
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(
-        RuntimeError,
-        match="differentiate twice a function that was marked with @once_differentiable",
-    ):
+    with pytest.raises(RuntimeError, match="gradients of gradients"):
         gradient.sum().backward()
