@@ -15,6 +15,7 @@ import eval.__main__ as evaluation
 from moe.data.tokenizer import load_tokenizer
 from scripts import finetune, pretrain
 from tests.eval.rows import FIXTURES
+from tests.eval.studies.tiny_study import STUDY
 from tests.models.hf_models import their_model
 from tests.training.tiny_run import MODEL, TRAINING, write_inputs
 
@@ -115,6 +116,10 @@ def _write_texts(root: Path) -> None:
     square = {"shape": [2, 2], "wraps": False, "bandwidth": "1 GB/s", "latency": "1 us"}
     network = {"name": "square", "grid": square}
     (root / "network.yaml").write_text(yaml.safe_dump(network), encoding="utf-8")
+
+    settings = {**STUDY["settings"], "config": str(root / "pretrain.yaml")}
+    study = yaml.safe_dump({**STUDY, "settings": settings})
+    (root / "study.yaml").write_text(study, encoding="utf-8")
 
     for name in ("pretrain.yaml", "finetune.yaml"):
         recipe = yaml.safe_load((root / name).read_text(encoding="utf-8"))
