@@ -195,9 +195,10 @@ def stated_licence(package: Distribution) -> str:
     The SPDX expression comes first, then a short name, then the classifiers.
     """
     metadata = package.metadata
-    if metadata["License-Expression"]:
-        return metadata["License-Expression"]
-    licence = " ".join((metadata["License"] or "").split())
+    expressions = metadata.get_all("License-Expression")
+    if expressions:
+        return expressions[0]
+    licence = " ".join(" ".join(metadata.get_all("License") or ()).split())
     if licence and licence.casefold() != "unknown" and len(licence) <= _MOST_LICENCE:
         return licence
 
