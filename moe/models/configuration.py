@@ -485,6 +485,10 @@ class STMoEConfig(PreTrainedConfig):
                 plan[f"{stack}.blocks.*.{name}"] = style
         return plan
 
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Keeps the plan: transformers 5.17 adds `embed_tokens` to it, which is whole here."""
+
     def is_sparse_block(self, block: int, *, decoder: bool) -> bool:
         """Returns whether block number `block`, counted from 0, holds a sparse layer.
 

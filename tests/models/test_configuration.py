@@ -493,3 +493,10 @@ def test_a_config_json_loads_and_saves_or_is_refused_by_the_name_of_a_field(tmp_
         before, sort_keys=True
     )  # where NaN is equal to NaN
     assert again.num_parameters() > 0
+
+
+def test_the_tensor_parallel_plan_stays_as_it_is_whatever_transformers_adds_for_a_tied_head():
+    config = STMoEConfig(tie_word_embeddings=True)
+    plan = dict(config.base_model_tp_plan)
+    config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}  # as in 5.17
+    assert config.base_model_tp_plan == plan
