@@ -212,9 +212,10 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
             with, or another process is writing it.
     """
     target = _absolute(target)
-    check_replaceable(target, kind=kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _work_folder(target, wait=False) as work:
+        # Only now does no other process rename the target.
+        check_replaceable(target, kind=kind)
         partial = work / _PARTIAL
         partial.mkdir()
         yield partial

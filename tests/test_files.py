@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -362,13 +363,16 @@ def test_of_many_processes_that_make_one_folder_each_is_done_or_refused(tmp_path
     for number in range(8):
         child = os.fork()
         if not child:
-            num_made = 0
-            for _ in range(50):
-                with suppress(DataError):
-                    fill(tmp_path / "folder", str(number))
-                    num_made += 1
-                write_text(tmp_path / "file", str(number))
-            os._exit(0 if num_made else 1)
+            code = 1
+            try:
+                for _ in range(50):
+                    with suppress(DataError):
+                        fill(tmp_path / "folder", str(number))
+                    write_text(tmp_path / "file", str(number))
+                code = 0
+            finally:
+                traceback.print_exc()
+                os._exit(code)
         children.append(child)
     assert {os.waitpid(child, 0)[1] for child in children} == {0}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
