@@ -108,6 +108,7 @@ def check_kind(folder: Path, kind: str) -> None:
     Raises:
         DataError: When `folder` is a file, or a folder of another kind.
     """
+    _refuse_nul(folder)
     assert kind in FOLDER_KINDS, f"{kind!r} is none of {FOLDER_KINDS}"
     if folder.exists() and not folder.is_dir():
         raise DataError(
@@ -144,8 +145,11 @@ def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
     check_kind(folder, kind)
     with locked_folder(folder, taken):
         check_kind(folder, kind)  # it may have changed before it was locked
-        if not (folder / KIND_FILE).exists():
-            write_text(folder / KIND_FILE, kind + "\n")
+        kind_file = folder / KIND_FILE
+        if kind_file.is_symlink():
+            raise DataError(f"{kind_file} is a link. Remove it, or choose another --out.")
+        if not kind_file.exists():
+            write_text(kind_file, kind + "\n")
         yield
 
 

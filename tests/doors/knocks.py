@@ -173,6 +173,10 @@ def _other_mask() -> Tensor:
     return torch.ones(2, 11, dtype=torch.int64)
 
 
+def _long_mask() -> Tensor:
+    return torch.ones(2, 17, dtype=torch.int64)
+
+
 def _ids() -> Tensor:
     return torch.full((2, 13), 5)
 
