@@ -395,6 +395,9 @@ def output_path(
         raise ConfigError(
             f"{option} is {path}, the root of all files. Give a folder of its own, e.g. runs/mine."
         )
+    for folder in resolved.parents:
+        if folder.is_file():
+            raise ConfigError(f"{option} {path} lies below {folder}, a file. Choose another place.")
     for source in inputs:
         if source is not None and "\0" not in str(source):  # what reads it refuses a NUL
             _check_apart(path, resolved, source, option)
