@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moe.checks import check_integer, check_number
-from moe.errors import ConfigError, MoEError, did_you_mean
+from moe.errors import ConfigError, MoEError, did_you_mean, is_panic
 
 RESUME = "The same command with --resume goes on from the last checkpoint."
 _OUT_OF_MEMORY = (
@@ -166,7 +166,7 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
         sys.exit(141)
 
     except BaseException as error:
-        if debug or not (isinstance(error, Exception) or _is_panic(error)):
+        if debug or not (isinstance(error, Exception) or is_panic(error)):
             raise
         _forget_output_that_fails()
         print(f"error: {_message(error, interrupted)}", file=sys.stderr)
@@ -203,11 +203,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
         or "OutOfMemoryError" in class_names
         or "can't allocate memory" in str(error)  # all that torch says of a CPU
     )
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Returns whether a library in Rust has failed, e.g. `tokenizers`; that is no `Exception`."""
-    return type(error).__name__ == "PanicException"
 
 
 def _forget_output_that_fails() -> None:

@@ -56,6 +56,14 @@ class DistributedError(MoEError, RuntimeError):
     """Ranks do not find each other, or one is lost on the way."""
 
 
+def is_panic(error: BaseException) -> bool:
+    """Returns whether a library written in Rust panicked, e.g. `tokenizers`.
+
+    Its `PanicException` is not an `Exception`, and no module exports it.
+    """
+    return type(error).__name__ == "PanicException"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns `" Did you mean 'x'?"` for the closest known name, or "" when none is close.
 

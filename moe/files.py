@@ -45,6 +45,15 @@ _MARKERS = {
 }
 FOLDER_KINDS = tuple(_MARKERS)
 
+_TOKENIZER_PARTS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "spiece.model",
+)
+
 # Patterns of the files of each kind, whatever the checksums say: users may edit some of them, and
 # the checksums themselves may be damaged.
 _PARTS = {
@@ -59,22 +68,10 @@ _PARTS = {
         "generation_config.json",
         "README.md",
         "modeling_st_moe.py",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-        "spiece.model",
+        *_TOKENIZER_PARTS,
         "tokenizer.model",
     ),
-    "tokenizer": (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.jinja",
-        "spiece.model",
-    ),
+    "tokenizer": _TOKENIZER_PARTS,
 }
 
 
@@ -159,7 +156,7 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
 
     Raises:
         DataError: With the text `taken`, when another process holds it.
-        OSError: When a link, a pipe or a device lies in the place of the lock.
+        OSError: When the lock file is a link, a pipe or a device.
     """
     _refuse_nul(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,8 +201,8 @@ if hasattr(os, "register_at_fork"):  # Unix alone forks
 def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
     """Gives an empty sibling folder to fill; when the block ends well, it becomes `target`.
 
-    A run killed half-way leaves `target` as it was, and a hidden work folder beside it that the
-    next run removes. An earlier folder of the same kind is replaced; anything else is left alone.
+    If the process is killed, `target` is unchanged, and the next run removes the hidden work folder
+    beside it. An earlier folder of the same kind is replaced; anything else is left alone.
 
     Args:
         target: The folder to make.
@@ -264,9 +261,8 @@ def refuse_links(folder: Path, *, kind: str) -> None:
     """
     for path in sorted(folder.glob("*")):
         is_written = _is_part(path.name, kind) or path.name == SUMS_FILE
-        if (
-            path.is_symlink() and is_written and path.name != "README.md"
-        ):  # a card may be the user's
+        may_be_users = path.name == "README.md"
+        if path.is_symlink() and is_written and not may_be_users:
             raise DataError(
                 f"{path} is a link, and the file behind it would be changed. "
                 "Remove the link, or choose another folder."
@@ -451,8 +447,8 @@ def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
 # ---------------------------------------------------------------------------
 # Work folders
 #
-# What will lie at `target` is made in the folder `.target.partial` beside it, which has our marker.
-# What has that name and is not ours (a link, a file, a folder without the marker) is left alone, and
+# `target` is written inside the folder `.target.partial` beside it, which holds our marker. A link, a
+# file or a folder without the marker under that name belongs to the user: it stays as it is, and
 # `.target.partial2` is used instead.
 
 

@@ -26,7 +26,7 @@ def open_to_read(path: Path | str, flags: int = os.O_RDONLY) -> int:
 
 
 def open_to_write(path: Path | str, flags: int) -> int:
-    """Returns a descriptor of a regular file that is no link; use it as the `opener` of `open`.
+    """Returns a descriptor of a regular file, never through a link; the `opener` of `open`.
 
     Raises:
         OSError: When a link, a folder, a pipe or a device lies there.

@@ -20,7 +20,7 @@ from eval.answers.inference import (
 from moe.checkpoint.loading import load_complete, load_model_on_mesh
 from moe.checksums import model_fingerprint
 from moe.data.tokenizer import check_tokenizer_files
-from moe.errors import CheckpointError
+from moe.errors import CheckpointError, is_panic
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 
@@ -101,9 +101,8 @@ class Seq2Seq(NamedTuple):
         try:
             all_tokens = self.tokenizer(texts, verbose=False)["input_ids"]
         except BaseException as error:
-            # The Rust of tokenizers panics, e.g. when a regular expression backtracks too long; its
-            # exception has no module to import it from.
-            if type(error).__name__ != "PanicException":
+            # tokenizers panics when a regular expression backtracks for too long.
+            if not is_panic(error):
                 raise
             raise CheckpointError(
                 f"The tokenizer of {self.tokenizer.name_or_path} failed on a text: {error}. Correct "

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer, shown
 from moe.checksums import read_sums, refuse_damage, write_sums
-from moe.errors import DataError, MoEError
+from moe.errors import DataError, MoEError, is_panic
 from moe.files import check_replaceable, kind_of, whole_folder
 from moe.parsing import read_json
 
@@ -206,13 +206,12 @@ def check_tokenizer_files(folder: Path, *, advice: str) -> None:
 def _failures_of_tokenizers(path: Path, advice: str) -> Iterator[None]:
     """Turns errors of the tokenizers library into an OSError or a DataError that names the file.
 
-    It raises plain `Exception`, and where its Rust code gives up a `PanicException`, which is no
-    Exception.
+    It raises plain `Exception`, and panics where its Rust code gives up.
     """
     try:
         yield
     except BaseException as error:
-        is_of_tokenizers = type(error) is Exception or type(error).__name__ == "PanicException"
+        is_of_tokenizers = type(error) is Exception or is_panic(error)
         is_expected = is_of_tokenizers or isinstance(error, _READING_ERRORS)
         if isinstance(error, MoEError) or not is_expected:
             raise

@@ -81,7 +81,7 @@ def suggest_on_network(
             placed.append(_estimated(plan, placement, network))
     placed.sort(key=_by_estimate)
 
-    # The fastest placement of each mesh; of those that were not simulated the first by the formula.
+    # The fastest placement of each mesh. Of a mesh that was not simulated, the formula's first one.
     bounds = LowerBounds(network.topology, dead)
     known: dict[Question, TimedCollective] = {}
     fastest = math.inf

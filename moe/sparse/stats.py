@@ -117,7 +117,7 @@ def _count_experts(expert_index: Tensor, is_counted: Tensor, num_experts: int) -
 
 
 def _check_stats(stats: Any) -> None:
-    """Raises a DataError for what is no RouterStats of tensors."""
+    """Raises a DataError unless the value is a RouterStats of tensors."""
     if not isinstance(stats, RouterStats) or not all(isinstance(x, Tensor) for x in stats):
         raise DataError(
             f"The statistics of routers are {shown(stats)}; expected a RouterStats: `stats` of a RouterOutput, or "

@@ -316,7 +316,7 @@ class Recording:
 
 
 def inputs_fingerprint(trace: Trace) -> str:
-    """Returns the SHA-256 of the token ids of a trace, as `TraceFacts.inputs_fingerprint` has it."""
+    """Returns the SHA-256 of the token ids of a trace, for `TraceFacts.inputs_fingerprint`."""
     digests = {name: hashlib.sha256() for name in _HASHED}
     for stack in STACKS:
         part = trace.stack(stack)
