@@ -7,7 +7,6 @@ folder of another kind.
 
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -16,16 +15,18 @@ from pathlib import Path
 from moe.checks import check
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
-from moe.opening import NoRegularFileError, open_to_write, read_regular
+from moe.opening import open_to_write, read_regular
+from moe.work_folder import (
+    PARTIAL,
+    REPLACED,
+    TakenError,
+    closed_at_the_end,
+    lock_file,
+    work_folder,
+)
 
 KIND_FILE = ".stmoe-folder"
 _LOCK_FILE = ".lock"
-
-# Marks a work folder as ours, and is locked while the folder is in use.
-_WORK_MARKER = ".stmoe-partial"
-# What else lies in it: the new file or folder, and the earlier one that is being replaced.
-_PARTIAL = "partial"
-_REPLACED = "replaced"
 
 # Files by which a folder without a KIND_FILE is known: one that appeared at once, or was made by
 # an earlier version. The order matters: a model's folder holds a tokenizer too, and a job's folder
@@ -162,35 +163,10 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     # The lock may be a file of the user's: it is neither truncated nor removed.
     lock = open_to_write(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
-    with _closed_at_the_end(lock):
-        if not _lock(lock, wait=False):
+    with closed_at_the_end(lock):
+        if not lock_file(lock, wait=False):
             raise DataError(taken)
         yield
-
-
-_locks: set[int] = set()
-
-
-@contextmanager
-def _closed_at_the_end(descriptor: int) -> Iterator[None]:
-    """Closes a lock after the block, and in forks: one that outlives its parent would hold it."""
-    _locks.add(descriptor)
-    try:
-        yield
-    finally:
-        if descriptor in _locks:  # a fork has closed it
-            _locks.remove(descriptor)
-            os.close(descriptor)
-
-
-def _leave_locks_to_the_parent() -> None:
-    for descriptor in _locks:
-        os.close(descriptor)
-    _locks.clear()
-
-
-if hasattr(os, "register_at_fork"):  # Unix alone forks
-    os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
 
 
 # ---------------------------------------------------------------------------
@@ -214,17 +190,17 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
     """
     target = _absolute(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _work_folder(target, wait=False) as work:
+    with work_folder(target, wait=False) as work:
         # Only now does no other process rename the target.
         check_replaceable(target, kind=kind)
-        partial = work / _PARTIAL
+        partial = work / PARTIAL
         partial.mkdir()
         yield partial
 
         # The target may have changed while the folder was filled.
         check_replaceable(target, kind=kind)
         if target.exists():
-            target.rename(work / _REPLACED)
+            target.rename(work / REPLACED)
         partial.rename(target)
 
 
@@ -289,7 +265,7 @@ def remove_folder(folder: Path) -> None:
 
     What a killed process leaves is a hidden work folder; see `remove_leftovers`.
     """
-    with _work_folder(folder, wait=False) as work:
+    with work_folder(folder, wait=False) as work:
         folder.rename(work / "removed")
 
 
@@ -305,7 +281,7 @@ def remove_leftovers(folder: Path, pattern: str = "*") -> None:
     for work in folder.glob(f".{pattern}.partial*"):
         name = re.fullmatch(r"\.(.+)\.partial\d*", work.name)
         if name:
-            with suppress(_TakenError), _work_folder(folder / name[1], wait=False):
+            with suppress(TakenError), work_folder(folder / name[1], wait=False):
                 pass
 
 
@@ -338,8 +314,8 @@ def only_writer(target: Path) -> Iterator[Path]:
             "Choose another name."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _work_folder(target, wait=True) as work:
-        yield work / _PARTIAL
+    with work_folder(target, wait=True) as work:
+        yield work / PARTIAL
 
 
 def cache_folder() -> Path:
@@ -392,7 +368,7 @@ def output_path(
             f"{option} is {path}, the root of all files. Give a folder of its own, e.g. runs/mine."
         )
     for folder in resolved.parents:
-        if folder.is_file():
+        if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{option} {path} lies below {folder}, a file. Choose another place.")
     for source in inputs:
         if source is not None and "\0" not in str(source):  # what reads it refuses a NUL
@@ -442,137 +418,6 @@ def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
             raise ConfigError(
                 f"{option} {path} lies in {folder}, a {kind_of(folder)}. Choose a place beside it."
             )
-
-
-# ---------------------------------------------------------------------------
-# Work folders
-#
-# `target` is written inside the folder `.target.partial` beside it, which holds our marker. A link, a
-# file or a folder without the marker under that name belongs to the user: it stays as it is, and
-# `.target.partial2` is used instead.
-
-
-class _TakenError(DataError):
-    """Another process works on the same target."""
-
-
-@contextmanager
-def _work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
-    """Makes the work folder of a target, which this process alone uses, and removes it at the end.
-
-    What a killed process has left in it is removed first, and what it was replacing is put back.
-
-    Args:
-        target: File or folder to be made; its parent exists.
-        wait: Whether to wait for another process that works on the same target.
-
-    Raises:
-        DataError: When another process works on it and `wait` is not set.
-    """
-    _refuse_nul(target)
-    work, descriptor = _claim(target, wait=wait)
-    with _closed_at_the_end(descriptor):
-        try:
-            _put_back(work, target)
-            _remove_content(work)
-            yield work
-        finally:
-            _put_back(work, target)
-            _remove_content(work)
-            # The marker goes last: a folder without it is not ours unless it is empty.
-            with suppress(OSError):
-                if _names_in(work) == [_WORK_MARKER]:
-                    (work / _WORK_MARKER).unlink()
-                    work.rmdir()
-
-
-def _claim(target: Path, *, wait: bool) -> tuple[Path, int]:
-    """Makes a work folder with its marker.
-
-    Returns:
-        The folder, and the descriptor of the marker, which holds the lock.
-    """
-    number = 1
-    while True:
-        work = target.with_name(f".{target.name}.partial{number if number > 1 else ''}")
-        with suppress(FileExistsError):
-            work.mkdir()
-        try:
-            descriptor = _open_marker(work)
-        except FileNotFoundError:  # another process has finished in between
-            continue
-        if descriptor is None:
-            number += 1
-            continue
-
-        if not _lock(descriptor, wait=wait):
-            os.close(descriptor)
-            raise _TakenError(
-                f"Another process is writing {target}. Wait for it, or choose another folder."
-            )
-        if _is_still(descriptor, work / _WORK_MARKER):
-            return work, descriptor
-        os.close(descriptor)
-
-
-def _open_marker(work: Path) -> int | None:
-    """Returns a descriptor of the marker in a work folder; None when the folder is not ours."""
-    if work.is_symlink() or (work.exists() and not work.is_dir()):
-        return None
-
-    # The marker is the first file of a work folder and the last: an empty folder may become ours.
-    names = _names_in(work)
-    if names and _WORK_MARKER not in names:
-        return None
-    try:
-        return open_to_write(work / _WORK_MARKER, os.O_RDWR | os.O_CREAT)
-    except NoRegularFileError:
-        return None
-
-
-def _names_in(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
-
-
-def _put_back(work: Path, target: Path) -> None:
-    """Puts back what a process was replacing that was killed or failed before it was done."""
-    replaced = work / _REPLACED
-    if replaced.exists() and not os.path.lexists(target):
-        replaced.rename(target)
-
-
-def _remove_content(work: Path) -> None:
-    """Removes everything in a work folder but the marker, as far as it can be removed."""
-    for path in work.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != _WORK_MARKER:
-            path.unlink(missing_ok=True)
-
-
-def _is_still(descriptor: int, path: Path) -> bool:
-    """Returns whether an open file is the one that now lies at `path`."""
-    try:
-        status_at_path = path.lstat()
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(os.fstat(descriptor), status_at_path)
-
-
-def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Locks an open file until it is closed.
-
-    Returns:
-        False when another process has it and `wait` is not set.
-    """
-    import fcntl  # Unix alone has it, and `import moe` reads this file
-
-    mode = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
-    try:
-        fcntl.flock(descriptor, mode)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe import ConfigError, DataError, files
+from moe import ConfigError, DataError
 from moe.checksums import SUMS_FILE, find_damage, write_sums
 from moe.files import (
     FOLDER_KINDS,
@@ -26,6 +26,7 @@ from moe.files import (
     whole_folder,
     write_text,
 )
+from moe.work_folder import work_folder
 
 
 def fill(target, text):
@@ -37,7 +38,7 @@ def killed_in_work_folder(path, name):
     """Leaves a work folder that holds `path`, as a process does that is killed at its work."""
     child = os.fork()
     if not child:
-        with files._work_folder(path, wait=False) as work:
+        with work_folder(path, wait=False) as work:
             path.rename(work / name)
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)

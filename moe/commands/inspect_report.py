@@ -151,15 +151,6 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
     """
     page = output_path(text, suffix=".html", inputs=inputs)
 
-    # The nearest thing above it that exists must be a folder.
-    parent = page.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir():
-        raise DataError(
-            f"--out {page} would lie below {parent}, which is a file. Choose another path."
-        )
-
     # Only a page of this command is replaced.
     if page.exists():
         with open(page, encoding="utf-8", errors="replace", opener=open_to_read) as file:

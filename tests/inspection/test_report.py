@@ -591,7 +591,7 @@ REFUSED = {
     ),
     "below a file": (
         ["--out", "{inputs}/other.html/page.html"],
-        "would lie below .*other.html, which is a file",
+        "lies below .*other.html, a file",
     ),
 }
 
