@@ -4,7 +4,7 @@
     python -m scripts.versions newest --tests tests/models
 
 Each combination gets a virtual environment, made by python3.11, python3.12 or python3.13. A later
-run uses it again, and replaces the results of the tests that it runs; delete the folder to start anew.
+run uses it again; delete the folder to start anew.
 torch comes from the index of CPU builds, unless PIP_EXTRA_INDEX_URL names another.
 """
 
@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/start.md"
 PYTHONS = {"floor": "python3.11", "pinned": "python3.12", "newest": "python3.13"}
 PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "datasets", "numpy")
+RESULTS = "tests.xml"
 OUTCOMES = ("passed", "failed", "skipped")
 CPU_INDEX = {"PIP_EXTRA_INDEX_URL": "https://download.pytorch.org/whl/cpu"}
 
@@ -44,17 +45,16 @@ def main(argv: list[str]) -> None:
     parser = Parser(prog="python -m scripts.versions", description="Tests other versions.")
     explanation = f"which ({' '.join(PYTHONS)}; all by default)"
     parser.add_argument("names", nargs="*", choices=[[], *PYTHONS], help=explanation)
-    parser.add_argument("--tests", type=path, nargs="+", help="files and folders (all of tests/)")
+    tests_help = "files and folders (tests)"
+    parser.add_argument("--tests", type=path, nargs="+", default=[Path("tests")], help=tests_help)
     explanation = "folder of environments and results (runs/versions)"
     parser.add_argument("--out", type=path, default=Path("runs/versions"), help=explanation)
     options = parser.parse_args(argv)
 
     out = options.out.absolute()
-    folders = {test.parent for test in ROOT.glob("tests/*/test_*.py")}
-    tests = options.tests or sorted({*folders, *ROOT.glob("tests/test_*.py")})
     for name in options.names or PYTHONS:
-        run_tests(build_environment(out / name), tests)
-    table = version_table([out / name for name in PYTHONS if list(out.glob(f"{name}/*.xml"))])
+        run_tests(build_environment(out / name), options.tests)
+    table = version_table([out / name for name in PYTHONS if (out / name / RESULTS).exists()])
     write_text(PAGE, with_table(PAGE.read_text(encoding="utf-8"), table))
     print(table)
 
@@ -94,15 +94,14 @@ def floors() -> list[str]:
 
 
 def run_tests(python: Path, tests: Sequence[Path]) -> None:
-    """Runs the fast tests of each path, and writes a file of results for each."""
-    folder = python.parents[2]
+    """Runs the fast tests, and writes RESULTS beside the environment."""
     variables = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    for test in tests:
-        results = folder / f"{test.absolute().relative_to(ROOT)}.xml".replace("/", ".")
-        command = [python, "-m", "pytest", "-q", "-m", "not slow", f"--junitxml={results}"]
-        code = subprocess.run([*command, test], cwd=ROOT, env=variables).returncode
-        if code not in (0, 1, 5):  # 5: a path without fast tests
-            raise DataError(f"pytest ended with code {code} in {test}. Its output says why.")
+    variables |= {"OMP_NUM_THREADS": "1"}  # each process of pytest has a core
+    command = [python, "-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", "-m", "not slow"]
+    results = python.parents[2] / RESULTS
+    code = subprocess.run([*command, f"--junitxml={results}", *tests], cwd=ROOT, env=variables)
+    if code.returncode not in (0, 1):
+        raise DataError(f"pytest ended with code {code.returncode}. Its output says why.")
 
 
 def version_table(folders: Sequence[Path]) -> str:
@@ -124,12 +123,11 @@ def version_table(folders: Sequence[Path]) -> str:
 def read_outcomes(folder: Path) -> dict[str, str]:
     """Returns "passed", "failed" or "skipped" for each test whose result lies in a folder."""
     outcomes = {}
-    for results in sorted(folder.glob("*.xml")):
-        for case in ElementTree.parse(results).iter("testcase"):
-            kinds = {child.tag for child in case}
-            failed = "failed" if kinds & {"failure", "error"} else "passed"
-            test = f"{case.get('classname')}.{case.get('name')}"
-            outcomes[test] = "skipped" if "skipped" in kinds else failed
+    for case in ElementTree.parse(folder / RESULTS).iter("testcase"):
+        kinds = {child.tag for child in case}
+        failed = "failed" if kinds & {"failure", "error"} else "passed"
+        test = f"{case.get('classname')}.{case.get('name')}"
+        outcomes[test] = "skipped" if "skipped" in kinds else failed
     return outcomes
 
 

@@ -25,10 +25,15 @@ from moe import (
     load_model_on_mesh,
     lora_config,
 )
-from tests.models.hf_models import KINDS, assert_equal_to_rounding, their_inputs, their_model
+from tests.models.hf_models import (
+    KINDS,
+    assert_equal_to_rounding,
+    every_kind,
+    needs_a_right_switch,
+    their_inputs,
+    their_model,
+)
 from tests.processes import run_program
-
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -251,7 +256,7 @@ def test_generation_settings_come_from_their_file_or_from_config_json(folders, t
 # ---- every tensor is accounted for ----
 
 
-@every_kind
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_tensor_is_mapped_or_ignored_with_a_reason(folders, kind):
     report, model = conversion_report(folders(kind)), load(folders(kind))
     theirs = set(load_file(folders(kind) / "model.safetensors"))
@@ -482,6 +487,7 @@ def test_several_end_tokens_are_kept(folder):
     assert load(folder).config.eos_token_id == [1, 5]
 
 
+@needs_a_right_switch
 def test_an_untied_switch_computes_with_the_tables_of_its_stacks(tmp_path):
     theirs = their_model("Switch, untied")
     theirs.encoder.embed_tokens.weight.data.mul_(2)
@@ -605,6 +611,7 @@ print(error, dropped, peak(), model_bytes)
 
 
 @pytest.mark.slow
+@needs_a_right_switch
 def test_at_the_size_of_switch_base_8_logits_are_equal_and_memory_is_the_model_and_one_shard(
     tmp_path,
 ):

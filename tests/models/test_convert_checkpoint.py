@@ -15,6 +15,7 @@ from tests.models.hf_models import (
     SIZES,
     SPARSE,
     assert_equal_to_rounding,
+    needs_a_right_switch,
     their_inputs,
     their_model,
 )
@@ -84,6 +85,7 @@ def test_there_and_back_is_bit_exact_and_loads_in_transformers(tmp_path, kind):
     assert ours.generation_config.to_dict() == direct.generation_config.to_dict()
 
 
+@needs_a_right_switch
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_word_embeddings": True}, {"router_options": {"policy": "argmax"}}]
 )

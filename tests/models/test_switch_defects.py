@@ -21,10 +21,12 @@ from tests.models.hf_models import (
     SIZES,
     SPARSE,
     assert_equal_to_rounding,
+    needs_a_right_switch,
     their_inputs,
     their_model,
 )
 
+pytestmark = needs_a_right_switch
 LABELS = their_inputs()["decoder_input_ids"]
 
 
