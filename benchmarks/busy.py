@@ -149,11 +149,7 @@ def start_worker(benchmark: BusyBenchmark, variables: Mapping[str, str]) -> Iter
 
     arguments = worker_arguments(benchmark.threads, benchmark.case)
     process = subprocess.Popen(
-        arguments,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with process:
         try:

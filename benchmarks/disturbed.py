@@ -131,11 +131,7 @@ def _meeting_place(num_ranks: int) -> dict[str, str]:
     }
 
 
-def _run(
-    arguments: list[str],
-    log: Path,
-    variables: dict[str, str],
-) -> None:
+def _run(arguments: list[str], log: Path, variables: dict[str, str]) -> None:
     """Runs a rank in a process of its own."""
     file = open_to_write(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)

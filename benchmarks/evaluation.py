@@ -206,12 +206,7 @@ def build_systems(case: EvaluationCase, folder: Path) -> dict[str, Seq2Seq]:
 
 
 def measure_mode(
-    benchmark: EvaluationBenchmark,
-    system: Seq2Seq,
-    task: Task,
-    model: str,
-    mode: str,
-    path: Path,
+    benchmark: EvaluationBenchmark, system: Seq2Seq, task: Task, model: str, mode: str, path: Path
 ) -> list[Row]:
     """Returns a row for ours and one for lm-evaluation-harness, which has its best batch size."""
     cpu = torch.device("cpu")
@@ -275,11 +270,7 @@ def make_requests(task: Task) -> list[Request]:
 
 
 def answer_ours(
-    system: Seq2Seq,
-    task: Task,
-    requests: Sequence[Request],
-    mode: str,
-    path: Path,
+    system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, path: Path
 ) -> list[Any]:
     """Returns log-probabilities of all choices without the end token, or texts.
 
@@ -299,11 +290,7 @@ def answer_ours(
 
 
 def build_harness(
-    system: Seq2Seq,
-    task: Task,
-    requests: Sequence[Request],
-    mode: str,
-    batch: int,
+    system: Seq2Seq, task: Task, requests: Sequence[Request], mode: str, batch: int
 ) -> Callable[[], list[Any]]:
     """Returns a function that gives the same answers by lm-evaluation-harness."""
     from lm_eval.api.instance import Instance

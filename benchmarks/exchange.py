@@ -237,10 +237,7 @@ def split_problem(problem: Problem) -> Problems:
 
 
 def build_layer_jobs(
-    name: str,
-    problems: Problems,
-    mesh: Mesh,
-    device: torch.device,
+    name: str, problems: Problems, mesh: Mesh, device: torch.device
 ) -> tuple[list[Job], Row]:
     """Returns the jobs of one of `LAYERS`, and the bytes that it sends.
 

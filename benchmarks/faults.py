@@ -21,14 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.disturbed import (
-    FILL_DISK,
-    RAISE,
-    Launch,
-    hash_model,
-    last_step,
-    read_losses,
-)
+from benchmarks.disturbed import FILL_DISK, RAISE, Launch, hash_model, last_step, read_losses
 from benchmarks.machine import describe_machine, save_report
 from moe.checkpoint.integrity import checkpoint_folders, first_damage
 from moe.checks import check
@@ -294,11 +287,7 @@ class Campaign:
         runs = []
         for run in self.records:
             runs.append({**run._asdict(), "faults": [fault._asdict() for fault in run.faults]})
-        report = {
-            **describe_machine(torch.device("cpu")),
-            "command": self._command,
-            "runs": runs,
-        }
+        report = {**describe_machine(torch.device("cpu")), "command": self._command, "runs": runs}
         save_report(report, self._target)
 
     def _read(self, target: Path) -> None:

@@ -153,10 +153,7 @@ def span_corruption_readers(
     def read_peer(chunks: "datasets.Dataset") -> Iterable[Batch]:
         return corrupted_batches(chunks, ids, noise, case.batch_size)
 
-    return {
-        OURS: Reader(prepare, partial(_batches, case)),
-        PEER: Reader(prepare_peer, read_peer),
-    }
+    return {OURS: Reader(prepare, partial(_batches, case)), PEER: Reader(prepare_peer, read_peer)}
 
 
 def mixture_readers(
@@ -196,10 +193,7 @@ def mixture_readers(
     def read_peer(rows: "datasets.Dataset") -> Iterable[Batch]:
         return packed_batches(rows, case.batch_size)
 
-    return {
-        OURS: Reader(prepare, partial(_batches, case)),
-        PEER: Reader(prepare_peer, read_peer),
-    }
+    return {OURS: Reader(prepare, partial(_batches, case)), PEER: Reader(prepare_peer, read_peer)}
 
 
 READERS: dict[str, Callable[[InputCase, PreTrainedTokenizerFast, Path], dict[str, Reader]]] = {

@@ -78,10 +78,7 @@ def _divide_into_chunks(columns: Columns, length: int) -> Columns:
 
 
 def corrupted_batches(
-    chunks: "datasets.Dataset",
-    ids: SpecialIds,
-    noise: Noise,
-    batch_size: int,
+    chunks: "datasets.Dataset", ids: SpecialIds, noise: Noise, batch_size: int
 ) -> Iterable[Batch]:
     """Returns the batches of an epoch, in a random order."""
     return _shuffled_batches(chunks, batch_size, T5Collator(ids, noise, seed=0))

@@ -282,8 +282,7 @@ def _tally(intervals: Sequence[Interval], truth: float) -> Tally:
     ends = np.asarray(intervals)  # [N, 2]
     is_held = (ends[:, 0] <= truth + _ROUNDING) & (truth - _ROUNDING <= ends[:, 1])
     return Tally(
-        coverage=100 * float(is_held.mean()),
-        width=float((ends[:, 1] - ends[:, 0]).mean()),
+        coverage=100 * float(is_held.mean()), width=float((ends[:, 1] - ends[:, 0]).mean())
     )
 
 

@@ -215,11 +215,7 @@ def compare_outputs(variants: Sequence[Variant]) -> dict[str, float]:
 
 
 def describe_times(
-    case: Case,
-    variant: Variant,
-    pass_name: Pass,
-    times: Sequence[dict[str, float]],
-    square: float,
+    case: Case, variant: Variant, pass_name: Pass, times: Sequence[dict[str, float]], square: float
 ) -> Row:
     """Returns the measured numbers of a row.
 

@@ -28,11 +28,7 @@ _PROCESS = Path("/proc/self")
 
 
 def peak_mib(
-    case_index: int,
-    dtype_name: str,
-    name: str,
-    device: torch.device,
-    threads: int,
+    case_index: int, dtype_name: str, name: str, device: torch.device, threads: int
 ) -> float:
     """Returns the peak of a variant in MiB, measured in a fresh process.
 

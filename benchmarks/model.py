@@ -211,8 +211,7 @@ def build_ours(config: SwitchTransformersConfig) -> STMoEForConditionalGeneratio
 
 
 def build_switch(
-    config: SwitchTransformersConfig,
-    ours: STMoEForConditionalGeneration,
+    config: SwitchTransformersConfig, ours: STMoEForConditionalGeneration
 ) -> SwitchTransformersForConditionalGeneration:
     """Returns transformers' model over the weights of ours."""
     with torch.device("meta"):
@@ -258,10 +257,7 @@ def measure_training(
 
 @torch.no_grad()
 def measure_generation(
-    benchmark: ModelBenchmark,
-    models: Mapping[str, PreTrainedModel],
-    experts: int,
-    batch: int,
+    benchmark: ModelBenchmark, models: Mapping[str, PreTrainedModel], experts: int, batch: int
 ) -> list[Row]:
     """Returns a row for each model, with encoder and without it: greedy decoding with the cache.
 

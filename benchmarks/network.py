@@ -25,33 +25,15 @@ from moe.cli import Parser, run_main
 from moe.files import output_path
 from moe.inspection.tables import format_table
 
-_HEADER = (
-    "id",
-    "what",
-    "predicted",
-    "published",
-    "unit",
-    "tolerance",
-    "confidence",
-    "pass",
-)
+_HEADER = ("id", "what", "predicted", "published", "unit", "tolerance", "confidence", "pass")
 _VERDICTS = {True: "yes", False: "NO", None: "-"}
 
 
 def main(argv: list[str]) -> None:
     """Reads the options and reports."""
-    parser = Parser(
-        prog="python -m benchmarks.network",
-        description="Predicted beside published.",
-    )
+    parser = Parser(prog="python -m benchmarks.network", description="Predicted beside published.")
     names = REPORTS.names()
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=names,
-        default=names,
-        help="reports (all)",
-    )
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="reports (all)")
     parser.add_argument("--json", help="file to save the table to")
     options = parser.parse_args(argv)
     path = options.json and output_path(options.json, suffix=".json", option="--json")
@@ -59,10 +41,7 @@ def main(argv: list[str]) -> None:
     # Print first: a full disk must not lose the table.
     rows = rows_of(options.only)
     print(format_rows(rows))
-    report = {
-        "sources": published("sources"),
-        "rows": [asdict(row) for row in rows],
-    }
+    report = {"sources": published("sources"), "rows": [asdict(row) for row in rows]}
     save_report(report, path or None)
 
     # A row that does not pass fails the command.
@@ -81,16 +60,7 @@ def format_rows(rows: Sequence[Row]) -> str:
         ours = f"{row.predicted:.5g}"
         verdict = _VERDICTS[row.passes]
         cells.append(
-            (
-                row.id,
-                row.what,
-                ours,
-                theirs,
-                row.unit,
-                row.tolerance,
-                row.confidence,
-                verdict,
-            )
+            (row.id, row.what, ours, theirs, row.unit, row.tolerance, row.confidence, verdict)
         )
     return format_table(_HEADER, cells)
 

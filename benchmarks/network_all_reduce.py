@@ -30,14 +30,8 @@ from moe.network.grids import (
     torus_all_reduce,
 )
 from moe.network.ring_orders import neighbour_ring, snake
-from moe.network.rings import (
-    ring_all_reduce,
-    two_way_ring_all_reduce,
-)
-from moe.network.row_pair_clients import (
-    pair_rows_around_holes,
-    row_pair_client_all_reduce,
-)
+from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
+from moe.network.row_pair_clients import pair_rows_around_holes, row_pair_client_all_reduce
 from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import Simulation, simulate
 from moe.network.topology import FloatArray, Links, Topology, grid
@@ -61,12 +55,7 @@ UNITS_PER_CHIP = 64
 CORES_PER_CHIP = 2
 
 
-def chips(
-    shape: tuple[int, int],
-    *,
-    wraps: bool | tuple[bool, bool],
-    latency: float,
-) -> Topology:
+def chips(shape: tuple[int, int], *, wraps: bool | tuple[bool, bool], latency: float) -> Topology:
     """Returns a grid of TPU v3 chips."""
     return grid(shape, wraps=wraps, bandwidth=LINK_RATE, latency=latency)
 
@@ -156,34 +145,16 @@ def multipod_rows() -> list[Row]:
     resnet_run, _, bert_run = published("multipod_v0.7")
     shares = published("all_reduce_share")
     rows = []
-    for name, run, simulation in (
-        ("ResNet-50", resnet_run, resnet),
-        ("BERT", bert_run, bert),
-    ):
+    for name, run, simulation in (("ResNet-50", resnet_run, resnet), ("BERT", bert_run, bert)):
         # The logged step includes evaluation: it is an upper bound.
         step = run["block"] / run["steps"]
-        bound = Claim(
-            "R3*",
-            f"{name}, 4,096 chips: all-reduce, below the step",
-            "ms",
-            PRIMARY,
-        )
+        bound = Claim("R3*", f"{name}, 4,096 chips: all-reduce, below the step", "ms", PRIMARY)
         rows.append(bound.reported(simulation.seconds * 1e3, step * 1e3, "below"))
-        share = Claim(
-            "R4*",
-            f"{name}: share of the all-reduce in the step",
-            "",
-            RECOLLECTION,
-        )
+        share = Claim("R4*", f"{name}: share of the all-reduce in the step", "", RECOLLECTION)
         theirs = shares["resnet" if simulation is resnet else "bert"]
         rows.append(share.reported(simulation.seconds / step, theirs, "±20%"))
 
-    claim = Claim(
-        "R7",
-        "bytes of the second axis over those of the first",
-        "",
-        CLOSED_FORM,
-    )
+    claim = Claim("R7", "bytes of the second axis over those of the first", "", CLOSED_FORM)
     rows.append(claim.close(_payload_ratio(resnet), 1 / 32, 1e-9))
     return rows
 
@@ -198,10 +169,7 @@ def _payload_ratio(simulation: Simulation) -> float:
     num_bytes = (table.high - table.low).astype(float)
     num_columns = simulation.topology.shape[1]
     is_first_axis = table.source // num_columns == table.destination // num_columns
-    by_axis = [
-        float(num_bytes[is_first_axis].sum()),
-        float(num_bytes[~is_first_axis].sum()),
-    ]
+    by_axis = [float(num_bytes[is_first_axis].sum()), float(num_bytes[~is_first_axis].sum())]
     sizes = (num_columns, simulation.topology.shape[0])
     payloads = [total / (size - 1) * size for total, size in zip(by_axis, sizes, strict=True)]
     return payloads[1] / payloads[0]
@@ -215,18 +183,8 @@ def law_rows() -> list[Row]:
         # Steps of both ways to sum on a square.
         along_axes = torus_schedule((size, size)).num_steps
         around = ring_all_reduce(snake(np.arange(size**2).reshape(size, size)), size**2).num_steps
-        two = Claim(
-            "R5",
-            f"steps on {size} x {size} chips along two axes",
-            "",
-            CLOSED_FORM,
-        )
-        one = Claim(
-            "R5",
-            f"steps on {size} x {size} chips around one ring",
-            "",
-            CLOSED_FORM,
-        )
+        two = Claim("R5", f"steps on {size} x {size} chips along two axes", "", CLOSED_FORM)
+        one = Claim("R5", f"steps on {size} x {size} chips around one ring", "", CLOSED_FORM)
         rows.append(two.close(along_axes, 4 * (size - 1), 1e-12))
         rows.append(one.close(around, 2 * (size**2 - 1), 1e-12))
 
@@ -261,22 +219,14 @@ def _bandwidth_rows(shape: tuple[int, int]) -> list[Row]:
     rows = []
     for topology, factor in ((torus, bound), (mesh, 2 * bound)):
         claim = Claim(
-            "R6",
-            f"bytes of the busiest links of each axis, {topology.name}",
-            "S",
-            CLOSED_FORM,
+            "R6", f"bytes of the busiest links of each axis, {topology.name}", "S", CLOSED_FORM
         )
         rows.append(claim.close(_load_factor(schedule, topology), factor, 1e-9))
 
     time = Claim("R6", f"time of that, {mesh.name}", "S / b", PROTOTYPE)
     rows.append(time.between(_bytes_factor(schedule, mesh), 1.9 * bound, 2 * bound))
     if num_chips >= 512:
-        paired = Claim(
-            "R6",
-            f"time of pairs of rows, {mesh.name}",
-            "S / b",
-            PROTOTYPE,
-        )
+        paired = Claim("R6", f"time of pairs of rows, {mesh.name}", "S / b", PROTOTYPE)
         rows.append(paired.between(_bytes_factor(pairs, mesh), bound, 1.05))
     return rows
 
@@ -313,24 +263,11 @@ def level_rows() -> list[Row]:
     levels = [sizes for sizes in factorisations(64, 3) if 1 not in sizes]
     errors = [abs(_multi_ring_ratio(sizes) - 1) for sizes in levels]
     formula = Claim(
-        "R9",
-        f"time over the formula, worst of {len(levels)} X x Y x Z",
-        "x",
-        CLOSED_FORM,
+        "R9", f"time over the formula, worst of {len(levels)} X x Y x Z", "x", CLOSED_FORM
     )
 
-    two_level = Claim(
-        "R9",
-        "4x4x4 over 4x8x2, slow between racks of 8 hosts",
-        "x",
-        VENDOR,
-    )
-    flat = Claim(
-        "R9",
-        "4x4x4 over 4x8x2, all hosts at one switch",
-        "x",
-        VENDOR,
-    )
+    two_level = Claim("R9", "4x4x4 over 4x8x2, slow between racks of 8 hosts", "x", VENDOR)
+    flat = Claim("R9", "4x4x4 over 4x8x2, all hosts at one switch", "x", VENDOR)
     return [
         formula.close(1 + max(errors), 1.0, 1e-9),
         two_level.between(_cubic_over_long(core_share=1 / 8), 1.01, np.inf),
@@ -461,10 +398,7 @@ def _rows_of_hole(shape: tuple[int, int], hole: tuple[int, int]) -> list[Row]:
     name = f"{num_chips} chips, an even hole of {hole[0]} x {hole[1]}"
 
     rows = []
-    for payload, model, most in (
-        (RESNET_BYTES, "102 MB", 1.75),
-        (BERT_BYTES, "668 MB", 1.5),
-    ):
+    for payload, model, most in ((RESNET_BYTES, "102 MB", 1.75), (BERT_BYTES, "668 MB", 1.5)):
         # The best of the detours against the whole mesh. One ring has 2 (N - 1) steps: it
         # pays for large payloads only.
         before = simulate(_whole_mesh(shape), healthy, payload).seconds
@@ -472,22 +406,12 @@ def _rows_of_hole(shape: tuple[int, int], hole: tuple[int, int]) -> list[Row]:
         if payload == BERT_BYTES:
             detours = [*detours, _ring_around(shape, hole)]
         after = min(simulate(part, broken, payload).seconds for part in detours)
-        claim = Claim(
-            "F1",
-            f"{name}: {model}, over the healthy time",
-            "x",
-            PROTOTYPE,
-        )
+        claim = Claim("F1", f"{name}: {model}, over the healthy time", "x", PROTOTYPE)
         rows.append(claim.between(after / before, 1.0, most))
 
         if payload == RESNET_BYTES:
             step = _resnet_step(num_chips)
-            loss = Claim(
-                "F1",
-                f"{name}: loss of ResNet-50's step",
-                "%",
-                PROTOTYPE,
-            )
+            loss = Claim("F1", f"{name}: loss of ResNet-50's step", "%", PROTOTYPE)
             rows.append(loss.between(100 * (after - before) / step, 0.0, 5.0))
     return rows
 
@@ -519,10 +443,7 @@ def _detours(shape: tuple[int, int], hole: tuple[int, int]) -> list[Schedule]:
     detours = []
     for num_slices in (2, 4):
         detour = row_pair_client_all_reduce(
-            rows,
-            num_units,
-            num_ranks=ranks.size,
-            num_slices=num_slices,
+            rows, num_units, num_ranks=ranks.size, num_slices=num_slices
         )
         detours.append(detour)
 
@@ -534,11 +455,7 @@ def _ring_around(shape: tuple[int, int], hole: tuple[int, int]) -> Schedule:
     mesh = chips(shape, wraps=False, latency=0.0)
     broken = mesh.without(ranks=interior_hole(shape, hole))
     num_units = mesh.num_ranks * UNITS_PER_CHIP
-    return two_way_ring_all_reduce(
-        neighbour_ring(broken),
-        num_units,
-        num_ranks=mesh.num_ranks,
-    )
+    return two_way_ring_all_reduce(neighbour_ring(broken), num_units, num_ranks=mesh.num_ranks)
 
 
 def _resnet_step(num_chips: int) -> float:

@@ -121,10 +121,7 @@ class _Setting:
         self.size = int(numbers["ranks_of_an_axis"])
         self.num_slices = int(numbers["slices"])
         self._link = partial(
-            grid,
-            wraps=True,
-            bandwidth=numbers["bandwidth"],
-            latency=numbers["latency"],
+            grid, wraps=True, bandwidth=numbers["bandwidth"], latency=numbers["latency"]
         )
 
         # Stages around one ring, whole and broken.
@@ -171,11 +168,7 @@ class _Setting:
         folded_speed = half_load / folded_load
         kept = folded_speed / (num_axes - 1 + folded_speed)
         exchange = along_axes(
-            counts,
-            topology,
-            num_slices=num_slices,
-            rotates=False,
-            detour=Detour(kept, sides=1),
+            counts, topology, num_slices=num_slices, rotates=False, detour=Detour(kept, sides=1)
         )
         return _time(exchange.schedule, topology, num_senders=self.size)
 
@@ -269,10 +262,7 @@ def _free_rows(setting: _Setting, numbers: Mapping[str, Any]) -> list[Row]:
 def _cube() -> Topology:
     numbers = published("all_to_all")["tpu_v4"]
     return grid(
-        numbers["shape"],
-        wraps=True,
-        bandwidth=numbers["bandwidth"],
-        latency=numbers["latency"],
+        numbers["shape"], wraps=True, bandwidth=numbers["bandwidth"], latency=numbers["latency"]
     )
 
 
@@ -353,10 +343,7 @@ def hot_expert_rows() -> list[Row]:
 
 
 def _rotated_time(
-    load: NDArray[np.float64],
-    expert: IntArray,
-    topology: Topology,
-    num_bytes: float,
+    load: NDArray[np.float64], expert: IntArray, topology: Topology, num_bytes: float
 ) -> float:
     """Returns the time when each expert gets so much by the mean."""
     units = np.round(_UNITS_PER_PAIR * load[expert]).astype(np.int64)

@@ -84,11 +84,7 @@ class Claim:
         return self._row(predicted, published, expectation, None)
 
     def _row(
-        self,
-        predicted: float,
-        published: float | None,
-        tolerance: str,
-        passes: bool | None,
+        self, predicted: float, published: float | None, tolerance: str, passes: bool | None
     ) -> Row:
         return Row(
             id=self.id,

@@ -36,12 +36,7 @@ def check_numbers(options: Mapping[str, Any]) -> None:
         numbers = value if isinstance(value, list) else [value]
         for number in numbers:
             check_integer(
-                f"--{name}",
-                number,
-                least=1,
-                most=most,
-                reason=reason,
-                optional="leave it out",
+                f"--{name}", number, least=1, most=most, reason=reason, optional="leave it out"
             )
 
 
@@ -116,11 +111,7 @@ def _add_intervals(parser: argparse.ArgumentParser) -> None:
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--cases",
-        type=int,
-        nargs="+",
-        choices=CASES,
-        help="sizes (layer: all; exchange: 0 and 1)",
+        "--cases", type=int, nargs="+", choices=CASES, help="sizes (layer: all; exchange: 0 and 1)"
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="both")
     parser.add_argument(
@@ -139,15 +130,10 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
         help="all that any machine measures at once; dense comes along",
     )
     parser.add_argument(
-        "--memory",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure peaks (yes)",
+        "--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peaks (yes)"
     )
     parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="measure the share of routing, dispatch and combine",
+        "--profile", action="store_true", help="measure the share of routing, dispatch and combine"
     )
 
 
@@ -163,10 +149,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="numbers of experts; training: the first (8)",
     )
     parser.add_argument(
-        "--sparse-layers",
-        type=int,
-        default=6,
-        help="of the 12 blocks of each stack (6)",
+        "--sparse-layers", type=int, default=6, help="of the 12 blocks of each stack (6)"
     )
     parser.add_argument(
         "--batches",
@@ -187,15 +170,8 @@ def _add_gpu(parser: argparse.ArgumentParser) -> None:
 
 def _add_exchange(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ranks",
-        type=int,
-        nargs="+",
-        default=[2, 4],
-        help="numbers of ranks (2 and 4)",
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (2 and 4)"
     )
     parser.add_argument(
-        "--scaling",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="training step (yes)",
+        "--scaling", action=argparse.BooleanOptionalAction, default=True, help="training step (yes)"
     )

@@ -66,10 +66,7 @@ def build_olmoe(problem: Problem) -> nn.ModuleDict:
             self.act_fn = nn.GELU("tanh") if case.gated else nn.ReLU()
 
         def forward(
-            self,
-            hidden_states: Tensor,
-            top_k_index: Tensor,
-            top_k_weights: Tensor,
+            self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
             raise NotImplementedError("the decorator takes grouped_mm instead")
 

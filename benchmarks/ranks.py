@@ -44,10 +44,7 @@ class Job(NamedTuple):
 
 
 def run_ranks(
-    function: Callable[..., Any],
-    num_ranks: int,
-    device_type: str,
-    *arguments: Any,
+    function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any
 ) -> Any:
     """Returns what `function(device, *arguments)` returned on the first rank.
 
@@ -113,11 +110,7 @@ class RankTimes(NamedTuple):
     cpu: list[dict[str, float]]
 
 
-def measure_together(
-    jobs: Sequence[Job],
-    rounds: int,
-    device: torch.device,
-) -> RankTimes:
+def measure_together(jobs: Sequence[Job], rounds: int, device: torch.device) -> RankTimes:
     """Returns the times of every job.
 
     A first round is not counted. The order is drawn anew for every round, and all ranks begin a job

@@ -65,10 +65,7 @@ def scaling_on_ranks(device: torch.device, case: ScalingCase, rounds: int) -> di
     # One process alone, all ranks apart, and every mesh of all ranks.
     num_ranks = dist.get_world_size()
     step_alone = build_step(case, device, None)
-    jobs = [
-        Job("one", step_alone if dist.get_rank() == 0 else None),
-        Job("apart", step_alone),
-    ]
+    jobs = [Job("one", step_alone if dist.get_rank() == 0 else None), Job("apart", step_alone)]
     for name, config in scaling_meshes(num_ranks).items():
         jobs.append(Job(name, build_step(case, device, build_mesh(config, device.type))))
     times = measure_together(jobs, rounds, device)

@@ -21,10 +21,7 @@ Name = TypeVar("Name")
 
 
 def measure_rounds(
-    variants: Sequence[Variant],
-    pass_name: Pass,
-    rounds: int,
-    device: torch.device,
+    variants: Sequence[Variant], pass_name: Pass, rounds: int, device: torch.device
 ) -> Iterator[dict[str, float]]:
     """Yields the milliseconds of every variant, round by round; see `measure_in_turn`.
 
@@ -84,9 +81,7 @@ def measure_in_turn(
 
 
 def measure(
-    run: Callable[[], object],
-    device: torch.device,
-    clock: Callable[[], float] = time.perf_counter,
+    run: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Returns the milliseconds of one call; on CUDA those between two events around it.
 

@@ -133,10 +133,7 @@ def on_triton(forward: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _our_variant(
-    name: str,
-    problem: Problem,
-    capacity_factor: float | None,
-    dispatch: DispatchForm,
+    name: str, problem: Problem, capacity_factor: float | None, dispatch: DispatchForm
 ) -> Variant:
     # How many rows the experts compute depends on the plan.
     layer = build_layer(problem, capacity_factor, dispatch)
@@ -230,9 +227,7 @@ class _GatherAndSum(torch.autograd.Function):
 
 
 def build_layer(
-    problem: Problem,
-    capacity_factor: float | None,
-    dispatch: DispatchForm,
+    problem: Problem, capacity_factor: float | None, dispatch: DispatchForm
 ) -> SparseFeedForward:
     """Returns our layer over the shared weights."""
     # No weight of its own is ever allocated.
@@ -249,9 +244,7 @@ def build_layer(
 
 
 def build_config(
-    problem: Problem,
-    capacity_factor: float | None,
-    dispatch: DispatchForm,
+    problem: Problem, capacity_factor: float | None, dispatch: DispatchForm
 ) -> SparseConfig:
     """Returns the settings of our layer for a case; every token asks for all its K experts."""
     # All tokens are one group; no policy drops a choice, so that rows can be counted.

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.choice_baselines import (
-    ChoiceScores,
-    best_choices,
-    choose_by_vectors,
-    choose_words,
-)
+from eval.choice_baselines import ChoiceScores, best_choices, choose_by_vectors, choose_words
 from eval.task import Example, Task
 from eval.vector_baseline import classify_by_vectors
 from eval.word_vectors import WordVectors
@@ -183,10 +178,7 @@ def _summarize(train: Sequence[Example], test: Sequence[Example]) -> dict[str, l
     """
     texts = [_sentences(example) for example in test]
     typical = _most_typical([example.targets for example in train])
-    outputs = {
-        "majority": [typical] * len(test),
-        "lead": [sentences[0] for sentences in texts],
-    }
+    outputs = {"majority": [typical] * len(test), "lead": [sentences[0] for sentences in texts]}
 
     # A training example for each sentence: whether it is the best one of its text.
     features: list[str] = []

@@ -33,9 +33,7 @@ def load_training_text(folder: Path) -> TrainingText:
 
 
 def task_contamination(
-    asked: TaskExamples,
-    answers: Mapping[tuple[str, str], Predicted],
-    training_text: TrainingText,
+    asked: TaskExamples, answers: Mapping[tuple[str, str], Predicted], training_text: TrainingText
 ) -> Contamination:
     """Returns what examples and training text have in common, and the scores on the other examples.
 

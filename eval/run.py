@@ -16,14 +16,7 @@ from eval.answers.seq2seq import Seq2Seq, load_seq2seq
 from eval.baseline_data import BaselineSettings, check_baselines, read_baseline_data
 from eval.baselines import BaselineData
 from eval.contamination import load_training_text, task_contamination
-from eval.records import (
-    DataInfo,
-    FailedTask,
-    Report,
-    RunSettings,
-    SystemResult,
-    TaskResult,
-)
+from eval.records import DataInfo, FailedTask, Report, RunSettings, SystemResult, TaskResult
 from eval.reports.report_files import device_name, library_versions, model_info, save_report
 from eval.reports.task_summary import (
     HeadlineDraws,
@@ -174,11 +167,7 @@ def evaluate(
                 averages = superglue_averages(results, draws)
                 merged = merge_timings(earlier_timings, timings)
                 report = replace(
-                    report,
-                    tasks=[*results],
-                    averages=averages,
-                    failed=[*failed],
-                    timings=merged,
+                    report, tasks=[*results], averages=averages, failed=[*failed], timings=merged
                 )
                 report = save_report(report, out, last=task is chosen[-1])
     return report if world.rank == 0 else None
@@ -393,9 +382,7 @@ def _write_submissions(
 
 
 def _with_costs(
-    result: TaskResult,
-    systems: Mapping[str, Seq2Seq],
-    answers: Mapping[tuple[str, str], Predicted],
+    result: TaskResult, systems: Mapping[str, Seq2Seq], answers: Mapping[tuple[str, str], Predicted]
 ) -> TaskResult:
     """Returns a result with the cost of an example for each model."""
     with_costs: list[SystemResult] = []

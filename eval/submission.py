@@ -61,10 +61,7 @@ class Submission(NamedTuple):
     num_replaced: int
 
 
-def superglue_file(
-    name: str,
-    labels: Sequence[Any],
-) -> SubmissionFile:
+def superglue_file(name: str, labels: Sequence[Any]) -> SubmissionFile:
     """Returns the form of a classification of SuperGLUE.
 
     Args:
@@ -201,9 +198,5 @@ RECORD_FILE = SubmissionFile(
 )
 
 STSB_FILE = SubmissionFile(
-    site="GLUE",
-    name="STS-B.tsv",
-    to_label=_to_similarity,
-    fallback="0.000",
-    to_text=_to_table,
+    site="GLUE", name="STS-B.tsv", to_label=_to_similarity, fallback="0.000", to_text=_to_table
 )

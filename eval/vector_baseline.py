@@ -57,10 +57,7 @@ class VectorAnswers(NamedTuple):
 
 
 def classify_by_vectors(
-    vectors: WordVectors,
-    train: Sequence[Example],
-    dev: Sequence[Example],
-    test: Sequence[Example],
+    vectors: WordVectors, train: Sequence[Example], dev: Sequence[Example], test: Sequence[Example]
 ) -> VectorAnswers:
     """Returns the answers to `test` of a logistic regression with the setting that is best on `dev`.
 

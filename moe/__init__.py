@@ -8,12 +8,7 @@ import importlib
 import warnings
 from typing import Any
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForSeq2SeqLM,
-    AutoModelForTextEncoding,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForTextEncoding
 
 from moe.checkpoint.loading import load_complete, load_model_on_mesh
 from moe.convert.formats import conversion_report

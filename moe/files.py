@@ -16,14 +16,7 @@ from moe.checks import check
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
 from moe.opening import open_to_write, read_regular
-from moe.work_folder import (
-    PARTIAL,
-    REPLACED,
-    TakenError,
-    closed_at_the_end,
-    lock_file,
-    work_folder,
-)
+from moe.work_folder import PARTIAL, REPLACED, TakenError, closed_at_the_end, lock_file, work_folder
 
 KIND_FILE = ".stmoe-folder"
 _LOCK_FILE = ".lock"

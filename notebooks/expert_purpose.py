@@ -34,13 +34,7 @@ from moe.inspection.ablation.ablation_table import (
 from moe.inspection.ablation.ablation_text import top_effects_text, verdict_table
 from moe.inspection.ablation.loss_split import mean_change, token_losses
 from moe.inspection.ablation.target_sets import list_targets
-from moe.inspection.drawings import (
-    HeatMap,
-    IntervalPanel,
-    Row,
-    draw_heat_maps,
-    draw_intervals,
-)
+from moe.inspection.drawings import HeatMap, IntervalPanel, Row, draw_heat_maps, draw_intervals
 from moe.inspection.statistics.permutations import (
     LEAST_DOCUMENTS,
     DocumentShuffle,

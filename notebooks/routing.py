@@ -56,12 +56,7 @@ from moe.inspection.token_counts import count_tokens
 from moe.inspection.view.view import routing_view
 from moe.inspection.view.view_data import Estimate
 from moe.inspection.view.view_statistics import view_classes
-from moe.tracing.examples import (
-    SourceText,
-    corrupted_batches,
-    describe_noise,
-    pretraining_noise,
-)
+from moe.tracing.examples import SourceText, corrupted_batches, describe_noise, pretraining_noise
 from moe.tracing.recorder import Provenance, record_routing
 from moe.tracing.texts import find_texts
 from moe.tracing.trace import STACKS, layer_name
@@ -120,12 +115,7 @@ noise = pretraining_noise(model.config)
 batches = []
 for texts, most_examples in ((mine, None), (others, 256)):
     batches += corrupted_batches(
-        texts,
-        tokenizer,
-        inputs_length=64,
-        batch_size=64,
-        noise=noise,
-        most_examples=most_examples,
+        texts, tokenizer, inputs_length=64, batch_size=64, noise=noise, most_examples=most_examples
     )
 num_documents = len({number for batch in batches for number in batch.documents})
 print(f"{len(mine) + len(others):,} documents, of which {num_documents:,} are traced")

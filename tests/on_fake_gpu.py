@@ -172,11 +172,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 def sum_as_on_cuda(
-    x: Tensor,
-    dim: list[int] | None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
+    x: Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Returns a sum as CUDA's autocast has it: in float32, unless a dtype is asked for."""
     if dtype is None and x.is_floating_point():

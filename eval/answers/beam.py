@@ -341,10 +341,7 @@ def generate_beams(
         # Only self-attention differs between the beams of an input.
         cache.self_attention_cache.reorder_cache(beams)
         output = model(
-            **model_inputs,
-            decoder_input_ids=tokens[:, None],
-            past_key_values=cache,
-            use_cache=True,
+            **model_inputs, decoder_input_ids=tokens[:, None], past_key_values=cache, use_cache=True
         )
         return output.logits[:, -1]
 

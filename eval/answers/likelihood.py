@@ -288,8 +288,7 @@ def _score_tokens(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) ->
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     token_logits = logits[rows[:, None], positions, tokens]  # [R, T]
     return _ScoredTokens(
-        log_probs=token_logits - normalizer[rows],
-        is_argmax=token_logits >= max_logits[rows],
+        log_probs=token_logits - normalizer[rows], is_argmax=token_logits >= max_logits[rows]
     )
 
 

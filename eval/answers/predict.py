@@ -422,9 +422,7 @@ def _rank(
         likelihoods: dict[str, ChoiceLikelihood] = {}
         for text, (*of_tokens, of_eos) in zip(texts, log_probs, strict=True):
             likelihoods[text] = ChoiceLikelihood(
-                log_prob=float(sum(of_tokens)),
-                eos_log_prob=of_eos,
-                num_tokens=len(of_tokens),
+                log_prob=float(sum(of_tokens)), eos_log_prob=of_eos, num_tokens=len(of_tokens)
             )
         predictions.append(Prediction(item.request.id, "", {}, likelihoods, item.truncated))
     return _Answers(predictions, scored.routers)

@@ -18,13 +18,7 @@ from eval.records import (
     TaskComparison,
 )
 from eval.reports.formatting import NOTED, markdown_cell, markdown_table, shorten
-from eval.run_folder import (
-    SavedAnswers,
-    SavedReport,
-    SavedTask,
-    read_answers,
-    read_report,
-)
+from eval.run_folder import SavedAnswers, SavedReport, SavedTask, read_answers, read_report
 from eval.scores.intervals import ScoredAnswers, score_answers, task_seed
 from eval.scores.metrics import Metric
 from eval.scores.pairing import compare_answers
@@ -287,11 +281,7 @@ def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
 
 
 def _compare_metric(
-    metric: Metric,
-    a: ScoredAnswers,
-    b: ScoredAnswers,
-    groups: Sequence[str],
-    seed: Sequence[int],
+    metric: Metric, a: ScoredAnswers, b: ScoredAnswers, groups: Sequence[str], seed: Sequence[int]
 ) -> MetricComparison:
     """Returns how two sides differ in one metric."""
     pair = compare_answers(metric, a, b, groups, seed)

@@ -23,12 +23,7 @@ from typing import Any, NamedTuple
 
 from eval.answers.inference import AS_SAVED, Inference, check_inference, describe_capacity
 from eval.answers.seq2seq import load_seq2seq
-from eval.commands.command import (
-    Subparsers,
-    add_inference_options,
-    inference_of,
-    name_list,
-)
+from eval.commands.command import Subparsers, add_inference_options, inference_of, name_list
 from moe.checks import check_integer
 from moe.cli import integer, path
 from moe.errors import ConfigError, DataError, did_you_mean

@@ -11,12 +11,7 @@ from transformers.utils import logging
 from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
 from eval.baseline_data import BaselineSettings
-from eval.commands.command import (
-    Subparsers,
-    add_inference_options,
-    inference_of,
-    name_list,
-)
+from eval.commands.command import Subparsers, add_inference_options, inference_of, name_list
 from eval.records import AverageScore, MetricScore, Report, SystemResult, TaskResult
 from eval.reports.formatting import NOTED, format_marked_interval
 from eval.reports.report_text import (
@@ -46,15 +41,10 @@ def add_parser(commands: Subparsers) -> None:
 
     # What is evaluated.
     parser.add_argument(
-        "--model",
-        required=True,
-        help="checkpoint folder, or NAME=FOLDER to name it in the report",
+        "--model", required=True, help="checkpoint folder, or NAME=FOLDER to name it in the report"
     )
     parser.add_argument(
-        "--also",
-        action="append",
-        default=[],
-        help="a further NAME=FOLDER to stand beside it",
+        "--also", action="append", default=[], help="a further NAME=FOLDER to stand beside it"
     )
     parser.add_argument("--tasks", type=name_list, required=True, help="names, separated by commas")
     parser.add_argument(

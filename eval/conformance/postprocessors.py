@@ -14,16 +14,7 @@ from eval.text.postprocess import Postprocess
 from eval.text.preprocess import LABELS
 from moe.errors import DataError
 
-_TEXT_NAMES = (
-    "string",
-    "prediction",
-    "answer",
-    "text",
-    "output",
-    "string_label",
-    "value",
-    "score",
-)
+_TEXT_NAMES = ("string", "prediction", "answer", "text", "output", "string_label", "value", "score")
 
 # ---------------------------------------------------------------------------
 # From a case to a call

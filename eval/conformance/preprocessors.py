@@ -45,9 +45,7 @@ def _translate(given: CaseInput) -> list[Features]:
 
 
 _rank_classification = _on_row(
-    preprocess.rank_classification_formatter,
-    label_key="label_field",
-    weight_key="weight_field",
+    preprocess.rank_classification_formatter, label_key="label_field", weight_key="weight_field"
 )
 
 

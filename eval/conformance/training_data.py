@@ -12,13 +12,7 @@ import numpy as np
 import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
 
-from eval.conformance.case import (
-    MAX_TOKENS,
-    MAX_TOKENS_REASON,
-    CaseFunctions,
-    CaseInput,
-    Deviation,
-)
+from eval.conformance.case import MAX_TOKENS, MAX_TOKENS_REASON, CaseFunctions, CaseInput, Deviation
 from moe.checks import check_integer, check_number
 from moe.data.mixture import mixing_rate
 from moe.data.packing import fill_row, pack_rows

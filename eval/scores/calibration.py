@@ -103,17 +103,12 @@ def calibration(choice_scores: Sequence[Sequence[float]], right: Sequence[int]) 
         ece += float(members.mean()) * abs(accuracy - mean_confidence)
         bins.append(
             ReliabilityBin(
-                count=int(members.sum()),
-                confidence=100 * mean_confidence,
-                accuracy=100 * accuracy,
+                count=int(members.sum()), confidence=100 * mean_confidence, accuracy=100 * accuracy
             )
         )
 
     return Calibration(
-        ece=100 * ece,
-        brier=float(squared_error.mean()),
-        num_examples=len(right),
-        bins=bins,
+        ece=100 * ece, brier=float(squared_error.mean()), num_examples=len(right), bins=bins
     )
 
 

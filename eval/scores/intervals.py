@@ -290,10 +290,7 @@ def score_metrics(
 
 
 def metric_interval(
-    answers: ScoredAnswers,
-    metric: Metric,
-    groups: list[NDArray[np.int64]],
-    seed: Sequence[int],
+    answers: ScoredAnswers, metric: Metric, groups: list[NDArray[np.int64]], seed: Sequence[int]
 ) -> Interval | None:
     """Returns the interval of a metric that holds near its bounds; None for one that has none.
 

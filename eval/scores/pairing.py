@@ -13,11 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval.scores.additive import ScoreOfSums, mean_terms
-from eval.scores.interval_methods import (
-    Interval,
-    mean_difference_interval,
-    smoothed_interval,
-)
+from eval.scores.interval_methods import Interval, mean_difference_interval, smoothed_interval
 from eval.scores.intervals import (
     Score,
     ScoredAnswers,

@@ -204,13 +204,7 @@ def _describe(estimate: _Estimate, confidence: float) -> Difference:
     # Two-sided: as far from 0 on either side.
     distance = abs(estimate.mean) / estimate.stderr
     p = 2 * float(student.sf(distance, estimate.freedom))
-    return Difference(
-        mean=estimate.mean,
-        low=low,
-        high=high,
-        p=p,
-        num_seeds=estimate.num_seeds,
-    )
+    return Difference(mean=estimate.mean, low=low, high=high, p=p, num_seeds=estimate.num_seeds)
 
 
 def _paired(a: Sequence[float], b: Sequence[float]) -> _Estimate:

@@ -11,9 +11,7 @@ SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
 """The tasks of the average; the diagnostics axb and axg are no part of it."""
 
 
-def superglue_average(
-    scores: Mapping[str, ArrayLike | Mapping[str, float]],
-) -> NDArray[np.float64]:
+def superglue_average(scores: Mapping[str, ArrayLike | Mapping[str, float]]) -> NDArray[np.float64]:
     """Returns the leaderboard's number: the mean of the eight tasks' scores.
 
     Args:

@@ -57,11 +57,7 @@ def chrf(name: str = "chrf") -> Metric:
     return _corpus_metric(name, scorer, _chrf_of_sums)
 
 
-def _corpus_metric(
-    name: str,
-    scorer: Callable[[], Any],
-    score_of_sums: ScoreOfSums,
-) -> Metric:
+def _corpus_metric(name: str, scorer: Callable[[], Any], score_of_sums: ScoreOfSums) -> Metric:
     """Returns a metric of sacreBLEU, of which `scorer` gives the object."""
 
     def score(targets: Values, answers: Values) -> float:

@@ -10,12 +10,7 @@ from eval.reports.formatting import markdown_table
 from eval.studies import sentinels
 from eval.studies.analysis import StudyResult
 from eval.studies.charts import curves_chart, setting_chart
-from eval.studies.report import (
-    STUDY_JSON,
-    interval_text,
-    read_result,
-    study_body,
-)
+from eval.studies.report import STUDY_JSON, interval_text, read_result, study_body
 from eval.studies.study import Study, read_study
 
 _HEADER = (

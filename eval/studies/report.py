@@ -9,12 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from eval.reports.formatting import markdown_list, markdown_table
-from eval.studies.analysis import (
-    ArmNumber,
-    ContrastResult,
-    StudyResult,
-    by_arm_and_value,
-)
+from eval.studies.analysis import ArmNumber, ContrastResult, StudyResult, by_arm_and_value
 from eval.studies.charts import (
     contrast_name,
     contrasts_chart,

@@ -39,9 +39,7 @@ class Topic(NamedTuple):
 
 TOPICS = {
     "archives and compression": Topic(
-        train="tarfile bz2 lzma compression _compression zipapp",
-        validation="gzip",
-        test="zipfile",
+        train="tarfile bz2 lzma compression _compression zipapp", validation="gzip", test="zipfile"
     ),
     "asynchronous programming": Topic(
         train="asyncio",
@@ -49,9 +47,7 @@ TOPICS = {
         test="asyncio.locks asyncio.queues asyncio.streams",
     ),
     "command lines": Topic(
-        train="optparse cmd curses",
-        validation="getopt rlcompleter",
-        test="argparse getpass",
+        train="optparse cmd curses", validation="getopt rlcompleter", test="argparse getpass"
     ),
     "containers": Topic(
         train="collections _collections_abc weakref _weakrefset",
@@ -59,9 +55,7 @@ TOPICS = {
         test="graphlib heapq",
     ),
     "dates and times": Topic(
-        train="datetime _pydatetime _strptime",
-        validation="zoneinfo",
-        test="calendar",
+        train="datetime _pydatetime _strptime", validation="zoneinfo", test="calendar"
     ),
     "debugging and profiling": Topic(
         train="bdb pdb cProfile profile profiling pstats tracemalloc",
@@ -80,11 +74,7 @@ TOPICS = {
         validation="linecache stat",
         test="filecmp fileinput fnmatch glob tempfile",
     ),
-    "functions and contexts": Topic(
-        train="contextlib operator",
-        validation="",
-        test="functools",
-    ),
+    "functions and contexts": Topic(train="contextlib operator", validation="", test="functools"),
     "importing modules": Topic(
         train="importlib imp",
         validation="compileall importlib._abc py_compile",
@@ -100,15 +90,9 @@ TOPICS = {
         validation="_android_support _ios_support",
         test="platform venv",
     ),
-    "logging": Topic(
-        train="logging",
-        validation="warnings _py_warnings",
-        test="logging.config",
-    ),
+    "logging": Topic(train="logging", validation="warnings _py_warnings", test="logging.config"),
     "network protocols": Topic(
-        train="ftplib imaplib netrc nntplib smtpd telnetlib",
-        validation="poplib",
-        test="smtplib",
+        train="ftplib imaplib netrc nntplib smtpd telnetlib", validation="poplib", test="smtplib"
     ),
     "numbers": Topic(
         train="_pydecimal decimal numbers statistics",
@@ -121,9 +105,7 @@ TOPICS = {
         test="pty subprocess",
     ),
     "sockets and addresses": Topic(
-        train="asynchat asyncore ipaddress ssl",
-        validation="selectors",
-        test="socket",
+        train="asynchat asyncore ipaddress ssl", validation="selectors", test="socket"
     ),
     "stored data": Topic(
         train="configparser copyreg dbm pickle pickletools shelve sqlite3 xdrlib",
@@ -136,24 +118,16 @@ TOPICS = {
         test="base64 quopri uu",
     ),
     "text processing": Topic(
-        train="difflib gettext locale re reprlib",
-        validation="pprint string",
-        test="shlex textwrap",
+        train="difflib gettext locale re reprlib", validation="pprint string", test="shlex textwrap"
     ),
     "threads": Topic(
-        train="threading concurrent",
-        validation="_threading_local",
-        test="queue sched",
+        train="threading concurrent", validation="_threading_local", test="queue sched"
     ),
     "types and classes": Topic(
-        train="enum typing",
-        validation="types",
-        test="_py_abc abc dataclasses",
+        train="enum typing", validation="types", test="_py_abc abc dataclasses"
     ),
     "unit testing": Topic(
-        train="doctest unittest",
-        validation="unittest.runner unittest.suite",
-        test="unittest.mock",
+        train="doctest unittest", validation="unittest.runner unittest.suite", test="unittest.mock"
     ),
     "web clients": Topic(
         train="http urllib xmlrpc",

@@ -301,12 +301,7 @@ register_task(
             "A diagnostic for models trained on mnli, over many kinds of inference; not part of the "
             "average. Its only split is hidden: rows with labels are scored when they are given."
         ),
-        source=_data(
-            "ax",
-            counts={"test": 1104},
-            columns=_PREMISE,
-            label=range(3),
-        ),
+        source=_data("ax", counts={"test": 1104}, columns=_PREMISE, label=range(3)),
         preprocess=preprocess.glue_task("ax"),
         metrics=(MATTHEWS_OF_THREE,),
         headline=(MATTHEWS_OF_THREE,),

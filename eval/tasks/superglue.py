@@ -137,13 +137,7 @@ register_task(
         source=_data(
             "copa",
             counts={"train": 400, "validation": 100, "test": 500},
-            columns={
-                "premise": str,
-                "choice1": str,
-                "choice2": str,
-                "question": str,
-                "idx": int,
-            },
+            columns={"premise": str, "choice1": str, "choice2": str, "question": str, "idx": int},
             num_labels=2,
         ),
         submission=superglue_file("COPA.jsonl", (0, 1)),

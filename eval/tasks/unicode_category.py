@@ -35,14 +35,7 @@ BLOCK_SIZE = 16
 
 _NUM_CODE_POINTS = 0x110000
 _SPLIT_SALT = "unicode-category-v1"
-_NUMBERED_NAMES = (
-    "CJK",
-    "HANGUL SYLLABLE",
-    "VARIATION SELECTOR",
-    "TANGUT",
-    "NUSHU",
-    "KHITAN",
-)
+_NUMBERED_NAMES = ("CJK", "HANGUL SYLLABLE", "VARIATION SELECTOR", "TANGUT", "NUSHU", "KHITAN")
 """Beginnings of names that only count on, as CJK UNIFIED IDEOGRAPH-4E00."""
 
 

@@ -48,12 +48,7 @@ def wsc_simple(row: Row, *, correct_referent_only: bool = False) -> list[Feature
 
     text = _with_blank(row).replace(" X ", f" *{row['span2_text']}* ")
     return [
-        {
-            "inputs": f"wsc: {text}",
-            "targets": row["span1_text"],
-            "label": label,
-            "idx": row["idx"],
-        }
+        {"inputs": f"wsc: {text}", "targets": row["span1_text"], "label": label, "idx": row["idx"]}
     ]
 
 

@@ -21,9 +21,7 @@ from moe.distributed.sharding import Layout, local_shard
 
 
 def live_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    layouts: Mapping[str, Layout],
+    model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout]
 ) -> dict[str, Tensor]:
     """Returns this rank's shards <any>[...] of weights and optimizer state by name; no copies."""
     tensors = {**model_tensors(model, layouts), **optimizer_tensors(model, optimizer, layouts)}

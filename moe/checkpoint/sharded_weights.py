@@ -272,12 +272,7 @@ def _write_parts(
 
 
 def _write_slices(
-    descriptor: int,
-    name: str,
-    local: Tensor,
-    slices: ShardSlices,
-    shape: Sequence[int],
-    start: int,
+    descriptor: int, name: str, local: Tensor, slices: ShardSlices, shape: Sequence[int], start: int
 ) -> None:
     """Writes a part of a tensor, run by run, into a file that holds the whole one.
 

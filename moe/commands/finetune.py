@@ -85,11 +85,7 @@ def build_run(
     }
     workers = settings.pop("workers")
     source = build_source(
-        train_pairs,
-        tokenizer,
-        maximum=mixture.maximum,
-        temperature=mixture.temperature,
-        **settings,
+        train_pairs, tokenizer, maximum=mixture.maximum, temperature=mixture.temperature, **settings
     )
     check_run_fits(recipe, config, world.size, source.lengths)
     held_out = None

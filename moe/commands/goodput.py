@@ -45,10 +45,5 @@ def show_goodput(goodput: Goodput, title: str) -> str:
     line = f"{title}: {goodput.steps:,} steps in {total}, started {times}"
     waits = f"A step waited for its batch in {goodput.data_wait_share:.1%} of its time."
     return "\n".join(
-        [
-            line,
-            format_table(["", "time", "share"], table),
-            f"goodput {goodput.share:.1%}",
-            waits,
-        ]
+        [line, format_table(["", "time", "share"], table), f"goodput {goodput.share:.1%}", waits]
     )

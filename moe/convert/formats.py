@@ -16,12 +16,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 from transformers.utils.hub import cached_file
 
-from moe.checkpoint.sharded_weights import (
-    begin_files,
-    plan_files,
-    stored_tensors,
-    write_tensor,
-)
+from moe.checkpoint.sharded_weights import begin_files, plan_files, stored_tensors, write_tensor
 from moe.checks import check, check_choice
 from moe.convert.hf_config import Family, to_hf_config
 from moe.convert.hf_names import hf_weight_map
@@ -37,12 +32,7 @@ from moe.models.json_files import read_json_object
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD
 from moe.models.weight_checksums import write_weight_sums
-from moe.models.weight_files import (
-    LazyTensor,
-    check_finite,
-    find_weight_files,
-    open_weights,
-)
+from moe.models.weight_files import LazyTensor, check_finite, find_weight_files, open_weights
 
 Format = Literal["ours", "switch", "t5"]
 _FAMILY: Mapping[Format, Family] = {"switch": "switch_transformers", "t5": "t5"}
@@ -184,12 +174,7 @@ def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> di
     """
     files: dict[str, Path] = {}
     for name in _TOKENIZER_FILES:
-        path = cached_file(
-            source,
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            **download,
-        )
+        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **download)
         if path is None:
             continue
         if name.endswith(".json"):
@@ -257,11 +242,7 @@ def write_weights(
 # transformers' T5 and Switch
 
 
-def _write_hf_config(
-    config: STMoEConfig,
-    family: Family,
-    folder: Path,
-) -> None:
+def _write_hf_config(config: STMoEConfig, family: Family, folder: Path) -> None:
     """Writes the config.json of a T5 or Switch."""
     fields = {**to_hf_config(config, family), "dtype": config.dtype}
     text = json.dumps(fields, indent=2, sort_keys=True)
@@ -286,12 +267,7 @@ class _WeightSplitter:
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
 
-    def read(
-        self,
-        mapping: WeightMapping,
-        weight: LazyTensor,
-        name: str,
-    ) -> Tensor:
+    def read(self, mapping: WeightMapping, weight: LazyTensor, name: str) -> Tensor:
         """Returns the part <any>[...] called `name` of our weight."""
         if name not in self._parts:
             # Let go of the last weight before the next is read.

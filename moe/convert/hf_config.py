@@ -5,22 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    GenerationConfig,
-    PreTrainedConfig,
-    SwitchTransformersConfig,
-    T5Config,
-)
+from transformers import GenerationConfig, PreTrainedConfig, SwitchTransformersConfig, T5Config
 
-from moe.checks import (
-    check,
-    check_choice,
-    check_flag,
-    check_integer,
-    check_number,
-    is_kind,
-    shown,
-)
+from moe.checks import check, check_choice, check_flag, check_integer, check_number, is_kind, shown
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import check_size
@@ -49,13 +36,7 @@ _SIZE_FIELDS = (
     "relative_attention_num_buckets",
     "relative_attention_max_distance",
 )
-_SAME_FIELDS = (
-    *_SIZE_FIELDS,
-    "layer_norm_epsilon",
-    "dropout_rate",
-    "use_cache",
-    "pad_token_id",
-)
+_SAME_FIELDS = (*_SIZE_FIELDS, "layer_norm_epsilon", "dropout_rate", "use_cache", "pad_token_id")
 """Fields of the same name and meaning in T5, Switch and ours."""
 
 _SWITCH_INTEGERS = (
@@ -213,13 +194,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
 
     # Theirs scales the deviation, ours the variance.
     factor = hf_config.initializer_factor
-    check_number(
-        "initializer_factor",
-        factor,
-        above=0,
-        most=1e15,
-        reason="weights are float32",
-    )
+    check_number("initializer_factor", factor, above=0, most=1e15, reason="weights are float32")
     fields["initializer_scale"] = float(factor) ** 2
 
     # In a T5 another field tells whether the head is the embedding.
@@ -349,11 +324,7 @@ def _feed_forward_proj(hf_config: Any, written_name: str | None) -> str:
 
 def _sparse_fields(hf_config: SwitchTransformersConfig) -> dict[str, Any]:
     """Returns the fields of a Switch model that a T5 does not have."""
-    only_values = {
-        "router_bias": False,
-        "num_selected_experts": 1,
-        "router_type": "tokens_masked",
-    }
+    only_values = {"router_bias": False, "num_selected_experts": 1, "router_type": "tokens_masked"}
     for name, expected in only_values.items():
         value = getattr(hf_config, name, expected)
         if value != expected:

@@ -33,12 +33,7 @@ def hf_weight_map(config: STMoEConfig, family: Family) -> list[WeightMapping]:
     return weight_map
 
 
-def _block(
-    config: STMoEConfig,
-    family: Family,
-    stack: Stack,
-    number: int,
-) -> list[WeightMapping]:
+def _block(config: STMoEConfig, family: Family, stack: Stack, number: int) -> list[WeightMapping]:
     """Returns the weights of a block: attention, then a dense or a sparse feed-forward layer."""
     ours = f"{stack.name}.blocks.{number}"
     theirs = f"{stack.other_name}.block.{number}.layer"
@@ -65,12 +60,7 @@ def _attention(ours: str, layer: str, module: str) -> list[WeightMapping]:
     return weight_map
 
 
-def _feed_forward(
-    config: STMoEConfig,
-    ours: str,
-    layer: str,
-    module: str,
-) -> list[WeightMapping]:
+def _feed_forward(config: STMoEConfig, ours: str, layer: str, module: str) -> list[WeightMapping]:
     up = tuple(f"{module}.{name}.weight" for name in up_names(config))
     down = (f"{module}.wo.weight",)
     return [
@@ -80,11 +70,7 @@ def _feed_forward(
     ]
 
 
-def _sparse_feed_forward(
-    config: STMoEConfig,
-    ours: str,
-    layer: str,
-) -> list[WeightMapping]:
+def _sparse_feed_forward(config: STMoEConfig, ours: str, layer: str) -> list[WeightMapping]:
     """Returns the weights of a sparse layer, whose experts are stacked here and single there."""
     # Expert by expert, the gate before the rest.
     ups: list[str] = []

@@ -9,12 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe.convert.hf_config import (
-    FAMILIES,
-    IGNORED_FIELDS,
-    from_hf_config,
-    hf_family,
-)
+from moe.convert.hf_config import FAMILIES, IGNORED_FIELDS, from_hf_config, hf_family
 from moe.convert.hf_names import hf_weight_map
 from moe.convert.report import ConvertedCheckpoint
 from moe.convert.weight_map import convert_weights
@@ -75,12 +70,7 @@ def open_hf_checkpoint(
             mapping = mapping._replace(parts=(embeddings.name,))
         weight_map.append(mapping)
     return convert_weights(
-        str(source),
-        config,
-        weight_map,
-        embeddings.stored,
-        ignored=ignored,
-        leave_out=leave_out,
+        str(source), config, weight_map, embeddings.stored, ignored=ignored, leave_out=leave_out
     )
 
 
@@ -95,12 +85,7 @@ def open_hf_weights(
 ) -> dict[str, LazyTensor]:
     """Returns the weights of a T5 or Switch as ours <any>[...] by name; see `OpenWeights`."""
     checkpoint = open_hf_checkpoint(
-        source,
-        raw_config,
-        config,
-        leave_out=leave_out,
-        use_safetensors=use_safetensors,
-        **download,
+        source, raw_config, config, leave_out=leave_out, use_safetensors=use_safetensors, **download
     )
     checkpoint.report.refuse_unexplained()
     return checkpoint.weights
@@ -126,11 +111,7 @@ class _Embeddings(NamedTuple):
 
 
 def _resolve_embeddings(
-    stored: Mapping[str, LazyTensor],
-    config: STMoEConfig,
-    *,
-    source: str,
-    head_is_embedding: bool,
+    stored: Mapping[str, LazyTensor], config: STMoEConfig, *, source: str, head_is_embedding: bool
 ) -> _Embeddings:
     """Returns the tensors of a T5 or Switch with one embedding among them.
 
@@ -185,13 +166,7 @@ def _resolve_embeddings(
     return _Embeddings(stored, embedding, ignored)
 
 
-def _two_tables(
-    source: str,
-    first: str,
-    first_table: str,
-    second: str,
-    second_table: str,
-) -> str:
+def _two_tables(source: str, first: str, first_table: str, second: str, second_table: str) -> str:
     """Returns why a model with two different embeddings is refused."""
     return (
         f"{source} cannot be converted: its own class computes the {first} with {first_table} "

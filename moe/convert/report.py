@@ -59,11 +59,7 @@ class ConversionReport:
             lines.append(f"  ignored, {reason}: {first_names(names)}")
 
         # What stands in the way of the conversion, one name a line.
-        kinds = {
-            "missing": self.missing,
-            "unexpected": self.unexpected,
-            "reshaped": self.reshaped,
-        }
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "reshaped": self.reshaped}
         for kind, names in kinds.items():
             lines += [f"  {kind}: {name}" for name in names]
         return "\n".join(lines)

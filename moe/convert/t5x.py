@@ -12,12 +12,7 @@ from torch import Tensor
 from moe.checks import shown
 from moe.convert.hf_names import up_names, up_proj_name
 from moe.convert.report import ConvertedCheckpoint
-from moe.convert.weight_map import (
-    Stack,
-    WeightMapping,
-    convert_weights,
-    stacks_of,
-)
+from moe.convert.weight_map import Stack, WeightMapping, convert_weights, stacks_of
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor
@@ -88,13 +83,7 @@ def open_t5x(folder: Path | str, **settings: Any) -> ConvertedCheckpoint:
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     config = _infer_config(shapes, settings)
     config.dtype = stored["token_embedder/embedding"].dtype
-    return convert_weights(
-        str(folder),
-        config,
-        t5x_weight_map(config),
-        stored,
-        ignored=ignored,
-    )
+    return convert_weights(str(folder), config, t5x_weight_map(config), stored, ignored=ignored)
 
 
 def _read_tree(path: Path) -> object:
@@ -210,11 +199,7 @@ def _list_of(tree: Mapping[str, Any]) -> list[Any]:
     return [tree[str(number)] for number in range(len(tree))]
 
 
-def _open_zarr(
-    folder: Path,
-    name: str,
-    spec: Mapping[str, Any],
-) -> LazyTensor:
+def _open_zarr(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
     """Returns the tensor <any>[...] of a tensorstore spec."""
     tensorstore: Any = _import_optional("tensorstore")
 
@@ -321,12 +306,7 @@ def _backbone_fields(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     }
 
 
-def _matches(
-    config: STMoEConfig,
-    blocks: Mapping[int, bool],
-    *,
-    decoder: bool,
-) -> bool:
+def _matches(config: STMoEConfig, blocks: Mapping[int, bool], *, decoder: bool) -> bool:
     """Returns whether a stack has its sparse blocks where a checkpoint has them."""
     built = [config.is_sparse_block(block, decoder=decoder) for block in blocks]
     return built == list(blocks.values())
@@ -389,11 +369,7 @@ def t5x_weight_map(config: STMoEConfig) -> list[WeightMapping]:
     return weight_map
 
 
-def _block(
-    config: STMoEConfig,
-    stack: Stack,
-    number: int,
-) -> list[WeightMapping]:
+def _block(config: STMoEConfig, stack: Stack, number: int) -> list[WeightMapping]:
     """Returns the weights of a block: attention, then sparse and dense feed-forward layers."""
     ours = f"{stack.name}.blocks.{number}"
     layer = f"{stack.other_name}/layers_{number}"
@@ -416,13 +392,7 @@ def _block(
     return weight_map + _feed_forward(config, ours, layer, module)
 
 
-def _attention(
-    ours: str,
-    layer: str,
-    kind: str,
-    module: str,
-    norm: str,
-) -> list[WeightMapping]:
+def _attention(ours: str, layer: str, kind: str, module: str, norm: str) -> list[WeightMapping]:
     projections = {"q": "query", "k": "key", "v": "value", "o": "out"}
     weight_map = [_scale(f"{ours}.{kind}_attention_norm.weight", f"{layer}/pre_{norm}_layer_norm")]
     for letter, projection in projections.items():
@@ -431,12 +401,7 @@ def _attention(
     return weight_map
 
 
-def _feed_forward(
-    config: STMoEConfig,
-    ours: str,
-    layer: str,
-    module: str,
-) -> list[WeightMapping]:
+def _feed_forward(config: STMoEConfig, ours: str, layer: str, module: str) -> list[WeightMapping]:
     ups = _up_layers(config, f"{layer}/{module}")
     return [
         _scale(f"{ours}.feed_forward_norm.weight", f"{layer}/pre_{module}_layer_norm"),
@@ -445,11 +410,7 @@ def _feed_forward(
     ]
 
 
-def _sparse_feed_forward(
-    config: STMoEConfig,
-    ours: str,
-    layer: str,
-) -> list[WeightMapping]:
+def _sparse_feed_forward(config: STMoEConfig, ours: str, layer: str) -> list[WeightMapping]:
     sparse = f"{ours}.sparse_feed_forward"
     ups = _up_layers(config, f"{layer}/mlp/expert")
     return [

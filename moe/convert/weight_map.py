@@ -29,12 +29,7 @@ class WeightMapping(NamedTuple):
     num_experts: int = 0
     transposed: bool = False
 
-    def join(
-        self,
-        parts: Iterable[Tensor],
-        shape: Iterable[int],
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def join(self, parts: Iterable[Tensor], shape: Iterable[int], dtype: torch.dtype) -> Tensor:
         """Returns our tensor <dtype>[...] of `shape`, copied from its parts one at a time.
 
         Args:
@@ -167,10 +162,7 @@ def _join_parts(
 
 
 def _read_and_join(
-    mapping: WeightMapping,
-    parts: list[LazyTensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+    mapping: WeightMapping, parts: list[LazyTensor], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
     """Returns our weight <dtype>[...], reading its parts one at a time."""
     return mapping.join((part.read() for part in parts), shape, dtype)

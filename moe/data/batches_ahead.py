@@ -19,11 +19,7 @@ _BATCHES_AHEAD = 2  # of each worker
 
 
 def batches_ahead(
-    source: BatchSource,
-    rows: slice,
-    steps: range,
-    *,
-    workers: int | None = None,
+    source: BatchSource, rows: slice, steps: range, *, workers: int | None = None
 ) -> Generator[Batch, None, None]:
     """Yields the batch of every step, in order: the same ones for any number of workers.
 

@@ -121,9 +121,7 @@ class _Incidence(NamedTuple):
 
 
 def measure_overlap(
-    inputs: Mapping[Any, Sequence[str]],
-    texts: Iterable[str],
-    sizes: Sequence[int] = NGRAM_SIZES,
+    inputs: Mapping[Any, Sequence[str]], texts: Iterable[str], sizes: Sequence[int] = NGRAM_SIZES
 ) -> dict[Any, list[Overlap]]:
     """Returns how much of each test set stands in a text, for each size of n-grams.
 

@@ -83,13 +83,7 @@ LEXICOGRAPHER_FILES = (
 the supersenses."""
 
 # A satellite is an adjective whose meaning is close to that of another one.
-_PARTS_OF_SPEECH = {
-    "n": "noun",
-    "v": "verb",
-    "a": "adjective",
-    "s": "adjective",
-    "r": "adverb",
-}
+_PARTS_OF_SPEECH = {"n": "noun", "v": "verb", "a": "adjective", "s": "adjective", "r": "adverb"}
 
 _ADJECTIVE_MARKER = re.compile(r"\((?:a|p|ip)\)$")
 # Where the definition ends: a quotation behind a mark, but not one behind "e.g.," or "as in".

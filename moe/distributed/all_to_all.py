@@ -161,9 +161,7 @@ class _PendingCounts(NamedTuple):
             received_rows = received.sum(dim=1)  # [ep]
             splits = torch.stack([sent_rows, received_rows]).tolist()
             step = AllToAllStep(
-                group=self.axis.group,
-                send_splits=splits[0],
-                receive_splits=splits[1],
+                group=self.axis.group, send_splits=splits[0], receive_splits=splits[1]
             )
             return received, Route((step,))
 
@@ -267,11 +265,7 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
         return _PendingCounts(axis, sent, relayed, transfer)
 
 
-def equal_route(
-    axis: ExpertAxis,
-    num_rows: int,
-    device: torch.device,
-) -> Route:
+def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
     """Returns the route of rows of which every rank gets an equal share; waits for nothing.
 
     Args:
@@ -435,13 +429,7 @@ class PendingRows(NamedTuple):
         return _Await.apply(self.issued, self.exchange)
 
 
-def send_rows(
-    x: Tensor,
-    route: Route,
-    name: str,
-    *,
-    reverse: bool = False,
-) -> PendingRows:
+def send_rows(x: Tensor, route: Route, name: str, *, reverse: bool = False) -> PendingRows:
     """Issues an exchange of rows; `wait` of the result gives those that arrive.
 
     Args:

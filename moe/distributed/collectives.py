@@ -32,10 +32,7 @@ class _Outcome(NamedTuple):
     error: Exception | None = None
 
 
-def gather_or_raise(
-    function: Callable[[], T],
-    group: ProcessGroup | None = None,
-) -> list[T]:
+def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
     """Calls a function on every rank and returns all results, in the order of the ranks.
 
     No rank goes on before all have called it. A rank on which it failed raises its own error; the
@@ -188,11 +185,7 @@ def sum_each(values: Sequence[Tensor], sum_one: Callable[[Tensor], Tensor]) -> l
 
 
 def all_gather_flat(
-    output: Tensor,
-    x: Tensor,
-    group: ProcessGroup | None,
-    *,
-    async_op: bool = False,
+    output: Tensor, x: Tensor, group: ProcessGroup | None, *, async_op: bool = False
 ) -> Any:
     """Gathers <any>[N] of every rank of a group into <any>[n * N]; returns torch's handle."""
     # Its name since torch 2.13, which warns of the old one.

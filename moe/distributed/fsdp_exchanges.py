@@ -50,13 +50,7 @@ def attach_exchanges(
 class _Memory:
     """How all of them get memory for what FSDP hands over or takes back."""
 
-    def allocate(
-        self,
-        size: Sequence[int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory of a size, not filled."""
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -117,13 +111,7 @@ class ReduceScatter(_Memory):
         self._replica_sum = replica_sum
         self._gradients = gradients
 
-    def allocate(
-        self,
-        size: Sequence[int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory; of a unit that one rank holds whole, torch goes on with the replicas."""
         # Nothing else says when that begins: of the two calls the last one counts.
         memory = super().allocate(size, dtype=dtype, device=device)

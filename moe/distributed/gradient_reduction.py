@@ -43,11 +43,7 @@ class GradientReduction:
         self._collective(group, x.numel(), scatters=False).run(x)
 
     def _collective(
-        self,
-        group: ProcessGroup,
-        num_elements: int,
-        *,
-        scatters: bool,
+        self, group: ProcessGroup, num_elements: int, *, scatters: bool
     ) -> ScheduledCollective:
         """Returns the collective for tensors of one size; builds it at the first call."""
         key = (group, scatters, num_elements)

@@ -245,10 +245,7 @@ def _wait_for_listener(deadline: float) -> None:
 
 
 def _init_process_group(
-    backend: str,
-    *,
-    rendezvous_timeout: timedelta,
-    exchange_timeout: timedelta,
+    backend: str, *, rendezvous_timeout: timedelta, exchange_timeout: timedelta
 ) -> None:
     """Makes the group of all ranks."""
     store, rank, size = next(rendezvous("env://", timeout=rendezvous_timeout))

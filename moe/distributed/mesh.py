@@ -209,11 +209,7 @@ def check_mesh(config: MeshConfig, limits: MeshLimits) -> None:
         )
 
 
-def valid_meshes(
-    limits: MeshLimits,
-    *,
-    nearest_to: MeshConfig | None = None,
-) -> list[MeshConfig]:
+def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) -> list[MeshConfig]:
     """Returns every mesh of `limits.num_ranks` ranks that fits, the nearest to a given one first.
 
     Two meshes are near when the factors by which their axes differ are small: the distance is the
@@ -301,10 +297,7 @@ def _mesh_problems(config: MeshConfig, limits: MeshLimits) -> list[str]:
         problems.append(f"{limits.num_experts} experts cannot be spread evenly over ep {config.ep}")
 
     # Heads and hidden units over `tp`.
-    divided_by_tp = {
-        "attention heads": limits.num_heads,
-        "hidden units (d_ff)": limits.d_ff,
-    }
+    divided_by_tp = {"attention heads": limits.num_heads, "hidden units (d_ff)": limits.d_ff}
     for name, number in divided_by_tp.items():
         if number % config.tp:
             problems.append(f"{number} {name} cannot be spread evenly over tp {config.tp}")

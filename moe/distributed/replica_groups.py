@@ -147,10 +147,7 @@ class ReplicaGroups:
 
     @contextmanager
     def joined(
-        self,
-        step: int,
-        save: Callable[[], dict[str, Any]],
-        load: Callable[[dict[str, Any]], None],
+        self, step: int, save: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
     ) -> Iterator[None]:
         """Stays in touch with the other groups inside the block.
 
@@ -323,8 +320,7 @@ class ReplicaGroups:
         lost = time.perf_counter() - self._started
         seconds = self._seconds
         self._seconds = seconds._replace(
-            lost=seconds.lost + lost,
-            lost_steps=seconds.lost_steps + 1,
+            lost=seconds.lost + lost, lost_steps=seconds.lost_steps + 1
         )
 
         # Then nothing was lost that comes back: the groups do not reach each other.

@@ -165,9 +165,7 @@ class RankProgram:
 
 
 def _group_ranks(
-    schedule: Schedule,
-    group: ProcessGroup | None,
-    live_ranks: Sequence[int] | IntArray | None,
+    schedule: Schedule, group: ProcessGroup | None, live_ranks: Sequence[int] | IntArray | None
 ) -> IntArray:
     """Returns the <int64>[num_ranks] rank of the group that plays each rank; -1 for none.
 
@@ -327,12 +325,7 @@ class Execution:
             else:
                 target.copy_(content)
 
-    def _operation(
-        self,
-        operation: Callable[..., Any],
-        x: Tensor,
-        peer: int,
-    ) -> dist.P2POp:
+    def _operation(self, operation: Callable[..., Any], x: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(operation, x, group=self._group, group_peer=peer)
 
     def _content(self, message: Message) -> Tensor:

@@ -11,11 +11,7 @@ ShardSlices = tuple[tuple[int, int], ...]
 """Start and end in each dimension of a whole tensor."""
 
 
-def shard_slices(
-    layout: Layout,
-    config: MeshConfig,
-    coordinate: MeshCoordinate,
-) -> ShardSlices:
+def shard_slices(layout: Layout, config: MeshConfig, coordinate: MeshCoordinate) -> ShardSlices:
     """Returns what one rank holds of a parameter, gate and up apart.
 
     It is what `shard_over_ep_tp` and `shard_over_fsdp` leave of the parameter.
@@ -35,11 +31,7 @@ def shard_slices(
     return tuple(slices)
 
 
-def is_first_replica(
-    layout: Layout,
-    mesh: Mesh,
-    coordinate: MeshCoordinate,
-) -> bool:
+def is_first_replica(layout: Layout, mesh: Mesh, coordinate: MeshCoordinate) -> bool:
     """Returns whether this rank is the first of those that hold the same shard of a parameter."""
     first_of_replicas = mesh.device_mesh.get_local_rank("dp_replicate") == 0
 
@@ -49,10 +41,7 @@ def is_first_replica(
     return first_of_replicas and first_of_tp and first_of_fsdp
 
 
-def contiguous_runs(
-    slices: ShardSlices,
-    shape: Sequence[int],
-) -> Iterator[tuple[int, int]]:
+def contiguous_runs(slices: ShardSlices, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields the contiguous runs of elements that slices of a whole tensor consist of.
 
     Their order is that of the shard's own elements, row by row.

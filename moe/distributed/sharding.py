@@ -115,11 +115,7 @@ class Layout(NamedTuple):
         return coordinate.expert_shard if self.expert else coordinate.dense_shard
 
 
-def find_rule(
-    name: str,
-    shape: Sequence[int],
-    rules: Iterable[Rule],
-) -> Rule:
+def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
     """Returns the first rule that covers a parameter.
 
     Args:
@@ -140,10 +136,7 @@ def find_rule(
 
 
 def find_layout(
-    name: str,
-    shape: Sequence[int],
-    rules: Iterable[Rule],
-    config: MeshConfig,
+    name: str, shape: Sequence[int], rules: Iterable[Rule], config: MeshConfig
 ) -> Layout:
     """Returns where the parameter `name` of shape `shape` lies.
 
@@ -217,10 +210,7 @@ def pack(x: Tensor, layout: Layout) -> Tensor:
 
 
 def shard_over_ep_tp(
-    whole: Tensor,
-    layout: Layout,
-    config: MeshConfig,
-    coordinate: MeshCoordinate,
+    whole: Tensor, layout: Layout, config: MeshConfig, coordinate: MeshCoordinate
 ) -> Tensor:
     """Returns the part of a whole parameter with which one rank computes; a view.
 
@@ -244,11 +234,7 @@ def shard_over_ep_tp(
     return part
 
 
-def shard_over_fsdp(
-    part: Tensor,
-    layout: Layout,
-    coordinate: MeshCoordinate,
-) -> Tensor:
+def shard_over_fsdp(part: Tensor, layout: Layout, coordinate: MeshCoordinate) -> Tensor:
     """Returns FSDP's shard of what `shard_over_ep_tp` returned, <any>[...]; a view."""
     if layout.num_shards == 1:
         return part
@@ -265,11 +251,7 @@ def local_shard(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def distribute_parameters(
-    module: nn.Module,
-    layouts: Mapping[str, Layout],
-    mesh: Mesh,
-) -> None:
+def distribute_parameters(module: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
     """Replaces each parameter by this rank's shard over ep and tp, one after the other.
 
     Each whole parameter is let go of before the next one is sharded.
@@ -298,11 +280,7 @@ def _is_sharded_over_ep_tp(layout: Layout, config: MeshConfig) -> bool:
     return over_ep or over_tp
 
 
-def _as_dtensor(
-    part: Tensor,
-    layout: Layout,
-    device_mesh: DeviceMesh,
-) -> DTensor:
+def _as_dtensor(part: Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTensor:
     """Returns a copy of a rank's shard <any>[...] as a DTensor on `tp`, an expert's on `ep` too."""
     on_tp: Placement = Replicate()
     if layout.tp_dim is not None:
@@ -326,11 +304,7 @@ def _as_dtensor(
     )
 
 
-def _set_parameter(
-    module: nn.Module,
-    name: str,
-    parameter: nn.Parameter,
-) -> None:
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     owner, _, attribute = name.rpartition(".")
     setattr(module.get_submodule(owner), attribute, parameter)
 
@@ -367,9 +341,7 @@ def shard_unit(
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if bfloat16:
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
 
     # Experts that no other data rank holds have nothing to gather.

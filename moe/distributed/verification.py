@@ -28,10 +28,7 @@ def gather_damage(folder: Path) -> list[Damage]:
     return sorted(damaged)
 
 
-def gather_sha256(
-    folder: Path,
-    names: Iterable[str],
-) -> dict[str, str]:
+def gather_sha256(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Returns on every rank the SHA-256 of files, by name; every rank must call it.
 
     Args:

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.kernels.cpu_experts import (
-    BackwardInputs,
-    Gradients,
-    RowValues,
-    run_backward,
-    run_forward,
-)
+from moe.kernels.cpu_experts import BackwardInputs, Gradients, RowValues, run_backward, run_forward
 from moe.kernels.expert_rows import ExpertRows
 from moe.kernels.expert_weights import ExpertWeights
 from moe.kernels.hidden_units import ExpertForm
@@ -26,10 +20,7 @@ _NO_GRADIENTS = (None,) * 7
 
 
 def compiled_feed_forward(
-    tokens: Tensor,
-    rows: ExpertRows,
-    weights: ExpertWeights,
-    form: ExpertForm,
+    tokens: Tensor, rows: ExpertRows, weights: ExpertWeights, form: ExpertForm
 ) -> Tensor:
     """Returns what `fused_feed_forward` does, bit for bit, inside of a graph.
 

@@ -20,11 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.kernels.cpu_matmul import (
-    expert_weight_gradient,
-    multiply,
-    prepares_for_row_counts,
-)
+from moe.kernels.cpu_matmul import expert_weight_gradient, multiply, prepares_for_row_counts
 from moe.kernels.dropout import draw_kept
 from moe.kernels.expert_pieces import Piece, run_pieces, split_rows
 from moe.kernels.expert_rows import ExpertRows, round_up_rows, sum_by_token
@@ -272,9 +268,7 @@ def run_forward(
 
 
 def run_backward(
-    inputs: BackwardInputs,
-    needed: Sequence[bool],
-    d_products: Tensor | None = None,
+    inputs: BackwardInputs, needed: Sequence[bool], d_products: Tensor | None = None
 ) -> Gradients:
     """Returns the gradients of `run_forward`, in whose letters the steps are written.
 
@@ -348,10 +342,7 @@ def run_backward(
 
 
 def run_weight_gradients(
-    inputs: BackwardInputs,
-    d_products: Tensor,
-    needs_first: bool,
-    needs_down: bool,
+    inputs: BackwardInputs, d_products: Tensor, needs_first: bool, needs_down: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns dW1 <float>[E, 2F or F, D] and dW2 <float>[E, D, F], which `run_backward` left out.
 

@@ -32,10 +32,7 @@ class VocabularyLosses(NamedTuple):
 
 
 def vocabulary_losses(
-    logits: Tensor,
-    labels: Tensor,
-    is_target: Tensor,
-    label_smoothing: float = 0.0,
+    logits: Tensor, labels: Tensor, is_target: Tensor, label_smoothing: float = 0.0
 ) -> VocabularyLosses:
     """Returns both sums, differentiably.
 

@@ -54,9 +54,7 @@ def dropout(x: Tensor, rate: float, *, training: bool = True) -> Tensor:
 
 
 def draw_kept(
-    shape: torch.Size | tuple[int, ...],
-    rate: float,
-    seed: Sequence[int] | None = None,
+    shape: torch.Size | tuple[int, ...], rate: float, seed: Sequence[int] | None = None
 ) -> Tensor:
     """Returns which elements dropout keeps.
 

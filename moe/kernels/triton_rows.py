@@ -132,11 +132,7 @@ def _sum_kernel(
 
 @torch.library.custom_op("moe::triton_copy", mutates_args=())
 def _copy(
-    tokens: Tensor,
-    row: Tensor,
-    num_rows: Tensor,
-    weight: Tensor | None,
-    outputs: Tensor | None,
+    tokens: Tensor, row: Tensor, num_rows: Tensor, weight: Tensor | None, outputs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns rows <float>[T * K, D] of tokens, and the gradient <float>[T, K] of weights, if any.
 

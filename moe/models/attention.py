@@ -30,14 +30,7 @@ class Projection(nn.Linear):
     leaf by leaf.
     """
 
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        *,
-        std: float,
-        truncated: bool = False,
-    ) -> None:
+    def __init__(self, d_in: int, d_out: int, *, std: float, truncated: bool = False) -> None:
         # Before the constructor of nn.Linear, which calls reset_parameters.
         self.std = std
         self.truncated = truncated
@@ -222,14 +215,7 @@ class Attention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
         with tp_random_numbers(self.tp, x.device, dropout):
             heads, weights = attend(
-                self,
-                query,
-                key,
-                value,
-                bias,
-                dropout=dropout,
-                scaling=1.0,
-                is_causal=False,
+                self, query, key, value, bias, dropout=dropout, scaling=1.0, is_causal=False
             )
 
         # The output projection sums over the heads of all ranks.

@@ -13,13 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.distributed.random_numbers import tp_random_numbers
 from moe.kernels.dropout import Dropout, dropout
-from moe.models.attention import (
-    Attention,
-    Projection,
-    RelativePositionBias,
-    RMSNorm,
-    mask_bias,
-)
+from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm, mask_bias
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import check_segments, real_tokens
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -40,12 +34,7 @@ class FeedForward(nn.Module):
         self.up_proj = Projection(
             config.d_model, num_inputs * config.d_ff, std=std_up, truncated=True
         )
-        self.down_proj = Projection(
-            config.d_ff,
-            config.d_model,
-            std=std_down,
-            truncated=True,
-        )
+        self.down_proj = Projection(config.d_ff, config.d_model, std=std_down, truncated=True)
 
         # Ranks that hold the other hidden units.
         self.tp: ProcessGroup | None = None
@@ -136,13 +125,7 @@ class Block(GradientCheckpointingLayer):
         Differs: no.
     """
 
-    def __init__(
-        self,
-        config: STMoEConfig,
-        layer: int,
-        *,
-        decoder: bool,
-    ) -> None:
+    def __init__(self, config: STMoEConfig, layer: int, *, decoder: bool) -> None:
         super().__init__()
         self.dropout = Dropout(config.dropout_rate)
 
@@ -358,10 +341,7 @@ class Stack(nn.Module):
 
 
 def _token_mask(
-    prefix: str,
-    mask: Tensor | None,
-    segment_ids: Tensor | None,
-    shape: tuple[int, int],
+    prefix: str, mask: Tensor | None, segment_ids: Tensor | None, shape: tuple[int, int]
 ) -> Tensor | None:
     """Returns <bool>[B, keys]: which tokens are real; None when all are.
 

@@ -210,11 +210,7 @@ def add_tags(folder: Path | str, tags: Sequence[str]) -> None:
         write_text(path, str(card))
 
 
-def fetch_card(
-    repo_id: str,
-    folder: Path,
-    token: str | bool | None = None,
-) -> bool:
+def fetch_card(repo_id: str, folder: Path, token: str | bool | None = None) -> bool:
     """Returns whether a repository on the hub has a card, and puts it into a folder.
 
     A card of somebody else that lies in the folder stays.
@@ -308,11 +304,7 @@ def _backbone_rows(config: STMoEConfig) -> list[tuple[str, str]]:
     activation = "GEGLU" if config.feed_forward_proj == "gated-gelu" else "ReLU"
     blocks = f"{config.num_layers} in the encoder, {config.num_decoder_layers} in the decoder"
     width = f"d_model {config.d_model}, d_ff {config.d_ff} ({activation}), {config.num_heads} heads"
-    return [
-        ("blocks", blocks),
-        ("width", width),
-        ("vocabulary", f"{config.vocab_size:,}"),
-    ]
+    return [("blocks", blocks), ("width", width), ("vocabulary", f"{config.vocab_size:,}")]
 
 
 def _sparse_rows(

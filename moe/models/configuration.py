@@ -279,11 +279,7 @@ class STMoEConfig(PreTrainedConfig):
     # config.json
 
     @classmethod
-    def get_config_dict(
-        cls,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the fields of a config.json, ours or converted, and the arguments not used.
 
         Raises:
@@ -312,11 +308,7 @@ class STMoEConfig(PreTrainedConfig):
         return cls._read(source, **download)[0]
 
     @classmethod
-    def _read(
-        cls,
-        source: Any,
-        **kwargs: Any,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _read(cls, source: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the config.json of a folder or hub name as it is, and the arguments not used.
 
         Raises:
@@ -374,10 +366,7 @@ class STMoEConfig(PreTrainedConfig):
         return super().from_dict(fields_of_file, **kwargs)
 
     def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        push_to_hub: bool = False,
-        **kwargs: Any,
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         """Writes config.json into a folder; see `PreTrainedConfig.save_pretrained`.
 
@@ -388,11 +377,7 @@ class STMoEConfig(PreTrainedConfig):
         check_savable(self)
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
-    def to_json_file(
-        self,
-        json_file_path: str | os.PathLike[str],
-        use_diff: bool = True,
-    ) -> None:
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """Writes config.json, and the module by which `trust_remote_code=True` finds this library."""
         write_config(self.to_json_string(use_diff), Path(json_file_path))
 

@@ -11,14 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 from transformers import PreTrainedConfig
 
-from moe.checks import (
-    check,
-    check_choice,
-    check_flag,
-    check_integer,
-    check_number,
-    shown,
-)
+from moe.checks import check, check_choice, check_flag, check_integer, check_number, shown
 from moe.errors import ConfigError
 from moe.models.configuration_keywords import check_dtype
 from moe.sparse.all_routers import load_routers
@@ -80,11 +73,7 @@ _CHOICES = {
 
 _MAX_PARAMETERS = 10**14
 _MAX_WEIGHT = 1e30
-_PROBLEM_TYPES = (
-    "regression",
-    "single_label_classification",
-    "multi_label_classification",
-)
+_PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
 # ---------------------------------------------------------------------------
@@ -149,12 +138,7 @@ def check_size(name: str, value: object) -> None:
     bounds = _SIZES[name]
     optional = "None to follow the capacity factors" if name == "expert_capacity" else ""
     check_integer(
-        name,
-        value,
-        least=bounds.least,
-        most=bounds.most,
-        reason=bounds.reason,
-        optional=optional,
+        name, value, least=bounds.least, most=bounds.most, reason=bounds.reason, optional=optional
     )
 
 
@@ -207,12 +191,7 @@ def _check_numbers(config: PreTrainedConfig) -> None:
         optional="None for dropout_rate",
     )
     for name in ("capacity_factor", "eval_capacity_factor"):
-        check_number(
-            name,
-            getattr(config, name),
-            above=0,
-            optional="None to drop no token",
-        )
+        check_number(name, getattr(config, name), above=0, optional="None to drop no token")
 
     for name in ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"):
         check_number(
@@ -224,11 +203,7 @@ def _check_numbers(config: PreTrainedConfig) -> None:
         )
     for name in ("layer_norm_epsilon", "initializer_scale"):
         check_number(
-            name,
-            getattr(config, name),
-            above=0,
-            most=_MAX_WEIGHT,
-            reason="weights are float32",
+            name, getattr(config, name), above=0, most=_MAX_WEIGHT, reason="weights are float32"
         )
     unknown = "None when unknown"
     check_number("noise_density", config.noise_density, above=0, below=1, optional=unknown)
@@ -309,12 +284,7 @@ def _check_sparse_layers(config: PreTrainedConfig) -> None:
         _check_unused(config)
 
 
-def _check_stack(
-    config: PreTrainedConfig,
-    stack: str,
-    *,
-    decoder: bool,
-) -> None:
+def _check_stack(config: PreTrainedConfig, stack: str, *, decoder: bool) -> None:
     """Raises a ConfigError when the sparse layers of a stack cannot be laid out or built."""
     num_layers, num_sparse = config.stack_sizes(decoder)
     if not num_sparse:

@@ -61,11 +61,7 @@ _READ_BY_TRANSFORMERS = {
 _WRITTEN_BY_TRANSFORMERS = ("distributed_config", "quantization_config")
 _TEXTS = ("finetuning_task", "prefix", "tokenizer_class")
 _MAPPINGS = ("auto_map", "task_specific_params")
-_IMPLEMENTATIONS = (
-    "_attn_implementation",
-    "attn_implementation",
-    "experts_implementation",
-)
+_IMPLEMENTATIONS = ("_attn_implementation", "attn_implementation", "experts_implementation")
 _OPTIONAL_FLAGS = (
     "add_cross_attention",
     "gradient_checkpointing",
@@ -141,11 +137,7 @@ def _field_names(config: PreTrainedConfig) -> list[str]:
     return [item.name for item in fields(config)]
 
 
-def _refuse_unknown(
-    config: PreTrainedConfig,
-    name: str,
-    value: object,
-) -> None:
+def _refuse_unknown(config: PreTrainedConfig, name: str, value: object) -> None:
     """Raises a ConfigError for an unknown keyword, with the name that was probably meant."""
     # Options of a router are often given beside it.
     routers_by_option = router_options_by_name()
@@ -164,12 +156,7 @@ def _refuse_unknown(
 
 def _suggest_misspelt(config: PreTrainedConfig, name: str) -> str:
     """Returns a question for the field whose name is one letter or two away, or an empty text."""
-    close = difflib.get_close_matches(
-        name,
-        _field_names(config),
-        n=1,
-        cutoff=0.85,
-    )
+    close = difflib.get_close_matches(name, _field_names(config), n=1, cutoff=0.85)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -41,10 +41,7 @@ def can_drop_tokens(model: PreTrainedModel) -> bool:
 
 
 def warn_of_drops(
-    model: nn.Module,
-    config: STMoEConfig,
-    stack: Stack,
-    routers: Sequence[RouterOutput],
+    model: nn.Module, config: STMoEConfig, stack: Stack, routers: Sequence[RouterOutput]
 ) -> None:
     """Warns once for each model when a sparse layer dropped more than 1 % of the real tokens.
 

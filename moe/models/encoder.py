@@ -95,13 +95,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
             encoder_router_outputs=routers,
         )
 
-    def embed(
-        self,
-        ids: Tensor | None,
-        vectors: Tensor | None,
-        *,
-        prefix: str = "",
-    ) -> Tensor:
+    def embed(self, ids: Tensor | None, vectors: Tensor | None, *, prefix: str = "") -> Tensor:
         """Returns <float>[B, L, D]: the vectors, or the embedding of <int64>[B, L].
 
         Args:

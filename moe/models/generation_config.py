@@ -74,12 +74,7 @@ def load_generation_config(source: Any, download: dict[str, Any]) -> GenerationC
         CheckpointError: When the file is damaged.
         ConfigError: When a setting is of another type than it has.
     """
-    path = cached_file(
-        source,
-        GENERATION_CONFIG_NAME,
-        **_NONE_IF_MISSING,
-        **download,
-    )
+    path = cached_file(source, GENERATION_CONFIG_NAME, **_NONE_IF_MISSING, **download)
     if path is None:
         settings = {"config_file_name": "config.json", "_from_model_config": True, **download}
         return GenerationConfig.from_pretrained(source, **settings)

@@ -96,11 +96,7 @@ def _draw_experts(
 
 
 def _copy_shard(
-    weight: Tensor,
-    shard: Tensor,
-    layout: Layout,
-    mesh: MeshConfig,
-    coordinate: MeshCoordinate,
+    weight: Tensor, shard: Tensor, layout: Layout, mesh: MeshConfig, coordinate: MeshCoordinate
 ) -> None:
     """Copies this rank's part of a whole weight <float>[...] into its shard <float>[...]."""
     part = shard_over_ep_tp(weight, layout, mesh, coordinate)
@@ -108,11 +104,7 @@ def _copy_shard(
     shard.copy_(part.reshape(shard.shape))
 
 
-def _draw(
-    leaf: nn.Module,
-    layouts: Mapping[str, Layout],
-    seed: str,
-) -> dict[str, Tensor]:
+def _draw(leaf: nn.Module, layouts: Mapping[str, Layout], seed: str) -> dict[str, Tensor]:
     """Returns fresh whole parameters <float>[...] of a leaf by name; the leaf keeps its own."""
     whole: dict[str, nn.Parameter] = {}
     for name, layout in layouts.items():

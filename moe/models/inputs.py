@@ -22,14 +22,7 @@ IGNORED_LABEL = -100
 """Label of a position that has no target, as everywhere in transformers."""
 
 _ID_DTYPES = (torch.int64, torch.int32)
-_INTEGER_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-)
+_INTEGER_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 _PACKING = "packed examples are told apart by segment_ids and decoder_segment_ids"
 _POSITIONS = f"positions follow from the order of the tokens, and {_PACKING}"
@@ -153,11 +146,7 @@ def check_vectors(name: str, vectors: Tensor, d_model: int) -> None:
 # Masks and segments
 
 
-def check_segments(
-    name: str,
-    segments: Tensor | None,
-    shape: tuple[int, int],
-) -> None:
+def check_segments(name: str, segments: Tensor | None, shape: tuple[int, int]) -> None:
     """Refuses anything but numbers of packed examples <int64>[B, L], one for each token.
 
     Args:
@@ -179,11 +168,7 @@ def check_segments(
         _refuse(name, segments, expected)
 
 
-def real_tokens(
-    name: str,
-    mask: Tensor | None,
-    shape: tuple[int, int],
-) -> Tensor | None:
+def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
     """Returns a mask as <bool>[B, keys]: which tokens are real; None for None, which means all.
 
     Args:
@@ -423,12 +408,7 @@ def _expected_token_id(vocab_size: int) -> str:
     )
 
 
-def _refuse_values(
-    name: str,
-    tensor: Tensor,
-    invalid: Tensor,
-    expected: str,
-) -> NoReturn:
+def _refuse_values(name: str, tensor: Tensor, invalid: Tensor, expected: str) -> NoReturn:
     """Raises a DataError that names the first of the invalid values <bool>[B, L]."""
     position = invalid.nonzero()[0].tolist()
     value = tensor[tuple(position)].item()

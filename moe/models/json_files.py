@@ -45,19 +45,8 @@ def read_json_object(path: Path | str, *, advice: str = COPY_AGAIN) -> dict[str,
     Raises:
         CheckpointError: When the file is damaged, or holds something else.
     """
-    content = read_json(
-        Path(path),
-        advice=advice,
-        error=CheckpointError,
-        nan=True,
-    )
-    return to_record(
-        dict[str, Any],
-        content,
-        where=str(path),
-        advice=advice,
-        error=CheckpointError,
-    )
+    content = read_json(Path(path), advice=advice, error=CheckpointError, nan=True)
+    return to_record(dict[str, Any], content, where=str(path), advice=advice, error=CheckpointError)
 
 
 def write_config(text: str, path: Path) -> None:

@@ -79,10 +79,7 @@ class Losses(NamedTuple):
 
 
 def count_losses(
-    config: STMoEConfig,
-    encoder_mask: Tensor,
-    decoder_mask: Tensor,
-    labels: Tensor,
+    config: STMoEConfig, encoder_mask: Tensor, decoder_mask: Tensor, labels: Tensor
 ) -> LossCounts:
     """Returns the counts of a batch.
 
@@ -251,12 +248,7 @@ def _share_of_targets(
     losses = router.losses
     targets = (labels != IGNORED_LABEL).long()
     num_groups = losses.group_router_z.shape[0]
-    targets_per_group = reduce(
-        targets,
-        "(g b) t -> g",
-        "sum",
-        g=num_groups,
-    )  # [G]
+    targets_per_group = reduce(targets, "(g b) t -> g", "sum", g=num_groups)  # [G]
 
     load_balance = (losses.group_load_balance * targets_per_group).sum() / target_tokens
     router_z = (losses.group_router_z * targets_per_group).sum() / target_tokens

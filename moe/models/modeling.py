@@ -33,12 +33,7 @@ from moe.models.inputs import (
     pad_decoder_mask,
     refuse_unknown_arguments,
 )
-from moe.models.losses import (
-    LossCounts,
-    count_losses,
-    model_losses,
-    refuse_missing_labels,
-)
+from moe.models.losses import LossCounts, count_losses, model_losses, refuse_missing_labels
 from moe.models.outputs import (
     RouterRecords,
     STMoEEncoderOutput,
@@ -226,12 +221,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
 
         # The head draws its weights like the projections of the blocks.
         std = math.sqrt(config.initializer_scale / config.d_model)
-        self.lm_head = Projection(
-            config.d_model,
-            config.vocab_size,
-            std=std,
-            truncated=True,
-        )
+        self.lm_head = Projection(config.d_model, config.vocab_size, std=std, truncated=True)
         self.post_init()
 
     def get_encoder(self, modality: str | None = None) -> STMoEEncoder:
@@ -260,11 +250,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         check_labels(labels, self.config.vocab_size)
         return self._shift_right(labels, decoder_segment_ids)
 
-    def _shift_right(
-        self,
-        labels: Tensor,
-        decoder_segment_ids: Tensor | None,
-    ) -> Tensor:
+    def _shift_right(self, labels: Tensor, decoder_segment_ids: Tensor | None) -> Tensor:
         """Returns the decoder's inputs <int64>[B, T] of labels <int64>[B, T] that were checked."""
         shape = (labels.shape[0], labels.shape[1])
         check_segments("decoder_segment_ids", decoder_segment_ids, shape)
@@ -491,11 +477,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 "one device with CUDA_VISIBLE_DEVICES."
             )
 
-    def _vocabulary_logits(
-        self,
-        hidden: Tensor,
-        logits_to_keep: int | Tensor,
-    ) -> Tensor:
+    def _vocabulary_logits(self, hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
         """Returns logits <float>[B, positions, V] of the decoder's output <float>[B, T, D]."""
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden[:, logits_to_keep]
@@ -538,11 +520,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             "with a padded batch."
         )
 
-    def prepare_inputs_for_generation(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns the arguments of a decoding step, which drops no token of the decoder.
 
         transformers hands all that `generate` was given on to the model, tokenizers for stop
@@ -564,10 +542,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(
-        *,
-        attention_mask: Tensor | None,
-        past_key_values: EncoderDecoderCache,
-        **_: Any,
+        *, attention_mask: Tensor | None, past_key_values: EncoderDecoderCache, **_: Any
     ) -> Tensor | None:
         """Returns the decoder's mask <int64 or bool>[B, keys] for all positions of a static cache.
 

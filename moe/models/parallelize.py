@@ -52,22 +52,14 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
     )
 
 
-def mesh_limits(
-    config: STMoEConfig,
-    num_ranks: int,
-    num_groups: int | None = None,
-) -> MeshLimits:
+def mesh_limits(config: STMoEConfig, num_ranks: int, num_groups: int | None = None) -> MeshLimits:
     """Returns what a mesh of `num_ranks` ranks must divide; see `check_mesh`."""
     is_sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
     num_experts = config.num_experts if is_sparse else 0
     return MeshLimits(num_ranks, num_experts, config.num_heads, config.d_ff, num_groups)
 
 
-def model_layouts(
-    model: nn.Module,
-    config: STMoEConfig,
-    mesh: MeshConfig,
-) -> dict[str, Layout]:
+def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> dict[str, Layout]:
     """Returns the layout of each parameter by name.
 
     Args:
@@ -102,11 +94,7 @@ def rule_names(model: STMoEPreTrainedModel) -> dict[str, str]:
 
 
 def shard_model(
-    model: STMoEForConditionalGeneration,
-    mesh: Mesh,
-    *,
-    bfloat16: bool = False,
-    gather: bool = True,
+    model: STMoEForConditionalGeneration, mesh: Mesh, *, bfloat16: bool = False, gather: bool = True
 ) -> dict[str, Layout]:
     """Shards a model over a mesh and returns the layout of each parameter.
 
@@ -149,10 +137,7 @@ def shard_model(
 
 
 def _shard_over_data_ranks(
-    model: STMoEForConditionalGeneration,
-    mesh: Mesh,
-    layouts: dict[str, Layout],
-    bfloat16: bool,
+    model: STMoEForConditionalGeneration, mesh: Mesh, layouts: dict[str, Layout], bfloat16: bool
 ) -> None:
     """Makes the model, its blocks, and their experts and routers units of FSDP."""
     dims: dict[nn.Parameter, int] = {}
@@ -173,12 +158,7 @@ def _shard_over_data_ranks(
     warnings.filterwarnings("ignore", message, UserWarning)
 
 
-def _shard_block(
-    block: Block,
-    mesh: Mesh,
-    dims: dict[nn.Parameter, int],
-    bfloat16: bool,
-) -> None:
+def _shard_block(block: Block, mesh: Mesh, dims: dict[nn.Parameter, int], bfloat16: bool) -> None:
     """Makes a block, its experts and its router units of FSDP."""
     if block.sparse:
         layer = block.sparse_feed_forward

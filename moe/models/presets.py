@@ -40,13 +40,7 @@ def _sparse(count: int, experts: int) -> dict[str, int]:
     }
 
 
-def _shape(
-    layers: int,
-    d_model: int,
-    d_ff: int,
-    num_heads: int,
-    d_kv: int = 64,
-) -> dict[str, int]:
+def _shape(layers: int, d_model: int, d_ff: int, num_heads: int, d_kv: int = 64) -> dict[str, int]:
     """Returns fields for the size of a backbone."""
     return {
         "num_layers": layers,

@@ -73,21 +73,9 @@ DOWNLOAD = (
 _DTYPES = ("dtype", "torch_dtype")
 """Arguments that are of the weights, and no fields of the config; "auto" stands for the files'."""
 
-_COMMIT_OPTIONS = (
-    "commit_message",
-    "commit_description",
-    "create_pr",
-    "revision",
-)
+_COMMIT_OPTIONS = ("commit_message", "commit_description", "create_pr", "revision")
 
-_MODULES_WITH_WEIGHTS = (
-    Experts,
-    Projection,
-    RelativePositionBias,
-    RMSNorm,
-    Router,
-    nn.Embedding,
-)
+_MODULES_WITH_WEIGHTS = (Experts, Projection, RelativePositionBias, RMSNorm, Router, nn.Embedding)
 
 _ALIGNMENT = 64  # bytes
 
@@ -214,12 +202,7 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
     # Loading
 
     @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the model of a folder or hub name, which computes bit for bit what was saved.
 
         A T5 or Switch of transformers is converted as it is read, one shard at a time, and refused
@@ -463,12 +446,7 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
             self.save_pretrained(folder, *args, card=card, **kwargs)
             return None
 
-        repository = HfApi().create_repo(
-            repo_id,
-            private=private,
-            token=token,
-            exist_ok=True,
-        )
+        repository = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True)
         timestamps = self._get_files_timestamps(folder) if folder.is_dir() else {}
         if not fetch_card(repository.repo_id, folder, token):
             # The folder's own card, though it is older, is better than none.

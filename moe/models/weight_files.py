@@ -112,12 +112,7 @@ def _open_file(path: Path) -> Callable[[str], Tensor]:
     """
     if path.suffix == ".safetensors":
         return safe_open(path, framework="pt").get_tensor
-    tensors = torch.load(
-        path,
-        map_location="cpu",
-        weights_only=True,
-        mmap=is_zipfile(path),
-    )
+    tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     return tensors.__getitem__
 
 
@@ -237,11 +232,7 @@ def find_weight_files(
     )
 
 
-def _find_shards_of_index(
-    source: Path | str,
-    path: str,
-    download: Mapping[str, Any],
-) -> list[Path]:
+def _find_shards_of_index(source: Path | str, path: str, download: Mapping[str, Any]) -> list[Path]:
     """Returns the files that an index names: beside it, or downloaded from the hub."""
     names = read_index(Path(path))
     try:
@@ -268,12 +259,7 @@ def read_index(path: Path) -> list[str]:
     Raises:
         CheckpointError: When the index is damaged, or names a file in another folder.
     """
-    index = read_record(
-        path,
-        dict[str, Any],
-        advice=COPY_AGAIN,
-        error=CheckpointError,
-    )
+    index = read_record(path, dict[str, Any], advice=COPY_AGAIN, error=CheckpointError)
     for field, kind in (("weight_map", dict[str, str]), ("metadata", dict[str, Any])):
         to_record(
             kind,
@@ -341,9 +327,7 @@ def _with_variant(name: str, variant: str | None) -> str:
 
 
 def refuse_integers(
-    source: Path | str,
-    expected: Mapping[str, Tensor],
-    stored: Mapping[str, torch.dtype | None],
+    source: Path | str, expected: Mapping[str, Tensor], stored: Mapping[str, torch.dtype | None]
 ) -> None:
     """Raises when a weight of floating point is stored as integers, which are no such numbers.
 
@@ -440,20 +424,12 @@ def describe_misfits(
     return count_by_kind(sorted(missing), sorted(unexpected), sorted(shapes))
 
 
-def describe_reshaped(
-    name: str,
-    stored: Iterable[int],
-    expected: Iterable[int],
-) -> str:
+def describe_reshaped(name: str, stored: Iterable[int], expected: Iterable[int]) -> str:
     """Returns the name of a weight with both of its shapes."""
     return f"{name} {tuple(stored)} instead of {tuple(expected)}"
 
 
-def count_by_kind(
-    missing: list[str],
-    unexpected: list[str],
-    reshaped: list[str],
-) -> str:
+def count_by_kind(missing: list[str], unexpected: list[str], reshaped: list[str]) -> str:
     """Returns how many weights are of each kind of misfit, with the first of each."""
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
     parts = []

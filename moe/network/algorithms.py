@@ -95,33 +95,19 @@ _add_all_to_all("ring", "one ring, half of the payload each way", _whole_ring)
 _add_all_to_all("half_ring", "one ring, the shorter way around", _half_ring)
 _add_all_to_all("axes", "half rings, one axis after the other", along_axes, unfit_for_grid)
 _add_all_to_all(
-    "rotated_axes",
-    "half rings, each slice begins with another axis",
-    _rotated_axes,
-    unfit_for_grid,
+    "rotated_axes", "half rings, each slice begins with another axis", _rotated_axes, unfit_for_grid
 )
 _add_all_to_all("two_level", "inside the nodes, then across", two_level, unfit_for_levels)
 
 
-def _add_all_reduce(
-    name: str,
-    build: Build,
-    summary: str,
-    *,
-    is_one_ring: bool = False,
-) -> None:
+def _add_all_reduce(name: str, build: Build, summary: str, *, is_one_ring: bool = False) -> None:
     """Adds an all-reduce whose builder says itself what speaks against a network."""
     unfit = reason_against(build)
     ALL_REDUCE.add(name, Algorithm(summary, build, unfit, is_one_ring))
 
 
 # One ring of all live ranks.
-_add_all_reduce(
-    "ring",
-    all_reduces.ring,
-    "one ring, messages routed",
-    is_one_ring=True,
-)
+_add_all_reduce("ring", all_reduces.ring, "one ring, messages routed", is_one_ring=True)
 _add_all_reduce(
     "two_way_ring",
     all_reduces.two_way_ring,
@@ -136,40 +122,16 @@ _add_all_reduce(
 )
 
 # Rings along the axes of a torus.
-_add_all_reduce(
-    "torus",
-    all_reduces.torus,
-    "rings along one axis after the other",
-)
-_add_all_reduce(
-    "torus_all_axes",
-    all_reduces.torus_on_all_axes,
-    "rings along all axes at once",
-)
+_add_all_reduce("torus", all_reduces.torus, "rings along one axis after the other")
+_add_all_reduce("torus_all_axes", all_reduces.torus_on_all_axes, "rings along all axes at once")
 
 # Pairs of lines, on a mesh that does not wrap.
-_add_all_reduce(
-    "row_pairs",
-    all_reduces.row_pairs,
-    "rings of two rows, then across",
-)
-_add_all_reduce(
-    "column_pairs",
-    all_reduces.column_pairs,
-    "rings of two columns, then across",
-)
+_add_all_reduce("row_pairs", all_reduces.row_pairs, "rings of two rows, then across")
+_add_all_reduce("column_pairs", all_reduces.column_pairs, "rings of two columns, then across")
 
 # The same in finer chunks, and around holes.
-_add_all_reduce(
-    "row_bands",
-    all_reduces.row_bands,
-    "rings of two rows, of four at a hole",
-)
-_add_all_reduce(
-    "column_bands",
-    all_reduces.column_bands,
-    "rings of two columns, of four at a hole",
-)
+_add_all_reduce("row_bands", all_reduces.row_bands, "rings of two rows, of four at a hole")
+_add_all_reduce("column_bands", all_reduces.column_bands, "rings of two columns, of four at a hole")
 
 # Around holes, for a few numbers of slices: which one is best depends on the payload.
 for _num_slices in (1, 2, 4, 8):

@@ -11,24 +11,11 @@ import numpy as np
 
 from moe.checks import check, check_integer
 from moe.errors import ConfigError
-from moe.network.grids import (
-    multi_ring_all_reduce,
-    row_pair_all_reduce,
-    torus_all_reduce,
-)
-from moe.network.ring_orders import (
-    fold,
-    mesh_of,
-    neighbour_ring,
-    survivor_order,
-    whole_grid_of,
-)
+from moe.network.grids import multi_ring_all_reduce, row_pair_all_reduce, torus_all_reduce
+from moe.network.ring_orders import fold, mesh_of, neighbour_ring, survivor_order, whole_grid_of
 from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
 from moe.network.row_bands import find_bands, row_band_all_reduce
-from moe.network.row_pair_clients import (
-    pair_rows_around_holes,
-    row_pair_client_all_reduce,
-)
+from moe.network.row_pair_clients import pair_rows_around_holes, row_pair_client_all_reduce
 from moe.network.schedule import IntArray, Schedule
 from moe.network.topology import Topology
 
@@ -73,10 +60,7 @@ def multi_ring(*levels: int) -> Build:
     def build(topology: Topology, num_units: int) -> Schedule:
         _check_connected(topology)
         return multi_ring_all_reduce(
-            levels,
-            num_units,
-            ranks=topology.live_ranks,
-            num_ranks=topology.num_ranks,
+            levels, num_units, ranks=topology.live_ranks, num_ranks=topology.num_ranks
         )
 
     return build
@@ -122,10 +106,7 @@ def row_pair_clients(num_slices: int) -> Build:
         except ConfigError:
             rows = pair_rows_around_holes(grid.T, dead, wraps=wraps[-1])
         return row_pair_client_all_reduce(
-            rows,
-            num_units,
-            num_ranks=topology.num_ranks,
-            num_slices=num_slices,
+            rows, num_units, num_ranks=topology.num_ranks, num_slices=num_slices
         )
 
     return build
@@ -153,10 +134,7 @@ def _torus(topology: Topology, num_units: int, *, rotates_axes: bool) -> Schedul
     axes = np.argsort(topology.wraps, kind="stable")
     ranks = fold(grid, topology.wraps).transpose(axes)
     return torus_all_reduce(
-        ranks,
-        num_units,
-        rotates_axes=rotates_axes,
-        num_ranks=topology.num_ranks,
+        ranks, num_units, rotates_axes=rotates_axes, num_ranks=topology.num_ranks
     )
 
 
@@ -185,22 +163,14 @@ def _pairs(topology: Topology, num_units: int, lines: _Lines) -> Schedule:
     check(not dead, "dead ranks", dead, "none; take bands around holes")
     _check_connected(topology)
     return row_pair_all_reduce(
-        lines.ranks,
-        num_units,
-        wraps=lines.wraps,
-        num_ranks=topology.num_ranks,
+        lines.ranks, num_units, wraps=lines.wraps, num_ranks=topology.num_ranks
     )
 
 
 def _bands(topology: Topology, num_units: int, lines: _Lines) -> Schedule:
     bands = find_bands(lines.ranks, topology.dead)
     _check_connected(topology)
-    return row_band_all_reduce(
-        bands,
-        num_units,
-        num_ranks=topology.num_ranks,
-        wraps=lines.wraps,
-    )
+    return row_band_all_reduce(bands, num_units, num_ranks=topology.num_ranks, wraps=lines.wraps)
 
 
 def _ring_order(topology: Topology, find: Callable[[Topology], IntArray]) -> IntArray:
@@ -241,9 +211,4 @@ def _check_connected(topology: Topology) -> None:
     is_most = is_reached.mean() > 0.5
     lost = live[is_reached != is_most].tolist()
     expected = "none; declare them dead too, or repair their links"
-    check(
-        bool(is_reached.all()),
-        "live ranks that are cut off",
-        lost,
-        expected,
-    )
+    check(bool(is_reached.all()), "live ranks that are cut off", lost, expected)

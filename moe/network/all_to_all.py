@@ -122,12 +122,7 @@ def direct(counts: ArrayLike, topology: Topology) -> AllToAll:
     return AllToAll(schedule, starts[None], table[None])
 
 
-def around(
-    counts: ArrayLike,
-    order: Sequence[int],
-    *,
-    ring: Order = half_ring,
-) -> AllToAll:
+def around(counts: ArrayLike, order: Sequence[int], *, ring: Order = half_ring) -> AllToAll:
     """Returns the all-to-all around one ring of ranks.
 
     Args:
@@ -273,9 +268,7 @@ def _axes_of_slice(num_axes: int, index: int) -> tuple[int, ...]:
 
 
 def _exchange(
-    counts: IntArray,
-    grid: Grid,
-    stages: Sequence[Sequence[Lane]],
+    counts: IntArray, grid: Grid, stages: Sequence[Sequence[Lane]]
 ) -> tuple[Schedule, IntArray]:
     """Returns the exchange along axis after axis, and the <int64>[N, N] starts of its pairs.
 
@@ -306,11 +299,7 @@ def _exchange(
 
 
 def _rows(
-    bounds: IntArray,
-    shape: tuple[int, ...],
-    axis: int,
-    lane: Lane,
-    first_step: int,
+    bounds: IntArray, shape: tuple[int, ...], axis: int, lane: Lane, first_step: int
 ) -> tuple[IntArray, ...]:
     """Returns columns of the transfers that a lane makes: step, source, destination, low, high.
 
@@ -394,9 +383,7 @@ def _promised(rows: Transfers, starts: IntArray, counts: IntArray) -> Schedule:
 
 
 def _assembled(
-    parts: Sequence[tuple[Schedule, IntArray]],
-    counts: Sequence[IntArray],
-    delays: Sequence[int],
+    parts: Sequence[tuple[Schedule, IntArray]], counts: Sequence[IntArray], delays: Sequence[int]
 ) -> AllToAll:
     """Returns slices, one after the other in the units, as one all-to-all."""
     # Slices share no unit, so that they may go on at the same time.

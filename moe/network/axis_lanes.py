@@ -120,10 +120,7 @@ def num_steps(lanes: Sequence[Lane]) -> int:
 
 
 def lanes_of_axis(
-    grid: Grid,
-    axis: int,
-    ring: Order = half_ring,
-    detour: Detour = BALANCED,
+    grid: Grid, axis: int, ring: Order = half_ring, detour: Detour = BALANCED
 ) -> list[Lane]:
     """Returns the hops of all lines of an axis.
 
@@ -185,13 +182,7 @@ def _neighbours(grid: Grid, axis: int, number: int, sides: int) -> IntArray:
     return np.array(neighbours, np.int64)
 
 
-def _shared_lanes(
-    size: int,
-    number: int,
-    hops: Hops,
-    helpers: IntArray,
-    kept: float,
-) -> list[Lane]:
+def _shared_lanes(size: int, number: int, hops: Hops, helpers: IntArray, kept: float) -> list[Lane]:
     """Returns what a broken ring does itself, and what its neighbours do for it.
 
     Args:
@@ -251,10 +242,7 @@ def _part_kept(grid: Grid, axis: int, num_helpers: int, detour: Detour) -> float
     # What one part more costs a neighbouring ring, and the links to it.
     by_ring = on_ring / num_helpers
     by_link = (size - 1) / size / num_helpers
-    shares = (
-        (on_ring + by_ring) / (on_line + by_ring),
-        (between + by_link) / (on_line + by_link),
-    )
+    shares = ((on_ring + by_ring) / (on_line + by_ring), (between + by_link) / (on_line + by_link))
     return min(max(shares), 1.0)
 
 

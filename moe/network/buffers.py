@@ -99,10 +99,7 @@ def _all_bounds(schedule: Schedule) -> IntArray:
         # Both ends of what is read and of what is written.
         ends = [distinct]
         for rank in (table.source[rows], table.destination[rows]):
-            ends += [
-                rank * stride + table.low[rows],
-                rank * stride + table.high[rows],
-            ]
+            ends += [rank * stride + table.low[rows], rank * stride + table.high[rows]]
         distinct = sorted_distinct(np.concatenate(ends))
     return distinct
 

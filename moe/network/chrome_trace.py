@@ -59,12 +59,7 @@ def chrome_trace(simulation: Simulation, *, max_events: int = MAX_EVENTS) -> dic
 
     # The path first: viewers show processes in this order.
     events = list(_names(simulation, choice))
-    events += _bars(
-        simulation,
-        simulation.critical_path,
-        is_critical,
-        process=_PATH,
-    )
+    events += _bars(simulation, simulation.critical_path, is_critical, process=_PATH)
     events += _bars(simulation, choice.rows, is_critical, process=_RANKS)
     return {
         "displayTimeUnit": "ns",
@@ -98,19 +93,9 @@ def _choose_rows(simulation: Simulation, max_events: int) -> _Choice:
 
 def _names(simulation: Simulation, choice: _Choice) -> Iterator[dict[str, Any]]:
     """Yields the names of all lines."""
-    yield _name(
-        "process_name",
-        _RANKS,
-        0,
-        f"{simulation.topology.name}: {choice.text}",
-    )
+    yield _name("process_name", _RANKS, 0, f"{simulation.topology.name}: {choice.text}")
     yield _name("process_name", _PATH, 0, "critical path")
-    yield {
-        "name": "process_sort_index",
-        "ph": "M",
-        "pid": _PATH,
-        "args": {"sort_index": -1},
-    }
+    yield {"name": "process_sort_index", "ph": "M", "pid": _PATH, "args": {"sort_index": -1}}
 
     # A line for every rank that sends.
     senders = np.unique(simulation.schedule.transfers.source[choice.rows])
@@ -119,21 +104,11 @@ def _names(simulation: Simulation, choice: _Choice) -> Iterator[dict[str, Any]]:
 
 
 def _name(kind: str, process: int, thread: int, text: str) -> dict[str, Any]:
-    return {
-        "name": kind,
-        "ph": "M",
-        "pid": process,
-        "tid": thread,
-        "args": {"name": text},
-    }
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": text}}
 
 
 def _bars(
-    simulation: Simulation,
-    rows: IntArray,
-    is_critical: NDArray[np.bool_],
-    *,
-    process: int,
+    simulation: Simulation, rows: IntArray, is_critical: NDArray[np.bool_], *, process: int
 ) -> Iterator[dict[str, Any]]:
     """Yields a bar for each of some rows of the table."""
     table = simulation.schedule.transfers
@@ -158,10 +133,7 @@ def _bars(
             "dur": (finish - start) / _MICROSECOND,
             "args": {
                 "step": int(table.step[row]),
-                "units": [
-                    int(table.low[row]),
-                    int(table.high[row]),
-                ],
+                "units": [int(table.low[row]), int(table.high[row])],
                 "bytes": num_units * unit_bytes,
             },
         }

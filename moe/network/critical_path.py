@@ -49,12 +49,7 @@ class CriticalPath(NamedTuple):
 def find_critical_path(table: Transfers, timeline: Timeline) -> CriticalPath:
     """Returns the transfers that set the time; nothing for an empty schedule."""
     if not len(table.step):
-        return CriticalPath(
-            np.empty(0, np.int64),
-            latency=0.0,
-            bandwidth=0.0,
-            waiting=0.0,
-        )
+        return CriticalPath(np.empty(0, np.int64), latency=0.0, bandwidth=0.0, waiting=0.0)
 
     # The transfer that ends last counts in full.
     events = _Events(table, timeline)

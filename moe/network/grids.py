@@ -22,10 +22,7 @@ from moe.network.schedule import IntArray, Schedule, beside, split_evenly
 
 
 def grid_reduce_scatter(
-    ranks: ArrayLike,
-    num_units: int,
-    *,
-    num_ranks: int | None = None,
+    ranks: ArrayLike, num_units: int, *, num_ranks: int | None = None
 ) -> Schedule:
     """Returns a reduce-scatter along the axes of an array of ranks, the last axis first.
 
@@ -64,12 +61,7 @@ def grid_reduce_scatter(
     return schedule
 
 
-def grid_all_reduce(
-    ranks: ArrayLike,
-    num_units: int,
-    *,
-    num_ranks: int | None = None,
-) -> Schedule:
+def grid_all_reduce(ranks: ArrayLike, num_units: int, *, num_ranks: int | None = None) -> Schedule:
     """Returns an all-reduce along the axes of an array of ranks: 2 (p_1 - 1) + 2 (p_2 - 1) ... steps.
 
     Args:
@@ -82,10 +74,7 @@ def grid_all_reduce(
 
 
 def coloured_all_reduce(
-    colours: Sequence[ArrayLike],
-    num_units: int,
-    *,
-    num_ranks: int | None = None,
+    colours: Sequence[ArrayLike], num_units: int, *, num_ranks: int | None = None
 ) -> Schedule:
     """Returns one all-reduce for each of several arrays of the same ranks, an equal part each.
 
@@ -104,11 +93,7 @@ def coloured_all_reduce(
 
 
 def torus_all_reduce(
-    ranks: ArrayLike,
-    num_units: int,
-    *,
-    rotates_axes: bool = False,
-    num_ranks: int | None = None,
+    ranks: ArrayLike, num_units: int, *, rotates_axes: bool = False, num_ranks: int | None = None
 ) -> Schedule:
     """Returns an all-reduce on a torus, half of the payload in each direction of the rings.
 
@@ -137,11 +122,7 @@ def torus_all_reduce(
 
 
 def row_pair_all_reduce(
-    ranks: ArrayLike,
-    num_units: int,
-    *,
-    wraps: bool = False,
-    num_ranks: int | None = None,
+    ranks: ArrayLike, num_units: int, *, wraps: bool = False, num_ranks: int | None = None
 ) -> Schedule:
     """Returns an all-reduce on a mesh without wrap: around pairs of rows, then across the pairs.
 

@@ -15,11 +15,7 @@ from moe.network.schedule import Intervals, Schedule, intervals
 def owned_reduce_scatter(all_reduce: Schedule) -> Schedule:
     """Returns the sums of an all-reduce: every rank ends with the units that it owns."""
     table = all_reduce.transfers
-    return replace(
-        all_reduce,
-        transfers=table.select(table.adds),
-        after=_owned(all_reduce),
-    )
+    return replace(all_reduce, transfers=table.select(table.adds), after=_owned(all_reduce))
 
 
 def _owned(all_reduce: Schedule) -> Intervals:

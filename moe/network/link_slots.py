@@ -90,10 +90,7 @@ class LinkSlots:
         self._next_gap = np.zeros(num_links, np.int64)
 
     def serve(
-        self,
-        messages: Messages,
-        hops: Hops,
-        ready: FloatArray,
+        self, messages: Messages, hops: Hops, ready: FloatArray
     ) -> tuple[FloatArray, IntArray]:
         """Gives slots to the messages of a step.
 
@@ -114,11 +111,7 @@ class LinkSlots:
         return start, blocker
 
     def _serve_turn(
-        self,
-        messages: Messages,
-        hops: Hops,
-        start: FloatArray,
-        blocker: IntArray,
+        self, messages: Messages, hops: Hops, start: FloatArray, blocker: IntArray
     ) -> None:
         """Gives slots to messages that share no link; moves their starts, in place."""
         # A route is a run of rows. Its slowest link has no slack.
@@ -150,11 +143,7 @@ class LinkSlots:
         return np.where(gap >= 0, self._gap_row[link, gap], self._last_row[link])
 
     def _choose(
-        self,
-        link: IntArray,
-        earliest: FloatArray,
-        work: FloatArray,
-        slack: FloatArray,
+        self, link: IntArray, earliest: FloatArray, work: FloatArray, slack: FloatArray
     ) -> Choice:
         """Returns the first slot of each link for a message that may start at `earliest`."""
         end = self._end[link]
@@ -188,13 +177,7 @@ class LinkSlots:
             gap[late] = place[is_better]
         return Choice(start=start, begin=begin, gap=gap)
 
-    def _take(
-        self,
-        link: IntArray,
-        choice: Choice,
-        work: FloatArray,
-        table_row: IntArray,
-    ) -> None:
+    def _take(self, link: IntArray, choice: Choice, work: FloatArray, table_row: IntArray) -> None:
         """Gives the chosen slots to rows of the table; no link is chosen twice."""
         # A slot is in a gap or after all others.
         over = choice.begin + work
@@ -215,11 +198,7 @@ class LinkSlots:
         self._remember(inner, over[in_gap], closes, table_row[in_gap])
 
     def _remember(
-        self,
-        link: IntArray,
-        begin: FloatArray,
-        end: FloatArray,
-        row_before: IntArray,
+        self, link: IntArray, begin: FloatArray, end: FloatArray, row_before: IntArray
     ) -> None:
         """Adds gaps of different links, unless they are empty."""
         is_gap = end - begin > PICOSECOND

@@ -231,12 +231,7 @@ def _blocks(grid: IntArray) -> IntArray:
     """Returns the <int64>[Y / 2, X / 2, 4] blocks of 2 x 2 ranks of a grid, each clockwise."""
     top = grid[::2]
     bottom = grid[1::2]
-    corners = (
-        top[:, ::2],
-        top[:, 1::2],
-        bottom[:, 1::2],
-        bottom[:, ::2],
-    )
+    corners = (top[:, ::2], top[:, 1::2], bottom[:, 1::2], bottom[:, ::2])
     return np.stack(corners, axis=-1)
 
 

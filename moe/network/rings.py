@@ -9,23 +9,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe.checks import check
-from moe.network.schedule import (
-    IntArray,
-    Schedule,
-    beside,
-    intervals,
-    split_evenly,
-    transfers,
-)
+from moe.network.schedule import IntArray, Schedule, beside, intervals, split_evenly, transfers
 
 
 def ring_reduce_scatter(
-    orders: ArrayLike,
-    low: ArrayLike,
-    high: ArrayLike,
-    *,
-    num_ranks: int,
-    num_units: int,
+    orders: ArrayLike, low: ArrayLike, high: ArrayLike, *, num_ranks: int, num_units: int
 ) -> Schedule:
     """Returns a reduce-scatter around each of some rings of equal size.
 
@@ -71,12 +59,7 @@ def ring_bounds(low: ArrayLike, high: ArrayLike, num_rings: int, size: int) -> I
 
 
 def ring_reduce_to(
-    rings: IntArray,
-    owners: IntArray,
-    bounds: IntArray,
-    *,
-    num_ranks: int,
-    num_units: int,
+    rings: IntArray, owners: IntArray, bounds: IntArray, *, num_ranks: int, num_units: int
 ) -> Schedule:
     """Returns a reduce-scatter around rings whose ranks own any number of chunks each.
 
@@ -131,10 +114,7 @@ def ring_all_reduce(order: ArrayLike, num_units: int, *, num_ranks: int | None =
 
 
 def two_way_ring_all_reduce(
-    order: ArrayLike,
-    num_units: int,
-    *,
-    num_ranks: int | None = None,
+    order: ArrayLike, num_units: int, *, num_ranks: int | None = None
 ) -> Schedule:
     """Returns an all-reduce of one half of the payload around a ring, the other half backwards.
 

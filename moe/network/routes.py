@@ -133,14 +133,7 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
         for hop in range(int(np.abs(distance).max(initial=0))):
             # Pairs that have arrived on this axis wait for the others.
             moves = np.abs(distance) > hop
-            here[axis] = (
-                np.where(
-                    moves,
-                    here[axis] + np.sign(distance),
-                    here[axis],
-                )
-                % size
-            )
+            here[axis] = np.where(moves, here[axis] + np.sign(distance), here[axis]) % size
             following = np.ravel_multi_index(here, topology.shape)
             pairs.append(np.flatnonzero(moves))
             links.append(link_of(node[moves], following[moves]))

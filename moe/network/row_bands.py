@@ -80,11 +80,7 @@ def find_bands(ranks: ArrayLike, dead: Collection[int]) -> list[Band]:
 
 
 def row_band_all_reduce(
-    bands: Sequence[Band],
-    num_units: int,
-    *,
-    num_ranks: int,
-    wraps: bool = False,
+    bands: Sequence[Band], num_units: int, *, num_ranks: int, wraps: bool = False
 ) -> Schedule:
     """Returns an all-reduce around bands of rows and then across them, half in each direction.
 
@@ -106,22 +102,14 @@ def row_band_all_reduce(
 
 
 def _one_way_all_reduce(
-    bands: Sequence[Band],
-    num_units: int,
-    num_ranks: int,
-    *,
-    wraps: bool,
+    bands: Sequence[Band], num_units: int, num_ranks: int, *, wraps: bool
 ) -> Schedule:
     # Around each band.
     bounds = split_evenly(num_units, len(bands[0].owners))
     around = []
     for ring, owners in bands:
         part = ring_reduce_to(
-            ring[None],
-            owners[None],
-            bounds[None],
-            num_ranks=num_ranks,
-            num_units=num_units,
+            ring[None], owners[None], bounds[None], num_ranks=num_ranks, num_units=num_units
         )
         around.append(part)
 

@@ -18,14 +18,7 @@ from moe.checks import check, check_integer
 from moe.network.grids import grid_all_reduce
 from moe.network.ring_orders import BoolArray, fold, pair_rows
 from moe.network.rings import ring_bounds, ring_reduce_scatter
-from moe.network.schedule import (
-    IntArray,
-    Schedule,
-    beside,
-    intervals,
-    split_evenly,
-    transfers,
-)
+from moe.network.schedule import IntArray, Schedule, beside, intervals, split_evenly, transfers
 
 
 class Fragment(NamedTuple):
@@ -53,10 +46,7 @@ class PairedRows(NamedTuple):
 
 
 def pair_rows_around_holes(
-    ranks: ArrayLike,
-    dead: Collection[int],
-    *,
-    wraps: bool = False,
+    ranks: ArrayLike, dead: Collection[int], *, wraps: bool = False
 ) -> PairedRows:
     """Returns the rings of whole pairs of rows, and the fragments of those with holes.
 
@@ -118,11 +108,7 @@ def find_dead_columns(grid: IntArray, dead: Collection[int]) -> BoolArray:
 
 
 def row_pair_client_all_reduce(
-    rows: PairedRows,
-    num_units: int,
-    *,
-    num_ranks: int,
-    num_slices: int = 1,
+    rows: PairedRows, num_units: int, *, num_ranks: int, num_slices: int = 1
 ) -> Schedule:
     """Returns an all-reduce around pairs of rows, in which fragments are clients of whole pairs.
 
@@ -181,11 +167,7 @@ def _handed_over(fragment: Fragment, num_units: int, num_ranks: int) -> Schedule
     # A hop for each piece.
     bounds = ring_bounds(0, num_units, 1, size)[0]
     pieces = transfers(0, ring, hosts, bounds[:-1], bounds[1:], adds=True)
-    handover = replace(
-        scatter,
-        transfers=pieces,
-        after=intervals(hosts, bounds[:-1], bounds[1:]),
-    )
+    handover = replace(scatter, transfers=pieces, after=intervals(hosts, bounds[:-1], bounds[1:]))
     return scatter.then(handover)
 
 

@@ -208,10 +208,7 @@ class Schedule:
         names = np.asarray(ranks, np.int64)
         check(len(names) == self.num_ranks, "ranks", len(names), f"{self.num_ranks} of them")
         table = self.transfers
-        renamed = table._replace(
-            source=names[table.source],
-            destination=names[table.destination],
-        )
+        renamed = table._replace(source=names[table.source], destination=names[table.destination])
         return replace(
             self,
             num_ranks=num_ranks,

@@ -22,11 +22,7 @@ import numpy as np
 
 from moe.checks import check, check_number
 from moe.network.buffers import Buffers, Pieces
-from moe.network.critical_path import (
-    CriticalPath,
-    Timeline,
-    find_critical_path,
-)
+from moe.network.critical_path import CriticalPath, Timeline, find_critical_path
 from moe.network.link_slots import Hops, LinkSlots, Messages
 from moe.network.routes import Routes, find_routes, pair_keys
 from moe.network.schedule import IntArray, Schedule
@@ -195,9 +191,7 @@ def _check(schedule: Schedule, topology: Topology, payload_bytes: float) -> None
 
 
 def _messages_by_step(
-    schedule: Schedule,
-    routes: Routes,
-    payload_bytes: float,
+    schedule: Schedule, routes: Routes, payload_bytes: float
 ) -> Iterator[Messages]:
     """Yields the transfers of every step that has any."""
     table = schedule.transfers
@@ -210,11 +204,7 @@ def _messages_by_step(
             continue
 
         # Routes are found by pair, costs by bytes.
-        key = pair_keys(
-            table.source[rows],
-            table.destination[rows],
-            routes.num_ranks,
-        )
+        key = pair_keys(table.source[rows], table.destination[rows], routes.num_ranks)
         pair = np.searchsorted(routes.key, key)
         num_units = (table.high[rows] - table.low[rows]).astype(np.float64)
         num_bytes = num_units * np.float64(payload_bytes / schedule.num_units)

@@ -83,9 +83,7 @@ class Topology:
         return np.array([rank for rank in range(self.num_ranks) if rank not in self.dead], np.int64)
 
     def without(
-        self,
-        ranks: Iterable[int] = (),
-        links: Iterable[tuple[int, int]] = (),
+        self, ranks: Iterable[int] = (), links: Iterable[tuple[int, int]] = ()
     ) -> "Topology":
         """Returns the network after failures.
 

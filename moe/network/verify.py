@@ -55,12 +55,7 @@ def verify(schedule: Schedule) -> None:
         )
 
 
-def _run_step(
-    schedule: Schedule,
-    step: int,
-    pieces: IntArray,
-    buffers: NDArray[np.uint64],
-) -> None:
+def _run_step(schedule: Schedule, step: int, pieces: IntArray, buffers: NDArray[np.uint64]) -> None:
     """Carries out one step in place: all reads, then all writes."""
     rows = slice(schedule.step_offsets[step], schedule.step_offsets[step + 1])
     table = schedule.transfers
@@ -87,11 +82,7 @@ def _run_step(
     buffers[destination[~adds], piece[~adds]] = values[~adds]
 
 
-def _require_sources(
-    begins: NDArray[np.bool_],
-    ends: NDArray[np.bool_],
-    pieces: IntArray,
-) -> None:
+def _require_sources(begins: NDArray[np.bool_], ends: NDArray[np.bool_], pieces: IntArray) -> None:
     """Raises when a rank must end with units that no rank began with."""
     is_missing = ends & ~np.any(begins, axis=0)
     if is_missing.any():

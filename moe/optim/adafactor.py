@@ -174,12 +174,7 @@ def _initial_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _normalise(
-    G: Tensor,
-    state: dict[str, Any],
-    new_weight: float,
-    epsilon: float,
-) -> Tensor:
+def _normalise(G: Tensor, state: dict[str, Any], new_weight: float, epsilon: float) -> Tensor:
     """Mixes G^2 <float>[...] into V and returns U = G / sqrt(V)."""
     # V_t = beta2_t V_{t-1} + (1 - beta2_t) (G_t^2 + epsilon1)
     V = local_shard(state["v"]).view_as(G)
@@ -188,11 +183,7 @@ def _normalise(
 
 
 def _normalise_factored(
-    G: Tensor,
-    state: dict[str, Any],
-    sharding: MatrixSharding,
-    new_weight: float,
-    epsilon: float,
+    G: Tensor, state: dict[str, Any], sharding: MatrixSharding, new_weight: float, epsilon: float
 ) -> SumsOverRanks:
     """Mixes G^2 <float>[..., n, m] into R and C and returns U = G / sqrt(R C / mean(R))."""
     # Means of G_t^2 over the columns of each row and over the rows of each column.
@@ -225,11 +216,7 @@ def _part_of_mean(x: Tensor, dim: int, count: int) -> Tensor:
     return x.mean(dim) if x.shape[dim] == count else x.sum(dim).div_(count)
 
 
-def _rms(
-    tensors: tuple[Tensor, ...],
-    batch_dims: int,
-    sharding: MatrixSharding,
-) -> SumsOverRanks:
+def _rms(tensors: tuple[Tensor, ...], batch_dims: int, sharding: MatrixSharding) -> SumsOverRanks:
     """Returns the root mean square of each of <float>[..., n, m] by matrix, <float>[..., 1, 1]."""
     norms = yield from matrix_norms(tensors, batch_dims, sharding)
 
@@ -256,10 +243,7 @@ def state_elements(layout: Layout, mesh: MeshConfig) -> int:
     return row_moments + column_moments
 
 
-def summed_elements(
-    layout: Layout,
-    mesh: MeshConfig,
-) -> dict[tuple[str, ...], int]:
+def summed_elements(layout: Layout, mesh: MeshConfig) -> dict[tuple[str, ...], int]:
     """Returns the numbers that a rank sums over other ranks for one parameter, by mesh axes."""
     batch_dims = int(layout.expert)
     last_dim = len(layout.shape) - 1

@@ -52,11 +52,7 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer")
 
 
 def check_optimizer(
-    name: str,
-    *,
-    clipping_threshold: float,
-    weight_decay: float,
-    options: Mapping[str, Any],
+    name: str, *, clipping_threshold: float, weight_decay: float, options: Mapping[str, Any]
 ) -> None:
     """Raises a ConfigError unless an optimizer can be built with these settings of a recipe.
 
@@ -75,10 +71,7 @@ def check_optimizer(
     groups = [{"params": [number], "batch_dims": 0, "kinds": [WEIGHT]}]
     try:
         spec.build(
-            groups,
-            clipping_threshold=clipping_threshold,
-            weight_decay=weight_decay,
-            **options,
+            groups, clipping_threshold=clipping_threshold, weight_decay=weight_decay, **options
         )
     except ConfigError as error:
         if str(error).startswith("optim."):
@@ -87,10 +80,7 @@ def check_optimizer(
 
 
 def build_adafactor(
-    groups: list[dict[str, Any]],
-    *,
-    clipping_threshold: float,
-    weight_decay: float,
+    groups: list[dict[str, Any]], *, clipping_threshold: float, weight_decay: float
 ) -> torch.optim.Optimizer:
     """Returns Adafactor, the paper's optimizer.
 
@@ -133,17 +123,12 @@ def build_adamw(
         whole = [p for p in group["params"] if not isinstance(p, DTensor)]
         parameters += [{"params": part} for part in (whole, shards) if part]
     return torch.optim.AdamW(
-        parameters,
-        betas=(beta1, beta2),
-        eps=epsilon,
-        weight_decay=weight_decay,
-        fused=True,
+        parameters, betas=(beta1, beta2), eps=epsilon, weight_decay=weight_decay, fused=True
     )
 
 
 def _without_clipping(
-    name: str,
-    optimizer: Callable[..., torch.optim.Optimizer],
+    name: str, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> Callable[..., torch.optim.Optimizer]:
     """Returns what builds an optimizer with the options that its class has, and refuses clipping."""
 
@@ -197,12 +182,7 @@ OPTIMIZERS.add(
     ),
 )
 OPTIMIZERS.add(
-    "adamw",
-    OptimizerSpec(
-        build=build_adamw,
-        state_elements=_two_moments,
-        summed_elements=_no_sums,
-    ),
+    "adamw", OptimizerSpec(build=build_adamw, state_elements=_two_moments, summed_elements=_no_sums)
 )
 OPTIMIZERS.add(
     "lamb",

@@ -4,12 +4,7 @@ from typing import Any
 
 from torch import nn
 
-EXPERT_STACKS = (
-    "experts.gate_up_proj",
-    "experts.up_proj",
-    "experts.down_proj",
-    "experts.bias",
-)
+EXPERT_STACKS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj", "experts.bias")
 """Endings of the names of parameters whose first dimension counts experts."""
 
 WEIGHT = "weights"

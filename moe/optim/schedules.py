@@ -21,10 +21,7 @@ keywords are options of a recipe.
 Warmup = Literal["constant", "linear"]
 DecayStart = Literal["warmup_end", "first_step"]
 
-LR_SCALINGS: dict[str, Callable[[float], float]] = {
-    "linear": float,
-    "sqrt": math.sqrt,
-}
+LR_SCALINGS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 """Factor of the rate for a batch that is so many times the one that the rate was found for."""
 
 

@@ -233,9 +233,7 @@ def _local_gradient(parameter: Tensor) -> Tensor:
 
 
 def matrix_norms(
-    tensors: tuple[Tensor, ...],
-    batch_dims: int,
-    sharding: MatrixSharding,
+    tensors: tuple[Tensor, ...], batch_dims: int, sharding: MatrixSharding
 ) -> SumsOverRanks:
     """Returns the norm of each of <float>[..., n, m] by matrix, <float>[..., 1, 1]."""
     norms = [_norm(x, tuple(range(batch_dims, x.ndim))) for x in tensors]

@@ -101,11 +101,7 @@ def matrix_sharding(parameter: Tensor, batch_dims: int) -> MatrixSharding:
     )
 
 
-def zeros_with_dims(
-    parameter: Tensor,
-    dims: tuple[int, ...],
-    dtype: torch.dtype,
-) -> Tensor:
+def zeros_with_dims(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns zeros <dtype>[...] with some dimensions of a parameter, placed as these are.
 
     Beside a DTensor stands a DTensor, replicated over the axes that shard one of the other

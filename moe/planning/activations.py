@@ -38,11 +38,7 @@ class Activations(NamedTuple):
 
 
 def activations(
-    model: STMoEForConditionalGeneration,
-    workload: Workload,
-    mesh: MeshConfig,
-    *,
-    cpu: bool = False,
+    model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig, *, cpu: bool = False
 ) -> Activations:
     """Returns what one forward pass of a rank keeps.
 

@@ -218,10 +218,7 @@ def head_cost(head: Projection, stack: StackPass) -> LayerCost:
     return LayerCost(flops, saved_bytes)
 
 
-def dropout_mask_bytes(
-    num_elements: int,
-    rate: float,
-) -> int:
+def dropout_mask_bytes(num_elements: int, rate: float) -> int:
     """Returns the bytes of dropout's mask over so many numbers, a byte for each.
 
     Args:

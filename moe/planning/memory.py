@@ -48,12 +48,7 @@ class Unit(NamedTuple):
         return self.shard_numel(mesh) * self.num_shards
 
 
-def fsdp_units(
-    layouts: Mapping[str, Layout],
-    mesh: MeshConfig,
-    *,
-    bfloat16: bool,
-) -> list[Unit]:
+def fsdp_units(layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16: bool) -> list[Unit]:
     """Returns the units of FSDP as `moe.models.parallelize` makes them; none for one data rank.
 
     Args:
@@ -98,10 +93,7 @@ def parameter_bytes(layouts: Mapping[str, Layout], mesh: MeshConfig) -> int:
 
 
 def optimizer_bytes(
-    layouts: Mapping[str, Layout],
-    mesh: MeshConfig,
-    optimizer: str,
-    options: Mapping[str, Any],
+    layouts: Mapping[str, Layout], mesh: MeshConfig, optimizer: str, options: Mapping[str, Any]
 ) -> int:
     """Returns the bytes of a rank's optimizer state.
 
@@ -117,11 +109,7 @@ def optimizer_bytes(
 
 
 def gathered_bytes(
-    layouts: Mapping[str, Layout],
-    mesh: MeshConfig,
-    *,
-    bfloat16: bool,
-    accumulates: bool,
+    layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16: bool, accumulates: bool
 ) -> int:
     """Returns the bytes of whole parameters and gradients that a rank holds for a while.
 
@@ -156,11 +144,7 @@ def gathered_bytes(
     return total + max(bytes_by_block.values(), default=0)
 
 
-def _autocast_copies(
-    layouts: Mapping[str, Layout],
-    units: list[Unit],
-    mesh: MeshConfig,
-) -> int:
+def _autocast_copies(layouts: Mapping[str, Layout], units: list[Unit], mesh: MeshConfig) -> int:
     """Returns the bytes of bfloat16 copies of weights that no block's unit gathers in bfloat16.
 
     Autocast keeps a copy of the weights of all products.

@@ -201,9 +201,7 @@ def _rate(pattern: _Pattern, rank: int, device: torch.device) -> Rate:
         received = torch.empty(numel, device=device)
 
         def exchange(
-            sent: torch.Tensor = sent,
-            received: torch.Tensor = received,
-            num_steps: int = num_steps,
+            sent: torch.Tensor = sent, received: torch.Tensor = received, num_steps: int = num_steps
         ) -> None:
             for _ in range(num_steps):
                 _exchange(sent, target, received, source)
@@ -218,10 +216,7 @@ def _rate(pattern: _Pattern, rank: int, device: torch.device) -> Rate:
 
 
 def _exchange(sent: torch.Tensor, target: int, received: torch.Tensor, source: int) -> None:
-    operations = [
-        dist.P2POp(dist.isend, sent, target),
-        dist.P2POp(dist.irecv, received, source),
-    ]
+    operations = [dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 
@@ -247,9 +242,7 @@ def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _with_rates(
-    content: Mapping[str, Any],
-    rates: list[tuple[tuple[str, ...], Rate]],
-    world: World,
+    content: Mapping[str, Any], rates: list[tuple[tuple[str, ...], Rate]], world: World
 ) -> dict[str, Any]:
     """Returns a network file with measured rates: of several for one key the slowest."""
     # A grid has one rate for all its axes.
@@ -290,8 +283,7 @@ def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...
             buffer = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
 
             def run(
-                collective: ScheduledCollective = collective,
-                buffer: torch.Tensor = buffer,
+                collective: ScheduledCollective = collective, buffer: torch.Tensor = buffer
             ) -> None:
                 collective.run(buffer)
 

@@ -59,34 +59,15 @@ def render_network_page(page: NetworkPage) -> str:
         ConfigError: When nothing was simulated, something on another network, or the network has
             more links than a browser can draw.
     """
-    check(
-        len(page.simulations) > 0,
-        "simulations of a page",
-        0,
-        "at least one",
-    )
+    check(len(page.simulations) > 0, "simulations of a page", 0, "at least one")
     num_links = len(page.topology.links.source)
-    check(
-        num_links <= _MAX_LINKS,
-        "links of a page",
-        num_links,
-        f"at most {_MAX_LINKS}",
-    )
+    check(num_links <= _MAX_LINKS, "links of a page", num_links, f"at most {_MAX_LINKS}")
     for name, simulation in page.simulations.items():
         theirs = len(simulation.link_bytes)
-        check(
-            theirs == num_links,
-            f"links of {name}",
-            theirs,
-            f"the {num_links} of the page",
-        )
+        check(theirs == num_links, f"links of {name}", theirs, f"the {num_links} of the page")
 
     # A < in a name must not end the script that holds the numbers.
-    numbers = json.dumps(
-        _page_numbers(page),
-        ensure_ascii=False,
-        separators=(",", ":"),
-    )
+    numbers = json.dumps(_page_numbers(page), ensure_ascii=False, separators=(",", ":"))
 
     # Texts are escaped by the template.
     ranges = fastest_ranges(page.curves)
@@ -198,15 +179,8 @@ def _algorithm(name: str, simulation: Simulation) -> dict[str, Any]:
     # The transfers of the path: step, ranks, bytes, start and end.
     steps = []
     for row, size in zip(rows.tolist(), num_bytes.tolist(), strict=True):
-        step = [
-            int(table.step[row]),
-            int(table.source[row]),
-            int(table.destination[row]),
-        ]
-        times = [
-            float(simulation.start[row]),
-            float(simulation.finish[row]),
-        ]
+        step = [int(table.step[row]), int(table.source[row]), int(table.destination[row])]
+        times = [float(simulation.start[row]), float(simulation.finish[row])]
         steps.append([*step, size, *times])
     return {
         "name": name,
@@ -228,10 +202,6 @@ def _links_of_path(simulation: Simulation) -> IntArray:
 
     # All hops of all transfers of the path.
     routes = find_routes(table, simulation.topology)
-    key = pair_keys(
-        table.source,
-        table.destination,
-        simulation.topology.num_ranks,
-    )
+    key = pair_keys(table.source, table.destination, simulation.topology.num_ranks)
     _, link = routes.hops(np.searchsorted(routes.key, key))
     return np.unique(link)

@@ -100,19 +100,9 @@ def _checked_payloads(curves: Sequence[Curve]) -> tuple[float, ...]:
             f"{len(payloads)}, two at least",
         )
         is_positive = min(curve.seconds) > 0 and payloads[0] > 0
-        check(
-            is_positive,
-            f"times and payloads of {curve.name}",
-            curve,
-            "numbers above 0",
-        )
+        check(is_positive, f"times and payloads of {curve.name}", curve, "numbers above 0")
         ascends = all(low < high for low, high in pairwise(payloads))
-        check(
-            ascends,
-            f"payloads of {curve.name}",
-            payloads,
-            "ascending ones",
-        )
+        check(ascends, f"payloads of {curve.name}", payloads, "ascending ones")
     return payloads
 
 

@@ -145,12 +145,7 @@ def _place_strips(topology: Topology) -> Layout:
         rows: IntArray = np.flatnonzero(is_kind)
         if not len(rows):
             continue
-        strips.append(
-            Strip(
-                f"{len(rows)} links {title}",
-                top + 0.7 * _STRIP_HEAD,
-            )
-        )
+        strips.append(Strip(f"{len(rows)} links {title}", top + 0.7 * _STRIP_HEAD))
 
         # Squares in lines below the heading.
         line, place = np.divmod(np.arange(len(rows)), _STRIP_COLUMNS)
@@ -161,18 +156,9 @@ def _place_strips(topology: Topology) -> Layout:
 
     widest = min(_STRIP_COLUMNS, max(len(links.source), 1))
     return Layout(
-        width=widest * PITCH,
-        height=top,
-        chips=np.zeros((0, 4)),
-        links=boxes,
-        strips=strips,
+        width=widest * PITCH, height=top, chips=np.zeros((0, 4)), links=boxes, strips=strips
     )
 
 
-def _boxes(
-    x: FloatArray,
-    y: FloatArray,
-    width: FloatArray,
-    height: FloatArray,
-) -> FloatArray:
+def _boxes(x: FloatArray, y: FloatArray, width: FloatArray, height: FloatArray) -> FloatArray:
     return np.stack([x, y, width, height], axis=1)

@@ -247,11 +247,7 @@ def all_placements(mesh: MeshConfig, topology: Topology) -> Iterator[Placement]:
         yield _placement(mesh, topology, _split_ep(mesh, tiles))
 
 
-def _tilings(
-    mesh: MeshConfig,
-    shape: Tile,
-    axes: tuple[str, ...],
-) -> Iterator[dict[str, Tile]]:
+def _tilings(mesh: MeshConfig, shape: Tile, axes: tuple[str, ...]) -> Iterator[dict[str, Tile]]:
     """Yields the tiles of some axes whose products are a shape."""
     if not axes:
         if math.prod(shape) == 1:

@@ -53,10 +53,7 @@ class Suggestion:
 
 
 def suggest_on_network(
-    plans: Iterable[Plan],
-    network: Network,
-    memory: int,
-    dead: Iterable[int] = (),
+    plans: Iterable[Plan], network: Network, memory: int, dead: Iterable[int] = ()
 ) -> list[Suggestion]:
     """Returns every mesh with its best placement, the best first.
 
@@ -325,9 +322,7 @@ def _by_estimate(item: Suggestion) -> float:
 
 
 def show_network_suggestions(
-    suggestions: Sequence[Suggestion],
-    network: Network,
-    memory: int,
+    suggestions: Sequence[Suggestion], network: Network, memory: int
 ) -> str:
     """Returns meshes on a network, the best first, as a table.
 

@@ -144,12 +144,7 @@ def _use(instance: Instance, topology: Topology) -> _Use:
     return _Use(link, load, routes.latency)
 
 
-def _on_links(
-    instance: Instance,
-    use: _Use,
-    total: FloatArray,
-    topology: Topology,
-) -> GroupOnLinks:
+def _on_links(instance: Instance, use: _Use, total: FloatArray, topology: Topology) -> GroupOnLinks:
     """Returns a group on its share of the links."""
     # Its own load over that of all.
     bandwidth = topology.links.bandwidth.copy()
@@ -160,8 +155,7 @@ def _on_links(
     old = instance.schedule
     names = instance.ranks
     table = old.transfers._replace(
-        source=names[old.transfers.source],
-        destination=names[old.transfers.destination],
+        source=names[old.transfers.source], destination=names[old.transfers.destination]
     )
     schedule = replace(
         old,

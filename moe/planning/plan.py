@@ -105,11 +105,7 @@ def build_model(config: STMoEConfig) -> STMoEForConditionalGeneration:
         return STMoEForConditionalGeneration(config)
 
 
-def make_plan(
-    model: STMoEForConditionalGeneration,
-    workload: Workload,
-    mesh: MeshConfig,
-) -> Plan:
+def make_plan(model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig) -> Plan:
     """Returns what an update needs; the mesh must fit, see `check_mesh`.
 
     Args:
@@ -123,10 +119,7 @@ def make_plan(
     # A gradient lies as its parameter does.
     state_bytes = parameter_bytes(layouts, mesh)
     gathered = gathered_bytes(
-        layouts,
-        mesh,
-        bfloat16=workload.bfloat16,
-        accumulates=workload.num_passes(mesh) > 1,
+        layouts, mesh, bfloat16=workload.bfloat16, accumulates=workload.num_passes(mesh) > 1
     )
 
     return Plan(
@@ -145,12 +138,7 @@ def make_plan(
     )
 
 
-def suggest(
-    config: STMoEConfig,
-    workload: Workload,
-    num_ranks: int,
-    memory: int,
-) -> list[Plan]:
+def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int) -> list[Plan]:
     """Returns a plan for every mesh that the model and the batch allow, the best first.
 
     Those that fit into memory come first; then those that send for the fewest seconds, by
@@ -193,10 +181,7 @@ def suggest(
 
 
 def _plan_largest_pass(
-    model: STMoEForConditionalGeneration,
-    workload: Workload,
-    mesh: MeshConfig,
-    memory: int,
+    model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig, memory: int
 ) -> Plan | None:
     """Returns the plan with the largest micro-batch that fits into memory, else the smallest one.
 
@@ -211,9 +196,7 @@ def _plan_largest_pass(
 
 
 def _with_micro_batches(
-    model: STMoEForConditionalGeneration,
-    workload: Workload,
-    mesh: MeshConfig,
+    model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig
 ) -> list[Workload]:
     """Returns the workload with every micro-batch that it allows, the largest first.
 

@@ -141,11 +141,7 @@ def _fewest_bytes_last(transfer: Transfer) -> float:
     return -transfer.num_bytes
 
 
-def show_suggestions(
-    plans: Sequence[Plan],
-    memory: int,
-    most: int = 10,
-) -> str:
+def show_suggestions(plans: Sequence[Plan], memory: int, most: int = 10) -> str:
     """Returns plans, the best first, as a table.
 
     Args:

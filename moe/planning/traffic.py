@@ -190,9 +190,7 @@ def transfers(parts: Iterable[Collective], mesh: MeshConfig) -> tuple[Transfer, 
 
 
 def _fsdp_collectives(
-    units: list[Unit],
-    mesh: MeshConfig,
-    passes: PassCounts,
+    units: list[Unit], mesh: MeshConfig, passes: PassCounts
 ) -> Iterator[Collective]:
     """Yields gathers of parameters and reductions of gradients.
 
@@ -218,9 +216,7 @@ def _fsdp_collectives(
 
 
 def _expert_collectives(
-    stack: StackPass,
-    mesh: MeshConfig,
-    passes: PassCounts,
+    stack: StackPass, mesh: MeshConfig, passes: PassCounts
 ) -> Iterator[Collective]:
     """Yields exchanges of rows and of their counts: to the experts and back, both ways."""
     if not stack.sparse_layers:
@@ -290,9 +286,7 @@ def _tensor_parallel_collectives(stack: StackPass, passes: PassCounts) -> Iterat
 
 
 def _optimizer_collectives(
-    workload: Workload,
-    layouts: Mapping[str, Layout],
-    mesh: MeshConfig,
+    workload: Workload, layouts: Mapping[str, Layout], mesh: MeshConfig
 ) -> Iterator[Collective]:
     """Yields the sums of the optimizer over the axes that shard a parameter."""
     spec = OPTIMIZERS.get(workload.optimizer)
@@ -308,9 +302,7 @@ def _optimizer_collectives(
 
 
 def _statistics_collectives(
-    stacks: tuple[StackPass, StackPass],
-    *,
-    counts_first: bool,
+    stacks: tuple[StackPass, StackPass], *, counts_first: bool
 ) -> Iterator[Collective]:
     """Yields counts of losses, statistics of routers, and the norm of the gradient."""
     # Counts of the losses, then the two losses.

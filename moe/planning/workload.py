@@ -193,11 +193,7 @@ class StackPass:
 
 
 def stack_passes(
-    model: STMoEForConditionalGeneration,
-    workload: Workload,
-    mesh: MeshConfig,
-    *,
-    cpu: bool = False,
+    model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig, *, cpu: bool = False
 ) -> tuple[StackPass, StackPass]:
     """Returns a forward pass of the encoder and one of the decoder.
 
@@ -213,11 +209,7 @@ def stack_passes(
 
 
 def _stack_pass(
-    module: Stack,
-    memory: StackPass | None,
-    workload: Workload,
-    mesh: MeshConfig,
-    cpu: bool,
+    module: Stack, memory: StackPass | None, workload: Workload, mesh: MeshConfig, cpu: bool
 ) -> StackPass:
     """Returns the forward pass of one stack."""
     length = workload.targets_length if module.decoder else workload.inputs_length

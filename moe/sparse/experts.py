@@ -13,12 +13,7 @@ from torch import Tensor, nn
 from moe.distributed.sharding import local_shard
 from moe.kernels.compiled_experts import compiled_feed_forward
 from moe.kernels.cpu_experts import fused_feed_forward
-from moe.kernels.expert_weights import (
-    ExpertWeights,
-    can_select_experts,
-    dequantized,
-    is_quantized,
-)
+from moe.kernels.expert_weights import ExpertWeights, can_select_experts, dequantized, is_quantized
 from moe.kernels.grouped_matmul import grouped_linear
 from moe.kernels.hidden_units import ExpertForm, hidden_units
 from moe.kernels.late_gradients import LateGradients, pass_weights

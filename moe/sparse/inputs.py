@@ -123,11 +123,7 @@ def _check_tensor(name: str, value: Any) -> None:
 
 
 def _check_by_token(
-    name: str,
-    value: Tensor | None,
-    x: Tensor,
-    shape: torch.Size,
-    what: str,
+    name: str, value: Tensor | None, x: Tensor, shape: torch.Size, what: str
 ) -> None:
     """Raises a DataError unless an input, if given, is a tensor of the shape that x asks for."""
     if value is None:

@@ -146,8 +146,7 @@ def replace_feed_forward(
 
 @contextmanager
 def collect_routers(
-    module: nn.Module,
-    token_mask: Tensor | None = None,
+    module: nn.Module, token_mask: Tensor | None = None
 ) -> Iterator[list[RouterOutput]]:
     """Gives a list that fills with the RouterOutput of every sparse layer inside `module`.
 
@@ -194,9 +193,7 @@ def collect_routers(
 
 
 def _check_layers(
-    module: nn.Module,
-    layers: Sequence[SparseFeedForward],
-    token_mask: Tensor | None,
+    module: nn.Module, layers: Sequence[SparseFeedForward], token_mask: Tensor | None
 ) -> None:
     """Raises a ConfigError when there are no sparse layers, or one mask for two kinds of them."""
     if not layers:
@@ -317,10 +314,7 @@ class _Collector:
         self.recomputation = Recomputation()
 
     def give_mask(
-        self,
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Returns the layer's arguments with the mask, unless the caller gave one."""
         callers_mask = args[1] if len(args) > 1 else kwargs.get("token_mask")
@@ -332,10 +326,7 @@ class _Collector:
         return args[:1], {**kwargs, "token_mask": self.token_mask}
 
     def record(
-        self,
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        output: tuple[Tensor, RouterOutput],
+        self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, RouterOutput]
     ) -> None:
         """Appends what the router did, unless activation checkpointing only calls the layer again."""
         if in_backward():

@@ -165,10 +165,7 @@ class _BalanceLoss(NamedTuple):
 
 
 def _balance_loss(
-    scores: RouterScores,
-    plan: DispatchPlan,
-    is_real: Tensor,
-    config: SparseConfig,
+    scores: RouterScores, plan: DispatchPlan, is_real: Tensor, config: SparseConfig
 ) -> _BalanceLoss:
     """Returns appendix A: E * sum_i f_i P_i of each group, and their sum."""
     num_groups, _, num_experts = scores.probs.shape
@@ -269,10 +266,7 @@ def balance_within(losses: RouterLosses, totals: BalanceTotals) -> RouterLosses:
     num_experts = losses.prob_sums.shape[-1]
     overlap = (totals.choices * losses.prob_sums).sum()
     loss_sum = num_experts * overlap / totals.num_share_tokens.clamp(min=1)
-    losses = losses._replace(
-        load_balance_sum=loss_sum,
-        load_balance_count=losses.num_share_tokens,
-    )
+    losses = losses._replace(load_balance_sum=loss_sum, load_balance_count=losses.num_share_tokens)
 
     group_loss = losses.load_balance_loss.expand_as(losses.group_load_balance)
     return losses._replace(group_load_balance=group_loss)

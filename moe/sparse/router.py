@@ -175,11 +175,7 @@ class Router(nn.Module):
 
     @abstractmethod
     def assign(
-        self,
-        scores: RouterScores,
-        token_mask: Tensor,
-        *,
-        drop_tokens: bool = True,
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
     ) -> DispatchPlan:
         """Returns the plan for these scores.
 

@@ -102,10 +102,7 @@ class Probe(NamedTuple):
 # What is probed
 
 
-def probe_text(
-    model: STMoEForConditionalGeneration,
-    batches: Iterable[Batch],
-) -> ProbeText:
+def probe_text(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -> ProbeText:
     """Returns the tokens of whole batches; the model says what its decoder reads.
 
     Raises:
@@ -189,12 +186,7 @@ def _fingerprint(text: ProbeText) -> str:
 # Writing
 
 
-def begin_probes(
-    folder: Path,
-    facts: ProbeFacts,
-    text: ProbeText,
-    step: int,
-) -> None:
+def begin_probes(folder: Path, facts: ProbeFacts, text: ProbeText, step: int) -> None:
     """Prepares a folder for the probes of a run that has `step` updates behind it.
 
     Probes of later steps, which the run takes again, are removed; at step 0 those are all.
@@ -263,9 +255,7 @@ def read_probes(folder: Path) -> list[Probe]:
     facts = read_probe_facts(folder)
     probes = [_read_probe(path, facts) for path in _step_files(folder)]
     if not probes:
-        raise DataError(
-            f"{folder} holds no probe yet. Train on until the first one is due.",
-        )
+        raise DataError(f"{folder} holds no probe yet. Train on until the first one is due.")
     read_probe_text(folder)  # without it nobody knows what was routed
     return probes
 
@@ -282,9 +272,7 @@ def read_probe_text(folder: Path) -> ProbeText:
     missing = _TEXT_TENSORS - tensors.keys()
     text = None if missing else _text_from(tensors)
     if text is None or _fingerprint(text) != facts.text_fingerprint:
-        raise DataError(
-            f"{path} is not the text of {folder / FACTS_FILE}. {_ADVICE}",
-        )
+        raise DataError(f"{path} is not the text of {folder / FACTS_FILE}. {_ADVICE}")
     return text
 
 
@@ -315,9 +303,7 @@ def read_probe_facts(folder: Path) -> ProbeFacts:
 def _read_probe(path: Path, facts: ProbeFacts) -> Probe:
     tensors, metadata = _read_tensors(path)
     if metadata.get(_FINGERPRINT) != facts.text_fingerprint:
-        raise DataError(
-            f"{path} is of another text than {FACTS_FILE} beside it. {_ADVICE}",
-        )
+        raise DataError(f"{path} is of another text than {FACTS_FILE} beside it. {_ADVICE}")
 
     choices = {}
     for layer in facts.layers:

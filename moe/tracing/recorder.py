@@ -150,10 +150,7 @@ def unpacked(batch: Batch) -> Batch:
     return plain
 
 
-def stack_inputs(
-    model: STMoEForConditionalGeneration,
-    batch: Batch,
-) -> dict[Stack, StackInputs]:
+def stack_inputs(model: STMoEForConditionalGeneration, batch: Batch) -> dict[Stack, StackInputs]:
     """Returns the tokens that a batch, see `unpacked`, puts into each stack.
 
     The decoder's token at a position is its input there.
@@ -256,10 +253,7 @@ class Recording:
         return rows
 
     def _record_stack(
-        self,
-        stack: Stack,
-        inputs: StackInputs,
-        routers: Sequence[RouterOutput] | None,
+        self, stack: Stack, inputs: StackInputs, routers: Sequence[RouterOutput] | None
     ) -> dict[str, Tensor]:
         """Returns the rows of a stack."""
         is_real = inputs.is_real

@@ -17,11 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from moe.checks import check, check_integer
 from moe.data.pipeline import ALL_ROWS, Batch
-from moe.distributed.collectives import (
-    broadcast_from_rank_zero,
-    is_rank_zero,
-    sum_each_over_ranks,
-)
+from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero, sum_each_over_ranks
 from moe.errors import ConfigError, DataError
 from moe.models.outputs import STMoEOutput
 from moe.sparse.stats import RouterStats, add_stats, router_values, sum_stats
@@ -61,12 +57,7 @@ class RouterStatsCallback(TrainerCallback):
         ConfigError: When one of the two is given without the other.
     """
 
-    def __init__(
-        self,
-        *,
-        probe_every: int = 0,
-        probe_batches: Iterable[Batch] = (),
-    ) -> None:
+    def __init__(self, *, probe_every: int = 0, probe_batches: Iterable[Batch] = ()) -> None:
         batches = tuple(probe_batches)
         check_integer("probe_every", probe_every, least=0)
         if bool(probe_every) != bool(batches):

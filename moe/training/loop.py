@@ -15,11 +15,7 @@ from moe.checkpoint.integrity import latest_checkpoint, newest_whole_checkpoint
 from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.run_state import RunState, check_same_run, load_state
 from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
-from moe.distributed.collectives import (
-    broadcast_from_rank_zero,
-    enter_on_rank_zero,
-    is_rank_zero,
-)
+from moe.distributed.collectives import broadcast_from_rank_zero, enter_on_rank_zero, is_rank_zero
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.replica_groups import LostStepError
 from moe.distributed.waiting import measured_waits
@@ -32,11 +28,7 @@ from moe.optim.parameter_groups import parameter_groups
 from moe.training.command import save_recipe
 from moe.training.interruption import stop_requests
 from moe.training.metrics import METRICS_FILE
-from moe.training.probe import (
-    PROBE_FOLDER,
-    RoutingProbe,
-    check_probe,
-)
+from moe.training.probe import PROBE_FOLDER, RoutingProbe, check_probe
 from moe.training.recipe import with_later_settings
 from moe.training.recipe_files import rename_settings
 from moe.training.reporter import Reporter, is_due, open_metrics, warn_on_rank_zero

@@ -45,9 +45,7 @@ class Histogram(NamedTuple):
 
 
 def step_values(
-    metrics: StepMetrics,
-    tokens_per_second: float,
-    data_wait: float,
+    metrics: StepMetrics, tokens_per_second: float, data_wait: float
 ) -> dict[str, float]:
     """Returns the numbers of one update under the names that logs have.
 
@@ -125,11 +123,7 @@ class MetricsWriter:
         line = json.dumps({"step": step, **rounded}) + "\n"
         self._rank_lines.write(line.encode())
 
-    def write_histograms(
-        self,
-        step: int,
-        histograms: Mapping[str, Histogram],
-    ) -> None:
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Writes histograms to TensorBoard alone."""
         self._board.write_histograms(step, histograms)
 
@@ -198,11 +192,7 @@ class _Board:
         entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(Event(step=step, summary=Summary(value=entries)))
 
-    def write_histograms(
-        self,
-        step: int,
-        histograms: Mapping[str, Histogram],
-    ) -> None:
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Appends the histograms of a step."""
         entries = []
         for name, histogram in histograms.items():

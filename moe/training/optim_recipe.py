@@ -10,13 +10,7 @@ from moe.checks import check, check_integer, check_number
 from moe.errors import ConfigError
 from moe.optim.optimizers import OPTIMIZERS, check_optimizer
 from moe.optim.options import check_options, option_names
-from moe.optim.schedules import (
-    LR_SCALINGS,
-    SCHEDULES,
-    Schedule,
-    scaled_rate,
-    with_cooldown,
-)
+from moe.optim.schedules import LR_SCALINGS, SCHEDULES, Schedule, scaled_rate, with_cooldown
 
 LrScaling = Literal["linear", "sqrt"]
 

@@ -24,13 +24,7 @@ from moe.models.outputs import STMoEOutput
 from moe.sparse.editing import LayerKey, sparse_layers
 from moe.sparse.layer import RouterOutput
 from moe.sparse.stats import RouterStats, add_stats, router_values
-from moe.tracing.probe_file import (
-    Probe,
-    begin_probes,
-    probe_facts,
-    probe_text,
-    write_probe,
-)
+from moe.tracing.probe_file import Probe, begin_probes, probe_facts, probe_text, write_probe
 from moe.tracing.recorder import Recording, traced_batches
 from moe.tracing.trace import NOT_REQUESTED
 from moe.training.heldout_loss import to_device
@@ -80,11 +74,7 @@ class ProbeResult(NamedTuple):
     scores: dict[LayerKey, LayerScores]
 
 
-def check_probe(
-    recipe: Recipe,
-    config: STMoEConfig,
-    source: BatchSource | None,
-) -> None:
+def check_probe(recipe: Recipe, config: STMoEConfig, source: BatchSource | None) -> None:
     """Refuses to probe where there is nothing to probe.
 
     Args:
@@ -158,14 +148,7 @@ class RoutingProbe:
         Raises:
             DataError: When earlier probes in it could not be compared with those to come.
         """
-        broadcast_from_rank_zero(
-            lambda: begin_probes(
-                self._folder,
-                self._facts,
-                self._text,
-                step,
-            )
-        )
+        broadcast_from_rank_zero(lambda: begin_probes(self._folder, self._facts, self._text, step))
 
     def record(self, step: int) -> ProbeResult:
         """Records and writes the routing after `step` updates."""
@@ -186,9 +169,7 @@ class RoutingProbe:
         result = _join(parts)
 
         probe = Probe(step, result.choices)
-        broadcast_from_rank_zero(
-            lambda: write_probe(self._folder, probe, self._facts),
-        )
+        broadcast_from_rank_zero(lambda: write_probe(self._folder, probe, self._facts))
         return result
 
     def _batches(self, rows: slice) -> Iterator[Batch]:
@@ -213,10 +194,7 @@ class _RecordedRows(NamedTuple):
     scores: dict[LayerKey, LayerScores]
 
 
-def _record_rows(
-    model: STMoEForConditionalGeneration,
-    batches: Iterator[Batch],
-) -> _RecordedRows:
+def _record_rows(model: STMoEForConditionalGeneration, batches: Iterator[Batch]) -> _RecordedRows:
     """Returns the routing of batches, on the CPU."""
     keys = list(sparse_layers(model))
     recording = Recording(model)
@@ -224,11 +202,7 @@ def _record_rows(
     scores: dict[LayerKey, LayerScores] = {}
 
     # The recorder keeps where tokens go; the logits are seen on their way.
-    def add_scores(
-        model: nn.Module,
-        inputs: tuple[Any, ...],
-        output: STMoEOutput,
-    ) -> None:
+    def add_scores(model: nn.Module, inputs: tuple[Any, ...], output: STMoEOutput) -> None:
         routers = router_outputs(output)
         for key, router in zip(keys, routers, strict=True):
             layer_scores = _layer_scores(router)

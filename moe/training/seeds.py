@@ -88,12 +88,7 @@ def write_summary(out: Path, runs: Sequence[tuple[Recipe, Path]]) -> str:
     last = _spread_by_name([run.last for run in scores])
 
     # The fields of a spread are the names in the file.
-    content = {
-        "note": NOTE,
-        "runs": list(map(_run_entry, scores)),
-        "best": best,
-        "last": last,
-    }
+    content = {"note": NOTE, "runs": list(map(_run_entry, scores)), "best": best, "last": last}
     text = _markdown(scores, best, last)
     json_text = json.dumps(content, indent=1, default=dataclasses.asdict)
     write_text(out / f"{SUMMARY}.json", json_text + "\n")

@@ -24,11 +24,7 @@ from moe.models.outputs import STMoEOutput
 from moe.sparse.config import BalanceScope
 from moe.sparse.groups import has_same_groups, sequences_per_group, tokens_per_group
 from moe.sparse.layer import RouterOutput, SparseFeedForward
-from moe.sparse.losses import (
-    BalanceTotals,
-    add_totals,
-    num_scope_ranks,
-)
+from moe.sparse.losses import BalanceTotals, add_totals, num_scope_ranks
 from moe.sparse.router import Router
 from moe.sparse.stats import RouterStats, add_stats
 from moe.training.recipe import Recipe

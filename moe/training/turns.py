@@ -102,10 +102,7 @@ class LiveState(NamedTuple):
 
 
 def live_turns(
-    replicas: ReplicaGroups,
-    source: ShareSource,
-    state: LiveState,
-    steps: range,
+    replicas: ReplicaGroups, source: ShareSource, state: LiveState, steps: range
 ) -> Generator[Turn, None, None]:
     """Yields the turns of a replica group until all groups have taken the last step.
 

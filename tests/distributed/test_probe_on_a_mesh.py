@@ -9,11 +9,7 @@ from moe.training.probe import RoutingProbe, probe_values
 from tests.distributed.ranks import run_ranks
 from tests.distributed.stages import ROWS, Stage, batch, differing
 
-MESHES = {
-    "ep 2": {"ep": 2},
-    "dp_shard 2": {"dp_shard": 2},
-    "tp 2": {"tp": 2},
-}
+MESHES = {"ep 2": {"ep": 2}, "dp_shard 2": {"dp_shard": 2}, "tp 2": {"tp": 2}}
 
 
 class Batches:

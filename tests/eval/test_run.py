@@ -19,13 +19,7 @@ from eval.records import FailedTask
 from eval.reports import task_summary
 from eval.reports.task_summary import score_system
 from eval.run import check_tasks, evaluate, read_task
-from eval.run_folder import (
-    SavedReport,
-    SavedTask,
-    predictions_path,
-    read_answers,
-    write_examples,
-)
+from eval.run_folder import SavedReport, SavedTask, predictions_path, read_answers, write_examples
 from eval.scores.superglue import SUPERGLUE
 from eval.task import TASKS
 from moe import ConfigError, DataError

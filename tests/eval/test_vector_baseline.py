@@ -33,12 +33,7 @@ def test_words_without_a_label_get_the_class_of_words_that_are_used_alike(task, 
     train, dev, test = labelled(0, 2, repeat=5), labelled(2, 3), labelled(3, 5)
     data = BaselineData(train, dev, "20 of 20", vectors)
     made = baseline_outputs(task, data, test)
-    assert list(made) == [
-        "majority",
-        "naive Bayes",
-        "logistic regression",
-        "word vectors",
-    ]
+    assert list(made) == ["majority", "naive Bayes", "logistic regression", "word vectors"]
     right = [example.targets for example in test]
     assert made["word vectors"].outputs == right
     assert made["logistic regression"].outputs != right

@@ -106,11 +106,7 @@ def test_a_flow_is_told_from_chance():
     first = random_choices(2100, 5, 1)
     follows = torch.tensor([2, 2, 0, 1, 1])[first]
     independent = random_choices(2100, 3, 1, seed=3)
-    layers = [
-        a_layer(first, 5),
-        a_layer(follows, 3, layer=1),
-        a_layer(independent, 3, layer=2),
-    ]
+    layers = [a_layer(first, 5), a_layer(follows, 3, layer=1), a_layer(independent, 3, layer=2)]
     stack = a_stack([21] * 100, *layers)
     flows = layer_flows(stack, places_of(stack))
     assert [flow.layer for flow in flows] == [("encoder", 0), ("encoder", 1)]

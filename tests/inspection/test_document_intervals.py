@@ -34,10 +34,7 @@ def test_what_a_document_has_in_common_cancels_in_a_difference():
 def test_a_document_without_the_tokens_changes_nothing():
     sums = torch.tensor([1.0, 4.0, 2.0], dtype=torch.float64)
     counts = torch.tensor([2.0, 3.0, 1.0], dtype=torch.float64)
-    longer = TokenSums(
-        torch.cat([sums, torch.zeros(7)]),
-        torch.cat([counts, torch.zeros(7)]),
-    )
+    longer = TokenSums(torch.cat([sums, torch.zeros(7)]), torch.cat([counts, torch.zeros(7)]))
     for ours, theirs in zip(
         mean_over_tokens(longer), mean_over_tokens(TokenSums(sums, counts)), strict=True
     ):

@@ -163,15 +163,7 @@ def nothing_more(inputs):
 
 def test_without_metrics_evaluation_and_recipe_nothing_is_said_of_them(nothing_more):
     text = " ".join(Text(nothing_more).all)
-    for word in (
-        "Training",
-        "Evaluation",
-        "scratch",
-        "gain",
-        "overlap",
-        "points",
-        "updates",
-    ):
+    for word in ("Training", "Evaluation", "scratch", "gain", "overlap", "points", "updates"):
         assert word not in text, word
     assert "not known: no recipe.yaml lies beside the folder of the model" in text
     assert "There is no capacity in evaluation" not in text
@@ -589,10 +581,7 @@ REFUSED = {
         ["--out", "{inputs}/corpus/page.html"],
         "lies in .*corpus, which is read",
     ),
-    "below a file": (
-        ["--out", "{inputs}/other.html/page.html"],
-        "lies below .*other.html, a file",
-    ),
+    "below a file": (["--out", "{inputs}/other.html/page.html"], "lies below .*other.html, a file"),
 }
 
 

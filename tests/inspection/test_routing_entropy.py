@@ -12,14 +12,7 @@ from moe.inspection.statistics.routing_entropy import (
     corrected_entropy,
     sentinel_entropies,
 )
-from tests.inspection.by_hand import (
-    a_layer,
-    a_stack,
-    a_tokenizer,
-    a_trace,
-    ids_of,
-    renamed,
-)
+from tests.inspection.by_hand import a_layer, a_stack, a_tokenizer, a_trace, ids_of, renamed
 
 
 def entropy_of(expert, num_experts=4, document=None):

@@ -46,10 +46,7 @@ def tiny_tokenizer(**texts: str) -> PreTrainedTokenizerFast:
         names.append(texts.get(f"t{number}", f"{mark}w{number}"))
     model = models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>")
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(model),
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
+        tokenizer_object=Tokenizer(model), pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     )
 
 

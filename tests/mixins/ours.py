@@ -78,10 +78,7 @@ class ModelTester:
 
 # As T5 is: a sequence does not depend on its neighbours, and the mixins count outputs, among which
 # there are no logits of routers.
-FIELDS = {
-    "eval_capacity_factor": None,
-    "output_router_logits": False,
-}
+FIELDS = {"eval_capacity_factor": None, "output_router_logits": False}
 
 
 class STMoETest(common.ModelTesterMixin, generation.GenerationTesterMixin, unittest.TestCase):

@@ -27,12 +27,7 @@ __path__ = ["{folder}"]
 '''
 
 
-def run_mixins(
-    source: Path,
-    side: str,
-    results: Path,
-    options: Sequence[str] = (),
-) -> int:
+def run_mixins(source: Path, side: str, results: Path, options: Sequence[str] = ()) -> int:
     """Runs one side and writes what each test did; returns pytest's exit status.
 
     Args:

@@ -29,11 +29,7 @@ from moe.sparse.router import Router
 from tests.models.tiny import FIELDS
 
 SPARSE = {"num_experts": 5, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2}
-PUBLISHED = {
-    "st-moe-l": 4_105_444_352,
-    "st-moe-32b": 269_104_613_376,
-    "t5-1.1-large": 783_150_080,
-}
+PUBLISHED = {"st-moe-l": 4_105_444_352, "st-moe-32b": 269_104_613_376, "t5-1.1-large": 783_150_080}
 ROUNDED = {  # billions, as printed in the papers
     "switch-base-16": 1.1,
     "switch-base-32": 2.0,

@@ -385,12 +385,7 @@ def new_ids():
 
 @pytest.mark.parametrize(
     "attention",
-    [
-        "flex_attention",
-        "flash_attention_2",
-        "kernels-community/metal-attn",
-        "paged|eager",
-    ],
+    ["flex_attention", "flash_attention_2", "kernels-community/metal-attn", "paged|eager"],
 )
 def test_attention_that_knows_no_position_bias_is_refused(attention):
     name = re.escape(attention)

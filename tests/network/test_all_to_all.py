@@ -68,10 +68,7 @@ def busiest(schedule: Schedule, topology: Topology) -> float:
 @BRIEF
 @given(data=st.data(), shape=SHAPES, wraps=st.booleans(), slices=st.integers(1, 5))
 def test_ragged_counts_arrive_on_any_grid(
-    data: st.DataObject,
-    shape: list[int],
-    wraps: bool,
-    slices: int,
+    data: st.DataObject, shape: list[int], wraps: bool, slices: int
 ) -> None:
     topology = unit_grid(*shape, wraps=wraps)
     counts = data.draw(ragged(topology.num_ranks))
@@ -88,8 +85,7 @@ def test_ragged_counts_arrive_on_any_grid(
 @BRIEF
 @given(data=st.data(), num_ranks=st.integers(1, 11))
 def test_ragged_counts_arrive_around_any_ring_of_some_ranks(
-    data: st.DataObject,
-    num_ranks: int,
+    data: st.DataObject, num_ranks: int
 ) -> None:
     order = data.draw(st.permutations(range(num_ranks)))
     order = order[: data.draw(st.integers(1, num_ranks))]
@@ -111,10 +107,7 @@ def test_ragged_counts_arrive_around_any_ring_of_some_ranks(
     sides=st.integers(1, 2),
 )
 def test_ragged_counts_arrive_around_any_broken_cables(
-    data: st.DataObject,
-    shape: list[int],
-    kept: float | None,
-    sides: int,
+    data: st.DataObject, shape: list[int], kept: float | None, sides: int
 ) -> None:
     topology = unit_grid(*shape)
     links = list(zip(topology.links.source, topology.links.destination, strict=True))
@@ -145,9 +138,7 @@ def test_every_broken_cable_has_a_way_around(shape: tuple[int, ...]) -> None:
 @BRIEF
 @given(data=st.data(), num_nodes=st.integers(1, 5), per_node=st.integers(1, 4))
 def test_ragged_counts_arrive_through_the_ranks_of_the_own_node(
-    data: st.DataObject,
-    num_nodes: int,
-    per_node: int,
+    data: st.DataObject, num_nodes: int, per_node: int
 ) -> None:
     topology = levels(num_nodes, per_node, inside=RATE, across=RATE)
     counts = data.draw(ragged(topology.num_ranks))
@@ -313,8 +304,7 @@ def test_all_registered_algorithms_arrive_on_the_networks_that_they_fit() -> Non
     ],
 )
 def test_counts_that_are_not_those_of_the_live_ranks_are_refused(
-    counts: IntArray,
-    message: str,
+    counts: IntArray, message: str
 ) -> None:
     topology = unit_grid(4).without(ranks=[2])
 

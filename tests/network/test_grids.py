@@ -30,9 +30,7 @@ UNIT_LINKS = {"bandwidth": 1.0, "latency": 0.0}
 
 @given(shape=SHAPES, num_units=UNITS, rotates_axes=st.booleans())
 def test_every_rank_of_a_torus_ends_with_the_sum(
-    shape: list[int],
-    num_units: int,
-    rotates_axes: bool,
+    shape: list[int], num_units: int, rotates_axes: bool
 ) -> None:
     ranks = np.arange(math.prod(shape)).reshape(shape)
 

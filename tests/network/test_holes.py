@@ -39,8 +39,7 @@ def broken_meshes(shape: tuple[int, int], hole: tuple[int, int]) -> Iterator[Top
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("hole", HOLES)
 def test_survivors_of_every_aligned_hole_sum_exactly(
-    shape: tuple[int, int],
-    hole: tuple[int, int],
+    shape: tuple[int, int], hole: tuple[int, int]
 ) -> None:
     num_units = 2 * shape[0] * shape[1] + 3
     for network in broken_meshes(shape, hole):
@@ -83,13 +82,7 @@ def test_few_units_are_summed_around_a_hole(name: str, num_units: int) -> None:
 
 @pytest.mark.parametrize(
     ("corner", "hole"),
-    [
-        ((0, 0), (2, 2)),
-        ((0, 4), (2, 4)),
-        ((2, 2), (4, 4)),
-        ((4, 0), (2, 12)),
-        ((10, 8), (2, 4)),
-    ],
+    [((0, 0), (2, 2)), ((0, 4), (2, 4)), ((2, 2), (4, 4)), ((4, 0), (2, 12)), ((10, 8), (2, 4))],
 )
 def test_a_band_is_a_ring_of_neighbours(corner: tuple[int, int], hole: tuple[int, int]) -> None:
     shape = (12, 12)
@@ -133,9 +126,7 @@ def test_holes_that_do_not_fit_are_refused_with_the_ranks() -> None:
 @pytest.mark.parametrize("hole", [(2, 2), (2, 4)])
 @pytest.mark.parametrize(("payload_bytes", "most"), [(102e6, 1.75), (668e6, 1.5)])
 def test_a_hole_in_512_chips_costs_little(
-    hole: tuple[int, int],
-    payload_bytes: float,
-    most: float,
+    hole: tuple[int, int], payload_bytes: float, most: float
 ) -> None:
     shape = (16, 32)
     whole = mesh(*shape)

@@ -27,9 +27,7 @@ def test_the_reduce_scatter_in_a_ring_is_its_first_half(num_ranks: int, num_unit
 
 @given(num_ranks=RANKS, num_units=UNITS, seed=st.integers(0, 99))
 def test_chunks_may_belong_to_the_ranks_in_any_order(
-    num_ranks: int,
-    num_units: int,
-    seed: int,
+    num_ranks: int, num_units: int, seed: int
 ) -> None:
     owners = np.random.default_rng(seed).permutation(num_ranks)
 

@@ -228,8 +228,7 @@ def test_a_link_forgets_the_oldest_of_many_gaps() -> None:
     line = network(3, wraps=False)
     is_first = line.links.source == 0
     links = line.links._replace(
-        bandwidth=np.where(is_first, BANDWIDTH / 2, BANDWIDTH),
-        latency=np.zeros(len(is_first)),
+        bandwidth=np.where(is_first, BANDWIDTH / 2, BANDWIDTH), latency=np.zeros(len(is_first))
     )
     unit = np.arange(num_messages)
     table = transfers(

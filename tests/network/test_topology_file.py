@@ -162,11 +162,7 @@ def test_messages_stay_inside_their_node_where_they_can(shared_card):
 
 
 @settings(max_examples=30)
-@given(
-    num_nodes=st.integers(1, 5),
-    per_node=st.integers(1, 5),
-    shared_card=st.booleans(),
-)
+@given(num_nodes=st.integers(1, 5), per_node=st.integers(1, 5), shared_card=st.booleans())
 def test_all_routes_at_once_are_those_of_one_pair(num_nodes, per_node, shared_card):
     rate = Rate(1e9, 1e-6)
     topology = two_level(num_nodes, per_node, inside=rate, across=rate, shared_card=shared_card)

@@ -97,10 +97,7 @@ def _caller():
             return "optimizer sums"
         if frame.f_code.co_filename.endswith(
             "distributed/collectives.py"
-        ) and frame.f_code.co_name in (
-            "forward",
-            "backward",
-        ):
+        ) and frame.f_code.co_name in ("forward", "backward"):
             return "tensor-parallel sums"
         frame = frame.f_back
     return "statistics"

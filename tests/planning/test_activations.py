@@ -98,9 +98,7 @@ def test_checkpointing_keeps_inputs_of_blocks_and_one_block_at_a_time():
     model = build_model(tiny_model(**FIELDS).config)
     whole, again = (
         activations(
-            model,
-            Workload(ROWS, LENGTH, TARGETS, activation_checkpointing=again),
-            MeshConfig(),
+            model, Workload(ROWS, LENGTH, TARGETS, activation_checkpointing=again), MeshConfig()
         )
         for again in (False, True)
     )

@@ -100,10 +100,7 @@ EXACT = {
         (1, 1, 2, 2), STATIC, optimizer="lars", options={"skip": ["biases"]}
     ),
 }
-DROPPING = {
-    "dp_shard x ep": Case((1, 2, 2, 1)),
-    "ep x tp": Case((1, 1, 2, 2), checkpointed=True),
-}
+DROPPING = {"dp_shard x ep": Case((1, 2, 2, 1)), "ep x tp": Case((1, 1, 2, 2), checkpointed=True)}
 
 
 def even_ids(num_rows, length, generator):

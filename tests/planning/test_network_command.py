@@ -153,10 +153,7 @@ def test_one_rank_exchanges_nothing_that_could_be_shown(argv, square):
         (["--place", "ep=1x-2"], "the tile of ep in --place is '1x-2'; expected sizes above 0"),
         (["--dead", "0,1,2"], "expected two ranks at least that live"),
         (["--place", "ep=1x2"], "expected a tile for dp_replicate 2 too"),
-        (
-            ["--mesh.tp", "2"],
-            "ranks of the mesh is 8; expected no more than the 4 of square",
-        ),
+        (["--mesh.tp", "2"], "ranks of the mesh is 8; expected no more than the 4 of square"),
     ],
 )
 def test_what_the_network_does_not_have_is_refused(argv, message, square):

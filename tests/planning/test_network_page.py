@@ -175,10 +175,7 @@ def test_the_fastest_algorithm_changes_where_the_curves_cross() -> None:
         ([Curve("a", (1.0, 2.0), (0.0, 1.0))], "expected numbers above 0"),
         ([Curve("a", (2.0, 1.0), (1.0, 1.0))], "expected ascending ones"),
         ([Curve("a", (1.0,), (1.0,))], "expected 1, two at least"),
-        (
-            [Curve("a", (1.0, 2.0), (1.0, 1.0)), Curve("b", (1.0, 3.0), (1.0, 1.0))],
-            "payloads of b",
-        ),
+        ([Curve("a", (1.0, 2.0), (1.0, 1.0)), Curve("b", (1.0, 3.0), (1.0, 1.0))], "payloads of b"),
     ],
 )
 def test_curves_that_cannot_be_drawn_are_refused(curves: list[Curve], message: str) -> None:

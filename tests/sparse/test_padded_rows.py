@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from moe.kernels.row_operators import row_operators
-from moe.sparse.dispatch import (
-    ChoiceDispatcher,
-    RowDispatcher,
-    pad_rows,
-    sort_choices,
-    sort_rows,
-)
+from moe.sparse.dispatch import ChoiceDispatcher, RowDispatcher, pad_rows, sort_choices, sort_rows
 from moe.sparse.plan import DispatchPlan
 from tests.sparse.layers import ROUTER_NAMES, THREE_SLOTS, build_layer
 

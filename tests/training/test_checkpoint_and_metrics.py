@@ -274,11 +274,7 @@ def test_metrics_resume_without_later_and_torn_lines(tmp_path):
         writer.write(3, {"train/loss": 9.0})
     assert [
         line["train/loss"] for _, line in read_json_lines(tmp_path / "metrics.jsonl", torn_end=True)
-    ] == [
-        0.1,
-        0.2,
-        9.0,
-    ]
+    ] == [0.1, 0.2, 9.0]
     assert list((tmp_path / "tensorboard").iterdir())
 
 

@@ -117,9 +117,7 @@ def test_the_old_name_of_activation_checkpointing_works_and_the_reentrant_kind_i
     trainer.train()
     assert trainer.model.model.decoder.blocks[0].gradient_checkpointing
     trainer = make_trainer(
-        tmp_path,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": True},
+        tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
     )
     with pytest.raises(ConfigError, match="use_reentrant=False"):
         trainer.train()

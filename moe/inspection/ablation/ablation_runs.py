@@ -98,10 +98,7 @@ def loss_change(
 
 def _blocks_before(model: STMoEForConditionalGeneration, key: LayerKey) -> list[Block]:
     """Returns the blocks of its stack that stand before that of a sparse layer."""
-    stacks = {
-        "encoder": model.model.encoder.stack,
-        "decoder": model.model.decoder,
-    }
+    stacks = {"encoder": model.model.encoder.stack, "decoder": model.model.decoder}
     layer = sparse_layers(model)[key]
 
     # In order, up to the one that the layer is in.
@@ -116,12 +113,7 @@ def _blocks_before(model: STMoEForConditionalGeneration, key: LayerKey) -> list[
 @contextmanager
 def _skip_blocks(blocks: Sequence[nn.Module], hidden: Tensor) -> Iterator[None]:
     """Lets blocks return <float>[B, L, D] at once, which they would otherwise compute again."""
-    output = BlockOutput(
-        hidden=hidden,
-        router=None,
-        self_weights=None,
-        cross_weights=None,
-    )
+    output = BlockOutput(hidden=hidden, router=None, self_weights=None, cross_weights=None)
 
     def skip(*_: object) -> BlockOutput:
         return output

@@ -186,11 +186,7 @@ def rank_correlations(ablation: Ablation) -> list[RankCorrelation]:
 
 
 def top_effects(
-    ablation: Ablation,
-    n: int = 5,
-    *,
-    margin: float = MARGIN,
-    confidence: float = CONFIDENCE,
+    ablation: Ablation, n: int = 5, *, margin: float = MARGIN, confidence: float = CONFIDENCE
 ) -> list[TopEffect]:
     """Returns the experts whose ablation costs most, and the classes that they are for.
 

@@ -117,10 +117,7 @@ class Observation:
         return plan
 
     def keep_output(
-        self,
-        layer: nn.Module,
-        args: tuple[Tensor, ...],
-        output: tuple[Tensor, RouterOutput | None],
+        self, layer: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, RouterOutput | None]
     ) -> tuple[Tensor, RouterOutput | None] | None:
         """Keeps the input, and adds the nudge to the output."""
         self.tokens = args[0].detach()
@@ -162,11 +159,7 @@ class _Sums(NamedTuple):
 
 
 def _add(a: _Sums, b: _Sums) -> _Sums:
-    return _Sums(
-        load=a.load + b.load,
-        output=a.output + b.output,
-        slope=a.slope + b.slope,
-    )
+    return _Sums(load=a.load + b.load, output=a.output + b.output, slope=a.slope + b.slope)
 
 
 @torch.no_grad()

@@ -18,10 +18,7 @@ from moe.sparse.plan import DispatchPlan, RouterScores
 
 @contextmanager
 def replace_by_mean(
-    module: nn.Module,
-    key: LayerKey,
-    choices: ChoiceMask,
-    mean_output: Tensor,
+    module: nn.Module, key: LayerKey, choices: ChoiceMask, mean_output: Tensor
 ) -> Iterator[None]:
     """Replaces the outputs of some choices by the mean outputs of their experts inside the block.
 
@@ -83,10 +80,7 @@ class _Replacement:
         return drop_choices(plan, replaced)
 
     def add(
-        self,
-        layer: nn.Module,
-        args: tuple[Tensor, ...],
-        output: tuple[Tensor, RouterOutput | None],
+        self, layer: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, RouterOutput | None]
     ) -> tuple[Tensor, RouterOutput | None]:
         assert self._added is not None, "the plan is edited before the layer returns"
         y, router_output = output  # [B, L, D]

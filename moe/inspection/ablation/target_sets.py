@@ -126,9 +126,7 @@ def token_sets(targets: Targets, classes: Mapping[str, Tensor]) -> TargetSets:
 
 
 def sequence_sets(
-    targets: Targets,
-    classes: Mapping[str, Tensor],
-    input_classes: Mapping[str, Tensor] | None,
+    targets: Targets, classes: Mapping[str, Tensor], input_classes: Mapping[str, Tensor] | None
 ) -> TargetSets:
     """Returns the sets of `classes`, and those of all targets of sequences that hold a class.
 

@@ -194,11 +194,7 @@ def layer_flows(
 
 
 def _flow_tables(
-    layer: LayerTrace,
-    next_layer: LayerTrace,
-    shuffle: Shuffle,
-    num_permutations: int,
-    seed: int,
+    layer: LayerTrace, next_layer: LayerTrace, shuffle: Shuffle, num_permutations: int, seed: int
 ) -> Iterator[Tensor]:
     """Yields <int64>[E, E']: first choices in both layers, as they are and then shuffled."""
     # A last row is for tokens that chose no expert.

@@ -48,11 +48,7 @@ class Committee(NamedTuple):
 
 
 def standing_committees(
-    trace: Trace,
-    stack: Stack,
-    *,
-    num_ranked: int | None = None,
-    min_presence: float = 0.8,
+    trace: Trace, stack: Stack, *, num_ranked: int | None = None, min_presence: float = 0.8
 ) -> list[Committee]:
     """Returns the standing committee of each sparse layer of a stack.
 

@@ -205,10 +205,7 @@ def _assigned(router: Router, scores: RouterScores, inputs: RouterInputs) -> Dis
 
 
 def _changes(
-    scores: RouterScores,
-    plan: DispatchPlan,
-    noisy_scores: RouterScores,
-    noisy_plan: DispatchPlan,
+    scores: RouterScores, plan: DispatchPlan, noisy_scores: RouterScores, noisy_plan: DispatchPlan
 ) -> _Counts:
     """Returns what differs between two plans <...>[G, S, K] for the same tokens."""
     before = _requested_experts(plan, scores)  # [G, S, E]

@@ -42,9 +42,7 @@ def token_places(trace: Trace, stack: Stack) -> TokenPlaces:
     part = trace.stack(stack)
     example = part.example
     return TokenPlaces(
-        position=part.position,
-        example=example,
-        document=trace.document.long()[example],
+        position=part.position, example=example, document=trace.document.long()[example]
     )
 
 
@@ -118,10 +116,7 @@ class DocumentShuffle(Shuffle):
 
         # Examples in the order of their documents: first token and length.
         _, first_token, example, length = np.unique(
-            places.example.numpy(),
-            return_index=True,
-            return_inverse=True,
-            return_counts=True,
+            places.example.numpy(), return_index=True, return_inverse=True, return_counts=True
         )
         document_of_example = self._document[first_token]
         by_document = document_of_example.argsort(kind="stable")

@@ -62,10 +62,7 @@ class SentinelEntropy(NamedTuple):
 
 
 def sentinel_entropies(
-    trace: Trace,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    confidence: float = 0.95,
+    trace: Trace, tokenizer: PreTrainedTokenizerFast, *, confidence: float = 0.95
 ) -> list[SentinelEntropy]:
     """Returns how sentinels are routed, and how all tokens are, in each sparse layer.
 

@@ -58,11 +58,7 @@ class ClassTable(NamedTuple):
 
 
 def class_table(
-    layer: LayerTrace,
-    classes: TokenClasses,
-    *,
-    choices: str = "first",
-    confidence: float = 0.95,
+    layer: LayerTrace, classes: TokenClasses, *, choices: str = "first", confidence: float = 0.95
 ) -> ClassTable:
     """Returns classes by experts of a layer.
 

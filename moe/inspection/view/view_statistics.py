@@ -30,11 +30,7 @@ from moe.tracing.trace import STACKS, LayerTrace, Trace
 
 
 def view_classes(
-    trace: Trace,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    num_permutations: int = 1000,
-    seed: int = 0,
+    trace: Trace, tokenizer: PreTrainedTokenizerFast, *, num_permutations: int = 1000, seed: int = 0
 ) -> list[LayerClasses]:
     """Returns classes by experts of every layer: of tokens, and kinds of text where there are several.
 

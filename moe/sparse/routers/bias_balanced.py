@@ -69,11 +69,7 @@ class BiasBalancedRouter(Router):
         return self.load_steps.double() * self.options.update_rate
 
     def assign(
-        self,
-        scores: RouterScores,
-        token_mask: Tensor,
-        *,
-        drop_tokens: bool = True,
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
     ) -> DispatchPlan:
         """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The K experts of highest s_i + b_i: the bias decides who is chosen ...

@@ -57,11 +57,7 @@ class ExpertChoiceRouter(Router):
         return config.num_experts
 
     def assign(
-        self,
-        scores: RouterScores,
-        token_mask: Tensor,
-        *,
-        drop_tokens: bool = True,
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
     ) -> DispatchPlan:
         """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         num_groups, group_size, num_experts = scores.logits.shape

@@ -79,11 +79,7 @@ class HashRouter(Router):
         return router_scores(logits)
 
     def assign(
-        self,
-        scores: RouterScores,
-        token_mask: Tensor,
-        *,
-        drop_tokens: bool = True,
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
     ) -> DispatchPlan:
         """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The one expert that is possible, with a weight of 1.

@@ -55,11 +55,7 @@ class NoTokenLeftBehindRouter(Router):
     single: ClassVar[bool] = True
 
     def assign(
-        self,
-        scores: RouterScores,
-        token_mask: Tensor,
-        *,
-        drop_tokens: bool = True,
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
     ) -> DispatchPlan:
         """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         num_experts = self.config.num_experts

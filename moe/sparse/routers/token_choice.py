@@ -59,11 +59,7 @@ class TokenChoiceRouter(Router):
     Options: ClassVar[type[TokenChoiceOptions]] = TokenChoiceOptions
 
     def assign(
-        self,
-        scores: RouterScores,
-        token_mask: Tensor,
-        *,
-        drop_tokens: bool = True,
+        self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
     ) -> DispatchPlan:
         """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
         # The K best experts of each token, and the gate of each.

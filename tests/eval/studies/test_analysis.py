@@ -129,10 +129,7 @@ def test_a_sweep_is_compared_at_each_value_and_the_declared_one_is_the_primary()
             outcomes.append(run("b", seed, 2.01 * gap + 2.0 + 0.1 * seed, value=value))
     results = contrast_results(study, arm_numbers(study, outcomes))
 
-    assert [(item.contrast.at, item.is_primary) for item in results] == [
-        (250, True),
-        (1000, False),
-    ]
+    assert [(item.contrast.at, item.is_primary) for item in results] == [(250, True), (1000, False)]
 
 
 def curve(*values: float | None) -> list[Point]:
