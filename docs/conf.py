@@ -5,6 +5,7 @@ Pages are Markdown (MyST). The API reference is made of the docstrings, whose te
 fetched from the network.
 """
 
+import ast
 import re
 import sys
 from importlib.metadata import version as installed_version
@@ -57,6 +58,25 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # a list of attributes, not an index entry for each
 napoleon_attr_annotations = False  # types stand in the signature
 napoleon_use_rtype = False
+
+# ---------------------------------------------------------------------------
+# The list of files
+
+
+def write_file_list():
+    """Writes files.md: every module with the first paragraph of its docstring."""
+    lines = ["# Every file", "", "`make docs` makes this page from the docstrings of the modules."]
+    for top in ("moe", "eval", "scripts", "benchmarks"):
+        for folder in sorted({path.parent for path in (ROOT / top).rglob("*.py")}):
+            lines += ["", f"## {folder.relative_to(ROOT)}/", ""]
+            for path in sorted(folder.glob("*.py")):
+                docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+                first_paragraph = docstring.split("\n\n")[0].replace("\n", " ")
+                lines.append(f"- `{path.name}`: {first_paragraph}")
+    (ROOT / "docs/files.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+write_file_list()
 
 # ---------------------------------------------------------------------------
 # The look

@@ -1,7 +1,6 @@
 """Promises about the tree: small files, no cycles, faces without code, documented shapes."""
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -30,29 +29,6 @@ def test_package_faces_hold_a_docstring_and_nothing_else():
             body = ast.parse(path.read_text(encoding="utf-8")).body
             assert len(body) == 1, path
             assert isinstance(body[0], ast.Expr), path
-
-
-def test_the_site_has_a_line_for_every_file_of_the_library():
-    named = _files_with_a_line()
-    hidden = {path for path in FILES if path.name == "__init__.py"} - {ROOT / "moe/__init__.py"}
-    tasks = {path for path in FILES if path.parent == ROOT / "eval/tasks"}
-    missing = set(FILES) - named - hidden - tasks
-    assert not missing, f"docs/files.md has no line for {sorted(missing)}"
-    assert all(path.exists() for path in named), [path for path in named if not path.exists()]
-
-
-def _files_with_a_line():
-    """The files and folders that docs/files.md lists, below the heading of their folder."""
-    folder = None
-    named = set()
-    for line in (ROOT / "docs/files.md").read_text(encoding="utf-8").splitlines():
-        if heading := re.match(r"## (\S+/)", line):
-            folder = ROOT / heading[1]
-        elif line.startswith("## "):
-            folder = ROOT
-        elif file := re.match(r"- `([^`]+)`: .+\.$", line):
-            named.add(folder / file[1])
-    return named
 
 
 def test_no_module_imports_itself_through_others():
