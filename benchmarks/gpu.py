@@ -1,7 +1,7 @@
 """The benchmark of a GPU: one layer in bfloat16 beside the dense one, and the step of decoding.
 
-The step runs eagerly, compiled, and as a CUDA graph that is captured once and replayed; with
-torch's operations on rows, and with Triton's. All must decode the same tokens.
+The step runs eagerly, compiled, and as a CUDA graph that is captured once and replayed. All must
+decode the same tokens.
 """
 
 import dataclasses
@@ -20,21 +20,11 @@ from benchmarks.layer import LayerBenchmark, describe_run, format_report, measur
 from benchmarks.machine import save_report
 from benchmarks.model import ModelCase, build_ours, draw_tokens, switch_config
 from benchmarks.timing import measure_in_turn, median_ratio
-from benchmarks.variants import on_triton
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
-from moe.kernels.row_operators import OPERATORS_VARIABLE, is_torch_chosen
 from moe.models.modeling import STMoEForConditionalGeneration
 
-VARIANTS = (
-    "dense",
-    "moe_dropless",
-    "moe_triton",
-    "moe_compiled",
-    "moe_compiled_triton",
-    "moe_static",
-    "hf_grouped_mm",
-)
+VARIANTS = ("dense", "moe_dropless", "moe_compiled", "moe_static", "hf_grouped_mm")
 COMPARED_STEPS = 16
 
 Step = Callable[[], object]
@@ -65,17 +55,12 @@ class GpuBenchmark:
         """Checks what argparse cannot.
 
         Raises:
-            ConfigError: When there is no GPU, or what is to be compared is chosen already.
+            ConfigError: When there is no GPU.
         """
         if not torch.cuda.is_available():
             raise ConfigError(
                 "The benchmark `gpu` measures a GPU, and torch finds none. Run it where there is one; on a CPU "
                 "python -m scripts.benchmark layer and model measure the same."
-            )
-        if not is_torch_chosen():
-            raise ConfigError(
-                "The benchmark `gpu` measures the row operators of torch beside those of Triton, and the environment "
-                f"variable {OPERATORS_VARIABLE} has chosen for all of them. Run it without that variable."
             )
 
 
@@ -203,17 +188,10 @@ def captured_step(decoding: Decoding) -> Step:
     return graph.replay
 
 
-def triton_step(decoding: Decoding) -> Step:
-    """Returns the eager step with Triton's operators on rows."""
-    return on_triton(decoding.step)
-
-
 FORMS: dict[str, Callable[[Decoding], Step]] = {
     "eager": eager_step,
-    "triton": triton_step,
     "compiled": compiled_step,
     "cuda_graph": captured_step,
-    "cuda_graph_triton": on_triton(captured_step),
 }
 
 

@@ -31,7 +31,7 @@ from moe.inspection.tables import format_table
 from moe.kernels.host_memory import keep_freed_memory
 
 VARIANTS = (*OURS, *PEERS)
-GRAPHED = ("moe_dropless", "moe_triton", "moe_static")
+GRAPHED = ("moe_dropless", "moe_static")
 PROFILED_CASE = 0
 
 Row = dict[str, Any]

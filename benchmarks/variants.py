@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from benchmarks.cases import Problem, Variant
 from moe.kernels.expert_rows import ExpertRows, sum_by_token
-from moe.kernels.row_operators import use_row_operators
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import InFlight, UngatheredRows
 from moe.sparse.layer import SparseFeedForward
@@ -22,8 +21,6 @@ from moe.sparse.stats import router_stats
 CAPACITY_FACTOR = 1.25  # the paper's in training; it does not count K, see moe/sparse/capacity.py
 
 DispatchForm = Literal["ragged", "static"]
-
-Result = TypeVar("Result")
 
 
 class FeedForward(nn.Module):
@@ -105,31 +102,6 @@ def moe_compiled(problem: Problem) -> Variant:
     compiled = torch.compile(partial(layer, report=False), fullgraph=True)
     variant = _layer_variant("moe_compiled", layer, problem, problem.case.rows)
     return replace(variant, forward=lambda x: compiled(x)[0])
-
-
-def moe_triton(problem: Problem) -> Variant:
-    """Our layer with Triton's operators on rows; no token is lost."""
-    variant = moe_dropless(problem)
-    return replace(variant, name="moe_triton", forward=on_triton(variant.forward))
-
-
-def moe_compiled_triton(problem: Problem) -> Variant:
-    """Our layer compiled around Triton's operators; no token is lost."""
-    variant = moe_compiled(problem)
-    return replace(variant, name="moe_compiled_triton", forward=on_triton(variant.forward))
-
-
-def on_triton(forward: Callable[..., Result]) -> Callable[..., Result]:
-    """Returns a forward pass during which Triton's operators are chosen."""
-
-    def run(*arguments: Any) -> Result:
-        use_row_operators("triton")
-        try:
-            return forward(*arguments)
-        finally:
-            use_row_operators(None)
-
-    return run
 
 
 def _our_variant(
@@ -271,9 +243,5 @@ OURS: dict[str, Callable[[Problem], Variant]] = {
     "moe_static": moe_static,
 }
 
-ON_REQUEST: dict[str, Callable[[Problem], Variant]] = {
-    "moe_triton": moe_triton,
-    "moe_compiled": moe_compiled,
-    "moe_compiled_triton": moe_compiled_triton,
-}
+ON_REQUEST: dict[str, Callable[[Problem], Variant]] = {"moe_compiled": moe_compiled}
 """Need a GPU, or half a minute before anything is measured: measured where they are asked for."""

@@ -9,7 +9,6 @@ import ast
 import re
 import sys
 from importlib.metadata import version as installed_version
-from importlib.util import find_spec
 from pathlib import Path
 
 from sphinx.domains.python._object import PyObject
@@ -53,7 +52,6 @@ autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False
-autodoc_mock_imports = [] if find_spec("triton") else ["triton"]  # which is for Linux alone
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # a list of attributes, not an index entry for each
 napoleon_attr_annotations = False  # types stand in the signature

@@ -1,7 +1,6 @@
 """Hidden units: what an expert computes between its two products, element by element.
 
-Here by torch's operations; a CPU's kernel does it piece by piece (cpu_experts.py), and Triton's
-operators in one kernel (triton_hidden.py).
+Here by torch's operations; a CPU's kernel does it piece by piece (cpu_experts.py).
 """
 
 from typing import NamedTuple

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from moe.kernels.expert_rows import ChoiceRows, ExpertRows
-from moe.kernels.row_operators import RowOperators, is_torch_chosen, row_operators
+from moe.kernels.expert_rows import ChoiceRows, ExpertRows, combine_choices, gather_choices
 from moe.sparse.plan import DispatchPlan
 
 # ---- what travels ----
@@ -216,8 +215,7 @@ def local_row_dispatcher(plan: DispatchPlan, num_experts: int) -> Dispatcher:
         num_experts: Experts, E.
     """
     if not has_fused_experts(plan.accepted):
-        operators = row_operators(plan.accepted)
-        return ChoiceDispatcher(sort_choices(plan, num_experts), operators)
+        return ChoiceDispatcher(sort_choices(plan, num_experts))
 
     # A graph has rows of one number, and the CPU's kernel does not read those behind the last.
     is_compiling = torch.compiler.is_compiling()
@@ -232,7 +230,7 @@ def row_dispatcher(rows: ExpertRows) -> Dispatcher:
 
 def has_fused_experts(x: Tensor) -> bool:
     """Returns whether experts have one kernel where <any>[...] is: the place where devices differ."""
-    return x.device.type == "cpu" and is_torch_chosen()
+    return x.device.type == "cpu"
 
 
 class RowDispatcher(Dispatcher):
@@ -259,24 +257,19 @@ class ChoiceDispatcher(Dispatcher):
 
     Grouped products leave these as the memory was, in outputs and in gradients: gather and combine
     read them as zeros. The host never waits, and a CUDA graph can hold it all.
-
-    Args:
-        rows: Which choice each row is.
-        operators: What copies and sums.
     """
 
-    def __init__(self, rows: ChoiceRows, operators: RowOperators) -> None:
+    def __init__(self, rows: ChoiceRows) -> None:
         self._rows = rows
-        self._operators = operators
 
     def dispatch(self, tokens: Tensor) -> InFlight:
         """Returns a row for each choice of the tokens <float>[T, D]."""
-        x = self._operators.gather(tokens, self._rows)  # [T * K, D]
+        x = gather_choices(tokens, self._rows)  # [T * K, D]
         return Arrived(SortedRows(x, self._rows.counts))
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Returns the tokens <float>[T, D] of the rows <float>[T * K, D]."""
-        return self._operators.combine(outputs, self._rows)
+        return combine_choices(outputs, self._rows)
 
 
 class FusedDispatcher(Dispatcher):

@@ -15,9 +15,8 @@ from moe.kernels.compiled_experts import compiled_feed_forward
 from moe.kernels.cpu_experts import fused_feed_forward
 from moe.kernels.expert_weights import ExpertWeights, can_select_experts, dequantized, is_quantized
 from moe.kernels.grouped_matmul import grouped_linear
-from moe.kernels.hidden_units import ExpertForm, hidden_units
+from moe.kernels.hidden_units import ExpertForm, hidden_rows, hidden_units
 from moe.kernels.late_gradients import LateGradients, pass_weights
-from moe.kernels.row_operators import row_operators
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import InFlight, SortedRows, UngatheredRows
 
@@ -130,7 +129,7 @@ class Experts(nn.Module):
         # Inputs and weights have the dtype of the products already.
         with torch.autocast(x.device.type, enabled=False):
             product = grouped_linear(x, weights.first, counts)  # [N, 2F or F]
-            hidden = row_operators(x).hidden(product, weights.bias, counts, self._form())  # [N, F]
+            hidden = hidden_rows(product, weights.bias, counts, self._form())  # [N, F]
             return grouped_linear(hidden, weights.down, counts)
 
     def run_slots(self, slots: Tensor, weights: ExpertWeights) -> Tensor:

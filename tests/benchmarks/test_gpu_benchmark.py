@@ -41,13 +41,6 @@ def test_a_machine_without_a_gpu_is_told_so(tmp_path):
     assert not path.exists()
 
 
-def test_a_choice_of_operators_for_all_variants_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("STMOE_ROW_OPERATORS", "triton")
-    with pytest.raises(ConfigError, match="STMOE_ROW_OPERATORS has chosen for all of them"):
-        main(["gpu"])
-
-
 def test_steps_in_memory_that_stays_decode_what_generate_does():
     model = build_model(switch_config(TINY, 3), CPU)
     decoding = start_decoding(model, TINY, 5, CPU)

@@ -38,14 +38,6 @@ def test_no_host_waits_for_a_device(case):
 
 
 @pytest.mark.slow
-def test_no_host_waits_for_the_operators_of_triton():
-    pytest.importorskip("triton")
-    environment = {"STMOE_ROW_OPERATORS": "triton", "TRITON_INTERPRET": "1"}
-    ended = run_command("tests.on_fake_gpu", "training_steps", environment=environment)
-    assert ended.returncode == 0, ended.stderr
-
-
-@pytest.mark.slow
 def test_rows_that_are_counted_first_would_be_seen():
     ended = run_command("tests.on_fake_gpu", "counted_rows")
     assert "WaitsError: aten.nonzero.default waits for the device" in ended.stderr

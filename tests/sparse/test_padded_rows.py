@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from moe.kernels.row_operators import row_operators
 from moe.sparse.dispatch import ChoiceDispatcher, RowDispatcher, pad_rows, sort_choices, sort_rows
 from moe.sparse.plan import DispatchPlan
 from tests.sparse.layers import ROUTER_NAMES, THREE_SLOTS, build_layer
@@ -63,7 +62,7 @@ def test_what_stands_in_rows_that_nobody_reads_reaches_no_token_and_no_gradient(
     results = []
     for dispatcher in (
         RowDispatcher(sort_rows(plan, num_experts)),
-        ChoiceDispatcher(sort_choices(plan, num_experts), row_operators(tokens)),
+        ChoiceDispatcher(sort_choices(plan, num_experts)),
     ):
         rows = dispatcher.dispatch(tokens).wait()
         x = Unwritten.apply(rows.x, num_rows)
@@ -106,10 +105,9 @@ def test_grouped_products_of_padded_rows_compile_into_one_graph(dtype, d_model, 
     expected, output = layer(x)
     plan = output.plan._replace(combine_weight=output.plan.combine_weight.detach())
     inputs = [x.flatten(0, 1).requires_grad_(), *layer.experts.parameters()]
-    operators = row_operators(x)
 
     def run(tokens, plan):
-        dispatcher = ChoiceDispatcher(sort_choices(plan, 5), operators)
+        dispatcher = ChoiceDispatcher(sort_choices(plan, 5))
         return dispatcher.combine(layer.experts(dispatcher.dispatch(tokens)))
 
     torch.compiler.reset()
