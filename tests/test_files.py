@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 
 from moe import ConfigError, DataError
+from moe.checkpoint.best_model import BEST_MODEL
+from moe.checkpoint.writer import CHECKPOINT
 from moe.checksums import SUMS_FILE, find_damage, write_sums
+from moe.data.corpus import CORPUS
+from moe.data.tokenizer import TOKENIZER
 from moe.files import (
-    FOLDER_KINDS,
     KIND_FILE,
+    check_kind,
     check_replaceable,
     claim_folder,
     kind_of,
@@ -26,6 +30,7 @@ from moe.files import (
     whole_folder,
     write_text,
 )
+from moe.tracing.trace_file import TRACE
 from moe.work_folder import work_folder
 
 
@@ -80,25 +85,31 @@ def test_a_folder_of_another_kind_is_never_replaced(tmp_path):
     assert (tmp_path / "letters/love.txt").read_text() == "dear"
 
 
-@pytest.mark.parametrize("kind", FOLDER_KINDS)
-def test_each_kind_of_folder_refuses_every_other(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["training run", "evaluation", CORPUS, CHECKPOINT])
+def test_a_folder_of_one_kind_refuses_every_other(tmp_path, kind):
     with claim_folder(tmp_path / "mine", kind, taken="taken"):
         assert kind_of(tmp_path / "mine") == kind
-    for other in set(FOLDER_KINDS) - {kind}:
-        with pytest.raises(
-            DataError, match=f"holds an? {kind}, and an? {other} would be mixed with it"
-        ):
+    for other in {"job", CORPUS, TOKENIZER, CHECKPOINT, BEST_MODEL, TRACE} - {kind}:
+        message = f"holds an? {kind}, and a {other} would be mixed"
+        with pytest.raises(DataError, match=message):
             check_replaceable(tmp_path / "mine", kind=other)
-        refused = pytest.raises(DataError, match="would be mixed")
+        refused = pytest.raises(DataError, match=message)
         with refused, claim_folder(tmp_path / "mine", other, taken="taken"):
             pass
+
+
+def test_a_finished_folder_of_a_kind_that_is_not_loaded_is_refused(tmp_path):
+    (tmp_path / "pages.html").write_text("x")
+    write_sums(tmp_path)
+    with pytest.raises(DataError, match="holds a finished folder"):
+        check_kind(tmp_path, "evaluation")
 
 
 def test_a_forked_process_that_outlives_its_parent_holds_no_folder(tmp_path):
     # As those that make batches do for some seconds after a kill.
     has_begun, began = os.pipe()
     may_end, ends = os.pipe()
-    kind = FOLDER_KINDS[0]
+    kind = "training run"
     with claim_folder(tmp_path / "mine", kind, taken="taken"):
         child = os.fork()
         if not child:
@@ -202,8 +213,7 @@ def test_a_flipped_bit_a_missing_file_and_a_damaged_sum_are_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("", "is empty"), ("a\0b", "NUL"), ("model.safetensors", r"ends in \.html")],
+    ("text", "message"), [("", "is empty"), ("model.safetensors", r"ends in \.html")]
 )
 def test_an_output_that_is_no_place_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):

@@ -15,12 +15,13 @@ from typing import Any
 from moe.checks import is_kind, shown
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.errors import DataError
-from moe.files import remove_folder, whole_folder, write_text
+from moe.files import register_folder_kind, remove_folder, whole_folder, write_text
 from moe.parsing import read_json, to_record
 
 DEV_FOLDER = "dev"
 BEST_FOLDER = "best"
 SCORES_FILE = "scores.json"
+BEST_MODEL = register_folder_kind("best model", markers=[SCORES_FILE], parts=[SCORES_FILE, "model"])
 
 DevEvaluation = Callable[[Path, Path], dict[str, float]]
 """(folder of a model, folder for its answers) to scores in 0..100 by `TASK/METRIC`, and their `mean`; on every rank."""
@@ -128,7 +129,7 @@ def _is_best(folder: Path, scores: DevScores) -> bool:
 
 def _promote(folder: Path, scores: DevScores) -> None:
     """Makes the candidate the best model."""
-    with whole_folder(folder / BEST_FOLDER, kind="best model") as partial:
+    with whole_folder(folder / BEST_FOLDER, kind=BEST_MODEL) as partial:
         (folder / DEV_FOLDER / "model").rename(partial / "model")
         _write_scores(partial / SCORES_FILE, scores)
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from moe.checkpoint.index import cause_of, read_into, read_shapes
 from moe.checkpoint.integrity import (
+    INDEX_FILE,
     checkpoint_folder,
     checkpoint_folders,
     first_damage,
@@ -45,7 +46,11 @@ from moe.checksums import SUMS_FILE, sha256_of, write_sums
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.sharding import Layout
 from moe.errors import CheckpointError
-from moe.files import kind_of, remove_folder, remove_leftovers, whole_folder
+from moe.files import kind_of, register_folder_kind, remove_folder, remove_leftovers, whole_folder
+
+CHECKPOINT = register_folder_kind(
+    "checkpoint", markers=[STATE_FILE, INDEX_FILE], parts=["__*.distcp", INDEX_FILE, STATE_FILE]
+)
 
 
 class CheckpointWriter:
@@ -132,7 +137,7 @@ class CheckpointWriter:
 
         def open_folder() -> Path:
             _remove_torn(target)
-            return folder_context.enter_context(whole_folder(target, kind="checkpoint"))
+            return folder_context.enter_context(whole_folder(target, kind=CHECKPOINT))
 
         partial = broadcast_from_rank_zero(open_folder)
         save = _Save(target, folder_context)

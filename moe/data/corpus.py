@@ -21,7 +21,7 @@ from moe.data.documents import Document
 from moe.data.overlap import SplitOverlap, quoting_paragraphs
 from moe.data.prose import letters
 from moe.errors import ConfigError, DataError
-from moe.files import whole_folder
+from moe.files import register_folder_kind, whole_folder
 from moe.parsing import read_record
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 FACTS_FILE = "corpus.json"
 OVERLAP_FILE = "overlap.json"
 SPLITS = ("train", "held_out")
+CORPUS = register_folder_kind(
+    "corpus", markers=[FACTS_FILE], parts=[FACTS_FILE, OVERLAP_FILE, *SPLITS]
+)
 _SHARD = re.compile(r"data-(\d{5})-of-(\d{5})\.arrow")
 
 
@@ -88,7 +91,6 @@ def build_corpus(
         raise ConfigError(
             f"{missing[0]!r} is to be left out, but is no source of the documents. Leave it away."
         )
-    _refuse_half_characters(documents)
 
     # Of equal paragraphs the first stays: with the unseen documents in front, no other document
     # keeps a paragraph of theirs.
@@ -113,21 +115,6 @@ def build_corpus(
     train = [document for document in kept if numbers[document.source] > border]
     held_out = [document for document in kept if numbers[document.source] <= border]
     return Corpus(_to_dataset(train), _to_dataset(held_out), num_repeated, num_quoting)
-
-
-def _refuse_half_characters(documents: Iterable[Document]) -> None:
-    """Raises a DataError for a document with half of a surrogate pair, which no file can hold."""
-    for document in documents:
-        for name, text in zip(document._fields, document, strict=True):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                half = shown(text[error.start : error.end])
-                raise DataError(
-                    f"The {name} of the document {shown(document.source)} holds half a character, "
-                    f"{half} at position {error.start:,}. Repair the text, e.g. "
-                    "text.encode(errors='replace').decode()."
-                ) from error
 
 
 def _split_number(source: str, seed: int) -> float:
@@ -214,7 +201,7 @@ def save_corpus(
     Raises:
         DataError: When the folder holds something that is not a corpus.
     """
-    with whole_folder(Path(folder), kind="corpus") as partial, _no_progress_bars():
+    with whole_folder(Path(folder), kind=CORPUS) as partial, _no_progress_bars():
         for split in SPLITS:
             getattr(corpus, split).save_to_disk(str(partial / split))
 

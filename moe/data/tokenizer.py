@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from moe.checks import check_integer, shown
 from moe.checksums import read_sums, refuse_damage, write_sums
 from moe.errors import DataError, MoEError, is_panic
-from moe.files import check_replaceable, kind_of, whole_folder
+from moe.files import check_replaceable, kind_of, register_folder_kind, whole_folder
 from moe.parsing import read_json
 
 PAD = "<pad>"
@@ -34,6 +34,11 @@ MODEL_MAX_LENGTH = 512
 SENTENCEPIECE_FILE = "spiece.model"
 TOKENIZER_FILE = "tokenizer.json"
 _SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER = register_folder_kind(
+    "tokenizer",
+    markers=[TOKENIZER_FILE, SENTENCEPIECE_FILE],
+    parts=[TOKENIZER_FILE, SENTENCEPIECE_FILE, *_SETTINGS_FILES, "chat_template.jinja"],
+)
 _MOST_PIECES = 1_000_000  # candidates that sentencepiece starts from and takes pieces away
 
 # T5's training settings, which its spiece.model carries. The number of threads is fixed: with
@@ -132,11 +137,11 @@ def train_tokenizer(
         T5 (arXiv:1910.10683) section 2.2.1. Differs: scores are rounded to 1/64, so that both
         libraries agree.
     """
-    check_replaceable(Path(out_dir), kind="tokenizer")  # before the work, not after
+    check_replaceable(Path(out_dir), kind=TOKENIZER)  # before the work, not after
     model = _round_scores(_train_sentencepiece(texts, vocab_size))
     tokenizer = to_transformers(model)
 
-    with whole_folder(Path(out_dir), kind="tokenizer") as partial:
+    with whole_folder(Path(out_dir), kind=TOKENIZER) as partial:
         with _failures_of_tokenizers(partial / TOKENIZER_FILE, advice="Try another --out."):
             tokenizer.save_pretrained(str(partial))
         (partial / SENTENCEPIECE_FILE).write_bytes(model.SerializeToString(deterministic=True))
@@ -162,7 +167,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     # whose checksums do not know it.
     settings_files = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
     checked_files = {TOKENIZER_FILE, *settings_files}
-    if kind_of(folder) != "tokenizer":
+    if kind_of(folder) != TOKENIZER:
         checked_files &= (read_sums(folder) or {}).keys()
     refuse_damage(folder, checked_files, advice=advice)
     check_tokenizer_files(folder, advice=advice)

@@ -19,7 +19,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from moe.checks import check
 from moe.distributed.sharding import local_shard
 from moe.errors import CheckpointError, ConfigError
-from moe.files import refuse_links
+from moe.files import refuse_links, register_folder_kind
 from moe.models.attention import Projection, RelativePositionBias, RMSNorm
 from moe.models.card import (
     CARD_NAME,
@@ -58,6 +58,27 @@ from moe.models.weight_files import (
 from moe.sparse.experts import Experts
 from moe.sparse.layer import SparseFeedForward
 from moe.sparse.router import Router
+
+MODEL = register_folder_kind(
+    "model",
+    markers=["config.json", "model.safetensors", "model.safetensors.index.json"],
+    parts=[
+        "model*.safetensors",
+        "model.safetensors.index*.json",
+        "config.json",
+        "generation_config.json",
+        "README.md",
+        "modeling_st_moe.py",
+        # The tokenizer beside it.
+        "tokenizer.json",
+        "tokenizer.model",
+        "spiece.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    ],
+)
 
 DOWNLOAD = (
     "cache_dir",
@@ -394,7 +415,7 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
         text = self._card_text({} if card is None else card)
         check_config(self.config)
         check_savable(self.config)
-        refuse_links(folder, kind="model")
+        refuse_links(folder, kind=MODEL)
 
         is_writer = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
         adapters_only = getattr(self, "_hf_peft_config_loaded", False)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe.checksums import refuse_damage, write_sums
 from moe.errors import DataError
-from moe.files import whole_folder
+from moe.files import register_folder_kind, whole_folder
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.opening import check_regular
 from moe.parsing import read_record, to_json
@@ -41,6 +41,7 @@ from moe.tracing.trace import (
 
 TENSORS_FILE = "trace.safetensors"
 FACTS_FILE = "trace.json"
+TRACE = register_folder_kind("trace", markers=[FACTS_FILE], parts=[FACTS_FILE, TENSORS_FILE])
 
 # Tensors of fractions; all others are whole numbers.
 _FRACTIONS = ("gate", "best_prob", "load_balance_count", "router_z_count")
@@ -83,7 +84,7 @@ def record_to_folder(
             holds something that is no trace.
     """
     recording = Recording(model, num_best=num_best)
-    with whole_folder(folder, kind="trace") as partial:
+    with whole_folder(folder, kind=TRACE) as partial:
         # Rows go to disk batch by batch; what adds up over batches comes last.
         with _RowStream(partial / ".rows") as stream:
             for batch in batches:
@@ -101,7 +102,7 @@ def save_trace(trace: Trace, folder: Path) -> None:
     Raises:
         DataError: When the folder holds something that is no trace.
     """
-    with whole_folder(folder, kind="trace") as partial:
+    with whole_folder(folder, kind=TRACE) as partial:
         with _RowStream(partial / ".rows") as stream:
             stream.finish(partial / TENSORS_FILE, trace_tensors(trace))
         _write_facts(trace.facts, partial)
