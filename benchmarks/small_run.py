@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from moe.cli import run_main
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.tokenizer import EOS, PAD, SpecialIds, sentinel
-from moe.distributed.launch import World, launch
+from moe.distributed.launch import World
 from moe.distributed.replica_groups import find_replica_groups
 from moe.training.build import build_new_model, check_run_fits
 from moe.training.command import RecipeCommand
@@ -108,8 +108,7 @@ def main(argv: list[str]) -> None:
     command.add_timeout()
 
     argv = [f"--{name}={value}" for name, value in SETTINGS.items()] + argv
-    with launch(command.timeout(argv)) as world:
-        recipe, arguments = command.parse(argv)
+    with command.launch(argv) as (world, recipe, arguments):
         run = build_run(recipe, arguments.out, world, float64=arguments.float64)
         train(run, resume=arguments.resume, description="small")
 

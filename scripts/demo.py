@@ -33,7 +33,7 @@ from moe.commands.pretrain import pretrain_command
 from moe.errors import ConfigError, DataError
 from moe.files import claim_folder, output_path, whole_folder
 from moe.training.metrics import METRICS_FILE
-from moe.training.stages import keep_settings, merge_metrics
+from moe.training.job_folder import keep_settings, merge_metrics
 from scripts import build_corpus, inspect_router, pretrain, study, train_tokenizer
 
 TASK = "docstring_topic"

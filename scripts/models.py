@@ -22,7 +22,7 @@ from eval.studies.study import Study, read_study
 from moe.cli import Parser, integer, path, run_main
 from moe.errors import ConfigError, DataError
 from moe.files import claim_folder, output_path
-from moe.training.stages import JOB
+from moe.training.job_folder import JOB
 from scripts import build_corpus, train_tokenizer
 from scripts.demo import repository_file
 

@@ -14,7 +14,7 @@ from eval.studies.report import write_report
 from eval.studies.sentinels import NAME, sentinel_result
 from moe.cli import Parser, integer, path, run_main, word
 from moe.files import claim_folder, output_path
-from moe.training.stages import JOB
+from moe.training.job_folder import JOB
 
 
 def main(argv: list[str]) -> None:

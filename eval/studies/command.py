@@ -16,7 +16,7 @@ from moe.cli import Parser, integer, path, real, word
 from moe.errors import ConfigError
 from moe.files import claim_folder, output_path
 from moe.parsing import parse_yaml
-from moe.training.stages import JOB
+from moe.training.job_folder import JOB
 
 
 def build_parser() -> Parser:

@@ -18,7 +18,7 @@ from moe.data.mixture import build_source, choose_examples, format_choice
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.collectives import broadcast_from_rank_zero
-from moe.distributed.launch import World, launch
+from moe.distributed.launch import World
 from moe.distributed.mesh import Mesh, MeshConfig
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
@@ -33,11 +33,11 @@ from moe.training.finetuning import (
     remember_sentinels,
 )
 from moe.training.heldout_loss import HeldOut
+from moe.training.job_folder import JOB, claim_job
 from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, train
-from moe.training.probe import check_probe
 from moe.training.recipe import FinetuneRecipe, MixtureRecipe
+from moe.training.routing_probe import check_probe
 from moe.training.seeds import seed_runs, write_summary
-from moe.training.stages import JOB, claim_job
 
 
 class FinetuningData(NamedTuple):
@@ -186,8 +186,7 @@ def main(argv: list[str], read_tasks: TaskReader | None = None) -> None:
         read_tasks: Reads tasks; None where none are known, so that pairs of texts are needed.
     """
     command = finetune_command()
-    with launch(command.timeout(argv)) as world:
-        recipe, arguments = command.parse(argv)
+    with command.launch(argv) as (world, recipe, arguments):
         recipe = choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
 
         # Whatever can be refused is refused before any data are read.

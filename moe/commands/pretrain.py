@@ -20,17 +20,21 @@ from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
-from moe.distributed.launch import World, launch
+from moe.distributed.launch import World
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
 from moe.files import check_kind, output_path
-from moe.training.build import build_new_model, check_run_fits, load_pretrained_model
+from moe.training.build import (
+    build_new_model,
+    check_continues,
+    check_run_fits,
+    load_pretrained_model,
+)
 from moe.training.command import RecipeCommand
-from moe.training.continuing import check_continues
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import Run, train
-from moe.training.probe import check_probe
 from moe.training.recipe import PretrainRecipe
+from moe.training.routing_probe import check_probe
 
 
 def build_run(
@@ -134,9 +138,8 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
 def main(argv: list[str]) -> None:
     """Reads the recipe, trains, and says where the model is."""
     command = pretrain_command()
-    with launch(command.timeout(argv)) as world:
+    with command.launch(argv) as (world, recipe, arguments):
         # Whatever can be refused is refused before any data are read.
-        recipe, arguments = command.parse(argv)
         corpus, tokenizer = arguments.corpus, arguments.tokenizer
         pretrained = arguments.pretrained
         out = output_path(arguments.out, inputs=[corpus, tokenizer, pretrained])

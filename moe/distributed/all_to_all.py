@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from moe.distributed.collectives import all_gather_flat
 from moe.distributed.mesh import ExpertAxis
 from moe.distributed.row_exchange import BlockRoute, ScheduledAllToAll
-from moe.distributed.waiting import waiting_for
+from moe.distributed.wait_seconds import waiting_for
 from moe.network.schedule import IntArray
 
 

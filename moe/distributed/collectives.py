@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
-from moe.distributed.waiting import waiting_for
+from moe.distributed.wait_seconds import waiting_for
 from moe.errors import MoEError
 
 T = TypeVar("T")

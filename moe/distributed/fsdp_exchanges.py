@@ -3,7 +3,7 @@
 They are torch's own collectives, or sums by a schedule, and count what they wait. The base classes
 that torch has for them have no public name, and nothing asks for them.
 
-Before: `gradient_reduction`, `waiting`. Next: `sharding` makes modules units of FSDP.
+Before: `gradient_reduction`, `wait_seconds`. Next: `sharding` makes modules units of FSDP.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moe.distributed.collectives import all_gather_flat, reduce_scatter_flat
 from moe.distributed.gradient_reduction import GradientReduction
-from moe.distributed.waiting import Mark, begin_wait, end_wait, waiting_for
+from moe.distributed.wait_seconds import Mark, begin_wait, end_wait, waiting_for
 
 
 def attach_exchanges(

@@ -1,4 +1,4 @@
-"""How ranks find each other and leave: torchrun's variables become a world, failures a message."""
+"""How ranks meet and part: torchrun's variables become a world, failures one message."""
 
 import contextlib
 import os
@@ -60,24 +60,23 @@ class World(NamedTuple):
 
 @contextlib.contextmanager
 def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
-    """Joins the ranks that torchrun started and leaves them at the end; one process is a world of its own.
+    """Joins the ranks that torchrun started and leaves them at the end; one process is its own world.
 
-    On the CPU ranks talk over gloo, on GPUs over NCCL. Inside, every exchange that another rank
-    never enters ends after `timeout`, also in groups that are made later. An error of this library
-    or of the system that several ranks raise with one text is raised by the first of them only, so
-    that it is printed once; the others exit with code 2.
+    Ranks communicate over gloo on CPUs and over NCCL on GPUs. Inside, every exchange that another
+    rank never enters fails after `timeout`, also in groups that are created later. If several ranks
+    raise the same error of this library or of the system, only the first raises it, so that it is
+    printed once; the others exit with code 2.
 
     Args:
-        timeout: Seconds to wait for other ranks; longer than the longest time that one may work
-            while others wait.
+        timeout: Seconds to wait for other ranks; more than a rank may work while others wait.
 
     Yields:
         The world.
 
     Raises:
-        ConfigError: When the timeout is not above 0, torchrun's variables are incomplete or no
+        ConfigError: When the timeout is not above 0, torchrun's variables are incomplete or not
             numbers, or there are more ranks on this machine than GPUs.
-        DistributedError: When the ranks do not find each other, or one is lost on the way.
+        DistributedError: When the ranks do not find each other, or one is lost later.
     """
     check_timeout(timeout)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,32 +99,32 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
             yield world
             failed = False
         except (MoEError, OSError) as error:
-            # A rank that lost another says so itself; what all ranks raise is said by one.
+            # A rank that lost another says so itself; one rank reports what all ranks raise.
             if not isinstance(error, DistributedError) and _another_rank_raised(error):
                 raise SystemExit(2) from error
             raise
         except RuntimeError as error:
-            # torch has no class for a broken connection: its text tells it from other errors.
+            # torch has no class for a broken connection: only the text tells it from other errors.
             if not isinstance(error, dist.DistError) and not _LOST_RANK.search(str(error)):
                 raise
             raise DistributedError(
                 f"Rank {world.rank} of {world.size} lost another rank during an exchange: it "
-                f"ended, or did not come within {timeout:g} seconds. The message of the rank that "
-                "ended first says why; one without a message was killed, perhaps for the memory "
-                "that it used. If all ranks live and one is only slow, raise the timeout "
-                f"(--timeout SECONDS). (torch: {_first_line(error)})"
+                f"ended, or did not respond within {timeout:g} seconds. The rank that ended first "
+                "says why; a rank without a message was killed, perhaps because it used too much "
+                "memory. If all ranks are alive and one is only slow, raise the timeout "
+                f"(--timeout SECONDS). (torch: {first_line(error)})"
             ) from error
         finally:
             _leave_ranks(world, timeout, failed=failed)
 
 
 def backend_of(device_type: str) -> str:
-    """Returns the backends of ranks on `cpu` or `cuda`, as torch names them."""
+    """Returns torch's names of the backends for ranks on `cpu` or `cuda`."""
     return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
 def check_timeout(timeout: float) -> None:
-    """Raises a ConfigError unless ranks can wait for each other for so many seconds."""
+    """Raises a ConfigError unless ranks can wait for each other for that many seconds."""
     reason = "seconds; torch counts milliseconds in 32 bits"
     check_number("timeout", timeout, above=0, most=_MAX_TIMEOUT, reason=reason)
 
@@ -156,29 +155,29 @@ def _read_environment(device_type: str) -> World:
 def _read_integer(name: str, *, least: int, most: int) -> int:
     """Returns the integer in one of torchrun's variables."""
     text = os.environ[name]
-    expected = (
+    holds = text.isdecimal() and least <= int(text) <= most
+    check(
+        holds,
+        name,
+        text,
         f"an integer from {least} to {most}; torchrun sets it, unset RANK and WORLD_SIZE for one "
-        "process"
+        "process",
     )
-
-    # Ten digits at most: Python refuses to read thousands of them.
-    check(bool(re.fullmatch(r"\d{1,10}", text)), name, text, expected)
-    check(least <= int(text) <= most, name, text, expected)
     return int(text)
 
 
 @contextlib.contextmanager
 def _default_group_timeout(timeout: timedelta) -> Iterator[None]:
-    """Makes `timeout` torch's default for new groups: those that a DeviceMesh makes take no other."""
-    names = ("default_pg_timeout", "default_pg_nccl_timeout")
-    defaults = {name: getattr(distributed_c10d, name) for name in names}
-    for name in names:
-        setattr(distributed_c10d, name, timeout)
+    """Makes `timeout` torch's default for new groups: a DeviceMesh accepts no timeout for its own."""
+    gloo_timeout = distributed_c10d.default_pg_timeout
+    nccl_timeout = distributed_c10d.default_pg_nccl_timeout
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
     try:
         yield
     finally:
-        for name, default in defaults.items():
-            setattr(distributed_c10d, name, default)
+        distributed_c10d.default_pg_timeout = gloo_timeout
+        distributed_c10d.default_pg_nccl_timeout = nccl_timeout
 
 
 def _join_ranks(world: World, timeout: float) -> None:
@@ -192,12 +191,12 @@ def _join_ranks(world: World, timeout: float) -> None:
 
     deadline = time.monotonic() + timeout
     try:
-        # The store is kept by torchrun's agent where it says so, else by rank 0.
+        # torchrun's agent keeps the store if it says so, else rank 0 does.
         agent_keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if world.rank != 0 or agent_keeps_store:
             _wait_for_listener(deadline)
 
-        # A connection that is made and then stays silent is given up too.
+        # A peer that accepts the connection and stays silent is given up, too.
         remaining = max(_RETRY_INTERVAL, deadline - time.monotonic())
         init = partial(
             _init_process_group,
@@ -211,25 +210,23 @@ def _join_ranks(world: World, timeout: float) -> None:
         if "EADDRINUSE" in str(error):
             raise DistributedError(
                 f"Rank {world.rank} of {world.size} cannot listen on {address}: the port is in "
-                "use, by another run or the rest of one. End that, or give another: torchrun "
-                "--master-port PORT, or torchrun --standalone, which finds a free one."
+                "use, perhaps by a run that did not end. End that process, or choose another port: "
+                "torchrun --master-port PORT, or torchrun --standalone, which finds a free one."
             ) from error
         raise DistributedError(
             f"Rank {world.rank} of {world.size} did not meet the others at {address} within "
-            f"{timeout:g} seconds. The message of a rank that ended says why; if none did, start "
-            "the ranks of all nodes with the same address and port, at which nothing else "
-            "listens, and the same number of nodes and ranks; if they need longer to start, raise "
-            f"the timeout (--timeout SECONDS). (Reason: {_first_line(error)})"
+            f"{timeout:g} seconds. If a rank ended, its message says why. Otherwise start the "
+            "ranks of all nodes with the same address, a free port, and the same numbers of nodes "
+            "and ranks; if they need longer to start, raise the timeout (--timeout SECONDS). "
+            f"(Reason: {first_line(error)})"
         ) from error
 
 
 def _wait_for_listener(deadline: float) -> None:
-    """Waits until somebody listens at the address of the store.
-
-    torch's own retries go on for up to twice its timeout.
+    """Waits until a process listens at the address of the store; torch would wait twice as long.
 
     Raises:
-        RuntimeError: When nobody listens at the deadline.
+        RuntimeError: When nothing listens there at the deadline.
     """
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -240,25 +237,25 @@ def _wait_for_listener(deadline: float) -> None:
                 return
         except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
             if time.monotonic() + _RETRY_INTERVAL > deadline:
-                raise RuntimeError(f"nobody listens there: {error}") from error
+                raise RuntimeError(f"nothing listens there: {error}") from error
         time.sleep(_RETRY_INTERVAL)
 
 
 def _init_process_group(
     backend: str, *, rendezvous_timeout: timedelta, exchange_timeout: timedelta
 ) -> None:
-    """Makes the group of all ranks."""
+    """Creates the group of all ranks."""
     store, rank, size = next(rendezvous("env://", timeout=rendezvous_timeout))
 
-    # torchrun keeps its store when it starts ranks again, and in it the addresses of those that
-    # are gone: every start has a prefix of its own.
+    # torchrun keeps its store when it restarts ranks, with the addresses of the ranks that are
+    # gone: every start has its own prefix.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"moe/start/{restart}", store)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=exchange_timeout
     )
 
-    # Nobody goes on before all are connected: a rank that failed now would take away what another
+    # No rank continues before all are connected: if one failed now, it would close what another
     # still connects to.
     if store.add("moe/connected", 1) == size:
         store.set("moe/all_connected", "1")
@@ -268,7 +265,7 @@ def _init_process_group(
 def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:
     """Returns the result of a function, or abandons it in a thread when it takes too long.
 
-    It is for what torch has no timeout for: a listener that takes the connection and never answers.
+    torch has no timeout for a listener that accepts the connection and never responds.
 
     Raises:
         RuntimeError: When it does not return within about `timeout` seconds.
@@ -286,11 +283,11 @@ def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:
     try:
         return result.result(timeout + _TIMEOUT_SLACK)
     except TimeoutError as error:
-        raise RuntimeError("who listens there gives no answer") from error
+        raise RuntimeError("it accepted the connection but did not respond") from error
 
 
 def _another_rank_raised(error: Exception) -> bool:
-    """Returns whether another rank has raised an error of the same text; False for the first one."""
+    """Returns whether another rank has already raised an error with the same text."""
     try:
         return default_store().add(f"moe/error/{error}", 1) > 1
     except (RuntimeError, ValueError):  # the rank that keeps the store is gone
@@ -300,8 +297,8 @@ def _another_rank_raised(error: Exception) -> bool:
 def _leave_ranks(world: World, timeout: float, *, failed: bool) -> None:
     """Leaves the other ranks.
 
-    Connections are closed when all ranks are at their end, or one failed: a rank that closes its
-    own while another still reads the last of an exchange ends that one too.
+    Connections are closed when all ranks are done, or one failed: closing earlier would break the
+    exchange that another rank still reads.
     """
     with contextlib.suppress(RuntimeError):  # the rank that keeps the store is gone
         store = default_store()
@@ -309,13 +306,13 @@ def _leave_ranks(world: World, timeout: float, *, failed: bool) -> None:
             store.set("moe/parted", "1")
         store.wait(["moe/parted"], timedelta(seconds=timeout))
 
-    # After a failure exchanges under way may never end: they get a few seconds.
+    # After a failure a running exchange may never end: it gets a few seconds.
     shutdown = threading.Thread(target=dist.destroy_process_group, daemon=True)
     shutdown.start()
     shutdown.join(_SHUTDOWN_AFTER_FAILURE if failed else None)
 
 
-def _first_line(error: Exception) -> str:
-    """Returns the first line of torch's message; a trace of C++ calls follows it."""
+def first_line(error: Exception) -> str:
+    """Returns the first line of torch's message, without the C++ trace."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

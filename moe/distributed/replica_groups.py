@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe.distributed.collectives import broadcast_from_rank_zero, sum_each
-from moe.distributed.launch import World
+from moe.distributed.launch import World, first_line
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, DistributedError, MoEError
 
@@ -305,7 +305,7 @@ class ReplicaGroups:
         except (RuntimeError, TimeoutError) as error:
             raise DistributedError(
                 f"Rank {self._world.rank} of {self._world.size} lost another rank of its replica "
-                f"group. Start the group again with --resume. (torchft: {_first_line(error)})"
+                f"group. Start the group again with --resume. (torchft: {first_line(error)})"
             ) from error
 
     def _did_not_meet(self, error: Exception) -> DistributedError:
@@ -313,7 +313,7 @@ class ReplicaGroups:
             f"This replica group did not meet the others at {self._lighthouse} ({LIGHTHOUSE}) "
             f"within {self._world.timeout:g} seconds. Start torchft_lighthouse there, and as many "
             "groups as its --min_replicas; with --resume this one then joins them. (torchft: "
-            f"{_first_line(error)})"
+            f"{first_line(error)})"
         )
 
     def _lose_step(self) -> NoReturn:
@@ -386,11 +386,6 @@ def _build_transport(host: str, timeout: timedelta) -> Any:
 
 def _say_nothing(*_: object) -> None:
     """Stands for the line that Python's server prints of every request."""
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _address_towards(lighthouse: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.distributed.scheduled import Execution, RankProgram, RankStep
-from moe.distributed.waiting import waiting_for
+from moe.distributed.wait_seconds import waiting_for
 from moe.errors import ConfigError
 from moe.network.pieces import bounds_of_pieces, expand
 from moe.network.schedule import IntArray, Intervals, Schedule

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moe.distributed.fsdp_exchanges import attach_exchanges
 from moe.distributed.mesh import Mesh, MeshConfig
-from moe.distributed.waiting import waiting_for
+from moe.distributed.wait_seconds import waiting_for
 from moe.errors import ConfigError
 
 

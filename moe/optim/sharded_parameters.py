@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moe.distributed.sharding import local_shard
-from moe.distributed.waiting import waiting_for
+from moe.distributed.wait_seconds import waiting_for
 from moe.kernels.torch_private import StridedShard
 
 Groups = tuple[ProcessGroup, ...]

@@ -4,6 +4,7 @@ They add up exactly over batches, micro-batches, layers and ranks; `summarize` m
 shares of them that people read. Comes after losses.py; layer.py returns them.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +137,13 @@ def add_stats(a: RouterStats, b: RouterStats) -> RouterStats:
     return RouterStats(*(x + y for x, y in zip(a, b, strict=True)))
 
 
+def unflatten_stats(numbers: Sequence[Tensor]) -> list[RouterStats]:
+    """Returns the statistics of several layers, given the fields of all as one sequence."""
+    num_fields = len(RouterStats._fields)
+    starts = range(0, len(numbers), num_fields)
+    return [RouterStats(*numbers[start : start + num_fields]) for start in starts]
+
+
 def sum_stats(stats: RouterStats, group: ProcessGroup | None = None) -> RouterStats:
     """Returns the statistics of all ranks together, the same on each.
 
@@ -159,14 +167,9 @@ def summarize(stats: RouterStats) -> dict[str, float]:
         `confidence` (mean combine weight of an accepted choice).
 
     Raises:
-        DataError: When the statistics are no RouterStats, or hold no values.
+        DataError: When the statistics are not RouterStats.
     """
     _check_stats(stats)
-    if any(number.device.type == "meta" for number in stats):
-        raise DataError(
-            "The RouterStats are on the meta device, which holds no values. Summarize those of a layer that ran on "
-            "real tensors."
-        )
 
     # Where nothing was counted, shares are of 1 instead of 0.
     load = stats.expert_load.double()  # [E]

@@ -4,7 +4,7 @@
     text.safetensors              its tokens, and where its examples start
     step_00000100.safetensors     the choices of each token after 100 updates
 
-Comes after `recorder`. moe/training/probe.py makes probes; `read_probes` is for those who compare
+Comes after `recorder`. moe/training/routing_probe.py makes probes; `read_probes` is for those who compare
 them.
 """
 

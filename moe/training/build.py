@@ -8,18 +8,33 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
-from moe.checkpoint.loading import load_complete, load_model_on_mesh, local_device
+from moe.checkpoint.loading import (
+    check_model_folder,
+    load_complete,
+    load_model_on_mesh,
+    local_device,
+)
+from moe.data.tokenizer import load_tokenizer
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
 from moe.distributed.sharding import Layout, MeshCoordinate
+from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.initial_weights import draw_weights
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import mesh_limits, model_layouts, shard_model
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.sparse.groups import common_num_groups, tokens_per_group
-from moe.training.recipe import Recipe
+from moe.training.recipe import FinetuneRecipe, PretrainRecipe, Recipe
 from moe.training.step import check_groups
+
+# What pre-training that continues from a model may change: routers choose by the scores of the same
+# gate, each in its own way.
+_MAY_CHANGE = FinetuneRecipe.model_fields | {"router", "decoder_router"}
+
+# They say how fresh weights are drawn, and none are.
+_WITHOUT_EFFECT = frozenset({"initializer_scale", "router_initializer_std"})
 
 
 class BuiltModel(NamedTuple):
@@ -68,6 +83,41 @@ def check_run_fits(
     rows_of_rank = batch_size // recipe.mesh.num_data_ranks
     rows_of_pass = recipe.training.micro_batch_size or rows_of_rank
     check_groups(lengths, batch_size, rows_of_pass, group_size)
+
+
+def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Refuses a model that pre-training cannot continue from.
+
+    Args:
+        folder: A model saved by `save_pretrained`.
+        config: Of the recipe, which describes the whole model.
+        tokenizer: Of the run.
+
+    Raises:
+        CheckpointError: When the folder holds no model.
+        ConfigError: When the recipe describes another architecture, or the tokenizer is another;
+            names what differs.
+    """
+    check_model_folder(folder)
+    saved = STMoEConfig.from_pretrained(folder)
+    differing: list[str] = []
+    for name in sorted(PretrainRecipe.model_fields - _MAY_CHANGE - _WITHOUT_EFFECT):
+        given = getattr(config, name)
+        present = getattr(saved, name)
+        if given != present:
+            differing.append(f"model.{name} is {given!r}, the model has {present!r}")
+    if differing:
+        raise ConfigError(
+            f"The model in {folder} is not the one that the recipe describes: "
+            f"{'; '.join(differing)}. Give the recipe that it was trained with, or these settings."
+        )
+
+    # With another vocabulary, every row of the embedding would stand for another word.
+    if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"The tokenizer is not that of the model in {folder}, whose embeddings belong to its "
+            f"own tokens. Give --tokenizer {folder}."
+        )
 
 
 def build_new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> BuiltModel:

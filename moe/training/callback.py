@@ -6,7 +6,7 @@ Routers that balance themselves learn from their load through it, as `train_step
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from moe.data.pipeline import ALL_ROWS, Batch
 from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero, sum_each_over_ranks
 from moe.errors import ConfigError, DataError
 from moe.models.outputs import STMoEOutput
-from moe.sparse.stats import RouterStats, add_stats, router_values, sum_stats
+from moe.sparse.stats import RouterStats, add_stats, router_values, sum_stats, unflatten_stats
 from moe.tracing.probe_file import has_probes
-from moe.training.probe import PROBE_FOLDER, RoutingProbe, max_logits, probe_values
 from moe.training.router_health import RouterHealth, layer_keys
+from moe.training.routing_probe import PROBE_FOLDER, RoutingProbe, max_logits, probe_values
 from moe.training.step import add_layer_stats, learns_from_load, router_outputs
 
 _NEEDED = {"input_ids", "labels"}
@@ -205,17 +205,17 @@ class RouterStatsCallback(TrainerCallback):
 
         # All processes together, in one exchange.
         losses = [] if self._losses is None else [self._losses]
-        sums = iter(sum_each_over_ranks([*losses, *chain.from_iterable(self._since_log)]))
+        sums = sum_each_over_ranks([*losses, *chain.from_iterable(self._since_log)])
 
         values: dict[str, float] = {}
         if losses:
             # Without averaging over devices each process divided by its own number of tokens, so
             # that the sum over processes is `world_size` times the mean.
             shares = 1 if args.average_tokens_across_devices else args.world_size
-            means = (next(sums) / self._num_updates / shares).tolist()
+            means = (sums[0] / self._num_updates / shares).tolist()
             values = dict(zip(("ce_loss", "z_loss"), means, strict=True))
 
-        layers = [RouterStats(*islice(sums, len(stats))) for stats in self._since_log]
+        layers = unflatten_stats(sums[len(losses) :])
         num_encoder_layers = model.config.num_sparse_encoder_layers
         encoder = layers[:num_encoder_layers]
         decoder = layers[num_encoder_layers:]

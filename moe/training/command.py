@@ -9,8 +9,8 @@ import itertools
 import re
 import types
 import typing
-import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -18,26 +18,18 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from moe.checks import check, check_flag, shown
-from moe.distributed.launch import DEFAULT_TIMEOUT
+from moe.distributed.launch import DEFAULT_TIMEOUT, World, launch
 from moe.errors import ConfigError, MoEError, did_you_mean
 from moe.files import write_text
 from moe.models.configuration import STMoEConfig
 from moe.sparse.router_options import router_options_by_name
 from moe.training.optim_recipe import optim_options
 from moe.training.recipe import Recipe
-from moe.training.recipe_files import (
-    EXTENDS,
-    RENAMED_SETTINGS,
-    RecipeFile,
-    merged_text,
-    read_recipe_files,
-)
+from moe.training.recipe_files import EXTENDS, RecipeFile, merged_text, read_recipe_files
 
 R = TypeVar("R", bound=Recipe)
 
-_LONGEST_INTEGER = 1000  # bits
 _LONGEST_VALUE = 80  # characters
-_MOST_BRACKETS = 100  # of one kind, in a value
 _LONGEST_TEXT = 400
 _TYPE_PHRASES = {
     bool: "true or false",
@@ -56,7 +48,7 @@ class Setting(NamedTuple):
         name: Dotted name, e.g. `optim.lr`.
         type: Type of its value.
         default: Default value; `argparse.SUPPRESS` for none.
-        help: What `--help` says of it.
+        help: Its text in `--help`.
     """
 
     name: str
@@ -71,10 +63,12 @@ class _Arguments(NamedTuple):
     Attributes:
         argv: The arguments, each file replaced by its settings with those of its parents.
         sources: File that gave a setting, by dotted name, for those that no later argument gives.
+        values: What the user wrote for a setting, in a file or as an argument.
     """
 
     argv: list[str]
     sources: dict[str, Path]
+    values: dict[str, str]
 
 
 class RecipeCommand(Generic[R]):
@@ -92,47 +86,59 @@ class RecipeCommand(Generic[R]):
     def __init__(self, kind: type[R], description: str) -> None:
         self.kind = kind
         self._settings = {setting.name: setting for setting in recipe_settings(kind)}
-        self._mappings = set()
-        for name, setting in self._settings.items():
-            if _is_mapping(setting.type):
-                self._mappings.add(name)
+        self._mappings = {name for name, item in self._settings.items() if _is_mapping(item.type)}
         self._command_arguments: dict[str, dict[str, Any]] = {}
 
-        # Names that a wrong one may have meant: settings, and options of routers and optimizers.
+        # Names that a misspelt one may have meant: settings, and options of routers and optimizers.
         self._suggestions = set(self._settings)
         for name in self._mappings:
-            options = optim_options(name) or router_options_by_name()
-            for option in options:
+            for option in optim_options(name) or router_options_by_name():
                 self._suggestions.add(f"{name}.{option}")
 
         self._parser = ArgumentParser(description=description, exit_on_error=False)
-        explanation = "YAML file with settings; later ones win"
-        self._parser.add_argument("--config", action="config", help=explanation)
+        self._parser.add_argument(
+            "--config", action="config", help="YAML file with settings; later files win"
+        )
         for setting in self._settings.values():
             self._parser.add_argument(
                 f"--{setting.name}", type=setting.type, default=setting.default, help=setting.help
             )
 
     def add_argument(self, name: str, **options: Any) -> None:
-        """Adds an argument that is no setting of the recipe, as `argparse` has it."""
+        """Adds an argument that is not a setting of the recipe, as in `argparse`."""
         self._command_arguments[name.removeprefix("--")] = options
         self._parser.add_argument(name, **options)
 
     def add_timeout(self) -> None:
-        """Adds `--timeout`, for `timeout`."""
-        explanation = f"seconds that ranks wait for others ({DEFAULT_TIMEOUT:g})"
-        self.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help=explanation)
+        """Adds `--timeout`, which `launch` needs."""
+        self.add_argument(
+            "--timeout",
+            type=float,
+            default=DEFAULT_TIMEOUT,
+            help=f"seconds that ranks wait for others ({DEFAULT_TIMEOUT:g})",
+        )
 
-    def timeout(self, argv: list[str]) -> float:
-        """Returns the seconds that ranks wait for each other, for `launch`, before they have met.
+    @contextmanager
+    def launch(self, argv: list[str]) -> Iterator[tuple[World, R, argparse.Namespace]]:
+        """Joins the ranks and yields the world, the recipe and the command's own arguments.
 
-        Of arguments that are wrong the default: `parse` says among the ranks, and once, what is
-        wrong with them.
+        Wrong arguments are reported inside the launch, so that one rank alone prints the message.
+
+        Raises:
+            ConfigError: See `parse` and `launch`.
         """
+        parsed = None
+        error = None
         try:
-            return self.parse(argv)[1].timeout
-        except MoEError:
-            return DEFAULT_TIMEOUT
+            parsed = self.parse(argv)
+        except MoEError as failure:
+            error = failure
+
+        with launch(parsed[1].timeout if parsed else DEFAULT_TIMEOUT) as world:
+            if parsed is None:
+                assert error is not None, "parsing returned nothing, so it raised"
+                raise error
+            yield (world, *parsed)
 
     def parse(self, argv: list[str]) -> tuple[R, argparse.Namespace]:
         """Returns the recipe and the command's own arguments.
@@ -141,19 +147,15 @@ class RecipeCommand(Generic[R]):
             ConfigError: When a key is unknown, a value has the wrong type or is impossible, or a
                 file is unreadable.
         """
-        # Names are checked before any value, so that a misspelt one is what the user hears of.
-        argv = self._rename_options(argv)
+        # Check names before values: of a misspelt setting the name is what the user must hear of.
         self._refuse_unknown_options(argv)
-        arguments = self._read_files(argv)
-
-        # What jsonargparse would take ages to read, or would take for something else.
-        _refuse_unreadable(argv)
         self._refuse_empty_paths(argv)
+        arguments = self._read_files(argv)
 
         try:
             parsed = self._parser.parse_args(arguments.argv)
         except argparse.ArgumentError as error:
-            text = self._explain(error)
+            text = self._describe_wrong_type(str(error), arguments.values)
             raise ConfigError(_name_source(text, arguments.sources)) from error
 
         try:
@@ -168,29 +170,13 @@ class RecipeCommand(Generic[R]):
             setattr(own_arguments, name, values[name])
         return recipe, own_arguments
 
-    def _rename_options(self, argv: list[str]) -> list[str]:
-        """Returns the arguments with the present names of settings that were renamed."""
-        renamed = []
-        for argument in argv:
-            # The value may stand behind "=", or be the next argument.
-            option, separator, value = argument.partition("=")
-            name = RENAMED_SETTINGS.get(option.removeprefix("--"))
-            if option.startswith("--") and name in self._settings:
-                text = (
-                    f"{option} is now called --{name}; the old name will go with the next release."
-                )
-                warnings.warn(text, FutureWarning, stacklevel=3)
-                argument = f"--{name}{separator}{value}"
-            renamed.append(argument)
-        return renamed
-
     def _refuse_unknown_options(self, argv: list[str]) -> None:
         """Raises a ConfigError for the first `--name` that the command does not have."""
         known = {"config", "print_config", "help", *self._settings, *self._command_arguments}
         for argument in argv:
             name = argument.removeprefix("--").split("=")[0]
             is_option = argument.startswith("--")
-            # Keys of a mapping, such as a router's options, are checked by who reads them.
+            # Keys of a mapping, such as a router's options, are checked where they are used.
             in_mapping = name.rpartition(".")[0] in self._mappings
             if is_option and name not in known and not in_mapping:
                 closest = did_you_mean(name, known | self._suggestions)
@@ -204,7 +190,7 @@ class RecipeCommand(Generic[R]):
         Raises:
             ConfigError: When a file cannot be read, or a key of it is no setting.
         """
-        arguments = _Arguments([], {})
+        arguments = _Arguments([], {}, {})
         previous = ""
         for argument in argv:
             option, separator, value = argument.partition("=")
@@ -212,11 +198,13 @@ class RecipeCommand(Generic[R]):
                 path = Path(argument if previous == "--config" else value)
                 files = read_recipe_files(path)
 
-                # Of a setting in several files the last child's is what counts.
+                # Where several files give a setting, the last child wins.
                 for file in reversed(files):
-                    arguments.sources.update(self._check_file(file))
+                    for name, setting in self._check_file(file).items():
+                        arguments.sources[name] = file.path
+                        arguments.values[name] = str(setting)
 
-                # jsonargparse takes the text of a file in the place of its path.
+                # jsonargparse accepts the text of a file instead of its path.
                 if previous == "--config":
                     arguments.argv.pop()
                 arguments.argv.append(f"--config={merged_text(files)}")
@@ -226,41 +214,40 @@ class RecipeCommand(Generic[R]):
             # A setting that is typed after a file is no longer the file's.
             if option.startswith("--"):
                 typed = option.removeprefix("--")
+                arguments.values[typed] = value
                 for name in list(arguments.sources):
                     if typed == name or typed.startswith(f"{name}."):
                         del arguments.sources[name]
+            elif previous.startswith("--"):
+                arguments.values[previous.removeprefix("--")] = argument
             arguments.argv.append(argument)
             previous = argument
         return arguments
 
-    def _check_file(self, file: RecipeFile) -> dict[str, Path]:
-        """Returns the file by the name of each setting in it.
+    def _check_file(self, file: RecipeFile) -> dict[str, Any]:
+        """Returns the settings of a file by their dotted names.
 
         Raises:
             ConfigError: For the first key that is no setting, or whose value cannot be one.
         """
-        # A section alone, without any key in it, changes nothing and is allowed.
+        # An empty section changes nothing and is allowed.
         known = {*self._settings, *self._command_arguments}
         for name in self._settings:
             section, dot, _ = name.partition(".")
             if dot:
                 known.add(section + dot)
 
-        sources = {}
+        settings = {}
         for key, value in _leaves(file.settings, self._mappings):
             if key not in known:
                 raise ConfigError(
                     f"{file.path}: there is no setting {shown(key)} in a {self.kind.__name__}."
                     f"{did_you_mean(key, self._suggestions | {EXTENDS})} Remove it or correct its name."
                 )
-            if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
-                raise ConfigError(
-                    f"{file.path}: {key} is {shown(value)}; expected a number of at most 300 digits."
-                )
             if key in self._command_arguments:
                 _check_argument(f"{file.path}: {key}", value, self._command_arguments[key])
-            sources[key] = file.path
-        return sources
+            settings[key] = value
+        return settings
 
     def _refuse_nulls(self, parsed: Any) -> None:
         """Raises a ConfigError for the first setting that is null and may not be.
@@ -276,9 +263,9 @@ class RecipeCommand(Generic[R]):
                 )
 
     def _refuse_empty_paths(self, argv: list[str]) -> None:
-        """Raises a ConfigError for the first path that is an empty text: the folder here."""
+        """Raises a ConfigError for an empty path, which would mean the current folder."""
         for before, argument in itertools.pairwise(["", *argv]):
-            # `--option=value`, or a value behind its option.
+            # `--option=value`, or a value after its option.
             option, has_value, value = argument.partition("=")
             if not argument.startswith("--"):
                 option = before
@@ -290,19 +277,18 @@ class RecipeCommand(Generic[R]):
                     f"{option} is empty; expected a path. Give one, or leave the option out."
                 )
 
-    def _explain(self, error: argparse.ArgumentError) -> str:
-        """Returns jsonargparse's message on a value of the wrong type in our own form.
+    def _describe_wrong_type(self, text: str, values: dict[str, str]) -> str:
+        """Returns what is wrong with a value in our own form: the setting, the value, its type.
 
-        It says the setting, the value, and what is expected.
+        Args:
+            text: jsonargparse's message, of several lines, which names the setting in quotes.
+            values: What the user wrote for each setting.
         """
-        # jsonargparse writes several lines, of which key and value are what the user needs.
-        text = " ".join(str(error).split())
-        key = re.search(r'[Pp]arser key "([^"]+)"', text)
-        value = re.search(r"(?:Got|Given) value: (.*)$", text)
-        if key is None or value is None or key[1] not in self._settings:
-            return _shorten(text, _LONGEST_TEXT)
-        given = _shorten(value[1], _LONGEST_VALUE)
-        return f"{key[1]} is {given}; expected {_type_phrase(self._settings[key[1]].type)}."
+        for name, value in values.items():
+            if f'"{name}"' in text and name in self._settings:
+                expected = _type_phrase(self._settings[name].type)
+                return f"{name} is {_shorten(value, _LONGEST_VALUE)}; expected {expected}."
+        return _shorten(" ".join(text.split()), _LONGEST_TEXT)
 
 
 # ---------------------------------------------------------------------------
@@ -310,7 +296,7 @@ class RecipeCommand(Generic[R]):
 
 
 def typed_settings(argv: list[str]) -> set[str]:
-    """Returns the names of the settings that stand on the command line itself, not in its files."""
+    """Returns the names of the settings given on the command line, not in files."""
     names = set()
     for argument in argv:
         if argument.startswith("--"):
@@ -319,7 +305,7 @@ def typed_settings(argv: list[str]) -> set[str]:
 
 
 def recipe_settings(kind: type[Recipe]) -> Iterator[Setting]:
-    """Yields every key of a recipe of this kind, with the types and texts of its dataclasses."""
+    """Yields every key of a recipe of this kind, with type and help text from its dataclasses."""
     types_of_kind = typing.get_type_hints(kind)
     help_of_kind = _attribute_help(kind) | _attribute_help(Recipe)
     for item in dataclasses.fields(kind):
@@ -334,29 +320,24 @@ def recipe_settings(kind: type[Recipe]) -> Iterator[Setting]:
 
 def _model_settings(kind: type[Recipe]) -> Iterator[Setting]:
     """Yields the settings of the model, in the order of STMoEConfig."""
-    explanations = _attribute_help(STMoEConfig)
+    help_texts = _attribute_help(STMoEConfig)
     for item in dataclasses.fields(STMoEConfig):
         if item.name in kind.model_fields:
             default = kind.model_defaults.get(item.name, argparse.SUPPRESS)
-            yield Setting(f"model.{item.name}", item.type, default, explanations[item.name])
+            yield Setting(f"model.{item.name}", item.type, default, help_texts[item.name])
 
 
 def _section_settings(name: str, section: Any) -> Iterator[Setting]:
     """Yields the settings of a section, which is a dataclass."""
     field_types = typing.get_type_hints(type(section))
-    explanations = _attribute_help(type(section))
+    help_texts = _attribute_help(type(section))
     for item in dataclasses.fields(section):
         default = getattr(section, item.name)
-        yield Setting(
-            f"{name}.{item.name}", field_types[item.name], default, explanations[item.name]
-        )
+        yield Setting(f"{name}.{item.name}", field_types[item.name], default, help_texts[item.name])
 
 
 def build_recipe(kind: type[R], values: dict[str, Any]) -> R:
-    """Returns the recipe of nested plain values, e.g. those that `dataclasses.asdict` gave.
-
-    Other keys are ignored.
-    """
+    """Returns the recipe of nested plain values, as from `dataclasses.asdict`; ignores other keys."""
     arguments = {}
     for item in dataclasses.fields(kind):
         if item.name not in values:
@@ -376,20 +357,19 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:
-    """Returns the default of a dataclass field."""
     factory = item.default_factory
     return item.default if factory is dataclasses.MISSING else factory()
 
 
 def _attribute_help(cls: Any) -> dict[str, str]:
-    """Returns the text on each field of a dataclass, from `Attributes:` in its docstring."""
-    # The section ends with an empty line; a text goes on in lines that are indented further.
+    """Returns the text of each field of a dataclass, from `Attributes:` in its docstring."""
+    # The section ends at an empty line; continuation lines are indented further.
     section = (cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    explanations = {item.name: "" for item in dataclasses.fields(cls)}
+    help_texts = {item.name: "" for item in dataclasses.fields(cls)}
     for name, text in re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, flags=re.MULTILINE):
-        if name in explanations:
-            explanations[name] = " ".join(text.split())
-    return explanations
+        if name in help_texts:
+            help_texts[name] = " ".join(text.split())
+    return help_texts
 
 
 # ---------------------------------------------------------------------------
@@ -397,21 +377,19 @@ def _attribute_help(cls: Any) -> dict[str, str]:
 
 
 def _is_mapping(kind: Any) -> bool:
-    """Returns whether a setting of this type holds names and values of its own, or may."""
+    """Returns whether a setting of this type may be a mapping."""
     return any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind)))
 
 
 def _leaves(
     mapping: dict[str, Any], leaves: set[str], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yields names and values of the leaves of nested mappings, e.g. `optim.lr`.
-
-    An empty mapping is `optim.`.
+    """Yields dotted name and value of each leaf, e.g. `optim.lr`; `optim.` for an empty mapping.
 
     Args:
         mapping: Settings of a file.
         leaves: Names whose value is a mapping itself.
-        prefix: Begins every name in `mapping`.
+        prefix: Put before every name in `mapping`.
     """
     if prefix and not mapping:
         yield prefix, None
@@ -430,41 +408,26 @@ def _check_argument(name: str, value: object, options: dict[str, Any]) -> None:
         value: Value in the file.
         options: Options of the argument, as `argparse` has them.
     """
-    # A flag is true or false, and what is required may not be null.
+    # A flag is true or false, and a required argument is not null.
     if options.get("action") == "store_true":
         check_flag(name, value)
     elif options.get("required"):
-        expected = "a value; leave the key out to give it on the command line"
-        check(value is not None, name, value, expected)
+        check(
+            value is not None,
+            name,
+            value,
+            "a value; leave the key out to give it on the command line",
+        )
 
-    # Lists and paths, which the command line has no other way to give.
+    # Lists and paths.
     if options.get("nargs") == "+" and value is not None:
         check(isinstance(value, list), name, value, "a list, e.g. [0, 1]")
     if options.get("type") is Path and value is not None:
-        is_path = isinstance(value, str) and bool(value.strip()) and "\0" not in value
-        check(is_path, name, value, "a path")
-
-
-def _refuse_unreadable(argv: list[str]) -> None:
-    """Raises a ConfigError for a value that no setting can have.
-
-    jsonargparse reads values as YAML: it is slow on long numbers and deep nesting, and YAML's tags
-    can raise any exception.
-    """
-    for before, argument in itertools.pairwise(["", *argv]):
-        name, _, value = argument.rpartition("=")
-        expected = ""
-        if re.fullmatch(r"[+-]?[\d_]{300,}|0x[0-9a-fA-F_]{250,}", value):
-            expected = "a number of at most 300 digits"
-        elif max(value.count("["), value.count("{")) > _MOST_BRACKETS:
-            expected = f"at most {_MOST_BRACKETS} brackets"
-        elif re.match(r"[\[{\s]*!!", value):
-            expected = "a value without a YAML tag"
-        check(not expected, name or before, value, expected)
+        check(isinstance(value, str) and bool(value.strip()), name, value, "a path")
 
 
 def _name_source(text: str, sources: dict[str, Path]) -> str:
-    """Returns a message that begins with a setting, after the file in which that stands, if any."""
+    """Puts the file that gave a setting before a message that begins with the setting's name."""
     name = text.partition(" ")[0]
     return f"{sources[name]}: {text}" if name in sources else text
 
@@ -474,7 +437,7 @@ def _shorten(text: str, most: int) -> str:
 
 
 def _type_phrase(kind: Any) -> str:
-    """Returns what a message calls a value of this type, e.g. `an integer or null`."""
+    """Returns the expected type in words, e.g. `an integer or null`."""
     origin = typing.get_origin(kind)
     parts = typing.get_args(kind)
     if origin is typing.Literal:

@@ -18,7 +18,7 @@ from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
 from moe.distributed.collectives import broadcast_from_rank_zero, enter_on_rank_zero, is_rank_zero
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.replica_groups import LostStepError
-from moe.distributed.waiting import measured_waits
+from moe.distributed.wait_seconds import measured_waits
 from moe.errors import CheckpointError, DataError, DivergenceError, Interrupted, NonFiniteError
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.kernels.host_memory import keep_freed_memory
@@ -28,13 +28,11 @@ from moe.optim.parameter_groups import parameter_groups
 from moe.training.command import save_recipe
 from moe.training.interruption import stop_requests
 from moe.training.metrics import METRICS_FILE
-from moe.training.probe import PROBE_FOLDER, RoutingProbe, check_probe
-from moe.training.recipe import with_later_settings
-from moe.training.recipe_files import rename_settings
+from moe.training.planned_steps import LiveState, PlannedStep, ShareSource, live_steps
 from moe.training.reporter import Reporter, is_due, open_metrics, warn_on_rank_zero
-from moe.training.run import CHECKPOINTS_FOLDER, FOLDER_KIND, MODEL_FOLDER, RECIPE_FILE, Run
+from moe.training.routing_probe import PROBE_FOLDER, RoutingProbe, check_probe
+from moe.training.run import CHECKPOINTS_FOLDER, MODEL_FOLDER, RECIPE_FILE, TRAINING_RUN, Run
 from moe.training.step import StepMetrics, StepRanks, take_step
-from moe.training.turns import LiveState, ShareSource, Turn, live_turns
 
 _MESH_SETTINGS = frozenset(f"mesh.{axis.name}" for axis in dataclasses.fields(MeshConfig))
 
@@ -138,10 +136,10 @@ def _run_steps(
         reporter.report_held_out(0)
         reporter.report_probe(0)
 
-    turns = _turns(run, optimizer, first_step)
-    with closing(turns), reporter.progress_bar(first_step) as bar:
+    planned_steps = _planned_steps(run, optimizer, first_step)
+    with closing(planned_steps), reporter.progress_bar(first_step) as bar:
         reporter.restart_clock()
-        for step, shares, data_wait in reporter.measured(turns):
+        for step, shares, data_wait in reporter.measured(planned_steps):
             done = step + 1
             with _divergence_where_not_finite(done, run.folder):
                 try:
@@ -172,16 +170,16 @@ def _run_steps(
                     )
 
 
-def _turns(
+def _planned_steps(
     run: Run, optimizer: torch.optim.Optimizer, first_step: int
-) -> Generator[Turn, None, None]:
+) -> Generator[PlannedStep, None, None]:
     """Returns the steps from `first_step` on, with this rank's rows of their batches."""
     steps = range(first_step, run.recipe.training.steps)
     source = ShareSource(run.source, run.recipe.mesh, run.workers, run.built.model.device)
     if run.replicas is None:
         mesh = run.built.mesh
         source = source._replace(config=mesh.config if mesh else MeshConfig())
-        return source.turns([mesh.data_rank if mesh else 0], steps)
+        return source.plan([mesh.data_rank if mesh else 0], steps)
 
     # Groups that do not train the same run would spoil each other's weights.
     def check_settings(others: RunState) -> None:
@@ -190,7 +188,7 @@ def _turns(
         check_same_run(where, others, _run_state(run, others.step), changeable)
 
     state = LiveState(run.built, optimizer, _run_state(run, first_step), check_settings)
-    return live_turns(run.replicas, source, state, steps)
+    return live_steps(run.replicas, source, state, steps)
 
 
 def _build_optimizer(run: Run) -> torch.optim.Optimizer:
@@ -336,8 +334,6 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
     if path is None:
         return
     saved = load_state(path)
-    settings = with_later_settings(rename_settings(saved.recipe), type(run.recipe))
-    saved = saved._replace(recipe=settings)
     check_same_run(path, saved, _run_state(run, saved.step), _CHANGEABLE_SETTINGS)
 
     # `training.steps` may not be lowered below what is done.
@@ -367,7 +363,7 @@ def _hold_run_folder(folder: Path, resume: bool) -> AbstractContextManager[None]
     """
     refuse_to_overwrite(folder, resume)
     taken = f"Another process trains in {folder}. Wait for it, or choose another --out."
-    return claim_folder(folder, FOLDER_KIND, taken=taken)
+    return claim_folder(folder, TRAINING_RUN, taken=taken)
 
 
 def refuse_to_overwrite(folder: Path, resume: bool) -> None:
@@ -380,7 +376,7 @@ def refuse_to_overwrite(folder: Path, resume: bool) -> None:
     Raises:
         DataError: Names what to do instead.
     """
-    check_kind(folder, FOLDER_KIND)
+    check_kind(folder, TRAINING_RUN)
     names = (METRICS_FILE, CHECKPOINTS_FOLDER, MODEL_FOLDER)
     holds_run = any((folder / name).exists() for name in names)
     if holds_run and not resume:

@@ -1,8 +1,8 @@
-"""Turns: which step comes next, and which rows of its batch this rank computes.
+"""Planned steps: which step comes next, and which rows of its batch this rank computes.
 
 On one mesh every step follows the last and the rows stay the same. Where replica groups may be
-lost, they meet before each step: who is left takes the rows, a step that was lost comes again, and
-a group that was healed goes on where the others are.
+lost, they meet before each step: the groups that are left share the rows, a lost step is repeated,
+and a healed group continues where the others are.
 """
 
 import sys
@@ -25,13 +25,13 @@ from moe.training.heldout_loss import to_device
 from moe.training.step import Share
 
 
-class Turn(NamedTuple):
-    """A step that is to be taken.
+class PlannedStep(NamedTuple):
+    """The next step to take.
 
     Attributes:
         step: Its number, from 0.
-        shares: Parts of its batch that are this rank's.
-        data_wait: Seconds for which it waited for them.
+        shares: This rank's parts of the batch.
+        data_wait: Seconds spent waiting for them.
     """
 
     step: int
@@ -54,8 +54,8 @@ class ShareSource(NamedTuple):
     workers: int | None
     device: torch.device
 
-    def turns(self, data_ranks: Sequence[int], steps: range) -> Generator[Turn, None, None]:
-        """Yields the turn of each step with the rows of these data ranks."""
+    def plan(self, data_ranks: Sequence[int], steps: range) -> Generator[PlannedStep, None, None]:
+        """Yields each step with the rows of these data ranks."""
         rows_per_rank = self.source.batch_size // self.config.num_data_ranks
         with ExitStack() as stack:
             batches: list[Iterator[Any]] = []
@@ -70,17 +70,17 @@ class ShareSource(NamedTuple):
                 shares: list[Share] = []
                 for data_rank, coming in zip(data_ranks, batches, strict=True):
                     shares.append(Share(data_rank, to_device(next(coming), self.device)))
-                yield Turn(step, shares, time.perf_counter() - started)
+                yield PlannedStep(step, shares, time.perf_counter() - started)
 
 
 class LiveState(NamedTuple):
-    """The state that replica groups give each other.
+    """The state that replica groups send each other.
 
     Attributes:
         built: The model.
         optimizer: Optimizer of its parameters.
-        settings: What groups must have in common.
-        check: Raises unless the settings of another group are these.
+        settings: Settings that all groups must share.
+        check: Raises when another group's settings differ.
     """
 
     built: BuiltModel
@@ -89,44 +89,44 @@ class LiveState(NamedTuple):
     check: Callable[[RunState], None]
 
     def save(self) -> dict[str, Any]:
-        """Returns the state as it is now."""
+        """Returns the current state."""
         model, layouts, _ = self.built
         settings = self.settings._asdict()
         return {"settings": settings, "tensors": live_state(model, self.optimizer, layouts)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes the state of another group over."""
+        """Takes over the state of another group."""
         self.check(RunState(**state["settings"]))
         model, layouts, _ = self.built
         load_live_state(state["tensors"], model, self.optimizer, layouts)
 
 
-def live_turns(
+def live_steps(
     replicas: ReplicaGroups, source: ShareSource, state: LiveState, steps: range
-) -> Generator[Turn, None, None]:
-    """Yields the turns of a replica group until all groups have taken the last step.
+) -> Generator[PlannedStep, None, None]:
+    """Yields the steps of a replica group until all groups have taken the last one.
 
-    A turn whose step raised a LostStepError comes again, perhaps with other rows.
+    A step that raised a LostStepError is yielded again, perhaps with other rows.
 
     Args:
         replicas: The groups.
         source: Makes batches.
-        state: What a group that is behind takes over.
-        steps: Steps that this group has before it.
+        state: State that a group that is behind takes over.
+        steps: Steps that this group still has to take.
     """
     mesh = state.built.mesh
     with ExitStack() as stack:
         stack.enter_context(replicas.joined(steps.start, state.save, state.load))
-        turns = _Restartable(source, steps.stop)
-        stack.callback(turns.close)
+        batches = _RestartableBatches(source, steps.stop)
+        stack.callback(batches.close)
         changes = _Changes(replicas.num_groups, steps.start)
         while True:
             state.optimizer.zero_grad(set_to_none=True)
             try:
                 live = replicas.begin_step()
-                changes.tell(live)
+                changes.report(live)
                 if live.step >= steps.stop:
-                    # Nobody leaves while another still needs the last state.
+                    # No group leaves while another still needs the last state.
                     replicas.sum_each([torch.ones(())])
                     return
             except LostStepError:
@@ -138,15 +138,15 @@ def live_turns(
             numbers: list[int] = []
             for share in replicas.shares(live):
                 numbers.append(share * ranks_of_group + data_rank)
-            yield turns.turn(live.step, numbers)
+            yield batches.at(live.step, numbers)
 
 
 class _Changes:
-    """Says on rank zero, once, who is there and where this group goes on.
+    """Reports on rank zero, once each, which groups take part and where a healed group continues.
 
     Args:
-        num_groups: Groups that there should be.
-        step: Step that this group begins with.
+        num_groups: Groups of the whole run.
+        step: First step of this group.
     """
 
     def __init__(self, num_groups: int, step: int) -> None:
@@ -154,13 +154,15 @@ class _Changes:
         self._num_live = num_groups
         self._step = step
 
-    def tell(self, live: LiveGroups) -> None:
-        """Tells what has changed since the last step."""
+    def report(self, live: LiveGroups) -> None:
+        """Reports what has changed since the last step."""
         if live.step > self._step:
-            self._print(f"Healed: has the state of another group after step {live.step:,}.")
+            self._print(f"Healed: took over the state of another group after step {live.step:,}.")
         if live.num_live != self._num_live:
-            there = f"{live.num_live} of {self._num_groups} replica groups take part"
-            self._print(f"From step {live.step + 1:,} on {there}.")
+            self._print(
+                f"From step {live.step + 1:,} on {live.num_live} of {self._num_groups} replica "
+                "groups take part."
+            )
         self._num_live = live.num_live
         self._step = live.step + 1
 
@@ -169,8 +171,8 @@ class _Changes:
             print(f"\n{text}", file=sys.stderr, flush=True)  # noqa: T201  on the progress bar
 
 
-class _Restartable:
-    """Batches ahead of steps that follow each other, made anew when step or rows are others.
+class _RestartableBatches:
+    """Batches made ahead of consecutive steps, restarted when the next step or the rows change.
 
     Args:
         source: Makes batches.
@@ -180,26 +182,26 @@ class _Restartable:
     def __init__(self, source: ShareSource, last_step: int) -> None:
         self._source = source
         self._last_step = last_step
-        self._turns: Generator[Turn, None, None] | None = None
+        self._steps: Generator[PlannedStep, None, None] | None = None
         self._data_ranks: Sequence[int] = ()
-        self._turn: Turn | None = None
+        self._current: PlannedStep | None = None
 
-    def turn(self, step: int, data_ranks: Sequence[int]) -> Turn:
-        """Returns the turn of a step with the rows of these data ranks."""
+    def at(self, step: int, data_ranks: Sequence[int]) -> PlannedStep:
+        """Returns a step with the rows of these data ranks."""
         has_same_rows = data_ranks == self._data_ranks
-        if has_same_rows and self._turn is not None and self._turn.step == step:
-            return self._turn
+        if has_same_rows and self._current is not None and self._current.step == step:
+            return self._current
 
-        # After a change nothing that was made ahead is of use.
-        follows = self._turn is not None and self._turn.step + 1 == step
-        if self._turns is None or not (has_same_rows and follows):
+        # After a change, batches that were made ahead are useless.
+        follows = self._current is not None and self._current.step + 1 == step
+        if self._steps is None or not (has_same_rows and follows):
             self.close()
-            self._turns = self._source.turns(data_ranks, range(step, self._last_step))
+            self._steps = self._source.plan(data_ranks, range(step, self._last_step))
             self._data_ranks = data_ranks
-        self._turn = next(self._turns)
-        return self._turn
+        self._current = next(self._steps)
+        return self._current
 
     def close(self) -> None:
         """Ends the processes that make batches."""
-        if self._turns is not None:
-            self._turns.close()
+        if self._steps is not None:
+            self._steps.close()

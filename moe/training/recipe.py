@@ -6,7 +6,7 @@ command.py reads them from YAML files (recipe_files.py) and the command line.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from moe.checks import check, check_choice, check_field_types, check_integer
 from moe.data.batches_ahead import check_workers
@@ -64,7 +64,7 @@ class TrainingRecipe:
         evaluate_every: Steps from one held-out evaluation to the next.
         held_out_batches: Batches in a held-out evaluation; 0 for no evaluation.
         probe_every: Steps from one record of the routing of held-out text to the next, see
-            moe/training/probe.py; 0 for none.
+            moe/training/routing_probe.py; 0 for none.
         probe_batches: Batches of that text.
         checkpoint_every: Steps from one checkpoint to the next: what a crash may cost.
         keep_checkpoints: Newest checkpoints that stay on disk.
@@ -247,9 +247,7 @@ class MixtureRecipe:
         check(not repeated, "mixture.tasks", tasks, once)
 
         folder = self.folder
-        is_path = folder is None or (
-            isinstance(folder, str) and bool(folder.strip()) and "\0" not in folder
-        )
+        is_path = folder is None or (isinstance(folder, str) and bool(folder.strip()))
         expected = "the path of a folder, or null for the tasks' own sources"
         check(is_path, "mixture.folder", folder, expected)
 
@@ -299,8 +297,7 @@ class Recipe:
                 )
         object.__setattr__(self, "model", {**self.model_defaults, **self.model})
 
-        # Settings that only together can be wrong.
-        self._check_sections()
+        # Settings that contradict each other.
         self.build_schedule()
         rows = self.training.batch_size
         micro_rows = self.training.micro_batch_size or 1
@@ -311,15 +308,6 @@ class Recipe:
                 f"training.batch_size is {rows}; expected a multiple of {multiple}: {data_ranks} data ranks "
                 f"({self.mesh}) with micro-batches of {micro_rows}. Choose another batch size or mesh."
             )
-
-    def _check_sections(self) -> None:
-        """Raises a ConfigError when a section is not the record that its field is made of."""
-        for item in dataclasses.fields(self):
-            if item.default_factory is dataclasses.MISSING or item.name == "model":
-                continue
-            kind = type(item.default_factory())
-            section = getattr(self, item.name)
-            check(isinstance(section, kind), item.name, section, f"a {kind.__name__}")
 
     def build_schedule(self) -> Schedule:
         """Returns the learning rate as a function of the step.
@@ -433,20 +421,3 @@ class FinetuneRecipe(Recipe):
         check_choice("optimizer_state", state, get_args(OptimizerState))
         goes_with_init = state == "reset" or self.init == "pretrained"
         check(goes_with_init, "optimizer_state", state, "reset, since init is scratch")
-
-
-def with_later_settings(settings: Mapping[str, Any], kind: type[Recipe]) -> dict[str, Any]:
-    """Returns the settings of an earlier release, with the defaults of those that came later.
-
-    Args:
-        settings: Settings as plain values, as a checkpoint holds them.
-        kind: Class of the recipe.
-    """
-    completed = dict(settings)
-    recipe = kind()
-    for group in dataclasses.fields(recipe):
-        defaults = getattr(recipe, group.name)
-        given = completed.get(group.name)
-        if dataclasses.is_dataclass(defaults) and isinstance(given, dict):
-            completed[group.name] = dataclasses.asdict(cast(Any, defaults)) | given
-    return completed

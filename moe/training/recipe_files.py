@@ -10,8 +10,6 @@ merged key by key; any other value, a list too, replaces that of the parent.
 """
 
 import os
-import warnings
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,18 +21,15 @@ from moe.parsing import PlainLoader, read_text, read_yaml
 
 EXTENDS = "extends"
 
-RENAMED_SETTINGS = {"optimizer_slots": "optimizer_state"}
-"""Present name of each setting that was renamed; the old one is read, with a warning, for one release."""
-
 
 class RecipeFile(NamedTuple):
-    """One recipe file, without what it inherits.
+    """One recipe file, without the settings it inherits.
 
     Attributes:
         path: The file.
         settings: Its nested settings, without `extends`.
-        node: The same as YAML nodes, which keep how each value is written: `1e-3` and `"1e-3"`
-            are not the same to every reader.
+        node: The same as YAML nodes, which keep how a value is written: some readers tell `1e-3`
+            from `"1e-3"`.
     """
 
     path: Path
@@ -46,16 +41,16 @@ def read_recipe_files(path: Path) -> list[RecipeFile]:
     """Returns a recipe file and those that it extends: the file first, its farthest parent last.
 
     Raises:
-        ConfigError: When a file cannot be read, names no file as its parent, or extends itself,
-            directly or by others; the files on the way are named.
+        ConfigError: When a file cannot be read, its parent does not exist, or it extends itself,
+            directly or through others.
     """
-    # From child to parent, until a file has none; `chain` is what an error shows.
+    # From child to parent, until a file has none; `chain` is for the error message.
     files: list[RecipeFile] = []
     chain: list[Path] = []
     next_path: Path | None = path
     while next_path is not None:
         chain.append(next_path)
-        if any(_is_same_path(next_path, earlier.path) for earlier in files):
+        if any(os.path.realpath(next_path) == os.path.realpath(file.path) for file in files):
             raise ConfigError(
                 f"{path} extends itself: {' -> '.join(map(str, chain))}. Remove `{EXTENDS}` from one of them."
             )
@@ -77,30 +72,6 @@ def merged_text(files: list[RecipeFile]) -> str:
     return yaml.serialize(node, Dumper=yaml.SafeDumper, allow_unicode=True)
 
 
-def rename_settings(
-    settings: Mapping[str, Any], warn: Callable[[str], None] | None = None
-) -> dict[str, Any]:
-    """Returns settings under their present names.
-
-    Args:
-        settings: Settings by name, some of which may have the name of an earlier version.
-        warn: Called with a sentence about each old name; None for settings
-            that no user has typed, as those of a checkpoint.
-
-    Raises:
-        ConfigError: When a setting is given by both of its names.
-    """
-    renamed: dict[str, Any] = {}
-    for name, value in settings.items():
-        new_name = RENAMED_SETTINGS.get(name, name)
-        if new_name in renamed:
-            raise ConfigError(f"{name} and {new_name} are one setting. Keep {new_name} alone.")
-        if new_name != name and warn is not None:
-            warn(f"{name} is now called {new_name}; the old name will go with the next release.")
-        renamed[new_name] = value
-    return renamed
-
-
 def _read_file(path: Path) -> tuple[RecipeFile, Path | None]:
     """Returns a recipe file, and the path of its parent, if it names one."""
     settings = read_yaml(path)
@@ -111,17 +82,8 @@ def _read_file(path: Path) -> tuple[RecipeFile, Path | None]:
     if EXTENDS in settings:
         parent = _parent_path(path, settings.pop(EXTENDS))
 
-    def warn(text: str) -> None:
-        warnings.warn(f"{path}: {text}", FutureWarning, stacklevel=2)
-
-    settings = rename_settings(settings, warn)
-
-    # The nodes without `extends`, under the same names as the settings.
-    entries = []
-    for key, value in node.value:
-        if key.value != EXTENDS:
-            name = RENAMED_SETTINGS.get(key.value, key.value)
-            entries.append((yaml.ScalarNode(key.tag, name, style=key.style), value))
+    # The nodes without `extends`.
+    entries = [entry for entry in node.value if entry[0].value != EXTENDS]
     return RecipeFile(path, settings, yaml.MappingNode(node.tag, entries)), parent
 
 
@@ -129,13 +91,13 @@ def _parent_path(path: Path, parent: Any) -> Path:
     """Returns the path of the file that `path` extends.
 
     Raises:
-        ConfigError: When `parent` is no path of a file.
+        ConfigError: When `parent` is not the path of a file.
     """
-    if not isinstance(parent, str) or not parent.strip() or "\0" in parent:
+    if not isinstance(parent, str) or not parent.strip():
         raise ConfigError(
             f"{path}: {EXTENDS} is {shown(parent)}; expected the path of one recipe file, relative to this one."
         )
-    # `..` is taken out of the path, so that messages show the file as the user knows it.
+    # Resolve `..`, so that messages show the path that the user knows.
     parent_path = Path(os.path.normpath(path.parent / parent))
     if not parent_path.exists():
         raise ConfigError(
@@ -146,7 +108,7 @@ def _parent_path(path: Path, parent: Any) -> Path:
 
 
 def _merge(parent: yaml.MappingNode, child: yaml.MappingNode) -> yaml.MappingNode:
-    """Returns the settings of both; where both have one, mappings are merged, else the child's wins."""
+    """Returns the settings of both; mappings are merged, other values of the child win."""
     entries = {key.value: (key, value) for key, value in parent.value}
     for key, value in child.value:
         _, inherited = entries.get(key.value, (key, None))
@@ -154,7 +116,3 @@ def _merge(parent: yaml.MappingNode, child: yaml.MappingNode) -> yaml.MappingNod
             value = _merge(inherited, value)
         entries[key.value] = (key, value)
     return yaml.MappingNode(child.tag, list(entries.values()))
-
-
-def _is_same_path(a: Path, b: Path) -> bool:
-    return os.path.realpath(a) == os.path.realpath(b)

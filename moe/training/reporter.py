@@ -17,16 +17,16 @@ from moe.checkpoint.final_model import export_model
 from moe.distributed.collectives import is_rank_zero
 from moe.distributed.mesh import Mesh
 from moe.distributed.replica_groups import ReplicaSeconds
-from moe.distributed.waiting import Waits
+from moe.distributed.wait_seconds import Waits
 from moe.training.heldout_loss import evaluate_held_out
 from moe.training.metrics import MetricsWriter, replica_values, step_values
-from moe.training.probe import RoutingProbe, max_logits, probe_histograms, probe_values
+from moe.training.planned_steps import PlannedStep
 from moe.training.router_health import RouterHealth, layer_keys
+from moe.training.routing_probe import RoutingProbe, max_logits, probe_histograms, probe_values
 from moe.training.run import Run
 from moe.training.step import StepMetrics
 from moe.training.stragglers import RankClock, StragglerWatch, metric_values, straggler_text
 from moe.training.timeline import TIMELINE_FILE, Timeline
-from moe.training.turns import Turn
 from stmoe import call_last, take_start_time
 
 
@@ -65,7 +65,7 @@ class Reporter:
         self._timeline = Timeline(path, first_step, started=started)
         if started is not None:
             call_last(self.end)
-        self._turn_started = time.perf_counter()
+        self._step_started = time.perf_counter()
         self.restart_clock()
 
     def progress_bar(self, first_step: int) -> "tqdm[NoReturn]":
@@ -90,22 +90,19 @@ class Reporter:
         """Counts an update, which ends now, and the seconds for which it waited for its batch."""
         self._data_seconds += data_wait
         self._num_steps += 1
-        self._timeline.count_step(time.perf_counter() - self._turn_started, data_wait)
+        self._timeline.count_step(time.perf_counter() - self._step_started, data_wait)
 
-    def measured(self, turns: Iterable[Turn]) -> Iterator[Turn]:
-        """Yields the turns, and measures the work of this rank from before each on.
-
-        `report_step` ends it.
-        """
-        coming = iter(turns)
+    def measured(self, planned_steps: Iterable[PlannedStep]) -> Iterator[PlannedStep]:
+        """Yields the steps, and measures this rank's work from before each until `report_step`."""
+        steps = iter(planned_steps)
         while True:
-            self._turn_started = time.perf_counter()
+            self._step_started = time.perf_counter()
             if self._ranks is not None:
                 self._ranks.begin_step()
-            turn = next(coming, None)
-            if turn is None:
+            step = next(steps, None)
+            if step is None:
                 return
-            yield turn
+            yield step
 
     def report_step(self, step: int, metrics: StepMetrics, bar: "tqdm[NoReturn]") -> None:
         """Counts an update, and writes its metrics when they are due."""

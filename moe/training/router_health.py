@@ -169,15 +169,16 @@ def _read_logs(stats: Sequence[RouterStats]) -> list[_LayerLog]:
     if not stats:
         return []
 
-    # Two counts and a load [E] of each layer, one after the other.
+    # Two counts and a load [E] of each layer, in one transfer.
     rows = []
     for layer in stats:
-        rows += [layer.num_tokens[None], layer.dropped_tokens[None], layer.expert_load]
+        rows.append(
+            torch.cat([torch.stack([layer.num_tokens, layer.dropped_tokens]), layer.expert_load])
+        )
     sizes = [row.numel() for row in rows]
-    numbers = iter(torch.cat(rows).cpu().split(sizes))
 
     logs = []
-    for num_tokens, num_dropped, load in zip(numbers, numbers, numbers, strict=True):
-        dropped = float(num_dropped) / max(1, int(num_tokens))
-        logs.append(_LayerLog(dropped, load))
+    for row in torch.cat(rows).cpu().split(sizes):
+        num_tokens, num_dropped = row[:2].tolist()
+        logs.append(_LayerLog(num_dropped / max(1, num_tokens), row[2:]))
     return logs

@@ -8,13 +8,14 @@ from transformers import PreTrainedTokenizerFast
 from moe.checkpoint.best_model import DevEvaluation
 from moe.data.pipeline import BatchSource
 from moe.distributed.replica_groups import ReplicaGroups
+from moe.files import register_folder_kind
 from moe.training.build import BuiltModel
 from moe.training.heldout_loss import HeldOut
 from moe.training.recipe import Recipe
 
-FOLDER_KIND = "training run"
 MODEL_FOLDER = "model"
 CHECKPOINTS_FOLDER = "checkpoints"
+TRAINING_RUN = register_folder_kind("training run", markers=[], parts=[CHECKPOINTS_FOLDER])
 RECIPE_FILE = "recipe.yaml"
 
 

@@ -6,7 +6,7 @@ The loop (loop.py) calls `take_step` once for each batch and reports what it ret
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from moe.sparse.groups import has_same_groups, sequences_per_group, tokens_per_g
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals, add_totals, num_scope_ranks
 from moe.sparse.router import Router
-from moe.sparse.stats import RouterStats, add_stats
+from moe.sparse.stats import RouterStats, add_stats, unflatten_stats
 from moe.training.recipe import Recipe
 
 _LayerTotals = tuple[BalanceTotals, ...]
@@ -420,18 +420,15 @@ def _sum_balance_totals(
     totals: _LayerTotals, sum_each: Callable[[Sequence[Tensor]], list[Tensor]]
 ) -> _LayerTotals:
     """Returns the totals of each layer over ranks, in one exchange."""
-    sums = iter(sum_each(list(chain.from_iterable(totals))))
-    return tuple(BalanceTotals(next(sums), next(sums)) for _ in totals)
+    sums = sum_each(list(chain.from_iterable(totals)))
+    return tuple(map(BalanceTotals, sums[::2], sums[1::2]))
 
 
 def _sum_over_ranks(result: _BatchResult, ranks: StepRanks) -> _BatchResult:
     """Returns losses and statistics of all ranks together, in one exchange."""
     numbers = [result.loss, result.ce_loss, *chain.from_iterable(result.layer_stats)]
-    sums = iter(ranks.sum_each(numbers))
-    loss = next(sums)
-    ce_loss = next(sums)
-    layer_stats = [RouterStats(*islice(sums, len(stats))) for stats in result.layer_stats]
-    return _BatchResult(loss, ce_loss, layer_stats)
+    loss, ce_loss, *stats = ranks.sum_each(numbers)
+    return _BatchResult(loss, ce_loss, unflatten_stats(stats))
 
 
 # ---------------------------------------------------------------------------

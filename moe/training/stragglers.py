@@ -1,7 +1,7 @@
 """Which rank holds the others up: seconds of own work and of waiting, of every rank, by axis.
 
 Ranks that train together need equally long for a step: a slow one works while the others wait for
-it. What a rank waits is counted where it exchanges (moe/distributed/waiting.py); the rest of its
+it. What a rank waits is counted where it exchanges (moe/distributed/wait_seconds.py); the rest of its
 steps is its own work, batches included. Every log interval the ranks tell each other a few numbers.
 
 Source:
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from moe.distributed.collectives import all_gather_flat
 from moe.distributed.mesh import Mesh
-from moe.distributed.waiting import Waits, group_name
+from moe.distributed.wait_seconds import Waits, group_name
 
 WORK = "work"
 OTHER_AXIS = "all"

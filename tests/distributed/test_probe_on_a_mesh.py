@@ -5,7 +5,7 @@ import torch
 
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.tracing.probe_file import read_probes
-from moe.training.probe import RoutingProbe, probe_values
+from moe.training.routing_probe import RoutingProbe, probe_values
 from tests.distributed.ranks import run_ranks
 from tests.distributed.stages import ROWS, Stage, batch, differing
 

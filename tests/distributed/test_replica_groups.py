@@ -30,9 +30,9 @@ from moe.models.parallelize import model_layouts
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.build import BuiltModel
+from moe.training.planned_steps import LiveState, ShareSource, live_steps
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
 from moe.training.step import StepRanks, take_step, train_step
-from moe.training.turns import LiveState, ShareSource, live_turns
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.processes import fork_context
 
@@ -232,7 +232,7 @@ def train_group(folder, group, num_groups, config, lighthouse, death, awaited):
     state = LiveState(built, optimizer, RunState(0, "drawn", {}), lambda others: None)
     source = ShareSource(Batches(), config, 0, torch.device("cpu"))
     losses, live = {}, {}
-    for step, shares, _ in live_turns(replicas, source, state, range(STEPS)):
+    for step, shares, _ in live_steps(replicas, source, state, range(STEPS)):
         try:
             ranks = StepRanks(None, replicas)
             metrics = take_step(model, optimizer, recipe(config), shares, step, ranks)

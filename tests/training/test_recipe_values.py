@@ -2,7 +2,6 @@
 setting.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -25,9 +24,8 @@ from moe.models.configuration import STMoEConfig
 from moe.sparse.groups import sequences_per_group
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, recipe_settings
-from moe.training.recipe import FinetuneRecipe, PretrainRecipe, with_later_settings
+from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 from moe.training.step import check_groups
-from scripts import finetune, pretrain
 
 TINY = {
     "vocab_size": NUM_SENTINELS + 30,
@@ -67,40 +65,14 @@ SCALARS = (
     | st.booleans()
     | st.integers(-3, 12)
     | st.integers()
-    | st.sampled_from(
-        [
-            10**6,
-            10**9,
-            10**12,
-            2**31,
-            2**63,
-            2**64,
-            10**30,
-            10**400,
-            1_000_000_007,
-            2**20,
-            1_048_573,
-        ]
-    )
+    | st.sampled_from([10**6, 10**9, 10**12, 2**31, 2**63, 2**64, 10**30, 1_000_000_007, 2**20])
     | st.floats()
     | st.sampled_from(
         [1e308, -1e308, 5e-324, 0.999999, 1 - 1e-16, math.inf, -math.inf, math.nan, 1e-300]
     )
     | st.text(st.characters(codec="utf-8"), max_size=30)
     | st.sampled_from(
-        [
-            "yes",
-            "no",
-            "perhaps",
-            "1e3",
-            "0x10",
-            "",
-            "\0",
-            "all",
-            "adamw",
-            "token_choice",
-            "a" * 5000,
-        ]
+        ["yes", "no", "perhaps", "1e3", "0x10", "", "all", "adamw", "token_choice", "a" * 5000]
     )
     | st.dates()
 )
@@ -189,22 +161,6 @@ def test_any_value_of_a_setting_builds_at_once_or_is_one_message_that_names_it(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (
-            ["--optim.lr", "1" + "0" * 400],
-            r"--optim\.lr is '1000.*; expected a number of at most 300 digits",
-        ),
-        (
-            ["--training.steps", "[" * 20_000],
-            r"--training\.steps is '\[\[.*; expected at most 100 brackets",
-        ),
-        (
-            ["--training.steps=!!timestamp x"],
-            r"--training\.steps is '!!timestamp x'; expected a value without a YAML tag",
-        ),
-        (
-            ["--training.steps=" + "9" * 5000],
-            r"--training\.steps is '999.*5,002 characters.*at most 300 digits",
-        ),
         (["--training.steps", "many"], r"^training\.steps is many; expected an integer\.$"),
         (
             ["--training.micro_batch_size", "[1]"],
@@ -229,8 +185,6 @@ def test_a_wrong_argument_is_one_message_with_name_and_value(argv, message):
         ("resume: null", "resume is None; expected true or false"),
         ("seeds: 3", r"seeds is 3; expected a list, e\.g\. \[0, 1\]"),
         ("out: ''", "out is ''; expected a path"),
-        ('out: "a\\0b"', r"out is 'a\\x00b'; expected a path"),
-        ("seed: 0x" + "f" * 300, "seed is .*; expected a number of at most 300 digits"),
         ("seed: 1\nseed: 2", "the key 'seed' is given twice"),
         ("optim: {lr: 1, lr: 2}", "the key 'lr' is given twice"),
         ("training: {steps: !!timestamp x}", r"recipe\.yaml .*tag '.*timestamp' is not supported"),
@@ -256,24 +210,24 @@ def test_settings_in_a_pipe_are_refused_since_they_are_read_twice(tmp_path):
         command(PretrainRecipe).parse(["--config", str(tmp_path / "pipe")])
 
 
-def test_ranks_wait_as_long_as_a_command_or_its_recipe_says_and_of_wrong_arguments_the_default(
-    tmp_path,
-):
+def test_ranks_wait_as_long_as_a_command_or_its_recipe_says(tmp_path):
     made = RecipeCommand(PretrainRecipe, "A test.")
     made.add_timeout()
     (tmp_path / "recipe.yaml").write_text("timeout: 17\n", encoding="utf-8")
     file = ["--config", str(tmp_path / "recipe.yaml")]
-    assert made.timeout([]) == made.timeout(["--training.steps", "many"]) == DEFAULT_TIMEOUT
-    assert made.timeout(file) == 17
-    assert made.timeout([*file, "--timeout", "0.5"]) == 0.5
-    for main, inputs in (
-        (pretrain.main, ["--corpus", "x", "--tokenizer", "x"]),
-        (finetune.main, ["--pretrained", "x"]),
+    timeouts = []
+    for argv in ([], file, [*file, "--timeout", "0.5"]):
+        with made.launch(argv) as (world, recipe, _):
+            timeouts.append(world.timeout)
+            assert recipe == PretrainRecipe()
+    assert timeouts == [DEFAULT_TIMEOUT, 17, 0.5]
+
+    for argv, message in (
+        (["--training.steps", "many"], r"^training\.steps is many"),
+        (["--timeout", "0"], r"^timeout is 0\.0; expected a finite number above 0"),
     ):
-        with pytest.raises(
-            ConfigError, match=r"^timeout is 0\.0; expected a finite number above 0"
-        ):
-            main(["--timeout", "0", "--out", "x", *inputs])
+        with pytest.raises(ConfigError, match=message), made.launch(argv):
+            pass
 
 
 # ---- what took minutes is the same number as before ----
@@ -351,16 +305,3 @@ def test_the_length_that_is_found_by_halving_is_that_of_counting_up(inputs_lengt
         length += 1
     if corrupted_lengths(length, noise)[0] <= inputs_length and density != 0.5:
         assert tokens_length(inputs_length, noise, num_sentinels=10**6) == length
-
-
-@pytest.mark.parametrize("kind", [PretrainRecipe, FinetuneRecipe])
-def test_a_setting_that_an_earlier_release_did_not_have_is_at_its_default(kind):
-    recipe = kind()
-    settings = dataclasses.asdict(recipe)
-    earlier = {**settings, "training": dict(settings["training"]), "model": {}}
-    earlier["training"].pop("compile")
-    earlier["training"]["steps"] = 7
-    later = with_later_settings(earlier, kind)
-    assert later["training"] == {**settings["training"], "steps": 7}
-    assert later["model"] == {}, "what a user may leave out is no setting that came later"
-    assert "compile" not in earlier["training"]

@@ -321,20 +321,6 @@ def test_print_config_shows_the_whole_recipe(tmp_path, capsys):
     assert "extends" not in shown
 
 
-def test_the_old_name_of_a_setting_is_read_with_a_warning(tmp_path):
-    (tmp_path / "old.yaml").write_text("optimizer_slots: keep\n")
-    with pytest.warns(
-        FutureWarning, match=r"old\.yaml: optimizer_slots is now called optimizer_state"
-    ):
-        recipe = parse("--config", tmp_path / "old.yaml", kind=FinetuneRecipe)
-    assert recipe.optimizer_state == "keep"
-    for argv in (["--optimizer_slots", "keep"], ["--optimizer_slots=keep"]):
-        with pytest.warns(FutureWarning, match="--optimizer_slots is now called --optimizer_state"):
-            assert parse(*argv, kind=FinetuneRecipe).optimizer_state == "keep"
-    with pytest.raises(ConfigError, match="no option --optimizer_slots"):
-        parse("--optimizer_slots", "keep")
-
-
 def test_router_options_are_a_mapping_in_a_file_and_dotted_names_or_a_mapping_on_the_command_line(
     tmp_path,
 ):
