@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from moe.checks import shown
 from moe.errors import DataError
 from moe.opening import open_to_read, open_to_write, read_regular
 
 SUMS_FILE = "SHA256SUMS"
-_SHOWN_CHARACTERS = 200
 _CHUNK = 2**20  # bytes read at once
 
 
@@ -31,10 +29,7 @@ class Damage(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        """Returns both as the middle of a sentence: `NAME is missing`."""
-        is_plain = self.name.isprintable() and len(self.name) <= _SHOWN_CHARACTERS
-        name = self.name if is_plain else shown(self.name)
-        return f"{name} {self.reason}"
+        return f"{self.name} {self.reason}"
 
 
 def sha256_of(path: Path) -> str:

@@ -1,8 +1,7 @@
 """Reads JSON, JSON lines and YAML into values and typed records, or refuses them with one message;
-`to_json` is the way back.
+`to_json` is the reverse.
 
-Nothing that is read here runs code, and nothing in it is trusted: bytes that are no UTF-8, halves
-of characters, numbers of thousands of digits, endless nesting and other types than expected all
+Nothing that is read here runs code: bytes that are not UTF-8, deep nesting and unexpected types all
 end in an error of this library.
 """
 
@@ -53,8 +52,6 @@ def read_text(
         content = path.read_bytes() if pipe and path.is_fifo() else read_regular(path)
     except OSError as failure:
         raise error(f"{path} cannot be read: {failure.strerror or failure}. {advice}") from failure
-    except ValueError as failure:  # NUL in the path
-        raise error(f"{str(path)!r} is no path: {failure}. {advice}") from failure
 
     try:
         return content.decode("utf-8-sig")
@@ -90,7 +87,7 @@ def parse_json(
     """
     try:
         return from_json(text.encode(), allow_inf_nan=nan)
-    except ValueError as failure:  # half a character is a ValueError too
+    except ValueError as failure:
         reason = str(failure)
         if "hex escape" in reason or "surrogate" in reason:
             reason += r"; half a character, \ud800 to \udfff, stands for nothing"
@@ -186,7 +183,7 @@ def to_record(
     try:
         return _reader(kind).validate_python(value, strict=True)
 
-    # Of all that is wrong, the first is named.
+    # Name the first of all mistakes.
     except ValidationError as failure:
         first = failure.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"]) or "its content"
@@ -194,8 +191,6 @@ def to_record(
             raise error(f"{where}: {name} is missing. {advice}") from failure
         reason = f"{shown(first['input'])}: {first['msg']}"
         raise error(f"{where}: {name} is {reason}. {advice}") from failure
-    except RecursionError as failure:
-        raise error(f"{where}: nests too deeply. {advice}") from failure
 
 
 def read_record(

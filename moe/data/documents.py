@@ -99,26 +99,18 @@ def _files_below(folder: Path) -> list[Path]:
                 other_suffixes.add(file.suffix)
         links += [Path(parent, name) for name in folders if Path(parent, name).is_symlink()]
 
-    # What was asked for and is not read is said.
+    # Say which files are not read.
     if num_others:
+        suffixes = [printable(suffix) or "no suffix" for suffix in sorted(other_suffixes)]
+        if len(suffixes) > 10:
+            suffixes[10:] = ["others"]
         logger.warning(
-            "%s: %d files ending in %s are left out.",
-            folder,
-            num_others,
-            _list_suffixes(sorted(other_suffixes)),
+            "%s: %d files ending in %s are left out.", folder, num_others, ", ".join(suffixes)
         )
     if links:
         example = printable(str(min(links)))
         logger.warning("%s: links to folders are not followed, e.g. %s.", folder, example)
     return sorted(readable)
-
-
-def _list_suffixes(suffixes: list[str]) -> str:
-    """Returns the first ten suffixes, and how many more there are."""
-    text = ", ".join(printable(suffix) or "no suffix" for suffix in suffixes[:10])
-    if len(suffixes) > 10:
-        text += f" and {len(suffixes) - 10} others"
-    return text
 
 
 def _refuse_folder(error: OSError) -> None:

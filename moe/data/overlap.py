@@ -1,7 +1,7 @@
-"""How much of a test set stands in a text: n-grams, runs of n words, that both have.
+"""How much of a test set occurs in a text: n-grams, runs of n words, that both contain.
 
-Comes after `documents`, before `corpus`, which leaves out what is found. Words are compared without
-case and punctuation. A text is read once, in batches; the memory needed is that of the test set.
+Comes after `documents`, before `corpus`, which leaves out matching paragraphs. Words are compared
+without case and punctuation. A text is read once, in batches; memory grows with the test set only.
 
 Source:
     GPT-3 (arXiv:2005.14165) appendix C, n-grams of 8 to 13 words; PaLM (arXiv:2204.02311) section
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 NGRAM_SIZES = (8, 13)
 SHORTEST = 5
-"""Words below which an input is not compared: what it says may stand in any text."""
+"""Inputs of fewer words are not compared: any text may contain them."""
 
 _BATCH = 4_000_000  # characters
 _WORD = re.compile(r"[^\W_]+")
@@ -27,14 +27,14 @@ _FLAG_BITS = 22
 
 
 class Overlap(NamedTuple):
-    """How many n-grams of a test set stand in a text.
+    """How many n-grams of a test set occur in a text.
 
     Attributes:
         n: Words of an n-gram.
         is_shared: <bool>[N] whether an input shares an n-gram with the text.
         num_compared: Number of inputs that are long enough to be compared.
         num_ngrams: Number of different n-grams of the inputs.
-        num_shared_ngrams: Number of those that stand in the text.
+        num_shared_ngrams: Number of those that occur in the text.
     """
 
     n: int
@@ -60,12 +60,12 @@ class Overlap(NamedTuple):
 
     @property
     def share_of_ngrams(self) -> float:
-        """Share of the n-grams that stand in the text."""
+        """Share of the n-grams that occur in the text."""
         return self.num_shared_ngrams / max(1, self.num_ngrams)
 
 
 class SplitOverlap(NamedTuple):
-    """How much of one split of a task stands in a text: an `Overlap` in plain numbers."""
+    """How much of one split of a task occurs in a text: an `Overlap` in plain numbers."""
 
     task: str
     split: str
@@ -81,22 +81,12 @@ class SplitOverlap(NamedTuple):
     @classmethod
     def of(cls, task: str, split: str, overlap: Overlap) -> "SplitOverlap":
         """Returns the numbers of an overlap."""
-        return cls(
-            task=task,
-            split=split,
-            n=overlap.n,
-            num_inputs=overlap.num_inputs,
-            num_compared=overlap.num_compared,
-            num_shared=overlap.num_shared,
-            share_of_inputs=overlap.share_of_inputs,
-            num_ngrams=overlap.num_ngrams,
-            num_shared_ngrams=overlap.num_shared_ngrams,
-            share_of_ngrams=overlap.share_of_ngrams,
-        )
+        numbers = {name: getattr(overlap, name) for name in cls._fields[2:]}
+        return cls(task, split, **numbers)
 
 
 class Matches(NamedTuple):
-    """Where n-grams stand in texts.
+    """Where n-grams occur in texts.
 
     Attributes:
         ngrams: <int64>[M] number of the n-gram.
@@ -109,25 +99,14 @@ class Matches(NamedTuple):
     last: NDArray[np.int64]
 
 
-class _Incidence(NamedTuple):
-    """<int64>[P] pairs of an n-gram and an input that has it."""
-
-    ngrams: NDArray[np.int64]
-    inputs: NDArray[np.int64]
-
-
-# ---------------------------------------------------------------------------
-# Measured and left out
-
-
 def measure_overlap(
     inputs: Mapping[Any, Sequence[str]], texts: Iterable[str], sizes: Sequence[int] = NGRAM_SIZES
 ) -> dict[Any, list[Overlap]]:
     """Returns how much of each test set stands in a text, for each size of n-grams.
 
     Args:
-        inputs: By name of a test set, its inputs. Words with which all of them begin are taken for
-            a prompt and not compared.
+        inputs: Inputs by the name of their test set. Words with which all of them begin are a
+            prompt and not compared.
         texts: The text, in parts of any length; n-grams do not cross from one to the next.
         sizes: Numbers of words n.
     """
@@ -165,7 +144,7 @@ def quoting_paragraphs(
     for test_set in inputs:
         words += _words_of_inputs(test_set)
 
-    # A run of words marks all paragraphs that it goes through.
+    # A match marks all paragraphs that it spans.
     index = NgramIndex(words, [n])
     for batch in _batches(texts):
         matches = index.find(batch)
@@ -176,7 +155,7 @@ def quoting_paragraphs(
 
 
 def _words_of_inputs(inputs: Sequence[str]) -> list[list[str]]:
-    """Returns the words of each input, without those with which all inputs begin."""
+    """Returns the words of each input, without the prefix that all inputs share."""
     words = list(map(_words, inputs))
     num_common = 0
     if len(words) > 1:
@@ -207,10 +186,6 @@ def _batches(texts: Iterable[Sequence[str]]) -> Iterator[list[Sequence[str]]]:
         yield batch
 
 
-# ---------------------------------------------------------------------------
-# The index
-
-
 class NgramIndex:
     """The n-grams of inputs, by hashes of 64 bits, ready to be found in texts."""
 
@@ -221,16 +196,17 @@ class NgramIndex:
             inputs: Words of each input.
             sizes: Numbers of words n.
         """
-        # Words of the inputs have a number, all others are 0; each number has a random hash.
+        # Words of the inputs are numbered from 1, all others are 0; each number has a random hash.
         vocabulary = dict.fromkeys(chain.from_iterable(inputs))
         self._ids = {word: number for number, word in enumerate(vocabulary, start=1)}
         rng = np.random.default_rng(0)
         count = len(self._ids) + 1
         self._hashes = rng.integers(2**64, size=count, dtype=np.uint64)  # [V + 1]
 
-        # An n-gram is told from others by its number of words and its hash.
+        # An n-gram is identified by its number of words and its hash. For each n: pairs of an
+        # n-gram and an input that has it, <int64>[P, 2].
         numbers: dict[tuple[int, int], int] = {}
-        self._incidences: dict[int, _Incidence] = {}
+        self._incidences: dict[int, NDArray[np.int64]] = {}
         for n in sizes:
             pairs: list[tuple[int, int]] = []
             for number, words in enumerate(inputs):
@@ -240,8 +216,7 @@ class NgramIndex:
                     continue
                 for value in set(self._windows(words, size)):
                     pairs.append((numbers.setdefault((size, value), len(numbers)), number))
-            table = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)  # [P, 2]
-            self._incidences[n] = _Incidence(table[:, 0], table[:, 1])
+            self._incidences[n] = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
 
         self.num_ngrams = len(numbers)
         self._tables = _tables(numbers)
@@ -252,12 +227,12 @@ class NgramIndex:
         return list(_rolling_hashes(self._hashes[ids], size))[-1].tolist()
 
     def find(self, texts: Sequence[Sequence[str]]) -> Matches:
-        """Returns where the n-grams stand.
+        """Returns where the n-grams occur.
 
         Args:
             texts: Each a list of its paragraphs, over which an n-gram may run.
         """
-        # Between two texts stands an unknown word, over which no n-gram runs.
+        # An unknown word between two texts, so that no n-gram spans both.
         ids: list[int] = []
         starts: list[int] = []
         number_of = self._ids.get
@@ -268,19 +243,18 @@ class NgramIndex:
             ids.append(0)
         hashes = self._hashes[np.asarray(ids, dtype=np.int64)]  # [W]
 
-        # The runs of one size after the other, each made from the shorter ones.
-        ngrams: list[NDArray[np.int64]] = []
-        first: list[NDArray[np.int64]] = []
-        last: list[NDArray[np.int64]] = []
+        # One size of n-grams after the other: number, first and last paragraph of each match.
+        matches = [np.empty((3, 0), dtype=np.int64)]
         longest = max(self._tables, default=0)
         for size, windows in enumerate(_rolling_hashes(hashes, longest), start=1):
             if size in self._tables:
                 positions, numbers = self._tables[size].find(windows)
-                ngrams.append(numbers)
-                first.append(_part_of(positions, starts))
-                last.append(_part_of(positions + size - 1, starts))
-        empty = np.empty(0, dtype=np.int64)
-        return Matches(*(np.concatenate([empty, *parts]) for parts in (ngrams, first, last)))
+                first = _paragraph_at(positions, starts)
+                last = _paragraph_at(positions + size - 1, starts)
+                matches.append(np.stack([numbers, first, last]))
+
+        ngrams, first, last = np.concatenate(matches, axis=1)
+        return Matches(ngrams, first, last)
 
     def overlap(self, n: int, is_found: NDArray[np.bool_], start: int, end: int) -> Overlap:
         """Returns how much of the inputs from `start` to `end` was found.
@@ -291,10 +265,10 @@ class NgramIndex:
             start: Number of the first input.
             end: Number behind the last one.
         """
-        incidence = self._incidences[n]
-        of_set = (start <= incidence.inputs) & (incidence.inputs < end)
-        ngrams = incidence.ngrams[of_set]
-        inputs = incidence.inputs[of_set] - start
+        ngrams, inputs = self._incidences[n].T
+        is_in_set = (start <= inputs) & (inputs < end)
+        ngrams = ngrams[is_in_set]
+        inputs = inputs[is_in_set] - start
 
         # An input is shared when one of its n-grams is.
         is_shared = np.zeros(end - start, dtype=np.bool_)
@@ -325,7 +299,7 @@ class _Table:
         """Returns the positions of the windows that are n-grams, and the numbers of these."""
         candidates = np.flatnonzero(self._flags[windows >> self._shift])
         values = windows[candidates]
-        # What is left is looked up among the sorted hashes.
+        # The others are looked up among the sorted hashes.
         places = np.searchsorted(self._hashes, values)
         places = np.minimum(places, len(self._hashes) - 1)
         is_equal = self._hashes[places] == values
@@ -360,6 +334,6 @@ def _rolling_hashes(hashes: NDArray[np.uint64], longest: int) -> Iterator[NDArra
         yield windows
 
 
-def _part_of(positions: NDArray[np.int64], starts: Sequence[int]) -> NDArray[np.int64]:
-    """Returns in which part each position lies; parts begin at `starts`, in order."""
+def _paragraph_at(positions: NDArray[np.int64], starts: Sequence[int]) -> NDArray[np.int64]:
+    """Returns the paragraph of each position; paragraphs begin at `starts`, in order."""
     return np.searchsorted(np.asarray(starts), positions, side="right") - 1

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.checks import check_number
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout, local_shard
-from moe.errors import ConfigError
 from moe.optim.sharded_optimizer import (
     PendingUpdate,
     ShardedOptimizer,
@@ -92,7 +92,9 @@ class Adafactor(ShardedOptimizer):
             "epsilon2": epsilon2,
         }
         for name, value in settings.items():
-            _check_setting(name, value)
+            may_be_zero = name in ("lr", "epsilon2", "min_dim_size_to_factor")
+            bounds = {"least": 0} if may_be_zero else {"above": 0}
+            check_number(f"{name} of adafactor", value, **bounds)
         super().__init__(params, settings)
 
     def update(self, pending: PendingUpdate) -> SumsOverRanks:
@@ -127,17 +129,6 @@ class Adafactor(ShardedOptimizer):
         # X_t = X_{t-1} - alpha_t * U_t / max(1, RMS(U_t) / d)
         X.addcmul_(U, scale.div_(clipping), value=-group["lr"])
         work.save()
-
-
-def _check_setting(name: str, value: float) -> None:
-    """Raises a ConfigError unless a setting is finite and large enough."""
-    bound = "above 0"
-    holds = 0 < value < math.inf
-    if name in ("lr", "epsilon2", "min_dim_size_to_factor"):
-        bound = "0 or more"
-        holds = 0 <= value < math.inf
-    if not holds:
-        raise ConfigError(f"Adafactor's {name} is {value!r}; expected a finite number {bound}.")
 
 
 def is_factored(shape: tuple[int, ...], batch_dims: int, min_dim_size: int) -> bool:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe.checks import check, is_kind, shown
 from moe.errors import ConfigError, did_you_mean
@@ -16,24 +16,12 @@ from moe.errors import ConfigError, did_you_mean
 _KINDS = {bool: "true or false", int: "an integer", float: "a finite number"}
 
 
-class _Option(NamedTuple):
-    """A keyword of a function.
-
-    Attributes:
-        annotation: Its type; None where it has none.
-        is_required: Whether it has no default.
-    """
-
-    annotation: Any
-    is_required: bool
-
-
 def option_names(function: Callable[..., Any], reserved: Collection[str]) -> list[str]:
     """Returns the keywords of a function that a recipe may give as options.
 
     Args:
         function: An entry of a registry.
-        reserved: Keywords that recipes have keys of their own for.
+        reserved: Keywords that recipes have their own keys for.
     """
     return [name for name in _keywords(function) if name not in reserved]
 
@@ -52,7 +40,7 @@ def check_options(
         owner: Name of the entry.
         function: Whose keywords the options are.
         options: Values by name.
-        reserved: Keywords that recipes have keys of their own for.
+        reserved: Keywords that recipes have their own keys for.
 
     Raises:
         ConfigError: For the first option that is unknown, missing, or of another type.
@@ -66,28 +54,25 @@ def check_options(
             )
 
     keywords = _keywords(function)
+    annotations = typing.get_type_hints(
+        function.__init__ if isinstance(function, type) else function
+    )
     for name in known:
         if name in options:
-            _check_kind(f"{place}.{name}", options[name], keywords[name].annotation)
-        elif keywords[name].is_required:
+            _check_kind(f"{place}.{name}", options[name], annotations.get(name))
+        elif keywords[name].default is inspect.Parameter.empty:
             raise ConfigError(f"{place}: {owner} needs the option {name}. Give it a value.")
 
 
 @functools.cache
-def _keywords(function: Callable[..., Any]) -> dict[str, _Option]:
-    """Returns the keywords of a function by name; of a class those that make one of it."""
-    made_by = function.__init__ if isinstance(function, type) else function
-    annotations = typing.get_type_hints(made_by)
-    keywords = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            is_required = parameter.default is parameter.empty
-            keywords[name] = _Option(annotations.get(name), is_required)
-    return keywords
+def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Returns the keyword-only parameters of a function, or of a class's constructor."""
+    parameters = inspect.signature(function).parameters.values()
+    return {item.name: item for item in parameters if item.kind is item.KEYWORD_ONLY}
 
 
 def _check_kind(name: str, value: object, annotation: Any) -> None:
-    """Raises a ConfigError when a value is not of a type that can be told by its annotation."""
+    """Raises a ConfigError when a value does not have the type of the annotation."""
     kinds = typing.get_args(annotation) or (annotation,)
 
     # One of a few texts.

@@ -108,19 +108,6 @@ def _check_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise DataError(f"{name} is {shown(value)}; expected a tensor.")
 
-    # Nested tensors have no shape, sparse ones no rows, and those of the meta device no values.
-    if value.is_nested or value.layout != torch.strided:
-        layout = "nested" if value.is_nested else value.layout
-        raise DataError(
-            f"{name} is a {layout} tensor; expected a dense one. Convert it with "
-            "to_dense() or to_padded_tensor()."
-        )
-    if value.device.type == "meta":
-        raise DataError(
-            f"{name} is on the meta device, which holds no values, and routing needs them. Give tensors of a "
-            "real device."
-        )
-
 
 def _check_by_token(
     name: str, value: Tensor | None, x: Tensor, shape: torch.Size, what: str
@@ -146,9 +133,4 @@ def _check_floating(name: str, value: Tensor) -> None:
         raise DataError(
             f"{name} has dtype {value.dtype}; expected floating-point numbers. Give hidden states or embeddings, not "
             "token ids, and convert whole numbers with .float()."
-        )
-    if value.dtype not in _FLOATS:
-        raise DataError(
-            f"{name} has dtype {value.dtype}; expected float16, bfloat16, float32 or float64. Convert it with "
-            ".to(torch.bfloat16)."
         )

@@ -102,42 +102,7 @@ def router_losses(
     """
     is_real = plan.token_mask.to(scores.probs.dtype)  # [G, S], 1 for a real token
 
-    # Eq. 5 and appendix A, each as a sum over tokens or groups and how many there are.
-    z = _z_loss(scores, is_real, config)
-    if balanced_by_construction:
-        balance = _zero_balance_loss(scores, is_real, config)
-    else:
-        balance = _balance_loss(scores, plan, is_real, config)
-
-    losses = RouterLosses(
-        load_balance_sum=balance.loss_sum,
-        load_balance_count=balance.num_groups,
-        router_z_sum=z.loss_sum,
-        router_z_count=z.num_tokens,
-        choices=balance.choices,
-        prob_sums=balance.prob_sums,
-        num_share_tokens=balance.num_share_tokens,
-        group_load_balance=balance.group_loss,
-        group_router_z=z.group_loss,
-    )
-
-    # Shares of wider scopes than a group; those over ranks are made by whoever knows the ranks.
-    if balanced_by_construction or config.balance_scope == "group":
-        return losses
-    return balance_within(losses, BalanceTotals(losses.choices, losses.num_share_tokens))
-
-
-class _ZLoss(NamedTuple):
-    """The z-loss; see `RouterLosses`."""
-
-    loss_sum: Tensor
-    num_tokens: Tensor
-    group_loss: Tensor
-
-
-def _z_loss(scores: RouterScores, is_real: Tensor, config: SparseConfig) -> _ZLoss:
-    """Returns eq. 5: the mean over tokens of (log sum_i exp x_i)², with x the router's logits."""
-    # (log sum_i exp x_i)² of each token, and the tokens of each group.
+    # Eq. 5: (log sum_i exp x_i)² of each token, with x the router's logits.
     z = scores.log_normalizer.square()  # [G, S]
     num_tokens = is_real.sum(dim=-1)  # [G]
 
@@ -146,28 +111,41 @@ def _z_loss(scores: RouterScores, is_real: Tensor, config: SparseConfig) -> _ZLo
         z = z * is_real
     else:
         num_tokens = torch.full_like(num_tokens, is_real.shape[-1])
-    return _ZLoss(
-        loss_sum=z.sum(),
-        num_tokens=num_tokens.sum(),
-        group_loss=z.sum(dim=-1) / num_tokens.clamp(min=1),
+
+    # A balance loss of zero, without a graph, that no group counts in.
+    num_groups, _, num_experts = scores.probs.shape
+    num_share_tokens = _num_share_tokens(is_real, config)  # [G]
+    zero = scores.probs.new_zeros(())
+    zero_by_expert = scores.probs.new_zeros(num_experts)
+    losses = RouterLosses(
+        load_balance_sum=zero,
+        load_balance_count=zero,
+        router_z_sum=z.sum(),
+        router_z_count=num_tokens.sum(),
+        choices=zero_by_expert,
+        prob_sums=zero_by_expert,
+        num_share_tokens=num_share_tokens.sum(),
+        group_load_balance=scores.probs.new_zeros(num_groups),
+        group_router_z=z.sum(dim=-1) / num_tokens.clamp(min=1),
     )
+    if balanced_by_construction:
+        return losses
+
+    # Shares of a group, or of the whole call; wider scopes are up to callers who know the ranks.
+    losses = _with_balance_loss(losses, scores, plan, is_real, config)
+    if config.balance_scope == "group":
+        return losses
+    return balance_within(losses, BalanceTotals(losses.choices, losses.num_share_tokens))
 
 
-class _BalanceLoss(NamedTuple):
-    """The balance loss of the groups; see `RouterLosses`."""
-
-    loss_sum: Tensor
-    num_groups: Tensor
-    choices: Tensor
-    prob_sums: Tensor
-    num_share_tokens: Tensor
-    group_loss: Tensor
-
-
-def _balance_loss(
-    scores: RouterScores, plan: DispatchPlan, is_real: Tensor, config: SparseConfig
-) -> _BalanceLoss:
-    """Returns appendix A: E * sum_i f_i P_i of each group, and their sum."""
+def _with_balance_loss(
+    losses: RouterLosses,
+    scores: RouterScores,
+    plan: DispatchPlan,
+    is_real: Tensor,
+    config: SparseConfig,
+) -> RouterLosses:
+    """Returns the losses with that of appendix A: E * sum_i f_i P_i of each group, and their sum."""
     num_groups, _, num_experts = scores.probs.shape
     num_share_tokens = _num_share_tokens(is_real, config)  # n  [G]
 
@@ -185,29 +163,12 @@ def _balance_loss(
 
     # sum_i f_i P_i: both factors are divided by n at once, after the sum over experts.  [G]
     overlap = (choices * prob_sums).sum(dim=-1) / num_share_tokens.clamp(min=1).square()
-    return _BalanceLoss(
-        loss_sum=num_experts * overlap.sum(),
-        num_groups=(num_share_tokens > 0).to(overlap.dtype).sum(),
+    return losses._replace(
+        load_balance_sum=num_experts * overlap.sum(),
+        load_balance_count=(num_share_tokens > 0).to(overlap.dtype).sum(),
         choices=choices.sum(dim=0),
         prob_sums=prob_sums.sum(dim=0),
-        num_share_tokens=num_share_tokens.sum(),
-        group_loss=num_experts * overlap,
-    )
-
-
-def _zero_balance_loss(scores: RouterScores, is_real: Tensor, config: SparseConfig) -> _BalanceLoss:
-    """Returns a balance loss of 0 that no group counts in."""
-    num_groups, _, num_experts = scores.probs.shape
-    # Zeros without a graph: experts that choose their tokens have nothing to balance.
-    zero = scores.probs.new_zeros(())
-    zero_by_expert = scores.probs.new_zeros(num_experts)
-    return _BalanceLoss(
-        loss_sum=zero,
-        num_groups=zero,
-        choices=zero_by_expert,
-        prob_sums=zero_by_expert,
-        num_share_tokens=_num_share_tokens(is_real, config).sum(),
-        group_loss=scores.probs.new_zeros(num_groups),
+        group_load_balance=num_experts * overlap,
     )
 
 

@@ -219,11 +219,11 @@ def test_a_batch_of_a_mixture_depends_on_the_step_alone(tokenizer, pack):
     assert not same(batches[0], mixture(tokenizer, pack=pack, seed=4).batch(0))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("pack", [False, True])
-def test_ranks_that_make_their_own_rows_make_those_of_one_process(tokenizer, pack, num_ranks):
-    whole, size = mixture(tokenizer, pack=pack), 8 // num_ranks
-    ranks = [mixture(tokenizer, pack=pack) for _ in range(num_ranks)]
+def test_ranks_that_make_their_own_rows_make_those_of_one_process(tokenizer, pack):
+    size = 2
+    whole = mixture(tokenizer, pack=pack)
+    ranks = [mixture(tokenizer, pack=pack) for _ in range(4)]
     for step in (0, 3):
         parts = [r.batch(step, slice(i * size, (i + 1) * size)) for i, r in enumerate(ranks)]
         joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -252,11 +252,7 @@ def test_packed_rows_hold_several_tasks_at_the_rates_of_the_examples_in_them(tok
     assert source.lengths == (61, 29)
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [DENSE, {"eval_capacity_factor": None}, {"eval_capacity_factor": 7.0}],
-    ids=["dense", "ragged", "7"],
-)
+@pytest.mark.parametrize("architecture", [DENSE, {"eval_capacity_factor": 7.0}], ids=["dense", "7"])
 def test_a_token_of_a_packed_mixture_has_the_loss_that_it_has_unpacked(tokenizer, architecture):
     model = tiny_model(
         **architecture, vocab_size=len(tokenizer)

@@ -120,7 +120,7 @@ def test_a_text_shorter_than_an_example_is_refused():
         SpanCorruptionSource(text(33), IDS, inputs_length=32, batch_size=5, seed=3)
 
 
-@pytest.mark.parametrize("intruder", [0, 1, 969, 999, 5000])
+@pytest.mark.parametrize("intruder", [1, 969])
 def test_a_text_with_ids_that_are_not_text_is_refused(intruder):
     tokens = text()
     tokens[5] = intruder

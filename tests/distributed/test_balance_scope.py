@@ -98,9 +98,8 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
-@pytest.mark.parametrize("scope", ["ranks", "global"])
-def test_wide_scopes_do_not_depend_on_the_cut_into_micro_batches(scope, fields, cut):
-    layer = build(scope, **fields)
+def test_wide_scopes_do_not_depend_on_the_cut_into_micro_batches(fields, cut):
+    layer = build("global", **fields)
     *whole, router = part(layer, 0, BATCH)
     starts = [sum(cut[:index]) for index in range(len(cut))]
 
@@ -174,9 +173,7 @@ def on_a_rank(rank, num_ranks, cut):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cut", [[3, 3], [4, 2], [1, 3, 2]], ids=["two", "two_and_padding", "three_and_padding"]
-)
+@pytest.mark.parametrize("cut", [[3, 3], [1, 3, 2]], ids=["two", "three_and_padding"])
 def test_several_ranks_equal_one_process_in_losses_gradients_and_statistics(cut, tmp_path):
     answers = run_ranks(on_a_rank, len(cut), tmp_path, cut)
     for scope in ("group", "ranks", "global"):
@@ -219,15 +216,3 @@ def test_statistics_of_two_calls_are_those_of_both():
     whole = part(layer, 0, BATCH)[-1].stats
     parts = add_stats(part(layer, 0, 1)[-1].stats, part(layer, 1, 5)[-1].stats)
     assert_all_close(parts, whole, atol=1e-10)
-
-
-def _fail_on_the_second(rank, num_ranks):
-    if rank == 1:
-        raise ValueError("the second rank gave up")
-    return torch.zeros(())
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_fails_the_test(tmp_path):
-    with pytest.raises(Exception, match="the second rank gave up"):
-        run_ranks(_fail_on_the_second, 2, tmp_path)

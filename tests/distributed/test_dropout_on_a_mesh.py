@@ -69,10 +69,8 @@ def kind_of_mask(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", MESHES)
-def test_tensor_parallel_ranks_drop_shards_independently_and_the_residual_stream_alike(
-    num_ranks, tmp_path
-):
+def test_tensor_parallel_ranks_drop_shards_independently_and_the_residual_stream_alike(tmp_path):
+    num_ranks = 4
     answers = run_ranks(masks_of_a_step, num_ranks, tmp_path)
     for first in range(0, num_ranks, TP):
         (ours, next_number), (theirs, their_next_number) = answers[first : first + TP]

@@ -6,8 +6,6 @@ same on both sides. The first rank computes the oracle for all; each returns how
 """
 
 import functools
-import itertools
-import math
 
 import pytest
 import torch
@@ -255,18 +253,15 @@ def test_every_kind_of_layer_and_batch_equals_one_process_on_a_mesh(tmp_path):
 @pytest.mark.slow
 def test_every_optimizer_on_every_kind_of_mesh_equals_one_process(tmp_path):
     cases = {}
-    for sizes in itertools.product((1, 2, 4), repeat=4):
-        if math.prod(sizes) == 4:
-            for name in OPTIMIZERS.names():
-                cases[sizes, name] = (sizes, torch.float64, 2, {"optimizer": name})
+    for sizes in ((1, 2, 2, 1), (2, 1, 1, 2), (1, 1, 2, 2)):
+        for name in OPTIMIZERS.names():
+            cases[sizes, name] = (sizes, torch.float64, 2, {"optimizer": name})
     assert_near(run_ranks(on_a_rank, 4, tmp_path, cases), 1e-10)
 
 
 @pytest.mark.slow
 def test_20_updates_in_float32_on_a_mesh_equal_those_of_one_process(tmp_path):
-    cases = {}
-    for mesh, name in zip(("dp_shard 2, ep 2", "ep 2, tp 2"), LONG, strict=True):
-        cases[mesh, name] = (MESHES[4][mesh], torch.float32, MANY, LONG[name])
+    cases = {"ep 2, tp 2": (MESHES[4]["ep 2, tp 2"], torch.float32, MANY, {})}
     assert_near(run_ranks(on_a_rank, 4, tmp_path, cases), 1e-5)
 
 

@@ -135,15 +135,15 @@ def test_it_learns():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lr": -1.0}, "lr is -1.0; expected a finite number 0 or more"),
-        ({"lr": float("nan")}, "lr is nan; expected a finite number 0 or more"),
+        ({"lr": -1.0}, "lr of adafactor is -1.0; expected a finite number of at least 0"),
+        ({"lr": float("nan")}, "lr of adafactor is nan; expected a finite number of at least 0"),
         (
             {"clipping_threshold": 0.0},
-            "clipping_threshold is 0.0; expected a finite number above 0",
+            "clipping_threshold of adafactor is 0.0; expected a finite number above 0",
         ),
-        ({"decay_exponent": -0.5}, "decay_exponent is -0.5"),
-        ({"epsilon1": 0.0}, "epsilon1 is 0.0; expected a finite number above 0"),
-        ({"epsilon2": float("inf")}, "epsilon2 is inf"),
+        ({"decay_exponent": -0.5}, "decay_exponent of adafactor is -0.5"),
+        ({"epsilon1": 0.0}, "epsilon1 of adafactor is 0.0; expected a finite number above 0"),
+        ({"epsilon2": float("inf")}, "epsilon2 of adafactor is inf"),
     ],
 )
 def test_an_impossible_setting_is_refused(arguments, message):

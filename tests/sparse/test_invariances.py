@@ -107,8 +107,9 @@ def run_on_all(layer, x, mask, ids):
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
-@pytest.mark.parametrize("slots", [DROPLESS, THREE_SLOTS], ids=["dropless", "three_slots"])
-@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize(
+    ("sequences", "slots"), [(1, DROPLESS), (3, THREE_SLOTS)], ids=["dropless", "three_slots"]
+)
 @pytest.mark.parametrize("name", ROUTER_NAMES)
 def test_padding_added_or_moved_changes_nothing_for_the_real_tokens(
     name, sequences, slots, dispatch
@@ -159,7 +160,7 @@ def plans_up_to(layer, last, choices=None):
     return decided
 
 
-@pytest.mark.parametrize("last", [0, 5, 12, 17])
+@pytest.mark.parametrize("last", [5, 17])
 @pytest.mark.parametrize("slots", [DROPLESS, THREE_SLOTS, {"eval_capacity_factor": 1.0}], ids=str)
 @pytest.mark.parametrize("name", CAUSAL_NAMES)
 def test_with_one_choice_a_decoders_plan_does_not_depend_on_later_tokens(name, slots, last):

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from moe import RouterStats, SparseFeedForward, summarize
 from moe.sparse.config import RouterInput
-from moe.sparse.routers.hash_by_token import hash_expert
 from moe.sparse.routers.token_choice import keep_choices
 from tests.oracles.layer import answer, dense_einsum
 from tests.oracles.stats import summary
@@ -305,12 +304,3 @@ def test_a_bias_moves_against_the_load_and_steers_the_choice_but_not_the_weight(
     )
     layer.router.update(router.stats._replace(expert_load=torch.tensor([1, 1, 1])))
     assert layer.router.load_steps.tolist() == [-1, 1, 1]
-
-
-def test_the_hash_spreads_ids_evenly_and_each_seed_spreads_them_otherwise():
-    one, other = (hash_expert(torch.arange(30_011), 7, seed) for seed in (0, 1))
-    for expert in (one, other):
-        expected = 30_011 / 7
-        chi_square = (torch.bincount(expert, minlength=7) - expected).square().sum() / expected
-        assert chi_square < 22.5  # 6 degrees of freedom: 99.9 %
-    assert abs((one == other).double().mean() - 1 / 7) < 0.01

@@ -59,8 +59,7 @@ def test_experts_never_see_the_word_embedding(mode):
 # ---- hashing ----
 
 
-@pytest.mark.parametrize("num_experts", [2, 5, 8, 17, 128])
-@pytest.mark.parametrize("seed", [0, 1, 7, 12345])
+@pytest.mark.parametrize(("seed", "num_experts"), [(0, 2), (1, 17), (12345, 128)])
 def test_hashing_spreads_a_vocabulary_as_evenly_as_dice_would(seed, num_experts):
     ids = torch.arange(10_007)
     counts = torch.bincount(hash_expert(ids, num_experts, seed), minlength=num_experts).double()
@@ -153,20 +152,6 @@ def test_updates_move_the_load_towards_balance():
     assert before[0] > 1.4
     assert before[-1] < 1.1
     assert min(before[10], before[11]) < before[0]
-
-
-def test_an_update_moves_each_bias_by_one_step_against_its_load():
-    layer, x = skewed_layer()
-    stats = layer(x)[1].stats._replace(expert_load=torch.tensor([3, 1, 2, 2, 2]))
-    layer.router.update(stats)
-    layer.router.update(stats)
-    assert layer.router.load_steps.tolist() == [-2, 2, 0, 0, 0]
-    torch.testing.assert_close(
-        layer.router.load_bias(),
-        torch.tensor([-0.02, 0.02, 0, 0, 0], dtype=torch.float64),
-        rtol=0,
-        atol=1e-15,
-    )
 
 
 @pytest.mark.parametrize("normalize", [True, False])

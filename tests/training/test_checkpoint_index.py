@@ -155,15 +155,10 @@ def first_place(index):
 
 ODDITIES = {
     "a shard elsewhere": (lambda index: setattr(first_place(index), "relative_path", "../../secret"), "no file of the"),
-    "a shard at the root": (lambda index: setattr(first_place(index), "relative_path", "/etc/hosts"), "no file of the"),
-    "a shard that is a number": (lambda index: setattr(first_place(index), "relative_path", 3), "no file of the"),
     "an encoded shard": (lambda index: setattr(first_place(index), "transform_descriptors", ["zstd"]), "is encoded"),
     "a negative offset": (lambda index: setattr(first_place(index), "offset", -1), "has no position in it"),
-    "a length that is text": (lambda index: setattr(first_place(index), "length", "7"), "has no position in it"),
     "an entry that is none": (lambda index: index.state_dict_metadata.update(x=None), "the entry 'x' is no tensor"),
-    "a name that is a number": (lambda index: index.state_dict_metadata.update({3: None}), "the entry 3 is no tensor"),
     "no entries": (lambda index: setattr(index, "state_dict_metadata", None), "no list of tensors"),
-    "no places": (lambda index: setattr(index, "storage_data", [1]), "no list of tensors"),
     "a shape that is text": (
         lambda index: setattr(next(iter(index.state_dict_metadata.values())), "size", "abc"),
         "has no shape",
@@ -195,29 +190,11 @@ def test_an_absurd_size_is_refused_before_memory_is_taken(path):
 
 def torn(content):
     """Yields contents that are no pickle of an index."""
-    yield from (
-        b"",
-        b"x",
-        b"\x80\x05",
-        b"\x80\xff.",
-        b"N.",
-        b"I1\n.",
-        b"\x80\x04]\x94.",
-        b"\0" * 100,
-        b"(" * 10_000,
-    )
-    yield b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f"  # bytes of 2^63
-    yield b"cos\n."  # a name that is cut
-    yield b"ctorch\nSize\n\x8a\xff."
-    yield b"ctorch\nSize\n(I-1\ntR."  # torch.Size of no list
-    yield b"\x82\x01."  # an extension that nobody registered
-    yield b"Pabc\n."  # something persistent
-    yield b"ctorch.serialization\n_get_layout\n(Vnone\ntR."
-    yield b"Vabc\n" + b"\x85" * 5_000 + b"."  # tuples in tuples
+    yield from (b"", b"\x80\x05", b"N.", b"(" * 10_000)
     yield pickle.dumps({"a": 1})
     yield pickle.dumps(Metadata)
-    for number in range(1, 60):
-        yield content[: len(content) * number // 60]
+    for number in range(1, 12):
+        yield content[: len(content) * number // 12]
 
 
 def test_an_index_that_is_torn_is_one_message(path):
@@ -225,20 +202,6 @@ def test_an_index_that_is_torn_is_one_message(path):
     for content in torn(whole):
         (path / ".metadata").write_bytes(content)
         assert "step_00000001" in refused(lambda: read_index(path)), content[:40]
-
-
-@pytest.mark.slow
-def test_an_index_with_flipped_bits_is_read_or_refused_and_never_more(path):
-    whole = (path / ".metadata").read_bytes()
-    generator = torch.Generator().manual_seed(0)
-    for position in torch.randint(len(whole), (300,), generator=generator).tolist():
-        content = bytearray(whole)
-        content[position] ^= 1 << position % 8
-        (path / ".metadata").write_bytes(content)
-        try:
-            read_shapes(path)
-        except CheckpointError as error:
-            assert str(path) in str(error)
 
 
 def test_every_dtype_is_admitted(tmp_path):

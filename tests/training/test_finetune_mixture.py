@@ -170,14 +170,13 @@ class Killed(BaseException):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "call"), [(3, 3), (5, 0)])
 def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
-    inputs, straight, tmp_path, monkeypatch, seed, call
+    inputs, straight, tmp_path, monkeypatch
 ):
     made, original = [], eval.answers.predict._generate
 
     def generate(system, task, *more):
-        if len(made) == per_seed * [3, 5].index(seed) + call:
+        if len(made) == 3:  # of the second evaluation of the first run
             raise Killed
         made.append((system.fingerprint, task.name))
         return original(system, task, *more)
@@ -246,11 +245,7 @@ def test_a_mean_that_is_no_number_does_not_stay_the_best(tmp_path):
     assert best_model(tmp_path) == "1"
 
 
-BAD_SCORES = [
-    "", "[]", "{}", '{"step": 2}', '{"mean": 1.0}', '{"step": -1, "mean": 1.0}', '{"step": 3, "mean": 1.0}',
-    '{"step": 2, "mean": "high"}', '{"step": "2", "mean": 1.0}', '{"step": 2.5, "mean": 1.0}',
-    '{"step": 2, "mean": null}', '{"step": true, "mean": 1.0}', '{"step": 2, "mean": 1.0', "\0\0",
-]  # fmt: skip
+BAD_SCORES = ["", '{"step": 3, "mean": 1.0}', '{"step": 2, "mean": "high"}']
 
 
 @pytest.mark.parametrize("content", BAD_SCORES)
@@ -303,27 +298,6 @@ def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, mon
     ("more", "error", "message"),
     [
         (["--task", "frist"], ConfigError, r"no task called 'frist'\. Did you mean 'first'"),
-        (["--mixture.tasks", "[first, first]"], ConfigError, "every task once; first is repeated"),
-        (
-            ["--mixture.maximum", "0"],
-            ConfigError,
-            "mixture.maximum is 0; expected an integer of at least 1",
-        ),
-        (
-            ["--mixture.temperature", "0"],
-            ConfigError,
-            "mixture.temperature is 0.0; expected a finite number above 0",
-        ),
-        (
-            ["--mixture.train_examples", "0"],
-            ConfigError,
-            "mixture.train_examples is 0; expected an integer of at least 1, or null for all",
-        ),
-        (
-            ["--mixture.dev_examples", "-1"],
-            ConfigError,
-            "mixture.dev_examples is -1; expected an integer of",
-        ),
         (["--seeds", "3", "3"], ConfigError, r"seeds is \[3, 3\]; expected one or more different"),
         (["--seeds", "-1"], ConfigError, "seed is -1"),
         (
@@ -351,11 +325,6 @@ def test_a_kill_between_scores_and_keeping_the_model_loses_nothing(tmp_path, mon
             ["--pretrained", "runs/none/model"],
             CheckpointError,
             r"pre-train it .*st_moe_base_pretrain\.yaml --out runs",
-        ),
-        (
-            ["--pretrained", "runs/none/model"],
-            CheckpointError,
-            "scripts.convert_checkpoint --from google/switch-base-8",
         ),
     ],
 )

@@ -63,30 +63,13 @@ DAMAGES = {
     "no checksums": (lambda path: (path / "SHA256SUMS").unlink(), "SHA256SUMS is missing"),
     "empty checksums": (lambda path: (path / "SHA256SUMS").write_text(""), "SHA256SUMS has no checksum of .metadata"),
     "a checksum less": (lambda path: forget_sum_of(path, "__0_0.distcp"), "SHA256SUMS has no checksum of __0_0"),
-    "binary checksums": (lambda path: (path / "SHA256SUMS").write_bytes(b"\xff\0\n"), "SHA256SUMS has no checksum"),
-    "a folder of checksums": (
-        lambda path: [(path / "SHA256SUMS").unlink(), (path / "SHA256SUMS").mkdir()],
-        "SHA256SUMS cannot be read",
-    ),
-    "a flipped bit in the checksums": (lambda path: flip_a_bit(path / "SHA256SUMS"), ""),
     "no state": (lambda path: (path / "state.json").unlink(), "state.json cannot be read: No such file"),
     "a torn state": (lambda path: shorten(path / "state.json"), ""),
-    "a binary state": (lambda path: (path / "state.json").write_bytes(b"\xff\xfe\0"), "state.json is not UTF-8"),
-    "a list for a state": (lambda path: (path / "state.json").write_text("[1]"), "state.json its content is [1]"),
     "an edited fingerprint": (lambda path: change_state(path, fingerprint="abd"), "state.json has "),
-    "a step that is text": (lambda path: change_state(path, step="20"), "state.json step is '20'"),
-    "a step that is negative": (lambda path: change_state(path, step=-20), "state.json step is -20"),
-    "a step that is huge": (lambda path: change_state(path, step=10**400), "state.json "),
     "another step": (lambda path: change_state(path, step=21), "state.json says step 21, and its folder is"),
-    "no step": (lambda path: change_state(path, step=None), "state.json step is missing"),
     "no sizes": (lambda path: change_state(path, sizes=None), "state.json sizes is missing"),
-    "sizes that are a list": (lambda path: change_state(path, sizes=[1]), "state.json sizes is [1]"),
-    "a file outside": (lambda path: change_state(path, sizes={"../../x\0": 1}), r"'../../x\x00' is missing"),
-    "settings that are text": (lambda path: change_state(path, recipe="x"), "state.json recipe is 'x'"),
     "a later format": (lambda path: change_state(path, format=99), "state.json format is 99, of a later version"),
-    "an unknown field": (lambda path: change_state(path, formal=2), "state.json formal is 2"),
     "no folder": (replace_by_a_file, "step_00000020 is no folder"),
-    "an empty folder": (lambda path: [shutil.rmtree(path), path.mkdir()], "state.json cannot be read"),
 }  # fmt: skip
 
 
@@ -116,7 +99,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     assert "\0" not in said
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", [0, 3, 6])
 def test_a_bit_that_flips_anywhere_is_noticed(two_checkpoints, tmp_path, number):
     path = tmp_path / "step_00000020"
     shutil.copytree(two_checkpoints / "step_00000020", path)
@@ -243,7 +226,7 @@ def test_what_is_no_checkpoint_is_never_removed(tmp_path):
     assert (tmp_path / "step_00000001" / "thesis.txt").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("after_files", range(6))  # the last is the marker of the work folder
+@pytest.mark.parametrize("after_files", [0, 2, 5])  # the last is the marker of the work folder
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_none_that_is_broken(
     tmp_path, after_files
 ):

@@ -76,7 +76,7 @@ def test_a_group_of_two_ranks_that_is_killed_comes_back_equal_to_the_other(
     for group in groups:
         ended = group.finish()
         assert ended.returncode == 0, ended.stderr
-    assert "Healed: has the state of another group" in ended.stderr
+    assert "Healed: took over the state of another group" in ended.stderr
 
     # The other group took every step from its first on, and both had the same losses. The one that
     # started first may have taken steps alone.

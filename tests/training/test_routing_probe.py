@@ -16,8 +16,8 @@ from moe.tracing.probe_file import read_probe_text, read_probes
 from moe.tracing.recorder import record_routing, traced_batches
 from moe.training import router_health
 from moe.training.callback import GivenBatches
-from moe.training.probe import RoutingProbe, probe_histograms, probe_values
 from moe.training.recipe import TrainingRecipe
+from moe.training.routing_probe import RoutingProbe, probe_histograms, probe_values
 from scripts import pretrain
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 from tests.processes import Command, run_command
@@ -284,10 +284,7 @@ def test_there_must_be_something_to_probe(inputs, probed, tmp_path):
     ("name", "value", "expected"),
     [
         ("probe_every", -1, "an integer from 0 to 99,999,999"),
-        ("probe_every", 2.5, "an integer from 0"),
-        ("probe_every", True, "an integer from 0"),
         ("probe_batches", 0, "an integer from 1 to 10,000"),
-        ("probe_batches", None, "an integer from 1"),
         ("probe_batches", 10_001, "every probe keeps the routing of each token"),
     ],
 )
