@@ -13,7 +13,7 @@ from moe.training.finetuning import finetuning_config
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 from scripts import pretrain, train_tokenizer
 from tests.distributed.ranks import run_ranks
-from tests.training.tiny_run import MODEL, write_inputs
+from tests.training.tiny_run import MODEL, pretrain_arguments, write_inputs
 
 pytestmark = pytest.mark.slow  # all read a run that was made
 
@@ -22,17 +22,12 @@ pytestmark = pytest.mark.slow  # all read a run that was made
 def inputs(tmp_path_factory):
     paths = write_inputs(tmp_path_factory.mktemp("inputs"))
     paths["run"] = paths["corpus"].parent / "run"
-    pretrain.main(arguments(paths, paths["run"], "--training.steps", "10"))
+    pretrain.main(pretrain_arguments(paths, paths["run"], "--training.steps", "10"))
     return paths
 
 
-def arguments(inputs, out, *more):
-    paths = ["--corpus", inputs["corpus"], "--tokenizer", inputs["tokenizer"], "--out", out]
-    return [str(part) for part in ("--config", inputs["pretrain.yaml"], *paths, *more)]
-
-
 def go_on(inputs, out, *more):
-    pretrain.main(arguments(inputs, out, "--pretrained", inputs["run"] / "model", *more))
+    pretrain.main(pretrain_arguments(inputs, out, "--pretrained", inputs["run"] / "model", *more))
 
 
 def held_out_losses(run):
@@ -103,7 +98,7 @@ def test_another_tokenizer_and_no_model_are_named(inputs, tmp_path):
     with pytest.raises(ConfigError, match="tokenizer is not that of the model"):
         go_on(inputs, tmp_path / "run", "--tokenizer", str(other))
     with pytest.raises(CheckpointError, match="holds no model"):
-        pretrain.main(arguments(inputs, tmp_path / "run", "--pretrained", inputs["run"]))
+        pretrain.main(pretrain_arguments(inputs, tmp_path / "run", "--pretrained", inputs["run"]))
     with pytest.raises(ConfigError, match="--out"):
         go_on(inputs, inputs["run"] / "model")
 

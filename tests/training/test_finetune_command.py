@@ -23,7 +23,7 @@ from moe.models.parallelize import model_layouts
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from scripts import finetune, pretrain
-from tests.training.tiny_run import write_inputs
+from tests.training.tiny_run import pretrain_arguments, write_inputs
 
 PAIRS = [
     (f"bakomi {'lan ' * (n % 3)}ter {n}", "su ver" if n % 2 else "ti on al") for n in range(41)
@@ -36,15 +36,7 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     paths = write_inputs(folder)
     paths["run"], paths["pairs"] = folder / "pretrain", folder / "pairs.jsonl"
-    arguments = [
-        "--config",
-        paths["pretrain.yaml"],
-        "--corpus",
-        paths["corpus"],
-        "--tokenizer",
-        paths["tokenizer"],
-    ]
-    pretrain.main([*map(str, arguments), "--out", str(paths["run"]), "--training.steps", "12"])
+    pretrain.main(pretrain_arguments(paths, paths["run"], "--training.steps", 12))
     lines = [json.dumps({"inputs": one, "targets": other}) for one, other in PAIRS]
     paths["pairs"].write_text("\n".join(lines))
     return paths
@@ -52,17 +44,8 @@ def inputs(tmp_path_factory):
 
 def tune(inputs, out, *more, pretrained=None):
     model = pretrained or inputs["run"] / "model"
-    arguments = [
-        "--config",
-        inputs["finetune.yaml"],
-        "--pretrained",
-        model,
-        "--train",
-        inputs["pairs"],
-        "--out",
-        out,
-    ]
-    finetune.main([str(argument) for argument in (*arguments, *more)])
+    paths = ("--pretrained", model, "--train", inputs["pairs"], "--out", out)
+    finetune.main([str(part) for part in ("--config", inputs["finetune.yaml"], *paths, *more)])
     return out
 
 

@@ -22,7 +22,7 @@ from moe.data.mixture import build_source, choose_examples
 from moe.data.pipeline import PairSource
 from scripts import finetune, pretrain
 from tests.training.test_finetune_command import losses
-from tests.training.tiny_run import TRAINING, write_inputs
+from tests.training.tiny_run import TRAINING, pretrain_arguments, write_inputs
 from tests.training.tiny_tasks import DEV, SIZES, registered
 
 RECIPE = {
@@ -52,17 +52,7 @@ def inputs(tmp_path_factory):
     """A model and a recipe that holds everything but the folder of the run."""
     folder = tmp_path_factory.mktemp("inputs")
     paths = write_inputs(folder)
-    arguments = [
-        "--config",
-        paths["pretrain.yaml"],
-        "--corpus",
-        paths["corpus"],
-        "--tokenizer",
-        paths["tokenizer"],
-    ]
-    pretrain.main(
-        [*map(str, arguments), "--out", str(folder / "pretrain"), "--training.steps", "10"]
-    )
+    pretrain.main(pretrain_arguments(paths, folder / "pretrain", "--training.steps", 10))
     paths["model"], paths["recipe"] = folder / "pretrain" / "model", folder / "recipe.yaml"
     paths["recipe"].write_text(yaml.safe_dump({"pretrained": str(paths["model"]), **RECIPE}))
     return paths

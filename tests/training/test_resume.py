@@ -4,7 +4,6 @@ do it.
 
 import fcntl
 import json
-import os
 import re
 import resource
 import shutil
@@ -25,7 +24,7 @@ from moe.training.timeline import measure_goodput, read_timeline
 from scripts import demo, pretrain, transfer
 from tests.processes import Command, run_command
 from tests.training.tiny_checkpoints import content_of, flip_a_bit
-from tests.training.tiny_run import write_inputs
+from tests.training.tiny_run import pretrain_arguments, write_inputs
 
 pytestmark = pytest.mark.slow  # all read a run that a process made
 
@@ -44,23 +43,18 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def arguments(inputs, out, *more):
-    paths = ["--corpus", inputs["corpus"], "--tokenizer", inputs["tokenizer"], "--out", out]
-    return [str(part) for part in ("--config", inputs["pretrain.yaml"], *paths, *more)]
-
-
 def here(inputs, out, *more):
     """Runs the command in this process."""
-    pretrain.main(arguments(inputs, out, *more))
+    pretrain.main(pretrain_arguments(inputs, out, *more))
 
 
 def call(inputs, out, *more, **options):
-    return run_command("scripts.pretrain", *arguments(inputs, out, *more), **options)
+    return run_command("scripts.pretrain", *pretrain_arguments(inputs, out, *more), **options)
 
 
 def stop_when(is_reached, how, inputs, out, *more, **options):
     """Starts a run, stops it by a signal once something is reached, and returns how it ended."""
-    run = Command("scripts.pretrain", arguments(inputs, out, *more), **options)
+    run = Command("scripts.pretrain", pretrain_arguments(inputs, out, *more), **options)
     run.wait_for(is_reached)
     run.send_signal(how)
     return run.finish()
@@ -178,7 +172,7 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_a_folder_that_goes_on(
 ):
     number = signal.SIGINT
     out = tmp_path / "run"
-    run = Command("scripts.pretrain", arguments(inputs, out))
+    run = Command("scripts.pretrain", pretrain_arguments(inputs, out))
     run.wait_for(lambda: last_step(out) >= 3)
     run.send_signal(number)
     run.send_signal(number)
@@ -209,35 +203,6 @@ def test_kills_before_the_first_checkpoint_leave_a_folder_that_starts_cleanly(
         f"{out} has no checkpoint yet: the run starts at its first step." in capsys.readouterr().err
     )
     assert losses(out) == losses(unstopped)
-
-
-def die_while_removing():
-    """Makes this process kill itself once it has removed a file of the first checkpoint."""
-    remove = shutil.rmtree
-
-    def rmtree(path, *arguments, **options):
-        if os.path.exists(path) and "step_00000007" in str(path):  # noqa: PTH110
-            os.unlink(os.path.join(path, "state.json"))  # noqa: PTH108, PTH118
-            os.kill(os.getpid(), signal.SIGKILL)
-        remove(path, *arguments, **options)
-
-    shutil.rmtree = rmtree
-
-
-def test_a_kill_while_an_old_checkpoint_is_removed_leaves_only_whole_ones(
-    inputs, unstopped, tmp_path
-):
-    out = tmp_path / "run"
-    killed = call(inputs, out, prepare=die_while_removing)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    folder = out / "checkpoints"
-    assert (folder / ".step_00000007.partial/removed").is_dir()
-    assert [path.name for path in checkpoint_folders(folder)] == ["step_00000014", "step_00000021"]
-    assert all(first_damage(path) is None for path in checkpoint_folders(folder))
-
-    here(inputs, out, "--resume")
-    assert losses(out) == losses(unstopped)
-    assert sorted(path.name for path in folder.iterdir()) == ["step_00000035", "step_00000040"]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from scripts import pretrain
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 from tests.processes import Command, run_command
 from tests.training.test_router_health import with_dead_expert
-from tests.training.tiny_run import write_inputs
+from tests.training.tiny_run import pretrain_arguments, write_inputs
 from tests.training.tiny_trainer import HEAVY, examples, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
@@ -128,7 +128,7 @@ def test_numbers_and_histograms_are_those_of_the_logits(tmp_path):
 def test_a_router_that_saturates_is_warned_of_in_a_run(inputs, tmp_path, caplog):
     probes = ("--training.probe_every", 1, "--model.router_initializer_std", 300)
     steps = ("--training.steps", 2, "--optim.cooldown_steps", 0)
-    pretrain.main(arguments(inputs, tmp_path / "run", *probes, *steps))
+    pretrain.main(pretrain_arguments(inputs, tmp_path / "run", *probes, *steps))
     ours = [record for record in caplog.records if record.name == router_health.__name__]
     texts = [record.getMessage() for record in ours]
     assert [text.split(" saturates")[0] for text in texts] == [
@@ -146,18 +146,13 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def arguments(inputs, out, *more):
-    paths = ["--corpus", inputs["corpus"], "--tokenizer", inputs["tokenizer"], "--out", out]
-    return [str(part) for part in ("--config", inputs["pretrain.yaml"], *paths, *more)]
-
-
 PROBED = ("--training.probe_every", 5, "--training.probe_batches", 2)
 
 
 @pytest.fixture(scope="module")
 def probed(inputs, tmp_path_factory):
     out = tmp_path_factory.mktemp("probed") / "run"
-    pretrain.main(arguments(inputs, out, *PROBED))
+    pretrain.main(pretrain_arguments(inputs, out, *PROBED))
     return out
 
 
@@ -180,7 +175,7 @@ def content(folder):
 @pytest.mark.slow
 def test_a_run_with_probes_equals_one_without_bit_for_bit(inputs, probed, tmp_path):
     out = tmp_path / "run"
-    pretrain.main(arguments(inputs, out))
+    pretrain.main(pretrain_arguments(inputs, out))
     assert not (out / "probe").exists()
     weights = "model/model.safetensors"
     assert (out / weights).read_bytes() == (probed / weights).read_bytes()
@@ -206,7 +201,7 @@ def test_the_board_shows_histograms_of_each_layer(probed):
 @pytest.mark.slow
 def test_a_killed_and_resumed_run_has_the_same_probes(inputs, probed, tmp_path):
     out = tmp_path / "run"
-    run = Command("scripts.pretrain", arguments(inputs, out, *PROBED))
+    run = Command("scripts.pretrain", pretrain_arguments(inputs, out, *PROBED))
     run.wait_for((out / "probe" / "step_00000025.safetensors").exists)
     run.send_signal(signal.SIGKILL)
     assert run.finish().returncode == -signal.SIGKILL, "the run ended before it could be killed"
@@ -215,7 +210,7 @@ def test_a_killed_and_resumed_run_has_the_same_probes(inputs, probed, tmp_path):
     # A file that the killed run was to write later, by another step of its own.
     stale = out / "probe" / "step_00000039.safetensors"
     stale.write_bytes((out / "probe" / "step_00000025.safetensors").read_bytes())
-    done = run_command("scripts.pretrain", *arguments(inputs, out, *PROBED, "--resume"))
+    done = run_command("scripts.pretrain", *pretrain_arguments(inputs, out, *PROBED, "--resume"))
     assert done.returncode == 0, done.stderr
     assert content(out / "probe") == content(probed / "probe")
     assert lines(out) == lines(probed)
@@ -224,17 +219,17 @@ def test_a_killed_and_resumed_run_has_the_same_probes(inputs, probed, tmp_path):
 @pytest.mark.slow
 def test_a_resumed_run_may_begin_to_probe_but_not_change_the_text(inputs, tmp_path):
     out = tmp_path / "run"
-    run = Command("scripts.pretrain", arguments(inputs, out, *PROBED))
+    run = Command("scripts.pretrain", pretrain_arguments(inputs, out, *PROBED))
     run.wait_for((out / "probe" / "step_00000015.safetensors").exists)
     run.send_signal(signal.SIGINT)
     run.finish()
     before = content(out / "probe")
     with pytest.raises(DataError, match="holds probes of another text"):
-        pretrain.main(arguments(inputs, out, "--resume", "--training.probe_every", 5))
+        pretrain.main(pretrain_arguments(inputs, out, "--resume", "--training.probe_every", 5))
     assert content(out / "probe") == before
 
     (out / "probe").rename(tmp_path / "earlier")
-    pretrain.main(arguments(inputs, out, "--resume", "--training.probe_every", 20))
+    pretrain.main(pretrain_arguments(inputs, out, "--resume", "--training.probe_every", 20))
     assert [probe.step for probe in read_probes(out / "probe")][-1] == 40
 
 
@@ -276,7 +271,7 @@ def test_there_must_be_something_to_probe(inputs, probed, tmp_path):
     with pytest.raises(
         ConfigError, match=r"training\.probe_every is 5, but the model has no sparse layer"
     ):
-        pretrain.main(arguments(inputs, tmp_path / "run", *PROBED, *dense))
+        pretrain.main(pretrain_arguments(inputs, tmp_path / "run", *PROBED, *dense))
     assert not (tmp_path / "run").exists()
 
 

@@ -17,7 +17,7 @@ from moe.training.timeline import (
     measure_goodput,
     read_timeline,
 )
-from tests.training.tiny_run import write_inputs
+from tests.training.tiny_run import pretrain_arguments, write_inputs
 
 
 def start(time, step=0):
@@ -82,11 +82,11 @@ def test_a_process_that_starts_before_the_last_one_has_gone_leaves_nobody_waitin
 @pytest.mark.slow
 def test_the_goodput_of_a_command_is_that_of_all_its_seconds(tmp_path):
     inputs = write_inputs(tmp_path)
-    paths = ["--corpus", inputs["corpus"], "--tokenizer", inputs["tokenizer"]]
-    more = ["--config", inputs["pretrain.yaml"], *paths, "--out", tmp_path / "run"]
-    command = [sys.executable, "-m", "scripts.pretrain", *more]
+    words = pretrain_arguments(inputs, tmp_path / "run")
     started = time.monotonic()
-    subprocess.run([str(word) for word in command], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "scripts.pretrain", *words], check=True, capture_output=True
+    )
     seconds = time.monotonic() - started
 
     events = read_timeline(tmp_path / "run")

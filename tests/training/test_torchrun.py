@@ -15,7 +15,7 @@ import torch
 from moe import STMoEForConditionalGeneration
 from scripts import pretrain
 from tests.processes import start_torchrun
-from tests.training.tiny_run import write_inputs
+from tests.training.tiny_run import pretrain_arguments, write_inputs
 
 NUM_STEPS = 28
 MESH = ["--mesh.ep", "2", "--model.group_size", "16", "--training.micro_batch_size", "2"]
@@ -26,20 +26,13 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-def paths(inputs, out):
-    """Returns the arguments that every run here has."""
-    folders = {
-        "--config": inputs["pretrain.yaml"],
-        "--corpus": inputs["corpus"],
-        "--tokenizer": inputs["tokenizer"],
-    }
-    options = {**folders, "--out": out, "--training.steps": NUM_STEPS}
-    return [part for option in options.items() for part in option]
+def arguments(inputs, out, *more):
+    return pretrain_arguments(inputs, out, "--training.steps", NUM_STEPS, *more)
 
 
-def start(inputs, out, *arguments, ranks=2, options=()):
+def start(inputs, out, *more, ranks=2, options=()):
     """Starts a pre-training run of several ranks and returns the process of torchrun."""
-    words = [*paths(inputs, out), *arguments]
+    words = arguments(inputs, out, *more)
     return start_torchrun(ranks, "scripts.pretrain", *words, options=options)
 
 
@@ -125,7 +118,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(inputs, tmp_path):
         "1",
     ]
     alone, moved = tmp_path / "alone", tmp_path / "moved"
-    pretrain.main([*map(str, paths(inputs, alone)), *settings])
+    pretrain.main(arguments(inputs, alone, *settings))
 
     for ranks, mesh, step in ((4, ["--mesh.ep", "4"], 7), (2, ["--mesh.tp", "2"], 14)):
         process = start(inputs, moved, *settings, *mesh, "--resume", ranks=ranks)
@@ -133,7 +126,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(inputs, tmp_path):
         process.send_signal(signal.SIGTERM)
         finish(process)
         assert 0 < len(losses(moved)) < NUM_STEPS
-    pretrain.main([*map(str, paths(inputs, moved)), *settings, "--resume"])
+    pretrain.main(arguments(inputs, moved, *settings, "--resume"))
     assert [step for step, _ in losses(moved)] == list(range(1, NUM_STEPS + 1))
     for (_, ours), (_, theirs) in zip(losses(moved), losses(alone), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)

@@ -74,3 +74,9 @@ def write_inputs(folder: Path) -> dict[str, Path]:
     paths["pretrain.yaml"].write_text(yaml.safe_dump(pretrain), encoding="utf-8")
     paths["finetune.yaml"].write_text(yaml.safe_dump(finetune), encoding="utf-8")
     return paths
+
+
+def pretrain_arguments(inputs: dict[str, Path], out: Path, *more: object) -> list[str]:
+    """Returns the command line of a pre-training run on what `write_inputs` wrote."""
+    paths = ["--corpus", inputs["corpus"], "--tokenizer", inputs["tokenizer"], "--out", out]
+    return [str(part) for part in ("--config", inputs["pretrain.yaml"], *paths, *more)]
