@@ -9,7 +9,7 @@ its own node that has the destination's local index, then straight to the destin
 a recipe names a schedule, rows travel by it in the place of torch's all-to-all.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -107,16 +107,11 @@ class ScheduledStep(NamedTuple):
         return route.issue(x)
 
 
-class Route(NamedTuple):
-    """How rows get from rank to rank.
+Route: TypeAlias = tuple[RouteStep, ...]
+"""How rows get from rank to rank: one step, or two, inside the node first.
 
-    Rows leave sorted by the rank that they go to, and arrive sorted by the rank that they are from.
-
-    Attributes:
-        steps: One all-to-all; two when the axis spans several nodes, inside the node first.
-    """
-
-    steps: tuple[RouteStep, ...]
+Rows leave sorted by the rank that they go to, and arrive sorted by the rank that they are from.
+"""
 
 
 class PendingCounts(Protocol):
@@ -163,7 +158,7 @@ class _PendingCounts(NamedTuple):
             step = AllToAllStep(
                 group=self.axis.group, send_splits=splits[0], receive_splits=splits[1]
             )
-            return received, Route((step,))
+            return received, (step,)
 
     def _two_step_route(self, relayed: Tensor, received: Tensor) -> Route:
         """Returns the route inside the node and then across nodes."""
@@ -202,7 +197,7 @@ class _PendingCounts(NamedTuple):
             send_splits=inter_splits[:num_nodes],
             receive_splits=inter_splits[num_nodes:],
         )
-        return Route((inside, across))
+        return inside, across
 
 
 class _ScheduledCounts(NamedTuple):
@@ -235,7 +230,7 @@ class _ScheduledCounts(NamedTuple):
 
 def _scheduled_route(exchange: ScheduledAllToAll, counts: IntArray) -> Route:
     """Returns the route of blocks of <int64>[ep, ep] rows."""
-    return Route((ScheduledStep(exchange.route(counts), exchange.route_back(counts)),))
+    return (ScheduledStep(exchange.route(counts), exchange.route_back(counts)),)
 
 
 def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
@@ -255,7 +250,7 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
             return _ScheduledCounts(axis.exchange, axis.group, sent, counts_of_all, work)
 
         # Every rank sends one row of counts to every other: splits are known.
-        steps = equal_route(axis, axis.size, counts.device).steps
+        steps = equal_route(axis, axis.size, counts.device)
         transfer = steps[0].issue(sent, reverse=False)
         if len(steps) == 1:
             return _PendingCounts(axis, sent, None, transfer)
@@ -277,7 +272,7 @@ def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
         equal_counts = np.full((axis.size, axis.size), num_rows // axis.size)
         return _scheduled_route(axis.exchange, equal_counts)
     if axis.intra_node is None or axis.inter_node is None:
-        return Route((AllToAllStep(axis.group),))
+        return (AllToAllStep(axis.group),)
 
     num_nodes = dist.get_world_size(axis.inter_node)
     sizes = {"node": num_nodes, "local": axis.size // num_nodes}
@@ -288,7 +283,7 @@ def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
     by_node = rearrange(rows, "(local node n) -> (node local n)", **sizes)
     inside = AllToAllStep(axis.intra_node, by_local_index)
     across = AllToAllStep(axis.inter_node, by_node)
-    return Route((inside, across))
+    return inside, across
 
 
 def _transpose_blocks(lengths: Tensor, num_rows: int) -> Tensor:
@@ -344,9 +339,7 @@ class _OneWay:
     """Rows along a route, or back along it; the last step runs until `wait`."""
 
     def __init__(self, route: Route, *, reverse: bool) -> None:
-        self._steps = route.steps
-        if reverse:
-            self._steps = route.steps[::-1]
+        self._steps = route[::-1] if reverse else route
         self._reverse = reverse
         self._transfer: Transfer | None = None
 

@@ -6,7 +6,7 @@ With one rank they change nothing.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,6 @@ from moe.distributed.wait_seconds import waiting_for
 from moe.errors import MoEError
 
 T = TypeVar("T")
-
-
-class _Outcome(NamedTuple):
-    """What a function did on one rank.
-
-    Attributes:
-        result: What it returned; None when it failed.
-        error: What it raised; None when it did not.
-    """
-
-    result: Any
-    error: Exception | None = None
 
 
 def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
@@ -50,10 +38,10 @@ def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None
     # A failure waits here until the others are told.
     own_error: Exception | None = None
     try:
-        outcome = _Outcome(function())
+        outcome = (function(), None)
     except Exception as error:
         own_error = error
-        outcome = _Outcome(None, _picklable(error))
+        outcome = (None, _picklable(error))
 
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
@@ -61,10 +49,10 @@ def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None
     # The own error first: it has its traceback, and may be of a class that does not travel.
     if own_error is not None:
         raise own_error
-    for other in outcomes:
-        if other.error is not None:
-            raise other.error
-    return [other.result for other in outcomes]
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]
 
 
 def _picklable(error: Exception) -> Exception:
@@ -97,20 +85,18 @@ def broadcast_from_rank_zero(function: Callable[[], T]) -> T:
         return function()
 
     # The other ranks wait in the broadcast below, whatever happens on rank 0.
-    outcome = _Outcome(None)
+    outcome: list[Any] = [None, None]  # result and error
     if dist.get_rank() == 0:
         try:
-            outcome = _Outcome(function())
+            outcome[0] = function()
         except Exception as error:
-            outcome = _Outcome(None, error)
+            outcome[1] = error
 
-    objects: list[Any] = [outcome]
-    dist.broadcast_object_list(objects, src=0)
-    outcome = objects[0]
-
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.result
+    dist.broadcast_object_list(outcome, src=0)
+    result, error = outcome
+    if error is not None:
+        raise error
+    return result
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -47,18 +47,6 @@ _MOST_NAMED = 8
 Trouble = Literal["dead", "saturated", "drops"]
 
 
-class _LayerLog(NamedTuple):
-    """What one log says of one layer.
-
-    Attributes:
-        dropped: Share of the tokens that reached no expert.
-        load: <int64>[E] choices that asked for each expert.
-    """
-
-    dropped: float
-    load: Tensor
-
-
 class RouterHealth:
     """Watches the sparse layers of a model that is trained, and warns through Python's logging.
 
@@ -68,7 +56,8 @@ class RouterHealth:
 
     def __init__(self, layers: Sequence[LayerKey]) -> None:
         self._warned: set[tuple[LayerKey, Trouble]] = set()
-        self._logs: dict[LayerKey, deque[_LayerLog]] = {}
+        # Of each log, the share of tokens that reached no expert and the load <int64>[E].
+        self._logs: dict[LayerKey, deque[tuple[float, Tensor]]] = {}
         for key in layers:
             self._logs[key] = deque(maxlen=2 * NUM_LOGS)
 
@@ -104,7 +93,7 @@ class RouterHealth:
             return
 
         # Experts without a token, where even a small part of a fair share would be some.
-        load = torch.stack([log.load for log in logs]).sum(dim=0)  # [E]
+        load = torch.stack([load for _, load in logs]).sum(dim=0)  # [E]
         num_experts = load.numel()
         fair_share = float(load.sum()) / num_experts
         dead = (load == 0).nonzero().flatten().tolist()
@@ -123,7 +112,7 @@ class RouterHealth:
         self._warn_once(key, "dead", text)
 
     def _look_for_rising_drops(self, key: LayerKey, step: int) -> None:
-        dropped = [log.dropped for log in self._logs[key]]
+        dropped = [dropped for dropped, _ in self._logs[key]]
         if len(dropped) < 2 * NUM_LOGS:
             return
 
@@ -164,8 +153,8 @@ def layer_keys(config: STMoEConfig) -> list[LayerKey]:
     return keys
 
 
-def _read_logs(stats: Sequence[RouterStats]) -> list[_LayerLog]:
-    """Returns what a log says of each layer; waits for the device once."""
+def _read_logs(stats: Sequence[RouterStats]) -> list[tuple[float, Tensor]]:
+    """Returns dropped share and load of each layer; waits for the device once."""
     if not stats:
         return []
 
@@ -180,5 +169,5 @@ def _read_logs(stats: Sequence[RouterStats]) -> list[_LayerLog]:
     logs = []
     for row in torch.cat(rows).cpu().split(sizes):
         num_tokens, num_dropped = row[:2].tolist()
-        logs.append(_LayerLog(num_dropped / max(1, num_tokens), row[2:]))
+        logs.append((num_dropped / max(1, num_tokens), row[2:]))
     return logs

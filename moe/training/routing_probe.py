@@ -182,20 +182,10 @@ class RoutingProbe:
 # Recording
 
 
-class _RecordedRows(NamedTuple):
-    """What one rank recorded of its rows.
-
-    Attributes:
-        batches: Choices of each sparse layer, by batch.
-        scores: Scores of each sparse layer, over all batches.
-    """
-
-    batches: list[dict[LayerKey, Tensor]]
-    scores: dict[LayerKey, LayerScores]
-
-
-def _record_rows(model: STMoEForConditionalGeneration, batches: Iterator[Batch]) -> _RecordedRows:
-    """Returns the routing of batches, on the CPU."""
+def _record_rows(
+    model: STMoEForConditionalGeneration, batches: Iterator[Batch]
+) -> tuple[list[dict[LayerKey, Tensor]], Scores]:
+    """Returns the choices of each sparse layer by batch, and its scores over all; on the CPU."""
     keys = list(sparse_layers(model))
     recording = Recording(model)
     choices = []
@@ -217,7 +207,7 @@ def _record_rows(model: STMoEForConditionalGeneration, batches: Iterator[Batch])
             choices.append({key: _ordered_choices(key, rows) for key in keys})
     finally:
         hook.remove()
-    return _RecordedRows(choices, scores)
+    return choices, scores
 
 
 def _ordered_choices(key: LayerKey, rows: Mapping[str, Tensor]) -> Tensor:
@@ -286,17 +276,17 @@ def _add_scores(a: LayerScores, b: LayerScores) -> LayerScores:
     )
 
 
-def _join(parts: Sequence[_RecordedRows]) -> ProbeResult:
+def _join(parts: Sequence[tuple[list[dict[LayerKey, Tensor]], Scores]]) -> ProbeResult:
     """Returns what all ranks recorded, in the order in which one process would have."""
     choices: dict[LayerKey, Tensor] = {}
     scores: dict[LayerKey, LayerScores] = {}
-    for key in parts[0].scores:
+    for key in parts[0][1]:
         # The rows of a batch lie on the ranks one after the other.
         rows = []
-        for index in range(len(parts[0].batches)):
-            rows += [part.batches[index][key] for part in parts]
+        for batch_of_ranks in zip(*(batches for batches, _ in parts), strict=True):
+            rows += [batch[key] for batch in batch_of_ranks]
         choices[key] = torch.cat(rows)
-        scores[key] = reduce(_add_scores, [part.scores[key] for part in parts])
+        scores[key] = reduce(_add_scores, [rank_scores[key] for _, rank_scores in parts])
     return ProbeResult(choices, scores)
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,47 +17,10 @@ from moe.training.recipe import Recipe
 
 R = TypeVar("R", bound=Recipe)
 
-SUMMARY = "summary"
 NOTE = (
     "The paper reports the peak: the best of all evaluations. It is chosen on the dev split that it is reported on, "
     "which is optimistic; the last model is not chosen at all."
 )
-
-
-@dataclass(frozen=True)
-class SeedScores:
-    """The dev scores of one run.
-
-    Attributes:
-        seed: Seed of the run.
-        best: Scores of the best of its models.
-        last: Scores of its last model.
-        best_model: Folder of the best model.
-        last_model: Folder of the last model.
-    """
-
-    seed: int
-    best: DevScores
-    last: DevScores
-    best_model: str
-    last_model: str
-
-
-@dataclass(frozen=True)
-class SeedSpread:
-    """A score over several seeds.
-
-    Attributes:
-        mean: Mean over the seeds.
-        stdev: Standard deviation over the seeds; None for a single one.
-    """
-
-    mean: float
-    stdev: float | None
-
-    def __str__(self) -> str:
-        deviation = "" if self.stdev is None else f" ± {self.stdev:.2f}"
-        return f"{self.mean:.2f}{deviation}"
 
 
 def seed_runs(recipe: R, seeds: Sequence[int] | None, out: Path) -> list[tuple[R, Path]]:
@@ -83,70 +45,63 @@ def write_summary(out: Path, runs: Sequence[tuple[Recipe, Path]]) -> str:
         out: Folder that receives both files.
         runs: Recipe and folder of each run.
     """
-    scores = [_read_scores(recipe, folder) for recipe, folder in runs]
-    best = _spread_by_name([run.best for run in scores])
-    last = _spread_by_name([run.last for run in scores])
+    scores = [best_and_last(folder) for _, folder in runs]
+    entries = []
+    for (recipe, folder), (best, last) in zip(runs, scores, strict=True):
+        models = {"best": str(folder / BEST_FOLDER / "model"), "last": str(folder / "model")}
+        entries.append(
+            {"seed": recipe.seed, "best": best.to_json(), "last": last.to_json(), "models": models}
+        )
 
-    # The fields of a spread are the names in the file.
-    content = {"note": NOTE, "runs": list(map(_run_entry, scores)), "best": best, "last": last}
-    text = _markdown(scores, best, last)
-    json_text = json.dumps(content, indent=1, default=dataclasses.asdict)
-    write_text(out / f"{SUMMARY}.json", json_text + "\n")
-    write_text(out / f"{SUMMARY}.md", text)
+    content = {
+        "note": NOTE,
+        "runs": entries,
+        "best": _spread_by_name([best for best, _ in scores]),
+        "last": _spread_by_name([last for _, last in scores]),
+    }
+    text = _markdown(content)
+    write_text(out / "summary.json", json.dumps(content, indent=1) + "\n")
+    write_text(out / "summary.md", text)
     return text
 
 
-def _read_scores(recipe: Recipe, folder: Path) -> SeedScores:
-    best, last = best_and_last(folder)
-    return SeedScores(
-        seed=recipe.seed,
-        best=best,
-        last=last,
-        best_model=str(folder / BEST_FOLDER / "model"),
-        last_model=str(folder / "model"),
-    )
-
-
-def _spread_by_name(runs: Sequence[DevScores]) -> dict[str, SeedSpread]:
-    """Returns the mean and deviation over the runs of each score, by its name."""
+def _spread_by_name(runs: Sequence[DevScores]) -> dict[str, dict[str, float | None]]:
+    """Returns the mean of each score over the runs and, of several, its standard deviation."""
     spreads = {}
     for name in runs[0].scores:
         values = [run.scores[name] for run in runs]
         stdev = statistics.stdev(values) if len(values) > 1 else None
-        spreads[name] = SeedSpread(statistics.fmean(values), stdev)
+        spreads[name] = {"mean": statistics.fmean(values), "stdev": stdev}
     return spreads
 
 
-def _run_entry(run: SeedScores) -> dict[str, Any]:
-    """Returns one run as it stands in summary.json."""
-    return {
-        "seed": run.seed,
-        "best": run.best.to_json(),
-        "last": run.last.to_json(),
-        "models": {"best": run.best_model, "last": run.last_model},
-    }
-
-
-def _markdown(
-    runs: Sequence[SeedScores], best: dict[str, SeedSpread], last: dict[str, SeedSpread]
-) -> str:
+def _markdown(content: dict[str, Any]) -> str:
     """Returns the summary as Markdown: a table of scores, and one of runs."""
-    seeds = f"seed {runs[0].seed}"
+    runs = content["runs"]
+    seeds = f"seed {runs[0]['seed']}"
     if len(runs) > 1:
-        numbers = ", ".join(str(run.seed) for run in runs)
+        numbers = ", ".join(str(run["seed"]) for run in runs)
         seeds = f"mean and standard deviation over seeds {numbers}"
 
     # Scores of all runs together.
     lines = [f"Dev scores, {seeds}.", "", NOTE, ""]
     lines += ["| score | best model | last model |", "|---|---|---|"]
-    for name, spread in best.items():
-        lines.append(f"| {name} | {spread} | {last[name]} |")
+    for name in content["best"]:
+        best, last = (_spread_cell(content[model][name]) for model in ("best", "last"))
+        lines.append(f"| {name} | {best} | {last} |")
 
     # Each run by itself.
     lines += ["", "| seed | best, step | mean | last, step | mean | models |", "|---" * 6 + "|"]
     for run in runs:
-        best_cells = f"{run.best.step} | {run.best.mean:.2f}"
-        last_cells = f"{run.last.step} | {run.last.mean:.2f}"
-        models = f"{run.best_model}, {run.last_model}"
-        lines.append(f"| {run.seed} | {best_cells} | {last_cells} | {models} |")
+        cells = [str(run["seed"])]
+        for model in ("best", "last"):
+            cells += [str(run[model]["step"]), f"{run[model]['mean']:.2f}"]
+        cells.append(f"{run['models']['best']}, {run['models']['last']}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _spread_cell(spread: dict[str, float | None]) -> str:
+    """Returns a mean, with its standard deviation where there is one, as text."""
+    deviation = "" if spread["stdev"] is None else f" ± {spread['stdev']:.2f}"
+    return f"{spread['mean']:.2f}{deviation}"
