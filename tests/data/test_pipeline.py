@@ -49,10 +49,8 @@ def test_batches_are_full_and_in_the_planned_shape():
 
 def test_each_chunk_of_the_text_occurs_once_in_every_epoch_and_the_rest_never():
     chunks = text()[: NUM_CHUNKS * LENGTH].reshape(NUM_CHUNKS, LENGTH).tolist()
-    examples = [
-        row for step in range(3 * NUM_CHUNKS) for row in restored(source(batch_size=1).batch(step))
-    ]
-    epochs = [examples[start : start + NUM_CHUNKS] for start in range(0, len(examples), NUM_CHUNKS)]
+    chunk_by_chunk = source(batch_size=NUM_CHUNKS)
+    epochs = [restored(chunk_by_chunk.batch(epoch)) for epoch in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [sorted(chunks)] * 3
     assert epochs[0] != epochs[1] != epochs[2] != chunks
 
@@ -296,22 +294,19 @@ def test_a_long_text_is_cut_before_its_end_token_and_a_warning_counts_it(tokeniz
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_sentinel_ends_every_input_and_begins_every_target(tokenizer, pack):
-    sources = [
-        pair_source(tokenizer, pack=pack, batch_size=23, sentinels=kind) for kind in ("none", "one")
-    ]
-    plain, marked = (sorted(pairs_in(tokenizer, source.batch(0))) for source in sources)
-    by_hand = [(f"{one} <extra_id_0>", f"<extra_id_0> {other}") for one, other in plain]
-    tidy = [
-        tuple(" ".join(text.replace("<extra_id_0>", " <extra_id_0> ").split()) for text in pair)
-        for pair in marked
-    ]
-    if pack:  # rows hold fewer examples: an epoch is longer than the batch
-        assert set(tidy) <= set(
-            (f"{one} <extra_id_0>", f"<extra_id_0> {other}") for one, other in PAIRS
-        )
+    settings = {"pack": pack, "batch_size": 23}
+    marked = pair_source(tokenizer, sentinels="one", **settings)
+    plain = pair_source(tokenizer, sentinels="none", **settings)
+    assert marked.fingerprint != plain.fingerprint
+
+    found = set()
+    for one, other in pairs_in(tokenizer, marked.batch(0)):
+        assert one.endswith("<extra_id_0>") and other.startswith("<extra_id_0>")
+        found.add(tuple(text.replace("<extra_id_0>", "").strip() for text in (one, other)))
+    if pack:  # rows hold several examples: the batch is longer than an epoch, of other pairs
+        assert found <= set(PAIRS)
     else:
-        assert sorted(tidy) == sorted(by_hand)
-    assert sources[0].fingerprint != sources[1].fingerprint
+        assert found == set(PAIRS)
 
 
 def test_a_long_text_is_cut_before_its_sentinel(tokenizer):
@@ -339,9 +334,8 @@ def test_the_fingerprint_of_pairs_tells_data_and_settings_apart(tokenizer):
         {"pack": True},
         {"inputs_length": 59},
     ]
-    assert (
-        len({fingerprint, *(pair_source(tokenizer, **other).fingerprint for other in others)}) == 6
-    )
+    found = {pair_source(tokenizer, **other).fingerprint for other in others}
+    assert len({fingerprint, *found}) == 6
 
 
 def test_no_pairs_and_lengths_without_room_are_refused(tokenizer):

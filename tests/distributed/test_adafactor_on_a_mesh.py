@@ -8,6 +8,7 @@ that was cut alike.
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from moe.optim.lamb import LAMB
 from moe.optim.lars import LARS
 from tests.distributed.ranks import run_ranks
 
-NUM_RANKS, NUM_STEPS = 4, 20
+NUM_RANKS = 4
+NUM_STEPS = 10
 
 
 class Case(NamedTuple):
@@ -96,15 +98,11 @@ def whole(name, case, step, dtype):
 
 def build_adafactor(parameters, cases):
     """Returns Adafactor in two groups, in which matrices are factored from 5 x 5 on."""
-    groups = [
-        {
-            "params": [
-                parameters[name] for name, case in cases.items() if case.batch_dims == batch_dims
-            ]
-        }
-        | {"batch_dims": batch_dims}
-        for batch_dims in (0, 1)
-    ]
+    groups = []
+    for batch_dims in (0, 1):
+        names = [name for name, case in cases.items() if case.batch_dims == batch_dims]
+        members = [parameters[name] for name in names]
+        groups.append({"params": members, "batch_dims": batch_dims})
     return Adafactor(groups, lr=0.1, min_dim_size_to_factor=5)
 
 
@@ -258,15 +256,9 @@ def count_all_reduces(num_parameters, meshes, build=build_adafactor):
     optimizer = build(parameters, cases)
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
-    real, calls = dist.all_reduce, []
-    dist.all_reduce = lambda *arguments, **options: (calls.append(1), real(*arguments, **options))[
-        1
-    ]
-    try:
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         optimizer.step()
-    finally:
-        dist.all_reduce = real
-    return len(calls)
+    return all_reduce.call_count
 
 
 def on_a_rank(rank, num_ranks, folder):
@@ -274,15 +266,14 @@ def on_a_rank(rank, num_ranks, folder):
     parameters.
     """
     answers, meshes = {}, {}
-    for dtype, limit in (
-        (torch.float64, sharded_optimizer.MAX_BUCKET_ELEMENTS),
-        (torch.float32, 30),
-    ):
-        sharded_optimizer.MAX_BUCKET_ELEMENTS, before = limit, sharded_optimizer.MAX_BUCKET_ELEMENTS
-        run = OnAMesh(CASES, dtype, meshes)
+    run = OnAMesh(CASES, torch.float64, meshes)
+    run.take_steps(range(NUM_STEPS))
+    answers[torch.float64] = run.elements()
+
+    with mock.patch.object(sharded_optimizer, "MAX_BUCKET_ELEMENTS", 30):
+        run = OnAMesh(CASES, torch.float32, meshes)
         run.take_steps(range(NUM_STEPS))
-        answers[dtype] = run.elements()
-        sharded_optimizer.MAX_BUCKET_ELEMENTS = before
+        answers[torch.float32] = run.elements()
 
     first = OnAMesh({name: CASES[name] for name in RESHARDED}, torch.float64, meshes)
     first.take_steps(range(NUM_STEPS // 2))

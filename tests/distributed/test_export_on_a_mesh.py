@@ -51,6 +51,9 @@ VARIANTS = {
         "50GB",
     ),
 }
+CASES = [(mesh, variant, True) for mesh in MESHES for variant in VARIANTS]
+CASES += [("dp_replicate 2, ep 2", variant, False) for variant in VARIANTS]
+"""Mesh, variant, and whether FSDP shards the dense parameters."""
 
 
 def build(name):
@@ -134,53 +137,62 @@ def counted():
         loading.safe_open, os.pwrite = safe_open, pwrite
 
 
+def differences(ours, theirs):
+    """Returns what of a model on a mesh is not as in the whole one."""
+    wrong = []
+    expected = stored_tensors(theirs)
+    for name, tensor in stored_tensors(ours).items():
+        same_dtype = tensor.dtype == expected[name].dtype
+        full = whole(tensor).reshape(expected[name].shape)
+        if not same_dtype or not torch.equal(full, expected[name]):
+            wrong.append(name)
+
+    if ours.config.to_dict() != theirs.config.to_dict():
+        wrong.append("config")
+    if ours.generation_config != theirs.generation_config:
+        wrong.append("generation config")
+    if ours.training != theirs.training:
+        wrong.append("training")
+    is_tied = ours.lm_head.weight is ours.get_input_embeddings().weight
+    if is_tied != ours.config.tie_word_embeddings:
+        wrong.append("tied")
+    return wrong
+
+
+def make_folder(rank, folder):
+    if rank == 0:
+        folder.mkdir()
+    gather_or_raise(lambda: None)
+
+
 def read_and_write(rank, num_ranks, folder):
     """Returns by variant and mesh what came otherwise, and counts of this rank."""
     found = {}
-    for mesh_name, sizes in MESHES.items():
-        mesh = build_mesh(MeshConfig(*sizes), "cpu")
-        for name, (_, _, max_shard_size) in VARIANTS.items():
-            for gather in (True, False) if mesh_name == "dp_replicate 2, ep 2" else (True,):
-                source, target = folder / name, folder / f"{name} from {mesh_name}, {gather}"
-                theirs = load_complete(STMoEForConditionalGeneration, source)
-                with counted() as (read, _, largest):
-                    ours, layouts = load_model_on_mesh(source, mesh, gather=gather)
-                held = [local_shard(tensor).numel() for tensor in stored_tensors(ours).values()]
-                counts = [sum(read), sum(held), max(*read, largest.elements), max(held)]
-                expected = stored_tensors(theirs)
-                wrong = [
-                    name
-                    for name, tensor in stored_tensors(ours).items()
-                    if tensor.dtype != expected[name].dtype
-                    or not torch.equal(whole(tensor).reshape(expected[name].shape), expected[name])
-                ]
-                wrong += [] if ours.config.to_dict() == theirs.config.to_dict() else ["config"]
-                wrong += (
-                    []
-                    if ours.generation_config == theirs.generation_config
-                    else ["generation config"]
-                )
-                wrong += [] if ours.training == theirs.training else ["training"]
-                tied = ours.lm_head.weight is ours.get_input_embeddings().weight
-                wrong += [] if tied == ours.config.tie_word_embeddings else ["tied"]
+    for mesh_name, variant, gather in CASES:
+        mesh = build_mesh(MeshConfig(*MESHES[mesh_name]), "cpu")
+        max_shard_size = VARIANTS[variant][2]
+        source = folder / variant
+        with counted() as (read, _, largest):
+            ours, layouts = load_model_on_mesh(source, mesh, gather=gather)
+        held = [local_shard(tensor).numel() for tensor in stored_tensors(ours).values()]
+        counts = [sum(read), sum(held), max(*read, largest.elements), max(held)]
+        theirs = load_complete(STMoEForConditionalGeneration, source)
+        wrong = differences(ours, theirs)
 
-                if rank == 0:
-                    target.mkdir()
-                gather_or_raise(lambda: None)
-                with counted() as (_, written, largest):
-                    write_model(ours, layouts, target, mesh, max_shard_size=max_shard_size)
-                counts += [sum(written), largest.elements]
-                here = {key: value[mesh.rows(16)] for key, value in batch(0).items()}
-                found[mesh_name, name, gather] = wrong, counts, float(ours(**here).loss.isfinite())
-                with (
-                    torch.no_grad()
-                ):  # the root now holds whole parameters, which must not be what is written
-                    ours(**here)
-                again = folder / f"{target.name}, again"
-                if rank == 0:
-                    again.mkdir()
-                gather_or_raise(lambda: None)
-                write_model(ours, layouts, again, mesh, max_shard_size=max_shard_size)
+        target = folder / f"{variant} from {mesh_name}, {gather}"
+        make_folder(rank, target)
+        with counted() as (_, written, largest):
+            write_model(ours, layouts, target, mesh, max_shard_size=max_shard_size)
+        counts += [sum(written), largest.elements]
+
+        # After a forward pass the root holds whole parameters: they must not be what is written.
+        here = {key: value[mesh.rows(16)] for key, value in batch(0).items()}
+        found[mesh_name, variant, gather] = wrong, counts, float(ours(**here).loss.isfinite())
+        with torch.no_grad():
+            ours(**here)
+        again = folder / f"{target.name}, again"
+        make_folder(rank, again)
+        write_model(ours, layouts, again, mesh, max_shard_size=max_shard_size)
     return found
 
 
