@@ -32,8 +32,8 @@ from moe.commands.finetune import finetune_command
 from moe.commands.pretrain import pretrain_command
 from moe.errors import ConfigError, DataError
 from moe.files import claim_folder, output_path, whole_folder
-from moe.training.metrics import METRICS_FILE
 from moe.training.job_folder import keep_settings, merge_metrics
+from moe.training.metrics import METRICS_FILE
 from scripts import build_corpus, inspect_router, pretrain, study, train_tokenizer
 
 TASK = "docstring_topic"
