@@ -1,9 +1,10 @@
 """Replica groups that may be lost while a run goes on: quorum, sums and healing by torchft.
 
-A replica group is what one launch starts: a mesh of its own that holds one copy of the model, its
-experts among them. Groups meet before each step; who is there shares the batch, sums gradients, and
-takes the step only if all sums came through. A group that is behind gets the state of one that is
-not. This knows tensors and ranks, never a model: what the state is, others say.
+A replica group is what one launch starts: a mesh of its own that holds one copy of the model with
+all its experts. The groups meet before each step. Those present share the batch and sum their
+gradients; the step counts only if every sum came through. A group that has fallen behind receives
+the state of one that has not. This module sees tensors and ranks only: its caller says what the
+state is.
 """
 
 import logging
@@ -55,14 +56,14 @@ class LiveGroups(NamedTuple):
 
 
 class ReplicaSeconds(NamedTuple):
-    """What living with losses has cost this group.
+    """What lost groups have cost this group.
 
     Attributes:
         live: Groups that took the last step.
-        meeting: Seconds until all were there before a step; none was healed.
-        healing: The same where this group was healed.
+        meeting: Seconds of waiting for the others before steps, without healing.
+        healing: Seconds of waiting before steps in which this group was healed.
         lost: Seconds in steps that were lost.
-        lost_steps: How many those were.
+        lost_steps: Number of lost steps.
         healed: How often this group was healed.
     """
 
@@ -79,7 +80,7 @@ class ReplicaSeconds(NamedTuple):
 
 
 def deal_all_shares(live: LiveGroups, num_groups: int) -> list[int]:
-    """Returns this group's shares of a batch, of which all are taken, however few are left."""
+    """Returns this group's shares of a batch; the groups that are left take all shares."""
     return list(range(live.number, num_groups, live.num_live))
 
 
@@ -96,7 +97,7 @@ _SHARES_BY_POLICY = {"constant_work": deal_all_shares, "shrink": keep_one_share}
 
 
 def find_replica_groups(config: MeshConfig, world: World) -> "ReplicaGroups | None":
-    """Returns the groups that a mesh's replicas are; None where no replica may be lost.
+    """Returns the replica groups of a mesh; None where no replica may be lost.
 
     Raises:
         ConfigError: When torchft is missing, or the address of the lighthouse.
