@@ -4,7 +4,6 @@
     python -m eval run --model DIR --tasks NAME[,NAME]
     python -m eval compare A B
     python -m eval harness TASK[,TASK] --model DIR
-    python -m eval conformance FILE.json
 
 Each command is a file of eval/commands. Under torchrun, e.g. `torchrun --standalone
 --nproc-per-node 4 -m eval run ... --ep 2`, ranks share the work.
@@ -18,17 +17,11 @@ if __name__ == "__main__":  # before the imports that take seconds
 import argparse
 import sys
 
-from eval.commands import compare, conformance, harness, run, tasks
+from eval.commands import compare, harness, run, tasks
 from eval.commands.command import Command
 from moe.cli import Parser, run_main
 
-COMMANDS: dict[str, Command] = {
-    "list": tasks,
-    "run": run,
-    "compare": compare,
-    "harness": harness,
-    "conformance": conformance,
-}
+COMMANDS: dict[str, Command] = {"list": tasks, "run": run, "compare": compare, "harness": harness}
 
 
 def main(argv: list[str]) -> None:

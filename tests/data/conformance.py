@@ -1,10 +1,10 @@
-"""Cases computed by T5's and SeqIO's own code; tests/eval/test_conformance.py runs all of them."""
+"""Cases computed by T5's and SeqIO's own code; tests/conformance/test_conformance.py runs all of them."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-_FILE = Path(__file__).parents[1] / "eval" / "conformance_cases.json"
+_FILE = Path(__file__).parents[1] / "conformance" / "cases.json"
 CASES = json.loads(_FILE.read_text(encoding="utf-8"))["cases"]
 
 

@@ -40,34 +40,6 @@ _ROW_CASE = {
         {"idx": 3, "inputs": "boolq passage: It is red. question: is it red", "targets": "True"}
     ],
 }
-_DATA_CASES = [
-    {
-        "id": "lengths-1",
-        "kind": "preprocess",
-        "task": "span_corruption",
-        "input": {"fn": "random_spans_helper", "inputs_length": 256, "noise_density": 0.15},
-        "expected": {"tokens_length": 284, "targets_length": 58},
-    },
-    {
-        "id": "mask-1",
-        "kind": "preprocess",
-        "task": "span_corruption",
-        "input": {"fn": "random_spans_noise_mask", "length": 20, "noise_density": 0.15},
-        "expected": {
-            "noise_tokens": 3,
-            "noise_spans": 1,
-            "first_is_noise": False,
-            "last_is_noise": True,
-        },
-    },
-    {
-        "id": "vocabulary-1",
-        "kind": "preprocess",
-        "task": "vocabulary",
-        "input": {"fn": "sentinel vocabulary", "base_pieces": 10, "extra_ids": 3, "text": "abc"},
-        "expected": {"ids": [3, 4, 5, 6], "vocab_size": 13},
-    },
-]
 
 
 def build_workspace(root: Path) -> Path:
@@ -103,7 +75,6 @@ def _write_texts(root: Path) -> None:
             "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
         )
     (root / "cases.json").write_text(json.dumps({"cases": [_ROW_CASE]}), encoding="utf-8")
-    (root / "data_cases.json").write_text(json.dumps({"cases": _DATA_CASES}), encoding="utf-8")
     _write_harness_task(root / "harness_tasks")
     (root / "job").mkdir()
     names = ("out", "pretrain_config", "finetune_config", "vocab_size", "data")

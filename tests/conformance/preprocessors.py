@@ -7,10 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from eval.conformance.case import CaseFunction, CaseFunctions, CaseInput
-from eval.conformance.training_data import TRAINING_DATA
 from eval.task import Features
 from eval.text import preprocess, questions, wsc
+from tests.conformance.case import CaseFunction, CaseFunctions, CaseInput
+from tests.conformance.training_data import TRAINING_DATA
 
 # ---------------------------------------------------------------------------
 # From a case to a call

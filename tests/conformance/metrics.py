@@ -8,18 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.conformance.case import (
-    MAX_TOKENS,
-    MAX_TOKENS_REASON,
-    CaseFunction,
-    CaseFunctions,
-    CaseInput,
-    find_function,
-)
 from eval.scores import metrics
 from eval.scores.metrics import Metric
 from eval.scores.superglue import superglue_average
-from moe.checks import check_integer
+from tests.conformance.case import CaseFunction, CaseFunctions, CaseInput, find_function
 
 MetricValues = dict[str, float]
 
@@ -43,7 +35,6 @@ def _mean_multiclass_f1(given: CaseInput) -> MetricValues:
     """Returns the mean F1 of as many classes as `num_classes` or the brackets say."""
     in_brackets = re.search(r"(\d+)\)?$", given["metric"])
     num_classes = given.get("num_classes") or int(in_brackets[1] if in_brackets else 3)
-    check_integer("num_classes", num_classes, least=1, most=MAX_TOKENS, reason=MAX_TOKENS_REASON)
     return _scores(metrics.mean_multiclass_f1(num_classes))(given)
 
 
@@ -149,7 +140,7 @@ def _inner_scores(given: CaseInput, members: Sequence[int]) -> MetricValues:
     for number in members:
         inner["targets"].append(given["targets"][number]["value"])
         inner["predictions"].append(given["predictions"][number]["value"])
-    return find_function(METRICS, "metric", name)(inner)
+    return find_function(METRICS, name)(inner)
 
 
 # ---------------------------------------------------------------------------

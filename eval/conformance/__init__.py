@@ -1,1 +1,0 @@
-"""What `python -m eval conformance` calls for a case: tables of our functions by T5's names."""
