@@ -1,7 +1,7 @@
 """Intervals: how often those of a report hold the true value, which a simulation knows.
 
 Answers are drawn with a given chance to be right, one by one or in groups that share their fate.
-The percentiles of the bootstrap stand beside; they are what the reports had before.
+The percentiles of the bootstrap stand beside; differences have no other interval.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,6 @@ from eval.scores.intervals import (
     score_answers,
 )
 from eval.scores.metrics import ACCURACY, F1_WITH_INVALID, MATTHEWS, Metric
-from eval.scores.pairing import difference_interval
 from moe.inspection.tables import format_table
 
 BAR = 90.0
@@ -170,7 +169,7 @@ def measure_setting(
     case = benchmark.case
     ours: dict[str, list[Interval]] = {metric.name: [] for metric in _METRICS}
     percentiles: dict[str, list[Interval]] = {metric.name: [] for metric in _METRICS}
-    for repeat in range(benchmark.repeats):
+    for _ in range(benchmark.repeats):
         sample = draw_sample(case, setting, rng)
         groups = examples_by_group(sample.groups)
         first = score_answers(_METRICS, sample.targets, sample.answers)
@@ -178,15 +177,14 @@ def measure_setting(
 
         # The interval of a report, and the one of the bootstrap's percentiles.
         for metric in _METRICS:
+            systems = [first] if setting.rival is None else [first, second]
+            draws = _bootstrap(metric, systems, groups, rng)
+            percentile = percentile_interval(draws)
+            interval = None
             if setting.rival is None:
-                interval = metric_interval(first, metric, groups, (repeat,))
-                systems = [first]
-            else:
-                interval = difference_interval(metric, first, second, groups, (repeat,))
-                systems = [first, second]
-            assert interval is not None, "these metrics are functions of sums"
-            ours[metric.name].append(interval)
-            percentiles[metric.name].append(_percentiles(metric, systems, groups, rng))
+                interval = metric_interval(first, metric, groups, draws)
+            ours[metric.name].append(interval or percentile)
+            percentiles[metric.name].append(percentile)
 
     rows = []
     for metric in _METRICS:
@@ -250,13 +248,13 @@ def true_score(metric: Metric, case: IntervalCase, chance: float) -> float:
     return float(metric.additive.score_of_sums(_POPULATION * probability @ terms))
 
 
-def _percentiles(
+def _bootstrap(
     metric: Metric,
     systems: Sequence[ScoredAnswers],
     groups: list[NDArray[np.int64]],
     rng: np.random.Generator,
-) -> Interval:
-    """Returns the percentile interval of the bootstrap over groups, all draws at once."""
+) -> NDArray[np.float64]:
+    """Returns <float64>[R] bootstrap draws over groups of a score, or of a difference of two."""
     sums = []
     score: ScoreOfSums | None = None
     for system in systems:
@@ -274,7 +272,7 @@ def _percentiles(
     draws = score(drawn[0])
     if len(systems) == 2:
         draws = draws - score(drawn[1])
-    return percentile_interval(draws)
+    return draws
 
 
 def _tally(intervals: Sequence[Interval], truth: float) -> Tally:

@@ -13,24 +13,24 @@ from eval.answers.likelihood import Scoring
 from eval.answers.predict import MODES, Predicted, modes_of, predict
 from eval.answers.predictions_file import check_inference_of_file
 from eval.answers.seq2seq import Seq2Seq, load_seq2seq
-from eval.baseline_data import BaselineSettings, check_baselines, read_baseline_data
-from eval.baselines import BaselineData
-from eval.contamination import load_training_text, task_contamination
-from eval.records import DataInfo, FailedTask, Report, RunSettings, SystemResult, TaskResult
+from eval.baselines.classifiers import BaselineData
+from eval.baselines.data import BaselineSettings, check_baselines, read_baseline_data
+from eval.baselines.word_vectors import WordVectors, read_word_vectors
+from eval.reports.contamination import load_training_text, task_contamination
+from eval.reports.records import DataInfo, FailedTask, Report, RunSettings, SystemResult, TaskResult
 from eval.reports.report_files import device_name, library_versions, model_info, save_report
+from eval.reports.run_folder import predictions_path, write_examples
 from eval.reports.task_summary import (
     HeadlineDraws,
     TaskExamples,
     summarize_task,
     superglue_averages,
 )
-from eval.run_folder import predictions_path, write_examples
 from eval.scores.metrics import unwrap_values
 from eval.source import BuiltIn, HubData
 from eval.submission import Submission, write_submission
 from eval.task import SPLITS, TASKS, Example, Row, Task, limit_examples
 from eval.text.preprocess import HIDDEN_LABEL, HIDDEN_TARGET
-from eval.word_vectors import WordVectors, read_word_vectors
 from moe.checks import check_integer
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.launch import World

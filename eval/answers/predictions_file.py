@@ -14,7 +14,7 @@ from pydantic import Field
 
 from eval.answers.inference import AS_SAVED, Inference
 from eval.answers.likelihood import ChoiceLikelihood, Normalization, Scoring
-from eval.sealed_json import SEAL, is_whole, seal
+from eval.answers.sealed_json import SEAL, is_whole, seal
 from eval.task import Decoding
 from moe.checks import shown
 from moe.errors import DataError

@@ -10,15 +10,15 @@ import numpy as np
 
 from eval.answers.predict import MODES
 from eval.commands.command import Subparsers, name_list
-from eval.records import (
+from eval.reports.formatting import NOTED, markdown_cell, markdown_table, shorten
+from eval.reports.records import (
     ComparedModel,
     Comparison,
     ExampleDifference,
     MetricComparison,
     TaskComparison,
 )
-from eval.reports.formatting import NOTED, markdown_cell, markdown_table, shorten
-from eval.run_folder import SavedAnswers, SavedReport, SavedTask, read_answers, read_report
+from eval.reports.run_folder import SavedAnswers, SavedReport, SavedTask, read_answers, read_report
 from eval.scores.intervals import ScoredAnswers, score_answers, task_seed
 from eval.scores.metrics import Metric
 from eval.scores.pairing import compare_answers

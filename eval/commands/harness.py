@@ -124,7 +124,7 @@ def evaluate_on_harness(
     require_harness()
     from lm_eval import evaluator
 
-    from eval.harness_model import HarnessModel
+    from eval.commands.harness_model import HarnessModel
 
     # Its advice is for its own models and options.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -186,7 +186,7 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> Harnes
     from datasets.exceptions import DatasetsError
     from jinja2 import TemplateError
 
-    from eval.harness_model import NO_ROLLING
+    from eval.commands.harness_model import NO_ROLLING
 
     manager = _task_manager(names, include_path)
     try:

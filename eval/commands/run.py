@@ -10,10 +10,10 @@ from transformers.utils import logging
 
 from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
-from eval.baseline_data import BaselineSettings
+from eval.baselines.data import BaselineSettings
 from eval.commands.command import Subparsers, add_inference_options, inference_of, name_list
-from eval.records import AverageScore, MetricScore, Report, SystemResult, TaskResult
 from eval.reports.formatting import NOTED, format_marked_interval
+from eval.reports.records import AverageScore, MetricScore, Report, SystemResult, TaskResult
 from eval.reports.report_text import (
     contamination_sentence,
     cost_rows,

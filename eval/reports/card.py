@@ -3,8 +3,8 @@
 from huggingface_hub import EvalResult, ModelCardData
 
 from eval.answers.predict import MODES
-from eval.records import MetricScore, Report, SystemResult, TaskResult
 from eval.reports.formatting import NOTED, format_marked_interval, markdown_table
+from eval.reports.records import MetricScore, Report, SystemResult, TaskResult
 from moe.inspection.formatting import format_score
 from moe.parsing import printable
 

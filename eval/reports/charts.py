@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from eval.records import InputLengths
 from eval.reports.formatting import NOTED, ScoreWithInterval
+from eval.reports.records import InputLengths
 from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
 from moe.inspection.formatting import format_interval, format_score
 

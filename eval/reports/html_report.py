@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.answers.cost import FLOPS_FORMULA
-from eval.records import FailedTask, Report, TaskResult
 from eval.reports.charts import bar_chart, length_histogram, load_chart
 from eval.reports.formatting import format_marked_interval, shorten
+from eval.reports.records import FailedTask, Report, TaskResult
 from eval.reports.report_text import (
     CALIBRATION_HEADER,
     CALIBRATION_SENTENCE,

@@ -1,13 +1,13 @@
 """report.md: an evaluation as Markdown."""
 
 from eval.answers.cost import FLOPS_FORMULA
-from eval.records import Report, TaskResult
 from eval.reports.formatting import (
     format_marked_interval,
     markdown_cell,
     markdown_list,
     markdown_table,
 )
+from eval.reports.records import Report, TaskResult
 from eval.reports.report_text import (
     CALIBRATION_HEADER,
     CALIBRATION_SENTENCE,

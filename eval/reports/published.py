@@ -7,7 +7,7 @@ fine-tuned on the task.
 
 from collections.abc import Iterator
 
-from eval.records import PublishedScore
+from eval.reports.records import PublishedScore
 
 SYSTEMS = (
     "ST-MoE-32B",

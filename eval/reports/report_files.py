@@ -14,20 +14,20 @@ import torch
 
 from eval.answers.cost import TIMING
 from eval.answers.inference import AS_SAVED, describe_capacity
+from eval.answers.sealed_json import seal
 from eval.answers.seq2seq import Seq2Seq
-from eval.records import ModelInfo, Report, Selection
 from eval.reports.card import model_card
 from eval.reports.html_report import html_report
 from eval.reports.markdown_report import markdown_report
-from eval.reports.scoreboard import build_scoreboard
-from eval.run_folder import (
+from eval.reports.records import ModelInfo, Report, Selection
+from eval.reports.run_folder import (
     REPORT,
     is_superseded,
     keep_earlier_report,
     remove_earlier_report,
     results_of_report,
 )
-from eval.sealed_json import seal
+from eval.reports.scoreboard import build_scoreboard
 from moe.checks import is_kind
 from moe.errors import CheckpointError
 from moe.files import write_text

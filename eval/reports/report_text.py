@@ -6,8 +6,15 @@ import math
 from collections.abc import Sequence
 
 from eval.answers.predict import MODES
-from eval.records import Contamination, MetricScore, ModelInfo, Report, SystemResult, TaskResult
 from eval.reports.formatting import format_marked_interval
+from eval.reports.records import (
+    Contamination,
+    MetricScore,
+    ModelInfo,
+    Report,
+    SystemResult,
+    TaskResult,
+)
 from eval.reports.scoreboard import NOT_SCORED
 from moe.inspection.formatting import format_interval, format_score
 

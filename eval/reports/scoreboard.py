@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from eval.answers.predict import MODES
-from eval.records import AverageScore, MetricScore, PublishedScore, Report, TaskResult
 from eval.reports.formatting import NOTED
 from eval.reports.published import SYSTEMS, published_scores
+from eval.reports.records import AverageScore, MetricScore, PublishedScore, Report, TaskResult
 from eval.scores.superglue import SUPERGLUE
 
 DIFFERENT_SPLIT = "†"

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from eval.answers.predict import MODES, Predicted, RouterSummary
 from eval.answers.predictions_file import Stack
-from eval.baselines import BaselineData, baseline_outputs, has_baselines
-from eval.records import (
+from eval.baselines.classifiers import BaselineData, baseline_outputs, has_baselines
+from eval.reports.formatting import shorten
+from eval.reports.published import published_scores
+from eval.reports.records import (
     AverageScore,
     ClassCount,
     DataInfo,
@@ -26,9 +28,7 @@ from eval.records import (
     TaskResult,
     WorstAnswer,
 )
-from eval.reports.formatting import shorten
-from eval.reports.published import published_scores
-from eval.run_folder import ExamplesDigest
+from eval.reports.run_folder import ExamplesDigest
 from eval.scores.calibration import Calibration, calibration_of_choices
 from eval.scores.intervals import score_answers, score_metrics, task_seed, with_interval
 from eval.scores.matching import MATCHING, matching_scores

@@ -5,7 +5,6 @@ thousand draws cost next to nothing. An example adds a row of terms [P] to P sum
 """
 
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,74 +22,28 @@ def _no_remark(sums: NDArray[np.float64]) -> str:
     return ""
 
 
-class Share(NamedTuple):
-    """A score that is a function of a share of the examples, of which some do not count.
-
-    Attributes:
-        terms: <float64>[..., P] sums to <float64>[..., 2]: 100 for each example that is of the
-            share, and the number of those that count.
-        score: The score of a share in 0..100; it grows with the share.
-    """
-
-    terms: ScoreOfSums
-    score: Callable[[float], float]
-
-
 class AdditiveScore(NamedTuple):
     """A score that is a function of sums.
 
     Attributes:
         terms: What each example adds to the sums.
         score_of_sums: The score of the sums.
-        classes: The values that targets have; None where there are no classes.
-        remark: From sums <float64>[P] to what their score leaves unsaid, as that it is not defined
-            and counts as 0; empty for nothing.
-        share: The share that the score is a function of; None for none.
+        bounds: Smallest and largest value of a score of classes, for its interval; None for any
+            other score.
+        remark: From sums <float64>[P] to what their score leaves unsaid, such as that it is
+            undefined and counts as 0; empty for nothing.
         scores_examples: Whether the score of a single example's sums says how good its answer is.
     """
 
     terms: Terms
     score_of_sums: ScoreOfSums
-    classes: Sequence[int] | None = None
+    bounds: tuple[float, float] | None = None
     remark: Callable[[NDArray[np.float64]], str] = _no_remark
-    share: Share | None = None
     scores_examples: bool = False
 
-    def unseen_examples(self) -> NDArray[np.float64]:
-        """Returns <float64>[C, P] what one example of each pair of classes adds."""
-        targets = []
-        answers = []
-        for target, answer in product(self.classes or (), repeat=2):
-            targets.append(target)
-            answers.append(answer)
-        return self.terms(targets, answers)
 
-    def unseen_differences(self) -> NDArray[np.float64]:
-        """Returns <float64>[C, 2 P] what one example adds to the sums of two systems, side by side,
-        for each target and each two answers that differ.
-        """
-        targets = []
-        answers_a = []
-        answers_b = []
-        for target, a, b in product(self.classes or (), repeat=3):
-            if a != b:
-                targets.append(target)
-                answers_a.append(a)
-                answers_b.append(b)
-
-        # The sums of the two systems stand side by side.
-        terms_a = self.terms(targets, answers_a)  # [C, P]
-        terms_b = self.terms(targets, answers_b)  # [C, P]
-        return np.concatenate([terms_a, terms_b], axis=-1)
-
-
-def mean_f1(labels: Sequence[int], classes: Sequence[int] | None = None) -> AdditiveScore:
-    """Returns the mean F1 of some labels, in 0..100; that of a label that never occurs is 0.
-
-    Args:
-        labels: The labels.
-        classes: All values that targets have; None for the labels.
-    """
+def mean_f1(labels: Sequence[int]) -> AdditiveScore:
+    """Returns the mean F1 of some labels, in 0..100; that of a label that never occurs is 0."""
 
     def terms(targets: Sequence[Any], answers: Sequence[Any]) -> NDArray[np.float64]:
         is_target = _one_hot(targets, labels)  # [N, L]
@@ -124,30 +77,14 @@ def mean_f1(labels: Sequence[int], classes: Sequence[int] | None = None) -> Addi
             return ""
         return f"no target and no answer is of class {', '.join(unseen)}, whose F1 counts as 0"
 
-    # The F1 of one label is a function of TP / (TP + FP + FN).
-    share = _F1_SHARE if len(labels) == 1 else None
-    return AdditiveScore(terms, score_of_sums, classes or labels, remark, share)
+    return AdditiveScore(terms, score_of_sums, (0.0, 100.0), remark)
 
 
-def _f1_share_terms(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    true_positive = sums[..., 0]
-    return np.stack([100 * true_positive, sums.sum(axis=-1)], axis=-1)
-
-
-def _f1_of_share(share: float) -> float:
-    # F1 = 2 J / (1 + J), with J = TP / (TP + FP + FN).
-    return 200 * share / (100 + share)
-
-
-_F1_SHARE = Share(_f1_share_terms, _f1_of_share)
-
-
-def matthews(labels: Sequence[int], classes: Sequence[int] | None = None) -> AdditiveScore:
+def matthews(labels: Sequence[int]) -> AdditiveScore:
     """Returns 100 times the Matthews correlation of labels and answers; 0 where either is constant.
 
     Args:
         labels: All values that targets and answers take.
-        classes: Those of them that targets have; None for all.
 
     Source:
         Gorodkin (2004), "Comparing two K-category assignments by a K-category correlation
@@ -185,7 +122,7 @@ def matthews(labels: Sequence[int], classes: Sequence[int] | None = None) -> Add
             return ""
         return f"all {constant} are alike: the correlation is not defined and counts as 0"
 
-    return AdditiveScore(terms, score_of_sums, classes or labels, remark)
+    return AdditiveScore(terms, score_of_sums, (-100.0, 100.0), remark)
 
 
 def mean_terms(scores: NDArray[np.float64]) -> NDArray[np.float64]:

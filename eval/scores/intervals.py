@@ -1,10 +1,9 @@
 """Scores with their uncertainty, over groups of examples.
 
-Examples of one group, as the answers to one question, are alike. A bootstrap draw therefore takes
-whole groups, with replacement, as many as there are. Every metric is computed on each draw; the
-spread of these values is the standard error of its score. Its interval is Wilson's for a mean and
-for the F1 of one class, a smoothed bootstrap's for mean F1 and correlations of classes
-(interval_methods.py), and that of the percentiles for any other score.
+Examples of one group, such as the answers to one question, are alike. A bootstrap draw therefore
+takes whole groups, with replacement, as many as there are. Every metric is computed on each draw;
+the standard deviation of these values is the standard error of its score. interval_methods.py turns
+them into intervals.
 """
 
 import math
@@ -19,9 +18,9 @@ from numpy.typing import NDArray
 from eval.scores.additive import ScoreOfSums, mean_of_sums, mean_terms
 from eval.scores.interval_methods import (
     Interval,
+    bounded_interval,
     mean_interval,
     percentile_interval,
-    smoothed_interval,
 )
 from eval.scores.metrics import Metric, Values, exact_matches, unwrap_values
 
@@ -277,8 +276,7 @@ def score_metrics(
         statistic = group_statistic(answers, metric, members)
         draws[metric.name] = bootstrap(statistic, len(members), seed)
 
-        # An interval that holds near the bounds, for metrics that have one.
-        interval = metric_interval(answers, metric, members, seed)
+        interval = metric_interval(answers, metric, members, draws[metric.name])
         notes = [_remark(answers, metric), no_spread(draws[metric.name], interval)]
         scores[metric.name] = with_interval(
             value=answers.score(metric),
@@ -290,43 +288,25 @@ def score_metrics(
 
 
 def metric_interval(
-    answers: ScoredAnswers, metric: Metric, groups: list[NDArray[np.int64]], seed: Sequence[int]
+    answers: ScoredAnswers,
+    metric: Metric,
+    groups: list[NDArray[np.int64]],
+    draws: NDArray[np.float64],
 ) -> Interval | None:
-    """Returns the interval of a metric that holds near its bounds; None for one that has none.
+    """Returns Wilson's interval of a mean or of a score of classes; None for any other metric.
 
     Args:
         answers: N scored answers.
         metric: The metric.
         groups: Numbers of the examples of each group.
-        seed: Seed of the draws.
+        draws: <float64>[R] bootstrap draws of the metric.
     """
-    additive = answers.terms(metric)
-    if additive is None:
-        return None
-    terms, score_of_sums = additive
-    sums = group_sums(terms, groups)  # [G, P]
-
     if metric.name in answers.example_scores:
-        return mean_interval(sums)
-    if not has_classes(metric):
+        terms = mean_terms(answers.example_scores[metric.name])
+        return mean_interval(group_sums(terms, groups))
+    if metric.additive is None or metric.additive.bounds is None:
         return None
-
-    # A function of a share has the interval of the share, if two groups have a part in it.
-    assert metric.additive is not None, "has_classes"
-    share = metric.additive.share
-    share_interval = None if share is None else mean_interval(share.terms(sums))
-    if share is not None and share_interval is not None:
-        return Interval(*map(share.score, share_interval))
-
-    # What was not seen comes in groups of the mean size.
-    group_size = len(terms) / max(len(groups), 1)
-    unseen = metric.additive.unseen_examples() * group_size
-    return smoothed_interval(sums, unseen, score_of_sums, mass=1.0, seed=seed)
-
-
-def has_classes(metric: Metric) -> bool:
-    """Returns whether a metric is a function of sums over examples of several classes."""
-    return metric.additive is not None and len(metric.additive.classes or ()) > 1
+    return bounded_interval(answers.score(metric), draws, len(groups), metric.additive.bounds)
 
 
 def _remark(answers: ScoredAnswers, metric: Metric) -> str:

@@ -110,7 +110,7 @@ def _replace_invalid(targets: Values, answers: Values) -> list[int]:
     return valid
 
 
-_F1_OF_CLASS_1 = mean_f1([1], classes=(0, 1))
+_F1_OF_CLASS_1 = mean_f1([1])
 
 
 def _f1_terms(targets: Values, answers: Values) -> NDArray[np.float64]:
@@ -330,10 +330,8 @@ def _matthews(targets: Values, answers: Values) -> float:
 
 PEARSON = correlation("pearson_corrcoef", _pearson)
 SPEARMAN = correlation("spearman_corrcoef", _spearman)
-MATTHEWS = replace(
-    correlation("matthews_corrcoef", _matthews), additive=matthews((-1, 0, 1), classes=(0, 1))
-)
-MATTHEWS_OF_THREE = replace(MATTHEWS, additive=matthews((-1, 0, 1, 2), classes=(0, 1, 2)))
+MATTHEWS = replace(correlation("matthews_corrcoef", _matthews), additive=matthews((-1, 0, 1)))
+MATTHEWS_OF_THREE = replace(MATTHEWS, additive=matthews((-1, 0, 1, 2)))
 """The same for entailment, neutral and contradiction."""
 
 

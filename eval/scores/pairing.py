@@ -1,8 +1,8 @@
 """Whether two systems differ, on the same examples, by more than chance.
 
-Two tools: the interval of their difference, by the method of its kind of metric
-(interval_methods.py), and the paired permutation test, which swaps their answers group by group and
-gives the p-value. They are two methods: near 0.05 one may see a difference where the other does not.
+Two tools: the interval of their difference, by the percentiles of the paired bootstrap, and the
+paired permutation test, which swaps their answers group by group and gives the p-value. They are two
+methods: near 0.05 one may see a difference where the other does not.
 """
 
 import math
@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.scores.additive import ScoreOfSums, mean_terms
-from eval.scores.interval_methods import Interval, mean_difference_interval, smoothed_interval
+from eval.scores.additive import ScoreOfSums
 from eval.scores.intervals import (
     Score,
     ScoredAnswers,
@@ -21,7 +20,6 @@ from eval.scores.intervals import (
     examples_by_group,
     group_statistic,
     group_sums,
-    has_classes,
     no_spread,
     score_or_nan,
     with_interval,
@@ -93,8 +91,7 @@ def compare_answers(
         return statistic_a(drawn) - statistic_b(drawn)
 
     draws = bootstrap(difference_of, len(members), seed)
-    interval = difference_interval(metric, a, b, members, seed)
-    difference = with_interval(score_a - score_b, draws, interval, no_spread(draws, interval))
+    difference = with_interval(score_a - score_b, draws, note=no_spread(draws, None))
 
     # Paired permutation test of "the two are alike".
     p_value = None
@@ -119,49 +116,6 @@ def compare_answers(
         losses=losses,
         ties=len(counted) - wins - losses,
     )
-
-
-def difference_interval(
-    metric: Metric,
-    a: ScoredAnswers,
-    b: ScoredAnswers,
-    groups: list[NDArray[np.int64]],
-    seed: Sequence[int],
-) -> Interval | None:
-    """Returns the interval of a - b that holds where few groups differ; None where there is none.
-
-    Args:
-        metric: What is compared.
-        a: N answers of the first system.
-        b: N answers of the second system.
-        groups: Numbers of the examples of each group.
-        seed: Seed of the draws.
-    """
-    additive_a = a.terms(metric)
-    additive_b = b.terms(metric)
-    if additive_a is None or additive_b is None:
-        return None
-    terms_a, score_of_sums = additive_a
-    terms_b, _ = additive_b
-
-    # A mean: what counts in one system counts in the other.
-    if metric.name in a.example_scores:
-        gaps = a.example_scores[metric.name] - b.example_scores[metric.name]  # [N]
-        return mean_difference_interval(group_sums(mean_terms(gaps), groups))
-    if not has_classes(metric):
-        return None
-
-    # Classes: the sums of both systems side by side.
-    assert metric.additive is not None, "has_classes"
-    sums = group_sums(np.concatenate([terms_a, terms_b], axis=-1), groups)  # [G, 2 P]
-    group_size = len(terms_a) / max(len(groups), 1)
-    unseen = metric.additive.unseen_differences() * group_size
-
-    def difference_of_sums(both: NDArray[np.float64]) -> NDArray[np.float64]:
-        of_a, of_b = np.split(both, 2, axis=-1)  # [..., P]
-        return score_of_sums(of_a) - score_of_sums(of_b)
-
-    return smoothed_interval(sums, unseen, difference_of_sums, mass=2.0, seed=seed)
 
 
 def permutation_test(

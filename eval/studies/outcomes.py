@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.run_folder import REPORT
+from eval.reports.run_folder import REPORT
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
 from eval.studies.scheduler import read_state
 from eval.studies.study import Evaluation, Measure, SettingValue, Study

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSeq2SeqLM
 
-from eval.run_folder import read_report
+from eval.reports.run_folder import read_report
 from moe import STMoEForConditionalGeneration, load_complete
 from moe.data.corpus import load_corpus
 from moe.data.tokenizer import load_tokenizer

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from eval import baselines
-from eval.baselines import BaselineData, baseline_outputs, has_baselines
+from eval.baselines.classifiers import BaselineData, baseline_outputs, has_baselines
 from eval.scores.metrics import ACCURACY, ROUGE1
 from eval.task import TASKS, Example
 

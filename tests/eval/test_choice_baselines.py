@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eval.baseline_data import BaselineSettings, check_baselines
-from eval.baselines import BaselineData, baseline_outputs, has_baselines
-from eval.choice_baselines import best_choices, choose_by_vectors, choose_words
+from eval.baselines.choices import best_choices, choose_by_vectors, choose_words
+from eval.baselines.classifiers import BaselineData, baseline_outputs, has_baselines
+from eval.baselines.data import BaselineSettings, check_baselines
+from eval.baselines.word_vectors import build_word_vectors
 from eval.task import TASKS, Example
-from eval.word_vectors import build_word_vectors
 from moe.errors import ConfigError
 
 TASK = TASKS.get("wordnet_word")

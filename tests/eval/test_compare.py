@@ -6,10 +6,10 @@ import pytest
 
 from eval.answers.likelihood import ChoiceLikelihood, Scoring
 from eval.answers.predictions_file import Batch, Header, Prediction, PredictionsFile, ScoringFields
+from eval.answers.sealed_json import seal
 from eval.commands.compare import compare_runs, comparison_markdown
+from eval.reports.run_folder import examples_path, predictions_path, write_examples
 from eval.reports.task_summary import score_system
-from eval.run_folder import examples_path, predictions_path, write_examples
-from eval.sealed_json import seal
 from eval.task import TASKS
 from moe import ConfigError, DataError
 from moe.files import write_text
@@ -101,7 +101,7 @@ def test_the_difference_the_test_and_the_examples(tmp_path):
 
 
 def test_examples_read_back_score_as_those_that_were_written(tmp_path, colour):
-    from eval.run_folder import read_answers, read_report
+    from eval.reports.run_folder import read_answers, read_report
 
     write_run(tmp_path, ["red"] * 5)
     answers = read_answers(read_report(tmp_path), "colour", "model", "generate")

@@ -24,7 +24,7 @@ from eval.answers.likelihood import Scoring
 from eval.answers.predict import predict
 from eval.answers.seq2seq import load_seq2seq
 from eval.commands.harness import evaluate_on_harness
-from eval.harness_model import HarnessModel
+from eval.commands.harness_model import HarnessModel
 from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn
 from eval.task import Task

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from eval.baselines import BaselineData, baseline_outputs
+from eval.baselines.classifiers import BaselineData, baseline_outputs
 from eval.reports.task_summary import score_system, with_matching
 from eval.scores.matching import MATCHING, matching_scores
 from eval.task import TASKS

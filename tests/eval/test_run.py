@@ -12,14 +12,20 @@ from eval.answers.data_ranks import SINGLE_PROCESS
 from eval.answers.likelihood import Scoring
 from eval.answers.predictions_file import Batch, Header, Prediction, PredictionsFile, ScoringFields
 from eval.answers.seq2seq import load_seq2seq
-from eval.baseline_data import BaselineSettings, check_baselines, read_baseline_data
+from eval.baselines.data import BaselineSettings, check_baselines, read_baseline_data
 from eval.commands.compare import compare_runs
 from eval.dev_scores import read_tasks
-from eval.records import FailedTask
 from eval.reports import task_summary
+from eval.reports.records import FailedTask
+from eval.reports.run_folder import (
+    SavedReport,
+    SavedTask,
+    predictions_path,
+    read_answers,
+    write_examples,
+)
 from eval.reports.task_summary import score_system
 from eval.run import check_tasks, evaluate, read_task
-from eval.run_folder import SavedReport, SavedTask, predictions_path, read_answers, write_examples
 from eval.scores.superglue import SUPERGLUE
 from eval.task import TASKS
 from moe import ConfigError, DataError

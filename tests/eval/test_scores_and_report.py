@@ -16,7 +16,12 @@ import yaml
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
 from eval.commands.run import print_scores
-from eval.records import (
+from eval.reports.card import model_card
+from eval.reports.charts import bar_chart
+from eval.reports.html_report import html_report
+from eval.reports.markdown_report import markdown_report
+from eval.reports.published import SYSTEMS, published_scores
+from eval.reports.records import (
     AverageScore,
     ClassCount,
     DataInfo,
@@ -32,11 +37,6 @@ from eval.records import (
     TaskResult,
     WorstAnswer,
 )
-from eval.reports.card import model_card
-from eval.reports.charts import bar_chart
-from eval.reports.html_report import html_report
-from eval.reports.markdown_report import markdown_report
-from eval.reports.published import SYSTEMS, published_scores
 from eval.reports.report_files import device_name, library_versions, write_reports
 from eval.reports.report_text import model_comparisons
 from eval.reports.scoreboard import build_scoreboard

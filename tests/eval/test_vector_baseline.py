@@ -3,10 +3,10 @@
 import pytest
 
 from eval import vector_baseline
-from eval.baselines import BaselineData, baseline_outputs
+from eval.baselines.classifiers import BaselineData, baseline_outputs
+from eval.baselines.vector_classifier import STRENGTHS, Setting, classify_by_vectors
+from eval.baselines.word_vectors import build_word_vectors
 from eval.task import Example
-from eval.vector_baseline import STRENGTHS, Setting, classify_by_vectors
-from eval.word_vectors import build_word_vectors
 from tests.eval.test_word_vectors import ANIMALS, METALS, sentences
 
 

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from eval.answers.inference import AS_SAVED, Inference, identity
 from eval.answers.predictions_file import Header, ScoringFields, read_predictions_file
-from eval.records import Report, SystemResult
-from eval.sealed_json import is_whole
+from eval.answers.sealed_json import is_whole
+from eval.reports.records import Report, SystemResult
 from eval.task import Decoding, Example, Task
 from moe.checks import shown
 from moe.checksums import sha256_of

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.baselines.word_vectors import WordVectors
 from eval.task import Example
-from eval.word_vectors import WordVectors
 
 STRENGTHS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 """Values of C that are tried: the inverse of how strongly weights are held to zero."""

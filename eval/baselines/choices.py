@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.baselines.word_vectors import WordVectors
 from eval.task import Example
-from eval.word_vectors import WordVectors
 
 _ROWS = 256  # questions that are compared with all training examples at a time
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.choice_baselines import ChoiceScores, best_choices, choose_by_vectors, choose_words
+from eval.baselines.choices import ChoiceScores, best_choices, choose_by_vectors, choose_words
+from eval.baselines.vector_classifier import classify_by_vectors
+from eval.baselines.word_vectors import WordVectors
 from eval.task import Example, Task
-from eval.vector_baseline import classify_by_vectors
-from eval.word_vectors import WordVectors
 
 if TYPE_CHECKING:
     from sklearn.feature_extraction.text import CountVectorizer

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.baselines import BaselineData, has_baselines, uses_vectors
+from eval.baselines.classifiers import BaselineData, has_baselines, uses_vectors
+from eval.baselines.word_vectors import WordVectors
 from eval.task import Example, Task
-from eval.word_vectors import WordVectors
 from moe.checks import check_integer
 from moe.data.mixture import choose_examples, format_choice
 from moe.errors import ConfigError

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eval.answers.predict import Predicted
-from eval.records import CleanScores, Contamination
+from eval.reports.records import CleanScores, Contamination
 from eval.reports.task_summary import TaskExamples, score_system
 from moe.data.corpus import load_corpus
 from moe.data.overlap import SplitOverlap, measure_overlap

@@ -12,7 +12,7 @@ from eval.answers.inference import AS_SAVED, Inference, identity
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
 from eval.answers.predictions_file import Stack
-from eval.baseline_data import BaselineSettings
+from eval.baselines.data import BaselineSettings
 from eval.scores.calibration import Calibration
 from eval.scores.intervals import Score
 from eval.submission import Submission
