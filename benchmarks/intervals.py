@@ -1,7 +1,7 @@
 """Intervals: how often those of a report hold the true value, which a simulation knows.
 
 Answers are drawn with a given chance to be right, one by one or in groups that share their fate.
-The percentiles of the bootstrap stand beside; differences have no other interval.
+The percentiles of the bootstrap stand beside, which other scores have.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +29,7 @@ from eval.scores.intervals import (
     score_answers,
 )
 from eval.scores.metrics import ACCURACY, F1_WITH_INVALID, MATTHEWS, Metric
+from eval.scores.pairing import difference_interval
 from moe.inspection.tables import format_table
 
 BAR = 90.0
@@ -180,9 +181,11 @@ def measure_setting(
             systems = [first] if setting.rival is None else [first, second]
             draws = _bootstrap(metric, systems, groups, rng)
             percentile = percentile_interval(draws)
-            interval = None
             if setting.rival is None:
                 interval = metric_interval(first, metric, groups, draws)
+            else:
+                value = first.score(metric) - second.score(metric)
+                interval = difference_interval(metric, value, draws, len(groups))
             ours[metric.name].append(interval or percentile)
             percentiles[metric.name].append(percentile)
 

@@ -10,8 +10,8 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from pathlib import Path
 
-from eval.studies.measured import curve_figures, left_out_studies, measured_page, read_results
 from eval.studies.report import STUDY_JSON, read_result
+from eval.studies.results_page import curve_figures, left_out_studies, measured_page, read_results
 from moe.cli import Parser, path, run_main
 from moe.errors import DataError
 from moe.files import output_path, write_text

@@ -11,7 +11,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import shlex
 
 from eval.studies.report import write_report
-from eval.studies.sentinels import NAME, sentinel_result
+from eval.studies.sentinel_entropy import NAME, sentinel_result
 from moe.cli import Parser, integer, path, run_main, word
 from moe.files import claim_folder, output_path
 from moe.training.job_folder import JOB

@@ -304,9 +304,17 @@ def metric_interval(
     if metric.name in answers.example_scores:
         terms = mean_terms(answers.example_scores[metric.name])
         return mean_interval(group_sums(terms, groups))
-    if metric.additive is None or metric.additive.bounds is None:
+    bounds = metric_bounds(metric)
+    if bounds is None:
         return None
-    return bounded_interval(answers.score(metric), draws, len(groups), metric.additive.bounds)
+    return bounded_interval(answers.score(metric), draws, len(groups), bounds)
+
+
+def metric_bounds(metric: Metric) -> tuple[float, float] | None:
+    """Returns the smallest and largest value of a mean or of a score of classes."""
+    if metric.score_examples is not None:
+        return (0.0, 100.0)
+    return None if metric.additive is None else metric.additive.bounds
 
 
 def _remark(answers: ScoredAnswers, metric: Metric) -> str:

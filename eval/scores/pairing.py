@@ -1,8 +1,8 @@
 """Whether two systems differ, on the same examples, by more than chance.
 
-Two tools: the interval of their difference, by the percentiles of the paired bootstrap, and the
-paired permutation test, which swaps their answers group by group and gives the p-value. They are two
-methods: near 0.05 one may see a difference where the other does not.
+Two tools: the interval of their difference, from the paired bootstrap, and the paired permutation
+test, which swaps their answers group by group and gives the p-value. They are two methods: near 0.05
+one may see a difference where the other does not.
 """
 
 import math
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval.scores.additive import ScoreOfSums
+from eval.scores.interval_methods import Interval, bounded_interval
 from eval.scores.intervals import (
     Score,
     ScoredAnswers,
@@ -20,6 +21,7 @@ from eval.scores.intervals import (
     examples_by_group,
     group_statistic,
     group_sums,
+    metric_bounds,
     no_spread,
     score_or_nan,
     with_interval,
@@ -91,7 +93,8 @@ def compare_answers(
         return statistic_a(drawn) - statistic_b(drawn)
 
     draws = bootstrap(difference_of, len(members), seed)
-    difference = with_interval(score_a - score_b, draws, note=no_spread(draws, None))
+    interval = difference_interval(metric, score_a - score_b, draws, len(members))
+    difference = with_interval(score_a - score_b, draws, interval, no_spread(draws, None))
 
     # Paired permutation test of "the two are alike".
     p_value = None
@@ -116,6 +119,25 @@ def compare_answers(
         losses=losses,
         ties=len(counted) - wins - losses,
     )
+
+
+def difference_interval(
+    metric: Metric, difference: float, draws: NDArray[np.float64], num_groups: int
+) -> Interval | None:
+    """Returns Wilson's interval of a difference; None for the percentiles of its draws.
+
+    Args:
+        metric: What is compared; without bounds it has no such interval.
+        difference: Score of the first system minus that of the second.
+        draws: <float64>[R] draws of the paired bootstrap. Where all are alike, nothing is known of
+            their spread, and the number of groups would say far too little.
+        num_groups: Number of groups.
+    """
+    bounds = metric_bounds(metric)
+    if bounds is None or len(draws) == 0 or np.ptp(draws) <= _TOLERANCE:
+        return None
+    low, high = bounds
+    return bounded_interval(difference, draws, num_groups, (low - high, high - low))
 
 
 def permutation_test(

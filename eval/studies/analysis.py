@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-from eval.scores.seeds import equivalence, holm, paired_difference
 from eval.studies.outcomes import ArmSize, RunOutcome
 from eval.studies.repeats import Repeat
+from eval.studies.seeds import equivalence_p, holm, paired_difference
 from eval.studies.study import Contrast, SettingValue, Study
 
 Verdict = Literal["holds", "does not hold at this scale", "not resolved"]
@@ -149,10 +149,10 @@ def arm_numbers(study: Study, outcomes: Sequence[RunOutcome]) -> list[ArmNumber]
     """
     measure = study.measure
     if study.sweep is None or measure.over_sweep == "each":
-        numbers = []
-        for run in outcomes:
-            numbers.append(ArmNumber(run.arm, run.value, run.seed, run.number, run.has_diverged))
-        return numbers
+        return [
+            ArmNumber(run.arm, run.value, run.seed, run.number, run.has_diverged)
+            for run in outcomes
+        ]
 
     # All values of an arm and seed together.
     runs_by_arm_seed: dict[tuple[str, int], list[RunOutcome]] = {}
@@ -170,11 +170,7 @@ def arm_numbers(study: Study, outcomes: Sequence[RunOutcome]) -> list[ArmNumber]
 def _over_sweep(study: Study, runs: Sequence[RunOutcome]) -> float:
     """Returns one number of the runs of an arm and seed at all values of the sweep."""
     measure = study.measure
-    values = []
-    for run in runs:
-        values.append(run.number)
-
-    # `best` and `mean` are what they say.
+    values = [run.number for run in runs]
     best = min(values) if measure.better == "lower" else max(values)
     if measure.over_sweep == "best":
         return best
@@ -206,17 +202,13 @@ def contrast_results(study: Study, numbers: Sequence[ArmNumber]) -> list[Contras
             results.append(result)
 
     # The primary one was declared; the others are a family.
-    p_values = []
-    for result in results:
+    family: dict[int, float] = {}
+    for number, result in enumerate(results):
         if not result.is_primary and result.p_value is not None:
-            p_values.append(result.p_value)
-    adjusted = iter(holm(p_values))
-    corrected = []
-    for result in results:
-        if not result.is_primary and result.p_value is not None:
-            result = result._replace(p_value=next(adjusted))
-        corrected.append(result._replace(verdict=_verdict(result)))
-    return corrected
+            family[number] = result.p_value
+    for number, p_value in zip(family, holm(list(family.values())), strict=True):
+        results[number] = results[number]._replace(p_value=p_value)
+    return [result._replace(verdict=_verdict(result)) for result in results]
 
 
 def _all_contrasts(study: Study) -> list[Contrast]:
@@ -233,11 +225,7 @@ def _all_contrasts(study: Study) -> list[Contrast]:
             contrasts.append(contrast)
 
     # One that is named twice counts once.
-    unique = []
-    for contrast in contrasts:
-        if contrast not in unique:
-            unique.append(contrast)
-    return unique
+    return [item for number, item in enumerate(contrasts) if item not in contrasts[:number]]
 
 
 def _contrast_result(
@@ -258,7 +246,6 @@ def _contrast_result(
 
     # Whether there is a difference, and whether there is none that counts.
     paired = paired_difference(arm, against)
-    tost = equivalence(arm, against, margin=contrast.margin)
     return ContrastResult(
         contrast,
         is_primary,
@@ -267,7 +254,7 @@ def _contrast_result(
         low=_known(paired.low),
         high=_known(paired.high),
         p_value=_known(paired.p),
-        equivalence_p=_known(tost.p),
+        equivalence_p=_known(equivalence_p(arm, against, contrast.margin)),
         verdict="not resolved",
     )
 
@@ -275,11 +262,7 @@ def _contrast_result(
 def _number_by_seed(
     numbers: Sequence[ArmNumber], arm: str, value: SettingValue
 ) -> dict[int, float]:
-    number_by_seed = {}
-    for item in numbers:
-        if (item.arm, item.value) == (arm, value):
-            number_by_seed[item.seed] = item.number
-    return number_by_seed
+    return {item.seed: item.number for item in numbers if (item.arm, item.value) == (arm, value)}
 
 
 def _known(value: float) -> float | None:

@@ -1,7 +1,8 @@
 """Figures of a study as SVG: curves over training, numbers over a sweep, and differences."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from eval.studies.analysis import ContrastResult, StudyResult, by_arm_and_value
@@ -17,38 +18,28 @@ _WIDTH = 7.8  # inches
 
 def curves_chart(result: StudyResult) -> str:
     """Returns the metric of the curves over tokens or steps: each seed thin, the mean of an arm bold."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    measure = result.study.measure
-    # Tokens compare runs of other batches; fine-tuning has only steps.
-    groups = by_arm_and_value(result.outcomes)
+    # Tokens compare runs of different batches; fine-tuning has only steps.
     has_tokens = all(run.tokens for run in result.outcomes)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(_WIDTH, 4.2), layout="constrained")
-        axes = figure.subplots()
+    measure = result.study.measure
+    with _axes(4.2) as axes:
         axes.set_xlabel("millions of tokens" if has_tokens else "step")
         axes.set_ylabel(measure.curve or measure.metric)
+        groups = by_arm_and_value(result.outcomes)
         for number, ((arm, value), runs) in enumerate(groups.items()):
             name = f"{arm} at {value}" if value else arm
             _draw_curves(axes, name, runs, _style(number), has_tokens)
         if groups:
             axes.legend(fontsize=8)
-    return figure_svg(figure)
+    return figure_svg(axes.get_figure())
 
 
 def sweep_chart(result: StudyResult) -> str:
     """Returns the number of each arm over the values of the sweep; a cross marks a diverged run."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     study = result.study
     assert study.sweep is not None
     values = [value for value in study.sweep.values if isinstance(value, int | float)]
     is_numeric = len(values) == len(study.sweep.values)
-    with rc_context(STYLE):
-        figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
-        axes = figure.subplots()
+    with _axes(3.6) as axes:
         axes.set_xlabel(study.sweep.setting)
         axes.set_ylabel(study.measure.metric)
         if is_numeric and min(values) > 0:
@@ -57,22 +48,17 @@ def sweep_chart(result: StudyResult) -> str:
             runs = [run for run in result.outcomes if run.arm == arm]
             _draw_sweep(axes, arm, runs, study.sweep.values, _style(number), is_numeric)
         axes.legend(fontsize=8)
-    return figure_svg(figure)
+    return figure_svg(axes.get_figure())
 
 
 def setting_chart(result: StudyResult) -> str:
     """Returns the number of each arm over a setting of the arms; a cross marks a diverged run."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     study = result.study
-    with rc_context(STYLE):
-        figure = Figure(figsize=(_WIDTH, 4.2), layout="constrained")
-        axes = figure.subplots()
+    with _axes(4.2) as axes:
         axes.set_xlabel(study.plot_over)
         axes.set_ylabel(study.measure.metric)
 
-        # Arms whose names differ by the setting alone are one line.
+        # Arms whose names differ only by the setting are one line.
         lines: dict[str, list[RunOutcome]] = {}
         places: set[float] = set()
         for arm, settings in study.arms.items():
@@ -88,32 +74,34 @@ def setting_chart(result: StudyResult) -> str:
         for number, (line, runs) in enumerate(lines.items()):
             _draw_sweep(axes, line, runs, [], _style(number), is_numeric=True)
         axes.legend(fontsize=8)
-    return figure_svg(figure)
+    return figure_svg(axes.get_figure())
 
 
 def contrasts_chart(contrasts: Sequence[ContrastResult]) -> str:
     """Returns each difference with its 95 % interval; right of zero the first arm is better."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    with rc_context(STYLE):
-        height = 0.9 + 0.36 * len(contrasts)
-        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        axes = figure.subplots()
+    with _axes(0.9 + 0.36 * len(contrasts)) as axes:
         axes.axvline(0, color="#666666", linewidth=1)
         axes.set_xlabel("how much better the first arm is, mean over seeds and 95 % interval")
 
         # The primary comparison has a colour of its own.
-        names = []
         for row, result in enumerate(contrasts):
             colour = COLOURS[1] if result.is_primary else COLOURS[0]
             axes.plot([result.difference], [row], "o", color=colour)
             if result.low is not None and result.high is not None:
                 axes.plot([result.low, result.high], [row, row], color=colour)
-            names.append(contrast_name(result))
-        axes.set_yticks(range(len(names)), names)
+        axes.set_yticks(range(len(contrasts)), list(map(contrast_name, contrasts)))
         axes.invert_yaxis()
-    return figure_svg(figure)
+    return figure_svg(axes.get_figure())
+
+
+@contextmanager
+def _axes(height: float) -> Iterator["Axes"]:
+    """Yields the axes of a new figure that is `height` inches high."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(STYLE):
+        yield Figure(figsize=(_WIDTH, height), layout="constrained").subplots()
 
 
 def contrast_name(result: ContrastResult) -> str:

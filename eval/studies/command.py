@@ -5,13 +5,12 @@ import shlex
 
 from eval.reports.report_files import library_versions
 from eval.studies.analysis import StudyResult, arm_numbers, contrast_results, crossing
-from eval.studies.outcomes import arm_size, read_outcome
+from eval.studies.outcomes import arm_size, read_outcome, reuse_outcomes
 from eval.studies.repeats import find_repeats, repeat_runs
 from eval.studies.report import read_result, write_report
 from eval.studies.runs import StudyRun, chosen_runs, study_runs
 from eval.studies.scheduler import Budget, Progress, find_progress, run_all
 from eval.studies.study import SettingValue, Study, check_setting_name, read_study
-from eval.studies.taken import take_runs
 from moe.cli import Parser, integer, path, real, word
 from moe.errors import ConfigError
 from moe.files import claim_folder, output_path
@@ -24,31 +23,55 @@ def build_parser() -> Parser:
     parser = Parser(prog="python -m scripts.study", description="Runs a study.")
     parser.add_argument("study", type=path, help="YAML file, e.g. recipes/studies/balance.yaml")
     parser.add_argument("--out", help="folder of the study (default runs/studies/NAME)")
-    explanation = "runs at a time; the processor's threads are dealt out (default 1)"
-    parser.add_argument("--jobs", type=integer(least=1, most=1024), default=1, help=explanation)
-    explanation = "begin no run that would probably not end within so many hours"
-    parser.add_argument("--hours", type=real(above=0), help=explanation)
-    explanation = "setting that wins over those of the study, e.g. training.steps=50"
     parser.add_argument(
-        "--set", type=word, action="append", default=[], metavar="NAME=VALUE", help=explanation
+        "--jobs",
+        type=integer(least=1, most=1024),
+        default=1,
+        help="runs at a time; the processor's threads are dealt out (default 1)",
+    )
+    parser.add_argument(
+        "--hours",
+        type=real(above=0),
+        help="begin no run that would probably not end within so many hours",
+    )
+    parser.add_argument(
+        "--set",
+        type=word,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting that wins over those of the study, e.g. training.steps=50",
     )
 
     # Which runs are made here: those of several machines, or of two studies, come together.
-    explanation = "run this arm alone, or this seed of it; may be given more than once"
     parser.add_argument(
-        "--only", type=word, action="append", default=[], metavar="ARM[:SEED]", help=explanation
+        "--only",
+        type=word,
+        action="append",
+        default=[],
+        metavar="ARM[:SEED]",
+        help="run this arm alone, or this seed of it; may be given more than once",
     )
-    explanation = "study.json whose runs of the same settings are taken over, not run again"
     parser.add_argument(
-        "--take", type=path, action="append", default=[], metavar="FILE", help=explanation
+        "--take",
+        type=path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="study.json whose runs of the same settings are taken over, not run again",
     )
 
     # In place of the runs of the study.
     action = parser.add_mutually_exclusive_group()
-    explanation = "run nothing; write the report of what is complete"
-    action.add_argument("--report", action="store_true", help=explanation)
-    explanation = "make the runs of a complete arm a second time, and say whether every bit agrees"
-    action.add_argument("--repeat", type=word, metavar="ARM[:SEED]", help=explanation)
+    action.add_argument(
+        "--report", action="store_true", help="run nothing; write the report of what is complete"
+    )
+    action.add_argument(
+        "--repeat",
+        type=word,
+        metavar="ARM[:SEED]",
+        help="make the runs of a complete arm a second time, and say whether every bit agrees",
+    )
     return parser
 
 
@@ -65,7 +88,8 @@ def main(argv: list[str]) -> None:
     taken = f"Another process works on the study in {out}. Wait for it, or choose another --out."
     with claim_folder(out, JOB, taken=taken):
         for file in options.take:
-            count = len(take_runs(runs, read_result(file)))
+            other = read_result(file)
+            count = reuse_outcomes(runs, other.outcomes, other.sizes, other.command)
             print(f"{count} of {len(runs)} runs are taken from {file}.")
         if options.repeat is not None:
             repeat_runs(study, out, overrides, options.repeat, budget)

@@ -3,21 +3,23 @@
 Comes after `scheduler`, before `analysis`, which compares the arms.
 """
 
+import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.reports.run_folder import REPORT
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
-from eval.studies.scheduler import read_state
+from eval.studies.scheduler import mark_complete, read_state
 from eval.studies.study import Evaluation, Measure, SettingValue, Study
 from moe.checkpoint.best_model import best_and_last
 from moe.commands.plan import read_workload
 from moe.errors import DataError
+from moe.files import write_text
 from moe.models.configuration import STMoEConfig
-from moe.parsing import read_json, read_json_lines, read_record
+from moe.parsing import read_json, read_json_lines, read_record, to_json
 from moe.training.metrics import METRICS_FILE
 from moe.training.recipe import PretrainRecipe
 
@@ -52,7 +54,7 @@ class RunOutcome(NamedTuple):
         seconds: Seconds of the run, with whatever else the machine did.
         cpu_seconds: Seconds of the processor.
         routers: Last value of each router metric.
-        digest: Digest of the settings (`StudyRun.digest`); empty in files of earlier versions.
+        digest: Digest of the settings (`StudyRun.digest`); empty in some committed results.
         taken_from: The command of the study that has made the run, when it was not this one.
     """
 
@@ -108,9 +110,7 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
     if taken is not None:
         return taken.outcome
     path = run.folder / METRICS_FILE
-    lines = []
-    for _, line in read_json_lines(path, torn_end=True, nan=True):
-        lines.append(line)
+    lines = [line for _, line in read_json_lines(path, torn_end=True, nan=True)]
     measure = study.measure
     curve = _curve(lines, measure.curve or measure.metric)
 
@@ -130,6 +130,17 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
     else:
         number = _summary(_values(lines, measure.metric), measure)
 
+    # Tokens as the planner counts them, sentinels and end tokens included.
+    tokens = None
+    if isinstance(run.recipe, PretrainRecipe):
+        workload = read_workload(run.recipe)
+        tokens = workload.batch_size * sum(workload.lengths) * run.recipe.training.steps or None
+
+    # The last value of each router metric.
+    routers: dict[str, float] = {}
+    for line in lines:
+        routers.update({name: line[name] for name in line if name.startswith("router/")})
+
     return RunOutcome(
         arm=run.arm,
         value=run.value,
@@ -139,10 +150,10 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
         has_diverged=state.has_diverged,
         curve=curve,
         steps=run.recipe.training.steps,
-        tokens=_tokens_per_step(run) * run.recipe.training.steps or None,
+        tokens=tokens,
         seconds=state.seconds,
         cpu_seconds=state.cpu_seconds,
-        routers=_last_router_values(lines),
+        routers=routers,
         digest=run.digest,
     )
 
@@ -153,6 +164,47 @@ def read_taken(run: StudyRun) -> TakenRun | None:
     if not path.exists():
         return None
     return read_record(path, TakenRun, advice=f"Remove {run.folder} to run it here.")
+
+
+def reuse_outcomes(
+    runs: Sequence[StudyRun],
+    outcomes: Sequence[RunOutcome],
+    sizes: Mapping[str, ArmSize],
+    command: str,
+) -> int:
+    """Marks runs as complete that another study has made, and returns how many.
+
+    So several machines share the seeds of a study, and two studies share an arm. The settings of
+    both runs are the same but for the text: it is for the user to know that both studies read the
+    same. A run that has begun here goes on here.
+
+    Args:
+        runs: The runs of this study.
+        outcomes: What the runs of the other study came to.
+        sizes: Parameters of the models of its arms, where they are known.
+        command: The command that made it.
+    """
+    by_digest = {outcome.digest: outcome for outcome in outcomes if outcome.digest}
+    num_reused = 0
+    for run in runs:
+        if run.digest not in by_digest or run.folder.exists():
+            continue
+
+        # The names are this study's; a run that was reused before keeps its first command.
+        outcome = by_digest[run.digest]
+        size = sizes.get(outcome.arm)
+        source = outcome.taken_from or command
+        outcome = outcome._replace(arm=run.arm, value=run.value, taken_from=source)
+        content = json.dumps(to_json(TakenRun(outcome, size)), indent=1)
+        write_text(run.folder / TAKEN_FILE, content + "\n")
+        mark_complete(
+            run,
+            has_diverged=outcome.has_diverged,
+            seconds=outcome.seconds,
+            cpu_seconds=outcome.cpu_seconds,
+        )
+        num_reused += 1
+    return num_reused
 
 
 def best_run_on_dev(runs: Sequence[StudyRun], arm: str) -> Path:
@@ -185,16 +237,6 @@ def arm_size(run: StudyRun) -> ArmSize | None:
     return ArmSize(config.num_parameters(), config.num_active_parameters())
 
 
-def _tokens_per_step(run: StudyRun) -> int:
-    """Returns the tokens of an update of pre-training; 0 for fine-tuning, whose rows are padded."""
-    if not isinstance(run.recipe, PretrainRecipe):
-        return 0
-
-    # As the planner counts an update: sentinels and end tokens are tokens too.
-    workload = read_workload(run.recipe)
-    return workload.batch_size * sum(workload.lengths)
-
-
 def _curve(lines: Sequence[dict[str, Any]], metric: str) -> list[Point]:
     """Returns the values of a metric over a run."""
     points = []
@@ -206,11 +248,7 @@ def _curve(lines: Sequence[dict[str, Any]], metric: str) -> list[Point]:
 
 
 def _values(lines: Sequence[dict[str, Any]], metric: str) -> list[float]:
-    values = []
-    for line in lines:
-        if metric in line:
-            values.append(line[metric])
-    return values
+    return [line[metric] for line in lines if metric in line]
 
 
 def _summary(values: Sequence[float], measure: Measure) -> float:
@@ -242,13 +280,3 @@ def _score(run: StudyRun, evaluate: Evaluation, metric: str) -> float:
                 if is_asked and score["value"] is not None:
                     return float(score["value"])
     raise DataError(f"{path} holds no {metric!r} in mode {evaluate.mode}. Choose another metric.")
-
-
-def _last_router_values(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Returns the last value of each router metric."""
-    values = {}
-    for line in lines:
-        for name, value in line.items():
-            if name.startswith("router/"):
-                values[name] = value
-    return values

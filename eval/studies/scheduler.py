@@ -71,9 +71,9 @@ class RunState(NamedTuple):
         has_diverged: Whether training ended because loss or gradient was not finite.
         seconds: Seconds of all attempts.
         cpu_seconds: Seconds of the processor in all attempts.
-        threads: Threads of the last attempt, on which the last bits of sums hang; 0 where that was
-            not written down.
-        settings: Digest of the settings (`StudyRun.settings`); empty in files of earlier versions.
+        threads: Threads of the last attempt, which decide the last bits of sums; 0 for a run that
+            was made elsewhere.
+        settings: Digest of the settings (`StudyRun.settings`).
     """
 
     commands: list[list[str]]
@@ -87,7 +87,7 @@ class RunState(NamedTuple):
 
 @dataclass
 class _Process:
-    """A run that is going on."""
+    """A run in progress."""
 
     run: StudyRun
     remaining: list[list[str]]
@@ -174,10 +174,7 @@ def read_state(run: StudyRun) -> RunState | None:
     if not path.exists():
         return None
     state = read_record(path, RunState, advice=f"Remove {run.folder} to run it again.")
-    has_same_settings = state.settings == run.settings or state.commands == _without_interpreter(
-        run.commands
-    )
-    if not has_same_settings:
+    if state.settings != run.settings:
         raise StudyError(
             f"{run.folder} holds a run with other settings. Choose another --out, or remove it."
         )
@@ -185,10 +182,9 @@ def read_state(run: StudyRun) -> RunState | None:
 
 
 def mark_complete(run: StudyRun, *, has_diverged: bool, seconds: float, cpu_seconds: float) -> None:
-    """Counts a run as complete that was made elsewhere, in so many seconds."""
-    commands = _without_interpreter(run.commands)
+    """Marks a run as complete that was made elsewhere, in so many seconds."""
     state = RunState(
-        commands,
+        _without_interpreter(run.commands),
         is_complete=True,
         has_diverged=has_diverged,
         seconds=seconds,
@@ -349,13 +345,8 @@ def _fits(run: StudyRun, progress: Progress, running: Sequence[_Process], end: f
             seconds.append((process.run.arm, taken / steps))
 
     # Runs of the same arm are the best guide.
-    of_arm = []
-    of_all = []
-    for arm, value in seconds:
-        of_all.append(value)
-        if arm == run.arm:
-            of_arm.append(value)
-    per_step = of_arm or of_all
+    of_arm = [value for arm, value in seconds if arm == run.arm]
+    per_step = of_arm or [value for _, value in seconds]
     if not per_step:
         return time.monotonic() < end
     expected = statistics.median(per_step) * run.recipe.training.steps

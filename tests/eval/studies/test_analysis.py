@@ -7,10 +7,10 @@ import pytest
 from scipy import stats
 
 from eval.studies.analysis import arm_numbers, contrast_results, crossing
-from eval.studies.measured import measured_page
 from eval.studies.outcomes import Point
 from eval.studies.repeats import Repeat
 from eval.studies.report import contrast_rows, notes, read_result, study_html, write_report
+from eval.studies.results_page import measured_page
 from eval.studies.study import Contrast, Measure, Sweep
 from tests.eval.studies.results import TOKENS_PER_STEP, build, result_of, run, runs_of
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.studies.measured import read_results
 from eval.studies.report import read_result, write_report
+from eval.studies.results_page import read_results
 from moe.errors import ConfigError, DataError
 from scripts.sentinels import main
 from tests.eval.studies.results import build, result_of, run

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from eval.studies.analysis import StudyResult, arm_numbers, contrast_results
-from eval.studies.measured import left_out_studies, measured_page, read_results
 from eval.studies.outcomes import Point
 from eval.studies.report import write_report
+from eval.studies.results_page import left_out_studies, measured_page, read_results
 from eval.studies.study import Measure, Study, read_study
 from moe.errors import DataError
 from scripts.measured import main

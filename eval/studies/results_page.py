@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from eval.reports.formatting import markdown_table
-from eval.studies import sentinels
+from eval.studies import sentinel_entropy
 from eval.studies.analysis import StudyResult
 from eval.studies.charts import curves_chart, setting_chart
 from eval.studies.report import STUDY_JSON, interval_text, read_result, study_body
@@ -72,8 +72,8 @@ def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
             studies[path.stem] = study
 
     # One is no grid of runs, and has no recipe.
-    if sentinels.NAME not in present:
-        studies[sentinels.NAME] = sentinels.sentinel_study(["encoder 1"], [])
+    if sentinel_entropy.NAME not in present:
+        studies[sentinel_entropy.NAME] = sentinel_entropy.sentinel_study(["encoder 1"], [])
     names = sorted(studies, key=lambda name: studies[name].order)
     return {name: studies[name] for name in names}
 
@@ -87,9 +87,8 @@ def curve_figures(results: Mapping[str, StudyResult]) -> dict[str, str]:
     figures = {}
     for name, result in results.items():
         if _has_curves(result):
-            figures[name] = (
-                setting_chart(result) if result.study.plot_over else curves_chart(result)
-            )
+            chart = setting_chart if result.study.plot_over else curves_chart
+            figures[name] = chart(result)
     return figures
 
 
@@ -112,7 +111,10 @@ def measured_page(
 
     # What is missing is said.
     if left_out:
-        lines += ["", _LEFT_OUT, "", *markdown_table(_LEFT_OUT_HEADER, _left_out_rows(left_out))]
+        rows = []
+        for name, study in left_out.items():
+            rows.append([f"{study.title} (`{name}`)", study.claim, study.cost])
+        lines += ["", _LEFT_OUT, "", *markdown_table(_LEFT_OUT_HEADER, rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -120,70 +122,34 @@ def _claim_row(name: str, result: StudyResult) -> list[str]:
     """Returns the line of one study."""
     study = result.study
     title = f"[{study.title}](#{_label(name)})"
-    cost = [_millions(result), f"{_cpu_hours(result):.1f}", study.paper]
-
-    # What it says: the primary comparison comes first.
+    tokens = max((run.tokens or 0 for run in result.outcomes), default=0)
+    cpu_hours = sum(run.cpu_seconds for run in result.outcomes) / 3600
+    cost = [f"{tokens / 1e6:.1f}" if tokens else "", f"{cpu_hours:.1f}", study.paper]
     if not result.contrasts:
         return [title, study.claim, "not run yet", "", "", "", *cost]
+
+    # The primary comparison comes first.
     item = result.contrasts[0]
+    effect = f"{item.difference:+.2g} {study.measure.unit}".strip()
     seeds = str(item.num_seeds)
-    return [
-        title,
-        study.claim,
-        item.verdict_text,
-        _effect(result),
-        interval_text(item),
-        seeds,
-        *cost,
-    ]
+    return [title, study.claim, item.verdict_text, effect, interval_text(item), seeds, *cost]
 
 
 def _section(name: str, result: StudyResult, figures: str) -> list[str]:
     """Returns the section of one study."""
-    title = result.study.title
-    lines = [f"({_label(name)})=", f"## {title}", ""]
+    study = result.study
+    lines = [f"({_label(name)})=", f"## {study.title}", ""]
     if _has_curves(result):
-        lines += [f"![{_figure_title(result.study)}]({figures}/{name}.svg)", ""]
+        title = f"Curves of {study.title}: thin lines are seeds"
+        if study.plot_over:
+            title = f"{study.title}, over {study.plot_over}: dots are seeds"
+        lines += [f"![{title}]({figures}/{name}.svg)", ""]
     return [*lines, *study_body(result)]
-
-
-def _figure_title(study: Study) -> str:
-    if study.plot_over:
-        return f"{study.title}, over {study.plot_over}: dots are seeds"
-    return f"Curves of {study.title}: thin lines are seeds"
 
 
 def _has_curves(result: StudyResult) -> bool:
     return any(run.curve for run in result.outcomes)
 
 
-def _left_out_rows(left_out: Mapping[str, Study]) -> list[list[str]]:
-    rows = []
-    for name, study in left_out.items():
-        rows.append([f"{study.title} (`{name}`)", study.claim, study.cost])
-    return rows
-
-
-# ---------------------------------------------------------------------------
-# Numbers
-
-
 def _label(name: str) -> str:
-    """Returns the name of a study's section."""
     return name.replace("_", "-")
-
-
-def _effect(result: StudyResult) -> str:
-    """Returns the primary difference with its unit."""
-    text = f"{result.contrasts[0].difference:+.2g}"
-    return f"{text} {result.study.measure.unit}".strip()
-
-
-def _millions(result: StudyResult) -> str:
-    """Returns the tokens of the longest run in millions; empty where they are not counted."""
-    tokens = max((run.tokens or 0 for run in result.outcomes), default=0)
-    return f"{tokens / 1e6:.1f}" if tokens else ""
-
-
-def _cpu_hours(result: StudyResult) -> float:
-    return sum(run.cpu_seconds for run in result.outcomes) / 3600
