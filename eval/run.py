@@ -1,9 +1,11 @@
 """An evaluation from end to end: models and tasks in, report files out."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from eval.answers.batches import requests_of
 from eval.answers.cost import Timing, cost_of, merge_timings, read_timings, token_flops
@@ -13,9 +15,8 @@ from eval.answers.likelihood import Scoring
 from eval.answers.predict import MODES, Predicted, modes_of, predict
 from eval.answers.predictions_file import check_inference_of_file
 from eval.answers.seq2seq import Seq2Seq, load_seq2seq
-from eval.baselines.classifiers import BaselineData
 from eval.baselines.data import BaselineSettings, check_baselines, read_baseline_data
-from eval.baselines.word_vectors import WordVectors, read_word_vectors
+from eval.baselines.word_vectors import read_word_vectors
 from eval.reports.contamination import load_training_text, task_contamination
 from eval.reports.records import DataInfo, FailedTask, Report, RunSettings, SystemResult, TaskResult
 from eval.reports.report_files import device_name, library_versions, model_info, save_report
@@ -29,13 +30,15 @@ from eval.reports.task_summary import (
 from eval.scores.metrics import unwrap_values
 from eval.source import BuiltIn, HubData
 from eval.submission import Submission, write_submission
-from eval.task import SPLITS, TASKS, Example, Row, Task, limit_examples
+from eval.task import SPLITS, TASKS, Example, Task, limit_examples
 from eval.text.preprocess import HIDDEN_LABEL, HIDDEN_TARGET
 from moe.checks import check_integer
-from moe.distributed.collectives import gather_or_raise
+from moe.distributed.collectives import enter_on_rank_zero, gather_or_raise
 from moe.distributed.launch import World
 from moe.errors import ConfigError, DataError, DistributedError, MoEError, did_you_mean
 from moe.files import check_kind, claim_folder
+
+T = TypeVar("T")
 
 
 def evaluate(
@@ -100,7 +103,11 @@ def evaluate(
     check_baselines(baselines, chosen)
     _check_file_names(models, chosen, out)
     gather_or_raise(lambda: _check_folder(out))
-    vectors = _read_vectors(baselines, world)
+
+    # Rank 0 alone fits baselines and scores.
+    is_first = world.rank == 0
+    read_text = partial(read_word_vectors, Path(baselines.text)) if baselines.text else _nothing
+    vectors = _together(read_text if is_first else _nothing)
     training_text = load_training_text(contamination) if contamination else None
     check_inference(inference, models.values())
 
@@ -140,15 +147,15 @@ def evaluate(
     draws: HeadlineDraws = {}
     timings: list[Timing] = []
     earlier_timings = read_timings(out)
-    with _exclusive_folder(out, world):
+    with enter_on_rank_zero(lambda: _claimed(out)):
         for task in chosen:
             with _reporting_failure(task.name, failed, single_process=world.size == 1):
-                asked = read_task(task, split or task.split, limit, data, revision)
-                asked = asked._replace(
-                    baselines=_read_baselines(asked, baselines, data, vectors, world)
-                )
+                folder = None if isinstance(task.source, BuiltIn) else data
+                asked = read_task(task, split or task.split, limit, folder, revision)
+                fit = partial(read_baseline_data, task, asked.split, baselines, folder, vectors)
+                asked = asked._replace(baselines=_together(fit if is_first else _nothing))
                 answers = _answer_task(systems, asked, modes, scoring, out)
-                if world.rank == 0:
+                if is_first:
                     written = write_examples(out, task, asked.examples)
                     submissions = _write_submissions(out, asked, answers)
                     result, task_draws = summarize_task(
@@ -163,14 +170,14 @@ def evaluate(
                     draws |= task_draws
 
             # The reports are written after each task: a run that is stopped has what it finished.
-            if world.rank == 0:
+            if is_first:
                 averages = superglue_averages(results, draws)
                 merged = merge_timings(earlier_timings, timings)
                 report = replace(
                     report, tasks=[*results], averages=averages, failed=[*failed], timings=merged
                 )
                 report = save_report(report, out, last=task is chosen[-1])
-    return report if world.rank == 0 else None
+    return report if is_first else None
 
 
 # ---------------------------------------------------------------------------
@@ -214,6 +221,8 @@ def read_task(
 ) -> TaskExamples:
     """Returns the examples of a task, and where they come from.
 
+    All ranks read the rows.
+
     Args:
         task: The task.
         split: The split that is evaluated.
@@ -225,10 +234,8 @@ def read_task(
         DataError: When the rows cannot be had, on any rank, are not what the task expects, or lack
             labels in a split that has them.
     """
-    # All ranks read the rows; the failure of one is raised on all.
     folder = None if isinstance(task.source, BuiltIn) else data
-    rows: list[Row] = []
-    gather_or_raise(lambda: rows.extend(task.rows(split, folder, revision)))
+    rows = _together(partial(task.rows, split, folder, revision))
 
     # Examples without a label are answered, but not scored: only where they are to be expected.
     available = task.examples_of(rows, split)
@@ -238,7 +245,12 @@ def read_task(
         )
     num_hidden = sum(map(_has_hidden_label, available))
     if num_hidden and split not in task.source.hidden:
-        raise DataError(_missing_labels(task, split, num_hidden, len(available)))
+        others = [name for name in task.source.splits if name != split]
+        choice = f", or choose another split: {' or '.join(others)}" if others else ""
+        raise DataError(
+            f"{num_hidden:,} of {len(available):,} examples of {task.name} have no label in split "
+            f"{split!r}, so their answers cannot be scored. Give rows with labels{choice}."
+        )
 
     # The limit is reported only where it left examples out.
     examples = limit_examples(available, limit)
@@ -255,44 +267,23 @@ def read_task(
     )
 
 
-def _read_vectors(baselines: BaselineSettings, world: World) -> WordVectors | None:
-    """Returns vectors of the words of the baselines' text, on rank 0, which alone fits baselines.
-
-    Raises:
-        DataError: When it cannot be had; on all ranks.
-    """
-    vectors: list[WordVectors] = []
-
-    def read() -> None:
-        if baselines.text is not None and world.rank == 0:
-            vectors.append(read_word_vectors(Path(baselines.text)))
-
-    gather_or_raise(read)
-    return vectors[0] if vectors else None
+def _together(read: Callable[[], T]) -> T:
+    """Returns what `read` returns on this rank; an error of any rank is raised on all of them."""
+    try:
+        result = read()
+    except Exception as error:
+        gather_or_raise(partial(_raise, error))
+        raise
+    gather_or_raise(_nothing)
+    return result
 
 
-def _read_baselines(
-    asked: TaskExamples,
-    baselines: BaselineSettings,
-    folder: Path | None,
-    vectors: WordVectors | None,
-    world: World,
-) -> BaselineData | None:
-    """Returns what the baselines of a task are fitted to, on rank 0; see `read_baseline_data`.
+def _nothing() -> None:
+    return None
 
-    Raises:
-        DataError: When the training rows are not what the task expects; on all ranks.
-    """
-    task = asked.task
-    folder = None if isinstance(task.source, BuiltIn) else folder
-    data: list[BaselineData | None] = []
 
-    def read() -> None:
-        if world.rank == 0:
-            data.append(read_baseline_data(task, asked.split, baselines, folder, vectors))
-
-    gather_or_raise(read)
-    return data[0] if data else None
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _has_hidden_label(example: Example) -> bool:
@@ -300,39 +291,18 @@ def _has_hidden_label(example: Example) -> bool:
     return example.targets == HIDDEN_TARGET or example.fields.get("label") == HIDDEN_LABEL
 
 
-def _missing_labels(task: Task, split: str, num_missing: int, num_examples: int) -> str:
-    """Returns what to do about examples without a label in a split that has labels."""
-    advice = "Give rows with labels"
-    others = [name for name in task.source.splits if name != split]
-    if others:
-        advice += f", or choose another split: {' or '.join(others)}"
-    return (
-        f"{num_missing:,} of {num_examples:,} examples of {task.name} have no label in split "
-        f"{split!r}, so their answers cannot be scored. {advice}."
-    )
-
-
 def _data_info(task: Task, split: str, folder: Path | None, revision: str | None) -> DataInfo:
     """Returns where the rows of a task come from."""
     rows_folder = task.rows_folder(folder)
-    folder_name = None if rows_folder is None else str(rows_folder)
     source = task.source
-    if not isinstance(source, HubData):
-        origin = source.origin if folder_name is None else None
-        return DataInfo(
-            folder=folder_name,
-            repository=None,
-            config=None,
-            split=split,
-            revision=revision,
-            origin=origin,
-        )
+    on_hub = isinstance(source, HubData)
     return DataInfo(
-        folder=folder_name,
-        repository=source.repository,
-        config=source.config,
-        split=source.hub_splits.get(split, split),
-        revision=revision or " or ".join(source.revisions),
+        folder=None if rows_folder is None else str(rows_folder),
+        repository=source.repository if on_hub else None,
+        config=source.config if on_hub else None,
+        split=source.hub_splits.get(split, split) if on_hub else split,
+        revision=revision or (" or ".join(source.revisions) if on_hub else None),
+        origin=None if on_hub or rows_folder is not None else source.origin,
     )
 
 
@@ -453,41 +423,33 @@ def _check_answers(systems: Mapping[str, Seq2Seq], tasks: Iterable[Task], out: P
 
 def _check_folder(out: Path) -> None:
     """Raises a DataError when nothing can be written to `out`, or it is no folder of evaluations."""
-    try:
+    with _as_write_error(out):
         check_kind(out, "evaluation")
-    except OSError as error:
-        raise _write_error(out, error) from error
 
 
 @contextlib.contextmanager
-def _exclusive_folder(out: Path, world: World) -> Iterator[None]:
-    """Holds the folder for this evaluation; the lock ends with the process of rank 0.
-
-    Two that write at once would take each other's answers for their own.
+def _claimed(out: Path) -> Iterator[None]:
+    """Holds the folder for this evaluation: two would take each other's answers for their own.
 
     Raises:
         DataError: When the folder cannot be written, is no evaluation's, or another process holds
             it.
     """
+    taken = f"Another evaluation writes to {out}. Wait for it, or give another --out."
     with contextlib.ExitStack() as stack:
-
-        def claim() -> None:
-            if world.rank != 0:
-                return
-            taken = f"Another evaluation writes to {out}. Wait for it, or give another --out."
-            try:
-                stack.enter_context(claim_folder(out, "evaluation", taken=taken))
-            except OSError as error:
-                raise _write_error(out, error) from error
-
-        gather_or_raise(claim)
+        with _as_write_error(out):
+            stack.enter_context(claim_folder(out, "evaluation", taken=taken))
         yield
 
 
-def _write_error(out: Path, error: OSError) -> DataError:
-    return DataError(
-        f"Nothing can be written to {out}: {error.strerror or error}. Give another --out."
-    )
+@contextlib.contextmanager
+def _as_write_error(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"Nothing can be written to {out}: {error.strerror or error}. Give another --out."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -11,17 +11,10 @@ import numpy as np
 from eval.answers.predict import MODES
 from eval.commands.command import Subparsers, name_list
 from eval.reports.formatting import NOTED, markdown_cell, markdown_table, shorten
-from eval.reports.records import (
-    ComparedModel,
-    Comparison,
-    ExampleDifference,
-    MetricComparison,
-    TaskComparison,
-)
+from eval.reports.records import ComparedModel, Comparison, ExampleDifference, TaskComparison
 from eval.reports.run_folder import SavedAnswers, SavedReport, SavedTask, read_answers, read_report
 from eval.scores.intervals import ScoredAnswers, score_answers, task_seed
-from eval.scores.metrics import Metric
-from eval.scores.pairing import compare_answers
+from eval.scores.pairing import MetricComparison, compare_answers
 from eval.task import TASKS, Task
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
@@ -255,7 +248,7 @@ def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
     scored_b = score_answers(task.metrics, *task.values(examples, answers_b.outputs))
     metrics = []
     for metric in task.metrics:
-        metrics.append(_compare_metric(metric, scored_a, scored_b, groups, task_seed(name)))
+        metrics.append(compare_answers(metric, scored_a, scored_b, groups, task_seed(name)))
 
     # Examples with another score, the largest difference first.
     gaps = np.abs(scored_a.headline_scores - scored_b.headline_scores)  # [N]
@@ -277,27 +270,6 @@ def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
         num_outputs_differ=num_outputs_differ,
         num_scores_differ=len(differing),
         examples=_example_differences(answers_a, answers_b, scored_a, scored_b, differing),
-    )
-
-
-def _compare_metric(
-    metric: Metric, a: ScoredAnswers, b: ScoredAnswers, groups: Sequence[str], seed: Sequence[int]
-) -> MetricComparison:
-    """Returns how two sides differ in one metric."""
-    pair = compare_answers(metric, a, b, groups, seed)
-    return MetricComparison(
-        metric=pair.metric,
-        a=pair.a,
-        b=pair.b,
-        difference=pair.difference.value,
-        p_value=pair.p_value,
-        exact=pair.exact,
-        wins=pair.wins,
-        losses=pair.losses,
-        ties=pair.ties,
-        low=pair.difference.low,
-        high=pair.difference.high,
-        note=pair.difference.note,
     )
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from eval.reports.formatting import NOTED, ScoreWithInterval
 from eval.reports.records import InputLengths
-from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard, ScoreboardLine
+from eval.reports.scoreboard import Scoreboard, ScoreboardLine
 from moe.inspection.formatting import format_interval, format_score
 
 _WIDTH = 900
@@ -108,8 +108,8 @@ def _bars(board: Scoreboard, line: ScoreboardLine) -> list[Bar]:
             bars.append(_bar_of("theirs", name, score.value, score))
     for result in line.published:
         if result is not None:
-            mark = "" if result.split == line.split else DIFFERENT_SPLIT
-            bars.append(Bar("theirs", f"{result.system}{mark}", result.value))
+            name = f"{result.system}{line.published_mark(result)}"
+            bars.append(Bar("theirs", name, result.value))
     return bars
 
 

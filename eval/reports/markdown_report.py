@@ -1,6 +1,6 @@
 """report.md: an evaluation as Markdown."""
 
-from eval.answers.cost import FLOPS_FORMULA
+from eval.reports import report_text as text
 from eval.reports.formatting import (
     format_marked_interval,
     markdown_cell,
@@ -8,33 +8,7 @@ from eval.reports.formatting import (
     markdown_table,
 )
 from eval.reports.records import Report, TaskResult
-from eval.reports.report_text import (
-    CALIBRATION_HEADER,
-    CALIBRATION_SENTENCE,
-    CLASS_HEADER,
-    CLEAN_HEADER,
-    COST_HEADER,
-    ROUTER_HEADER,
-    SCORE_HEADER,
-    WORST_HEADER,
-    baseline_notes,
-    calibration_rows,
-    class_rows,
-    clean_rows,
-    contamination_sentence,
-    cost_rows,
-    data_sentence,
-    earlier_report_sentence,
-    first_system,
-    lengths_sentence,
-    model_comparisons,
-    model_sentence,
-    router_rows,
-    score_notes,
-    score_rows,
-    signature_sentences,
-)
-from eval.reports.scoreboard import DIFFERENT_SPLIT, Scoreboard
+from eval.reports.scoreboard import Scoreboard
 from moe.inspection.formatting import format_score, format_versions
 
 
@@ -44,11 +18,11 @@ def markdown_report(report: Report, board: Scoreboard) -> str:
 
     # What was run on what.
     for name, model in report.models.items():
-        lines.append(f"- `{name}`: {model_sentence(model)}")
+        lines.append(f"- `{name}`: {text.model_sentence(model)}")
     lines += [f"- {format_versions(report.versions)}", f"- device: {report.device}", ""]
 
     if report.earlier:
-        lines += [earlier_report_sentence(report.earlier), ""]
+        lines += [text.earlier_report_sentence(report.earlier), ""]
     for failure in report.failed:
         lines += [f"**{failure.task} failed**: {' '.join(failure.message.split())}", ""]
 
@@ -68,16 +42,15 @@ def _score_section(board: Scoreboard) -> list[str]:
     for line in board.lines:
         row = [line.task + line.marks, line.metric, line.split]
         for score in line.ours:
-            text = ""
+            cell = ""
             if score is not None:
-                text = f"{format_score(score.value)} ({format_marked_interval(score)})"
-            row.append(text)
+                cell = f"{format_score(score.value)} ({format_marked_interval(score)})"
+            row.append(cell)
         for result in line.published:
-            text = ""
+            cell = ""
             if result is not None:
-                mark = "" if result.split == line.split else DIFFERENT_SPLIT
-                text = format_score(result.value) + mark
-            row.append(text)
+                cell = format_score(result.value) + line.published_mark(result)
+            row.append(cell)
         rows.append(row)
 
     return [
@@ -95,45 +68,40 @@ def _score_section(board: Scoreboard) -> list[str]:
 def _task_section(report: Report, task: TaskResult) -> list[str]:
     """Returns the lines about one task."""
     lines = [f"## {task.task} (version {task.version})", "", task.description, ""]
-    lines += [data_sentence(task), "", *markdown_list(task.notes), ""]
-
-    lines += [*markdown_table(SCORE_HEADER, score_rows(task)), ""]
-    remarks = [
-        *signature_sentences(task),
-        *score_notes(task),
-        *model_comparisons(task.systems),
-        *baseline_notes(task.systems),
-    ]
-    lines += [*markdown_list(remarks), ""]
+    lines += [text.data_sentence(task), "", *markdown_list(task.notes), ""]
+    lines += [*markdown_table(text.SCORE_HEADER, text.score_rows(task)), ""]
+    lines += [*markdown_list(text.remarks(task)), ""]
 
     if task.contamination:
-        lines += ["### Overlap with a corpus", "", contamination_sentence(task.contamination), ""]
-        lines += [*markdown_table(CLEAN_HEADER, clean_rows(task)), ""]
+        sentence = text.contamination_sentence(task.contamination)
+        lines += ["### Overlap with a corpus", "", sentence, ""]
+        lines += [*markdown_table(text.CLEAN_HEADER, text.clean_rows(task)), ""]
 
-    costs = cost_rows(report, task)
+    costs = text.cost_rows(report, task)
     if costs:
-        lines += ["### Cost", "", FLOPS_FORMULA, "", *markdown_table(COST_HEADER, costs), ""]
+        lines += ["### Cost", "", text.FLOPS_FORMULA, ""]
+        lines += [*markdown_table(text.COST_HEADER, costs), ""]
 
-    calibrations = calibration_rows(task)
+    calibrations = text.calibration_rows(task)
     if calibrations:
-        lines += ["### Calibration of ranked choices", "", CALIBRATION_SENTENCE, ""]
-        lines += [*markdown_table(CALIBRATION_HEADER, calibrations), ""]
+        lines += ["### Calibration of ranked choices", "", text.CALIBRATION_SENTENCE, ""]
+        lines += [*markdown_table(text.CALIBRATION_HEADER, calibrations), ""]
 
-    routers = router_rows(task)
+    routers = text.router_rows(task)
     if routers:
-        lines += ["### Routers", "", *markdown_table(ROUTER_HEADER, routers), ""]
+        lines += ["### Routers", "", *markdown_table(text.ROUTER_HEADER, routers), ""]
 
-    lines += ["### Lengths of inputs", "", lengths_sentence(task), ""]
-
+    lines += ["### Lengths of inputs", "", text.lengths_sentence(task), ""]
+    first = text.first_system(task)
     if task.by_class:
-        lines += [f"### By class ({first_system(task)})", ""]
-        lines += [*markdown_table(CLASS_HEADER, class_rows(task)), ""]
+        lines += [f"### By class ({first})", ""]
+        lines += [*markdown_table(text.CLASS_HEADER, text.class_rows(task)), ""]
 
     if task.worst:
         rows = []
         for answer in task.worst:
             texts = (answer.id, answer.inputs, answer.target, answer.output)
             rows.append([*map(markdown_cell, texts), format_score(answer.score)])
-        lines += [f"### Worst answers ({first_system(task)})", ""]
-        lines += [*markdown_table(WORST_HEADER, rows), ""]
+        lines += [f"### Worst answers ({first})", ""]
+        lines += [*markdown_table(text.WORST_HEADER, rows), ""]
     return lines

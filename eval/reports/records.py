@@ -15,6 +15,7 @@ from eval.answers.predictions_file import Stack
 from eval.baselines.data import BaselineSettings
 from eval.scores.calibration import Calibration
 from eval.scores.intervals import Score
+from eval.scores.pairing import MetricComparison
 from eval.submission import Submission
 from eval.task import Decoding
 from moe.data.overlap import SplitOverlap
@@ -409,39 +410,6 @@ class ComparedModel:
 
     name: str
     folder: str
-
-
-@dataclass(frozen=True)
-class MetricComparison:
-    """One metric of two systems; see `eval.scores.pairing.Pair`.
-
-    Attributes:
-        metric: Name of the metric.
-        a: Score of A.
-        b: Score of B.
-        difference: a - b.
-        p_value: Two-sided p-value of the paired permutation test.
-        exact: Whether every permutation was tried.
-        wins: Number of examples that A answers better.
-        losses: Number of examples that B answers better.
-        ties: Number of the other examples.
-        low: Lower end of the 95 % interval of the difference.
-        high: Upper end of the 95 % interval of the difference.
-        note: What to know before believing the interval; empty for nothing.
-    """
-
-    metric: str
-    a: float | None
-    b: float | None
-    difference: float | None
-    p_value: float | None
-    exact: bool
-    wins: int
-    losses: int
-    ties: int
-    low: float | None
-    high: float | None
-    note: str
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ report.html.
 import math
 from collections.abc import Sequence
 
+from eval.answers.cost import FLOPS_FORMULA as FLOPS_FORMULA
 from eval.answers.predict import MODES
 from eval.reports.formatting import format_marked_interval
 from eval.reports.records import (
@@ -111,6 +112,16 @@ def first_system(task: TaskResult) -> str:
     """Returns the system whose classes, worst answers and lengths the report shows."""
     system = task.systems[0]
     return f"{system.name} by {system.mode}"
+
+
+def remarks(task: TaskResult) -> list[str]:
+    """Returns settings of metrics, notes on single scores, and how systems compare."""
+    return [
+        *signature_sentences(task),
+        *score_notes(task),
+        *model_comparisons(task.systems),
+        *baseline_notes(task.systems),
+    ]
 
 
 def score_notes(task: TaskResult) -> list[str]:

@@ -41,6 +41,10 @@ class ScoreboardLine(NamedTuple):
     baselines: Mapping[str, MetricScore]
     in_chart: bool
 
+    def published_mark(self, result: PublishedScore) -> str:
+        """Returns the sign of a published result that is of another split than ours."""
+        return "" if result.split == self.split else DIFFERENT_SPLIT
+
 
 class Scoreboard(NamedTuple):
     """The table.
@@ -128,9 +132,19 @@ def _task_lines(
     task: TaskResult, systems: Sequence[tuple[str, str]], published: Sequence[str]
 ) -> list[ScoreboardLine]:
     """Returns a line for each metric of a task."""
-    metrics = metric_names(task)
     if task.num_hidden:
-        return [_unscored_line(task, systems, published)]
+        line = ScoreboardLine(
+            task=task.task,
+            metric=NOT_SCORED,
+            split=task.split,
+            marks="",
+            ours=[None] * len(systems),
+            published=[None] * len(published),
+            baselines={},
+            in_chart=False,
+        )
+        return [line]
+    metrics = [score.metric for score in task.systems[0].scores] if task.systems else []
 
     # The chart shows the first metric that has published results, or else the first.
     with_results = {result.own_metric for result in task.published}
@@ -168,27 +182,6 @@ def _task_lines(
             )
         )
     return lines
-
-
-def _unscored_line(
-    task: TaskResult, systems: Sequence[tuple[str, str]], published: Sequence[str]
-) -> ScoreboardLine:
-    """Returns the line of a task whose labels are hidden."""
-    return ScoreboardLine(
-        task=task.task,
-        metric=NOT_SCORED,
-        split=task.split,
-        marks="",
-        ours=[None] * len(systems),
-        published=[None] * len(published),
-        baselines={},
-        in_chart=False,
-    )
-
-
-def metric_names(task: TaskResult) -> list[str]:
-    """Returns the names of a task's metrics."""
-    return [score.metric for score in task.systems[0].scores] if task.systems else []
 
 
 def _marks(task: TaskResult) -> str:

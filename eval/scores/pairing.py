@@ -7,7 +7,7 @@ one may see a difference where the other does not.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from eval.scores.additive import ScoreOfSums
 from eval.scores.interval_methods import Interval, bounded_interval
 from eval.scores.intervals import (
-    Score,
     ScoredAnswers,
     bootstrap,
     examples_by_group,
@@ -39,30 +38,37 @@ SwapStatistic = Callable[[NDArray[np.bool_]], NDArray[np.float64]]
 """<bool>[R, K] which of the K groups that differ are swapped, to <float64>[R] differences a - b."""
 
 
-class Pair(NamedTuple):
-    """A metric of two systems on the same examples.
+@dataclass(frozen=True)
+class MetricComparison:
+    """One metric of two systems on the same examples; the fields are in the order of compare.json.
 
     Attributes:
         metric: Name of the metric.
-        a: Score of the first system; None when no example counts.
-        b: Score of the second system.
-        difference: a - b with its interval; the standard error is that of the paired bootstrap.
-        p_value: Two-sided, of the paired permutation test; None without a difference.
+        a: Score of A; None when no example counts.
+        b: Score of B.
+        difference: a - b.
+        p_value: Two-sided p-value of the paired permutation test; None without a difference.
         exact: Whether every permutation was tried.
-        wins: Number of examples that the first system answers better.
-        losses: Number of examples that the second system answers better.
+        wins: Number of examples that A answers better.
+        losses: Number of examples that B answers better.
         ties: Number of the other examples that count.
+        low: Lower end of the 95 % interval of the difference.
+        high: Upper end of the 95 % interval of the difference.
+        note: What to know before believing the interval; empty for nothing.
     """
 
     metric: str
     a: float | None
     b: float | None
-    difference: Score
+    difference: float | None
     p_value: float | None
     exact: bool
     wins: int
     losses: int
     ties: int
+    low: float | None
+    high: float | None
+    note: str
 
 
 def compare_answers(
@@ -71,7 +77,7 @@ def compare_answers(
     b: ScoredAnswers,
     groups: Sequence[str],
     seed: Sequence[int] = (0,),
-) -> Pair:
+) -> MetricComparison:
     """Returns how two systems differ in a metric.
 
     Args:
@@ -108,16 +114,19 @@ def compare_answers(
     wins = int((counted > _TOLERANCE).sum())
     losses = int((counted < -_TOLERANCE).sum())
 
-    return Pair(
+    return MetricComparison(
         metric=metric.name,
         a=None if math.isnan(score_a) else score_a,
         b=None if math.isnan(score_b) else score_b,
-        difference=difference,
+        difference=difference.value,
         p_value=p_value,
         exact=exact,
         wins=wins,
         losses=losses,
         ties=len(counted) - wins - losses,
+        low=difference.low,
+        high=difference.high,
+        note=difference.note,
     )
 
 
