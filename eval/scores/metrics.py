@@ -10,17 +10,14 @@ import re
 import string
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eval.scores.additive import AdditiveScore, matthews, mean_f1
-from moe.errors import DataError
 
 Values = Sequence[Any]
 """Post-processed targets or answers, one for each example, in the order of the examples."""
@@ -231,37 +228,6 @@ TRIVIA_EM = mean_of("em", best_match(normalize_trivia_qa, _equality))
 TRIVIA_F1 = mean_of("f1", best_match(normalize_trivia_qa, _word_f1))
 
 
-def natural_questions_recall(non_null_threshold: int = 2, normalize: bool = True) -> Metric:
-    """Returns the share of questions whose set of answers is one annotator's whole set.
-
-    Args:
-        non_null_threshold: Fewest annotators with an answer; questions with fewer do not count.
-        normalize: Whether answers are compared as SQuAD's.
-
-    Source:
-        t5_cbqa `metrics.natural_questions` (google-research/google-research). Differs: NaN, not an
-        error, when no question counts.
-    """
-
-    def as_set(answers: Collection[str]) -> frozenset[str]:
-        if normalize:
-            return frozenset(map(normalize_squad, answers))
-        return frozenset(answers)
-
-    def score_question(
-        annotators: Sequence[Collection[str]], answer: Sequence[Collection[str]]
-    ) -> float:
-        accepted = [as_set(answers) for answers in annotators if answers]
-        if len(accepted) < non_null_threshold:
-            return math.nan
-        return 100.0 * (as_set(answer[0]) in accepted)
-
-    def score_examples(targets: Values, answers: Values) -> NDArray[np.float64]:
-        return np.asarray(list(map(score_question, targets, answers)), dtype=np.float64)
-
-    return mean_of("recall", score_examples)
-
-
 # ---------------------------------------------------------------------------
 # Summaries
 
@@ -350,123 +316,6 @@ GENDER_PARITY = mean_of("gender_parity", _equal_pairs)
 
 Source: jiant v1 `jiant/metrics/winogender_metrics.py`.
 """
-
-
-# ---------------------------------------------------------------------------
-# Ranked choices
-
-
-class _RankedChoice(NamedTuple):
-    """One choice of a row with its score."""
-
-    row: int
-    number: int
-    score: float
-    right: bool
-    weight: float
-
-
-def auc(targets: Values, scores: Sequence[float], weights: Any = None) -> dict[str, float]:
-    """Returns the areas in 0..1 under the ROC and the precision-recall curve of scores of class 1."""
-    from sklearn.metrics import average_precision_score, roc_auc_score
-
-    return {
-        "auc-roc": float(roc_auc_score(targets, scores, sample_weight=weights)),
-        "auc-pr": float(average_precision_score(targets, scores, sample_weight=weights)),
-    }
-
-
-def rank_classification(
-    targets: Sequence[tuple[Sequence[int], bool, float, int]],
-    scores: Sequence[float],
-    num_classes: int | None = None,
-    normalize_by_target_length: bool = False,
-) -> dict[str, float]:
-    """Returns metrics of the choices with the best scores, all in 0..100.
-
-    Args:
-        targets: Of each choice (row, choice), whether it is right, the weight of its row, and its
-            length in tokens.
-        scores: Log-probabilities of the choices.
-        num_classes: Choices of every row; None when they differ, which leaves accuracy alone.
-        normalize_by_target_length: Whether scores are divided by lengths.
-
-    Returns:
-        `accuracy`; without rows that have several right choices also `mean_Nclass_f1`, or with two
-        classes `f1`, `auc-roc` and `auc-pr` of class 1.
-
-    Raises:
-        DataError: When the number of choices is no multiple of `num_classes`.
-    """
-    if len(targets) != len(scores) or (num_classes and len(targets) % num_classes):
-        raise DataError(
-            f"There are {len(targets)} choices and {len(scores)} scores; expected as many of both, a multiple of the "
-            f"{num_classes or 1} classes."
-        )
-
-    # Sorted by row, since choices may come in any order.
-    choices = []
-    for ((row, number), right, weight, length), score in zip(targets, scores, strict=True):
-        if normalize_by_target_length:
-            score = score / length
-        choices.append(_RankedChoice(row, number, score, right, weight))
-    choices.sort(key=attrgetter("row", "number"))
-
-    if num_classes is None:
-        return _accuracy_of_ranked(choices)
-    values = np.asarray([choice[2:] for choice in choices], dtype=np.float64)
-    return _metrics_of_classes(values.reshape(-1, num_classes, 3))  # [N, C, 3]
-
-
-def _accuracy_of_ranked(choices: Sequence[_RankedChoice]) -> dict[str, float]:
-    """Returns the accuracy of the best choice of each row; `choices` are sorted by row."""
-    right = []
-    weights = []
-    for _, row in groupby(choices, key=attrgetter("row")):
-        best = max(row, key=attrgetter("score"))
-        right.append(best.right)
-        weights.append(best.weight)
-    return {"accuracy": 100 * float(np.average(right, weights=weights))}
-
-
-def _metrics_of_classes(choices: NDArray[np.float64]) -> dict[str, float]:
-    """Returns the metrics of rows with the same number of choices.
-
-    Args:
-        choices: <float64>[N, C, 3] score, rightness and weight of every choice.
-    """
-    scores = choices[..., 0].astype(np.float32)  # [N, C]
-    right = choices[..., 1] == 1  # [N, C]
-    weights = choices[:, 0, 2]  # [N]
-    num_classes = right.shape[1]
-
-    # The chosen class is the one of the highest score.
-    best = scores.argmax(axis=-1)  # [N]
-    is_right = right[np.arange(len(right)), best]  # [N]
-    metrics = {"accuracy": 100 * float(np.average(is_right, weights=weights))}
-    if (right.sum(axis=-1) > 1).any():
-        return metrics
-
-    if num_classes > 2:
-        one_hot = np.eye(num_classes, dtype=int)[best]  # [N, C]
-        f1 = _f1(
-            right.astype(int),
-            one_hot,
-            labels=range(num_classes),
-            average="macro",
-            sample_weight=weights,
-        )
-        metrics[f"mean_{num_classes}class_f1"] = 100 * f1
-        return metrics
-
-    metrics["f1"] = 100 * _f1(right.argmax(axis=-1), best, sample_weight=weights)
-
-    # Probability of class 1 among the two choices.
-    odds = np.exp(scores - scores.max(axis=-1, keepdims=True))  # [N, 2]
-    probability = odds[:, 1] / odds.sum(axis=-1)  # [N]
-    for name, area in auc(right[:, 1], probability, weights).items():
-        metrics[name] = 100 * area
-    return metrics
 
 
 def _f1(targets: Any, answers: Any, **options: Any) -> float:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eval.task import Features, Postprocess
+from eval.task import Features
 
 _DETERMINERS = re.compile(
     "(a|an|few|her|his|each|every|many|much|my|our|some|that|the|their|these|this|those|which|whose|your)"
@@ -126,71 +126,3 @@ def _without_determiners(text: str) -> str:
 def qa(text: str, fields: Features, is_target: bool) -> str | list[str]:
     """Returns the text; of a target all answers."""
     return list(fields["answers"]) if is_target else text
-
-
-def span_qa(text: str, fields: Features, is_target: bool) -> str | dict[str, Any]:
-    """Returns the text; of a target all answers and the context."""
-    if not is_target:
-        return text
-    return {"answers": list(fields["answers"]), "context": fields["context"]}
-
-
-def natural_questions(text: str, fields: Features, is_target: bool) -> list[tuple[str, ...]]:
-    """Returns the set of answers behind each `answer:`; of a target one set for each annotator.
-
-    The set of an annotator who gave no answer is empty.
-
-    Source:
-        t5_cbqa `postprocessors.natural_questions` (google-research/google-research). Differs: no.
-    """
-    if not is_target:
-        return [tuple(map(str.strip, text.split("answer:")[1:]))]
-
-    # Short answers of all annotators stand in one list; a start says where each one's begin.
-    values = fields["short_answers/values"]
-    starts = fields["short_answers/row_starts"]
-    ends = [*starts[1:], len(values)]
-    answer_sets: list[tuple[str, ...]] = []
-    for yes_no, start, end in zip(fields["yes_no_answers"], starts, ends, strict=True):
-        if yes_no > -1:
-            answer_sets.append((("no", "yes")[yes_no],))
-        else:
-            answer_sets.append(tuple(values[start:end]))
-    return answer_sets
-
-
-# ---------------------------------------------------------------------------
-# Ranked choices and sentinels
-
-
-def rank_classification(score: Any, fields: Features, is_target: bool) -> Any:
-    """Returns the score of a choice; of a target what the metric has to know of it.
-
-    That is (row, choice), whether it is right, its weight and its length.
-    """
-    if not is_target:
-        return score
-    return (
-        tuple(fields["idx"]),
-        fields["is_correct"],
-        fields.get("weight", 1.0),
-        len(fields["targets"]),
-    )
-
-
-def without_sentinels(postprocess: Postprocess, num_sentinels: int = 1) -> Postprocess:
-    """Returns a postprocessor for models fine-tuned with sentinels: it first removes them.
-
-    They stand at the front of a text.
-
-    Source:
-        seqio `experimental.add_task_with_sentinels` (google/seqio at b898b9f). Differs: no.
-    """
-    prefix = " ".join(f"<extra_id_{number}>" for number in range(num_sentinels))
-
-    def postprocess_rest(text: str, fields: Features, is_target: bool) -> Any:
-        if text.startswith(prefix):
-            text = text.removeprefix(prefix).strip()
-        return postprocess(text, fields, is_target)
-
-    return postprocess_rest

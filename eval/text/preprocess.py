@@ -7,8 +7,7 @@ Source of all of it: T5 `t5/data/preprocessors.py` and `glue_utils.py`
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -286,109 +285,3 @@ def _language_name(code: str) -> str:
             f"There is no language {language!r}. Choose from {', '.join(_LANGUAGES)}."
         )
     return _LANGUAGES[language]
-
-
-# ---------------------------------------------------------------------------
-# Ranked choices
-
-
-def rank_classification_formatter(
-    row: Row,
-    inputs_formats: str | Sequence[str],
-    targets_formats: str | Sequence[str],
-    *,
-    mode: Literal["train", "eval", "fewshot_eval"] = "eval",
-    label_field: str = "label",
-    weight_field: str | None = None,
-    number: int = 0,
-) -> list[Features]:
-    """Returns an example for each choice, to be ranked by their scores.
-
-    Args:
-        row: A row; its label is the number of the right choice, or a list of them.
-        inputs_formats: Text with `{field}` or `{field/subfield}`; one a choice, or one for all.
-        targets_formats: Likewise; one of the two is a list.
-        mode: `train` gives right choices only, `eval` all, `fewshot_eval` all in one example of
-            lists.
-        label_field: Field of the label.
-        weight_field: Field of the example's weight; None for none.
-        number: Of the row, for `idx`: (row, choice).
-
-    Raises:
-        ConfigError: When the formats are no lists of one length, or there is no such mode.
-        DataError: When a field is not text.
-
-    Source:
-        T5 `rank_classification` and `rank_classification_formatter`. Differs: no.
-    """
-    if mode not in ("train", "eval", "fewshot_eval"):
-        raise ConfigError(f"There is no mode {mode!r}. Choose from train, eval, fewshot_eval.")
-    num_choices = _num_choices(inputs_formats, targets_formats)
-    right_choices = np.atleast_1d(row[label_field]).tolist()
-
-    # One example a choice: its text filled in, and whether it is right.
-    examples: list[Features] = []
-    for choice in range(num_choices):
-        features: Features = {
-            "idx": [number, choice],
-            "inputs": _fill_in(_format_of(inputs_formats, choice), row),
-            "targets": _fill_in(_format_of(targets_formats, choice), row),
-            "is_correct": choice in right_choices,
-        }
-        if weight_field is not None:
-            features["weight"] = float(row[weight_field])
-        examples.append(features)
-
-    if mode == "train":
-        return [features for features in examples if features["is_correct"]]
-    return [_in_lists(examples)] if mode == "fewshot_eval" else examples
-
-
-def _num_choices(inputs_formats: str | Sequence[str], targets_formats: str | Sequence[str]) -> int:
-    """Returns the length of the formats that are lists."""
-    lengths: set[int] = set()
-    for formats in (inputs_formats, targets_formats):
-        if not isinstance(formats, str):
-            lengths.add(len(formats))
-    if len(lengths) != 1 or 0 in lengths:
-        raise ConfigError(
-            f"The formats are {inputs_formats!r} and {targets_formats!r}; expected a list of "
-            "formats, one a choice, for at least one of inputs and targets, and equal lengths for "
-            "two lists."
-        )
-    return lengths.pop()
-
-
-def _in_lists(examples: Sequence[Features]) -> Features:
-    """Returns one example whose features are lists over all examples."""
-    in_lists: Features = {name: [] for name in examples[0]}
-    for features in examples:
-        for name, value in features.items():
-            in_lists[name].append(value)
-    return in_lists
-
-
-def _format_of(formats: str | Sequence[str], choice: int) -> str:
-    return formats if isinstance(formats, str) else formats[choice]
-
-
-def _fill_in(text: str, row: Row) -> str:
-    """Returns a format in which texts of the row replace the braces."""
-
-    def text_of_field(match: re.Match[str]) -> str:
-        # Follow the path into the row, one field after the other.
-        value: Any = row
-        for name in match[1].split("/"):
-            if not isinstance(value, Mapping) or name not in value:
-                raise DataError(
-                    f"{match[0]} in the format {text!r} is no field of the row. It has "
-                    f"{', '.join(row)}."
-                )
-            value = value[name]
-        if not isinstance(value, str):
-            raise DataError(
-                f"{match[0]} in the format {text!r} is {type(value).__name__}; expected text."
-            )
-        return value
-
-    return re.sub(r"{(\S+?)}", text_of_field, text)

@@ -9,8 +9,7 @@ e081111) for the open book, `t5_closed_book_qa/t5_cbqa/preprocessors.py`
 
 import re
 import string
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from eval.task import Features, Row
 from eval.text.preprocess import HIDDEN_TARGET
@@ -62,30 +61,6 @@ def squad(row: Row, *, include_context: bool = True) -> list[Features]:
     ]
 
 
-def trivia_qa(row: Row) -> list[Features]:
-    """Maps a question to an alias, for each context and each alias that occurs in it.
-
-    Source:
-        T5 `trivia_qa`. Differs: an alias is looked for to the letter, where T5 takes it for a
-        regular expression; normalised aliases have no punctuation.
-    """
-    contexts = [
-        *row.get("entity_pages", {}).get("wiki_context", ()),
-        *row.get("search_results", {}).get("search_context", ()),
-    ]
-    aliases = list(map(pad_punctuation, row["answer"]["normalized_aliases"]))
-    question = pad_punctuation(row["question"])
-
-    examples: list[Features] = []
-    for context in map(pad_punctuation, contexts):
-        inputs = _SPACES.sub(" ", f"question: {question} context: {context}")
-        lower_context = context.translate(_ASCII_LOWER)
-        for alias in aliases:
-            if alias.translate(_ASCII_LOWER) in lower_context:
-                examples.append({"inputs": inputs, "targets": alias})
-    return examples
-
-
 # ---------------------------------------------------------------------------
 # Closed book
 
@@ -125,84 +100,3 @@ def _closed_book(
     if target is None:
         target = answers[0] if answers else HIDDEN_TARGET
     return [{"inputs": prompt + row["question"], "targets": target, "answers": list(answers)}]
-
-
-# ---------------------------------------------------------------------------
-# Natural Questions with the answers of each annotator
-
-
-def natural_questions_nocontext(
-    row: Row,
-    *,
-    drop_yes_no: bool = False,
-    max_tokens: int | None = None,
-    max_answers: int | None = None,
-) -> list[Features]:
-    """Maps a question to all its answers, `answer: A1 answer: A2`; without any gives no example.
-
-    Args:
-        row: A row of Natural Questions; `annotations` has a yes_no_answer and short_answers for
-            each annotator.
-        drop_yes_no: Leaves out answers that are yes or no.
-        max_tokens: Leaves out longer short answers; None for none.
-        max_answers: Most answers in the target; None for all.
-
-    Source:
-        t5_cbqa `natural_questions_nocontext`. Differs: no.
-    """
-    annotations = row["annotations"]
-
-    # Labels are 1 for yes, 0 for no, and -1 where an annotator gave neither.
-    yes_no_labels: list[int] = list(annotations["yes_no_answer"])
-    if drop_yes_no:
-        yes_no_labels = [-1] * len(yes_no_labels)
-    answers: list[str] = []
-    for label in yes_no_labels:
-        if label > -1:
-            answers.append("yes" if label == 1 else "no")
-
-    # The short answers of all annotators in one list, and where those of each begin.
-    short_answers: list[str] = []
-    row_starts: list[int] = []
-    for annotation in _by_annotator(annotations["short_answers"]):
-        row_starts.append(len(short_answers))
-        short_answers += _short_answers(annotation, max_tokens)
-
-    answers += short_answers
-    if not answers:
-        return []
-    return [
-        {
-            "inputs": f"nq question: {row['question']['text']}",
-            "targets": " ".join(f"answer: {answer}" for answer in answers[:max_answers]),
-            "short_answers/values": short_answers,
-            "short_answers/row_starts": row_starts,
-            "yes_no_answers": yes_no_labels,
-        }
-    ]
-
-
-def _by_annotator(short_answers: Any) -> list[Mapping[str, Any]]:
-    """Returns the short answers of each annotator, from a list of mappings or a mapping of lists."""
-    if not isinstance(short_answers, dict):
-        return list(short_answers)
-
-    annotations: list[Mapping[str, Any]] = []
-    for values in zip(*short_answers.values(), strict=True):
-        annotations.append(dict(zip(short_answers, values, strict=True)))
-    return annotations
-
-
-def _short_answers(annotation: Mapping[str, Any], max_tokens: int | None) -> list[str]:
-    """Returns the texts of one annotator's short answers that are no longer than `max_tokens`."""
-    texts = list(annotation["text"])
-    if not max_tokens:
-        return texts
-
-    starts = annotation["start_token"]
-    ends = annotation["end_token"]
-    short: list[str] = []
-    for text, start, end in zip(texts, starts, ends, strict=True):
-        if end - start <= max_tokens:
-            short.append(text)
-    return short

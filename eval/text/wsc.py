@@ -7,7 +7,6 @@ e081111).
 import re
 
 from eval.task import Features, Row
-from eval.text.preprocess import FALSE_TRUE, label_text
 from moe.errors import DataError
 
 _MISPLACED = {
@@ -52,32 +51,6 @@ def wsc_simple(row: Row, *, correct_referent_only: bool = False) -> list[Feature
     ]
 
 
-def wsc(row: Row) -> list[Features]:
-    """Maps a text with noun and pronoun marked to False or True.
-
-    Asterisks stand around the noun, hashes around the pronoun.
-
-    Source:
-        T5 `wsc`, which T5's mixture does not use. Differs: no; words of the row are patterns, as
-        there.
-    """
-    # The noun first, which may stand on either side of the pronoun.
-    text = _mark(row["text"], row["span1_text"], row["span1_index"], "*")
-
-    # The two asterisks before the pronoun count as words.
-    pronoun_index = row["span2_index"]
-    if row["span1_index"] < row["span2_index"]:
-        pronoun_index += 2
-    text = _mark(text, row["span2_text"], pronoun_index, "#")
-    return [
-        {
-            "inputs": f"wsc text: {text}",
-            "targets": label_text(row["label"], FALSE_TRUE),
-            "idx": row["idx"],
-        }
-    ]
-
-
 def definite_pronoun_resolution_simple(row: Row) -> list[Features]:
     """Maps a sentence, its pronoun in asterisks, to the right candidate.
 
@@ -111,9 +84,3 @@ def _with_blank(row: Row) -> str:
     before = " ".join(words[:index])
     after = " ".join(words[index + 1 :])
     return f"{before} X {after}"
-
-
-def _mark(text: str, span: str, index: int, mark: str) -> str:
-    """Returns the text with marks around the span that begins with the word `index`."""
-    pattern = rf"^((?:\S+\s){{{index}}})({span})"
-    return re.sub(pattern, rf"\g<1>{mark} \2 {mark}", text, flags=re.ASCII)

@@ -11,6 +11,7 @@ from typing import Any
 from eval.scores import metrics
 from eval.scores.metrics import Metric
 from eval.scores.superglue import superglue_average
+from tests.conformance import t5_functions
 from tests.conformance.case import CaseFunction, CaseFunctions, CaseInput, find_function
 
 MetricValues = dict[str, float]
@@ -54,7 +55,7 @@ def _multirc_exact_match(given: CaseInput) -> MetricValues:
 def _natural_questions(given: CaseInput) -> MetricValues:
     """Returns the recall of whole sets of answers, and how many questions have answers enough."""
     threshold = given.get("non_null_threshold", 2)
-    recall = metrics.natural_questions_recall(threshold, given.get("normalize_answers", True))
+    recall = t5_functions.natural_questions_recall(threshold, given.get("normalize_answers", True))
 
     num_golden = 0
     for answer_sets in given["targets"]:
@@ -64,7 +65,7 @@ def _natural_questions(given: CaseInput) -> MetricValues:
 
 def _rank_classification(given: CaseInput) -> MetricValues:
     """Returns the metrics of ranked choices."""
-    return metrics.rank_classification(
+    return t5_functions.rank_classification(
         given["targets"],
         given.get("scores", given.get("predictions", ())),
         given.get("num_classes") or None,
@@ -92,7 +93,7 @@ def _superglue_average(given: CaseInput) -> MetricValues:
 
 
 def _auc(given: CaseInput) -> MetricValues:
-    return metrics.auc(given["targets"], given["predictions"])
+    return t5_functions.auc(given["targets"], given["predictions"])
 
 
 # ---------------------------------------------------------------------------

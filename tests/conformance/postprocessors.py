@@ -11,6 +11,7 @@ from eval.task import Features
 from eval.text import postprocess
 from eval.text.postprocess import Postprocess
 from eval.text.preprocess import LABELS
+from tests.conformance import t5_functions
 from tests.conformance.case import CaseFunction, CaseFunctions, CaseInput
 
 _TEXT_NAMES = ("string", "prediction", "answer", "text", "output", "string_label", "value", "score")
@@ -59,7 +60,7 @@ def _build_string_to_float(given: CaseInput) -> Postprocess:
 
 def _build_without_sentinels(given: CaseInput) -> Postprocess:
     num_sentinels = given.get("num_sentinels", 1)
-    return postprocess.without_sentinels(postprocess.unchanged, num_sentinels)
+    return t5_functions.without_sentinels(postprocess.unchanged, num_sentinels)
 
 
 def _build_wsc_simple(given: CaseInput) -> Postprocess:
@@ -110,9 +111,9 @@ POSTPROCESSORS: CaseFunctions = {
     "nq_open": _qa,
     "web_questions": _qa,
     "trivia_qa_open": _qa,
-    "span_qa": _plain(postprocess.span_qa),
-    "natural_questions": _plain(postprocess.natural_questions),
-    "rank_classification": _plain(postprocess.rank_classification),
+    "span_qa": _plain(t5_functions.span_qa),
+    "natural_questions": _plain(t5_functions.natural_questions),
+    "rank_classification": _plain(t5_functions.rank_classification_target),
     "remove_sentinel": _without_sentinels,
     "sentinel": _without_sentinels,
     "without_sentinels": _without_sentinels,

@@ -9,6 +9,7 @@ from typing import Any
 
 from eval.task import Features
 from eval.text import preprocess, questions, wsc
+from tests.conformance import t5_functions
 from tests.conformance.case import CaseFunction, CaseFunctions, CaseInput
 from tests.conformance.training_data import TRAINING_DATA
 
@@ -45,7 +46,7 @@ def _translate(given: CaseInput) -> list[Features]:
 
 
 _rank_classification = _on_row(
-    preprocess.rank_classification_formatter, label_key="label_field", weight_key="weight_field"
+    t5_functions.rank_classification_formatter, label_key="label_field", weight_key="weight_field"
 )
 
 
@@ -58,18 +59,18 @@ PREPROCESSORS: CaseFunctions = {
     "record": _on_row(preprocess.record),
     "wsc": _on_row(wsc.wsc_simple),
     "wsc.fixed": _on_row(wsc.wsc_simple),
-    "wsc.fixed_marker_form": _on_row(wsc.wsc),
+    "wsc.fixed_marker_form": _on_row(t5_functions.wsc),
     "definite_pronoun_resolution": _on_row(wsc.definite_pronoun_resolution_simple),
     "dpr": _on_row(wsc.definite_pronoun_resolution_simple),
     "cnn_dailymail": _on_row(preprocess.summarize("article", "highlights")),
     "xsum": _on_row(preprocess.summarize("document", "summary")),
     "squad": _on_row(questions.squad),
     "squad_context_free": _on_row(partial(questions.squad, include_context=False)),
-    "trivia_qa": _on_row(questions.trivia_qa),
+    "trivia_qa": _on_row(t5_functions.trivia_qa),
     "trivia_qa_open": _on_row(questions.trivia_qa_open),
     "natural_questions": _on_row(questions.natural_questions_open),
     "nq_open": _on_row(questions.natural_questions_open),
-    "natural_questions_nocontext": _on_row(questions.natural_questions_nocontext),
+    "natural_questions_nocontext": _on_row(t5_functions.natural_questions_nocontext),
     "web_questions": _on_row(questions.web_questions),
     "translation": _translate,
     "rank_classification": _rank_classification,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eval.scores import metrics
 from eval.scores.metrics import Metric
 from eval.scores.superglue import SUPERGLUE, superglue_average
-from moe import ConfigError, DataError
+from moe import ConfigError
 
 words = st.text(st.sampled_from("ab .'’-Tthe"), max_size=9)
 labels = st.lists(st.tuples(st.integers(0, 1), st.integers(-1, 1)), min_size=1, max_size=12)
@@ -38,10 +38,6 @@ def in_groups(pairs):
 
 queries = in_groups(st.tuples(st.lists(words, min_size=1, max_size=3), words))
 questions = in_groups(st.tuples(st.integers(0, 1), st.integers(-1, 1)))
-annotators = st.lists(st.lists(words, max_size=2).map(tuple), max_size=3)
-sets = st.lists(
-    st.tuples(annotators, st.lists(st.lists(words, max_size=2).map(tuple), min_size=1, max_size=1))
-)
 
 MEANS: list[tuple[Metric, st.SearchStrategy]] = [
     (metrics.ACCURACY, three_labels),
@@ -53,7 +49,6 @@ MEANS: list[tuple[Metric, st.SearchStrategy]] = [
     (metrics.SQUAD_F1, answers),
     (metrics.TRIVIA_EM, answers),
     (metrics.TRIVIA_F1, answers),
-    (metrics.natural_questions_recall(), sets),
     (metrics.GENDER_PARITY, labels),
     (metrics.ROUGE1, texts),
     (metrics.ROUGE2, texts),
@@ -252,27 +247,6 @@ def test_the_overlap_counts_words_as_often_as_both_have_them():
     assert metrics.SQUAD_EM.score([[]], ["x"]) == 0
 
 
-def test_recall_counts_questions_that_two_annotators_answered_and_whole_sets_only():
-    targets = [
-        [("yes",), ("no",), ("yes",)],
-        [("Ann", "Bo"), ("Ann and Bo",)],
-        [("Cy", "Di")],
-        [("no", "not really"), ("no",), ()],
-        [("no", "not really"), ("no",), ()],
-    ]
-    outputs = [
-        [("yes",)],
-        [("Bo", "Ann")],
-        [("Cy", "Di")],
-        [("no", "Not  really")],
-        [("not really",)],
-    ]
-    assert metrics.natural_questions_recall().score(targets, outputs) == 75
-    assert metrics.natural_questions_recall(1).score(targets, outputs) == 80
-    assert metrics.natural_questions_recall(1, normalize=False).score(targets, outputs) == 60
-    assert math.isnan(metrics.natural_questions_recall().score(targets[2:3], outputs[2:3]))
-
-
 def test_summaries_are_split_at_newlines_and_at_full_stops_between_spaces():
     one, other = "a b . c d .", "c d .\na b ."
     assert metrics.ROUGELSUM.score([one], [other]) == 100
@@ -329,92 +303,3 @@ def test_the_superglue_average_is_of_eight_tasks_with_two_scores_of_three_halved
 def test_an_average_of_fewer_tasks_is_refused():
     with pytest.raises(ConfigError, match="missing: wic, wsc"):
         superglue_average(dict.fromkeys(SUPERGLUE[:6], 50.0))
-
-
-# --- ranked choices: targets are (row, choice), right, weight, length ---
-
-
-def choices(*rights, weights=None, lengths=None):
-    made = []
-    for row, right in enumerate(rights):
-        for choice, is_right in enumerate(right):
-            weight = weights[row] if weights else 1.0
-            made.append(
-                ((row, choice), bool(is_right), weight, lengths[len(made)] if lengths else 1)
-            )
-    return made
-
-
-def test_two_choices_give_accuracy_f1_and_the_areas_of_the_second():
-    targets = choices([1, 0], [0, 1], [1, 0])
-    got = metrics.rank_classification(targets, [-1, -2, -2, -1, -3, -1], num_classes=2)
-    # Answers 0, 1, 1: precision 1/2, recall 1. The third row's second choice leads the second row's
-    # by more.
-    assert got == pytest.approx({"accuracy": 200 / 3, "f1": 200 / 3, "auc-roc": 50, "auc-pr": 50})
-
-
-def test_weights_count_as_repetitions():
-    given_scores = [-1, -2, -2, -1, -3, -1]
-    targets = choices([1, 0], [0, 1], [1, 0], weights=[2.0, 1.0, 1.0])
-    repeated = choices([1, 0], [1, 0], [0, 1], [1, 0])
-    got = metrics.rank_classification(targets, given_scores, num_classes=2)
-    assert got == pytest.approx(
-        metrics.rank_classification(repeated, [-1, -2, *given_scores], num_classes=2)
-    )
-    got = metrics.rank_classification(targets, given_scores)
-    assert got == pytest.approx({"accuracy": 75})
-
-
-def test_more_choices_give_accuracy_and_the_mean_f1():
-    targets = choices([1, 0, 0], [0, 1, 0], [0, 0, 1])
-    got = metrics.rank_classification(targets, [-1, -2, -3, -1, -2, -3, -3, -2, -1], num_classes=3)
-    # Answers 0, 0, 2: F1 of 2/3, 0 and 1.
-    assert got == pytest.approx({"accuracy": 200 / 3, "mean_3class_f1": 500 / 9})
-
-
-def test_any_of_several_right_choices_will_do():
-    targets = choices([1, 1, 0], [0, 1, 0])
-    assert metrics.rank_classification(targets, [-2, -1, -3, -1, -2, -3], num_classes=3) == {
-        "accuracy": 50
-    }
-
-
-def test_rows_with_different_numbers_of_choices_give_accuracy_alone():
-    targets = choices([1, 0], [0, 0, 1], [1])
-    assert metrics.rank_classification(targets, [-1, -2, -1, -2, -3, 0]) == pytest.approx(
-        {"accuracy": 200 / 3}
-    )
-
-
-@pytest.mark.slow
-@given(st.permutations(range(6)))
-def test_choices_may_come_in_any_order(order):
-    targets, given_scores = choices([1, 0], [0, 1], [1, 0]), [-1, -2, -2, -1, -3, -1]
-    shuffled = [targets[i] for i in order], [given_scores[i] for i in order]
-    assert metrics.rank_classification(*shuffled, num_classes=2) == metrics.rank_classification(
-        targets, given_scores, num_classes=2
-    )
-
-
-def test_scores_may_be_divided_by_lengths():
-    targets = choices([1, 0], [0, 1], lengths=[4, 1, 1, 2])
-    given_scores = [-4.0, -2.0, -3.0, -4.0]
-    assert metrics.rank_classification(targets, given_scores)["accuracy"] == 0
-    assert (
-        metrics.rank_classification(targets, given_scores, normalize_by_target_length=True)[
-            "accuracy"
-        ]
-        == 100
-    )
-
-
-@pytest.mark.parametrize(("given_scores", "num_classes"), [([-1.0], None), ([-1.0] * 5, 2)])
-def test_choices_without_scores_or_of_broken_rows_are_refused(given_scores, num_classes):
-    with pytest.raises(DataError, match=f"There are 5 choices and {len(given_scores)} scores"):
-        metrics.rank_classification(choices([1, 0], [0, 1, 0]), given_scores, num_classes)
-
-
-def test_areas_are_those_of_all_pairs():
-    # Pairs of a 1 and a 0: 0.8 > 0.4, 0.8 > 0.1, 0.35 < 0.4, 0.35 > 0.1.
-    got = metrics.auc([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8])
-    assert got == pytest.approx({"auc-roc": 0.75, "auc-pr": (1 + 2 / 3) / 2})

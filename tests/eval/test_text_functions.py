@@ -2,8 +2,6 @@
 other texts.
 """
 
-from functools import partial
-
 import pytest
 
 from eval.text import postprocess
@@ -12,22 +10,19 @@ from eval.text.preprocess import (
     glue,
     glue_task,
     multirc,
-    rank_classification_formatter,
     record,
     stsb,
     summarize,
     translate,
 )
 from eval.text.questions import (
-    natural_questions_nocontext,
     natural_questions_open,
     pad_punctuation,
     squad,
-    trivia_qa,
     trivia_qa_open,
     web_questions,
 )
-from eval.text.wsc import definite_pronoun_resolution_simple, wsc, wsc_simple
+from eval.text.wsc import definite_pronoun_resolution_simple, wsc_simple
 from moe import ConfigError, DataError
 
 # --- GLUE and SuperGLUE ---
@@ -236,43 +231,6 @@ def test_the_two_rows_with_a_wrong_index_are_marked_all_the_same(end):
     assert "they might want to use *it* , but really for now" in wsc_simple(row)[0]["inputs"]
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "marked"),
-    [
-        (("Ada", 0), ("she", 4), "* Ada * told Bo that # she # won"),
-        (("won", 5), ("she", 4), "Ada told Bo that # she # * won *"),
-    ],
-)
-def test_the_marks_of_one_span_do_not_shift_the_other(first, second, marked):
-    row = {"text": "Ada told Bo that she won", "idx": 0, "label": -1}
-    row |= {
-        "span1_text": first[0],
-        "span1_index": first[1],
-        "span2_text": second[0],
-        "span2_index": second[1],
-    }
-    assert wsc(row) == [{"inputs": f"wsc text: {marked}", "targets": "<unk>", "idx": 0}]
-
-
-@pytest.mark.parametrize(
-    ("sentence", "marked"),
-    [
-        ("Bo met Al, and he saw he won.", "Bo met Al, and *he* saw he won."),
-        ("Bo met the one, he, who won.", "Bo met the one, *he*, who won."),
-        ("He said that she saw he.", "He said that she saw *he*."),
-        (
-            "he won; so he!",
-            "he won; so he!",
-        ),  # neither is between a space and one of space, full stop, comma
-    ],
-)
-def test_the_first_occurrence_of_a_pronoun_between_delimiters_is_marked(sentence, marked):
-    row = {"sentence": sentence, "pronoun": "he", "candidates": ["Bo", "Al"], "label": 0}
-    assert definite_pronoun_resolution_simple(row) == [
-        {"inputs": f"wsc: {marked}", "targets": "Bo"}
-    ]
-
-
 # --- questions, summaries, translations ---
 
 
@@ -308,20 +266,6 @@ def test_the_first_answer_is_the_target_padded_as_the_others():
     )
 
 
-def test_trivia_has_an_example_for_each_context_and_each_alias_in_it():
-    row = {
-        "question": "What opens it?",
-        "entity_pages": {"wiki_context": ["The Key.", "Nothing"]},
-        "search_results": {"search_context": ["two keys"]},
-        "answer": {"normalized_aliases": ["key", "keys"]},
-    }
-    found = [
-        (example["inputs"][len("question: What opens it ? context: ") :], example["targets"])
-        for example in trivia_qa(row)
-    ]
-    assert found == [("The Key . ", "key"), ("two keys", "key"), ("two keys", "keys")]
-
-
 def test_closed_books_ask_without_context_and_keep_all_answers():
     (nq,) = natural_questions_open({"question": "who", "answer": ["A", "B"]})
     (wq,) = web_questions({"question": "who?", "answers": ["A", "B"], "url": "u"})
@@ -331,63 +275,6 @@ def test_closed_books_ask_without_context_and_keep_all_answers():
     assert nq == {"inputs": "nq question: who", "targets": "A", "answers": ["A", "B"]}
     assert wq == {"inputs": "wq question: who?", "targets": "A", "answers": ["A", "B"]}
     assert trivia == {"inputs": "trivia_qa question: Who?", "targets": "B", "answers": ["A", "B"]}
-
-
-ANNOTATED = {
-    "question": {"text": "who"},
-    "annotations": {
-        "yes_no_answer": [-1, 0, -1, 1],
-        "short_answers": {
-            "start_token": [[3, 8], [], [3], []],
-            "end_token": [[7, 9], [], [5], []],
-            "text": [["not sure sir", "Bo"], [], ["not sure"], []],
-        },
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("options", "targets", "values", "starts"),
-    [
-        (
-            {},
-            "answer: no answer: yes answer: not sure sir answer: Bo answer: not sure",
-            3,
-            [0, 2, 2, 3],
-        ),
-        (
-            {"drop_yes_no": True},
-            "answer: not sure sir answer: Bo answer: not sure",
-            3,
-            [0, 2, 2, 3],
-        ),
-        ({"max_tokens": 2}, "answer: no answer: yes answer: Bo answer: not sure", 2, [0, 1, 1, 2]),
-        ({"max_answers": 1}, "answer: no", 3, [0, 2, 2, 3]),
-        ({"drop_yes_no": True, "max_tokens": 1}, "answer: Bo", 1, [0, 1, 1, 1]),
-    ],
-)
-def test_all_answers_of_all_annotators_are_the_target(options, targets, values, starts):
-    (example,) = natural_questions_nocontext(ANNOTATED, **options)
-    assert example["inputs"] == "nq question: who"
-    assert example["targets"] == targets
-    assert len(example["short_answers/values"]) == values
-    assert example["short_answers/row_starts"] == starts
-    assert example["yes_no_answers"] == ([-1] * 4 if options.get("drop_yes_no") else [-1, 0, -1, 1])
-    short = ANNOTATED["annotations"]["short_answers"]
-    as_list = [dict(zip(short, group, strict=True)) for group in zip(*short.values(), strict=True)]
-    row = {**ANNOTATED, "annotations": {**ANNOTATED["annotations"], "short_answers": as_list}}
-    assert natural_questions_nocontext(row, **options) == [example]
-
-
-def test_a_question_nobody_answered_is_left_out():
-    assert natural_questions_nocontext(
-        ANNOTATED, drop_yes_no=True, max_tokens=0
-    )  # 0 is no limit, as in t5_cbqa
-    empty = {
-        "yes_no_answer": [-1],
-        "short_answers": [{"text": [], "start_token": [], "end_token": []}],
-    }
-    assert natural_questions_nocontext({"question": {"text": "q"}, "annotations": empty}) == []
 
 
 def test_summaries_keep_their_newlines():
@@ -405,77 +292,6 @@ def test_languages_are_called_by_their_english_names():
     assert example == {"inputs": "translate English to Chinese: Yes.", "targets": "是"}
     with pytest.raises(ConfigError, match="no language 'xx'"):
         translate("en", "xx")
-
-
-# --- ranked choices ---
-
-CHOICE = {
-    "premise": "It rained.",
-    "a": "wet",
-    "b": "dry",
-    "label": 1,
-    "weight": 0.5,
-    "deep": {"er": "down"},
-}
-ranked = partial(
-    rank_classification_formatter,
-    CHOICE,
-    inputs_formats="{premise} So?",
-    targets_formats=["{a}.", "{a} {deep/er}"],
-)
-
-
-def test_evaluation_gives_every_choice_and_training_the_right_one():
-    wrong = {"idx": [3, 0], "inputs": "It rained. So?", "targets": "wet.", "is_correct": False}
-    right = {"idx": [3, 1], "inputs": "It rained. So?", "targets": "wet down", "is_correct": True}
-    assert ranked(number=3) == [wrong, right]
-    assert ranked(number=3, mode="train") == [right]
-    gather_or_raise = {name: [wrong[name], right[name]] for name in wrong}
-    assert ranked(number=3, mode="fewshot_eval") == [gather_or_raise]
-
-
-def test_choices_may_differ_in_their_inputs_and_have_several_right_ones_and_a_weight():
-    row = {**CHOICE, "label": [0, 2]}
-    examples = rank_classification_formatter(
-        row, ["{a}", "{b}", "c"], "{premise}", weight_field="weight"
-    )
-    assert [example["inputs"] for example in examples] == ["wet", "dry", "c"]
-    assert {example["targets"] for example in examples} == {"It rained."}
-    assert [example["is_correct"] for example in examples] == [True, False, True]
-    assert [example["weight"] for example in examples] == [0.5] * 3
-
-
-def test_a_hidden_label_makes_no_choice_right():
-    assert not any(
-        example["is_correct"]
-        for example in rank_classification_formatter({**CHOICE, "label": -1}, "", ["", ""])
-    )
-
-
-@pytest.mark.parametrize(
-    ("inputs", "targets", "error", "message"),
-    [
-        ("x", "y", ConfigError, "expected a list of formats"),
-        (["x"], ["y", "z"], ConfigError, "equal lengths for two lists"),
-        ("x", ["{deep}", "z"], DataError, "{deep} in the format '{deep}' is dict; expected text"),
-        ("x", ["{weight}", "z"], DataError, "is float; expected text"),
-        (
-            "{deep/est}",
-            ["y", "z"],
-            DataError,
-            "{deep/est} in the format '{deep/est}' is no field of the row",
-        ),
-    ],
-)
-def test_formats_that_cannot_be_filled_in_are_refused(inputs, targets, error, message):
-    with pytest.raises(error) as raised:
-        rank_classification_formatter(CHOICE, inputs, targets)
-    assert message in str(raised.value)
-
-
-def test_a_mode_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match="no mode 'test'"):
-        ranked(mode="test")
 
 
 # --- postprocessors ---
@@ -543,49 +359,30 @@ def test_a_question_of_multirc_is_known_by_its_paragraph_too_when_the_row_has_it
     assert postprocess.multirc("false", fields, False) == {"value": -1}
 
 
+@pytest.mark.parametrize(
+    ("sentence", "marked"),
+    [
+        ("Bo met Al, and he saw he won.", "Bo met Al, and *he* saw he won."),
+        ("Bo met the one, he, who won.", "Bo met the one, *he*, who won."),
+        ("He said that she saw he.", "He said that she saw *he*."),
+        (
+            "he won; so he!",
+            "he won; so he!",
+        ),  # neither is between a space and one of space, full stop, comma
+    ],
+)
+def test_the_first_occurrence_of_a_pronoun_between_delimiters_is_marked(sentence, marked):
+    row = {"sentence": sentence, "pronoun": "he", "candidates": ["Bo", "Al"], "label": 0}
+    assert definite_pronoun_resolution_simple(row) == [
+        {"inputs": f"wsc: {marked}", "targets": "Bo"}
+    ]
+
+
 def test_targets_carry_what_answers_are_judged_by():
     fields = {"answers": ["a", "b"], "context": "c", "idx/passage": 2, "idx/query": 3}
     assert postprocess.qa("x", fields, True) == ["a", "b"]
     assert postprocess.qa("x", fields, False) == "x"
-    assert postprocess.span_qa("x", fields, True) == {"answers": ["a", "b"], "context": "c"}
-    assert postprocess.span_qa("x", fields, False) == "x"
     assert postprocess.record("x", fields, True) == {"value": ["a", "b"], "group": (2, 3)}
     assert postprocess.record("x", fields, False) == {"value": "x"}
     assert postprocess.lower_text("ÄB", {}, False) == "äb"
     assert postprocess.unchanged("ÄB ", {}, False) == "ÄB "
-
-
-def test_a_choice_is_judged_by_its_number_its_weight_and_its_length():
-    fields = {"idx": [2, 1], "is_correct": True, "targets": [5, 7, 1]}
-    assert postprocess.rank_classification(-0.5, fields, False) == -0.5
-    assert postprocess.rank_classification(-0.5, fields, True) == ((2, 1), True, 1.0, 3)
-    assert postprocess.rank_classification(-0.5, {**fields, "weight": 0.5}, True)[2] == 0.5
-
-
-def test_sets_of_answers_are_read_from_outputs_and_from_annotators():
-    (example,) = natural_questions_nocontext(ANNOTATED)
-    assert postprocess.natural_questions("", example, True) == [
-        ("not sure sir", "Bo"),
-        ("no",),
-        ("not sure",),
-        ("yes",),
-    ]
-    assert postprocess.natural_questions("answer: Bo  answer:Al", {}, False) == [("Bo", "Al")]
-    assert postprocess.natural_questions("Bo", {}, False) == [()]
-
-
-@pytest.mark.parametrize(
-    ("text", "num_sentinels", "value"),
-    [
-        ("<extra_id_0> True", 1, 1),
-        ("<extra_id_0>True ", 1, 1),
-        ("True", 1, 1),
-        ("True ", 1, -1),  # nothing is stripped without a sentinel
-        ("<extra_id_1> True", 1, -1),
-        ("<extra_id_0> <extra_id_1> True", 2, 1),
-        ("<extra_id_0> True", 2, -1),
-    ],
-)
-def test_sentinels_in_front_do_not_count(text, num_sentinels, value):
-    read = postprocess.without_sentinels(postprocess.label_index(["False", "True"]), num_sentinels)
-    assert read(text, {}, False) == value
