@@ -23,14 +23,15 @@ from benchmarks.network_rows import (
 )
 from moe.distributed.mesh import MeshConfig
 from moe.network.algorithms import ALL_REDUCE
-from moe.network.grids import (
+from moe.network.ring_orders import neighbour_ring, snake
+from moe.network.rings import (
     factorisations,
     multi_ring_all_reduce,
+    ring_all_reduce,
     row_pair_all_reduce,
     torus_all_reduce,
+    two_way_ring_all_reduce,
 )
-from moe.network.ring_orders import neighbour_ring, snake
-from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
 from moe.network.row_pair_clients import pair_rows_around_holes, row_pair_client_all_reduce
 from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import Simulation, simulate
@@ -38,8 +39,7 @@ from moe.network.topology import FloatArray, Links, Topology, grid
 from moe.network.topology_file import Network
 from moe.planning.network import NetworkTimer
 from moe.planning.network_placement import place_in_order
-from moe.planning.traffic import ALL_REDUCE as ALL_REDUCE_KIND
-from moe.planning.traffic import Collective
+from moe.planning.traffic import Collective, Kind
 
 RESNET_BYTES = 25.6e6 * 4
 BERT_BYTES = 334e6 * 2
@@ -387,7 +387,7 @@ def _planned_seconds(topology: Topology, dead: frozenset[int]) -> float:
     """Returns the planner's all-reduce of ResNet-50's gradients over all live chips."""
     mesh = MeshConfig(dp_replicate=topology.num_ranks)
     timer = NetworkTimer(Network(topology), place_in_order(mesh, topology), dead)
-    gradients = Collective("gradients", "dp_replicate", ALL_REDUCE_KIND, RESNET_BYTES, 1)
+    gradients = Collective("gradients", "dp_replicate", Kind.ALL_REDUCE, RESNET_BYTES, 1)
     return timer.time(gradients).seconds
 
 

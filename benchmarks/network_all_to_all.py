@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarks.network_rows import CLOSED_FORM, REPORTS, THIRD_PARTY, Claim, Row, published
 from moe.network.all_to_all import along_axes, around, direct, even_counts
-from moe.network.axis_lanes import Detour
-from moe.network.line_hops import one_way_ring, two_way_ring
+from moe.network.axis_hops import Detour, one_way_ring, two_way_ring
 from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import simulate
 from moe.network.topology import Topology, grid

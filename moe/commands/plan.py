@@ -1,21 +1,20 @@
-"""stmoe plan: says what a run needs on a mesh, without any device.
+"""stmoe plan: what a run needs on a mesh, computed without any device.
 
     stmoe plan --preset st-moe-32b --mesh.ep 64 --mesh.tp 16 --training.batch_size 2048 --memory 80GiB
     stmoe plan --config recipes/st_moe_tiny_pretrain.yaml --suggest 8 --memory 16GiB
 
 It prints the memory of a rank, the arithmetic, and the bytes on each axis of the mesh. The settings
-are those of `stmoe pretrain`. --suggest ranks the meshes of so many ranks: those that fit first,
-then those that send for the shortest time.
+are those of `stmoe pretrain`. --suggest ranks the meshes of so many ranks: those that fit into memory
+first, then by the time that they send.
 
     stmoe plan --preset st-moe-32b --mesh.ep 64 --mesh.tp 16 --training.batch_size 2048 \
         --network recipes/networks/tpu_v3_pod.yaml --place tp=4x4,ep=8x8 --dead 260,261,292,293
 
     stmoe plan --preset st-moe-l --mesh.dp_replicate 8 --mesh.ep 16 --training.batch_size 2048 --mtbf 3h
 
-With a time between failures it says what they leave of the run, for each way to survive them.
-
-On a network it times every collective, with the schedule that is best there, and says what dead
-ranks cost. See docs/guides/network.md.
+With a mean time between failures it prints the goodput of each way to survive them. On a network it
+times every collective with its best schedule, and shows what dead ranks cost. See
+docs/guides/network.md.
 """
 
 import argparse
@@ -33,10 +32,10 @@ from moe.network.topology_file import Network, read_content, read_network
 from moe.planning.goodput import FailureCosts, parse_duration, show_survivals, survivals
 from moe.planning.network import NetworkTimer
 from moe.planning.network_measure import measure_network, show_measurement
+from moe.planning.network_page import network_page
 from moe.planning.network_placement import Placement, place_by_tiles, place_in_order
 from moe.planning.network_search import show_network_suggestions, suggest_on_network
 from moe.planning.network_table import show_hole, show_network_plan
-from moe.planning.network_views import network_page, network_trace
 from moe.planning.plan import Plan, build_model, make_plan, suggest
 from moe.planning.table import parse_bytes, show_needs, show_plan, show_suggestions
 from moe.planning.workload import Workload
@@ -45,14 +44,17 @@ from moe.training.command import RecipeCommand
 from moe.training.recipe import PretrainRecipe
 
 _FAILURE_COSTS = {
-    "restart": ("10min", "with --mtbf: from a failure until the lost ranks are there again"),
-    "saves": ("30min", "with --mtbf: from one checkpoint to the next"),
-    "stall": ("10s", "with --mtbf: from the loss of a replica group until the others go on"),
-    "heal": ("30s", "with --mtbf: in which the others wait for a group that comes back"),
+    "restart": ("10min", "with --mtbf: time from a failure until the lost ranks are back"),
+    "saves": ("30min", "with --mtbf: time from one checkpoint to the next"),
+    "stall": (
+        "10s",
+        "with --mtbf: time from the loss of a replica group until the others continue",
+    ),
+    "heal": ("30s", "with --mtbf: time for which the others wait for a group that comes back"),
 }
-"""Default and meaning of the times that a failure takes."""
+"""Default and meaning of the times around a failure."""
 
-_NEED_NETWORK = ("place", "dead", "trace", "page", "measure")
+_NEED_NETWORK = ("place", "dead", "page", "measure")
 
 
 def add_preset(argv: list[str]) -> list[str]:
@@ -85,33 +87,38 @@ def read_workload(recipe: PretrainRecipe) -> Workload:
 def plan_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
     command = RecipeCommand(PretrainRecipe, "Says what a run needs on a mesh.")
-    explanation = f"published size to start from: {', '.join(PRESETS.names())}"
-    command.add_argument("--preset", type=str, help=explanation)
-    command.add_argument("--memory", type=str, help="of a device, e.g. 80GiB")
-    explanation = "rank the meshes of so many ranks; needs --memory"
-    command.add_argument("--suggest", type=int, help=explanation)
-
-    # What failures cost.
-    explanation = "time between failures of all ranks together, e.g. 3h: what do they leave?"
-    command.add_argument("--mtbf", type=str, help=explanation)
-    for name, (default, explanation) in _FAILURE_COSTS.items():
-        command.add_argument(f"--{name}", type=str, help=f"{explanation} ({default})")
-
-    # What all from here on is about.
-    explanation = "file of the network: times every collective on it, see recipes/networks"
-    command.add_argument("--network", type=Path, help=explanation)
-    explanation = (
-        "how far each axis of the mesh reaches along those of the network, e.g. tp=4x4,ep=8x8"
+    presets = ", ".join(PRESETS.names())
+    command.add_argument("--preset", type=str, help=f"published size to start from: {presets}")
+    command.add_argument("--memory", type=str, help="memory of a device, e.g. 80GiB")
+    command.add_argument(
+        "--suggest", type=int, help="rank the meshes of so many ranks; needs --memory"
     )
-    command.add_argument("--place", type=str, help=explanation)
-    explanation = "ranks of the network that have failed, e.g. 5,6,9,10: what does that cost?"
-    command.add_argument("--dead", type=str, help=explanation)
-    explanation = "JSON file to write: a Chrome trace of the longest collective"
-    command.add_argument("--trace", type=Path, help=explanation)
-    explanation = "HTML file to write: its links, critical path, and time by payload"
-    command.add_argument("--page", type=Path, help=explanation)
-    explanation = "JSON file to write: the network of --network as its ranks measure it"
-    command.add_argument("--measure", type=Path, help=explanation)
+
+    # Failures.
+    command.add_argument(
+        "--mtbf", type=str, help="mean time between failures of all ranks, e.g. 3h: shows goodput"
+    )
+    for name, (default, meaning) in _FAILURE_COSTS.items():
+        command.add_argument(f"--{name}", type=str, help=f"{meaning} ({default})")
+
+    # Network.
+    command.add_argument(
+        "--network", type=Path, help="network file: times every collective, see recipes/networks"
+    )
+    command.add_argument(
+        "--place", type=str, help="tile of each mesh axis on the network, e.g. tp=4x4,ep=8x8"
+    )
+    command.add_argument(
+        "--dead", type=str, help="ranks of the network that have failed, e.g. 5,6,9,10"
+    )
+    command.add_argument(
+        "--page",
+        type=Path,
+        help="HTML file to write: link loads and critical path of one collective",
+    )
+    command.add_argument(
+        "--measure", type=Path, help="JSON file to write: the network as its ranks measure it"
+    )
     return command
 
 
@@ -162,10 +169,10 @@ def main(argv: list[str]) -> None:
 
 
 def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
-    """Returns how long failures take; None where they are not asked about.
+    """Returns how long failures take; None without `--mtbf`.
 
     Raises:
-        ConfigError: When a time is none, or is given without `--mtbf`.
+        ConfigError: If a time cannot be read, or is given without `--mtbf`.
     """
     seconds: dict[str, float] = {}
     for name, (default, _) in _FAILURE_COSTS.items():
@@ -184,12 +191,8 @@ def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
     )
 
 
-# ---------------------------------------------------------------------------
-# On a network
-
-
 def check_network_options(arguments: argparse.Namespace) -> None:
-    """Refuses options about a network when there is none, and files that cannot be written."""
+    """Refuses network options without a network, and files that cannot be written."""
     for name in _NEED_NETWORK:
         if getattr(arguments, name) is not None and arguments.network is None:
             raise ConfigError(
@@ -197,14 +200,13 @@ def check_network_options(arguments: argparse.Namespace) -> None:
                 "recipes/networks/tpu_v3_pod.yaml."
             )
     inputs = [arguments.network]
-    for name, suffix in (("trace", ".json"), ("page", ".html"), ("measure", ".json")):
+    for name, suffix in (("page", ".html"), ("measure", ".json")):
         path = getattr(arguments, name)
         if path is not None:
             target = output_path(path, suffix=suffix, option=f"--{name}", inputs=inputs)
             setattr(arguments, name, target)
 
-    # A page and a trace show one mesh.
-    for name in ("trace", "page", "place"):
+    for name in ("page", "place"):
         if getattr(arguments, name) is not None and arguments.suggest is not None:
             raise ConfigError(
                 f"--{name} is about one mesh, and --suggest about all. Leave one of them out."
@@ -213,7 +215,7 @@ def check_network_options(arguments: argparse.Namespace) -> None:
 
 def print_network_plan(plan: Plan, network: Network, arguments: argparse.Namespace) -> None:
     """Prints the times of a plan on a network, and what dead ranks cost."""
-    for name in ("dead", "trace", "page"):
+    for name in ("dead", "page"):
         if getattr(arguments, name) is not None and not plan.collectives:
             raise ConfigError(
                 f"--{name} is about exchanges between ranks, but a mesh of one rank exchanges "
@@ -230,26 +232,20 @@ def print_network_plan(plan: Plan, network: Network, arguments: argparse.Namespa
         timed = timer.plan(plan.collectives)
         print(f"\n{show_hole(healthy, timed)}", flush=True)
 
-    # Around the dead ranks, where there are any.
-    if arguments.trace is not None:
-        write_text(arguments.trace, network_trace(timer, timed))
-        print(f"\nTrace of the longest collective: {arguments.trace}")
     if arguments.page is not None:
         write_text(arguments.page, network_page(timer, timed))
         print(f"\nPage of the longest collective: {arguments.page}")
 
 
 def measure_command(arguments: argparse.Namespace) -> None:
-    """Measures the network, writes what was found, and prints it."""
-    path: Path = arguments.network
-    target: Path = arguments.measure
-    measurement = measure_network(read_content(path))
+    """Measures the network, writes the result, and prints it."""
+    measurement = measure_network(read_content(arguments.network))
     if measurement is None:
-        return  # another rank says it
+        return  # the first rank writes and prints
 
-    write_text(target, json.dumps(measurement.content, indent=2) + "\n")
+    write_text(arguments.measure, json.dumps(measurement.content, indent=2) + "\n")
     print(show_measurement(measurement))
-    print(f"Written to {target}: give it to --network.")
+    print(f"Written to {arguments.measure}: give it to --network.")
 
 
 def read_placement(plan: Plan, network: Network, text: str | None) -> Placement:
@@ -263,17 +259,15 @@ def read_dead(text: str | None, network: Network) -> frozenset[int]:
     """Returns the ranks of `--dead`.
 
     Raises:
-        ConfigError: When they are no ranks of the network, or none would be left.
+        ConfigError: If one is not a rank of the network, or fewer than two would be left.
     """
     if text is None:
         return frozenset()
     most = network.topology.num_ranks - 1
-    dead = set()
-    for item in text.split(","):
-        number = item.strip()
-        is_rank = re.fullmatch(r"[0-9]{1,6}", number) is not None and int(number) <= most
-        expected = f"ranks of {network.topology.name}, 0 to {most:,}, with commas between them"
-        check(is_rank, "--dead", text, expected)
-        dead.add(int(number))
+    expected = f"ranks of {network.topology.name}, 0 to {most:,}, with commas between them"
+    is_list = re.fullmatch(r"\s*[0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*", text) is not None
+    check(is_list, "--dead", text, expected)
+    dead = frozenset(int(number) for number in text.split(","))
+    check(max(dead) <= most, "--dead", text, expected)
     check(len(dead) < most, "--dead", text, f"two ranks at least that live, of {most + 1}")
-    return frozenset(dead)
+    return dead

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from moe.distributed.schedule_choice import ScheduleChoice
 from moe.distributed.scheduled import ScheduledCollective
-from moe.network.pruning import reduce_scatter_of
+from moe.network.reduce_scatter import reduce_scatter_of
 
 
 class GradientReduction:

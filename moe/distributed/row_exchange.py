@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 from moe.distributed.scheduled import Execution, RankProgram, RankStep
 from moe.distributed.wait_seconds import waiting_for
 from moe.errors import ConfigError
-from moe.network.pieces import bounds_of_pieces, expand
-from moe.network.schedule import IntArray, Intervals, Schedule
+from moe.network.schedule import IntArray, Intervals, Schedule, bounds_of_pieces, expand
 
 
 class PendingBlocks(NamedTuple):

@@ -23,8 +23,7 @@ from torch.distributed import ProcessGroup
 
 from moe.checks import check
 from moe.errors import ConfigError, DistributedError
-from moe.network.pieces import bounds_of_pieces, expand
-from moe.network.schedule import IntArray, Intervals, Schedule, intervals
+from moe.network.schedule import IntArray, Intervals, Schedule, bounds_of_pieces, expand, intervals
 
 Placement = Callable[[IntArray], IntArray]
 """Gives the element of a rank's buffer at which each of some units begins."""

@@ -1,14 +1,18 @@
-"""Algorithms by name: what builds a schedule for a network, or says why it cannot.
+"""Algorithms by name: each builds a schedule for a network, or says why it cannot.
 
-A planner tries all of a registry. A new algorithm is a builder in a file of its own and an entry
-here.
+A planner tries all of a registry. A new all-reduce is a function with `@_all_reduce` here: it takes
+a network and a number of units, and raises a ConfigError with the reason where the network does not
+fit.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from moe.network import all_reduces
-from moe.network.all_reduces import Build, reason_against
+import numpy as np
+
+from moe.checks import check, check_integer
+from moe.errors import ConfigError
 from moe.network.all_to_all import (
     AllToAll,
     along_axes,
@@ -20,14 +24,31 @@ from moe.network.all_to_all import (
     unfit_for_grid,
     unfit_for_levels,
 )
-from moe.network.ring_orders import survivor_order
+from moe.network.ring_orders import fold, mesh_of, neighbour_ring, survivor_order, whole_grid_of
+from moe.network.rings import (
+    multi_ring_all_reduce,
+    ring_all_reduce,
+    row_pair_all_reduce,
+    torus_all_reduce,
+    two_way_ring_all_reduce,
+)
+from moe.network.row_bands import find_bands, row_band_all_reduce
+from moe.network.row_pair_clients import pair_rows_around_holes, row_pair_client_all_reduce
 from moe.network.schedule import IntArray, Schedule
 from moe.network.topology import Topology
 from moe.registry import Registry
 
+Build = Callable[[Topology, int], Schedule]
+"""Builds a schedule for the live ranks of a network and a number of units."""
 
-def fits_all(topology: Topology) -> str:
-    """Returns "": nothing speaks against any network."""
+_LARGEST_RING = 2048
+"""Ranks of the largest ring; its schedule has 8 million transfers."""
+
+_MOST_RANKS = 1024
+"""Live ranks of an all-to-all; they have a million pairs."""
+
+
+def _no_reason(topology: Topology) -> str:
     return ""
 
 
@@ -37,14 +58,14 @@ class Algorithm:
 
     Attributes:
         summary: What it does, in a line for tables.
-        build: Returns its schedule among the live ranks of a network, for a number of units.
-        unfit: Returns why it cannot be built on a network, in a sentence; "" where it can.
-        is_one_ring: Whether it is one ring of all n ranks, of 2 n (n - 1) transfers.
+        build: Returns its schedule for the live ranks of a network and a number of units.
+        unfit: Returns why it cannot be built on a network, in a sentence; "" if it can.
+        is_one_ring: Whether it is one ring of all n ranks, with 2 n (n - 1) transfers.
     """
 
     summary: str
     build: Build
-    unfit: Callable[[Topology], str] = fits_all
+    unfit: Callable[[Topology], str] = _no_reason
     is_one_ring: bool = False
 
 
@@ -54,8 +75,192 @@ ALL_REDUCE: Registry[Algorithm] = Registry("all-reduce algorithm")
 ALL_TO_ALL: Registry[Algorithm] = Registry("all-to-all algorithm")
 """Ways to send a part of every live rank's payload to every other one."""
 
-_MOST_RANKS = 1024
-"""Live ranks of an all-to-all; they have a million pairs."""
+
+# ---------------------------------------------------------------------------
+# All-reduces
+
+
+def _reason_against(build: Build, topology: Topology) -> str:
+    # Built for no units, a schedule checks everything and sends nothing.
+    try:
+        build(topology, 0)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _all_reduce(name: str, summary: str, *, is_one_ring: bool = False) -> Callable[[Build], Build]:
+    """Registers a builder."""
+
+    def register(build: Build) -> Build:
+        unfit = partial(_reason_against, build)
+        ALL_REDUCE.add(name, Algorithm(summary, build, unfit, is_one_ring))
+        return build
+
+    return register
+
+
+@_all_reduce("ring", "one ring, messages routed", is_one_ring=True)
+def ring(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around one ring of all live ranks; messages are routed if necessary."""
+    order = _ring_order(topology, survivor_order)
+    return ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+
+
+@_all_reduce("two_way_ring", "one ring, messages routed, both ways around", is_one_ring=True)
+def two_way_ring(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around the same ring, half of the payload in each direction."""
+    order = _ring_order(topology, survivor_order)
+    return two_way_ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+
+
+@_all_reduce("neighbour_ring", "one ring of neighbours, both ways around", is_one_ring=True)
+def two_way_neighbour_ring(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around a ring of neighbours, half of the payload in each direction."""
+    order = _ring_order(topology, neighbour_ring)
+    return two_way_ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+
+
+@_all_reduce("torus", "rings along one axis after the other")
+def torus(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum along one axis after the other, those that wrap first."""
+    ranks = _folded_grid(topology)
+    return torus_all_reduce(ranks, num_units, num_ranks=topology.num_ranks)
+
+
+@_all_reduce("torus_all_axes", "rings along all axes at once")
+def torus_all_axes(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum along all axes at once, each the first one for its part of the payload."""
+    ranks = _folded_grid(topology)
+    return torus_all_reduce(ranks, num_units, rotates_axes=True, num_ranks=topology.num_ranks)
+
+
+@_all_reduce("row_pairs", "rings of two rows, then across")
+def row_pairs(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around pairs of rows of a mesh, and then across them."""
+    mesh = mesh_of(topology)
+    return _line_pairs(topology, num_units, mesh, wraps=all(topology.wraps[:-1]))
+
+
+@_all_reduce("column_pairs", "rings of two columns, then across")
+def column_pairs(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around pairs of columns of a mesh, and then across them."""
+    mesh = mesh_of(topology)
+    return _line_pairs(topology, num_units, mesh.T, wraps=all(topology.wraps[1:]))
+
+
+@_all_reduce("row_bands", "rings of two rows, of four at a hole")
+def row_bands(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around pairs of rows, four rows at a hole, and across them."""
+    mesh = mesh_of(topology)
+    return _line_bands(topology, num_units, mesh, wraps=all(topology.wraps[:-1]))
+
+
+@_all_reduce("column_bands", "rings of two columns, of four at a hole")
+def column_bands(topology: Topology, num_units: int) -> Schedule:
+    """Returns the sum around pairs of columns, four columns at a hole, and across them."""
+    mesh = mesh_of(topology)
+    return _line_bands(topology, num_units, mesh.T, wraps=all(topology.wraps[1:]))
+
+
+def _row_pair_clients(topology: Topology, num_units: int, *, num_slices: int) -> Schedule:
+    """Returns the sum around pairs of rows with clients; pairs columns if rows cannot be paired."""
+    _check_connected(topology)
+    mesh = mesh_of(topology)
+    dead = topology.dead
+    check(bool(dead), "dead ranks", [], "some, whose neighbours become clients")
+
+    try:
+        rows = pair_rows_around_holes(mesh, dead, wraps=topology.wraps[0])
+    except ConfigError:
+        rows = pair_rows_around_holes(mesh.T, dead, wraps=topology.wraps[-1])
+    return row_pair_client_all_reduce(
+        rows, num_units, num_ranks=topology.num_ranks, num_slices=num_slices
+    )
+
+
+# The best number of slices depends on the payload.
+for _num_slices in (1, 2, 4, 8):
+    _build = partial(_row_pair_clients, num_slices=_num_slices)
+    _summary = f"rings of two rows, the rest as clients, slices: {_num_slices}"
+    _unfit = partial(_reason_against, _build)
+    ALL_REDUCE.add(f"row_pair_clients_{_num_slices}", Algorithm(_summary, _build, _unfit))
+
+
+def multi_ring(*levels: int) -> Algorithm:
+    """Returns the all-reduce in levels of the live ranks, the fastest level first."""
+
+    def build(topology: Topology, num_units: int) -> Schedule:
+        _check_connected(topology)
+        return multi_ring_all_reduce(
+            levels, num_units, ranks=topology.live_ranks, num_ranks=topology.num_ranks
+        )
+
+    sizes = " x ".join(str(size) for size in levels)
+    return Algorithm(f"rings in levels of {sizes}", build, partial(_reason_against, build))
+
+
+def _folded_grid(topology: Topology) -> IntArray:
+    """Returns the ranks of a grid, lines that do not wrap folded, axes that wrap last."""
+    grid = whole_grid_of(topology)
+    _check_connected(topology)
+
+    # An axis that does not wrap carries each byte twice: it comes last, with the least bytes.
+    axes = np.argsort(topology.wraps, kind="stable")
+    return fold(grid, topology.wraps).transpose(axes)
+
+
+def _line_pairs(topology: Topology, num_units: int, mesh: IntArray, *, wraps: bool) -> Schedule:
+    dead = sorted(topology.dead)
+    check(not dead, "dead ranks", dead, "none; take bands around holes")
+    _check_connected(topology)
+    return row_pair_all_reduce(mesh, num_units, wraps=wraps, num_ranks=topology.num_ranks)
+
+
+def _line_bands(topology: Topology, num_units: int, mesh: IntArray, *, wraps: bool) -> Schedule:
+    bands = find_bands(mesh, topology.dead)
+    _check_connected(topology)
+    return row_band_all_reduce(bands, num_units, num_ranks=topology.num_ranks, wraps=wraps)
+
+
+def _ring_order(topology: Topology, find: Callable[[Topology], IntArray]) -> IntArray:
+    """Returns the <int64>[p] ranks of a ring.
+
+    Raises:
+        ConfigError: If ranks are cut off, or the schedule of the ring would fill the memory.
+    """
+    _check_connected(topology)
+    order = find(topology)
+    reason = "a ring has twice as many transfers as ranks squared"
+    check_integer("ranks of a ring", len(order), least=1, most=_LARGEST_RING, reason=reason)
+    return order
+
+
+def _check_connected(topology: Topology) -> None:
+    """Raises unless all live ranks can reach each other."""
+    live = topology.live_ranks
+    check(bool(live.size), "live ranks", [], "at least one")
+
+    # Nodes that a message from the first live rank reaches, one link further each time.
+    links = topology.links
+    reached = np.zeros(topology.num_nodes, np.bool_)
+    reached[live[0]] = True
+    num_reached = 0
+    while num_reached < reached.sum():
+        num_reached = int(reached.sum())
+        is_next = reached[links.source]
+        reached[links.destination[is_next]] = True
+
+    # Those on the smaller side are cut off.
+    is_reached = reached[live]
+    is_most = is_reached.mean() > 0.5
+    lost = live[is_reached != is_most].tolist()
+    expected = "none; declare them dead too, or repair their links"
+    check(bool(is_reached.all()), "live ranks that are cut off", lost, expected)
+
+
+# ---------------------------------------------------------------------------
+# All-to-alls
 
 
 def _half_ring(counts: IntArray, topology: Topology) -> AllToAll:
@@ -74,7 +279,7 @@ def _add_all_to_all(
     name: str,
     summary: str,
     build: Callable[[IntArray, Topology], AllToAll],
-    unfit: Callable[[Topology], str] = fits_all,
+    unfit: Callable[[Topology], str] = _no_reason,
 ) -> None:
     """Registers a builder for units that are split evenly among all pairs of live ranks."""
 
@@ -98,53 +303,3 @@ _add_all_to_all(
     "rotated_axes", "half rings, each slice begins with another axis", _rotated_axes, unfit_for_grid
 )
 _add_all_to_all("two_level", "inside the nodes, then across", two_level, unfit_for_levels)
-
-
-def _add_all_reduce(name: str, build: Build, summary: str, *, is_one_ring: bool = False) -> None:
-    """Adds an all-reduce whose builder says itself what speaks against a network."""
-    unfit = reason_against(build)
-    ALL_REDUCE.add(name, Algorithm(summary, build, unfit, is_one_ring))
-
-
-# One ring of all live ranks.
-_add_all_reduce("ring", all_reduces.ring, "one ring, messages routed", is_one_ring=True)
-_add_all_reduce(
-    "two_way_ring",
-    all_reduces.two_way_ring,
-    "one ring, messages routed, both ways around",
-    is_one_ring=True,
-)
-_add_all_reduce(
-    "neighbour_ring",
-    all_reduces.neighbours,
-    "one ring of neighbours, both ways around",
-    is_one_ring=True,
-)
-
-# Rings along the axes of a torus.
-_add_all_reduce("torus", all_reduces.torus, "rings along one axis after the other")
-_add_all_reduce("torus_all_axes", all_reduces.torus_on_all_axes, "rings along all axes at once")
-
-# Pairs of lines, on a mesh that does not wrap.
-_add_all_reduce("row_pairs", all_reduces.row_pairs, "rings of two rows, then across")
-_add_all_reduce("column_pairs", all_reduces.column_pairs, "rings of two columns, then across")
-
-# The same in finer chunks, and around holes.
-_add_all_reduce("row_bands", all_reduces.row_bands, "rings of two rows, of four at a hole")
-_add_all_reduce("column_bands", all_reduces.column_bands, "rings of two columns, of four at a hole")
-
-# Around holes, for a few numbers of slices: which one is best depends on the payload.
-for _num_slices in (1, 2, 4, 8):
-    _add_all_reduce(
-        f"row_pair_clients_{_num_slices}",
-        all_reduces.row_pair_clients(_num_slices),
-        f"rings of two rows, the rest as clients, slices: {_num_slices}",
-    )
-
-
-def multi_ring(*levels: int) -> Algorithm:
-    """Returns the all-reduce in levels of the live ranks, the fastest level first."""
-    build = all_reduces.multi_ring(*levels)
-    sizes = " x ".join(str(size) for size in levels)
-    unfit = reason_against(build)
-    return Algorithm(f"rings in levels of {sizes}", build, unfit)

@@ -22,18 +22,19 @@ from numpy.typing import ArrayLike
 
 from moe.checks import check, check_integer, check_number
 from moe.errors import ConfigError
-from moe.network.axis_lanes import (
+from moe.network.axis_hops import (
     BALANCED,
     Detour,
     Grid,
     Lane,
     Order,
     grid_of,
+    half_ring,
     lanes_of_axis,
     num_steps,
+    one_way_ring,
     ring_of,
 )
-from moe.network.line_hops import half_ring, one_way_ring
 from moe.network.schedule import (
     IntArray,
     Intervals,

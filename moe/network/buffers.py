@@ -1,13 +1,13 @@
-"""When the units of every rank's buffer may be read and written, as a simulation goes on.
+"""When the units of every rank's buffer may be read and written, as a simulation proceeds.
 
-A buffer is divided into pieces by the bounds of those intervals that touch this rank, and no other:
-on a 2-D torus a rank has the coarse chunks of the first axis and the fine ones of its own shard,
-not the fine ones of all. The pieces of all ranks stand one after the other.
+A buffer is divided into pieces by the bounds of the intervals that touch this rank only: on a 2-D
+torus a rank has the coarse chunks of the first axis and the fine ones of its own shard, not the
+fine ones of all ranks. The pieces of all ranks are numbered one after the other.
 """
 
 import numpy as np
 
-from moe.network.schedule import IntArray, Schedule
+from moe.network.schedule import IntArray, Schedule, expand_runs
 from moe.network.topology import FloatArray
 
 _ROWS_AT_ONCE = 1 << 20
@@ -68,12 +68,9 @@ class Pieces:
     """
 
     def __init__(self, first: IntArray, last: IntArray) -> None:
-        # Expand each interval to its pieces.
         num_pieces = last - first
         self._starts = np.cumsum(num_pieces) - num_pieces
-        self._interval = np.repeat(np.arange(len(first)), num_pieces)
-        place = np.arange(len(self._interval))
-        self._piece = place + np.repeat(first - self._starts, num_pieces)
+        self._interval, self._piece = expand_runs(first, num_pieces)
 
     def largest(self, times: FloatArray) -> FloatArray:
         """Returns <float64>[N] the latest time of each interval's pieces."""
@@ -109,7 +106,6 @@ def sorted_distinct(numbers: IntArray) -> IntArray:
 
     That takes ten times as long where most are distinct.
     """
-    # Sorted, equal numbers stand together.
     numbers.sort()
     is_first = np.ones(len(numbers), np.bool_)
     is_first[1:] = numbers[1:] != numbers[:-1]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe.network.schedule import IntArray
+from moe.network.schedule import IntArray, expand_runs
 from moe.network.topology import FloatArray, Links
 
 PICOSECOND = 1e-12
@@ -238,7 +238,7 @@ def _turns(hops: Hops, ready: FloatArray, num_links: int) -> Iterator[Hops]:
     num_first = np.bincount(line[head[load > 0]], minlength=len(ready))
     message = np.flatnonzero(num_first == num_hops)
     while len(message):
-        turn = _expand(first_hop[message], num_hops[message])
+        _, turn = expand_runs(first_hop[message], num_hops[message])
         link = hops.link[turn]
         yield Hops(row=hops.row[turn], link=link)
 
@@ -248,10 +248,3 @@ def _turns(hops: Hops, ready: FloatArray, num_links: int) -> Iterator[Hops]:
         following = line[head[waiting]]
         np.add.at(num_first, following, 1)
         message = np.unique(following[num_first[following] == num_hops[following]])
-
-
-def _expand(first: IntArray, count: IntArray) -> IntArray:
-    """Returns `first[i], first[i] + 1, ...`, `count[i]` of them, for each i."""
-    # Each run begins where the one before it ended.
-    ends = np.cumsum(count)
-    return np.arange(ends[-1]) + np.repeat(first - ends + count, count)

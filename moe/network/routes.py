@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe.network.buffers import sorted_distinct
-from moe.network.schedule import IntArray, Transfers
+from moe.network.schedule import IntArray, Transfers, expand_runs
 from moe.network.topology import FloatArray, Topology
 
 _ROWS_AT_ONCE = 1 << 20
@@ -39,11 +39,7 @@ class Routes(NamedTuple):
 
     def hops(self, pair: IntArray) -> tuple[IntArray, IntArray]:
         """Returns the row and the link of every hop of some pairs' routes, in order."""
-        # Each route is a run of rows of the table.
-        num_hops = self.offset[pair + 1] - self.offset[pair]
-        row = np.repeat(np.arange(len(pair)), num_hops)
-        ends = np.cumsum(num_hops)
-        place = np.arange(len(row)) + np.repeat(self.offset[pair] - ends + num_hops, num_hops)
+        row, place = expand_runs(self.offset[pair], self.offset[pair + 1] - self.offset[pair])
         return row, self.link[place]
 
 

@@ -1,10 +1,10 @@
-"""Row pairs around holes, a second way: a broken pair and a whole one beside it are one ring.
+"""Row bands: a pair of rows with a hole and a whole pair beside it form one ring.
 
 Such a band of four rows has two lanes. One winds through the two rows with the hole and passes the
 hole on the third row; the other one winds back through what is left. All live ranks of the band are
-on one ring of neighbours, so that nothing waits until something is handed over: a band costs more
-steps than a pair, and no more bytes. Bands and pairs split the payload into the same chunks, and
-the owners of a chunk stand in the same columns.
+on one ring of neighbours, and nothing has to be handed over first: a band takes more steps than a
+pair, but no more bytes. Bands and pairs split the payload into the same chunks, and the owners of a
+chunk are in the same columns.
 """
 
 from collections.abc import Collection, Sequence
@@ -66,8 +66,7 @@ def find_bands(ranks: ArrayLike, dead: Collection[int]) -> list[Band]:
         rows = grid[2 * pair : 2 * pair + 2]
         if pair in helpers:
             helper = grid[2 * helpers[pair] : 2 * helpers[pair] + 2]
-            is_below = helpers[pair] > pair
-            if not is_below:
+            if helpers[pair] < pair:
                 rows = rows[::-1]
                 helper = helper[::-1]
             four = np.concatenate([rows, helper])

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from moe.checks import check, check_integer
-from moe.network.grids import grid_all_reduce
 from moe.network.ring_orders import BoolArray, fold, pair_rows
-from moe.network.rings import ring_bounds, ring_reduce_scatter
+from moe.network.rings import grid_all_reduce, ring_bounds, ring_reduce_scatter
 from moe.network.schedule import IntArray, Schedule, beside, intervals, split_evenly, transfers
 
 

@@ -1,19 +1,19 @@
-"""A collective as a value: a table of transfers between ranks, with what it begins and ends with.
+"""A collective as a value: a table of transfers between ranks, and what they begin and end with.
 
-Every rank has a buffer of the same units, a unit being an element of the payload. A transfer takes
-an interval of one rank's buffer to the same interval of another's, where it is copied or added.
+Every rank has a buffer of the same units; a unit is an element of the payload. A transfer sends an
+interval of one rank's buffer to the same interval of another rank's, where it is copied or added.
 An all-to-all fits too: its units are those of all pairs of ranks, one after the other, and a rank
 begins with the units that it sends and ends with those that it receives.
 
-One promise covers all collectives. A unit that a rank must end with is the sum of that unit over
-all ranks that began with it: in an all-reduce all begin and end with all units; in a reduce-scatter
-each ends with its shard; in an all-gather each begins with it, and in an all-to-all a unit begins
-at one rank and ends at another, so that the sum has one term.
+One promise covers all collectives: a unit that a rank ends with is the sum of that unit over all
+ranks that began with it. In an all-reduce all ranks begin and end with all units; in a
+reduce-scatter each ends with its shard; in an all-gather each begins with it; in an all-to-all a
+unit begins at one rank and ends at another, so that the sum has one term.
 
-Next: `rings` builds schedules, `verify` checks their promise.
+Next: `rings` builds schedules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ class Transfers(NamedTuple):
 
     All that is sent in a step is read before anything that arrives in it is written, and what
     arrives is added in the order of the rows. Steps group messages and order reads and writes of
-    the same units; they are no barriers: a rank goes on when what it sends is there.
+    the same units; they are no barriers: a rank continues as soon as what it sends has arrived.
 
     Attributes:
         step: <int64>[T] from 0.
@@ -66,14 +66,7 @@ class Transfers(NamedTuple):
 
     def select(self, rows: NDArray[Any]) -> "Transfers":
         """Returns some rows: a mask, or indices."""
-        return Transfers(
-            step=self.step[rows],
-            source=self.source[rows],
-            destination=self.destination[rows],
-            low=self.low[rows],
-            high=self.high[rows],
-            adds=self.adds[rows],
-        )
+        return Transfers._make(column[rows] for column in self)
 
 
 def intervals(rank: ArrayLike, low: ArrayLike, high: ArrayLike) -> Intervals:
@@ -115,10 +108,10 @@ def transfers(
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Who sends what to whom, and what that promises. See the module.
+    """Who sends what to whom, and what every rank ends with. See the module.
 
     Attributes:
-        num_ranks: Ranks are numbered from 0; some may take no part, as those that are dead.
+        num_ranks: Ranks, numbered from 0; some may take no part, e.g. dead ones.
         num_units: Units of every buffer.
         transfers: What is sent.
         before: Units that ranks begin with.
@@ -139,23 +132,17 @@ class Schedule:
         check_integer("num_units", self.num_units, least=0)
 
         table = self.transfers
-        everyone = (table.source, table.destination, self.before.rank, self.after.rank)
-        for ranks in everyone:
-            is_known = not len(ranks) or (ranks.min() >= 0 and ranks.max() < self.num_ranks)
-            check(
-                is_known, "a rank of the schedule", _extremes(ranks), f"0 to {self.num_ranks - 1}"
-            )
-        for low, high in ((part.low, part.high) for part in (table, self.before, self.after)):
-            is_inside = not len(low) or (low.min() >= 0 and high.max() <= self.num_units)
-            check(
-                is_inside, "units of the schedule", _extremes(low, high), f"0 to {self.num_units}"
-            )
+        for ranks in (table.source, table.destination, self.before.rank, self.after.rank):
+            _check_within("a rank of the schedule", ranks, self.num_ranks - 1)
+        for part in (table, self.before, self.after):
+            _check_within("units of the schedule", part.low, self.num_units)
+            _check_within("units of the schedule", part.high, self.num_units)
         sends_to_itself = bool((table.source == table.destination).any())
         check(not sends_to_itself, "a transfer", "from a rank to itself", "two different ranks")
 
     @cached_property
     def num_steps(self) -> int:
-        """Steps; a rank of which nothing is asked in a step passes over it."""
+        """Number of steps; a rank skips those in which it takes no part."""
         steps = self.transfers.step
         return int(steps[-1]) + 1 if len(steps) else 0
 
@@ -203,8 +190,8 @@ class Schedule:
             after=_moved(self.after, low),
         )
 
-    def among(self, ranks: Sequence[int], num_ranks: int) -> "Schedule":
-        """Returns the schedule with rank i in the place of its i-th rank, of `num_ranks` ranks."""
+    def among(self, ranks: Sequence[int] | IntArray, num_ranks: int) -> "Schedule":
+        """Returns the schedule with its i-th rank renamed to `ranks[i]`, one of `num_ranks` ranks."""
         names = np.asarray(ranks, np.int64)
         check(len(names) == self.num_ranks, "ranks", len(names), f"{self.num_ranks} of them")
         table = self.transfers
@@ -218,7 +205,7 @@ class Schedule:
         )
 
     def delayed(self, num_steps: int) -> "Schedule":
-        """Returns the schedule with all its steps later by so many."""
+        """Returns the schedule starting `num_steps` steps later."""
         later = self.transfers._replace(step=self.transfers.step + num_steps)
         return replace(self, transfers=later)
 
@@ -229,7 +216,7 @@ class Schedule:
 
 
 def beside(schedules: Sequence[Schedule]) -> Schedule:
-    """Returns schedules that go on at the same time: of different ranks, or of different units."""
+    """Returns schedules that run at the same time, on different ranks or on different units."""
     check(len(schedules) > 0, "schedules", list(schedules), "at least one")
     first = schedules[0]
     for schedule in schedules[1:]:
@@ -271,32 +258,55 @@ def split_evenly(num_units: int, num_parts: int) -> IntArray:
     return np.arange(num_parts + 1, dtype=np.int64) * num_units // num_parts
 
 
+def bounds_of_pieces(parts: Iterable[Intervals | Transfers]) -> IntArray:
+    """Returns the sorted <int64>[pieces + 1] bounds of all intervals; empty for no intervals.
+
+    They divide the payload into pieces: no interval begins or ends inside a piece.
+    """
+    bounds: list[IntArray] = []
+    for part in parts:
+        bounds += [part.low, part.high]
+    return np.unique(np.concatenate(bounds))
+
+
+def expand(low: IntArray, high: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns a row for every piece of every interval: the interval's index and the piece's."""
+    first = np.searchsorted(bounds, low)
+    return expand_runs(first, np.searchsorted(bounds, high) - first)
+
+
+def expand_runs(first: IntArray, count: IntArray) -> tuple[IntArray, IntArray]:
+    """Returns a row for every number of every run `first, first + 1, ...`: the run's index, and the
+    number.
+    """
+    run = np.repeat(np.arange(len(first)), count)
+    starts = np.cumsum(count) - count
+    return run, np.arange(len(run)) + np.repeat(first - starts, count)
+
+
+def covered_pieces(part: Intervals, bounds: IntArray, shape: tuple[int, int]) -> NDArray[np.bool_]:
+    """Returns <bool>[ranks, pieces]: what some intervals cover."""
+    row, piece = expand(part.low, part.high, bounds)
+    covered = np.zeros(shape, np.bool_)
+    covered[part.rank[row], piece] = True
+    return covered
+
+
 def _moved(old: Intervals, low: int) -> Intervals:
     return old._replace(low=old.low + low, high=old.high + low)
 
 
 def _concatenate_intervals(parts: Sequence[Intervals]) -> Intervals:
-    return Intervals(
-        rank=np.concatenate([part.rank for part in parts]),
-        low=np.concatenate([part.low for part in parts]),
-        high=np.concatenate([part.high for part in parts]),
-    )
+    return Intervals(*[np.concatenate(column) for column in zip(*parts, strict=True)])
 
 
 def _concatenate_transfers(parts: Sequence[Transfers]) -> Transfers:
-    return transfers(
-        step=np.concatenate([part.step for part in parts]),
-        source=np.concatenate([part.source for part in parts]),
-        destination=np.concatenate([part.destination for part in parts]),
-        low=np.concatenate([part.low for part in parts]),
-        high=np.concatenate([part.high for part in parts]),
-        adds=np.concatenate([part.adds for part in parts]),
-    )
+    *columns, adds = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    return transfers(*columns, adds=adds)
 
 
-def _extremes(*columns: IntArray) -> str:
-    """Returns the smallest and the largest number of some columns."""
-    filled = [column for column in columns if len(column)]
-    if not filled:
-        return "empty"
-    return f"{min(int(c.min()) for c in filled)} to {max(int(c.max()) for c in filled)}"
+def _check_within(name: str, numbers: IntArray, most: int) -> None:
+    if len(numbers):
+        least = int(numbers.min())
+        largest = int(numbers.max())
+        check(least >= 0 and largest <= most, name, f"{least} to {largest}", f"0 to {most}")

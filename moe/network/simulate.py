@@ -11,7 +11,7 @@ row. What comes later may use the time that is left in between. `link_slots` has
 The bytes of a unit are the payload over the units of the schedule: for an all-to-all, whose units
 are those of all pairs of ranks, the payload is what all ranks send together.
 
-Next: `critical_path` says where the time goes, `chrome_trace` shows it.
+Next: `critical_path` says where the time goes.
 """
 
 from collections.abc import Iterator
@@ -129,54 +129,6 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
         link_bytes=link_bytes,
         link_busy_seconds=link_bytes / topology.links.bandwidth,
     )
-
-
-def lower_bound(schedule: Schedule, topology: Topology, payload_bytes: float) -> float:
-    """Returns seconds that no order of the messages on the links can beat; for search.
-
-    It is the larger of two times. The first is that of the longest chain of transfers that need
-    each other, were every link free. The second is that of the link with the most to do: from the
-    earliest moment at which something can be sent over it, all its bytes one after the other, and
-    the latency of the last ones.
-
-    Args:
-        schedule: What is sent.
-        topology: Its ranks are those of the schedule.
-        payload_bytes: As of `simulate`.
-
-    Raises:
-        ConfigError: As `simulate`.
-    """
-    _check(schedule, topology, payload_bytes)
-    routes = find_routes(schedule.transfers, topology)
-    buffers = Buffers(schedule)
-    num_links = len(topology.links.source)
-    link_bytes = np.zeros(num_links)
-    first_start = np.full(num_links, np.inf)
-    least_latency = np.full(num_links, np.inf)
-    chain_seconds = 0.0
-
-    for messages in _messages_by_step(schedule, routes, payload_bytes):
-        # Every message starts as soon as its intervals allow.
-        sources, destinations = _touched_pieces(buffers, schedule, messages.rows)
-        start = np.maximum(buffers.final(sources), buffers.free(destinations))
-        released = start + messages.flow
-        finish = released + messages.latency
-        buffers.read(sources, released)
-        buffers.write(destinations, finish)
-        chain_seconds = max(chain_seconds, float(finish.max()))
-
-        # What each link has to do at least, and from when on.
-        row, link = routes.hops(messages.pair)
-        np.add.at(link_bytes, link, messages.bytes[row])
-        np.minimum.at(first_start, link, start[row])
-        np.minimum.at(least_latency, link, messages.latency[row])
-
-    # The busiest link: its first bytes, all of them, and the way of the last ones.
-    is_used = link_bytes > 0
-    busy = link_bytes[is_used] / topology.links.bandwidth[is_used]
-    link_seconds = first_start[is_used] + busy + least_latency[is_used]
-    return max(chain_seconds, float(link_seconds.max(initial=0.0)))
 
 
 def _check(schedule: Schedule, topology: Topology, payload_bytes: float) -> None:

@@ -1,13 +1,13 @@
 """The links between ranks: bandwidth, latency, and the route that a message takes.
 
-Links are directed. Beside the ranks a network may have nodes that are none, such as switches; they
-are numbered after the ranks. What is dead has no links: messages go around it.
+Links are directed. A network may have nodes that are not ranks, such as switches; they are numbered
+after the ranks. Dead ranks have no links: messages go around them.
 """
 
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -51,19 +51,18 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """Nodes, links and routes.
+    """A network of ranks, switches and links: a grid, levels of switches, or any other graph.
 
     Attributes:
-        name: Shown in tables.
+        name: Name in tables.
         num_ranks: Nodes that take part in collectives, numbered first.
-        num_nodes: All nodes.
+        num_nodes: All nodes: ranks, then switches.
         links: The links that work.
-        shape: Size of each axis of a grid of ranks, slowest first, or of each level of switches;
-            empty for other networks.
-        wraps: Whether the ends of each axis are joined. Those of switched levels are: through a
-            switch every order of ranks is a ring.
-        switched: Whether the axes are levels of switches, as nodes and the ranks of a node, and
-            no neighbours of a grid.
+        shape: Grid: size of each axis, slowest first. Levels of switches: size of each level, e.g.
+            (nodes, ranks of a node). Empty for other networks.
+        wraps: Whether the ends of each axis are joined; True for levels of switches, where every
+            order of ranks is a ring.
+        switched: Whether `shape` counts levels of switches instead of axes of a grid.
         dead: Ranks that have failed.
     """
 
@@ -75,7 +74,6 @@ class Topology:
     wraps: tuple[bool, ...] = ()
     switched: bool = False
     dead: frozenset[int] = frozenset()
-    _routes: dict[tuple[int, int], IntArray] = field(default_factory=dict, repr=False)
 
     @cached_property
     def live_ranks(self) -> IntArray:
@@ -88,11 +86,11 @@ class Topology:
         """Returns the network after failures.
 
         Args:
-            ranks: Ranks that fail, with all their links.
+            ranks: Ranks that fail, and with them all their links.
             links: (source, destination) of links that fail.
 
         Raises:
-            ConfigError: For a rank or a link that there is not.
+            ConfigError: If a rank or a link does not exist.
         """
         failed_ranks = frozenset(ranks)
         for rank in failed_ranks:
@@ -112,14 +110,14 @@ class Topology:
             bandwidth=old.bandwidth[is_live],
             latency=old.latency[is_live],
         )
-        return replace(self, links=working, dead=self.dead | failed_ranks, _routes={})
+        return replace(self, links=working, dead=self.dead | failed_ranks)
 
     def route(self, source: int, destination: int) -> IntArray:
         """Returns the <int64>[hops] links that a message crosses, in order.
 
-        On a grid it goes along the last axis first, the shorter way around each; where that way is
-        broken, and on all other networks, it takes a path of the fewest links; of several such
-        paths that whose links come first in the table.
+        On a grid the message goes along the last axis first, the shorter way around each. If that
+        way is broken, and on all other networks, it takes a path of the fewest links; among several
+        such paths, the one whose links come first in the table.
 
         Raises:
             ConfigError: When no path is left.
@@ -132,6 +130,11 @@ class Topology:
             route = np.array(hops, np.int64)
             self._routes[pair] = route
         return route
+
+    @cached_property
+    def _routes(self) -> dict[tuple[int, int], IntArray]:
+        """Routes that were found before, by source and destination."""
+        return {}
 
     @cached_property
     def _link_of(self) -> dict[tuple[int, int], int]:

@@ -1,107 +1,77 @@
-"""The time of an update's collectives on a network, each with the schedule that is best for it.
+"""The time of an update's collectives on a network, each with its best schedule.
 
-For every collective of the plan the algorithms of `moe.network.algorithms` are built on the ranks of
-a group, as they lie on the network. Each has a bound, what its busiest link carries, and an estimate,
-as if its steps were barriers. Those of the lowest estimates are simulated; left out is also what
-cannot win by its bound, or is far behind by its estimate.
+For every collective of the plan, the algorithms of `moe.network.algorithms` are built on the ranks
+of a group, as they lie on the network. Each has a bound, the time of its busiest link, and an
+estimate, as if its steps were barriers. Only those with the lowest estimates are simulated, and
+only if bound and estimate allow them to win.
 
-A schedule is simulated for the least and the largest of payloads that are within a factor of 16 of
-each other; those between are interpolated: nearly all of the time is latency, or in proportion to
-the bytes. An all-gather is a reduce-scatter run backwards and takes as long.
+Payloads within a factor of 16 of each other share simulations: the smallest and the largest are
+simulated, and those between are interpolated, since nearly all of the time is latency or
+proportional to the bytes.
 
 Next: `network_table` shows it, `network_search` compares meshes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from moe.errors import ConfigError
-from moe.network.algorithms import ALL_REDUCE as ALL_REDUCE_ALGORITHMS
-from moe.network.algorithms import ALL_TO_ALL as ALL_TO_ALL_ALGORITHMS
-from moe.network.algorithms import Algorithm, multi_ring
-from moe.network.grids import factorisations
-from moe.network.halves import owned_reduce_scatter
+from moe.network.algorithms import ALL_REDUCE, ALL_TO_ALL, Algorithm, multi_ring
+from moe.network.reduce_scatter import owned_reduce_scatter
+from moe.network.rings import factorisations
 from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import Simulation, simulate
 from moe.network.topology import Topology
 from moe.network.topology_file import Network
 from moe.planning.network_placement import Groups, Placement
 from moe.planning.network_shares import Instance, SharedLinks, share_links
-from moe.planning.traffic import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    Collective,
-    Kind,
-)
-from moe.registry import Registry
+from moe.planning.traffic import Collective, Kind
 
 _UNITS_PER_RANK = 720
 """Units of a payload for each rank of a group: even shares for 1 to 6 colours and 16 slices."""
 
 _FAR_BEHIND = 2.0
-"""Times the best time from which an estimate is not simulated: barriers overstate by less."""
+"""An estimate above this multiple of the best time is not simulated: barriers overstate by less."""
 
 _MOST_SIMULATED = 5
-"""Algorithms that are simulated for a payload, those of the lowest estimates."""
+"""Number of algorithms that are simulated for a payload, those with the lowest estimates."""
 
 _PAYLOAD_RANGE = 16.0
 """Factor within which payloads are interpolated."""
 
 _MOST_FACTORISATIONS = 4
-"""Of a group's ranks into levels that are tried."""
+"""Number of factorisations of a group's ranks into levels that are tried."""
 
 _MOST_TRANSFERS = 1_000_000
-"""Transfers of all groups that are simulated; a schedule of more is left out where another fits."""
+"""Transfers of all groups together; longer schedules are left out if another one fits."""
 
 
-class Method(NamedTuple):
-    """How a kind of collective is made of the algorithms of a registry.
-
-    Attributes:
-        algorithms: Builders.
-        part: Returns what is carried out of what they build.
-        units_of_size: Returns the units of a payload for a group of so many ranks.
-        explored: Returns further algorithms for the network of a group, by name.
+def _scheduled_kind(kind: Kind) -> Kind:
+    """Returns the kind whose schedules a collective runs: an all-gather is a reduce-scatter run
+    backwards and takes as long.
     """
-
-    algorithms: Registry[Algorithm]
-    part: Callable[[Schedule], Schedule]
-    units_of_size: Callable[[int], int]
-    explored: Callable[[Topology], dict[str, Algorithm]]
-
-    def algorithms_on(self, layout: Topology) -> dict[str, Algorithm]:
-        """Returns all algorithms to try on the network of a group, by name."""
-        registered = {name: self.algorithms.get(name) for name in self.algorithms.names()}
-        return {**registered, **self.explored(layout)}
+    return Kind.REDUCE_SCATTER if kind == Kind.ALL_GATHER else kind
 
 
-def _whole(schedule: Schedule) -> Schedule:
-    return schedule
+def _algorithms(kind: Kind, layout: Topology) -> dict[str, Algorithm]:
+    """Returns all algorithms to try for a kind of collective on the network of a group, by name."""
+    registry = ALL_TO_ALL if kind == Kind.ALL_TO_ALL else ALL_REDUCE
+    algorithms = {name: registry.get(name) for name in registry.names()}
+    if kind != Kind.ALL_TO_ALL and layout.switched:
+        algorithms |= _level_algorithms(layout.num_ranks)
+    return algorithms
 
 
-def _units_of_reduction(size: int) -> int:
-    return size * _UNITS_PER_RANK
-
-
-def _units_of_exchange(size: int) -> int:
-    return size * size * _UNITS_PER_RANK
-
-
-# An all-gather is the same backwards.
-def _levels(layout: Topology) -> dict[str, Algorithm]:
-    """Returns rings in levels, those of the fewest steps: at switches all factorisations do.
+def _level_algorithms(size: int) -> dict[str, Algorithm]:
+    """Returns the rings in levels that take the fewest steps: switches allow all factorisations.
 
     Source:
         PowerAI DDL (arXiv:1708.02188): X x Y x Z as a knob, and a mode that explores it.
     """
-    if not layout.switched:
-        return {}
-    size = layout.num_ranks
     levels = [*factorisations(size, 2), *factorisations(size, 3)]
     levels = [sizes for sizes in levels if min(sizes) > 1]
     levels.sort(key=sum)
@@ -113,19 +83,13 @@ def _levels(layout: Topology) -> dict[str, Algorithm]:
     return algorithms
 
 
-def _nothing_more(layout: Topology) -> dict[str, Algorithm]:
-    return {}
-
-
-_HALF = Method(ALL_REDUCE_ALGORITHMS, owned_reduce_scatter, _units_of_reduction, _levels)
-
-METHODS: dict[Kind, Method] = {
-    ALL_REDUCE: Method(ALL_REDUCE_ALGORITHMS, _whole, _units_of_reduction, _levels),
-    REDUCE_SCATTER: _HALF,
-    ALL_GATHER: _HALF,
-    ALL_TO_ALL: Method(ALL_TO_ALL_ALGORITHMS, _whole, _units_of_exchange, _nothing_more),
-}
-"""How each kind is made."""
+def _build_schedule(kind: Kind, algorithm: Algorithm, layout: Topology) -> Schedule:
+    """Returns the schedule of a collective on the network of a group."""
+    num_units = layout.num_ranks * _UNITS_PER_RANK
+    if kind == Kind.ALL_TO_ALL:
+        num_units *= layout.num_ranks
+    schedule = algorithm.build(layout, num_units)
+    return owned_reduce_scatter(schedule) if kind == Kind.REDUCE_SCATTER else schedule
 
 
 class Timing(NamedTuple):
@@ -198,8 +162,8 @@ class NetworkPlan:
     """The collectives of an update on a network.
 
     Attributes:
-        network: Links, and what is said of them.
-        placement: Where the ranks stand.
+        network: The network, with its notes.
+        placement: Where the ranks of the mesh are on it.
         dead: Ranks of the network that have failed.
         parts: The collectives, in the order of the plan.
     """
@@ -215,16 +179,8 @@ class NetworkPlan:
         return sum(part.seconds for part in self.parts)
 
 
-class _Built(NamedTuple):
-    """The algorithms on the groups of an axis.
-
-    Attributes:
-        algorithms: What the groups do, by name of the algorithm.
-        unfit: Why others are left out, by name.
-    """
-
-    algorithms: dict[str, SharedLinks]
-    unfit: dict[str, str]
+_AxisAndKind = tuple[str, Kind]
+"""What schedules are built for: groups of an axis, and a kind of collective."""
 
 
 class Question(NamedTuple):
@@ -233,14 +189,14 @@ class Question(NamedTuple):
     Attributes:
         ranks: Bytes of the ranks of all groups, in order.
         layout: How a group lies.
-        method: How the collective is carried out.
-        payload_bytes: Of a call.
+        kind: Kind of collective whose schedules are run.
+        payload_bytes: Payload of a call.
         payload_range: Payloads between which it is interpolated; None for no range.
     """
 
     ranks: bytes
     layout: str
-    method: Method
+    kind: Kind
     payload_bytes: float
     payload_range: tuple[float, float] | None
 
@@ -249,11 +205,11 @@ class NetworkTimer:
     """Times collectives on a network; equal questions are answered once.
 
     Args:
-        network: Where.
-        placement: How the mesh stands on it.
+        network: The network.
+        placement: Where the ranks of the mesh are on it.
         dead: Ranks of the network that have failed.
-        known: Answers that timers of other placements share, on the same network with the same
-            ranks dead.
+        known: Answers shared with timers of other placements, on the same network with the same
+            dead ranks.
     """
 
     def __init__(
@@ -269,9 +225,9 @@ class NetworkTimer:
         self.dead = frozenset(dead)
         self.topology = network.topology.without(self.dead) if self.dead else network.topology
         self._groups: dict[str, Groups] = {}
-        self._built: dict[tuple[str, Method], _Built] = {}
-        self._simulated: dict[tuple[str, Method, str, float], Timing] = {}
-        self._ranges: dict[tuple[str, Method], list[tuple[float, float]]] = {}
+        self._built: dict[_AxisAndKind, tuple[dict[str, SharedLinks], dict[str, str]]] = {}
+        self._simulated: dict[tuple[_AxisAndKind, str, float], Timing] = {}
+        self._ranges: dict[_AxisAndKind, list[tuple[float, float]]] = {}
 
     def plan(self, collectives: Sequence[Collective]) -> NetworkPlan:
         """Returns the time of all collectives of an update."""
@@ -279,15 +235,13 @@ class NetworkTimer:
         return NetworkPlan(self.network, self.placement, self.dead, parts)
 
     def parts(self, collectives: Sequence[Collective]) -> Iterator[TimedCollective]:
-        """Yields the collectives of an update with their times; each is simulated when it is due."""
-        # Payloads of equal groups and methods lie in common ranges.
-        payloads: dict[tuple[str, Method], list[float]] = {}
+        """Yields the collectives of an update with their times; each is simulated when it is asked for."""
+        # Payloads of the same schedules lie in common ranges.
+        payloads: dict[_AxisAndKind, list[float]] = {}
         for collective in collectives:
-            key = (collective.axis, METHODS[collective.kind])
-            payloads.setdefault(key, []).append(collective.payload_bytes)
+            payloads.setdefault(_key(collective), []).append(collective.payload_bytes)
         self._ranges = {key: _payload_ranges(sizes) for key, sizes in payloads.items()}
 
-        # Each by itself: they follow each other.
         for collective in collectives:
             yield self.time(collective)
 
@@ -312,13 +266,12 @@ class NetworkTimer:
     def _question(self, collective: Collective) -> Question:
         """Returns what the time of a call depends on."""
         groups = self.groups(collective.axis)
-        method = METHODS[collective.kind]
         payload = collective.payload_bytes
-        ranges = self._ranges.get((collective.axis, method), [])
+        ranges = self._ranges.get(_key(collective), [])
         return Question(
             ranks=groups.ranks[np.argsort(groups.ranks[:, 0])].tobytes(),
             layout=groups.description,
-            method=method,
+            kind=_scheduled_kind(collective.kind),
             payload_bytes=payload,
             payload_range=next((ends for ends in ranges if ends[0] <= payload <= ends[1]), None),
         )
@@ -341,13 +294,13 @@ class NetworkTimer:
 
         # What was simulated comes first, the fastest of all at the head.
         compared.sort(key=_by_time)
-        built = self._build(collective)
+        algorithms, unfit = self._build(collective)
         return TimedCollective(
             collective=collective,
             groups=self.groups(collective.axis),
-            num_simulated=len(built.algorithms[compared[0].name].slowest(collective.payload_bytes)),
+            num_simulated=len(algorithms[compared[0].name].slowest(collective.payload_bytes)),
             candidates=tuple(compared),
-            unfit=built.unfit,
+            unfit=unfit,
             timing=best,
         )
 
@@ -357,38 +310,36 @@ class NetworkTimer:
         Raises:
             ConfigError: When none fits.
         """
-        built = self._build(collective)
-        if not built.algorithms:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in built.unfit.items())
+        algorithms, unfit = self._build(collective)
+        if not algorithms:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in unfit.items())
             raise ConfigError(
-                f"No {collective.kind.name} can be built over {collective.axis}. {reasons} "
+                f"No {collective.kind} can be built over {collective.axis}. {reasons} "
                 "Declare whole rows or nodes dead, or choose another mesh."
             )
 
         # Bounds and estimates are of all groups at once.
         candidates = []
-        for name, shared in built.algorithms.items():
+        for name, shared in algorithms.items():
             bound = shared.bound(collective.payload_bytes)
             estimate = shared.estimate(collective.payload_bytes)
             candidates.append(Candidate(name, shared.steps, bound, estimate))
-        return sorted(candidates, key=_by_estimate)
+        return sorted(candidates, key=attrgetter("estimate"))
 
     def simulate(self, collective: Collective, name: str) -> Simulation:
         """Returns the simulation of one call with an algorithm: of the group that takes longest."""
         payload = collective.payload_bytes
-
-        # Every group on its share of the links; the call ends with the last one.
+        algorithms, _ = self._build(collective)
         simulations = []
-        for group in self._build(collective).algorithms[name].slowest(payload):
+        for group in algorithms[name].slowest(payload):
             simulations.append(simulate(group.schedule, group.topology, payload))
-        return max(simulations, key=_seconds)
+        return max(simulations, key=attrgetter("seconds"))
 
     def _timing(self, collective: Collective, name: str) -> Timing:
         """Returns the time of a call with an algorithm, interpolated inside a range of payloads."""
         # A payload between the ends of a range lies on the line between them.
-        key = (collective.axis, METHODS[collective.kind])
         payload = collective.payload_bytes
-        for low, high in self._ranges.get(key, []):
+        for low, high in self._ranges.get(_key(collective), []):
             if low < payload < high:
                 share = (payload - low) / (high - low)
                 least = self._simulated_timing(collective._replace(payload_bytes=low), name)
@@ -398,9 +349,7 @@ class NetworkTimer:
         return self._simulated_timing(collective, name)
 
     def _simulated_timing(self, collective: Collective, name: str) -> Timing:
-        # Equal questions are asked once.
-        method = METHODS[collective.kind]
-        key = (collective.axis, method, name, collective.payload_bytes)
+        key = (_key(collective), name, collective.payload_bytes)
         if key not in self._simulated:
             simulation = self.simulate(collective, name)
             path = simulation.path
@@ -412,41 +361,43 @@ class NetworkTimer:
             )
         return self._simulated[key]
 
-    def _build(self, collective: Collective) -> _Built:
-        """Returns all algorithms that fit on the groups of a collective's axis."""
-        method = METHODS[collective.kind]
-        key = (collective.axis, method)
-        if key in self._built:
-            return self._built[key]
+    def _build(self, collective: Collective) -> tuple[dict[str, SharedLinks], dict[str, str]]:
+        """Returns the algorithms that fit on the groups of a collective's axis, and why others do
+        not, both by name.
+        """
+        key = _key(collective)
+        if key not in self._built:
+            self._built[key] = self._build_all(*key)
+        return self._built[key]
 
-        # What all groups do, as far as there are not too many transfers.
-        algorithms_by_name = method.algorithms_on(self.groups(collective.axis).layout)
-        unfit = self._unfit_long_rings(collective.axis, algorithms_by_name)
-        tried = {name: one for name, one in algorithms_by_name.items() if name not in unfit}
-        unfit |= self._unfit(collective.axis, tried)
+    def _build_all(self, axis: str, kind: Kind) -> tuple[dict[str, SharedLinks], dict[str, str]]:
+        # Algorithms that fit; long rings are tried only if nothing else fits.
+        algorithms = _algorithms(kind, self.groups(axis).layout)
+        unfit = self._unfit_long_rings(axis, algorithms)
+        tried = {name: one for name, one in algorithms.items() if name not in unfit}
+        unfit |= self._unfit(axis, tried)
+        if len(unfit) == len(algorithms):
+            unfit = self._unfit(axis, algorithms)
 
-        # Long rings are tried after all where nothing else is left.
-        if len(unfit) == len(algorithms_by_name):
-            unfit = self._unfit(collective.axis, algorithms_by_name)
+        # What all groups do, unless it has too many transfers.
         instances: dict[str, list[Instance]] = {}
         sizes: dict[str, int] = {}
-        for name, algorithm in algorithms_by_name.items():
+        for name, algorithm in algorithms.items():
             if name in unfit:
                 continue
-            every = self._instances(collective.axis, method, algorithm)
+            every = self._instances(axis, kind, algorithm)
             sizes[name] = sum(len(one.schedule.transfers.step) for one in every)
             if sizes[name] <= max(_MOST_TRANSFERS, min(sizes.values())):
                 instances[name] = every
 
-        # The smallest stays even when it is too large.
-        algorithms = {}
+        # The smallest is kept even if it is too large.
+        shared = {}
         for name, size in sizes.items():
             if size <= max(_MOST_TRANSFERS, min(sizes.values())):
-                algorithms[name] = share_links(instances[name], self.topology)
+                shared[name] = share_links(instances[name], self.topology)
             else:
                 unfit[name] = f"{size:,} transfers, which take too long to simulate."
-        self._built[key] = _Built(algorithms, unfit)
-        return self._built[key]
+        return shared, unfit
 
     def _unfit_long_rings(self, axis: str, algorithms: dict[str, Algorithm]) -> dict[str, str]:
         """Returns why rings of all ranks of a group take too long to simulate, by their name."""
@@ -490,12 +441,10 @@ class NetworkTimer:
             return frozenset()
         return frozenset(np.flatnonzero(np.isin(ranks, list(self.dead))).tolist())
 
-    def _instances(self, axis: str, method: Method, algorithm: Algorithm) -> list[Instance]:
-        """Returns what each group does: the same, but for groups with dead ranks."""
-        groups = self.groups(axis)
-        num_units = method.units_of_size(groups.layout.num_ranks)
-
+    def _instances(self, axis: str, kind: Kind, algorithm: Algorithm) -> list[Instance]:
+        """Returns what each group does: the same, except for groups with dead ranks."""
         # One schedule for all groups with the same members dead.
+        groups = self.groups(axis)
         schedules: dict[frozenset[int], Schedule] = {}
         instances = []
         for ranks in groups.ranks:
@@ -505,10 +454,13 @@ class NetworkTimer:
             if len(ranks) - len(dead) < 2:
                 continue
             if dead not in schedules:
-                built = algorithm.build(groups.layout.without(dead), num_units)
-                schedules[dead] = method.part(built)
+                schedules[dead] = _build_schedule(kind, algorithm, groups.layout.without(dead))
             instances.append(Instance(ranks, schedules[dead]))
         return instances
+
+
+def _key(collective: Collective) -> _AxisAndKind:
+    return collective.axis, _scheduled_kind(collective.kind)
 
 
 def _payload_ranges(payloads: Iterable[float]) -> list[tuple[float, float]]:
@@ -527,16 +479,8 @@ def _may_win(candidate: Candidate, best_seconds: float) -> bool:
     return is_possible and candidate.estimate < _FAR_BEHIND * best_seconds
 
 
-def _by_estimate(candidate: Candidate) -> float:
-    return candidate.estimate
-
-
 def _by_time(candidate: Candidate) -> tuple[bool, float]:
     """Orders candidates by simulated time; then those that were not simulated."""
     if candidate.timing is None:
         return True, candidate.estimate
     return False, candidate.timing.seconds
-
-
-def _seconds(simulation: Simulation) -> float:
-    return simulation.seconds

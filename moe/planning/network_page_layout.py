@@ -1,13 +1,13 @@
-"""Where the chips and the links of a network stand on a page.
+"""Positions of the chips and links of a network on a page.
 
-A grid of one or two axes stands as it is: two lanes between neighbours, one each way, and a stub
-outwards where a link goes around the end of an axis. Of more axes the last two are a plane; planes
-stand in rows, and the links between them are squares in the chips. On a network without a grid the
-links stand in strips: up from the ranks, between switches, down to the ranks.
+A grid of one or two axes is drawn as it is: two lanes between neighbours, one each way, and a stub
+outwards where a link goes around the end of an axis. If there are more axes, the last two form a
+plane; planes are drawn in rows, and the links between them are squares in the chips. The links of a
+network without a grid are drawn in strips: up from the ranks, between switches, down to the ranks.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,21 +26,7 @@ _STRIP_COLUMNS = 64
 _STRIP_HEAD = 9.0
 
 
-@dataclass(frozen=True, eq=False)
-class Strip:
-    """A heading over links that stand in lines.
-
-    Attributes:
-        title: Which links.
-        y: Where the heading stands.
-    """
-
-    title: str
-    y: float
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(NamedTuple):
     """Rectangles of x, y, width and height.
 
     Attributes:
@@ -48,18 +34,18 @@ class Layout:
         height: Of all.
         chips: <float64>[ranks, 4] of the ranks; none on a network without a grid.
         links: <float64>[links, 4] of the links.
-        strips: Headings; none on a grid.
+        strips: Title and y of each heading; none on a grid.
     """
 
     width: float
     height: float
     chips: FloatArray
     links: FloatArray
-    strips: list[Strip]
+    strips: list[tuple[str, float]]
 
 
 def place_network(topology: Topology) -> Layout:
-    """Returns where everything stands."""
+    """Returns the position of every chip and link."""
     is_grid = bool(topology.shape) and not topology.switched
     return _place_grid(topology) if is_grid else _place_strips(topology)
 
@@ -76,7 +62,7 @@ def _place_grid(topology: Topology) -> Layout:
 
     rank = np.arange(topology.num_ranks)
 
-    # Where each rank stands: its plane, and its row and column there.
+    # The plane of each rank, and its row and column there.
     plane, cell = np.divmod(rank, num_rows * num_columns)
     row, column = np.divmod(cell, num_columns)
     x = plane % planes_a_row * plane_width + column * PITCH + _GAP
@@ -145,7 +131,7 @@ def _place_strips(topology: Topology) -> Layout:
         rows: IntArray = np.flatnonzero(is_kind)
         if not len(rows):
             continue
-        strips.append(Strip(f"{len(rows)} links {title}", top + 0.7 * _STRIP_HEAD))
+        strips.append((f"{len(rows)} links {title}", top + 0.7 * _STRIP_HEAD))
 
         # Squares in lines below the heading.
         line, place = np.divmod(np.arange(len(rows)), _STRIP_COLUMNS)

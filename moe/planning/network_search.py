@@ -27,7 +27,7 @@ from moe.planning.network import NetworkTimer, Question, TimedCollective
 from moe.planning.network_placement import Groups, Placement, all_placements
 from moe.planning.plan import Plan
 from moe.planning.table import show_bytes
-from moe.planning.traffic import ALL_REDUCE, ALL_TO_ALL, Collective
+from moe.planning.traffic import Collective, Kind
 
 _MOST_SHOWN = 10
 
@@ -163,8 +163,8 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
     wraps = groups.layout.wraps or (False,) * ranks.ndim
     strides = groups.strides or (1,) * ranks.ndim
     num_axes = sum(extent > 1 for extent in ranks.shape)
-    is_exchange = collective.kind == ALL_TO_ALL
-    rounds = 2 if collective.kind == ALL_REDUCE else 1
+    is_exchange = collective.kind == Kind.ALL_TO_ALL
+    rounds = 2 if collective.kind == Kind.ALL_REDUCE else 1
 
     latency = 0.0
     sending = 0.0
@@ -241,11 +241,11 @@ class LowerBounds:
         """Returns the least seconds of all calls of a collective."""
         ranks = placement.groups(collective.axis).ranks
         ranks = ranks[np.argsort(ranks[:, 0])]
-        is_exchange = collective.kind == ALL_TO_ALL
+        is_exchange = collective.kind == Kind.ALL_TO_ALL
         key = (ranks.tobytes(), ranks.shape[1], is_exchange)
         if key not in self._known:
             self._known[key] = max(self._of_one_byte(ranks, is_exchange, cut) for cut in self._cuts)
-        rounds = 2 if collective.kind == ALL_REDUCE else 1
+        rounds = 2 if collective.kind == Kind.ALL_REDUCE else 1
         return rounds * collective.payload_bytes * self._known[key] * collective.num_calls
 
     def _of_one_byte(self, ranks: IntArray, is_exchange: bool, cut: _Cut) -> float:

@@ -79,11 +79,8 @@ class SharedLinks(NamedTuple):
 
     def slowest(self, payload_bytes: float) -> list[GroupOnLinks]:
         """Returns the few groups that take longest by their estimates."""
-
-        def negative_estimate(group: GroupOnLinks) -> float:
-            return -group.estimate(payload_bytes)
-
-        return sorted(self.groups, key=negative_estimate)[:_MOST_GROUPS]
+        groups = sorted(self.groups, key=lambda group: -group.estimate(payload_bytes))
+        return groups[:_MOST_GROUPS]
 
 
 class _Use(NamedTuple):
@@ -151,21 +148,8 @@ def _on_links(instance: Instance, use: _Use, total: FloatArray, topology: Topolo
     bandwidth[use.link] *= use.load / total[use.link]
     links = topology.links._replace(bandwidth=bandwidth)
 
-    # The ranks of the network in the place of those of the group.
-    old = instance.schedule
-    names = instance.ranks
-    table = old.transfers._replace(
-        source=names[old.transfers.source], destination=names[old.transfers.destination]
-    )
-    schedule = replace(
-        old,
-        num_ranks=topology.num_ranks,
-        transfers=table,
-        before=old.before._replace(rank=names[old.before.rank]),
-        after=old.after._replace(rank=names[old.after.rank]),
-    )
     return GroupOnLinks(
-        schedule=schedule,
+        schedule=instance.schedule.among(instance.ranks, topology.num_ranks),
         topology=replace(topology, links=links),
         load=float(total[use.link].max()),
         latency=float(use.latency.mean()),

@@ -55,7 +55,7 @@ def rows_by_use(timed: NetworkPlan) -> dict[Use, Row]:
     parts_by_use: dict[Use, list[TimedCollective]] = {}
     for part in timed.parts:
         collective = part.collective
-        use = Use(collective.what, collective.axis, collective.kind.name)
+        use = Use(collective.what, collective.axis, collective.kind)
         parts_by_use.setdefault(use, []).append(part)
 
     rows = {}
@@ -146,7 +146,7 @@ def _comparison_lines(timed: NetworkPlan) -> Iterator[str]:
         part = row.largest
         collective = part.collective
         amount = show_bytes(collective.payload_bytes)
-        yield f"  {collective.kind.name} of {amount} over {collective.axis}: {_reason(part)}"
+        yield f"  {collective.kind} of {amount} over {collective.axis}: {_reason(part)}"
 
         # Those that were simulated, the next one, and the names of the rest.
         simulated = [one for one in part.candidates if one.timing is not None]

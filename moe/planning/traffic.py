@@ -8,8 +8,8 @@ itself. Rows are taken to be spread evenly over experts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout
 from moe.models.attention import Attention
 from moe.models.blocks import FeedForward
+from moe.models.losses import StackCounts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.optim.optimizers import OPTIMIZERS
 from moe.planning.memory import Unit, fsdp_units
@@ -28,6 +29,7 @@ from moe.planning.workload import (
     pass_counts,
     stack_passes,
 )
+from moe.sparse.stats import RouterStats
 
 _LONG_BYTES = 8
 """Bytes of int64 and float64."""
@@ -48,42 +50,20 @@ AXES: dict[str, tuple[str, ...]] = {
 _NAMES = {axes: name for name, axes in AXES.items()}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of collective.
+class Kind(StrEnum):
+    """A kind of collective, and what the payload of a call is."""
 
-    Attributes:
-        name: Shown in tables.
-        sent_share: Returns the share of the payload that each of so many ranks sends.
-    """
+    ALL_GATHER = "all-gather"
+    """Payload: the tensor that is gathered."""
 
-    name: str
-    sent_share: Callable[[int], float]
+    REDUCE_SCATTER = "reduce-scatter"
+    """Payload: the whole tensor that a rank puts in."""
 
+    ALL_REDUCE = "all-reduce"
+    """Payload: the tensor that is summed."""
 
-def _all_but_own_part(size: int) -> float:
-    return (size - 1) / size
-
-
-def _twice_all_but_own_part(size: int) -> float:
-    return 2 * (size - 1) / size
-
-
-def _part_of_all_to_all(size: int) -> float:
-    return (size - 1) / size / size
-
-
-ALL_GATHER = Kind("all-gather", _all_but_own_part)
-"""Its payload is the tensor that is gathered."""
-
-REDUCE_SCATTER = Kind("reduce-scatter", _all_but_own_part)
-"""Its payload is the whole tensor that a rank puts in."""
-
-ALL_REDUCE = Kind("all-reduce", _twice_all_but_own_part)
-"""Its payload is the tensor that is summed."""
-
-ALL_TO_ALL = Kind("all-to-all", _part_of_all_to_all)
-"""Its payload is what all ranks put in together, with what each keeps."""
+    ALL_TO_ALL = "all-to-all"
+    """Payload: what all ranks put in together, including what each keeps."""
 
 
 class Collective(NamedTuple):
@@ -105,7 +85,12 @@ class Collective(NamedTuple):
 
     def sent_bytes(self, mesh: MeshConfig) -> float:
         """Returns what one rank sends in all calls."""
-        share = self.kind.sent_share(group_size(self.axis, mesh))
+        size = group_size(self.axis, mesh)
+        share = (size - 1) / size
+        if self.kind == Kind.ALL_REDUCE:
+            share = 2 * (size - 1) / size
+        elif self.kind == Kind.ALL_TO_ALL:
+            share /= size
         return self.payload_bytes * self.num_calls * share
 
 
@@ -206,13 +191,13 @@ def _fsdp_collectives(
         if not unit.is_root:
             num_gathers += passes.forward
         gathered_bytes = numel * unit.gathered_bytes
-        yield Collective("parameter gathers", axis, ALL_GATHER, gathered_bytes, num_gathers)
+        yield Collective("parameter gathers", axis, Kind.ALL_GATHER, gathered_bytes, num_gathers)
 
         # Over the shards first; then each shard over its replicas.
         gradient_bytes = numel * FLOAT32_BYTES
-        yield Collective("gradient reduce-scatter", axis, REDUCE_SCATTER, gradient_bytes, 1)
+        yield Collective("gradient reduce-scatter", axis, Kind.REDUCE_SCATTER, gradient_bytes, 1)
         shard_bytes = unit.shard_numel(mesh) * FLOAT32_BYTES
-        yield Collective("gradient all-reduce", "dp_replicate", ALL_REDUCE, shard_bytes, 1)
+        yield Collective("gradient all-reduce", "dp_replicate", Kind.ALL_REDUCE, shard_bytes, 1)
 
 
 def _expert_collectives(
@@ -240,9 +225,9 @@ def _expert_collectives(
         size = group_size(axis, mesh)
         rows = "rows to experts and back"
         num_calls = num_layers * num_row_exchanges
-        yield Collective(rows, axis, ALL_TO_ALL, size * row_bytes, num_calls)
+        yield Collective(rows, axis, Kind.ALL_TO_ALL, size * row_bytes, num_calls)
         num_calls = num_layers * num_count_exchanges
-        yield Collective("counts of rows", axis, ALL_TO_ALL, size * count_bytes, num_calls)
+        yield Collective("counts of rows", axis, Kind.ALL_TO_ALL, size * count_bytes, num_calls)
 
 
 def _tensor_parallel_collectives(stack: StackPass, passes: PassCounts) -> Iterator[Collective]:
@@ -264,7 +249,7 @@ def _tensor_parallel_collectives(stack: StackPass, passes: PassCounts) -> Iterat
         num_recomputed -= len(stack.blocks)
 
     def summed(num_bytes: float, num_calls: int) -> Collective:
-        return Collective("tensor-parallel sums", "tp", ALL_REDUCE, num_bytes, num_calls)
+        return Collective("tensor-parallel sums", "tp", Kind.ALL_REDUCE, num_bytes, num_calls)
 
     # Forwards: outputs of layers.
     residual = stack.num_tokens * stack.d_model
@@ -298,29 +283,35 @@ def _optimizer_collectives(
 
     for axes, numel in numel_by_axes.items():
         num_bytes = numel * FLOAT32_BYTES
-        yield Collective("optimizer sums", _NAMES[axes], ALL_REDUCE, num_bytes, 1)
+        yield Collective("optimizer sums", _NAMES[axes], Kind.ALL_REDUCE, num_bytes, 1)
 
 
 def _statistics_collectives(
     stacks: tuple[StackPass, StackPass], *, counts_first: bool
 ) -> Iterator[Collective]:
     """Yields counts of losses, statistics of routers, and the norm of the gradient."""
-    # Counts of the losses, then the two losses.
-    num_bytes = 7 * _LONG_BYTES + 2 * FLOAT32_BYTES
+    # Labels and the counts of both stacks, then loss and cross-entropy.
+    num_counts = 1 + len(stacks) * len(StackCounts._fields)
+    num_bytes = num_counts * _LONG_BYTES + 2 * FLOAT32_BYTES
     for stack in stacks:
         for layer in stack.sparse_layers:
-            # Sums by expert and by choice, and those over all tokens.
+            # Statistics have a number for each expert, for each choice, or for all tokens.
             num_experts = layer.config.num_experts
-            num_sums = 2 * num_experts + stack.num_choices + 5 + 6
+            sizes = {
+                "expert_load": num_experts,
+                "accepted_load": num_experts,
+                "dropped_by_choice": stack.num_choices,
+            }
+            num_sums = sum(sizes.get(name, 1) for name in RouterStats._fields)
             num_bytes += num_sums * _LONG_BYTES
 
-            # Choices of each expert and their number, when the balance loss needs them first.
+            # The choices of each expert and the number of tokens, if the balance loss needs them first.
             if counts_first:
                 total_bytes = (num_experts + 1) * FLOAT32_BYTES
                 is_replica = layer.config.balance_scope == "ranks"
                 axis = "dp_shard x ep" if is_replica else "data ranks"
-                yield Collective("statistics", axis, ALL_REDUCE, total_bytes, 1)
-    yield Collective("statistics", "data ranks", ALL_REDUCE, num_bytes, 1)
+                yield Collective("statistics", axis, Kind.ALL_REDUCE, total_bytes, 1)
+    yield Collective("statistics", "data ranks", Kind.ALL_REDUCE, num_bytes, 1)
 
     # The norm of the gradient, a number.
-    yield Collective("statistics", "all ranks", ALL_REDUCE, _LONG_BYTES, 1)
+    yield Collective("statistics", "all ranks", Kind.ALL_REDUCE, _LONG_BYTES, 1)

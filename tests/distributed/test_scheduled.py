@@ -18,7 +18,7 @@ from moe.distributed.row_exchange import ScheduledAllToAll
 from moe.distributed.scheduled import ScheduledCollective, execute
 from moe.errors import ConfigError, DistributedError
 from moe.network.algorithms import ALL_REDUCE
-from moe.network.pruning import reduce_scatter_of
+from moe.network.reduce_scatter import reduce_scatter_of
 from moe.network.rings import ring_all_reduce
 from moe.network.schedule import Intervals, Schedule, intervals, transfers
 from moe.network.topology import grid

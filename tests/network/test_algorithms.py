@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe.network.algorithms import ALL_REDUCE, multi_ring
 from moe.network.topology import Rate, grid, two_level
-from moe.network.verify import verify
+from tests.oracles.schedule_promise import verify
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from moe.errors import ConfigError
-from moe.network.grids import (
+from moe.network.ring_orders import fold
+from moe.network.rings import (
     factorisations,
     grid_reduce_scatter,
     multi_ring_all_reduce,
+    ring_all_reduce,
     row_pair_all_reduce,
     torus_all_reduce,
 )
-from moe.network.ring_orders import fold
-from moe.network.rings import ring_all_reduce
 from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import simulate
 from moe.network.topology import Topology, grid
-from moe.network.verify import verify
+from tests.oracles.schedule_promise import verify
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 UNITS = st.integers(0, 61)

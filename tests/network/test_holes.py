@@ -11,7 +11,7 @@ from moe.network.row_bands import find_bands
 from moe.network.row_pair_clients import pair_rows_around_holes
 from moe.network.simulate import simulate
 from moe.network.topology import Topology, grid
-from moe.network.verify import verify
+from tests.oracles.schedule_promise import verify
 
 SHAPES = [(4, 4), (4, 8), (8, 8)]
 HOLES = [(2, 2), (2, 4), (4, 2)]

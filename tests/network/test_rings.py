@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe.network.rings import ring_all_reduce, ring_reduce_scatter, two_way_ring_all_reduce
 from moe.network.schedule import Schedule, sliced
-from moe.network.verify import ScheduleError, verify
+from tests.oracles.schedule_promise import ScheduleError, verify
 
 RANKS = st.integers(1, 13)
 UNITS = st.integers(0, 97)

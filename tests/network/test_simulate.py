@@ -1,7 +1,6 @@
 """Simulated times are those of the closed forms, and of a simulation that takes unit by unit."""
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from moe.errors import ConfigError
 from moe.network.link_slots import NUM_GAPS
 from moe.network.rings import ring_all_reduce, ring_reduce_scatter
 from moe.network.schedule import Schedule, Transfers, beside, intervals, transfers
-from moe.network.simulate import lower_bound, simulate
+from moe.network.simulate import simulate
 from moe.network.topology import Links, Topology, grid
 from tests.oracles.network import simulate_slowly
 
@@ -100,11 +99,6 @@ def test_times_are_those_of_a_simulation_unit_by_unit(
 
 
 @given(case=cases())
-def test_the_bound_is_never_above_the_time(case: tuple[Schedule, Topology, float]) -> None:
-    assert lower_bound(*case) <= simulate(*case).seconds * (1 + 1e-12)
-
-
-@given(case=cases())
 def test_the_critical_path_accounts_for_all_of_the_time(
     case: tuple[Schedule, Topology, float],
 ) -> None:
@@ -137,7 +131,6 @@ def test_a_ring_takes_its_closed_form(num_ranks: int, num_units: int) -> None:
     steps = 2 * (num_ranks - 1)
     expected = steps * (LATENCY + payload_bytes / num_ranks / BANDWIDTH)
     assert simulation.seconds == pytest.approx(expected, rel=1e-12)
-    assert lower_bound(schedule, network(num_ranks), payload_bytes) == pytest.approx(expected)
     assert simulation.path.latency == pytest.approx(steps * LATENCY)
     assert simulation.path.waiting == 0
     assert len(simulation.critical_path) == steps
@@ -277,7 +270,6 @@ def test_a_fast_link_carries_as_many_slow_messages_at_once_as_fit() -> None:
 
     assert simulation.start.tolist() == [0.0, 0.0, 0.5, 1.0]
     assert simulation.seconds == 2.0
-    assert lower_bound(simulation.schedule, topology, 32.0) == 2.0
 
 
 @pytest.mark.parametrize("num_slices", [1, 2, 5])
@@ -338,7 +330,6 @@ def test_a_schedule_that_sends_nothing_takes_no_time() -> None:
 
     assert simulation.seconds == 0.0
     assert simulation.critical_path.tolist() == []
-    assert lower_bound(alone, network(1), 100.0) == 0.0
     assert simulate(ring_all_reduce(range(3), 0), network(3), 100.0).seconds == 0.0
 
 
@@ -352,13 +343,12 @@ def test_schedules_beside_each_other_on_different_links_take_the_longer_time() -
     assert together.seconds == max(alone)
 
 
-@pytest.mark.parametrize("run", [simulate, lower_bound])
-def test_what_does_not_fit_is_refused(run: Callable[[Schedule, Topology, float], object]) -> None:
+def test_what_does_not_fit_is_refused() -> None:
     schedule = ring_all_reduce(range(3), 3)
 
     with pytest.raises(ConfigError, match="ranks of the network is 5; expected the 3 of the"):
-        run(schedule, network(5), 1.0)
+        simulate(schedule, network(5), 1.0)
     with pytest.raises(ConfigError, match="payload_bytes is -1"):
-        run(schedule, network(3), -1.0)
+        simulate(schedule, network(3), -1.0)
     with pytest.raises(ConfigError, match="no path left from rank"):
-        run(schedule, network(3).without(ranks=[1]), 1.0)
+        simulate(schedule, network(3).without(ranks=[1]), 1.0)

@@ -6,20 +6,12 @@ import pytest
 
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError
-from moe.network.simulate import simulate
 from moe.network.topology import Rate, Topology, grid, switch, two_level
 from moe.network.topology_file import Network
 from moe.planning.network import NetworkTimer
 from moe.planning.network_placement import place_by_tiles, place_in_order
 from moe.planning.network_search import estimated_seconds
-from moe.planning.traffic import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    Collective,
-    transfers,
-)
+from moe.planning.traffic import Collective, Kind, transfers
 
 BANDWIDTH = 1e9
 LATENCY = 2e-6
@@ -40,7 +32,7 @@ def timer_of(topology, mesh, dead=(), tiles=None):
 
 
 def test_a_large_all_reduce_on_a_torus_uses_all_links_all_the_time():
-    timed = timer_of(TORUS, DATA).time(call(ALL_REDUCE))
+    timed = timer_of(TORUS, DATA).time(call(Kind.ALL_REDUCE))
     # Of four links a rank sends 2 (1 - 1/16) of the payload at least.
     least = 2 * 15 / 16 * PAYLOAD / (4 * BANDWIDTH)
     assert least <= timed.timing.seconds <= 1.1 * least
@@ -48,13 +40,13 @@ def test_a_large_all_reduce_on_a_torus_uses_all_links_all_the_time():
 
 
 def test_a_small_all_reduce_takes_the_steps_of_its_schedule():
-    timed = timer_of(TORUS, DATA).time(call(ALL_REDUCE, payload=16.0))
+    timed = timer_of(TORUS, DATA).time(call(Kind.ALL_REDUCE, payload=16.0))
     assert timed.timing.seconds == pytest.approx(timed.candidates[0].steps * LATENCY, rel=0.01)
     assert timed.timing.latency > 0.99 * timed.timing.seconds
 
 
 def test_the_parts_of_a_time_sum_to_it():
-    for kind in (ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL):
+    for kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL):
         timing = timer_of(TORUS, DATA).time(call(kind)).timing
         parts = timing.bandwidth + timing.latency + timing.waiting
         assert parts == pytest.approx(timing.seconds)
@@ -64,7 +56,7 @@ def test_the_best_of_all_that_were_simulated_is_chosen():
     timer = timer_of(
         grid((4, 6), wraps=False, bandwidth=1e9, latency=1e-6), MeshConfig(dp_shard=24)
     )
-    timed = timer.time(call(REDUCE_SCATTER, axis="dp_shard"))
+    timed = timer.time(call(Kind.REDUCE_SCATTER, axis="dp_shard"))
     times = [one.timing.seconds for one in timed.candidates if one.timing is not None]
     assert times == sorted(times)
     assert timed.timing.seconds == times[0]
@@ -80,16 +72,18 @@ def test_the_best_of_all_that_were_simulated_is_chosen():
 
 def test_a_gather_takes_as_long_as_the_scatter_that_it_is_backwards():
     timer = timer_of(TORUS, DATA)
-    times = [timer.time(call(kind)).timing.seconds for kind in (ALL_GATHER, REDUCE_SCATTER)]
+    times = [
+        timer.time(call(kind)).timing.seconds for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+    ]
     assert times[0] == times[1]
-    whole = timer.time(call(ALL_REDUCE)).timing.seconds
+    whole = timer.time(call(Kind.ALL_REDUCE)).timing.seconds
     assert sum(times) == pytest.approx(whole, rel=0.05)
 
 
 def test_a_direct_exchange_at_a_switch_takes_what_each_rank_sends():
     topology = switch(8, Rate(BANDWIDTH, LATENCY))
-    timed = timer_of(topology, MeshConfig(ep=8)).time(call(ALL_TO_ALL, axis="ep"))
-    sent = call(ALL_TO_ALL, axis="ep").sent_bytes(MeshConfig(ep=8))
+    timed = timer_of(topology, MeshConfig(ep=8)).time(call(Kind.ALL_TO_ALL, axis="ep"))
+    sent = call(Kind.ALL_TO_ALL, axis="ep").sent_bytes(MeshConfig(ep=8))
     assert sent == PAYLOAD / 8 * 7 / 8
     assert timed.timing.seconds == pytest.approx(sent / BANDWIDTH, rel=0.02)
 
@@ -99,7 +93,7 @@ def test_rings_that_hop_over_others_share_their_links(stride):
     ring = grid((16,), wraps=True, bandwidth=BANDWIDTH, latency=0.0)
     mesh = MeshConfig(dp_replicate=16 // stride, tp=stride)
     size = 16 // stride
-    timed = timer_of(ring, mesh).time(call(ALL_REDUCE))
+    timed = timer_of(ring, mesh).time(call(Kind.ALL_REDUCE))
     least = 2 * (size - 1) / size * PAYLOAD / (2 * BANDWIDTH) * stride
     assert timed.timing.seconds == pytest.approx(least, rel=0.01)
     assert timed.num_simulated == 1
@@ -108,18 +102,18 @@ def test_rings_that_hop_over_others_share_their_links(stride):
 def test_groups_on_links_of_their_own_take_as_long_as_one_alone():
     mesh = MeshConfig(dp_replicate=4, tp=4)
     beside = timer_of(TORUS, mesh, tiles="dp_replicate=4x1,tp=1x4").time(
-        call(ALL_REDUCE, axis="tp")
+        call(Kind.ALL_REDUCE, axis="tp")
     )
     alone = timer_of(
         grid((4,), wraps=True, bandwidth=BANDWIDTH, latency=LATENCY), MeshConfig(tp=4)
-    ).time(call(ALL_REDUCE, axis="tp"))
+    ).time(call(Kind.ALL_REDUCE, axis="tp"))
     assert beside.timing.seconds == pytest.approx(alone.timing.seconds)
 
 
 def test_payloads_between_two_others_are_interpolated_within_a_few_percent():
     payloads = [1e5 * 2**power for power in range(5)]
     timer = timer_of(TORUS, DATA)
-    plan = timer.plan([call(ALL_REDUCE, payload=payload) for payload in payloads])
+    plan = timer.plan([call(Kind.ALL_REDUCE, payload=payload) for payload in payloads])
     for part in plan.parts:
         exact = timer.simulate(part.collective, part.algorithm).seconds
         assert part.timing.seconds == pytest.approx(exact, rel=0.05)
@@ -131,7 +125,7 @@ def test_payloads_between_two_others_are_interpolated_within_a_few_percent():
 
 def test_calls_follow_each_other():
     timer = timer_of(TORUS, DATA)
-    plan = timer.plan([call(ALL_REDUCE), call(ALL_REDUCE, num_calls=7)])
+    plan = timer.plan([call(Kind.ALL_REDUCE), call(Kind.ALL_REDUCE, num_calls=7)])
     assert plan.seconds == pytest.approx(8 * plan.parts[0].seconds)
     assert len(transfers([part.collective for part in plan.parts], DATA)) == 1
 
@@ -139,7 +133,7 @@ def test_calls_follow_each_other():
 @pytest.mark.parametrize("factor", [1.5, 4.0])
 def test_more_bandwidth_is_never_slower_and_less_latency_neither(factor):
     def seconds(topology):
-        return timer_of(topology, DATA).time(call(ALL_REDUCE, payload=1e6)).timing.seconds
+        return timer_of(topology, DATA).time(call(Kind.ALL_REDUCE, payload=1e6)).timing.seconds
 
     links = TORUS.links
     faster = dataclasses.replace(TORUS, links=links._replace(bandwidth=links.bandwidth * factor))
@@ -154,39 +148,39 @@ def test_more_bandwidth_is_never_slower_and_less_latency_neither(factor):
 
 def test_a_hole_costs_time_and_the_survivors_sum_around_it():
     mesh = grid((4, 4), wraps=False, bandwidth=BANDWIDTH, latency=LATENCY)
-    whole = timer_of(mesh, DATA).time(call(ALL_REDUCE))
-    broken = timer_of(mesh, DATA, dead=[5, 6, 9, 10]).time(call(ALL_REDUCE))
+    whole = timer_of(mesh, DATA).time(call(Kind.ALL_REDUCE))
+    timer = timer_of(mesh, DATA, dead=[5, 6, 9, 10])
+    broken = timer.time(call(Kind.ALL_REDUCE))
     assert whole.timing.seconds < broken.timing.seconds < 4 * whole.timing.seconds
-    table = timer_of(mesh, DATA, dead=[5, 6, 9, 10])._build(call(ALL_REDUCE))
-    schedule = table.algorithms[broken.algorithm].groups[0].schedule.transfers
-    assert not {5, 6, 9, 10} & set(schedule.source.tolist() + schedule.destination.tolist())
+    table = timer.simulate(call(Kind.ALL_REDUCE), broken.algorithm).schedule.transfers
+    assert not {5, 6, 9, 10} & set(table.source.tolist() + table.destination.tolist())
 
 
 def test_groups_without_dead_ranks_go_around_those_of_others():
     mesh = MeshConfig(dp_replicate=4, tp=4)
     tiles = "dp_replicate=1x4,tp=4x1"
-    whole = timer_of(TORUS, mesh, tiles=tiles).time(call(ALL_REDUCE))
-    broken = timer_of(TORUS, mesh, dead=[5], tiles=tiles).time(call(ALL_REDUCE))
+    whole = timer_of(TORUS, mesh, tiles=tiles).time(call(Kind.ALL_REDUCE))
+    broken = timer_of(TORUS, mesh, dead=[5], tiles=tiles).time(call(Kind.ALL_REDUCE))
     assert broken.timing.seconds >= whole.timing.seconds
     assert broken.num_simulated > 1
 
 
 def test_a_group_of_one_survivor_sends_nothing():
     mesh = MeshConfig(dp_replicate=8, tp=2)
-    timed = timer_of(TORUS, mesh, dead=[0]).time(call(ALL_REDUCE, axis="tp"))
+    timed = timer_of(TORUS, mesh, dead=[0]).time(call(Kind.ALL_REDUCE, axis="tp"))
     assert timed.timing.seconds > 0
 
 
 def test_groups_that_all_lose_all_but_one_rank_are_refused():
     timer = timer_of(switch(4, Rate(1e9, 0.0)), MeshConfig(dp_replicate=2, tp=2), dead=[0, 2])
     with pytest.raises(ConfigError, match="No group over tp has two live ranks left"):
-        timer.time(call(ALL_REDUCE, axis="tp"))
+        timer.time(call(Kind.ALL_REDUCE, axis="tp"))
 
 
 def test_ranks_that_cannot_be_reached_are_refused():
     line = grid((3,), wraps=False, bandwidth=BANDWIDTH, latency=LATENCY)
     with pytest.raises(ConfigError, match=r"No all-reduce can be built|no path left"):
-        timer_of(line, MeshConfig(dp_replicate=3), dead=[1]).time(call(ALL_REDUCE))
+        timer_of(line, MeshConfig(dp_replicate=3), dead=[1]).time(call(Kind.ALL_REDUCE))
 
 
 # ---------------------------------------------------------------------------
@@ -199,14 +193,14 @@ def test_the_formula_is_the_closed_form_of_two_levels():
     topology = two_level(4, 8, inside=inside, across=across)
     placement = place_in_order(MeshConfig(dp_replicate=32), topology)
     groups = placement.groups("dp_replicate")
-    seconds = estimated_seconds(call(ALL_REDUCE), groups, topology)
+    seconds = estimated_seconds(call(Kind.ALL_REDUCE), groups, topology)
     # T = sum of 2 (p - 1) alpha + 2 (p - 1) / p S / B, the payload of the second level an eighth.
     near = 2 * 7 * 1e-6 + 2 * 7 / 8 * PAYLOAD / 8e9
     far = 2 * 3 * 5e-6 + 2 * 3 / 4 * PAYLOAD / 8 / 1e9
     assert seconds == pytest.approx(near + far)
 
 
-@pytest.mark.parametrize("kind", [ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL])
+@pytest.mark.parametrize("kind", [Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL])
 def test_the_formula_is_near_the_simulation_on_a_torus(kind):
     timer = timer_of(TORUS, DATA)
     simulated = timer.time(call(kind)).timing.seconds
@@ -217,10 +211,8 @@ def test_the_formula_is_near_the_simulation_on_a_torus(kind):
 def test_a_network_of_links_alone_is_timed_in_order():
     chain = Topology("links", 16, 16, TORUS.links)
     timer = timer_of(chain, DATA)
-    timed = timer.time(call(ALL_REDUCE))
-    built = timer._build(call(ALL_REDUCE)).algorithms[timed.algorithm].groups[0]
-    exact = simulate(built.schedule, built.topology, PAYLOAD).seconds
-    assert timed.timing.seconds == exact
+    timed = timer.time(call(Kind.ALL_REDUCE))
+    assert timed.timing.seconds == timer.simulate(call(Kind.ALL_REDUCE), timed.algorithm).seconds
 
 
 # ---------------------------------------------------------------------------
@@ -230,13 +222,13 @@ def test_a_network_of_links_alone_is_timed_in_order():
 def test_on_a_flat_network_levels_save_steps_and_send_no_more():
     topology = switch(64, Rate(BANDWIDTH, LATENCY))
     timer = timer_of(topology, MeshConfig(dp_replicate=64))
-    small = timer.time(call(ALL_REDUCE, payload=64.0))
+    small = timer.time(call(Kind.ALL_REDUCE, payload=64.0))
     assert small.algorithm == "multi_ring 4x4x4"
     assert small.timing.seconds == pytest.approx(2 * 9 * LATENCY, rel=0.01)
-    bounds = {one.name: one.bound for one in timer.candidates(call(ALL_REDUCE))}
+    bounds = {one.name: one.bound for one in timer.candidates(call(Kind.ALL_REDUCE))}
     assert bounds["multi_ring 4x4x4"] == pytest.approx(bounds["ring"])
 
 
 def test_on_a_grid_no_levels_are_tried():
-    names = [one.name for one in timer_of(TORUS, DATA).candidates(call(ALL_REDUCE))]
+    names = [one.name for one in timer_of(TORUS, DATA).candidates(call(Kind.ALL_REDUCE))]
     assert not any(name.startswith("multi_ring") for name in names)

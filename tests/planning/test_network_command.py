@@ -52,11 +52,10 @@ def test_the_tables_of_three_networks_are_what_the_commands_print(index, capsys)
 @pytest.mark.slow
 def test_a_plan_on_a_network_names_schedules_reasons_and_assumptions(capsys, square, tmp_path):
     page = tmp_path / "plan.html"
-    trace = tmp_path / "plan.trace.json"
     text = printed(
         capsys,
         *(*TINY, *MESH, "--network", square, "--place", "dp_replicate=2x1,ep=1x2"),
-        *("--page", page, "--trace", trace),
+        *("--page", page),
     )
     assert "on square, 4 ranks; the mesh is placed dp_replicate=2x1,ep=1x2" in text
     assert re.search(r"rows to experts and back +ep +all-to-all +\d+ .*\n", text)
@@ -66,7 +65,6 @@ def test_a_plan_on_a_network_names_schedules_reasons_and_assumptions(capsys, squ
     rows = re.findall(r"^  .*(?:all-\S+|reduce-scatter) .*?(\S+)  [a-z]\S*(?:, \S+)*$", text, re.M)
     assert sum(map(float, rows[: len(rows)])) == pytest.approx(total, rel=0.02)
     assert page.read_text(encoding="utf-8").lstrip().startswith("<!")
-    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
 
 
 @pytest.mark.slow
@@ -115,7 +113,7 @@ def test_a_network_is_measured_on_ranks_and_read_again(capsys, tmp_path):
         (["--place", "tp=2"], "--place is about a network"),
         (["--page", "x.html"], "--page is about a network"),
         (["--network", "square", "--page", "x.txt"], "--page"),
-        (["--network", "square", "--trace", "square"], "--trace"),
+        (["--network", "square", "--measure", "square"], "--measure"),
         (["--network", "nowhere.yaml"], r"nowhere\.yaml cannot be read"),
         (
             ["--network", "square", "--suggest", "8", "--memory", "1GiB", "--place", "tp=2x4"],
@@ -129,9 +127,7 @@ def test_options_that_do_not_go_together_are_refused(argv, message, square):
         main([*TINY, *words])
 
 
-@pytest.mark.parametrize(
-    "argv", [["--dead", "3"], ["--trace", "x.json"], ["--page", "x.html"]], ids=" ".join
-)
+@pytest.mark.parametrize("argv", [["--dead", "3"], ["--page", "x.html"]], ids=" ".join)
 def test_one_rank_exchanges_nothing_that_could_be_shown(argv, square):
     with pytest.raises(ConfigError, match=f"{argv[0]} .* a mesh of one rank exchanges nothing"):
         main([*TINY, "--network", square, *argv])

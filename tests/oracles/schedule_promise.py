@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe.errors import MoEError
-from moe.network.pieces import bounds_of_pieces, expand, mask
-from moe.network.schedule import IntArray, Schedule
+from moe.network.schedule import IntArray, Schedule, bounds_of_pieces, covered_pieces, expand
 
 _SEED = 20220217
 """Of the integers; any would do."""
@@ -37,8 +36,8 @@ def verify(schedule: Schedule) -> None:
     buffers = generator.integers(0, 2**64, shape, dtype=np.uint64)
 
     # What every unit must sum to, if a rank must end with it.
-    begins = mask(schedule.before, pieces, shape)
-    ends = mask(schedule.after, pieces, shape)
+    begins = covered_pieces(schedule.before, pieces, shape)
+    ends = covered_pieces(schedule.after, pieces, shape)
     totals = np.where(begins, buffers, np.uint64(0)).sum(axis=0, dtype=np.uint64)
     _require_sources(begins, ends, pieces)
 

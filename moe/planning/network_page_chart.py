@@ -1,6 +1,6 @@
-"""Payload against time for several algorithms: which is the fastest where, and the drawing.
+"""Chart of payload against time: the drawing, and which algorithm is the fastest for which payload.
 
-Both axes are logarithmic. Between two payloads that were simulated a curve is straight there.
+Both axes are logarithmic. Between two payloads that were simulated a curve is a straight line.
 """
 
 import math
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe.checks import check
 from moe.network.topology import FloatArray
 from moe.planning.table import show_bytes
 
@@ -53,15 +52,10 @@ class Range(NamedTuple):
 
 
 def fastest_ranges(curves: Sequence[Curve]) -> list[Range]:
-    """Returns which curve is the lowest, from the smallest payload to the largest.
-
-    Raises:
-        ConfigError: When the curves have different payloads, or numbers that have no logarithm.
-    """
+    """Returns which curve is the lowest, from the smallest payload to the largest."""
     if not curves:
         return []
-    payloads = _checked_payloads(curves)
-    x = np.log(payloads)
+    x = np.log(curves[0].payload_bytes)
     y = np.log([curve.seconds for curve in curves])  # [curves, payloads]
 
     # Every two curves may cross between two payloads; the lowest one changes only there.
@@ -81,29 +75,6 @@ def fastest_ranges(curves: Sequence[Curve]) -> list[Range]:
         else:
             ranges.append(Range(name, _number(low), _number(high)))
     return ranges
-
-
-def _checked_payloads(curves: Sequence[Curve]) -> tuple[float, ...]:
-    payloads = curves[0].payload_bytes
-    for curve in curves:
-        check(
-            curve.payload_bytes == payloads,
-            f"payloads of {curve.name}",
-            curve.payload_bytes,
-            f"those of {curves[0].name}: {payloads}",
-        )
-        is_complete = len(curve.seconds) == len(payloads) > 1
-        check(
-            is_complete,
-            f"times of {curve.name}",
-            len(curve.seconds),
-            f"{len(payloads)}, two at least",
-        )
-        is_positive = min(curve.seconds) > 0 and payloads[0] > 0
-        check(is_positive, f"times and payloads of {curve.name}", curve, "numbers above 0")
-        ascends = all(low < high for low, high in pairwise(payloads))
-        check(ascends, f"payloads of {curve.name}", payloads, "ascending ones")
-    return payloads
 
 
 def _number(logarithm: float) -> float:
@@ -126,58 +97,20 @@ def _crossings(x: FloatArray, difference: FloatArray) -> set[float]:
     return places
 
 
-class Tick(NamedTuple):
-    """A line of the chart's raster.
-
-    Attributes:
-        place: x or y.
-        label: Its number.
-    """
-
-    place: float
-    label: str
-
-
-class Line(NamedTuple):
-    """A drawn curve.
-
-    Attributes:
-        name: Of the algorithm.
-        points: x and y of every payload, for an SVG polyline.
-        marks: x, y and the text of every payload.
-    """
-
-    name: str
-    points: str
-    marks: list[tuple[float, float, str]]
-
-
-class Crossing(NamedTuple):
-    """Where the fastest algorithm changes.
-
-    Attributes:
-        x: Place of the payload.
-        label: The payload.
-    """
-
-    x: float
-    label: str
-
-
 class Chart(NamedTuple):
-    """What an SVG is drawn of.
+    """Positions and labels of the SVG.
 
     Attributes:
-        columns: Raster of payloads.
-        rows: Raster of times.
-        lines: The curves.
-        crossings: Where the fastest one changes.
+        columns: x and label of each line of the grid of payloads.
+        rows: y and label of each line of the grid of times.
+        lines: Name, points of the polyline, and (x, y, text) of every payload of each curve.
+        crossings: x and label of the payloads at which the fastest algorithm changes.
     """
 
-    columns: list[Tick]
-    rows: list[Tick]
-    lines: list[Line]
-    crossings: list[Crossing]
+    columns: list[tuple[float, str]]
+    rows: list[tuple[float, str]]
+    lines: list[tuple[str, str, list[tuple[float, float, str]]]]
+    crossings: list[tuple[float, str]]
 
 
 def draw_chart(curves: Sequence[Curve], ranges: Sequence[Range]) -> Chart:
@@ -201,13 +134,13 @@ def draw_chart(curves: Sequence[Curve], ranges: Sequence[Range]) -> Chart:
             text = f"{curve.name}: {show_bytes(payload)} in {show_seconds(time)}"
             marks.append((across(payload), up(time), text))
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in marks)
-        lines.append(Line(curve.name, points, marks))
+        lines.append((curve.name, points, marks))
 
     # A line where the next algorithm becomes the fastest.
-    crossings = [Crossing(across(part.low), show_bytes(part.low)) for part in ranges[1:]]
+    crossings = [(across(part.low), show_bytes(part.low)) for part in ranges[1:]]
     return Chart(
-        columns=[Tick(across(number), show_bytes(number)) for number in across.powers(8)],
-        rows=[Tick(up(number), show_seconds(number)) for number in up.powers(10)],
+        columns=[(across(number), show_bytes(number)) for number in across.powers(8)],
+        rows=[(up(number), show_seconds(number)) for number in up.powers(10)],
         lines=lines,
         crossings=crossings,
     )

@@ -1,0 +1,100 @@
+"""Reduce-scatters cut from all-reduces.
+
+Every all-reduce here sums each unit at one rank before that rank hands it out, so its sums alone
+are a reduce-scatter (`owned_reduce_scatter`): the schedule chooses which rank ends with which
+units, and the planner times this one. FSDP needs the i-th chunk at the i-th rank
+(`reduce_scatter_of`): that takes the same sums and, where another rank makes them, the copies on
+their way.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from moe.network.schedule import (
+    IntArray,
+    Intervals,
+    Schedule,
+    bounds_of_pieces,
+    covered_pieces,
+    expand,
+    intervals,
+    split_evenly,
+    transfers,
+)
+
+
+def owned_reduce_scatter(all_reduce: Schedule) -> Schedule:
+    """Returns the sums of an all-reduce: every rank ends with the units that nobody sends it."""
+    table = all_reduce.transfers
+    copies = table.select(~table.adds)
+    begins = all_reduce.before
+    bounds = bounds_of_pieces((begins, copies))
+
+    # Pieces that a rank begins with, and never receives.
+    shape = (all_reduce.num_ranks, max(len(bounds) - 1, 0))
+    received = covered_pieces(Intervals(copies.destination, copies.low, copies.high), bounds, shape)
+    rank, piece = np.nonzero(covered_pieces(begins, bounds, shape) & ~received)
+    owned = intervals(rank, bounds[piece], bounds[piece + 1])
+    return replace(all_reduce, transfers=table.select(table.adds), after=owned)
+
+
+def reduce_scatter_of(all_reduce: Schedule, ranks: IntArray) -> Schedule:
+    """Returns the reduce-scatter in an all-reduce: the i-th rank ends with the i-th chunk.
+
+    Args:
+        all_reduce: Every one of `ranks` ends with the sum.
+        ranks: <int64>[n] ranks in the order of their chunks, which differ by at most one unit.
+    """
+    bounds = split_evenly(all_reduce.num_units, len(ranks))
+    return _pruned(all_reduce, intervals(ranks, bounds[:-1], bounds[1:]))
+
+
+def _pruned(schedule: Schedule, after: Intervals) -> Schedule:
+    """Returns the part of a schedule that ranks need to end with some of its units.
+
+    From the last step to the first, a transfer is kept if it writes what is needed after it; then
+    its source is needed before it, and what it copies over is not.
+    """
+    table = schedule.transfers
+    bounds = bounds_of_pieces((table, schedule.before, after))
+    needed = covered_pieces(after, bounds, (schedule.num_ranks, max(len(bounds) - 1, 0)))
+
+    kept_rows: list[IntArray] = []
+    kept_pieces: list[IntArray] = []
+    for step in reversed(range(schedule.num_steps)):
+        # Rows of this step that write what is needed after it.
+        first = int(schedule.step_offsets[step])
+        last = int(schedule.step_offsets[step + 1])
+        row, piece = expand(table.low[first:last], table.high[first:last], bounds)
+        row = row + first
+        is_needed = needed[table.destination[row], piece]
+        row = row[is_needed]
+        piece = piece[is_needed]
+
+        # Before this step: no longer what is copied over, but all that is sent.
+        copied = ~table.adds[row]
+        needed[table.destination[row[copied]], piece[copied]] = False
+        needed[table.source[row], piece] = True
+        kept_rows.append(row)
+        kept_pieces.append(piece)
+
+    if not kept_rows:
+        return replace(schedule, after=after)
+
+    # Neighbouring pieces of the same row are one interval.
+    row = np.concatenate(kept_rows[::-1])
+    piece = np.concatenate(kept_pieces[::-1])
+    continues = (np.diff(row) == 0) & (np.diff(piece) == 1)
+    ends = np.concatenate([~continues, np.ones(min(len(row), 1), np.bool_)])
+    begins = np.roll(ends, 1)
+    kept = table.select(row[begins])
+    left = transfers(
+        step=kept.step,
+        source=kept.source,
+        destination=kept.destination,
+        low=bounds[piece[begins]],
+        high=bounds[piece[ends] + 1],
+        adds=kept.adds,
+    )
+    return replace(schedule, transfers=left, after=after)
