@@ -1,10 +1,10 @@
-"""Predicted beside published: all that is claimed of networks, as one table.
+"""Predictions for networks beside published numbers, as one table.
 
     python -m benchmarks.network [--only laws goodput] [--json benchmarks/network.json]
 
-A row passes when our number is within the tolerance. Rows with a star are only reported: they are
-uncertain, or fitted, or show what another row leaves out. The command fails when a row does not
-pass. All of them take minutes, on one core.
+A row passes if our number is within the tolerance. Rows with a star are only reported: they are
+uncertain, fitted, or show what another row leaves out. The command fails if a row does not pass. All
+reports take minutes on one core.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -30,7 +30,7 @@ _VERDICTS = {True: "yes", False: "NO", None: "-"}
 
 
 def main(argv: list[str]) -> None:
-    """Reads the options and reports."""
+    """Reads the options and prints the reports."""
     parser = Parser(prog="python -m benchmarks.network", description="Predicted beside published.")
     names = REPORTS.names()
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="reports (all)")

@@ -6,7 +6,6 @@ v3 is published as 70, 82 and 100 GB/s; it is a parameter here, and named in eac
 
 import itertools
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 
@@ -23,16 +22,14 @@ from benchmarks.network_rows import (
 )
 from moe.distributed.mesh import MeshConfig
 from moe.network.algorithms import ALL_REDUCE
-from moe.network.ring_orders import neighbour_ring, snake
+from moe.network.ring_orders import snake
 from moe.network.rings import (
     factorisations,
     multi_ring_all_reduce,
     ring_all_reduce,
     row_pair_all_reduce,
     torus_all_reduce,
-    two_way_ring_all_reduce,
 )
-from moe.network.row_pair_clients import pair_rows_around_holes, row_pair_client_all_reduce
 from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import Simulation, simulate
 from moe.network.topology import FloatArray, Links, Topology, grid
@@ -50,7 +47,7 @@ LINK_RATE = 70e9
 _FITTED = "fit of 2 constants"
 
 UNITS_PER_CHIP = 64
-"""So fine that no chunk of any schedule here is larger than another by more than 2 %."""
+"""Enough units that chunks of every schedule here differ by at most 2 %."""
 
 CORES_PER_CHIP = 2
 
@@ -401,11 +398,11 @@ def _rows_of_hole(shape: tuple[int, int], hole: tuple[int, int]) -> list[Row]:
     for payload, model, most in ((RESNET_BYTES, "102 MB", 1.75), (BERT_BYTES, "668 MB", 1.5)):
         # The best of the detours against the whole mesh. One ring has 2 (N - 1) steps: it
         # pays for large payloads only.
-        before = simulate(_whole_mesh(shape), healthy, payload).seconds
-        detours = _detours(shape, hole)
+        before = _seconds("row_pairs", healthy, payload)
+        detours = ["row_pair_clients_2", "row_pair_clients_4"]
         if payload == BERT_BYTES:
-            detours = [*detours, _ring_around(shape, hole)]
-        after = min(simulate(part, broken, payload).seconds for part in detours)
+            detours.append("neighbour_ring")
+        after = min(_seconds(name, broken, payload) for name in detours)
         claim = Claim("F1", f"{name}: {model}, over the healthy time", "x", PROTOTYPE)
         rows.append(claim.between(after / before, 1.0, most))
 
@@ -425,37 +422,11 @@ def interior_hole(shape: tuple[int, int], hole: tuple[int, int]) -> list[int]:
     return ranks[row : row + hole[0], column : column + hole[1]].ravel().tolist()
 
 
-@cache
-def _whole_mesh(shape: tuple[int, int]) -> Schedule:
-    ranks = np.arange(shape[0] * shape[1]).reshape(shape)
-    return row_pair_all_reduce(ranks, ranks.size * UNITS_PER_CHIP)
-
-
-@cache
-def _detours(shape: tuple[int, int], hole: tuple[int, int]) -> list[Schedule]:
-    """Returns the ways around a hole in which fragments are clients, in slices."""
-    dead = interior_hole(shape, hole)
-    ranks = np.arange(shape[0] * shape[1]).reshape(shape)
-    num_units = ranks.size * UNITS_PER_CHIP
-
-    # Fragments as clients.
-    rows = pair_rows_around_holes(ranks, dead)
-    detours = []
-    for num_slices in (2, 4):
-        detour = row_pair_client_all_reduce(
-            rows, num_units, num_ranks=ranks.size, num_slices=num_slices
-        )
-        detours.append(detour)
-
-    return detours
-
-
-def _ring_around(shape: tuple[int, int], hole: tuple[int, int]) -> Schedule:
-    """Returns the sum around one ring of all live chips, half of it each way."""
-    mesh = chips(shape, wraps=False, latency=0.0)
-    broken = mesh.without(ranks=interior_hole(shape, hole))
-    num_units = mesh.num_ranks * UNITS_PER_CHIP
-    return two_way_ring_all_reduce(neighbour_ring(broken), num_units, num_ranks=mesh.num_ranks)
+def _seconds(algorithm: str, topology: Topology, payload: float) -> float:
+    """Returns the simulated time of an all-reduce by its name."""
+    num_units = topology.num_ranks * UNITS_PER_CHIP
+    schedule = ALL_REDUCE.get(algorithm).build(topology, num_units)
+    return simulate(schedule, topology, payload).seconds
 
 
 def _resnet_step(num_chips: int) -> float:

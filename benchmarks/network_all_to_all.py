@@ -1,11 +1,11 @@
 """All-to-alls on tori: closed forms, published speed-ups and bandwidth, failed links, hot experts.
 
-The published simulations send a slice of the payload along one axis at a time, and no other slice
-along that axis meanwhile. A stage, one slice along one axis, is simulated here; stages follow each
-other as published: slices in turn take (slices + axes - 1) stages, slices that begin with different
-axes take as many as there are axes. Rows that say "free" are of whole schedules without that rule.
+The published simulations send one slice of the payload at a time along an axis. A stage, one slice
+along one axis, is simulated here; stages follow each other as published: slices in turn take
+(slices + axes - 1) stages, slices that begin with different axes take as many stages as there are
+axes. Rows that say "free" simulate whole schedules without that rule.
 
-Payloads are what each rank has for all ranks, itself included.
+Payloads are the bytes that each rank has for all ranks, itself included.
 
 Source: Optimizing All-to-All Collective Communication with Fault Tolerance on Torus Networks (MICRO
     2025, doi:10.1145/3725843.3756057), and the settings of its artefact,
@@ -27,13 +27,13 @@ from moe.network.simulate import simulate
 from moe.network.topology import Topology, grid
 
 _UNITS_PER_PAIR = 600
-"""So many that slices, halves and shares are even."""
+"""Enough units for even slices, halves and shares."""
 
 _HELP = "dead link, other axes help"
 _HELP_AT_ONCE = "dead link, other axes help, unsliced"
 
 Seconds = Callable[[float], float]
-"""Time of what moves the bytes that each rank has for all."""
+"""Time of a schedule by the bytes that each rank has for all ranks."""
 
 
 def _time(schedule: Schedule, topology: Topology, num_senders: int = 0) -> Seconds:
@@ -68,8 +68,8 @@ def law_rows() -> list[Row]:
 
 def _ring_rows(topology: Topology, size: int) -> list[Row]:
     counts = _even(topology)
-    whole = around(counts, range(size), ring=two_way_ring).schedule
-    half = around(counts, range(size)).schedule
+    whole = around(counts, range(size), ring=two_way_ring)
+    half = around(counts, range(size))
     half_law = (size**2 - size % 2) / (8 * size)
 
     # Nothing waits for anything but the busiest link.
@@ -84,8 +84,8 @@ def _ring_rows(topology: Topology, size: int) -> list[Row]:
 
 def _broken_ring_rows(topology: Topology, size: int) -> list[Row]:
     counts = _even(topology)
-    folded = around(counts, range(size), ring=one_way_ring).schedule
-    detour = along_axes(counts, topology).schedule
+    folded = around(counts, range(size), ring=one_way_ring)
+    detour = along_axes(counts, topology)
     least = (size**2 - size % 2) / (4 * size)
 
     # The folded ring is published by its load.
@@ -131,9 +131,9 @@ class _Setting:
         whole = around(counts, order, ring=two_way_ring)
         half = around(counts, order)
         folded = around(counts, order, ring=one_way_ring)
-        self.whole_ring = _time(whole.schedule, ring)
-        self.half_ring = _time(half.schedule, ring)
-        self.folded_ring = _time(folded.schedule, broken)
+        self.whole_ring = _time(whole, ring)
+        self.half_ring = _time(half, ring)
+        self.folded_ring = _time(folded, broken)
 
     def torus(self, num_axes: int) -> Topology:
         """Returns the torus of so many axes."""
@@ -169,7 +169,7 @@ class _Setting:
         exchange = along_axes(
             counts, topology, num_slices=num_slices, rotates=False, detour=Detour(kept, sides=1)
         )
-        return _time(exchange.schedule, topology, num_senders=self.size)
+        return _time(exchange, topology, num_senders=self.size)
 
     def in_turn(self, first: Seconds, others: Seconds, num_axes: int) -> Seconds:
         """Returns the time of slices in turn, when the first axis is the slowest."""
@@ -251,7 +251,7 @@ def _free_rows(setting: _Setting, numbers: Mapping[str, Any]) -> list[Row]:
         networks = {"half rings, rotated": setting.torus(num_axes), _HELP: broken}
         for name, topology in networks.items():
             exchange = along_axes(_even(topology), topology, num_slices=num_axes)
-            ours = baseline(payload) / _time(exchange.schedule, topology)(payload)
+            ours = baseline(payload) / _time(exchange, topology)(payload)
             what = f"free, {num_axes} axes, {payload / 1e9:.1f} GB: {name}"
             claim = _claim("A3*", what)
             rows.append(claim.reported(ours, numbers["speed_ups"][name], "ours"))
@@ -272,7 +272,7 @@ def cube_rows() -> list[Row]:
     cube = _cube()
     largest = numbers["payloads"][-1]
     measured = numbers["measured"] / 1e9
-    schedule = direct(_even(cube), cube).schedule
+    schedule = direct(_even(cube), cube)
     simulation = simulate(schedule, cube, largest * cube.num_ranks)
 
     claim = _claim("A4", "4 x 4 x 4 chips, routed: bandwidth of a chip", "GB/s")
@@ -300,8 +300,8 @@ def cube_rows() -> list[Row]:
 def _geometric_mean_ratio(topology: Topology, payloads: Sequence[float]) -> float:
     """Returns how much longer the routed all-to-all takes than that along rotated axes."""
     counts = _even(topology)
-    routed = _time(direct(counts, topology).schedule, topology)
-    rotated = _time(along_axes(counts, topology, num_slices=3).schedule, topology)
+    routed = _time(direct(counts, topology), topology)
+    rotated = _time(along_axes(counts, topology, num_slices=3), topology)
     logs = [np.log(routed(payload) / rotated(payload)) for payload in payloads]
     return float(np.exp(np.mean(logs)))
 
@@ -347,5 +347,5 @@ def _rotated_time(
     """Returns the time when each expert gets so much by the mean."""
     units = np.round(_UNITS_PER_PAIR * load[expert]).astype(np.int64)
     counts = np.broadcast_to(units, (topology.num_ranks,) * 2)
-    schedule = along_axes(counts, topology, num_slices=3).schedule
+    schedule = along_axes(counts, topology, num_slices=3)
     return _time(schedule, topology)(num_bytes * load[expert].mean())

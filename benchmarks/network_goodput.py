@@ -1,4 +1,4 @@
-"""What failures cost at scale: mean times between them, and the share of time that is left."""
+"""Cost of failures at scale: mean times between them, and the share of time that is left."""
 
 from benchmarks.network_rows import REPORTS, THIRD_PARTY, VENDOR, Claim, Row, published
 from moe.planning.goodput import effective_time

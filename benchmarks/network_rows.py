@@ -1,4 +1,4 @@
-"""What a report on the network is made of: rows of a predicted and a published number.
+"""Rows of the report on the network: a predicted number beside a published one.
 
 A report is a function that returns rows. It registers itself in `REPORTS` under the name by which
 `python -m benchmarks.network --only` asks for it.
@@ -22,17 +22,17 @@ RECOLLECTION = "recollection of the paper"
 
 @dataclass(frozen=True)
 class Row:
-    """A number of ours beside a published one.
+    """A predicted number beside a published one.
 
     Attributes:
-        id: Of the claim; a star after it marks what is reported, and not asserted.
-        what: What the numbers are of.
-        predicted: Ours.
-        published: Theirs; None where the claim is a bound alone.
-        unit: Of both.
-        tolerance: What is asked of ours, in words.
-        confidence: Where theirs comes from.
-        passes: Whether ours is within the tolerance; None where it is only reported.
+        id: Name of the claim; a star after it marks rows that are reported and not asserted.
+        what: Quantity.
+        predicted: Our number.
+        published: Published number; None if the claim is only a bound.
+        unit: Unit of both.
+        tolerance: Tolerance in words.
+        confidence: Source of the published number.
+        passes: Whether our number is within the tolerance; None if it is only reported.
     """
 
     id: str
@@ -53,14 +53,7 @@ REPORTS: Registry[Report] = Registry("report on the network")
 
 @dataclass(frozen=True)
 class Claim:
-    """What is claimed, before it is held against a number of ours.
-
-    Attributes:
-        id: As of `Row`.
-        what: As of `Row`.
-        unit: As of `Row`.
-        confidence: As of `Row`.
-    """
+    """A published claim, before it is compared with our number; see `Row` for the fields."""
 
     id: str
     what: str
@@ -68,19 +61,18 @@ class Claim:
     confidence: str
 
     def close(self, predicted: float, published: float, relative: float) -> Row:
-        """Returns the row that passes when both numbers differ by so much at most."""
-        # Relative to theirs.
+        """Returns the row that passes if the relative error is at most `relative`."""
         error = abs(predicted / published - 1)
         tolerance = f"±{relative:.0%}" if relative >= 0.01 else "exact"
         return self._row(predicted, published, tolerance, error <= relative)
 
     def between(self, predicted: float, least: float, most: float) -> Row:
-        """Returns the row that passes for a number from `least` to `most`."""
+        """Returns the row that passes if our number is between `least` and `most`."""
         tolerance = f"{least:.4g} to {most:.4g}"
         return self._row(predicted, None, tolerance, least <= predicted <= most)
 
     def reported(self, predicted: float, published: float | None, expectation: str) -> Row:
-        """Returns the row of a claim that is too uncertain to be asserted, or has been fitted."""
+        """Returns the row of a claim that is too uncertain to be asserted, or was fitted."""
         return self._row(predicted, published, expectation, None)
 
     def _row(
@@ -100,7 +92,6 @@ class Claim:
 
 def published(section: str) -> Any:
     """Returns a section of the published numbers."""
-    # The file names its sources.
     path = Path(__file__).with_name("network_published.json")
     return json.loads(path.read_text(encoding="utf-8"))[section]
 

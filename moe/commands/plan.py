@@ -125,7 +125,7 @@ def plan_command() -> RecipeCommand[PretrainRecipe]:
 def main(argv: list[str]) -> None:
     """Reads the recipe and prints its plan, or ranks meshes."""
     recipe, arguments = plan_command().parse(add_preset(argv))
-    check_network_options(arguments)
+    check_options(arguments)
     network = None if arguments.network is None else read_network(arguments.network)
     if arguments.measure is not None:
         measure_command(arguments)
@@ -151,10 +151,6 @@ def main(argv: list[str]) -> None:
         return
 
     # All meshes of so many ranks.
-    if costs is not None:
-        raise ConfigError(
-            "--mtbf is about one mesh, and --suggest about all. Leave one of them out."
-        )
     if memory is None or arguments.suggest < 1:
         raise ConfigError(
             "--suggest needs a number of ranks above 0, and --memory of a device, e.g. 80GiB."
@@ -191,8 +187,10 @@ def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
     )
 
 
-def check_network_options(arguments: argparse.Namespace) -> None:
-    """Refuses network options without a network, and files that cannot be written."""
+def check_options(arguments: argparse.Namespace) -> None:
+    """Refuses network options without a network, files that cannot be written, and options about one
+    mesh with `--suggest`.
+    """
     for name in _NEED_NETWORK:
         if getattr(arguments, name) is not None and arguments.network is None:
             raise ConfigError(
@@ -206,7 +204,7 @@ def check_network_options(arguments: argparse.Namespace) -> None:
             target = output_path(path, suffix=suffix, option=f"--{name}", inputs=inputs)
             setattr(arguments, name, target)
 
-    for name in ("page", "place"):
+    for name in ("page", "place", "mtbf"):
         if getattr(arguments, name) is not None and arguments.suggest is not None:
             raise ConfigError(
                 f"--{name} is about one mesh, and --suggest about all. Leave one of them out."

@@ -1,11 +1,11 @@
-"""The schedule that a recipe names: an algorithm, a grid of ranks, those that are dead, the wire.
+"""The schedule that a recipe names: an algorithm, a grid of ranks, its dead ranks, the wire.
 
     ring                                        a ring of all ranks
     torus 4x4                                   ranks numbered row by row on a grid of 4 rows of 4
-    row_pair_clients_1 4x4 without 1,2,5,6      the 12 ranks that are left of 16
-    torus 4x4 in bfloat16                       what travels is rounded, sums stay float32
+    row_pair_clients_1 4x4 without 1,2,5,6      the 12 live ranks of 16
+    torus 4x4 in bfloat16                       messages are rounded, sums stay float32
 
-The ranks of a group play the live ranks of the grid in their order.
+The ranks of a group are the live ranks of the grid in their order.
 """
 
 import math
@@ -33,12 +33,12 @@ class ScheduleChoice:
     """A schedule by its algorithm and grid.
 
     Attributes:
-        name: Of the setting, for messages.
-        text: What the user wrote.
-        algorithm: Builds it.
+        name: Name of the setting, for messages.
+        text: Text of the user.
+        algorithm: Algorithm that builds it.
         shape: Size of each axis of the grid, slowest first; empty for one ring of all ranks.
         dead: Ranks of the grid that have failed.
-        bfloat16: Whether what travels is rounded to bfloat16.
+        bfloat16: Whether messages are rounded to bfloat16.
     """
 
     name: str
@@ -53,12 +53,11 @@ class ScheduleChoice:
 
         Args:
             size: Ranks of the group.
-            what: Calls the group in messages.
+            what: Name of the group in messages.
 
         Raises:
-            ConfigError: When the grid has other ranks, or the algorithm does not fit it.
+            ConfigError: If the grid has other ranks, or the algorithm does not fit it.
         """
-        # As many ranks as run.
         num_live = math.prod(self.shape) - len(self.dead) if self.shape else size
         if num_live != size:
             raise ConfigError(
@@ -66,7 +65,6 @@ class ScheduleChoice:
                 f"{size}. Choose a grid of {size} live ranks, or none for one ring of all."
             )
 
-        # A network on which the algorithm can be built.
         network = self.topology(size)
         reason = self.algorithm.unfit(network)
         if reason:
@@ -76,8 +74,7 @@ class ScheduleChoice:
             )
 
     def topology(self, size: int) -> Topology:
-        """Returns the network of a group of so many ranks; only its form counts."""
-        # Without a grid the ranks are a ring.
+        """Returns a network of so many ranks: the grid, or a ring without one. Its rates do not matter."""
         shape = self.shape or (size,)
         whole = grid(shape, wraps=True, bandwidth=1.0, latency=0.0)
         return whole.without(self.dead) if self.dead else whole
@@ -91,12 +88,12 @@ def parse_schedule(name: str, text: str, registry: Registry[Algorithm]) -> Sched
     """Returns the schedule that a text names; see the module.
 
     Args:
-        name: Of the setting, for messages.
-        text: What the user wrote.
+        name: Name of the setting, for messages.
+        text: Text of the user.
         registry: Algorithms to choose from.
 
     Raises:
-        ConfigError: When it cannot be read, or there is no such algorithm.
+        ConfigError: If the text cannot be read, or the algorithm does not exist.
     """
     match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
     expected = "null, or a text such as ring, torus 4x4, or ring 4x4 without 5,6 in bfloat16"

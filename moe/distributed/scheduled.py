@@ -1,15 +1,15 @@
-"""Carries out schedules of `moe.network` among running ranks, point to point, over any backend.
+"""Runs schedules of `moe.network` on running ranks, point to point, over any backend.
 
 A rank keeps its own rows of a schedule and sends, receives and adds step by step. There is no
-barrier: it goes on when what it sends is on its way and what it receives has arrived. All that goes
-from one rank to another in a step is one message.
+barrier: a rank continues when what it sends is on its way and what it receives has arrived.
+Everything that one rank sends to another in a step is one message.
 
-Sums are float32 for narrower floats, and of the payload's own dtype otherwise. On a narrower wire
-(bfloat16) the rank that sums a unit would keep more digits than it sends: what several ranks end
-with is rounded on all of them, so that replicas stay equal to the bit.
+Sums are float32 for narrower floats, and in the payload's own dtype otherwise. On a narrower wire
+(bfloat16) the rank that sums a unit would keep more digits than it sends: units that several ranks
+end with are rounded on all of them, so that replicas stay bit-equal.
 
-Before: `moe.network`. Next: `gradients` sums the gradients of FSDP so, `row_exchange` exchanges
-rows of tokens.
+Before: `moe.network`. Next: `gradient_reduction` sums the gradients of FSDP with it, `row_exchange`
+exchanges rows of tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -89,11 +89,11 @@ class RankProgram:
     Args:
         schedule: What all ranks do.
         group: The running ranks; None for all.
-        live_ranks: Rank of the schedule that each rank of the group plays, for a schedule around
-            ranks that are dead; None when there are as many of the one as of the other.
+        live_ranks: Rank of the schedule for each rank of the group, if the schedule goes around
+            dead ranks; None if both have the same ranks.
 
     Raises:
-        ConfigError: When ranks and group do not fit, or a rank that is not there takes part.
+        ConfigError: If ranks and group do not fit, or a rank that is not running takes part.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class RankProgram:
         *,
         live_ranks: Sequence[int] | IntArray | None = None,
     ) -> None:
-        # Who this rank is: among the running ranks, and in the schedule.
         self.schedule = schedule
         self.group = group
         self.num_group_ranks = dist.get_world_size(group)
@@ -113,13 +112,11 @@ class RankProgram:
         self.rank = int(np.flatnonzero(self.group_ranks == self.group_rank)[0])
         """This rank's number in the schedule."""
 
-        # Of a large schedule a rank keeps little.
         table = schedule.transfers
-        is_own = (table.source == self.rank) | (table.destination == self.rank)
-        self.rows = table.select(np.flatnonzero(is_own))
+        self.rows = table.select((table.source == self.rank) | (table.destination == self.rank))
 
     def steps(self, place: Placement) -> list[RankStep]:
-        """Returns what this rank does, step by step; steps without it are left out.
+        """Returns what this rank does, step by step, without the steps in which it takes no part.
 
         Args:
             place: Where units lie in this rank's buffer.
@@ -137,7 +134,7 @@ class RankProgram:
         return steps
 
     def shared_units(self) -> Intervals:
-        """Returns the units that this rank and others end with."""
+        """Returns the units that this rank and at least one other rank end with."""
         after = self.schedule.after
         bounds = bounds_of_pieces([after])
         row, piece = expand(after.low, after.high, bounds)
@@ -150,12 +147,11 @@ class RankProgram:
 
     def _rows_in_elements(self, place: Placement) -> Iterable[_Row]:
         """Yields the rows that move any element."""
-        # The other rank of each row.
         rows = self.rows
         sends = rows.source == self.rank
         peers = self.group_ranks[np.where(sends, rows.destination, rows.source)]
 
-        # What lies between two units may be empty.
+        # Units may be narrower than an element.
         columns = (rows.step, peers, sends, place(rows.low), place(rows.high), rows.adds)
         lists = [column.tolist() for column in columns]
         for step, peer, is_sent, low, high, adds in zip(*lists, strict=True):
@@ -166,16 +162,15 @@ class RankProgram:
 def _group_ranks(
     schedule: Schedule, group: ProcessGroup | None, live_ranks: Sequence[int] | IntArray | None
 ) -> IntArray:
-    """Returns the <int64>[num_ranks] rank of the group that plays each rank; -1 for none.
+    """Returns the <int64>[num_ranks] rank of the group for each rank of the schedule; -1 for none.
 
     Raises:
-        ConfigError: When they do not fit.
+        ConfigError: If they do not fit.
     """
     size = dist.get_world_size(group)
     if live_ranks is None:
         live_ranks = np.arange(schedule.num_ranks)
 
-    # Every running rank plays another one.
     live = np.asarray(live_ranks, np.int64)
     expected = f"a rank of the schedule for each of the {size} ranks of the group"
     check(len(live) == size, "the number of live ranks", len(live), expected)
@@ -187,7 +182,7 @@ def _group_ranks(
     peers = np.full(schedule.num_ranks, -1, np.int64)
     peers[live] = np.arange(size)
 
-    # A rank that is not there would be waited for in vain.
+    # Others would wait forever for a rank that is not running.
     table = schedule.transfers
     taking_part = np.unique(np.concatenate([table.source, table.destination]))
     missing = taking_part[peers[taking_part] < 0]
@@ -245,7 +240,7 @@ def _message(peer: int, spans: list[slice]) -> Message:
 
 
 class Execution:
-    """Steps under way on a buffer; the first is issued at once, the others by `wait`.
+    """Steps running on a buffer; the first is issued at once, the others by `wait`.
 
     Args:
         steps: What this rank does.
@@ -272,10 +267,10 @@ class Execution:
             self._issue(0)
 
     def wait(self) -> None:
-        """Takes all steps to their end.
+        """Runs all steps to their end.
 
         Raises:
-            DistributedError: When another rank is lost or does not come in the group's time.
+            DistributedError: If another rank is lost or does not respond before the group's timeout.
         """
         for index in range(len(self._steps)):
             if index > 0:
@@ -289,7 +284,7 @@ class Execution:
         self._received = []
         self._sent = []
 
-        # What arrives waits beside the buffer, where sums are not yet to be touched.
+        # Messages arrive beside the buffer, which this step still reads.
         operations: list[dist.P2POp] = []
         for message in step.receives:
             scratch = self._buffer.new_empty(message.num_elements, *shape, dtype=self._wire)
@@ -360,18 +355,18 @@ class Execution:
 class ScheduledCollective:
     """A schedule that is ready to run on tensors of any size.
 
-    Build it once: it keeps this rank's rows, and the steps for each size that it has seen. The
+    Build it once: it keeps this rank's rows, and the steps for each size of tensor so far. The
     elements of a tensor are spread evenly over the schedule's units.
 
     Args:
         schedule: What all ranks do.
         group: The running ranks; None for all.
         live_ranks: See `RankProgram`.
-        wire: Dtype that travels, e.g. torch.bfloat16; None for the dtype of the sums. What several
-            ranks end with is then rounded to it on all of them.
+        wire: Dtype of the messages, e.g. torch.bfloat16; None for the dtype of the sums. Units that
+            several ranks end with are rounded to it on all of them.
 
     Raises:
-        ConfigError: When ranks and group do not fit, or the wire is no floating-point dtype.
+        ConfigError: If ranks and group do not fit, or the wire is not a floating-point dtype.
 
     Source:
         2-D gradient summation (arXiv:1811.06992, 1909.09756) and its ways around failed chips
@@ -402,9 +397,9 @@ class ScheduledCollective:
                 this rank hold the sums afterwards, others hold anything.
 
         Raises:
-            ConfigError: When the tensor is not contiguous, or of a dtype that has no sums or does
-                not go with the wire.
-            DistributedError: When another rank is lost.
+            ConfigError: If the tensor is not contiguous, or its dtype cannot be summed or sent in
+                the wire's dtype.
+            DistributedError: If another rank is lost.
         """
         check(x.is_contiguous(), "the strides of a tensor", x.stride(), "those of a contiguous one")
         check(x.dtype != torch.bool, "dtype", x.dtype, "numbers")
@@ -415,7 +410,6 @@ class ScheduledCollective:
         flat = x.view(-1)
         buffer = flat.to(_sum_dtype(x.dtype))
 
-        # Steps are those of the size, and are made once.
         num_elements = flat.numel()
         steps = self._steps_by_size.get(num_elements)
         if steps is None:
@@ -423,14 +417,14 @@ class ScheduledCollective:
             self._steps_by_size[num_elements] = steps
         Execution(steps, buffer, self._program.group, self._wire).wait()
 
-        # The rank that made a sum has it as the others do.
+        # The rank that made a sum has it in the precision of the others.
         if self._wire is not None and self._wire != buffer.dtype:
             self._round_shared(buffer)
         if buffer.dtype != x.dtype:
             flat.copy_(buffer)
 
     def _round_shared(self, buffer: Tensor) -> None:
-        """Rounds what other ranks end with too to the wire's dtype."""
+        """Rounds units that other ranks end with too to the wire's dtype."""
         place = self._placement(buffer.numel())
         low = place(self._shared.low).tolist()
         high = place(self._shared.high).tolist()
@@ -439,44 +433,15 @@ class ScheduledCollective:
             part.copy_(part.to(self._wire))
 
     def _placement(self, num_elements: int) -> Placement:
-        """Returns where units begin in a tensor, over which they are spread evenly."""
+        """Returns the element at which each unit begins; units are spread evenly over the tensor."""
         num_units = max(self._program.schedule.num_units, 1)
         whole, rest = divmod(num_elements, num_units)
 
-        # As units * num_elements // num_units, which may be beyond 64 bits.
-
+        # units * num_elements // num_units, which may exceed 64 bits.
         def place(units: IntArray) -> IntArray:
             return units * whole + units * rest // num_units
 
         return place
-
-
-def execute(
-    schedule: Schedule,
-    x: Tensor,
-    group: ProcessGroup | None = None,
-    *,
-    live_ranks: Sequence[int] | IntArray | None = None,
-    wire: torch.dtype | None = None,
-) -> Tensor:
-    """Returns what a schedule makes of this rank's tensor <number>[...]; every rank must call it.
-
-    For one use; a `ScheduledCollective` is built once and runs often.
-
-    Args:
-        schedule: What all ranks do.
-        x: <number>[...] what this rank begins with; left as it is.
-        group: The running ranks; None for all.
-        live_ranks: See `RankProgram`.
-        wire: See `ScheduledCollective`.
-
-    Returns:
-        <number>[...] with the sums where the schedule promises them, anything elsewhere.
-    """
-    collective = ScheduledCollective(schedule, group, live_ranks=live_ranks, wire=wire)
-    result = x.detach().clone(memory_format=torch.contiguous_format)
-    collective.run(result)
-    return result
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

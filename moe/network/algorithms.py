@@ -14,7 +14,6 @@ import numpy as np
 from moe.checks import check, check_integer
 from moe.errors import ConfigError
 from moe.network.all_to_all import (
-    AllToAll,
     along_axes,
     around,
     around_both_ways,
@@ -263,28 +262,28 @@ def _check_connected(topology: Topology) -> None:
 # All-to-alls
 
 
-def _half_ring(counts: IntArray, topology: Topology) -> AllToAll:
+def _half_ring(counts: IntArray, topology: Topology) -> Schedule:
     return around(counts, survivor_order(topology).tolist())
 
 
-def _whole_ring(counts: IntArray, topology: Topology) -> AllToAll:
+def _whole_ring(counts: IntArray, topology: Topology) -> Schedule:
     return around_both_ways(counts, survivor_order(topology).tolist())
 
 
-def _rotated_axes(counts: IntArray, topology: Topology) -> AllToAll:
+def _rotated_axes(counts: IntArray, topology: Topology) -> Schedule:
     return along_axes(counts, topology, num_slices=len(topology.shape))
 
 
 def _add_all_to_all(
     name: str,
     summary: str,
-    build: Callable[[IntArray, Topology], AllToAll],
+    build: Callable[[IntArray, Topology], Schedule],
     unfit: Callable[[Topology], str] = _no_reason,
 ) -> None:
     """Registers a builder for units that are split evenly among all pairs of live ranks."""
 
     def build_evenly(topology: Topology, num_units: int) -> Schedule:
-        return build(even_counts(topology, num_units), topology).schedule
+        return build(even_counts(topology, num_units), topology)
 
     def why_unfit(topology: Topology) -> str:
         num_live = len(topology.live_ranks)

@@ -1,13 +1,13 @@
-"""All-to-alls: every rank has something else for every other one.
+"""All-to-alls: every rank has a different block for every other rank.
 
-Straight, each over its own route, or along one axis of the network after the other: a rank first
-hands over, along its line, all that is bound for other coordinates on that axis, whatever their
+Blocks go straight, each over its own route, or along one axis of the network after the other: a rank
+first sends along its line everything that is bound for other coordinates on that axis, whatever the
 other coordinates are. Slices of the payload may begin with different axes (dimension rotation),
 which keeps the links of all axes busy at once.
 
 The units of an all-to-all are those of all pairs of ranks, one after the other. In each slice they
-are ordered by origin and then by target, coordinates in the order in which the slice takes the
-axes: so what travels together lies together, and a hop is few transfers.
+are ordered by origin and then by target, with coordinates in the slice's order of the axes: what
+travels together is contiguous, and a hop is few transfers.
 
 Source: HalfRing, DimRotation: Optimizing All-to-All Collective Communication with Fault Tolerance
     on Torus Networks (MICRO 2025, doi:10.1145/3725843.3756057). Differs: what goes the long way
@@ -15,7 +15,6 @@ Source: HalfRing, DimRotation: Optimizing All-to-All Collective Communication wi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -37,7 +36,6 @@ from moe.network.axis_hops import (
 )
 from moe.network.schedule import (
     IntArray,
-    Intervals,
     Schedule,
     Transfers,
     beside,
@@ -46,33 +44,6 @@ from moe.network.schedule import (
     transfers,
 )
 from moe.network.topology import Topology
-
-
-@dataclass(frozen=True, eq=False)
-class AllToAll:
-    """A schedule, and where the units of every pair of ranks lie.
-
-    Attributes:
-        schedule: What is sent. Reversed it brings everything back (combine).
-        starts: <int64>[C, N, N] first unit of each slice of what each origin has for each target.
-        counts: <int64>[C, N, N] units of that.
-    """
-
-    schedule: Schedule
-    starts: IntArray
-    counts: IntArray
-
-    def sent(self, rank: int) -> Intervals:
-        """Returns the units that a rank sends, those for rank 0 first."""
-        return self._in_order(rank, self.starts[:, rank], self.counts[:, rank])
-
-    def received(self, rank: int) -> Intervals:
-        """Returns the units that a rank receives, those from rank 0 first."""
-        return self._in_order(rank, self.starts[:, :, rank], self.counts[:, :, rank])
-
-    def _in_order(self, rank: int, starts: IntArray, counts: IntArray) -> Intervals:
-        low = starts.T
-        return intervals(rank, low, low + counts.T)
 
 
 def even_counts(topology: Topology, num_units: int) -> IntArray:
@@ -91,7 +62,7 @@ def even_counts(topology: Topology, num_units: int) -> IntArray:
     return counts
 
 
-def direct(counts: ArrayLike, topology: Topology) -> AllToAll:
+def direct(counts: ArrayLike, topology: Topology) -> Schedule:
     """Returns the all-to-all in which every rank sends straight to every other one.
 
     In each step all ranks send equally far: to the same offset on every axis of a grid, so that on
@@ -99,7 +70,7 @@ def direct(counts: ArrayLike, topology: Topology) -> AllToAll:
 
     Args:
         counts: <int64>[N, N] units that each origin has for each target.
-        topology: Its routes lead around what is dead; counts of dead ranks must be 0.
+        topology: The network; counts of its dead ranks must be 0.
     """
     table = _checked(counts, topology.num_ranks)
     _check_none(table, sorted(topology.dead), "dead ranks")
@@ -119,11 +90,10 @@ def direct(counts: ArrayLike, topology: Topology) -> AllToAll:
     high = low + table[origin, target]
     high[0] = low[0]
     rows = transfers(rank[:, None] - 1, origin, target, low, high, adds=False)
-    schedule = _promised(rows, starts, table)
-    return AllToAll(schedule, starts[None], table[None])
+    return _promised(rows, starts, table)
 
 
-def around(counts: ArrayLike, order: Sequence[int], *, ring: Order = half_ring) -> AllToAll:
+def around(counts: ArrayLike, order: Sequence[int], *, ring: Order = half_ring) -> Schedule:
     """Returns the all-to-all around one ring of ranks.
 
     Args:
@@ -141,23 +111,21 @@ def around(counts: ArrayLike, order: Sequence[int], *, ring: Order = half_ring) 
     grid = ring_of(order)
     outside = np.setdiff1d(np.arange(len(table)), grid.names)
     _check_none(table, outside, "ranks outside the ring")
-    part = _exchange(table, grid, [lanes_of_axis(grid, 0, ring)])
-    return _assembled([part], [table], [0])
+    return _exchange(table, grid, [lanes_of_axis(grid, 0, ring)])
 
 
-def around_both_ways(counts: ArrayLike, order: Sequence[int]) -> AllToAll:
+def around_both_ways(counts: ArrayLike, order: Sequence[int]) -> Schedule:
     """Returns the all-to-all around a ring of ranks, half of the payload forwards, half backwards.
 
     Args:
-        counts: As of `around`.
+        counts: See `around`.
         order: Ranks in the order of the ring.
     """
     # Each half is an all-to-all of its own.
     table = _checked(counts, len(np.asarray(counts)))
     forwards = around(table // 2, order, ring=one_way_ring)
     backwards = around(table - table // 2, order[::-1], ring=one_way_ring)
-    parts = [(half.schedule, half.starts[0]) for half in (forwards, backwards)]
-    return _assembled(parts, [forwards.counts[0], backwards.counts[0]], [0, 0])
+    return _assembled([forwards, backwards])
 
 
 def along_axes(
@@ -168,7 +136,7 @@ def along_axes(
     num_slices: int = 1,
     rotates: bool = True,
     detour: Detour = BALANCED,
-) -> AllToAll:
+) -> Schedule:
     """Returns the all-to-all along one axis of a grid after the other, on slices of the payload.
 
     A line with one broken link, or without a link between its ends, carries everything over what
@@ -181,10 +149,10 @@ def along_axes(
         num_slices: Slices of the payload; more keep the links of all axes busy, and cost latency.
         rotates: Whether each slice begins with the axis after that of the slice before it; else
             all begin with the last axis, one after the other.
-        detour: What a ring with a broken link does.
+        detour: How a ring with a broken link sends its blocks.
 
     Raises:
-        ConfigError: When ranks are dead, or the network has no axes.
+        ConfigError: If ranks are dead, or the network has no axes.
     """
     table = _checked(counts, topology.num_ranks)
     _check_none(table, sorted(topology.dead), "dead ranks")
@@ -197,30 +165,26 @@ def along_axes(
         check_number("detour.kept", detour.kept, least=0, most=1)
 
     # Slice by slice, each with its own order of the axes.
-    parts = []
     slices = []
-    delays = []
     delay = 0
     num_axes = len(topology.shape)
     for index in range(num_slices):
         grid = grid_of(topology, _axes_of_slice(num_axes, index if rotates else 0))
         stages = [lanes_of_axis(grid, axis, ring, detour) for axis in range(num_axes)]
         end = table * (index + 1) // num_slices
-        part_of_pair = end - table * index // num_slices
-        parts.append(_exchange(part_of_pair, grid, stages))
-        slices.append(part_of_pair)
+        part = _exchange(end - table * index // num_slices, grid, stages)
+        slices.append(part.delayed(delay))
 
         # Links serve step by step: slices that use an axis in the same stage come one by one.
-        delays.append(delay)
         longest = max(num_steps(stage) for stage in stages)
         if not rotates:
             delay += longest
         elif (index + 1) % num_axes == 0:
             delay += num_axes * longest
-    return _assembled(parts, slices, delays)
+    return _assembled(slices)
 
 
-def two_level(counts: ArrayLike, topology: Topology) -> AllToAll:
+def two_level(counts: ArrayLike, topology: Topology) -> Schedule:
     """Returns the all-to-all inside the nodes first, then across them.
 
     Everything goes to the rank of its own node that has the target's index there, then straight to
@@ -231,7 +195,7 @@ def two_level(counts: ArrayLike, topology: Topology) -> AllToAll:
         topology: Two levels of switches, without dead ranks.
 
     Raises:
-        ConfigError: When the network has no two levels of switches, or ranks are dead.
+        ConfigError: If the network has no two levels of switches, or ranks are dead.
     """
     reason = unfit_for_levels(topology)
     if reason:
@@ -240,7 +204,7 @@ def two_level(counts: ArrayLike, topology: Topology) -> AllToAll:
 
 
 def unfit_for_axes(topology: Topology) -> str:
-    """Returns why an all-to-all cannot go along the axes of a network; "" where it can."""
+    """Returns why an all-to-all cannot go along the axes of a network; "" if it can."""
     if not topology.shape:
         return "The network has no axes."
     if topology.dead:
@@ -249,14 +213,14 @@ def unfit_for_axes(topology: Topology) -> str:
 
 
 def unfit_for_grid(topology: Topology) -> str:
-    """Returns why a network is no grid without dead ranks; "" where it is."""
+    """Returns why a network is not a grid without dead ranks; "" if it is."""
     if topology.switched:
         return "The network is no grid."
     return unfit_for_axes(topology)
 
 
 def unfit_for_levels(topology: Topology) -> str:
-    """Returns why an all-to-all cannot go in two levels on a network; "" where it can."""
+    """Returns why an all-to-all cannot go in two levels on a network; "" if it can."""
     if not topology.switched or len(topology.shape) != 2:
         return "The network has no two levels of switches."
     return unfit_for_axes(topology)
@@ -268,10 +232,8 @@ def _axes_of_slice(num_axes: int, index: int) -> tuple[int, ...]:
     return tuple((first - axis) % num_axes for axis in range(num_axes))
 
 
-def _exchange(
-    counts: IntArray, grid: Grid, stages: Sequence[Sequence[Lane]]
-) -> tuple[Schedule, IntArray]:
-    """Returns the exchange along axis after axis, and the <int64>[N, N] starts of its pairs.
+def _exchange(counts: IntArray, grid: Grid, stages: Sequence[Sequence[Lane]]) -> Schedule:
+    """Returns the exchange along axis after axis.
 
     Args:
         counts: <int64>[N, N] units of each pair.
@@ -293,10 +255,7 @@ def _exchange(
     table_of_rows = transfers(*(np.concatenate(column) for column in columns), adds=False)
 
     # From places to ranks.
-    schedule = _promised(table_of_rows, starts, table).among(grid.names.tolist(), len(counts))
-    starts_by_rank = np.zeros_like(counts)
-    starts_by_rank[np.ix_(grid.names, grid.names)] = starts
-    return schedule, starts_by_rank
+    return _promised(table_of_rows, starts, table).among(grid.names, len(counts))
 
 
 def _rows(
@@ -304,8 +263,8 @@ def _rows(
 ) -> tuple[IntArray, ...]:
     """Returns columns of the transfers that a lane makes: step, source, destination, low, high.
 
-    What lies at a place when an axis is begun is, of every origin that differs from it on axes
-    before only, all that is bound for its own coordinates on those.
+    When an axis begins, a place holds blocks of every origin that differs from it only on the axes
+    before: those that are bound for the place's coordinates on these axes.
     """
     size = shape[axis]
     before = int(np.prod(shape[:axis], dtype=np.int64))
@@ -325,7 +284,7 @@ def _rows(
     low = _unit(bounds, first_pair, hops.low[hop], after, lane.share, is_end=False)
     high = _unit(bounds, first_pair, hops.high[hop], after, lane.share, is_end=True)
 
-    # Only what is sent is spelled out: ragged counts may leave most of it empty.
+    # Ragged counts may leave most rows empty.
     hop, which, prefix = np.nonzero(low < high)
     source = _place(lane.sources[which], hops.source[hop], size, after)
     destination = _place(lane.destinations[which], hops.destination[hop], size, after)
@@ -383,24 +342,19 @@ def _promised(rows: Transfers, starts: IntArray, counts: IntArray) -> Schedule:
     )
 
 
-def _assembled(
-    parts: Sequence[tuple[Schedule, IntArray]], counts: Sequence[IntArray], delays: Sequence[int]
-) -> AllToAll:
-    """Returns slices, one after the other in the units, as one all-to-all."""
-    # Slices share no unit, so that they may go on at the same time.
-    num_units = sum(schedule.num_units for schedule, _ in parts)
-    schedules = []
-    starts = []
+def _assembled(parts: Sequence[Schedule]) -> Schedule:
+    """Returns schedules that run at the same time, each on the units after those of the one before."""
+    num_units = sum(part.num_units for part in parts)
+    moved = []
     first = 0
-    for (schedule, start), delay in zip(parts, delays, strict=True):
-        schedules.append(schedule.delayed(delay).at(first, num_units))
-        starts.append(start + first)
-        first += schedule.num_units
-    return AllToAll(beside(schedules), np.stack(starts), np.stack(counts))
+    for part in parts:
+        moved.append(part.at(first, num_units))
+        first += part.num_units
+    return beside(moved)
 
 
 def _checked(counts: ArrayLike, num_ranks: int) -> IntArray:
-    """Returns counts as integers, when there is one for each pair of ranks."""
+    """Returns counts as integers; raises unless there is one for each pair of ranks."""
     table = np.asarray(counts)
     check(
         table.shape == (num_ranks, num_ranks),
@@ -416,7 +370,7 @@ def _checked(counts: ArrayLike, num_ranks: int) -> IntArray:
 
 
 def _check_none(counts: IntArray, ranks: Sequence[int] | IntArray, whose: str) -> None:
-    """Raises when some ranks have something to send or to receive."""
+    """Raises if some ranks have something to send or to receive."""
     others = np.setdiff1d(np.arange(len(counts)), ranks)
     num_units = int(counts.sum() - counts[np.ix_(others, others)].sum())
     check(num_units == 0, f"units from or for {whose}", num_units, "0")

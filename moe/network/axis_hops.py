@@ -29,9 +29,9 @@ class Hops(NamedTuple):
 
     Attributes:
         step: <int64>[H] from 0.
-        source: <int64>[H] position that hands on.
-        destination: <int64>[H] position that takes.
-        origin: <int64>[H] position whose blocks these are.
+        source: <int64>[H] position that sends.
+        destination: <int64>[H] position that receives.
+        origin: <int64>[H] position at which the blocks began.
         low: <int64>[H] first half block, of 2 n.
         high: <int64>[H] half block after the last.
     """
@@ -55,7 +55,7 @@ def half_ring(size: int) -> Hops:
 
 
 def line(size: int, first: int = 0) -> Hops:
-    """Returns the hops of a line, or of a ring with a broken link, on which no block has a choice.
+    """Returns the hops of a line, or of a ring with a broken link, on which every block has one way.
 
     Args:
         size: Positions.
@@ -118,7 +118,7 @@ def straight(size: int) -> Hops:
 
 
 def by_block(hops: Hops) -> Hops:
-    """Returns the same hops with a row for every block, or half of one, that a run has."""
+    """Returns the same hops with a row for every block, or half a block, of a run."""
     first = hops.low // 2
     row, block = expand_runs(first, (hops.high + 1) // 2 - first)
 
@@ -130,9 +130,9 @@ def by_block(hops: Hops) -> Hops:
 
 
 def farthest_first(hops: Hops, size: int) -> Hops:
-    """Returns single blocks in an order in which those that have the farthest to go come first.
+    """Returns single blocks, those with the longest way first.
 
-    A block that has to cross the busiest link does not wait for one that stays near.
+    A block that has to cross the busiest link does not wait for one with a short way.
     """
     block = hops.low // 2
     goes_forwards = (hops.destination - hops.source) % size == 1
@@ -254,7 +254,7 @@ class Detour(NamedTuple):
 
 
 BALANCED = Detour()
-"""What loads all links equally."""
+"""Loads all links equally."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,11 +296,11 @@ def grid_of(topology: Topology, axes: Sequence[int]) -> Grid:
     if topology.switched:
         joined = [np.zeros(shape, np.bool_) for _ in axes]
     else:
-        joined = [_joined(ranks, axis, pairs, topology.num_nodes) for axis in range(len(axes))]
+        joined = [_linked(ranks, axis, pairs, topology.num_nodes) for axis in range(len(axes))]
     return Grid(ranks, tuple(joined), tuple(topology.wraps[axis] for axis in axes))
 
 
-def _joined(ranks: IntArray, axis: int, pairs: IntArray, num_nodes: int) -> NDArray[np.bool_]:
+def _linked(ranks: IntArray, axis: int, pairs: IntArray, num_nodes: int) -> NDArray[np.bool_]:
     """Returns <bool>[shape] whether each rank has links with the next one on an axis, both ways."""
     following = np.roll(ranks, -1, axis)
     forwards = np.isin(ranks * num_nodes + following, pairs)
@@ -325,16 +325,16 @@ def lanes_of_axis(
 
     Args:
         grid: The ranks.
-        axis: Its axis.
+        axis: An axis of the grid.
         ring: Hops around a ring that is whole.
-        detour: What a broken ring does.
+        detour: How a broken ring sends its blocks.
     """
     size = grid.shape[axis]
     # Breaks of each line.  [lines, size]
     joined = np.moveaxis(grid.joined[axis], axis, -1).reshape(-1, size)
     num_breaks = np.sum(~joined, axis=1)
 
-    # Whole rings, and lines that have no two ends any more.
+    # Whole rings, and lines in several pieces.
     whole = np.flatnonzero(num_breaks == 0)
     apart = np.flatnonzero(num_breaks > 1)
     lanes = [
@@ -382,14 +382,14 @@ def _neighbours(grid: Grid, axis: int, number: int, sides: int) -> IntArray:
 
 
 def _shared_lanes(size: int, number: int, hops: Hops, helpers: IntArray, kept: float) -> list[Lane]:
-    """Returns what a broken ring does itself, and what its neighbours do for it.
+    """Returns the hops of a broken ring, and those of the neighbours that help it.
 
     Args:
         size: Ranks of the ring.
-        number: Which of its axis it is.
-        hops: Of its blocks along what is left of it.
+        number: Number of the line on its axis.
+        hops: Hops of its blocks along its other links.
         helpers: <int64>[K] neighbouring rings.
-        kept: Which part of every block it keeps.
+        kept: Part of every block that it keeps.
     """
     broken = np.array([number], np.int64)
     lanes = [Lane(broken, broken, broken, hops, (0.0, kept))]
@@ -421,9 +421,9 @@ def _shared_lanes(size: int, number: int, hops: Hops, helpers: IntArray, kept: f
 
 
 def _part_kept(grid: Grid, axis: int, num_helpers: int, detour: Detour) -> float:
-    """Returns which part of its blocks a broken ring keeps, so that no link has the most to do.
+    """Returns the part of its blocks that a broken ring keeps, so that all links are equally loaded.
 
-    Loads are those of the busiest link of a line by what each of its ranks sends in all.
+    Loads are those of the busiest link of a line, over what each of its ranks sends in all.
     """
     if num_helpers == 0 or detour.kept == 1:
         return 1.0

@@ -10,9 +10,6 @@ import numpy as np
 from moe.network.schedule import IntArray, Schedule, expand_runs
 from moe.network.topology import FloatArray
 
-_ROWS_AT_ONCE = 1 << 20
-"""Rows whose bounds are sorted together; more need more memory."""
-
 
 class Buffers:
     """The times of all pieces of all ranks, in seconds.
@@ -86,25 +83,18 @@ def _all_bounds(schedule: Schedule) -> IntArray:
 
     The end of a rank's last piece begins a piece that nothing touches.
     """
-    # Part by part, so that a long table needs little memory.
     table = schedule.transfers
     stride = schedule.num_units + 1
-    distinct = np.empty(0, np.int64)
-    for first in range(0, len(table.step), _ROWS_AT_ONCE):
-        rows = slice(first, first + _ROWS_AT_ONCE)
-
-        # Both ends of what is read and of what is written.
-        ends = [distinct]
-        for rank in (table.source[rows], table.destination[rows]):
-            ends += [rank * stride + table.low[rows], rank * stride + table.high[rows]]
-        distinct = sorted_distinct(np.concatenate(ends))
-    return distinct
+    ends = []
+    for rank in (table.source, table.destination):
+        ends += [rank * stride + table.low, rank * stride + table.high]
+    return sorted_distinct(np.concatenate(ends))
 
 
 def sorted_distinct(numbers: IntArray) -> IntArray:
-    """Returns the distinct ones of some numbers, sorted in place: numpy's `unique` hashes them.
+    """Returns the distinct numbers, sorted; sorts them in place.
 
-    That takes ten times as long where most are distinct.
+    numpy's `unique` hashes them, which takes ten times as long if most are distinct.
     """
     numbers.sort()
     is_first = np.ones(len(numbers), np.bool_)

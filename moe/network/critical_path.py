@@ -1,7 +1,7 @@
-"""Which transfers set the time of a simulation, and where their time goes.
+"""The transfers that determine the time of a simulation, and how their time divides.
 
-Read backwards from the transfer that ends last: each started at the very moment at which another
-one let it, by its data, by leaving its destination free, or by leaving a link.
+Found backwards from the transfer that ends last: each one started exactly when another one delivered
+its data, freed its destination, or left a link.
 """
 
 from typing import NamedTuple
@@ -30,14 +30,14 @@ class Timeline(NamedTuple):
 
 
 class CriticalPath(NamedTuple):
-    """The transfers that set the time, and where it goes; the parts sum to the time.
+    """The transfers that determine the time, and the parts of it, which sum to the time.
 
     Attributes:
         rows: <int64>[N] rows of the table, first to last.
-        latency: Seconds that bytes of these transfers spend on the way.
-        bandwidth: Seconds that their bytes flow.
-        waiting: Seconds for which they wait for others to leave a link. Where links differ a slow
-            message may start before a fast one that has its slot first; such time counts back.
+        latency: Seconds between bytes sent and bytes received.
+        bandwidth: Seconds in which bytes are sent.
+        waiting: Seconds of waiting for others to leave a link. If links differ, a slow message may
+            start before a fast one that got its slot first; such time is subtracted.
     """
 
     rows: IntArray
@@ -47,7 +47,7 @@ class CriticalPath(NamedTuple):
 
 
 def find_critical_path(table: Transfers, timeline: Timeline) -> CriticalPath:
-    """Returns the transfers that set the time; nothing for an empty schedule."""
+    """Returns the transfers that determine the time; none for an empty schedule."""
     if not len(table.step):
         return CriticalPath(np.empty(0, np.int64), latency=0.0, bandwidth=0.0, waiting=0.0)
 
@@ -59,7 +59,7 @@ def find_critical_path(table: Transfers, timeline: Timeline) -> CriticalPath:
     bandwidth = float(timeline.released[row] - timeline.start[row])
     waiting = 0.0
 
-    # Step back to what let this row start, until a row that nothing held up.
+    # Step back to the transfer that this one waited for, until one that did not wait.
     while timeline.start[row] > 0:
         started = float(timeline.start[row])
         if timeline.blocker[row] >= 0:
@@ -77,7 +77,7 @@ def find_critical_path(table: Transfers, timeline: Timeline) -> CriticalPath:
 
 
 class _Events:
-    """The ends of all transfers in order of time, to look up what ended at a moment."""
+    """The ends of all transfers in order of time, to look up those at a moment."""
 
     def __init__(self, table: Transfers, timeline: Timeline) -> None:
         self._table = table
@@ -90,14 +90,14 @@ class _Events:
         self._release = timeline.released[self._by_release]
 
     def cause(self, row: int) -> tuple[int, bool]:
-        """Returns the row whose end let a row start, and whether it was its arrival.
+        """Returns the row that a row waited for, and whether it waited for its arrival.
 
-        Else its last byte had left the interval that this row writes.
+        Otherwise it waited until the interval that it writes had been sent.
         """
         table = self._table
         moment = self._timeline.start[row]
 
-        # What arrived then where this row reads or writes.
+        # Transfers that arrived then where this row reads or writes.
         arrived = _at(moment, self._finish, self._by_finish)
         touched = table.destination[arrived]
         is_mine = (touched == table.source[row]) | (touched == table.destination[row])
@@ -105,14 +105,14 @@ class _Events:
         if len(rows):
             return int(rows[-1]), True
 
-        # What was read until then where this row writes.
+        # Transfers that were sent until then from where this row writes.
         left = _at(moment, self._release, self._by_release)
         is_mine = table.source[left] == table.destination[row]
         rows = left[is_mine & self._came_before(left, row)]
         return int(rows[-1]), False
 
     def _came_before(self, rows: IntArray, row: int) -> np.ndarray:
-        """Returns <bool>[N] which rows share units with a row, and come in an earlier step."""
+        """Returns <bool>[N] which rows share units with a row and are in an earlier step."""
         table = self._table
 
         # Both touch a unit, one before the other.

@@ -1,12 +1,12 @@
-"""The time of links, given to messages slot by slot.
+"""The time of links, given to messages in slots.
 
-A message takes bytes / bandwidth seconds of every link of its route: its slot. It starts at the
-first moment at which each link has a slot for it that ends no later than its last byte is sent. So
-a link at the speed of its messages carries one after the other, and a link eight times as fast
+A message occupies every link of its route for bytes / bandwidth seconds: its slot on that link. It
+starts as soon as every link has a free slot that ends no later than the message's last byte is sent.
+So a link at the speed of its messages carries one after the other, and a link eight times as fast
 carries eight at once.
 
-Messages are served in order, and a message may have a slot before those of messages that were
-served earlier: links do not idle for what has not come yet. A link remembers its last gaps.
+Messages get slots in order. A message may get a slot before those of earlier messages, in a gap that
+they leave: a link does not idle while it waits for a message. A link remembers its last gaps.
 """
 
 from collections.abc import Iterator
@@ -18,21 +18,21 @@ from moe.network.schedule import IntArray, expand_runs
 from moe.network.topology import FloatArray, Links
 
 PICOSECOND = 1e-12
-"""Times that differ by less are the same, whatever was rounded."""
+"""Times that differ by less than this rounding error are equal."""
 
 NUM_GAPS = 16
-"""Gaps between its slots that a link remembers; of more the oldest is forgotten, and stays idle."""
+"""Gaps between slots that a link remembers; older ones are forgotten and stay idle."""
 
 
 class Messages(NamedTuple):
     """The transfers of one step, N rows.
 
     Attributes:
-        rows: Where they stand in the table.
-        pair: <int64>[N] route of each.
-        bytes: <float64>[N] bytes of each.
-        flow: <float64>[N] seconds from the first byte sent to the last one.
-        latency: <float64>[N] seconds from the last byte sent to the last one received.
+        rows: Their rows in the table of transfers.
+        pair: <int64>[N] pair of ranks, an index into `Routes`.
+        bytes: <float64>[N] size.
+        flow: <float64>[N] seconds from the first byte sent to the last byte sent.
+        latency: <float64>[N] seconds from the last byte sent to the last byte received.
     """
 
     rows: slice
@@ -43,11 +43,11 @@ class Messages(NamedTuple):
 
 
 class Hops(NamedTuple):
-    """The links that messages cross, a row each, in the order of messages.
+    """The links that messages cross, sorted by message.
 
     Attributes:
-        row: <int64>[H] which message.
-        link: <int64>[H] which link.
+        row: <int64>[H] message, an index into `Messages`.
+        link: <int64>[H] link.
     """
 
     row: IntArray
@@ -55,12 +55,12 @@ class Hops(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The slots that links have for messages, a row for each hop.
+    """The first free slot on each link of a message.
 
     Attributes:
-        start: <float64>[H] when the message can start.
-        begin: <float64>[H] when its slot begins.
-        gap: <int64>[H] gap of the link that the slot is in; -1 for the time after all slots.
+        start: <float64>[H] earliest start of the message that this slot allows.
+        begin: <float64>[H] when the slot begins.
+        gap: <int64>[H] gap of the link in which the slot is; -1 for the time after all slots.
     """
 
     start: FloatArray
@@ -69,21 +69,21 @@ class Choice(NamedTuple):
 
 
 class LinkSlots:
-    """The slots of all links.
+    """The occupied slots of all links, and the gaps between them.
 
     Args:
-        links: Of the network.
+        links: Links of the network.
     """
 
     def __init__(self, links: Links) -> None:
         self._bandwidth = links.bandwidth
         num_links = len(links.bandwidth)
 
-        # When the last slot of a link ends, and the row that has it.
+        # End of the last slot of each link, and the transfer that has the slot.
         self._end = np.zeros(num_links)
         self._last_row = np.full(num_links, -1)
 
-        # The gaps between slots, and the row before each. A gap without end is none.
+        # Gaps between slots, and the transfer before each gap; unused entries end at -inf.
         self._gap_begin = np.zeros((num_links, NUM_GAPS))
         self._gap_end = np.full((num_links, NUM_GAPS), -np.inf)
         self._gap_row = np.full((num_links, NUM_GAPS), -1)
@@ -92,18 +92,18 @@ class LinkSlots:
     def serve(
         self, messages: Messages, hops: Hops, ready: FloatArray
     ) -> tuple[FloatArray, IntArray]:
-        """Gives slots to the messages of a step.
+        """Gives every message of a step a slot on each link of its route.
 
         Args:
-            messages: The step's.
-            hops: Their routes.
-            ready: <float64>[N] when each could start, were all links free.
+            messages: Messages of the step.
+            hops: Links of their routes.
+            ready: <float64>[N] when each message could start if all links were free.
 
         Returns:
-            <float64>[N] when each starts, and <int64>[N] the row for which it waits to leave a
-            link; -1 for none.
+            <float64>[N] when each message starts, and <int64>[N] the transfer that it waits for to
+            leave a link; -1 if it does not wait.
         """
-        # Messages that share a link take turns; all others are served at once.
+        # Messages that share a link take turns.
         start = ready.copy()
         blocker = np.full(len(ready), -1)
         for turn in _turns(hops, ready, len(self._end)):
@@ -113,15 +113,15 @@ class LinkSlots:
     def _serve_turn(
         self, messages: Messages, hops: Hops, start: FloatArray, blocker: IntArray
     ) -> None:
-        """Gives slots to messages that share no link; moves their starts, in place."""
-        # A route is a run of rows. Its slowest link has no slack.
+        """Gives slots to messages that share no link; updates `start` and `blocker` in place."""
+        # Hops of a message are contiguous. The slowest link of a route has no slack.
         row, link = hops
         first_hops = np.flatnonzero(np.diff(row, prepend=-1))
         message = row[first_hops]
         work = messages.bytes[row] / self._bandwidth[link]
         slack = messages.flow[row] - work
 
-        # Until all links of a route have a slot for the same start, messages start later.
+        # Delay messages until all links of a route have a slot for the same start.
         choice = self._choose(link, start[row], work, slack)
         num_hops = np.diff(first_hops, append=len(row))
         latest = np.maximum.reduceat(choice.start, first_hops)
@@ -129,7 +129,7 @@ class LinkSlots:
             is_last = choice.start == np.repeat(latest, num_hops)
             is_last &= choice.start > start[row]
 
-            # The first of the links that open last names who holds it.
+            # Of the links that are free last, the first one names the transfer that blocks it.
             held = np.flatnonzero(is_last)[::-1]
             blocker[row[held]] = self._rows_before(link[held], choice.gap[held])
             start[message] = latest
@@ -139,21 +139,27 @@ class LinkSlots:
         self._take(link, choice, work, messages.rows.start + row)
 
     def _rows_before(self, link: IntArray, gap: IntArray) -> IntArray:
-        """Returns the row whose slot is before a gap of a link; before its end for -1."""
+        """Returns the transfer whose slot is before a gap of a link; -1 means the end of all slots."""
         return np.where(gap >= 0, self._gap_row[link, gap], self._last_row[link])
 
     def _choose(
         self, link: IntArray, earliest: FloatArray, work: FloatArray, slack: FloatArray
     ) -> Choice:
-        """Returns the first slot of each link for a message that may start at `earliest`."""
+        """Returns the first free slot of each link for a message that may start at `earliest`.
+
+        Args:
+            link: <int64>[H] links.
+            earliest: <float64>[H] earliest start of the message.
+            work: <float64>[H] length of the slot in seconds.
+            slack: <float64>[H] seconds by which the slot may begin after the message starts.
+        """
         end = self._end[link]
         start = np.maximum(earliest, end - slack)
         begin = np.maximum(start, end)
 
-        # No gap is chosen yet.
         gap = np.full(len(link), -1)
 
-        # Gaps matter to those who would have to wait for the last slot.
+        # Messages that would have to wait for the last slot may fit into a gap.
         late = np.flatnonzero(end > earliest)
         if len(late):
             opens = self._gap_begin[link[late]]  # [late, gaps]
@@ -163,14 +169,13 @@ class LinkSlots:
             fits = gap_slot + work[late, None] <= closes + PICOSECOND
             gap_start[~fits] = np.inf
 
-            # The earliest start, and the first slot of those that allow it.
+            # The earliest start, and the first gap that allows it.
             best = gap_start.min(axis=1)
             gap_slot[gap_start > best[:, None]] = np.inf
             place = gap_slot.argmin(axis=1)
             slot = gap_slot[np.arange(len(late)), place]
             is_better = best <= start[late]
 
-            # What does not fit into a gap stays after all slots.
             late = late[is_better]
             start[late] = best[is_better]
             begin[late] = slot[is_better]
@@ -178,19 +183,18 @@ class LinkSlots:
         return Choice(start=start, begin=begin, gap=gap)
 
     def _take(self, link: IntArray, choice: Choice, work: FloatArray, table_row: IntArray) -> None:
-        """Gives the chosen slots to rows of the table; no link is chosen twice."""
-        # A slot is in a gap or after all others.
+        """Gives the chosen slots to transfers; no link is chosen twice."""
         over = choice.begin + work
         in_gap = choice.gap >= 0
 
-        # After all slots: the time before the new one is a gap.
+        # After all slots: the time before the new slot is a gap.
         tail = link[~in_gap]
         begin = choice.begin[~in_gap]
         self._remember(tail, self._end[tail], begin, self._last_row[tail])
         self._end[tail] = over[~in_gap]
         self._last_row[tail] = table_row[~in_gap]
 
-        # In a gap: what is before the slot stays in its place, what is after it is a new gap.
+        # In a gap: the part before the slot replaces the gap, the part after it is a new gap.
         inner = link[in_gap]
         place = choice.gap[in_gap]
         closes = self._gap_end[inner, place]
@@ -203,7 +207,7 @@ class LinkSlots:
         """Adds gaps of different links, unless they are empty."""
         is_gap = end - begin > PICOSECOND
 
-        # The new gap takes the place of the oldest one.
+        # The new gap replaces the oldest one.
         link = link[is_gap]
         place = self._next_gap[link] % NUM_GAPS
         self._gap_begin[link, place] = begin[is_gap]
@@ -215,16 +219,16 @@ class LinkSlots:
 def _turns(hops: Hops, ready: FloatArray, num_links: int) -> Iterator[Hops]:
     """Yields the hops of messages turn by turn; no two messages of a turn share a link.
 
-    A message has its turn when it is the first in line at all of its links. The line is that of
-    who is ready first, then of the rows.
+    Messages queue at each link by the time at which they are ready, then by row. A message has its
+    turn when it is first in the queues of all its links.
     """
-    # Most steps of most schedules share no link.
+    # In most steps of most schedules no messages share a link.
     load = np.bincount(hops.link, minlength=num_links)
     if load.max(initial=0) <= 1:
         yield hops
         return
 
-    # The line of each link, one after the other.
+    # The queues of all links, one after the other.
     order = np.argsort(np.round(ready / PICOSECOND), kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -242,7 +246,7 @@ def _turns(hops: Hops, ready: FloatArray, num_links: int) -> Iterator[Hops]:
         link = hops.link[turn]
         yield Hops(row=hops.row[turn], link=link)
 
-        # They leave their lines.
+        # These messages leave their queues.
         head[link] += 1
         waiting = link[head[link] < line_end[link]]
         following = line[head[waiting]]

@@ -1,10 +1,10 @@
 """Reduce-scatters cut from all-reduces.
 
-Every all-reduce here sums each unit at one rank before that rank hands it out, so its sums alone
-are a reduce-scatter (`owned_reduce_scatter`): the schedule chooses which rank ends with which
-units, and the planner times this one. FSDP needs the i-th chunk at the i-th rank
-(`reduce_scatter_of`): that takes the same sums and, where another rank makes them, the copies on
-their way.
+Every all-reduce here sums each unit at one rank before that rank hands it out. Its sums alone are a
+reduce-scatter in which the schedule chooses which rank ends with which units: the planner times this
+one (`owned_reduce_scatter`). FSDP needs the i-th chunk at the i-th rank: training runs this one
+(`reduce_scatter_of`), which also sends sums from the ranks that make them to those that need them.
+On a 4 x 4 torus it takes 1.6 to 2 times as long as the first.
 """
 
 from dataclasses import replace

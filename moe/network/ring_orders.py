@@ -1,12 +1,11 @@
-"""Orders of ranks for rings: which rank follows which, on grids with and without holes.
+"""Orders of ranks for rings, on grids with and without holes.
 
-Best is a ring of neighbours, a Hamiltonian cycle of the live ranks: each hop is one link, and no
-link is used twice. Where none is known, messages between ranks of the ring take several links.
+The best order is a ring of neighbours, a Hamiltonian cycle of the live ranks: each hop is one link,
+and no link is used twice. If none is known, messages between ranks of the ring take several links.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,31 +15,18 @@ from moe.network.schedule import IntArray
 from moe.network.topology import Topology
 
 BoolArray = NDArray[np.bool_]
-
+Block = tuple[int, int]
+"""Row and column of a block of 2 x 2 ranks."""
 
 _DIRECTIONS = ((1, 1), (0, 1), (1, -1), (0, -1))
 """Axis and sign: right, down, left, up."""
-
-
-class TreeEdge(NamedTuple):
-    """Two neighbouring blocks of 2 x 2 ranks, by row and column of blocks.
-
-    Attributes:
-        first: The one above, or to the left.
-        second: The one below, or to the right.
-        is_below: Whether the second one is below.
-    """
-
-    first: tuple[int, int]
-    second: tuple[int, int]
-    is_below: bool
 
 
 def mesh_of(topology: Topology) -> IntArray:
     """Returns the ranks of a mesh or torus, links between neighbours, as an array of its shape.
 
     Raises:
-        ConfigError: When the network is none.
+        ConfigError: If the network is not a grid.
     """
     shape = topology.shape
     is_mesh = bool(shape) and not topology.switched
@@ -53,7 +39,7 @@ def whole_grid_of(topology: Topology) -> IntArray:
     """Returns the ranks of a grid, or of levels of switches, without the lines that are dead.
 
     Raises:
-        ConfigError: When the network is neither, or a line along an axis is dead in part.
+        ConfigError: If the network is neither, or a line along an axis is dead in part.
     """
     shape = topology.shape
     expected = "a grid of ranks, or levels of switches"
@@ -114,7 +100,7 @@ def pair_rows(grid: IntArray) -> IntArray:
         grid: <int64>[..., Y, X] ranks.
 
     Raises:
-        ConfigError: When there are no two axes, or Y is odd.
+        ConfigError: If there are no two axes, or Y is odd.
     """
     check(grid.ndim >= 2, "shape of a mesh", grid.shape, "two axes or more, to pair rows")
     *others, num_rows, width = grid.shape
@@ -146,7 +132,7 @@ def neighbour_ring(topology: Topology) -> IntArray:
     corner, are each live or dead as a whole.
 
     Raises:
-        ConfigError: When no such ring is known, with the reason.
+        ConfigError: If no such ring is known, with the reason.
     """
     find_ring = _ring_around_holes if topology.dead else _ring_of_whole
     order = find_ring(topology)
@@ -214,8 +200,8 @@ def _ring_around_holes(topology: Topology) -> IntArray:
     # The next rank of each: first around its block, then around all.
     following = np.zeros(grid.size, np.int64)
     following[blocks] = np.roll(blocks, -1, axis=-1)
-    for first, second, is_below in _spanning_tree(is_live, topology.wraps):
-        _join(blocks[first], blocks[second], following, is_below=is_below)
+    for first, second, axis in _spanning_tree(is_live, topology.wraps):
+        _join(blocks[first], blocks[second], following, is_below=axis == 0)
 
     # Walk around it.
     order = [int(topology.live_ranks[0])]
@@ -241,7 +227,6 @@ def _live_blocks(blocks: IntArray, topology: Topology) -> BoolArray:
     num_dead = is_dead.sum(axis=-1)
     torn = blocks[(num_dead > 0) & (num_dead < 4)]
 
-    # A block that is dead in part.
     if len(torn):
         block = sorted(torn[0].tolist())
         dead = sorted(topology.dead.intersection(block))
@@ -251,15 +236,19 @@ def _live_blocks(blocks: IntArray, topology: Topology) -> BoolArray:
     return num_dead == 0
 
 
-def _spanning_tree(is_live: BoolArray, wraps: Sequence[bool]) -> list[TreeEdge]:
-    """Returns edges that join all blocks that can be reached from the first live one."""
+def _spanning_tree(is_live: BoolArray, wraps: Sequence[bool]) -> list[tuple[Block, Block, int]]:
+    """Returns edges that join all blocks that can be reached from the first live one.
+
+    An edge is two neighbouring blocks, the one above or to the left first, and the axis on which
+    they are neighbours.
+    """
     shape = is_live.shape
     row, column = np.argwhere(is_live)[0].tolist()
     queue = deque([(row, column)])
     joined = set(queue)
 
     # Breadth first.
-    edges: list[TreeEdge] = []
+    edges: list[tuple[Block, Block, int]] = []
     while queue:
         block = queue.popleft()
         for axis, sign in _DIRECTIONS:
@@ -268,16 +257,14 @@ def _spanning_tree(is_live: BoolArray, wraps: Sequence[bool]) -> list[TreeEdge]:
             place %= shape[axis]
             row, column = block
             neighbour = (place, column) if axis == 0 else (row, place)
-            if not is_inside or not is_live[neighbour]:
-                continue
-            if neighbour in joined:
+            if not is_inside or not is_live[neighbour] or neighbour in joined:
                 continue
 
             # The block above or to the left comes first.
             joined.add(neighbour)
             queue.append(neighbour)
-            pair = (block, neighbour) if sign > 0 else (neighbour, block)
-            edges.append(TreeEdge(*pair, is_below=axis == 0))
+            first, second = (block, neighbour) if sign > 0 else (neighbour, block)
+            edges.append((first, second, axis))
     return edges
 
 

@@ -252,7 +252,7 @@ def row_pair_all_reduce(
         num_ranks: Ranks of the schedule; those of the mesh unless given.
 
     Raises:
-        ConfigError: When the rows cannot be paired.
+        ConfigError: If the rows cannot be paired.
     """
     pairs = pair_rows(np.asarray(ranks, np.int64))
     rings = fold(pairs, [wraps] * (pairs.ndim - 1) + [True])
@@ -278,7 +278,7 @@ def multi_ring_all_reduce(
         num_ranks: Ranks of the schedule; the product of the levels unless given.
 
     Raises:
-        ConfigError: When the levels do not multiply to the number of ranks.
+        ConfigError: If the levels do not multiply to the number of ranks.
     Source:
         PowerAI DDL (arXiv:1708.02188), "multi-ring". Differs: any number of levels.
     """

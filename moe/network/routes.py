@@ -1,7 +1,7 @@
-"""The routes of all messages of a schedule at once, one after the other in one table.
+"""The routes of all messages of a schedule, in one table.
 
-`Topology.route` answers for one pair of ranks. A torus of thousands of chips has tens of thousands
-of pairs: where the way by axes is whole it is found here for all of them together.
+`Topology.route` routes one pair of ranks. A torus of thousands of chips has tens of thousands of
+pairs: wherever the way along the axes is whole, it is found here for all pairs together.
 """
 
 import itertools
@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 from moe.network.buffers import sorted_distinct
 from moe.network.schedule import IntArray, Transfers, expand_runs
 from moe.network.topology import FloatArray, Topology
-
-_ROWS_AT_ONCE = 1 << 20
-"""Rows whose pairs are sorted together; more need more memory."""
 
 
 class Routes(NamedTuple):
@@ -49,15 +46,15 @@ def pair_keys(source: IntArray, destination: IntArray, num_ranks: int) -> IntArr
 
 
 def find_routes(table: Transfers, topology: Topology) -> Routes:
-    """Returns the routes of all pairs of ranks that some transfers are between.
+    """Returns the routes of all pairs of ranks that exchange anything.
 
     Raises:
-        ConfigError: When no path is left between two of them.
+        ConfigError: If no path is left between two of them.
     """
-    key = _distinct_pairs(table, topology.num_ranks)
+    key = sorted_distinct(pair_keys(table.source, table.destination, topology.num_ranks))
     pair, link = _hops_by_axes(key, topology)
 
-    # Pairs with no way by axes ask one by one.
+    # Other pairs are routed one by one.
     is_open = np.ones(len(key), np.bool_)
     is_open[pair] = False
     pairs = [pair]
@@ -89,21 +86,11 @@ def find_routes(table: Transfers, topology: Topology) -> Routes:
     )
 
 
-def _distinct_pairs(table: Transfers, num_ranks: int) -> IntArray:
-    """Returns the sorted numbers of all pairs of some transfers."""
-    # Part by part, so that a long table needs little memory.
-    distinct = np.empty(0, np.int64)
-    for first in range(0, len(table.step), _ROWS_AT_ONCE):
-        rows = slice(first, first + _ROWS_AT_ONCE)
-        keys = pair_keys(table.source[rows], table.destination[rows], num_ranks)
-        distinct = sorted_distinct(np.concatenate([distinct, keys]))
-    return distinct
-
-
 def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray]:
-    """Returns pair and link of every hop on the ways by axes: last axis first, the shorter way.
+    """Returns pair and link of every hop along the axes: last axis first, the shorter way around.
 
-    Pairs whose way is broken have none; on a network that is no grid, all of them.
+    Pairs whose way is broken have no hops, nor do any on a network that is neither a grid nor levels
+    of switches.
     """
     if topology.switched:
         return _hops_by_switches(key, topology)
@@ -122,7 +109,6 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
     for axis in reversed(range(len(topology.shape))):
         size = topology.shape[axis]
 
-        # The shorter way around, where there are two.
         distance = target[axis] - here[axis]
         if topology.wraps[axis]:
             distance = (distance + (size - 1) // 2) % size - (size - 1) // 2
@@ -140,16 +126,16 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
     pair = np.concatenate(pairs)
     link = np.concatenate(links)
 
-    # A way with a missing link is no way.
+    # Drop ways with a missing link.
     is_whole = np.bincount(pair, link < 0, minlength=len(key)) == 0
     return pair[is_whole[pair]], link[is_whole[pair]]
 
 
 def _hops_by_switches(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray]:
-    """Returns pair and link of every hop between ranks at switches, by as few of them as there may be.
+    """Returns pair and link of every hop between ranks at switches, over as few switches as possible.
 
-    Inside a node by its switch, else by the top one, by the node's own switch where cards are
-    shared.
+    Inside a node over its switch, else over the top switch; if cards are shared, over both nodes'
+    switches too.
     """
     source, destination = np.divmod(key, topology.num_ranks)
     top = np.full(len(key), topology.num_nodes - 1)
@@ -190,7 +176,6 @@ class _LinkFinder:
         """Returns <int64>[N] the link of each pair; -1 where there is none."""
         key = source * self._num_nodes + destination
 
-        # Look up by number; what is not there is shown by another number.
         place = np.searchsorted(self._key, key)
         place = np.minimum(place, len(self._key) - 1)
         if not len(self._key):

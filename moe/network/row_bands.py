@@ -43,7 +43,7 @@ def find_bands(ranks: ArrayLike, dead: Collection[int]) -> list[Band]:
         dead: Ranks that have failed, in blocks of 2 x 2 counted from the corner.
 
     Raises:
-        ConfigError: When a block is dead in part, or a broken pair of rows has no whole pair beside
+        ConfigError: If a block is dead in part, or a broken pair of rows has no whole pair beside
             it for itself.
     """
     grid = np.asarray(ranks, np.int64)
@@ -84,7 +84,7 @@ def row_band_all_reduce(
     """Returns an all-reduce around bands of rows and then across them, half in each direction.
 
     Args:
-        bands: Of `find_bands`.
+        bands: Result of `find_bands`.
         num_units: Units of the payload.
         num_ranks: Ranks of the schedule, the dead ones included.
         wraps: Whether the last row is a neighbour of the first one.
@@ -126,7 +126,7 @@ def _one_way_all_reduce(
 
 
 def _find_helpers(is_dead: BoolArray) -> dict[int, int]:
-    """Returns the whole pair of rows that helps each broken one; none is needed by a dead one."""
+    """Returns the whole pair of rows that helps each broken pair; a dead pair needs none."""
     is_broken = is_dead.any(axis=1)
     has_clients = is_broken & ~is_dead.all(axis=1)
     whole = set(np.flatnonzero(~is_broken).tolist())

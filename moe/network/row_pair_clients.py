@@ -1,4 +1,4 @@
-"""Row pairs around holes: what is left of a broken pair of rows is the client of a whole one.
+"""Row pairs around holes: the live ranks of a broken pair of rows are clients of a whole pair.
 
 The live ranks on one side of a hole are a fragment. Its ranks reduce among themselves, so that each
 has a piece of the payload, and hand the piece to the facing rank of the nearest whole pair, which
@@ -37,7 +37,7 @@ class PairedRows(NamedTuple):
 
     Attributes:
         whole: <int64>[P, 2 X] rings of the pairs of rows without a dead rank.
-        fragments: What is left of the other pairs.
+        fragments: Live ranks of the other pairs.
     """
 
     whole: IntArray
@@ -55,7 +55,7 @@ def pair_rows_around_holes(
         wraps: Whether the last row is a neighbour of the first one.
 
     Raises:
-        ConfigError: When no pair of rows is whole, or a column of a pair is dead in part.
+        ConfigError: If no pair of rows is whole, or a column of a pair is dead in part.
     """
     grid = np.asarray(ranks, np.int64)
     is_dead = find_dead_columns(grid, dead)
@@ -85,7 +85,7 @@ def find_dead_columns(grid: IntArray, dead: Collection[int]) -> BoolArray:
         dead: Ranks that have failed.
 
     Raises:
-        ConfigError: When Y is odd, or one rank of the two is dead and the other one live.
+        ConfigError: If Y is odd, or one rank of the two is dead and the other one live.
     """
     check(grid.ndim == 2, "shape of a mesh with holes", grid.shape, "two axes")
     check(
@@ -114,7 +114,7 @@ def row_pair_client_all_reduce(
     Half of the payload goes around in each direction.
 
     Args:
-        rows: Of `pair_rows_around_holes`.
+        rows: Result of `pair_rows_around_holes`.
         num_units: Units of the payload.
         num_ranks: Ranks of the schedule, the dead ones included.
         num_slices: Slices of the payload, each a turn of a ring behind the one before it; more cost

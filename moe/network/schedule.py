@@ -13,7 +13,7 @@ unit begins at one rank and ends at another, so that the sum has one term.
 Next: `rings` builds schedules.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -118,7 +118,7 @@ class Schedule:
         after: Units that ranks end with: each the sum over all ranks that began with it.
 
     Raises:
-        ConfigError: When a transfer or an interval leaves the ranks or the units.
+        ConfigError: If a transfer or an interval leaves the ranks or the units.
     """
 
     num_ranks: int
@@ -229,28 +229,6 @@ def beside(schedules: Sequence[Schedule]) -> Schedule:
         before=_concatenate_intervals([schedule.before for schedule in schedules]),
         after=_concatenate_intervals([schedule.after for schedule in schedules]),
     )
-
-
-def sliced(build: Callable[[int], Schedule], num_units: int, num_slices: int) -> Schedule:
-    """Returns a schedule on slices of the payload, each a step behind the one before it.
-
-    Where a schedule uses one set of links after the other (rows, then columns), a slice uses the
-    second while the next one uses the first.
-
-    Args:
-        build: Makes the schedule for a number of units.
-        num_units: Units of the whole payload.
-        num_slices: Slices; more cost latency, fewer leave links idle.
-    """
-    check_integer("num_slices", num_slices, least=1)
-    bounds = split_evenly(num_units, num_slices)
-    slices = []
-    for index in range(num_slices):
-        size = int(bounds[index + 1] - bounds[index])
-        if size:
-            part = build(size).at(int(bounds[index]), num_units)
-            slices.append(part.delayed(index))
-    return beside(slices) if slices else build(num_units)
 
 
 def split_evenly(num_units: int, num_parts: int) -> IntArray:

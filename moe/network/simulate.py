@@ -1,12 +1,12 @@
-"""The time of a schedule on a network, found without a rank.
+"""The time of a schedule on a network, simulated without any rank.
 
 A transfer starts when its source interval is final (all that earlier steps write to it has
 arrived), its destination interval is free (all reads and writes of earlier steps are done), and the
-links of its route take it. It then takes the latency of all links of its route and its bytes over
+links of its route have a slot for it. It then takes the latency of all links of its route and its bytes over
 the bandwidth of the slowest one. Steps are no barriers: nothing waits for what it does not need.
 
-Links are given to the transfers of earlier steps first; in a step to whoever is ready first, then by
-row. What comes later may use the time that is left in between. `link_slots` has the details.
+Links serve the transfers of earlier steps first; within a step, those that are ready first, then by
+row. Later transfers may use the gaps in between. See `link_slots`.
 
 The bytes of a unit are the payload over the units of the schedule: for an all-to-all, whose units
 are those of all pairs of ranks, the payload is what all ranks send together.
@@ -25,17 +25,17 @@ from moe.network.buffers import Buffers, Pieces
 from moe.network.critical_path import CriticalPath, Timeline, find_critical_path
 from moe.network.link_slots import Hops, LinkSlots, Messages
 from moe.network.routes import Routes, find_routes, pair_keys
-from moe.network.schedule import IntArray, Schedule
+from moe.network.schedule import Schedule
 from moe.network.topology import FloatArray, Topology
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What happens when, on T transfers and L links.
+    """The times of T transfers on L links.
 
     Attributes:
-        schedule: What is sent.
-        topology: Over which links.
+        schedule: The schedule.
+        topology: The network.
         payload_bytes: Bytes of all units of a buffer.
         timeline: When each transfer starts and ends, and what it waits for.
         link_bytes: <float64>[L] bytes that each link carries.
@@ -66,25 +66,20 @@ class Simulation:
 
     @cached_property
     def path(self) -> CriticalPath:
-        """The transfers that set the time, and where theirs goes."""
+        """The transfers that determine the time, and how it divides."""
         return find_critical_path(self.schedule.transfers, self.timeline)
-
-    @property
-    def critical_path(self) -> IntArray:
-        """<int64>[N] rows of the transfers that set the time, first to last."""
-        return self.path.rows
 
 
 def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Simulation:
     """Returns when each transfer of a schedule starts and ends on a network.
 
     Args:
-        schedule: What is sent.
-        topology: Its ranks are those of the schedule.
+        schedule: The schedule.
+        topology: The network, with the ranks of the schedule.
         payload_bytes: Bytes of a whole buffer; for an all-to-all what all ranks send together.
 
     Raises:
-        ConfigError: When the network has other ranks, or no path between two that exchange data.
+        ConfigError: If the network has other ranks, or no path between two that exchange data.
     """
     _check(schedule, topology, payload_bytes)
     routes = find_routes(schedule.transfers, topology)
@@ -104,7 +99,7 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
         sources, destinations = _touched_pieces(buffers, schedule, messages.rows)
         ready = np.maximum(buffers.final(sources), buffers.free(destinations))
 
-        # Then it needs the links of its route.
+        # Slots on the links of the routes.
         hop_row, hop_link = routes.hops(messages.pair)
         hops = Hops(row=hop_row, link=hop_link)
         start, blocker = slots.serve(messages, hops, ready)
@@ -114,7 +109,6 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
         buffers.read(sources, released)
         buffers.write(destinations, finish)
 
-        # What readers of the simulation see.
         timeline.start[messages.rows] = start
         timeline.released[messages.rows] = released
         timeline.finish[messages.rows] = finish
@@ -145,17 +139,15 @@ def _check(schedule: Schedule, topology: Topology, payload_bytes: float) -> None
 def _messages_by_step(
     schedule: Schedule, routes: Routes, payload_bytes: float
 ) -> Iterator[Messages]:
-    """Yields the transfers of every step that has any."""
+    """Yields the transfers of every step that is not empty."""
     table = schedule.transfers
 
-    # Steps without transfers are passed over.
     offsets = schedule.step_offsets
     for step in range(schedule.num_steps):
         rows = slice(int(offsets[step]), int(offsets[step + 1]))
         if rows.start == rows.stop:
             continue
 
-        # Routes are found by pair, costs by bytes.
         key = pair_keys(table.source[rows], table.destination[rows], routes.num_ranks)
         pair = np.searchsorted(routes.key, key)
         num_units = (table.high[rows] - table.low[rows]).astype(np.float64)

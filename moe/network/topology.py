@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe.checks import check, check_integer, check_number
+from moe.checks import check, check_integer
 from moe.errors import ConfigError
 from moe.network.schedule import IntArray
 
@@ -120,7 +120,7 @@ class Topology:
         such paths, the one whose links come first in the table.
 
         Raises:
-            ConfigError: When no path is left.
+            ConfigError: If no path is left.
         """
         pair = (int(source), int(destination))
         route = self._routes.get(pair)
@@ -210,11 +210,6 @@ def grid(
         name: For tables.
     """
     sizes = tuple(shape)
-    check(len(sizes) > 0, "shape of a grid", sizes, "at least one axis")
-    for size in sizes:
-        check_integer("size of an axis", size, least=1)
-    check_number("bandwidth", bandwidth, above=0)
-    check_number("latency", latency, least=0)
     rings = (wraps,) * len(sizes) if isinstance(wraps, bool) else tuple(wraps)
     check(len(rings) == len(sizes), "wraps", rings, f"one for each of {len(sizes)} axes")
 
@@ -245,14 +240,12 @@ def switch(num_ranks: int, rate: Rate, *, name: str = "") -> Topology:
 
     Args:
         num_ranks: Ranks.
-        rate: Of each rank's link to the switch.
+        rate: Rate of each rank's link to the switch.
         name: For tables.
     """
-    check_integer("ranks of a switch", num_ranks, least=1)
-
     # The switch is the node after the ranks.
     ranks = np.arange(num_ranks)
-    links = _joined(ranks, np.full(num_ranks, num_ranks), _checked(rate, "a switch"))
+    links = _joined(ranks, np.full(num_ranks, num_ranks), rate)
     default = f"{num_ranks:,} ranks at a switch"
     return Topology(
         name=name or default,
@@ -276,21 +269,18 @@ def two_level(
 ) -> Topology:
     """Returns nodes of some ranks around a switch each, which one more switch joins.
 
-    The ranks of a node stand next to each other: rank = node * per_node + its index there. The
-    switches never block; what slows a message are the links to them.
+    The ranks of a node are consecutive: rank = node * per_node + index in the node. The switches
+    never block; only the links to them slow a message down.
 
     Args:
         num_nodes: Nodes, or racks of hosts.
         per_node: Ranks of a node, or hosts of a rack.
-        inside: Of each rank's link to the switch of its node.
-        across: Of each network card, or of the uplink of a rack.
-        shared_card: Whether a node has one card, behind its switch, so that what its ranks send
-            out shares that; else every rank has a card of its own.
+        inside: Rate of each rank's link to the switch of its node.
+        across: Rate of each network card, or of the uplink of a rack.
+        shared_card: Whether a node has one card behind its switch, shared by its ranks; else every
+            rank has a card of its own.
         name: For tables.
     """
-    check_integer("nodes of a network", num_nodes, least=1)
-    check_integer("ranks of a node", per_node, least=1)
-
     # A switch for each node, then the one above.
     num_ranks = num_nodes * per_node
     ranks = np.arange(num_ranks)
@@ -298,10 +288,9 @@ def two_level(
     top_switch = num_ranks + num_nodes
 
     # Links inside come first: of two paths of as many links a message takes that inside its node.
-    near = _joined(ranks, node_switch, _checked(inside, "the links inside a node"))
-    outside = _checked(across, "the links across nodes")
+    near = _joined(ranks, node_switch, inside)
     members = np.unique(node_switch) if shared_card else ranks
-    far = _joined(members, np.full(len(members), top_switch), outside)
+    far = _joined(members, np.full(len(members), top_switch), across)
 
     links = Links(
         source=np.concatenate([near.source, far.source]),
@@ -319,13 +308,6 @@ def two_level(
         wraps=(True, True),
         switched=True,
     )
-
-
-def _checked(rate: Rate, name: str) -> Rate:
-    """Returns a rate whose numbers are possible."""
-    check_number(f"bandwidth of {name}", rate.bandwidth, above=0)
-    check_number(f"latency of {name}", rate.latency, least=0)
-    return rate
 
 
 def _joined(members: IntArray, switches: IntArray, rate: Rate) -> Links:

@@ -20,7 +20,7 @@ class Activations(NamedTuple):
     """Bytes of one rank.
 
     Attributes:
-        saved: What saved-tensor hooks see of a forward pass.
+        saved: Bytes that saved-tensor hooks count in a forward pass.
         held: What stacks hold beside that while they run, or run again: position biases with masks,
             and the memory.
         recomputed: What the largest block saves when activation checkpointing runs it again; else
@@ -74,16 +74,10 @@ def activations(
 
 
 def _outside_blocks(stack: StackPass) -> int:
-    """Returns what a stack keeps beside its blocks: ids, buckets, masks, and the final norm."""
+    """Returns the bytes that a stack keeps outside its blocks: ids, buckets, and the final norm."""
     total = norm_cost(stack.module.final_norm, stack).saved_bytes
     total += stack.num_tokens * _INT64_BYTES  # ids
     total += stack.length * stack.length * _INT64_BYTES  # buckets of distances
-    if stack.masked:
-        total += stack.num_tokens * stack.length
-
-    # The bias of cross-attention is its mask in float32.
-    if stack.masked and stack.memory is not None and not stack.casts_inputs:
-        total += stack.num_tokens * stack.memory.length * FLOAT32_BYTES
 
     # Dropout before the first block and after the final norm.
     residual = stack.num_tokens * stack.d_model

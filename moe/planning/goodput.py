@@ -1,8 +1,7 @@
-"""What failures leave of a run's time, before there is a run: goodput for each way to survive them.
+"""Goodput of a planned run for each way to survive failures.
 
-A failure costs time once in every MTBF: that in which nothing is done, and the part of the work that
-is missing until what was lost is there again. Failures while another is being repaired are not
-counted.
+Once in every MTBF a failure costs idle time, and work that is redone or missing until the lost ranks
+are back. Failures during the repair of another one are not counted.
 """
 
 import math
@@ -20,14 +19,14 @@ _HOUR = 3600
 
 
 class FailureCosts(NamedTuple):
-    """How long things take, in seconds.
+    """Times around a failure, in seconds.
 
     Attributes:
-        mtbf: From one failure to the next, of all ranks of a mesh together.
-        restart: From a failure until all ranks, or those of a replica group, are there again.
-        checkpoint: From one checkpoint to the next.
-        stall: From the loss of a replica group until the others go on.
-        heal: In which the others wait for one that comes back.
+        mtbf: Mean time between failures of all ranks of a mesh together.
+        restart: Time from a failure until all ranks, or those of a replica group, are back.
+        checkpoint: Time from one checkpoint to the next.
+        stall: Time from the loss of a replica group until the others continue.
+        heal: Time for which the others wait for a group that comes back.
     """
 
     mtbf: float
@@ -38,13 +37,13 @@ class FailureCosts(NamedTuple):
 
 
 class Survival(NamedTuple):
-    """A way to survive failures, and what is left.
+    """A way to survive failures, and its goodput.
 
     Attributes:
-        name: What it is.
-        idle: Seconds in which nothing is done, for each failure.
-        redone: Seconds of work that is done again, or missing, for each failure.
-        spare_share: Share of all devices that do no work while nothing fails.
+        name: Name in tables.
+        idle: Idle seconds for each failure.
+        redone: Seconds of work that is redone or missing for each failure.
+        spare_share: Share of all devices that are idle while nothing fails.
         goodput: Share of the time in which the devices do useful work, 0 to 1.
     """
 
@@ -56,11 +55,11 @@ class Survival(NamedTuple):
 
 
 def effective_time(lost: float, mtbf: float) -> float:
-    """Returns the share of time that is left where each failure costs `lost`; 0 to 1.
+    """Returns the share of time that is left if each failure costs `lost`; 0 to 1.
 
     Args:
-        lost: Seconds, or any unit, for each failure.
-        mtbf: From one failure to the next, in the same unit.
+        lost: Time lost to each failure, in any unit.
+        mtbf: Mean time between failures, in the same unit.
     """
     return max(0.0, 1 - lost / mtbf)
 
@@ -70,7 +69,7 @@ def survivals(mesh: MeshConfig, costs: FailureCosts) -> list[Survival]:
 
     Replica groups need replicas: a mesh of one has a restart alone.
     """
-    # The work since the newest checkpoint: half of what lies between two, on average.
+    # Lost work: on average half of the time between two checkpoints.
     ways = [_survival("full restart", costs, costs.restart, costs.checkpoint / 2)]
     replicas = mesh.dp_replicate
     if replicas == 1:
@@ -80,14 +79,14 @@ def survivals(mesh: MeshConfig, costs: FailureCosts) -> list[Survival]:
     idle = costs.stall + costs.heal
     away = costs.restart
 
-    # One of them has two shares of a batch, and the rest wait for it.
+    # One of the others has two shares of a batch, and the rest wait for it.
     slower = math.ceil(replicas / (replicas - 1))
     missing = away * (1 - 1 / slower)
     ways.append(_survival("replica groups, constant work", costs, idle, missing))
     missing = away / replicas
     ways.append(_survival("replica groups, shrink", costs, idle, missing))
 
-    # Nothing is missing, and one group in R + 1 does no work.
+    # No work is missing, and one group in R + 1 is idle.
     name = "replica groups and a spare"
     ways.append(_survival(name, costs, idle, 0.0, spare_share=1 / (replicas + 1)))
     return ways
@@ -108,11 +107,11 @@ def parse_duration(name: str, text: str) -> float:
     """Returns the seconds that a text like `3h`, `18min` or `30s` means.
 
     Args:
-        name: What it is of, for the message.
+        name: Name of the setting, for the message.
         text: A number and a unit: s, min, h or d.
 
     Raises:
-        ConfigError: When it means none.
+        ConfigError: If it is not a time.
     """
     pattern = r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*(s|min|m|h|d)\s*"
     match = re.fullmatch(pattern, text, flags=re.ASCII)

@@ -1,11 +1,11 @@
 """What each kind of layer costs in a forward pass: operations, and bytes kept for the backward pass.
 
-One function for each class of module: the planner walks the model and asks for the cost of every
-layer. Sizes and structure are the module's own; what stands here is which tensors its kernels keep.
-The kernels are those of an accelerator, or, to be held against a count by saved-tensor hooks, those
-of a CPU. They differ in three places: the norm of a CPU keeps the normalised input too, its
-attention with a learned bias keeps the probabilities, and its experts keep other rows. What a kernel
-holds only while it runs is not counted.
+One function for each class of module: the planner walks the model and adds up the cost of every
+layer. Sizes and structure are the module's own; the functions here know which tensors its kernels
+keep. The kernels are those of an accelerator, or those of a CPU, which tests compare with a count by
+saved-tensor hooks. They differ in three places: on a CPU the norm keeps the normalised input too,
+attention with a learned bias keeps the probabilities, and experts keep other rows. Memory that a
+kernel holds only while it runs is not counted.
 
 Tracing the model under fake tensors instead was tried and cannot serve. A router's check of its
 logits and the counts of rows depend on data, which a trace does not have (torch 2.13 raises
@@ -32,7 +32,7 @@ class LayerCost(NamedTuple):
 
     Attributes:
         flops: Operations of matrix products and attention, two for each multiply and add.
-        saved_bytes: What the graph keeps for the backward pass.
+        saved_bytes: Bytes that the graph keeps for the backward pass.
     """
 
     flops: int
@@ -128,17 +128,14 @@ def attention_cost(layer: Attention, stack: StackPass) -> LayerCost:
 
     # A fused kernel keeps the logsumexp of the scores, and a cast copy of the bias.
     saved_bytes += H * queries * FLOAT32_BYTES
-    if stack.casts_inputs and layer.cross:
-        saved_bytes += queries * source.length * stack.masked * stack.product_bytes
-    elif stack.casts_inputs:
+    if stack.casts_inputs and not layer.cross:
         saved_bytes += position_bias_elements(H, stack) * stack.product_bytes
     return LayerCost(flops, saved_bytes)
 
 
 def position_bias_elements(num_heads: int, stack: StackPass) -> int:
-    """Returns the numbers in the bias of self-attention, masks added."""
-    num_biases = stack.num_rows if stack.masked else 1
-    return num_biases * num_heads * stack.length * stack.length
+    """Returns the numbers in the bias of self-attention, which all sequences share."""
+    return num_heads * stack.length * stack.length
 
 
 @layer_cost.register

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds beside activations: parameters, gradients, optimizer state, gathered units."""
+"""Bytes of a rank besides activations: parameters, gradients, optimizer state, gathered units."""
 
 import math
 import re
@@ -31,12 +31,12 @@ class Unit(NamedTuple):
 
     @property
     def is_root(self) -> bool:
-        """Whether it is the root."""
+        """Whether this is the root unit."""
         return not self.block
 
     @property
     def num_shards(self) -> int:
-        """Ranks over which it is sharded."""
+        """Ranks over which the unit is sharded."""
         return self.layouts[0].num_shards
 
     def shard_numel(self, mesh: MeshConfig) -> int:
@@ -162,5 +162,5 @@ def _autocast_copies(layouts: Mapping[str, Layout], units: list[Unit], mesh: Mes
 
 
 def _is_multiplied(layout: Layout) -> bool:
-    """Returns whether a parameter stands in a product that autocast brings to bfloat16."""
+    """Returns whether a parameter is in a product that autocast computes in bfloat16."""
     return layout.rule not in ("embedding", "norm", "router", "position bias")

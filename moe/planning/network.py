@@ -93,13 +93,13 @@ def _build_schedule(kind: Kind, algorithm: Algorithm, layout: Topology) -> Sched
 
 
 class Timing(NamedTuple):
-    """The time of a call, and where it goes along the critical path.
+    """The time of a call, and its parts along the critical path, in seconds.
 
     Attributes:
-        seconds: All of it.
-        bandwidth: Bytes flow.
-        latency: Bytes are on the way.
-        waiting: Others hold the links.
+        seconds: Whole time.
+        bandwidth: Time in which bytes are sent.
+        latency: Time between bytes sent and bytes received.
+        waiting: Time of waiting for links.
     """
 
     seconds: float
@@ -112,11 +112,11 @@ class Candidate(NamedTuple):
     """An algorithm that was compared.
 
     Attributes:
-        name: In its registry.
+        name: Name in its registry.
         steps: Steps of its schedule.
-        bound: Seconds of its busiest link, which it needs at least.
-        estimate: Seconds with a barrier after each step, more or less.
-        timing: Of its simulation; None where it lost before.
+        bound: Seconds of its busiest link, a lower bound.
+        estimate: Seconds as if there were a barrier after each step.
+        timing: Simulated time; None if bound or estimate excluded it.
     """
 
     name: str
@@ -131,12 +131,12 @@ class TimedCollective:
     """A collective, the algorithm chosen for it, and its time.
 
     Attributes:
-        collective: What is exchanged, and how often.
-        groups: The groups that do it at the same time.
-        num_simulated: Groups that were simulated: one of those that are alike, the slowest few.
-        candidates: What was compared, the best first.
-        unfit: Why others were not, by name.
-        timing: Of the best one, for a call.
+        collective: The collective.
+        groups: The groups that run it at the same time.
+        num_simulated: Groups that were simulated: one of each kind, and of those the slowest few.
+        candidates: Algorithms that were compared, the best first.
+        unfit: Why others were not compared, by name.
+        timing: Time of a call with the best algorithm.
     """
 
     collective: Collective
@@ -184,11 +184,11 @@ _AxisAndKind = tuple[str, Kind]
 
 
 class Question(NamedTuple):
-    """What the time of a call depends on, on one network.
+    """Everything that the time of a call on one network depends on.
 
     Attributes:
         ranks: Bytes of the ranks of all groups, in order.
-        layout: How a group lies.
+        layout: Description of a group's shape on the network.
         kind: Kind of collective whose schedules are run.
         payload_bytes: Payload of a call.
         payload_range: Payloads between which it is interpolated; None for no range.
@@ -255,7 +255,7 @@ class NetworkTimer:
         """Returns a collective with the best algorithm and its time.
 
         Raises:
-            ConfigError: When no algorithm fits, or the network has no path left.
+            ConfigError: If no algorithm fits, or the network has no path left.
         """
         question = self._question(collective)
         if question not in self._known:
@@ -264,7 +264,7 @@ class NetworkTimer:
         return replace(self._known[question], collective=collective, groups=groups)
 
     def _question(self, collective: Collective) -> Question:
-        """Returns what the time of a call depends on."""
+        """Returns everything that the time of a call depends on."""
         groups = self.groups(collective.axis)
         payload = collective.payload_bytes
         ranges = self._ranges.get(_key(collective), [])
@@ -278,7 +278,7 @@ class NetworkTimer:
 
     def _best(self, collective: Collective) -> TimedCollective:
         """Returns a collective with the best algorithm and its time."""
-        # The lowest estimates first, until nothing may win.
+        # The lowest estimates first, until no other can win.
         best: Timing | None = None
         compared = []
         for index, candidate in enumerate(self.candidates(collective)):
@@ -292,7 +292,7 @@ class NetworkTimer:
 
         assert best is not None, "candidates raises when there is none"
 
-        # What was simulated comes first, the fastest of all at the head.
+        # Simulated ones first, the fastest at the head.
         compared.sort(key=_by_time)
         algorithms, unfit = self._build(collective)
         return TimedCollective(
@@ -305,10 +305,10 @@ class NetworkTimer:
         )
 
     def candidates(self, collective: Collective) -> list[Candidate]:
-        """Returns every algorithm that fits before it is simulated, the lowest estimate first.
+        """Returns every algorithm that fits, not yet simulated, the lowest estimate first.
 
         Raises:
-            ConfigError: When none fits.
+            ConfigError: If none fits.
         """
         algorithms, unfit = self._build(collective)
         if not algorithms:

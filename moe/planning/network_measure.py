@@ -1,9 +1,9 @@
-"""Latency and bandwidth of a network as its ranks feel them, and how long schedules take there.
+"""Latency and bandwidth of a network as its ranks measure them, and the time of schedules on it.
 
-Every rank sends to a neighbour and receives from another one, all at once and several times in a
-row, as the steps of a schedule do. A message of a few bytes shows the latency, the difference of
-two large ones the bandwidth. Then the all-reduces of `moe.network.algorithms` are run beside what
-the simulation says on a network of those numbers.
+Every rank sends to one neighbour and receives from another, all at once and several times in a row,
+as the steps of a schedule do. A message of a few bytes shows the latency, the difference of two
+large ones the bandwidth. Then the all-reduces of `moe.network.algorithms` are run, and compared with
+their simulation on a network of those numbers.
 
 Ranks are those of torchrun; without it they are started on this machine, over gloo.
 """
@@ -13,6 +13,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +38,13 @@ _MOST_LOCAL_RANKS = 16
 _ANSWER = "answer.json"
 _FLOAT_BYTES = 4
 _SMALL = 1
-"""Floats of the message that shows the latency."""
+"""Floats of the message that measures the latency."""
 
 _LARGE = (2**18, 2**20)
-"""Floats of the messages whose difference shows the bandwidth."""
+"""Floats of the messages whose difference measures the bandwidth."""
 
 _STEPS = {_SMALL: 50, _LARGE[0]: 10, _LARGE[1]: 5}
-"""Exchanges in a row by floats of a message."""
+"""Number of exchanges in a row, by floats of a message."""
 
 _REPEATS = 5
 _UNITS_PER_RANK = 48
@@ -51,12 +53,12 @@ _PAYLOADS = (2**16, 2**22)
 
 
 class Trial(NamedTuple):
-    """A schedule that ran.
+    """The measured time of a schedule.
 
     Attributes:
-        algorithm: Its name.
+        algorithm: Name of the algorithm.
         payload_bytes: Bytes that were summed.
-        seconds: Least time of the slowest rank.
+        seconds: Time of the slowest rank, the minimum over repeats.
         predicted: Simulated seconds on the measured network.
     """
 
@@ -67,27 +69,15 @@ class Trial(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What was measured.
+    """A measured network.
 
     Attributes:
         content: The network as a mapping, with measured numbers.
-        trials: Schedules that ran.
+        trials: Times of schedules.
     """
 
     content: dict[str, Any]
     trials: tuple[Trial, ...]
-
-
-class _Pattern(NamedTuple):
-    """Who sends to whom when a rate of a network file is measured.
-
-    Attributes:
-        keys: Where the rate stands in the file.
-        target: <int64>[ranks] the rank that each sends to.
-    """
-
-    keys: tuple[str, ...]
-    target: IntArray
 
 
 def measure_network(content: Mapping[str, Any]) -> Measurement | None:
@@ -96,15 +86,15 @@ def measure_network(content: Mapping[str, Any]) -> Measurement | None:
     Under torchrun every rank must call it, and the first one gets the answer.
 
     Args:
-        content: The network as a mapping; its form and sizes say which ranks are neighbours.
+        content: The network as a mapping; its form and sizes determine which ranks are neighbours.
 
     Raises:
-        ConfigError: When it has a form that has no neighbours, or other ranks than are running.
+        ConfigError: If its form has no neighbours, or it does not have the ranks that are running.
     """
     # What cannot be measured is refused before a rank starts.
     topology = parse_network(content).topology
-    patterns = _patterns(content, topology)
-    check(bool(patterns), "a network to measure", topology.name, "two ranks at least")
+    targets = _targets(content, topology)
+    check(bool(targets), "a network to measure", topology.name, "two ranks at least")
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         with launch() as world:
             return _measure_on(world, content)
@@ -119,7 +109,7 @@ def _measure_here(content: Mapping[str, Any], num_ranks: int) -> Measurement:
             "one machine. Start the ranks of all machines with torchrun, or give the file fewer."
         )
 
-    # They meet in a file, and the first one answers in another.
+    # Ranks meet in a file, and the first one writes its answer to another.
     with tempfile.TemporaryDirectory() as folder:
         arguments = (folder, num_ranks, dict(content))
         start_processes(_run_rank, arguments, nprocs=num_ranks, start_method="forkserver")
@@ -147,7 +137,7 @@ def _measure_on(world: World, content: Mapping[str, Any]) -> Measurement | None:
     """Measures among the running ranks; the first one returns the answer.
 
     Raises:
-        ConfigError: When others are running than the network has.
+        ConfigError: If the network does not have the ranks that are running.
     """
     topology = parse_network(content).topology
     running = f"the {world.size} that are running"
@@ -156,69 +146,68 @@ def _measure_on(world: World, content: Mapping[str, Any]) -> Measurement | None:
 
     # The rates of the file, then its schedules.
     rates = []
-    for pattern in _patterns(content, topology):
-        rates.append((pattern.keys, _rate(pattern, world.rank, device)))
+    for keys, target in _targets(content, topology):
+        rates.append((keys, _rate(target, world.rank, device)))
     measured = _with_rates(content, rates, world)
     trials = _run_schedules(parse_network(measured).topology, device)
     return Measurement(measured, trials) if world.rank == 0 else None
 
 
-def _patterns(content: Mapping[str, Any], topology: Topology) -> list[_Pattern]:
-    """Returns who sends to whom for each rate of a file.
+def _targets(
+    content: Mapping[str, Any], topology: Topology
+) -> list[tuple[tuple[str, ...], IntArray]]:
+    """Returns where each rate is in the file, and <int64>[ranks] the rank that each rank sends to.
 
     Raises:
-        ConfigError: When the form of the file is not known to have neighbours.
+        ConfigError: If the network has no axes along which ranks have neighbours.
     """
     if not topology.shape:
         raise ConfigError(
             "A network of `links` cannot be measured link by link. Describe it as a grid, a switch "
             "or two_level."
         )
-    ranks = np.arange(topology.num_ranks).reshape(topology.shape)
-    forward = [np.roll(ranks, -1, axis).ravel() for axis in range(ranks.ndim)]
 
-    # The rate of each level; the one rate of a grid along each axis.
-    keys: list[tuple[str, ...]] = [("grid",)] * ranks.ndim
+    # A grid has the same rate along each axis.
+    keys: list[tuple[str, ...]] = [("grid",)] * len(topology.shape)
     if "switch" in content:
         keys = [("switch",)]
     elif "two_level" in content:
         keys = [("two_level", "across"), ("two_level", "inside")]
-    patterns = []
+
+    ranks = np.arange(topology.num_ranks).reshape(topology.shape)
+    targets = []
     for axis, size in enumerate(topology.shape):
         if size > 1:
-            patterns.append(_Pattern(keys[axis], forward[axis]))
-    return patterns
+            targets.append((keys[axis], np.roll(ranks, -1, axis).ravel()))
+    return targets
 
 
-def _rate(pattern: _Pattern, rank: int, device: torch.device) -> Rate:
-    """Returns the latency and bandwidth of one pattern."""
-    # Each rank has one that it sends to and one that it hears.
-    target = int(pattern.target[rank])
-    source = int(np.flatnonzero(pattern.target == rank)[0])
+def _rate(target: IntArray, rank: int, device: torch.device) -> Rate:
+    """Returns the latency and bandwidth if every rank sends to its target at once."""
+    destination = int(target[rank])
+    source = int(np.flatnonzero(target == rank)[0])
     seconds = {}
     for numel, num_steps in _STEPS.items():
         sent = torch.zeros(numel, device=device)
         received = torch.empty(numel, device=device)
-
-        def exchange(
-            sent: torch.Tensor = sent, received: torch.Tensor = received, num_steps: int = num_steps
-        ) -> None:
-            for _ in range(num_steps):
-                _exchange(sent, target, received, source)
-
+        exchange = partial(_exchange, sent, destination, received, source, num_steps)
         seconds[numel] = _least_seconds(exchange, device) / num_steps
 
-    # A line through the two large messages; their noise must not make it flat.
+    # A line through the two large messages; noise must not make it flat.
     small, large = _LARGE
     num_bytes = (large - small) * _FLOAT_BYTES
     longer = max(seconds[large] - seconds[small], 0.1 * seconds[large])
     return Rate(bandwidth=num_bytes / longer, latency=seconds[_SMALL])
 
 
-def _exchange(sent: torch.Tensor, target: int, received: torch.Tensor, source: int) -> None:
-    operations = [dist.P2POp(dist.isend, sent, target), dist.P2POp(dist.irecv, received, source)]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+def _exchange(
+    sent: torch.Tensor, destination: int, received: torch.Tensor, source: int, num_steps: int
+) -> None:
+    for _ in range(num_steps):
+        send = dist.P2POp(dist.isend, sent, destination)
+        receive = dist.P2POp(dist.irecv, received, source)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
 
 
 def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -227,8 +216,6 @@ def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
     What others do on the machine only adds to it.
     """
     repeats = []
-
-    # All start together, and the slowest counts.
     for _ in range(_REPEATS):
         dist.barrier()
         start = time.perf_counter()
@@ -271,7 +258,6 @@ def _with_rates(
 
 def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...]:
     """Returns the time of every all-reduce that fits, and what the simulation says."""
-    # Every algorithm that fits, for a small and a large payload.
     trials = []
     for name in ALL_REDUCE.names():
         algorithm = ALL_REDUCE.get(name)
@@ -281,20 +267,10 @@ def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...
         collective = ScheduledCollective(schedule)
         for num_bytes in _PAYLOADS:
             buffer = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
-
-            def run(
-                collective: ScheduledCollective = collective, buffer: torch.Tensor = buffer
-            ) -> None:
-                collective.run(buffer)
-
-            seconds = _least_seconds(run, device)
+            seconds = _least_seconds(partial(collective.run, buffer), device)
             predicted = simulate(schedule, topology, num_bytes).seconds
             trials.append(Trial(name, num_bytes, seconds, predicted))
-    return tuple(sorted(trials, key=_by_payload))
-
-
-def _by_payload(trial: Trial) -> tuple[int, float]:
-    return trial.payload_bytes, trial.seconds
+    return tuple(sorted(trials, key=attrgetter("payload_bytes", "seconds")))
 
 
 def show_measurement(measurement: Measurement) -> str:
@@ -303,7 +279,7 @@ def show_measurement(measurement: Measurement) -> str:
     content = measurement.content
     network = parse_network(content)
     lines = [f"{network.topology.name}: {network.notes[0]}"]
-    for keys in dict.fromkeys(pattern.keys for pattern in _patterns(content, network.topology)):
+    for keys in dict.fromkeys(keys for keys, _ in _targets(content, network.topology)):
         part = content
         for key in keys:
             part = part[key]

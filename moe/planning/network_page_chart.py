@@ -27,9 +27,9 @@ class Curve:
     """Times of one algorithm.
 
     Attributes:
-        name: Of the algorithm.
-        payload_bytes: Ascending, above 0; those of all curves of a chart are the same.
-        seconds: Of each payload, above 0.
+        name: Name of the algorithm.
+        payload_bytes: Payloads, ascending and above 0; the same for all curves of a chart.
+        seconds: Time of each payload, above 0.
     """
 
     name: str
@@ -41,9 +41,9 @@ class Range(NamedTuple):
     """Payloads for which one algorithm is the fastest.
 
     Attributes:
-        name: Of the algorithm.
-        low: Smallest payload in bytes: where it crosses the one before; the first of all.
-        high: Largest one: where the next one crosses it; the last of all.
+        name: Name of the algorithm.
+        low: Smallest payload in bytes: the crossing with the previous curve, or the first payload.
+        high: Largest payload in bytes: the crossing with the next curve, or the last payload.
     """
 
     name: str
@@ -78,12 +78,12 @@ def fastest_ranges(curves: Sequence[Curve]) -> list[Range]:
 
 
 def _number(logarithm: float) -> float:
-    """Returns the number of a logarithm, to twelve digits: 1 GiB is no byte less."""
+    """Returns the number of a logarithm, to twelve digits, so that 1 GiB stays exact."""
     return float(f"{math.exp(logarithm):.12g}")
 
 
 def _crossings(x: FloatArray, difference: FloatArray) -> set[float]:
-    """Returns where a line of straight pieces is zero."""
+    """Returns the x at which a piecewise linear line is zero."""
     places = set()
     for left in range(len(x) - 1):
         # A change of sign between two payloads is a crossing.
@@ -118,7 +118,7 @@ def draw_chart(curves: Sequence[Curve], ranges: Sequence[Range]) -> Chart:
 
     Args:
         curves: At least one.
-        ranges: Of `fastest_ranges`.
+        ranges: Result of `fastest_ranges`.
     """
     # The axes span all numbers.
     payloads = np.array(curves[0].payload_bytes)
@@ -136,7 +136,6 @@ def draw_chart(curves: Sequence[Curve], ranges: Sequence[Range]) -> Chart:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in marks)
         lines.append((curve.name, points, marks))
 
-    # A line where the next algorithm becomes the fastest.
     crossings = [(across(part.low), show_bytes(part.low)) for part in ranges[1:]]
     return Chart(
         columns=[(across(number), show_bytes(number)) for number in across.powers(8)],

@@ -30,10 +30,10 @@ class Layout(NamedTuple):
     """Rectangles of x, y, width and height.
 
     Attributes:
-        width: Of all.
-        height: Of all.
-        chips: <float64>[ranks, 4] of the ranks; none on a network without a grid.
-        links: <float64>[links, 4] of the links.
+        width: Width of the page.
+        height: Height of the page.
+        chips: <float64>[ranks, 4] boxes of the ranks; none on a network without a grid.
+        links: <float64>[links, 4] boxes of the links.
         strips: Title and y of each heading; none on a grid.
     """
 

@@ -1,10 +1,10 @@
-"""Where the ranks of a mesh stand on a network, and how the groups of an axis lie on it.
+"""Positions of the ranks of a mesh on a network, and of the groups of each axis.
 
-A placement gives every axis of the mesh a tile: how far it reaches along each axis of the network.
-`tp` 16 may be a row of 16 chips of a torus or a tile of 4 x 4. Along an axis of the network the
-innermost axis of the mesh stands closest together, so that the groups of an outer one hop over its
-ranks: rings of `ep` with strides of 4 beside each other. On nodes at switches the axes of the
-network are nodes and the ranks of a node.
+A placement gives every axis of the mesh a tile: its extent along each axis of the network. `tp` 16
+may be a row of 16 chips of a torus or a tile of 4 x 4. Along an axis of the network the ranks of the
+innermost axis of the mesh are neighbours, and the groups of an outer axis hop over them: e.g. rings
+of `ep` with strides of 4 beside each other. On levels of switches the axes of the network are nodes
+and the ranks of a node.
 
 Next: `network` times the collectives of the groups.
 """
@@ -34,7 +34,7 @@ _PARTS_OF = {"ep": ("ep across", "ep inside")}
 """Simple axes of an axis that has more than one."""
 
 _NOMINAL = Rate(bandwidth=1.0, latency=0.0)
-"""Of the links of a group's own network, which only tells builders how the ranks lie."""
+"""Rate of the links of a group's own network, of which builders only use the shape."""
 
 Tile = tuple[int, ...]
 
@@ -44,9 +44,9 @@ class Groups(NamedTuple):
 
     Attributes:
         ranks: <int64>[groups, size] ranks of the network.
-        layout: How the ranks of a group lie: rank i of it is the i-th of a group.
-        strides: Chips from one rank to the next along each axis of the network where there are
-            several; empty where they do not stand evenly.
+        layout: Network of a group alone; its rank i is the i-th rank of the group.
+        strides: Distance between neighbours of a group along each axis of the network on which it has
+            several ranks; empty if distances vary.
         description: For tables, e.g. `4 x 4, stride 8 x 1`.
     """
 
@@ -58,14 +58,14 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a mesh stand.
+    """Positions of the ranks of a mesh on a network.
 
     Attributes:
         mesh: Sizes of the mesh.
-        shape: Size of each axis of the network, slowest first; of a network without any, its ranks.
+        shape: Size of each axis of the network, slowest first; the number of ranks if it has no axes.
         wraps: Whether the ends of each axis are joined.
         switched: Whether the axes are levels of switches.
-        tiles: How far each simple axis of the mesh reaches along each axis of the network.
+        tiles: Extent of each simple axis of the mesh along each axis of the network.
     """
 
     mesh: MeshConfig
@@ -82,7 +82,7 @@ class Placement:
         return ",".join(texts) or "one rank"
 
     def tile(self, axis: str) -> Tile:
-        """Returns how far an axis of the mesh reaches along each axis of the network."""
+        """Returns the extent of an axis of the mesh along each axis of the network."""
         parts = [self.tiles[part] for part in _PARTS_OF.get(axis, (axis,))]
         return tuple(math.prod(sizes) for sizes in zip(*parts, strict=True))
 
@@ -95,7 +95,7 @@ class Placement:
         sizes = [math.prod(self.tiles[part]) for part in _PARTS]
         coordinates = np.meshgrid(*(np.arange(size) for size in sizes), indexing="ij")
 
-        # Digits of the index, times how far neighbours of the axis stand apart.
+        # Digits of the index, times the distance between neighbours of the axis.
         positions = [np.zeros(sizes, np.int64) for _ in self.shape]
         for part, coordinate in zip(_PARTS, coordinates, strict=True):
             digits = np.unravel_index(coordinate, self.tiles[part])
@@ -115,7 +115,7 @@ class Placement:
         # The ranks of a group in the order of the network, not of the mesh.
         ranks = np.sort(ranks, axis=1)
 
-        # How far a group reaches along each axis of the network, and how evenly.
+        # Extent and stride of a group along each axis of the network.
         extents = []
         strides = []
         wraps = []
@@ -127,7 +127,6 @@ class Placement:
                 strides.append(stride)
                 wraps.append(self.switched or (self.wraps[network_axis] and whole))
 
-        # The description is that of the tables.
         layout = self._layout(extents, wraps)
         is_even = all(strides)
         description = _times(tuple(extents)) or "1"
@@ -138,13 +137,13 @@ class Placement:
         return Groups(ranks, layout, tuple(strides) if is_even else (), description)
 
     def _stride(self, part: str, axis: int) -> int:
-        """Returns how far neighbours of a simple axis stand apart along an axis of the network."""
+        """Returns the distance between neighbours of a simple axis along an axis of the network."""
         inner = _PARTS[_PARTS.index(part) + 1 :]
         return math.prod(self.tiles[other][axis] for other in inner)
 
     def _reach(self, members: tuple[str, ...], axis: int) -> tuple[int, int]:
-        """Returns how many ranks of a group stand along an axis, and their stride; 0 if uneven."""
-        # From the innermost axis out, each must go on where the last one ended.
+        """Returns the number of ranks of a group along an axis, and their stride; 0 if uneven."""
+        # From the innermost axis out, each must continue where the previous one ended.
         reaching = [part for part in members if self.tiles[part][axis] > 1]
         extent = math.prod(self.tiles[part][axis] for part in reaching)
         stride = 0
@@ -171,16 +170,15 @@ class Placement:
 def place_in_order(mesh: MeshConfig, topology: Topology) -> Placement:
     """Returns the placement of rank r of the mesh at rank r of the network, as torchrun counts.
 
-    Where the axes do not divide each other the network counts as one line of ranks.
+    If the axes do not divide each other, the network is treated as one line of ranks.
 
     Raises:
-        ConfigError: When the network has fewer ranks.
+        ConfigError: If the network has fewer ranks.
     """
     num_ranks = topology.num_ranks
     expected = f"no more than the {num_ranks:,} of {topology.name}"
     check(mesh.num_ranks <= num_ranks, "ranks of the mesh", mesh.num_ranks, expected)
 
-    # Tiles where the sizes allow them.
     shape = topology.shape or (num_ranks,)
     tiles = _fill(mesh, shape)
     if tiles is not None:
@@ -200,10 +198,10 @@ def place_by_tiles(mesh: MeshConfig, topology: Topology, text: str) -> Placement
     Args:
         mesh: Sizes of the mesh.
         topology: The network.
-        text: For each axis of the mesh how far it reaches along each axis of the network.
+        text: For each axis of the mesh its extent along each axis of the network.
 
     Raises:
-        ConfigError: When the text is none, or its tiles do not fit.
+        ConfigError: If the text is not a placement, or its tiles do not fit.
     """
     shape = topology.shape
     check(bool(shape), "--place", text, f"no placement: {topology.name} has no axes")
@@ -239,7 +237,7 @@ def place_by_tiles(mesh: MeshConfig, topology: Topology, text: str) -> Placement
 
 
 def all_placements(mesh: MeshConfig, topology: Topology) -> Iterator[Placement]:
-    """Yields every placement that fills the network with tiles; in order alone when it has no axes."""
+    """Yields every placement that fills the network with tiles; only the one in order without axes."""
     if not topology.shape or mesh.num_ranks != topology.num_ranks:
         yield place_in_order(mesh, topology)
         return
@@ -305,7 +303,7 @@ def _split_ep(mesh: MeshConfig, tiles: Mapping[str, Tile]) -> dict[str, Tile]:
     """Returns tiles in which `ep` is split into its levels: those inside a node stand closest.
 
     Raises:
-        ConfigError: When the tile of `ep` cannot be split so.
+        ConfigError: If the tile of `ep` cannot be split so.
     """
     # Ranks of a node stand along the last axis as far as they can.
     inside = [1] * len(tiles["ep"])

@@ -13,6 +13,7 @@ Source:
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from moe.network.topology_file import Network
 from moe.planning.network import NetworkTimer, Question, TimedCollective
 from moe.planning.network_placement import Groups, Placement, all_placements
 from moe.planning.plan import Plan
-from moe.planning.table import show_bytes
+from moe.planning.table import MESH_HEADING, show_bytes, show_mesh
 from moe.planning.traffic import Collective, Kind
 
 _MOST_SHOWN = 10
@@ -40,7 +41,7 @@ class Suggestion:
 
     Attributes:
         plan: The mesh and what it needs.
-        placement: Where it stands.
+        placement: Positions of its ranks on the network.
         estimate: Seconds of all collectives by the formula.
         seconds: Simulated seconds of all collectives; None where it does not fit or is slower than
             another.
@@ -64,19 +65,19 @@ def suggest_on_network(
 
     Args:
         plans: Meshes of so many ranks as the network has, or fewer.
-        network: Where.
+        network: The network.
         memory: Bytes of a device.
         dead: Ranks of the network that have failed.
 
     Raises:
-        ConfigError: When no mesh that fits has a way around the dead ranks.
+        ConfigError: If no mesh that fits has a way around the dead ranks.
     """
     # Every way to place each mesh, the lowest cost by the formula first.
     placed = []
     for plan in plans:
         for placement in all_placements(plan.mesh, network.topology):
             placed.append(_estimated(plan, placement, network))
-    placed.sort(key=_by_estimate)
+    placed.sort(key=attrgetter("estimate"))
 
     # The fastest placement of each mesh. Of a mesh that was not simulated, the formula's first one.
     bounds = LowerBounds(network.topology, dead)
@@ -155,8 +156,8 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
     links, and a ring on a line without wrap crosses each link twice.
 
     Args:
-        collective: What, and how often.
-        groups: Where.
+        collective: The collective.
+        groups: The groups that run it.
         topology: The network.
     """
     ranks = groups.ranks[0].reshape(groups.layout.shape or -1)
@@ -290,7 +291,7 @@ def _tree_distance(ranks: IntArray, is_live: BoolArray, cut: _Cut) -> float:
     Args:
         ranks: <int64>[groups, size] ranks of the network.
         is_live: <bool>[groups, size] those that are spanned.
-        cut: What is counted.
+        cut: Links that are counted.
     """
     # Prim's algorithm for all groups at once: each time the nearest rank outside joins the tree.
     rows = np.arange(len(ranks))
@@ -317,10 +318,6 @@ def _exchange_distance(ranks: IntArray, is_live: BoolArray, cut: _Cut) -> float:
     return total / ranks.shape[1] ** 2
 
 
-def _by_estimate(item: Suggestion) -> float:
-    return item.estimate
-
-
 def show_network_suggestions(
     suggestions: Sequence[Suggestion], network: Network, memory: int
 ) -> str:
@@ -328,22 +325,15 @@ def show_network_suggestions(
 
     Args:
         suggestions: In the order in which they are shown.
-        network: Where.
+        network: The network.
         memory: Bytes of a device.
     """
-    names = f"{'dp_replicate':>12}{'dp_shard':>10}{'ep':>6}{'tp':>6}"
-    heading = f"{names}{'rows/pass':>11}{'memory':>13}{'fits':>6}{'formula':>10}{'seconds':>10}"
-
-    # A row for each mesh; those that were simulated come first.
-    lines = [f"on {network.topology.name}", f"{heading}  placed"]
+    heading = f"{MESH_HEADING}{'formula':>10}{'seconds':>10}  placed"
+    lines = [f"on {network.topology.name}", heading]
     for item in suggestions[:_MOST_SHOWN]:
-        plan = item.plan
-        mesh = plan.mesh
-        fits = "yes" if plan.memory <= memory else "no"
         seconds = "" if item.seconds is None else f"{item.seconds:.3g}"
-        sizes = f"{mesh.dp_replicate:>12}{mesh.dp_shard:>10}{mesh.ep:>6}{mesh.tp:>6}"
-        needs = f"{plan.workload.rows_of_pass(mesh):>11}{show_bytes(plan.memory):>13}{fits:>6}"
-        lines.append(f"{sizes}{needs}{item.estimate:>10.3g}{seconds:>10}  {item.placement}")
+        mesh = show_mesh(item.plan, memory)
+        lines.append(f"{mesh}{item.estimate:>10.3g}{seconds:>10}  {item.placement}")
 
     # Also of those that are not shown.
     num_fitting = sum(item.plan.memory <= memory for item in suggestions)

@@ -1,8 +1,8 @@
 """The groups of an axis that run at once, each on its share of the links.
 
-A link that several groups use is shared in proportion to what each sends over it, as networks of
-packets do. So every group can be timed alone, on links that are slower where others use them too,
-and groups whose links and routes are alike take the same time.
+A link that several groups use is shared in proportion to what each sends over it, as packet networks
+do. So every group can be timed alone, on links that are slower where others use them too, and groups
+whose links and routes are alike take the same time.
 """
 
 from dataclasses import replace
@@ -15,10 +15,10 @@ from moe.network.schedule import IntArray, Schedule
 from moe.network.topology import FloatArray, Topology
 
 _DIGITS = 9
-"""Decimal digits to which the numbers of two groups agree that are alike."""
+"""Decimal digits to which the numbers of groups that are alike agree."""
 
 _MOST_GROUPS = 3
-"""Groups that are simulated, of those that differ: near a hole there may be dozens."""
+"""Number of groups that are simulated, of those that differ: near a hole there may be dozens."""
 
 
 class Instance(NamedTuple):
@@ -26,7 +26,7 @@ class Instance(NamedTuple):
 
     Attributes:
         ranks: <int64>[size] its ranks of the network.
-        schedule: Of ranks 0 to size - 1.
+        schedule: Schedule of ranks 0 to size - 1.
     """
 
     ranks: IntArray
@@ -37,10 +37,10 @@ class GroupOnLinks(NamedTuple):
     """A group on its share of the links.
 
     Attributes:
-        schedule: Of ranks of the network.
+        schedule: Schedule of ranks of the network.
         topology: The network with the group's share of each bandwidth.
-        load: Units on its busiest link over the bandwidth, those of other groups counted.
-        latency: Mean seconds of a message on the way.
+        load: Units on its busiest link over the bandwidth, those of other groups included.
+        latency: Mean latency of a message in seconds.
     """
 
     schedule: Schedule
@@ -49,7 +49,7 @@ class GroupOnLinks(NamedTuple):
     latency: float
 
     def estimate(self, payload_bytes: float) -> float:
-        """Returns seconds with a barrier after each step, more or less."""
+        """Returns seconds as if there were a barrier after each step."""
         bound = self.load * payload_bytes / self.schedule.num_units
         return bound + self.schedule.num_steps * self.latency
 
@@ -58,7 +58,7 @@ class SharedLinks(NamedTuple):
     """The groups of an axis that differ.
 
     Attributes:
-        groups: One of each kind.
+        groups: One group of each kind.
     """
 
     groups: tuple[GroupOnLinks, ...]
@@ -69,7 +69,7 @@ class SharedLinks(NamedTuple):
         return max(group.schedule.num_steps for group in self.groups)
 
     def bound(self, payload_bytes: float) -> float:
-        """Returns the seconds of the busiest link, which all groups together need at least."""
+        """Returns the seconds of the busiest link, a lower bound for all groups together."""
         num_units = self.groups[0].schedule.num_units
         return max(group.load for group in self.groups) * payload_bytes / num_units
 
@@ -102,7 +102,7 @@ def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
 
     Args:
         instances: What every group does, all at the same time.
-        topology: Where.
+        topology: The network.
     """
     # What each link carries for all groups.
     uses = [_use(instance, topology) for instance in instances]
@@ -110,7 +110,7 @@ def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
     for use in uses:
         total[use.link] += use.load
 
-    # Groups are alike when their links are as busy, and their routes as long, in any order.
+    # Groups are alike if their links are as busy and their routes as long, in any order.
     groups: dict[tuple[int, bytes, bytes], GroupOnLinks] = {}
     for instance, use in zip(instances, uses, strict=True):
         busy = _rounded(np.sort(total[use.link]))
@@ -118,36 +118,32 @@ def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
         signature = (id(instance.schedule), busy.tobytes(), latency.tobytes())
         if signature not in groups:
             groups[signature] = _on_links(instance, use, total, topology)
-
     return SharedLinks(tuple(groups.values()))
 
 
 def _use(instance: Instance, topology: Topology) -> _Use:
     """Returns the links that a group uses, and how much."""
-    # Ranks of the network in the place of those of the group.
     table = instance.schedule.transfers
     source = instance.ranks[table.source]
     destination = instance.ranks[table.destination]
     routes = find_routes(table._replace(source=source, destination=destination), topology)
 
-    # Units of each pair of ranks, then of each link.
+    # Units of each pair of ranks.
     pair = np.searchsorted(routes.key, source * topology.num_ranks + destination)
     units = np.bincount(pair, table.high - table.low, minlength=len(routes.key))
+
+    # Units of each link, which may lie on the routes of several pairs.
     row, hop = routes.hops(np.arange(len(routes.key)))
     link, place = np.unique(hop, return_inverse=True)
-
-    # A link may lie on the routes of several pairs.
     load = np.bincount(place, units[row]) / topology.links.bandwidth[link]
     return _Use(link, load, routes.latency)
 
 
 def _on_links(instance: Instance, use: _Use, total: FloatArray, topology: Topology) -> GroupOnLinks:
-    """Returns a group on its share of the links."""
-    # Its own load over that of all.
+    """Returns a group on its share of the links: its own load over that of all groups."""
     bandwidth = topology.links.bandwidth.copy()
     bandwidth[use.link] *= use.load / total[use.link]
     links = topology.links._replace(bandwidth=bandwidth)
-
     return GroupOnLinks(
         schedule=instance.schedule.among(instance.ranks, topology.num_ranks),
         topology=replace(topology, links=links),
@@ -157,7 +153,6 @@ def _on_links(instance: Instance, use: _Use, total: FloatArray, topology: Topolo
 
 
 def _rounded(numbers: FloatArray) -> FloatArray:
-    """Returns numbers with so few digits that equal sums in another order are equal."""
-    # The power of ten of the last digit that counts.
+    """Returns numbers rounded so that equal sums in another order are equal."""
     scale = 10.0 ** (np.floor(np.log10(np.maximum(numbers, 1e-300))) - _DIGITS)
     return np.round(numbers / scale) * scale

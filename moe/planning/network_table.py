@@ -1,4 +1,4 @@
-"""Network plans as text: which schedule for what, how long, why, and what is assumed."""
+"""Network plans as text: schedule and time of every collective, what was compared and assumed."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -11,16 +11,16 @@ from moe.planning.traffic import group_size
 
 _MOST_RANKS_SHOWN = 16
 _LEAST_SHARE = 0.005
-"""Of the time of a call: less is not named."""
+"""Smallest share of the time of a call that is named."""
 
 
 class Use(NamedTuple):
-    """What collectives are for, and how they do it: a row of the tables.
+    """Purpose, axis and kind of collectives: a row of the tables.
 
     Attributes:
-        what: What for.
-        axis: Over which ranks.
-        kind: Name of the collective.
+        what: Purpose, e.g. `parameter gathers`.
+        axis: Axis of the mesh, see `traffic.AXES`.
+        kind: Kind of collective.
     """
 
     what: str
@@ -32,14 +32,14 @@ class Use(NamedTuple):
 
 
 class Row(NamedTuple):
-    """All collectives of a use.
+    """All collectives with the same purpose, axis and kind.
 
     Attributes:
-        largest: That of the largest payload.
-        payloads: What their calls carry.
-        schedules: Names of the schedules, each once.
-        num_calls: Of all of them.
-        seconds: Likewise.
+        largest: The collective with the largest payload.
+        payloads: Range of their payloads, for tables.
+        schedules: Names of their schedules, each once.
+        num_calls: Calls of all of them.
+        seconds: Seconds of all of them.
     """
 
     largest: TimedCollective
@@ -61,10 +61,10 @@ def rows_by_use(timed: NetworkPlan) -> dict[Use, Row]:
     rows = {}
     for use, parts in parts_by_use.items():
         # The range of payloads, and the schedules from the largest down.
-        parts.sort(key=_payload)
-        payloads = show_bytes(_payload(parts[0]))
+        parts.sort(key=lambda part: part.collective.payload_bytes)
+        payloads = show_bytes(parts[0].collective.payload_bytes)
         if len(parts) > 1:
-            payloads += f" to {show_bytes(_payload(parts[-1]))}"
+            payloads += f" to {show_bytes(parts[-1].collective.payload_bytes)}"
         names = dict.fromkeys(part.algorithm for part in reversed(parts))
         rows[use] = Row(
             largest=parts[-1],
@@ -73,15 +73,7 @@ def rows_by_use(timed: NetworkPlan) -> dict[Use, Row]:
             num_calls=sum(part.collective.num_calls for part in parts),
             seconds=sum(part.seconds for part in parts),
         )
-    return dict(sorted(rows.items(), key=_longest_first))
-
-
-def _payload(part: TimedCollective) -> float:
-    return part.collective.payload_bytes
-
-
-def _longest_first(item: tuple[Use, Row]) -> float:
-    return -item[1].seconds
+    return dict(sorted(rows.items(), key=lambda item: -item[1].seconds))
 
 
 def show_network_plan(plan: Plan, timed: NetworkPlan) -> str:
@@ -226,10 +218,6 @@ def _alike(parts: Iterable[TimedCollective]) -> str:
     return ", ".join(texts.values())
 
 
-# ---------------------------------------------------------------------------
-# Dead ranks
-
-
 def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
     """Returns what dead ranks cost, by use and for the whole update.
 
@@ -237,7 +225,7 @@ def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
         healthy: The plan on the whole network.
         broken: The plan around the dead ranks.
     """
-    # Who is dead, and what that takes from the run.
+    # The dead ranks, and what the run loses.
     topology = healthy.network.topology
     dead = sorted(broken.dead)
     named = ", ".join(str(rank) for rank in dead[:_MOST_RANKS_SHOWN])
@@ -264,8 +252,8 @@ def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
 
 
 def _lost_lines(broken: NetworkPlan) -> Iterator[str]:
-    """Yields what the dead ranks take from the run besides links."""
-    # Dead ranks that no mesh stands on are links only.
+    """Yields what the run loses besides links."""
+    # Dead ranks outside the mesh only cost links.
     mesh = broken.placement.mesh
     dead = broken.dead.intersection(broken.placement.ranks.ravel().tolist())
     if not dead:

@@ -1,4 +1,4 @@
-"""A plan: what a model and an update need on a mesh, and which meshes of N ranks need least."""
+"""A plan: what a model and an update need on a mesh, and which meshes of N ranks need the least."""
 
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,7 @@ from moe.sparse.groups import common_num_groups, has_same_groups, tokens_per_gro
 
 RANKS_PER_NODE = 8
 BYTES_PER_SECOND = {"inside": 450e9, "across": 50e9}
-"""Assumed for `seconds_of`: what a rank sends inside a node of `RANKS_PER_NODE`, and across nodes.
+"""Assumed by `seconds_of`: bandwidth of a rank inside a node of `RANKS_PER_NODE`, and across nodes.
 
 An HGX H100 node has these.
 """
@@ -49,9 +49,9 @@ class Plan:
         parameters: Bytes of parameters.
         gradients: Bytes of gradients at the end of an update.
         optimizer: Bytes of the optimizer's state.
-        gathered: Bytes of whole parameters and gradients that pass by, see `gathered_bytes`.
+        gathered: Bytes of whole parameters and gradients held for a while, see `gathered_bytes`.
         activations: Bytes that a forward pass keeps.
-        collectives: What the rank takes part in, in an update.
+        collectives: Collectives of an update.
     """
 
     workload: Workload
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """What the rank sends in an update."""
+        """Bytes that the rank sends in an update."""
         return transfers(self.collectives, self.mesh)
 
     @property
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Seconds that a rank would send for, one thing after the other: see `seconds_of`."""
+        """Seconds that a rank would send, one collective after the other: see `seconds_of`."""
         return sum(seconds_of(transfer, self.mesh) for transfer in self.transfers)
 
 
@@ -152,7 +152,7 @@ def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int
         memory: Bytes of a device.
 
     Raises:
-        ConfigError: When there is no such mesh.
+        ConfigError: If there is no such mesh.
     """
     # Groups of tokens never cross a rank: with sparse layers they limit the data ranks.
     model = build_model(config)

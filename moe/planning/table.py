@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from moe.checks import check
 from moe.planning.plan import Plan, seconds_of
-from moe.planning.traffic import Transfer, group_size
+from moe.planning.traffic import group_size
 
 _BYTES_BY_UNIT = {
     "B": 1,
@@ -24,12 +25,12 @@ def parse_bytes(text: str) -> int:
     """Returns the bytes that a text like `80GiB` means.
 
     Raises:
-        ConfigError: When it means none.
+        ConfigError: If it is not a size.
     """
     pattern = r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*"
     match = re.fullmatch(pattern, text, flags=re.IGNORECASE | re.ASCII)
 
-    # A unit that nobody uses, e.g. TB, counts no bytes and is refused below.
+    # An unknown unit, e.g. TB, counts as 0 bytes and is refused below.
     num_bytes = 0.0
     if match is not None:
         num_bytes = float(match[1]) * _BYTES_BY_UNIT.get(match[2].upper(), 0)
@@ -54,7 +55,7 @@ def show_plan(plan: Plan, title: str, memory: int | None) -> str:
     """Returns a plan as a table.
 
     Args:
-        plan: What to show.
+        plan: The plan.
         title: Name of what is planned.
         memory: Bytes of a device; None for no verdict.
     """
@@ -63,7 +64,7 @@ def show_plan(plan: Plan, title: str, memory: int | None) -> str:
 
 
 def show_needs(plan: Plan, title: str, memory: int | None) -> str:
-    """Returns what is planned, and the memory of a rank; arguments as of `show_plan`."""
+    """Returns what is planned, and the memory of a rank; see `show_plan` for the arguments."""
     lines = list(_summary_lines(plan, title))
     lines.append("")
     lines += _memory_lines(plan, memory)
@@ -126,7 +127,7 @@ def _transfer_lines(plan: Plan) -> Iterator[str]:
 
     # The most bytes first.
     total = 0.0
-    for transfer in sorted(plan.transfers, key=_fewest_bytes_last):
+    for transfer in sorted(plan.transfers, key=attrgetter("num_bytes"), reverse=True):
         total += transfer.num_bytes
         size = group_size(transfer.axis, plan.mesh)
         amount = show_bytes(transfer.num_bytes)
@@ -137,8 +138,16 @@ def _transfer_lines(plan: Plan) -> Iterator[str]:
     yield f"  {'in all':<51}{show_bytes(total):>14}{plan.seconds:>10.3g}"
 
 
-def _fewest_bytes_last(transfer: Transfer) -> float:
-    return -transfer.num_bytes
+MESH_HEADING = f"{'dp_replicate':>12}{'dp_shard':>10}{'ep':>6}{'tp':>6}{'rows/pass':>11}{'memory':>13}{'fits':>6}"
+"""Columns of `show_mesh`."""
+
+
+def show_mesh(plan: Plan, memory: int) -> str:
+    """Returns a mesh and what it needs, as the start of a row of a table."""
+    mesh = plan.mesh
+    fits = "yes" if plan.memory <= memory else "no"
+    sizes = f"{mesh.dp_replicate:>12}{mesh.dp_shard:>10}{mesh.ep:>6}{mesh.tp:>6}"
+    return f"{sizes}{plan.workload.rows_of_pass(mesh):>11}{show_bytes(plan.memory):>13}{fits:>6}"
 
 
 def show_suggestions(plans: Sequence[Plan], memory: int, most: int = 10) -> str:
@@ -149,15 +158,9 @@ def show_suggestions(plans: Sequence[Plan], memory: int, most: int = 10) -> str:
         memory: Bytes of a device.
         most: Most plans to show.
     """
-    names = f"{'dp_replicate':>12}{'dp_shard':>10}{'ep':>6}{'tp':>6}"
-    lines = [f"{names}{'rows/pass':>11}{'memory':>13}{'fits':>6}{'seconds':>10}"]
+    lines = [f"{MESH_HEADING}{'seconds':>10}"]
     for plan in plans[:most]:
-        mesh = plan.mesh
-        rows = plan.workload.rows_of_pass(mesh)
-        needed = show_bytes(plan.memory)
-        fits = "yes" if plan.memory <= memory else "no"
-        sizes = f"{mesh.dp_replicate:>12}{mesh.dp_shard:>10}{mesh.ep:>6}{mesh.tp:>6}"
-        lines.append(f"{sizes}{rows:>11}{needed:>13}{fits:>6}{plan.seconds:>10.3g}")
+        lines.append(f"{show_mesh(plan, memory)}{plan.seconds:>10.3g}")
 
     # Also of those that are not shown.
     num_fitting = sum(plan.memory <= memory for plan in plans)

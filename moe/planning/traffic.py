@@ -1,10 +1,9 @@
-"""The collectives of one update, and the bytes that one rank sends in them, by what they are for and
-the mesh axis that they cross.
+"""The collectives of one update, and the bytes that one rank sends in them, by purpose and mesh axis.
 
-What is sent to n ranks is counted as it leaves this one, whatever route the backend takes: a gather
-sends the own shard to the n - 1 others, a reduce-scatter a shard of the input to each of them, an
-all-reduce does both with one n-th of its tensor, and an all-to-all sends what is not for this rank
-itself. Rows are taken to be spread evenly over experts.
+Bytes are counted as they leave the rank, whatever route the backend takes: among n ranks a gather
+sends this rank's shard to the n - 1 others, a reduce-scatter a shard of the input to each of them, an
+all-reduce does both with one n-th of its tensor, and an all-to-all sends everything that is not for
+this rank itself. Rows are assumed to be spread evenly over experts.
 """
 
 import math
@@ -45,7 +44,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "data ranks": ("dp_replicate", "dp_shard", "ep"),
     "all ranks": ("dp_replicate", "dp_shard", "ep", "tp"),
 }
-"""Groups of ranks that something crosses, by the axes of the mesh that they span."""
+"""Groups of ranks that run collectives, by the axes of the mesh that they span."""
 
 _NAMES = {axes: name for name, axes in AXES.items()}
 
@@ -67,12 +66,12 @@ class Kind(StrEnum):
 
 
 class Collective(NamedTuple):
-    """Equal collectives of one update, of which every rank takes part in one group each.
+    """Equal collectives of one update; every rank is in one group.
 
     Attributes:
-        what: What for.
+        what: Purpose, e.g. `parameter gathers`.
         axis: A name in AXES: the ranks of a group.
-        kind: What a group does.
+        kind: Kind of collective.
         payload_bytes: Bytes of one call, see the kind.
         num_calls: Calls in an update, one after the other.
     """
@@ -98,9 +97,9 @@ class Transfer(NamedTuple):
     """What one rank sends in one update.
 
     Attributes:
-        what: What for.
+        what: Purpose, e.g. `parameter gathers`.
         axis: A name in AXES.
-        num_bytes: How much.
+        num_bytes: Bytes.
     """
 
     what: str
@@ -146,7 +145,7 @@ def collectives(
     stacks = stack_passes(model, workload, mesh)
     passes = pass_counts(model, workload, mesh)
 
-    # Each part in the order in which an update comes to it first.
+    # In the order in which an update runs them first.
     units = fsdp_units(layouts, mesh, bfloat16=workload.bfloat16)
     parts = [_fsdp_collectives(units, mesh, passes)]
     for stack in stacks:

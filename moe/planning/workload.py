@@ -1,6 +1,6 @@
-"""What a rank does in one update: rows, lengths, passes, and how many rows its experts work on.
+"""The work of a rank in one update: rows, lengths, passes, and rows of its experts.
 
-Comes first: all else in this folder counts with these records.
+The other modules of this folder count with these records.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _WHY_MAX_INTEGER = "an update of more fits on no cluster"
 
 @dataclass(frozen=True)
 class Workload:
-    """An update, as a recipe has it.
+    """An update, as a recipe describes it.
 
     Attributes:
         batch_size: Sequences in an update, over all ranks.
@@ -37,11 +37,9 @@ class Workload:
         activation_checkpointing: Whether a block keeps its input only.
         optimizer: A name in `moe.optim.optimizers.OPTIMIZERS`.
         optimizer_options: Options of that optimizer by name, as a recipe gives them.
-        masked: Whether batches come with segments, as pairs of texts do; then every sequence has a
-            bias of its own in attention. Those of span corruption fill their rows and need none.
 
     Raises:
-        ConfigError: When a number is out of range.
+        ConfigError: If a number is out of range.
     """
 
     batch_size: int
@@ -52,7 +50,6 @@ class Workload:
     activation_checkpointing: bool = False
     optimizer: str = "adafactor"
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
-    masked: bool = False
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -150,7 +147,6 @@ class StackPass:
         tp: Ranks that share heads and hidden units.
         expert_parallel: Whether experts are on other ranks too.
         product_bytes: Bytes of a number in a matrix product.
-        masked: Whether every sequence has masks of its own.
         cpu: Whether the kernels are those of a CPU instead of an accelerator's.
     """
 
@@ -163,7 +159,6 @@ class StackPass:
     tp: int
     expert_parallel: bool
     product_bytes: int
-    masked: bool
     cpu: bool
 
     @property
@@ -223,7 +218,6 @@ def _stack_pass(
         tp=mesh.tp,
         expert_parallel=mesh.ep > 1,
         product_bytes=workload.product_bytes,
-        masked=workload.masked,
         cpu=cpu,
     )
     if not stack.sparse_layers:

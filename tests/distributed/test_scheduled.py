@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe.distributed.row_exchange import ScheduledAllToAll
-from moe.distributed.scheduled import ScheduledCollective, execute
+from moe.distributed.scheduled import ScheduledCollective
 from moe.errors import ConfigError, DistributedError
 from moe.network.algorithms import ALL_REDUCE
 from moe.network.reduce_scatter import reduce_scatter_of
@@ -85,12 +85,19 @@ def equal_replicas(collective, group):
     return num_equal
 
 
+def summed(schedule, x, group=None, **options):
+    """Returns what a schedule makes of a tensor, which stays as it is."""
+    result = x.clone()
+    ScheduledCollective(schedule, group, **options).run(result)
+    return result
+
+
 def wire_error(group, schedule, live_ranks):
     """Returns the error of a sum that travelled in bfloat16, relative to its largest entry."""
     x = payload(dist.get_rank(), 1003, torch.float32)
     theirs = x.double()
     dist.all_reduce(theirs, group=group)
-    ours = execute(schedule, x, group, live_ranks=live_ranks, wire=torch.bfloat16)
+    ours = summed(schedule, x, group, live_ranks=live_ranks, wire=torch.bfloat16)
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
@@ -117,7 +124,7 @@ def on_sixteen_ranks(rank, num_ranks):
     x = payload(rank, NUM_UNITS, torch.int64)
     theirs = x.clone()
     dist.all_reduce(theirs)
-    ours = execute(scatter, x)
+    ours = summed(scatter, x)
     answers["chunk"] = torch.equal(ours.chunk(16)[rank], theirs.chunk(16)[rank])
 
     # The survivors alone are not enough for a schedule of all.

@@ -133,7 +133,7 @@ def test_a_ring_takes_its_closed_form(num_ranks: int, num_units: int) -> None:
     assert simulation.seconds == pytest.approx(expected, rel=1e-12)
     assert simulation.path.latency == pytest.approx(steps * LATENCY)
     assert simulation.path.waiting == 0
-    assert len(simulation.critical_path) == steps
+    assert len(simulation.path.rows) == steps
 
 
 def test_a_ring_on_a_line_carries_one_message_all_the_way_back() -> None:
@@ -188,7 +188,7 @@ def test_messages_on_one_link_go_one_after_the_other() -> None:
     assert simulation.link_busy_seconds.max() == 5.0
 
     # The second message waits for the link, not for data.
-    assert simulation.critical_path.tolist() == [0, 1]
+    assert simulation.path.rows.tolist() == [0, 1]
     assert simulation.path.waiting == 3.0
     assert simulation.path.bandwidth == 2.0
     assert simulation.path.latency == LATENCY
@@ -210,7 +210,7 @@ def test_a_link_that_waits_for_a_late_message_serves_others_meanwhile() -> None:
 
     late = 4.0 + LATENCY
     assert simulation.start.tolist() == [0.0, late, 0.0, late + 4.0]
-    assert simulation.critical_path.tolist() == [0, 1, 3]
+    assert simulation.path.rows.tolist() == [0, 1, 3]
     assert simulation.path.waiting == 4.0
 
 
@@ -304,7 +304,7 @@ def test_a_write_waits_until_earlier_steps_have_read_and_written_the_units() -> 
 
     # The last byte of unit 3 is read after 4 s, and written after one more and the latency.
     assert simulation.start.tolist() == [0.0, 4.0, 0.0, 5.0 + LATENCY]
-    assert simulation.critical_path.tolist() == [0, 1, 3]
+    assert simulation.path.rows.tolist() == [0, 1, 3]
     assert simulation.path.latency == 2 * LATENCY
 
 
@@ -329,7 +329,7 @@ def test_a_schedule_that_sends_nothing_takes_no_time() -> None:
     simulation = simulate(alone, network(1), 100.0)
 
     assert simulation.seconds == 0.0
-    assert simulation.critical_path.tolist() == []
+    assert simulation.path.rows.tolist() == []
     assert simulate(ring_all_reduce(range(3), 0), network(3), 100.0).seconds == 0.0
 
 

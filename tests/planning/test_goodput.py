@@ -1,4 +1,4 @@
-"""What failures leave of a run: published numbers (rows G1 and G2), and the algebra by hand."""
+"""Goodput of each way to survive failures, by hand; `benchmarks.network` compares published numbers."""
 
 import pytest
 
@@ -7,7 +7,6 @@ from moe.commands import plan
 from moe.distributed.mesh import MeshConfig
 from moe.planning.goodput import (
     FailureCosts,
-    effective_time,
     parse_duration,
     show_duration,
     show_survivals,
@@ -15,12 +14,6 @@ from moe.planning.goodput import (
 )
 
 HOUR = 3600.0
-
-
-def test_ten_and_three_minutes_of_stall_every_eighteen_leave_what_was_published():
-    # FT-HSDP (arXiv:2602.00277): 44 % and 80 %; the latter holds other losses, too.
-    assert effective_time(10, 18) == pytest.approx(0.44, abs=0.005)
-    assert effective_time(3, 18) == pytest.approx(0.80, abs=0.05)
 
 
 def test_a_full_restart_of_llama_3_may_cost_eighteen_minutes_at_ninety_percent():

@@ -57,7 +57,7 @@ def test_the_page_has_the_loads_and_the_path_of_every_algorithm() -> None:
     for shown, simulation in zip(numbers["algorithms"], parts.values(), strict=True):
         busy = simulation.link_busy_seconds / simulation.seconds
         np.testing.assert_allclose(shown["busy"], busy, atol=1e-4)
-        assert shown["pathLength"] == len(simulation.critical_path)
+        assert shown["pathLength"] == len(simulation.path.rows)
         assert sum(shown["parts"]) == pytest.approx(simulation.seconds)
         assert shown["path"][-1][-1] == simulation.seconds
 
