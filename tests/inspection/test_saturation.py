@@ -4,16 +4,12 @@ import math
 
 import pytest
 import torch
-from scipy.spatial.distance import jensenshannon
 from sklearn.metrics import cohen_kappa_score
 
 from moe import DataError
 from moe.inspection.statistics.saturation import (
     Snapshot,
     choice_agreement,
-    churn,
-    expert_load,
-    load_divergence,
     saturation_curve,
     snapshot,
 )
@@ -31,7 +27,6 @@ def test_the_share_is_that_of_experts_in_both():
     agreement = choice_agreement(a, b, 5)
     assert agreement.share == pytest.approx((1 + 0.5 + 0 + 0.5) / 4)
     assert agreement.chance == pytest.approx((2 + 2 + 2 + 1) / 4 / 5)
-    assert churn(a, b, 5) == pytest.approx(1 - agreement.share)
 
 
 def test_random_choices_are_zero_beyond_chance_and_equal_ones_are_one():
@@ -60,15 +55,6 @@ def test_a_router_that_sends_all_to_one_expert_is_not_called_saturated():
     assert math.isnan(agreement.load_corrected)
 
 
-def test_the_divergence_of_loads_is_jensens_and_shannons():
-    a = torch.tensor([3, 1, 0, 5])
-    b = torch.tensor([1, 1, 4, 0])
-    assert load_divergence(a, b) == pytest.approx(jensenshannon(a, b) ** 2)
-    assert load_divergence(a, 7 * a) == pytest.approx(0)
-    assert load_divergence(torch.tensor([1, 0]), torch.tensor([0, 9])) == pytest.approx(math.log(2))
-    assert expert_load(torch.tensor([[0, 3], [3, -1]]), 4).tolist() == [1, 0, 0, 2]
-
-
 def a_step(step, choices, inputs="abc", num_experts=5):
     layer = a_layer(choices, num_experts)
     return snapshot(step, a_trace(a_stack([len(choices)], layer), inputs=inputs))
@@ -87,11 +73,6 @@ def test_the_curve_goes_to_the_last_step():
     ]
     assert [point.all_choices.share for point in curve] == pytest.approx([1 / 3, 5 / 6, 1])
     assert [point.first.share for point in curve] == pytest.approx([1 / 3, 1 / 3, 1])
-    assert math.isnan(curve[0].churn)
-    assert math.isnan(curve[0].divergence)
-    assert [point.churn for point in curve[1:]] == pytest.approx([2 / 3, 1 / 6])
-    load = [torch.tensor([3, 3, 0, 0, 0]), torch.tensor([1, 1, 2, 2, 0])]
-    assert curve[1].divergence == pytest.approx(load_divergence(*load))
 
 
 def test_a_probe_may_keep_first_choices_alone():
@@ -100,7 +81,6 @@ def test_a_probe_may_keep_first_choices_alone():
     now = {("decoder", 0): torch.tensor([0, 1, 2], dtype=torch.int16)}
     curve = saturation_curve([start, start._replace(step=2, first=now, choices=now)])
     assert [point.first.share for point in curve] == pytest.approx([2 / 3, 1])
-    assert curve[1].churn == pytest.approx(1 / 3)
 
 
 def test_renaming_experts_in_all_steps_changes_nothing():
@@ -112,13 +92,11 @@ def test_renaming_experts_in_all_steps_changes_nothing():
         curves.append(saturation_curve([snapshot(n, trace) for n, trace in enumerate(traces)]))
     for one, other in zip(*curves, strict=True):
         assert one.first == pytest.approx(other.first)
-        assert one.divergence == pytest.approx(other.divergence, nan_ok=True)
 
 
 def test_a_text_without_tokens_has_no_saturation():
     nothing = torch.empty(0, 2, dtype=torch.int64)
     assert math.isnan(choice_agreement(nothing, nothing, 5).share)
-    assert math.isnan(load_divergence(torch.zeros(3), torch.zeros(3)))
 
 
 def test_what_cannot_be_compared_is_refused():

@@ -6,13 +6,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binomtest
-from scipy.stats import t as student
 from sklearn.metrics import homogeneity_score, mutual_info_score
 
 from moe import ConfigError, DataError
 from moe.inspection.statistics.contingency import mutual_information
-from moe.inspection.statistics.intervals import student_quantile, wilson_interval
 from moe.inspection.statistics.permutations import DocumentShuffle, TokenShuffle
 from moe.inspection.statistics.specialization import class_table, specialization_test
 from moe.inspection.statistics.token_classes import TokenClasses, domain_classes
@@ -81,22 +78,6 @@ def test_domains_by_all_choices_add_up_to_the_choices_of_a_token():
         class_table(layer, domain_classes(trace, "encoder"), choices="top")
 
 
-def test_intervals_are_wilsons():
-    low, high = wilson_interval(torch.tensor([0, 3, 20]), torch.tensor([11, 13, 20]), 0.9)
-    for number, (count, total) in enumerate([(0, 11), (3, 13), (20, 20)]):
-        ends = binomtest(count, total).proportion_ci(0.9, "wilson")
-        assert float(low[number]) == pytest.approx(ends.low, abs=1e-9)
-        assert float(high[number]) == pytest.approx(ends.high, abs=1e-9)
-    assert wilson_interval(torch.tensor(0), torch.tensor(0), 0.9)[0].isnan()
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 6, 19, 100, 101, 5000])
-def test_quantiles_are_students(freedom):
-    for probability in (0.6, 0.95, 0.9995):
-        expected = student.ppf(probability, freedom)
-        assert student_quantile(probability, freedom) == pytest.approx(expected, rel=2e-5)
-
-
 # ---------------------------------------------------------------------------
 # Permuting experts, empty and single things
 
@@ -107,7 +88,7 @@ def test_permuting_experts_permutes_the_tables_and_changes_no_score():
     order = [3, 0, 4, 1, 2]  # expert e becomes order[e]
     other = renamed(layer, order)
 
-    for field in ("counts", "load", "share", "low", "high", "lift"):
+    for field in ("counts", "load", "share", "lift"):
         of_layer = getattr(class_table(layer, classes), field)
         of_other = getattr(class_table(other, classes), field)
         assert of_other[..., order].equal(of_layer), field
@@ -135,7 +116,7 @@ def test_an_empty_class_says_nothing():
     classes = TokenClasses(("none", *classes.names), torch.cat([none, classes.members]))
     table = class_table(stack.layers[0], classes)
     assert table.tokens[0] == 0
-    for field in (table.share, table.low, table.high, table.lift):
+    for field in (table.share, table.lift):
         assert field[0].isnan().all()
         assert not field[1:].isnan().any()
     (test,) = specialization_test(stack.layers, classes, places, num_permutations=19)

@@ -7,7 +7,9 @@ as wide as Bonferroni asks for the number of rows, so that in 95 % of all tables
 import math
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from scipy.stats import rankdata
 from torch import Tensor
 
 from moe.checks import check_integer, check_number
@@ -317,14 +319,7 @@ def _intervals(estimates: Estimates, level: float) -> list[Interval]:
 
 def _spearman(a: Tensor, b: Tensor) -> float:
     """Returns the correlation of the ranks of <any>[E] and <any>[E]; NaN where one is constant."""
-    ranks = torch.stack([_ranks(a), _ranks(b)])  # [2, E]
-    if (ranks.std(dim=1) == 0).any():
+    ranks = np.stack([rankdata(a), rankdata(b)])  # [2, E]
+    if (ranks.std(axis=1) == 0).any():
         return math.nan
-    return float(torch.corrcoef(ranks)[0, 1])
-
-
-def _ranks(x: Tensor) -> Tensor:
-    """Returns the ranks <float64>[E] of <any>[E]; equals share the mean of theirs."""
-    below = (x[None, :] < x[:, None]).sum(dim=1)
-    not_above = (x[None, :] <= x[:, None]).sum(dim=1)
-    return (below + not_above).double() / 2
+    return float(np.corrcoef(ranks)[0, 1])

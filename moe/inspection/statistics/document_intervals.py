@@ -13,9 +13,8 @@ import math
 from typing import NamedTuple
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
-
-from moe.inspection.statistics.intervals import student_quantile
 
 
 class Estimates(NamedTuple):
@@ -33,14 +32,7 @@ class Estimates(NamedTuple):
 
     def interval(self, confidence: float) -> tuple[Tensor, Tensor]:
         """Returns both ends <float64>[...]: infinite where nothing is known of the spread."""
-        half = torch.full_like(self.value, math.inf)
-        is_known = self.stderr.isfinite() & (self.freedom > 0)
-        for freedom in self.freedom[is_known].unique().tolist():
-            quantile = student_quantile((1 + confidence) / 2, freedom)
-            has_freedom = is_known & (self.freedom == freedom)
-            half[has_freedom] = quantile * self.stderr[has_freedom]
-
-        # Around nothing, too: no value is ruled out.
+        half = student_half_width(self.stderr, self.freedom, confidence).nan_to_num(math.inf)
         center = self.value.nan_to_num(0.0)
         return center - half, center + half
 
@@ -70,6 +62,22 @@ def difference_of_means(a: TokenSums, b: TokenSums) -> Estimates:
     """
     num_documents = torch.minimum((a.counts > 0).sum(dim=-1), (b.counts > 0).sum(dim=-1))
     return _jackknife(_leave_one_out(a) - _leave_one_out(b), num_documents)
+
+
+def student_half_width(stderr: Tensor, freedom: Tensor, confidence: float) -> Tensor:
+    """Returns half the width of Student's interval.
+
+    Args:
+        stderr: <float64>[...] standard errors.
+        freedom: <int64>[...] degrees of freedom.
+        confidence: Share of intervals that contain the true value, e.g. 0.95.
+
+    Returns:
+        <float64>[...] NaN where the standard error is not finite or there is no degree of freedom.
+    """
+    quantile = torch.as_tensor(stdtrit(freedom.double().numpy(), (1 + confidence) / 2))
+    is_known = stderr.isfinite() & (freedom > 0)
+    return (quantile * stderr).masked_fill(~is_known, math.nan)
 
 
 def _leave_one_out(tokens: TokenSums) -> Tensor:

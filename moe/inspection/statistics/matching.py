@@ -7,8 +7,8 @@ models whose experts have.
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from moe.errors import DataError
@@ -64,9 +64,10 @@ def match_experts(a: LayerTrace, b: LayerTrace) -> ExpertMatching:
     counts = torch.bincount(cell, minlength=num_a * num_b).reshape(num_a, num_b)  # [E, E']
 
     # Partners, and the tokens that they share.
-    partner = best_assignment(counts)
-    matched = partner >= 0
-    shared = counts[matched, partner[matched]].sum()
+    rows, columns = linear_sum_assignment(counts.numpy(), maximize=True)
+    partner = torch.full((num_a,), -1)
+    partner[rows] = torch.as_tensor(columns)
+    shared = counts[rows, columns].sum()
     num_tokens = len(cell)
     return ExpertMatching(
         counts=counts,
@@ -100,82 +101,6 @@ def match_traces(a: Trace, b: Trace) -> dict[LayerKey, ExpertMatching]:
             "Compare single layers with match_experts."
         )
     return {key: match_experts(layers_a[key], layers_b[key]) for key in layers_a}
-
-
-def best_assignment(gain: Tensor) -> Tensor:
-    """Returns which column each row gets, so that the sum of gains is the largest there is.
-
-    Args:
-        gain: <any>[R, C] of each row with each column.
-
-    Returns:
-        <int64>[R] column of each row; -1 where there are fewer columns than rows and it gets none.
-
-    Source:
-        The Hungarian method, by shortest augmenting paths (Jonker and Volgenant, 1987).
-    """
-    # With more rows than columns, columns get rows.
-    num_rows, num_columns = gain.shape
-    if num_rows > num_columns:
-        row_of = best_assignment(gain.T)  # [C]
-        partner = torch.full((num_rows,), -1)
-        partner[row_of] = torch.arange(num_columns)
-        return partner
-
-    # Column 0 is a place to start from; rows and columns count from 1.
-    cost = -gain.double().numpy()
-    row_price = np.zeros(num_rows + 1)
-    column_price = np.zeros(num_columns + 1)
-    row_of_column = np.zeros(num_columns + 1, dtype=np.int64)
-    for row in range(1, num_rows + 1):
-        _assign_row(row, cost, row_price, column_price, row_of_column)
-
-    # Back to counting from 0.
-    partner = torch.full((num_rows,), -1)
-    for column in range(1, num_columns + 1):
-        if row_of_column[column]:
-            partner[row_of_column[column] - 1] = column - 1
-    return partner
-
-
-def _assign_row(
-    row: int,
-    cost: np.ndarray,
-    row_price: np.ndarray,
-    column_price: np.ndarray,
-    row_of_column: np.ndarray,
-) -> None:
-    """Gives a row a column, and moves others on where that is cheaper; changes the last three."""
-    row_of_column[0] = row
-    column = 0
-    distance = np.full(len(column_price), np.inf)
-    came_from = np.zeros(len(column_price), dtype=np.int64)
-    is_done = np.zeros(len(column_price), dtype=bool)
-
-    # The cheapest path to a free column.
-    while row_of_column[column]:
-        is_done[column] = True
-        current = row_of_column[column]
-
-        # Columns are nearer by this row, or stay as they are.
-        reduced = cost[current - 1] - row_price[current] - column_price[1:]
-        is_nearer = ~is_done[1:] & (reduced < distance[1:])
-        distance[1:][is_nearer] = reduced[is_nearer]
-        came_from[1:][is_nearer] = column
-
-        # On to the nearest, with prices that keep paths of cost 0.
-        following = int(np.where(is_done, np.inf, distance).argmin())
-        step = distance[following]
-        row_price[row_of_column[is_done]] += step
-        column_price[is_done] -= step
-        distance[~is_done] -= step
-        column = following
-
-    # Along it, each column goes to the row before.
-    while column:
-        before = came_from[column]
-        row_of_column[column] = row_of_column[before]
-        column = before
 
 
 def adjusted_rand(counts: Tensor) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_number
-from moe.inspection.statistics.intervals import student_quantile
+from moe.inspection.statistics.document_intervals import student_half_width
 from moe.inspection.statistics.permutations import check_tokens
 from moe.inspection.statistics.specialization import chosen_experts
 from moe.inspection.statistics.token_classes import classify
@@ -166,8 +166,9 @@ def _half_width(by_document: Tensor, confidence: float) -> float:
 
     # Each document left out once.
     left = _plug_in_entropy(by_document.sum(dim=0) - by_document)  # [D]
-    spread = left.var(correction=0) * (num_documents - 1)
-    return student_quantile((1 + confidence) / 2, num_documents - 1) * float(spread.sqrt())
+    freedom = torch.tensor(num_documents - 1)
+    stderr = (left.var(correction=0) * freedom).sqrt()
+    return float(student_half_width(stderr, freedom, confidence))
 
 
 def corrected_entropy(counts: Tensor) -> Tensor:

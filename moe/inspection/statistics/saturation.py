@@ -86,34 +86,6 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
     )
 
 
-def churn(a: Tensor, b: Tensor, num_experts: int) -> float:
-    """Returns the share of choices that changed: 1 - |A & B| / K; arguments as above, <any>[N, K]."""
-    return 1 - choice_agreement(a, b, num_experts).share
-
-
-def load_divergence(a: Tensor, b: Tensor) -> float:
-    """Returns the Jensen-Shannon divergence of two loads in nats, from 0 to ln 2.
-
-    Args:
-        a: <any>[E] choices of each expert.
-        b: <any>[E] the same of the other.
-
-    Returns:
-        NaN where one of them has no choices.
-    """
-    # The entropy of the mean, less the mean of the entropies.
-    share_a = a.double() / a.sum()
-    share_b = b.double() / b.sum()
-    middle = torch.special.entr((share_a + share_b) / 2).sum()
-    ends = torch.special.entr(share_a).sum() + torch.special.entr(share_b).sum()
-    return float((middle - ends / 2).clamp(min=0))
-
-
-def expert_load(choices: Tensor, num_experts: int) -> Tensor:
-    """Returns <int64>[E]: how often each expert is chosen in <any integer>[N, K], -1 for none."""
-    return _chosen(choices, num_experts).sum(dim=0).long()
-
-
 def _chosen(choices: Tensor, num_experts: int) -> Tensor:
     """Returns <float64>[N, E]: 1 where a token chose an expert."""
     # One choice is K = 1.
@@ -171,23 +143,19 @@ def snapshot(step: int, trace: Trace) -> Snapshot:
 
 
 class SaturationPoint(NamedTuple):
-    """One layer at one step, against the last step and the step before.
+    """How much one layer chose at one step as it did at the last.
 
     Attributes:
         step: Of training.
         layer: Stack and number.
         first: Agreement of the first choices with those of the last step.
         all_choices: Agreement of all choices with those of the last step.
-        churn: Share of all choices that changed since the step before; NaN at the first.
-        divergence: Of the load since the step before, in nats (Jensen-Shannon); NaN at the first.
     """
 
     step: int
     layer: LayerKey
     first: Agreement
     all_choices: Agreement
-    churn: float
-    divergence: float
 
 
 def saturation_curve(snapshots: Sequence[Snapshot]) -> list[SaturationPoint]:
@@ -200,40 +168,16 @@ def saturation_curve(snapshots: Sequence[Snapshot]) -> list[SaturationPoint]:
         DataError: When they are fewer, out of order, of other texts, or of other layers.
 
     Source:
-        OLMoE (arXiv:2409.02060) eq. 5; the corrections and the rest are ours.
+        OLMoE (arXiv:2409.02060) eq. 5; the corrections are ours.
     """
-    # Each with the one before it; the first has none.
     _check_snapshots(snapshots)
     last = snapshots[-1]
-    pairs = [(snapshots[0], snapshots[0]), *pairwise(snapshots)]
-
     points = []
-    for earlier, now in pairs:
+    for now in snapshots:
         for key, num_experts in now.num_experts.items():
-            choices = now.choices[key]
-
-            # Since the step before.
-            changed = divergence = math.nan
-            if now is not earlier:
-                before = earlier.choices[key]
-                changed = churn(before, choices, num_experts)
-                load = expert_load(choices, num_experts)
-                load_before = expert_load(before, num_experts)
-                divergence = load_divergence(load_before, load)
-
-            # And until the last step.
             first = choice_agreement(now.first[key], last.first[key], num_experts)
-            all_choices = choice_agreement(choices, last.choices[key], num_experts)
-            points.append(
-                SaturationPoint(
-                    step=now.step,
-                    layer=key,
-                    first=first,
-                    all_choices=all_choices,
-                    churn=changed,
-                    divergence=divergence,
-                )
-            )
+            all_choices = choice_agreement(now.choices[key], last.choices[key], num_experts)
+            points.append(SaturationPoint(now.step, key, first, all_choices))
     return points
 
 

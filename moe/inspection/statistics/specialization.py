@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from einops import einsum, rearrange
 from torch import Tensor
 
-from moe.checks import check_choice, check_number
+from moe.checks import check_choice
 from moe.inspection.statistics.contingency import normalized_information
-from moe.inspection.statistics.intervals import wilson_interval
 from moe.inspection.statistics.permutations import (
     DocumentShuffle,
     Shuffle,
@@ -40,9 +39,6 @@ class ClassTable(NamedTuple):
         tokens: <int64>[C] tokens of a class that chose any.
         load: <float64>[E] share of all such tokens that chose an expert.
         share: <float64>[C, E] counts over tokens; NaN in a class without tokens.
-        low: <float64>[C, E] lower end of Wilson's interval of the share, as if tokens were
-            independent of each other.
-        high: <float64>[C, E] its upper end.
         lift: <float64>[C, E] share over load: 1 is no preference; NaN where there is none of one.
     """
 
@@ -52,14 +48,10 @@ class ClassTable(NamedTuple):
     tokens: Tensor
     load: Tensor
     share: Tensor
-    low: Tensor
-    high: Tensor
     lift: Tensor
 
 
-def class_table(
-    layer: LayerTrace, classes: TokenClasses, *, choices: str = "first", confidence: float = 0.95
-) -> ClassTable:
+def class_table(layer: LayerTrace, classes: TokenClasses, *, choices: str = "first") -> ClassTable:
     """Returns classes by experts of a layer.
 
     With `domain_classes` that is domain specialisation: a row is a kind of text, even is 1 / E, or
@@ -70,16 +62,14 @@ def class_table(
         classes: Classes of the same stack's tokens.
         choices: `first`, or `all`: each of the K choices of a token counts, so that the shares of a
             class add up to the choices that its tokens have.
-        confidence: Of the intervals, e.g. 0.95.
 
     Raises:
-        ConfigError: When `choices` is another word, or `confidence` is not between 0 and 1.
+        ConfigError: When `choices` is another word.
         DataError: When the classes are of other tokens.
 
     Source:
         OLMoE (arXiv:2409.02060) eq. 7. Differs: choices are counted before capacity.
     """
-    check_number("confidence", confidence, above=0, below=1)
     chosen = chosen_experts(layer, choices)  # [N, E]
     check_tokens("The classes", classes.members.shape[1], len(chosen))
 
@@ -90,9 +80,7 @@ def class_table(
     tokens = einsum(members, has_choice, "c n, n -> c")
     load = chosen.sum(dim=0) / has_choice.sum()
 
-    # A share, how sure it is, and how it compares with all tokens.
     share = counts / tokens[:, None]
-    low, high = wilson_interval(counts, tokens[:, None], confidence)
     lift = share / load
     return ClassTable(
         layer=layer.key,
@@ -101,8 +89,6 @@ def class_table(
         tokens=tokens.long(),
         load=load,
         share=share,
-        low=low,
-        high=high,
         lift=lift.masked_fill(load == 0, math.nan),
     )
 
