@@ -30,11 +30,15 @@ from moe.inspection.ablation.ablation_table import (
     class_verdicts,
     expert_effects,
     top_effects,
+    top_effects_text,
+    verdict_table,
 )
-from moe.inspection.ablation.ablation_text import top_effects_text, verdict_table
 from moe.inspection.ablation.loss_split import mean_change, token_losses
 from moe.inspection.ablation.target_sets import list_targets
-from moe.inspection.drawings import HeatMap, IntervalPanel, Row, draw_heat_maps, draw_intervals
+from moe.inspection.figures import HeatMap, IntervalPanel, Row, draw_heat_maps, draw_intervals
+from moe.inspection.page.panel_statistics import ablation_bars
+from moe.inspection.page.routing_view import routing_view
+from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.statistics.permutations import (
     LEAST_DOCUMENTS,
     DocumentShuffle,
@@ -44,9 +48,6 @@ from moe.inspection.statistics.permutations import (
 from moe.inspection.statistics.specialization import class_table, specialization_test
 from moe.inspection.statistics.token_classes import TOKEN_CLASSES, classify
 from moe.inspection.tables import format_table, loss_sentence
-from moe.inspection.view.view import routing_view
-from moe.inspection.view.view_data import Estimate
-from moe.inspection.view.view_statistics import ablation_bars
 from moe.sparse.editing import edit_routing
 from moe.sparse.edits import DropExperts, SwapExperts
 from moe.tracing.examples import corrupted_batches, describe_noise, pretraining_noise

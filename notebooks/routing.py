@@ -22,19 +22,21 @@ import torch
 
 from moe.checksums import model_fingerprint
 from moe.commands.routing_inputs import load_inspected
-from moe.inspection.drawings import (
+from moe.inspection.figures import (
     Curve,
     CurvePanel,
-    Drawing,
     HeatMap,
     IntervalPanel,
     Row,
     draw_curves,
     draw_heat_maps,
     draw_intervals,
+    draw_load,
 )
-from moe.inspection.report.plots import plot_load
+from moe.inspection.page.panel_statistics import view_classes
+from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.coactivation import coactivation, layer_flows
+from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.statistics.margins import choice_margins, noise_stability
 from moe.inspection.statistics.permutations import (
     LEAST_DOCUMENTS,
@@ -47,15 +49,12 @@ from moe.inspection.statistics.token_classes import DEFAULT_CLASSES
 from moe.inspection.statistics.vocabulary import vocabulary_table
 from moe.inspection.tables import (
     HEALTH_HEADER,
+    count_tokens,
     format_table,
     health_rows,
     load_shares,
     loss_sentence,
 )
-from moe.inspection.token_counts import count_tokens
-from moe.inspection.view.view import routing_view
-from moe.inspection.view.view_data import Estimate
-from moe.inspection.view.view_statistics import view_classes
 from moe.tracing.examples import SourceText, corrupted_batches, describe_noise, pretraining_noise
 from moe.tracing.recorder import Provenance, record_routing
 from moe.tracing.texts import find_texts
@@ -157,7 +156,7 @@ print(format_table(HEALTH_HEADER, health_rows(counts)))
 
 names = [layer_name(layer.key) for layer in counts]
 shares = [load_shares(layer) for layer in counts]
-keep("load.svg", Drawing(plot_load(names, shares)))
+keep("load.svg", draw_load(names, shares))
 
 # %% [markdown]
 # ## See it

@@ -30,7 +30,7 @@ from moe.commands.routing_inputs import load_inspected
 from moe.commands.routing_trace import tokenizer_fingerprint
 from moe.inspection.ablation.loss_split import mean_change, split_loss, token_losses
 from moe.inspection.ablation.target_sets import list_targets
-from moe.inspection.drawings import (
+from moe.inspection.figures import (
     Curve,
     CurvePanel,
     HeatMap,
@@ -40,14 +40,13 @@ from moe.inspection.drawings import (
     draw_heat_maps,
     draw_intervals,
 )
-from moe.inspection.statistics.document_intervals import TokenSums, mean_over_tokens
+from moe.inspection.page.panel_statistics import view_saturation
+from moe.inspection.page.routing_view import routing_view
+from moe.inspection.statistics.document_intervals import Estimate, TokenSums, mean_over_tokens
 from moe.inspection.statistics.matching import match_traces
 from moe.inspection.statistics.saturation import choice_agreement
 from moe.inspection.statistics.token_classes import classify
 from moe.inspection.tables import format_table, loss_sentence
-from moe.inspection.view.view import routing_view
-from moe.inspection.view.view_data import Estimate
-from moe.inspection.view.view_statistics import view_saturation
 from moe.sparse.editing import sparse_layers
 from moe.tracing.examples import corrupted_batches, describe_noise, pretraining_noise
 from moe.tracing.probe_file import has_probes

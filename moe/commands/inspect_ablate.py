@@ -9,12 +9,17 @@ from moe.commands.routing_inputs import add_batches, command_text
 from moe.commands.routing_trace import add_trace, load_traced, read_again
 from moe.files import output_path
 from moe.inspection.ablation.ablate import ablate_experts
-from moe.inspection.ablation.ablation_table import class_verdicts, top_effects
-from moe.inspection.ablation.ablation_text import effect_table, top_effects_text, verdict_table
+from moe.inspection.ablation.ablation_table import (
+    class_verdicts,
+    effect_table,
+    top_effects,
+    top_effects_text,
+    verdict_table,
+)
 from moe.inspection.ablation.interventions import INTERVENTIONS
+from moe.inspection.page.ablation_file import write_ablation
 from moe.inspection.statistics.token_classes import classify
 from moe.inspection.tables import loss_sentence
-from moe.inspection.view.ablation_file import keep_ablation, write_ablation
 from moe.parsing import printable
 from moe.tracing.trace_file import read_trace
 
@@ -56,8 +61,7 @@ def main(argv: list[str]) -> None:
     )
 
     # All of it is kept; what was shown is printed.
-    command = command_text("ablate", argv)
-    write_ablation(keep_ablation(ablation, trace, command), out)
+    write_ablation(ablation, trace, out, command_text("ablate", argv))
     print(loss_sentence(trace))
     print(effect_table(ablation))
     print()

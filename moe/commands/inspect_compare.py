@@ -9,11 +9,12 @@ from moe.cli import Parser, path
 from moe.commands.routing_inputs import add_batches
 from moe.commands.routing_trace import add_trace, load_traced, read_again
 from moe.files import output_path
-from moe.inspection.ablation.loss_split import LossSplit, Part, split_loss
+from moe.inspection.ablation.loss_split import LossSplit, split_loss
+from moe.inspection.page.routing_view import routing_view
+from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.statistics.matching import ExpertMatching, match_traces
 from moe.inspection.statistics.saturation import choice_agreement
 from moe.inspection.tables import format_table, loss_sentence
-from moe.inspection.view.view import routing_view
 from moe.parsing import printable
 from moe.sparse.editing import LayerKey
 from moe.tracing.recorder import Provenance, record_routing
@@ -78,7 +79,7 @@ def split_table(split: LossSplit, first: str, second: str) -> str:
     return format_table(LOSS_HEADER, rows)
 
 
-def _cells(part: Part) -> list[str]:
+def _cells(part: Estimate) -> list[str]:
     return [f"{part.value:+.4f}", f"{part.low:+.4f} to {part.high:+.4f}"]
 
 

@@ -7,35 +7,32 @@ stmoe inspect report --model runs/demo/pretrain/model --corpus runs/demo/corpus 
 
 import platform
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import add_noise_density, command_text, load_inspected
-from moe.data.corpus import Corpus, corpus_table, load_corpus
+from moe.data.corpus import corpus_table, load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.tokenizer import SpecialIds
 from moe.data.tokens import tokenize_corpus
 from moe.errors import DataError
 from moe.files import output_path
-from moe.inspection.report.report import GENERATOR, write_report
-from moe.inspection.report.report_data import (
-    TracedModel,
-    TracedText,
-    find_recipe,
-    read_evaluation,
-    read_stages,
+from moe.inspection.formatting import format_versions
+from moe.inspection.page.report_inputs import find_recipe, read_evaluation, read_stages
+from moe.inspection.page.report_text import batches_sentence
+from moe.inspection.page.router_report import GENERATOR, write_report
+from moe.inspection.tables import (
+    HEALTH_HEADER,
+    count_tokens,
+    format_table,
+    health_rows,
+    loss_sentence,
 )
-from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows, loss_sentence
-from moe.inspection.token_counts import count_tokens
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.opening import open_to_read
-from moe.parsing import printable
+from moe.parsing import printable, read_text
 from moe.tracing.examples import describe_noise, pretraining_noise
 from moe.tracing.recorder import record_routing, traced_batches
 
@@ -43,31 +40,40 @@ _BATCH_SIZE = 64
 _SEED = 0
 _MAX_BATCHES = 100_000
 _GENERATOR_TAG = f'<meta name="generator" content="{GENERATOR}">'
-# What a page of an earlier version has in the place of this tag.
-_EARLIER_TITLE = "<title>What the model learned, and what its routers do</title>"
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect report", description="Explains the routers.")
-    explanation = "folder of a model with its tokenizer"
-    parser.add_argument("--model", type=path, required=True, help=explanation)
-    explanation = "folder made by stmoe corpus"
-    parser.add_argument("--corpus", type=path, required=True, help=explanation)
+    parser.add_argument(
+        "--model", type=path, required=True, help="folder of a model with its tokenizer"
+    )
+    parser.add_argument("--corpus", type=path, required=True, help="folder made by stmoe corpus")
     parser.add_argument("--out", required=True, help="the .html file to write")
 
     # Further contents of the page.
-    explanation = "NAME=FILE for the metrics.jsonl of each run to show"
-    parser.add_argument("--metrics", nargs="+", default=[], help=explanation)
-    explanation = "report.json of python -m eval run"
-    parser.add_argument("--evaluation", type=path, help=explanation)
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        default=[],
+        help="NAME=FILE for the metrics.jsonl of each run to show",
+    )
+    parser.add_argument("--evaluation", type=path, help="report.json of python -m eval run")
 
     # How much text is traced.
     batches = integer(least=1, most=_MAX_BATCHES, reason="more change nothing that is seen")
-    explanation = f"batches of {_BATCH_SIZE} examples to trace (16)"
-    parser.add_argument("--batches", type=batches, default=16, help=explanation)
-    explanation = "encoder tokens of an example (64)"
-    parser.add_argument("--inputs-length", type=integer(least=4), default=64, help=explanation)
+    parser.add_argument(
+        "--batches",
+        type=batches,
+        default=16,
+        help=f"batches of {_BATCH_SIZE} examples to trace (16)",
+    )
+    parser.add_argument(
+        "--inputs-length",
+        type=integer(least=4),
+        default=64,
+        help="encoder tokens of an example (64)",
+    )
     add_noise_density(parser)
     return parser
 
@@ -79,14 +85,19 @@ def main(argv: list[str]) -> None:
     # What can be refused before a model is loaded.
     out = page_path(options.out, inputs=[options.model, options.corpus, options.evaluation])
     stages = read_stages(options.metrics)
-    evaluation = None
-    if options.evaluation is not None:
-        evaluation = read_evaluation(options.evaluation)
+    evaluation = None if options.evaluation is None else read_evaluation(options.evaluation)
 
-    # What is traced, and on what.
+    # The model, and the held-out text of the corpus.
     _, model, tokenizer = load_inspected(options.model)
     corpus = load_corpus(options.corpus)
-    tokens = held_out_tokens(corpus, tokenizer, options.inputs_length)
+    tokens = tokenize_corpus(corpus.held_out, tokenizer)
+    check_integer(
+        "--inputs-length",
+        options.inputs_length,
+        least=4,
+        most=tokens.size,
+        reason="the held-out text has so many tokens",
+    )
     noise = pretraining_noise(model.config, options.noise_density)
     source = SpanCorruptionSource(
         tokens,
@@ -99,46 +110,59 @@ def main(argv: list[str]) -> None:
     batches = map(source.batch, range(options.batches))
     trace = record_routing(model, traced_batches(batches))
     counts = count_tokens(trace, model.config.vocab_size)
-    inputs_length, targets_length = source.lengths
-    text = TracedText(
-        corpus=options.corpus,
-        table=corpus_table(corpus),
-        num_documents=len(corpus.held_out),
-        num_tokens=tokens.size,
-        num_chunks=source.num_examples,
-        num_batches=options.batches,
-        batch_size=_BATCH_SIZE,
-        inputs_length=inputs_length,
-        targets_length=targets_length,
-        masks=f"{describe_noise(noise, model.config)}; seed {_SEED}",
-        loss=loss_sentence(trace),
-    )
+
+    # What the page says it was made from.
+    masks = f"{describe_noise(noise, model.config)}; seed {_SEED}"
+    fingerprint = model_fingerprint(options.model)
+    recipe = find_recipe(options.model)
+    corpus_size = f"{len(corpus.held_out):,} documents, {tokens.size:,} tokens"
+    device = f"{model.device.type} ({platform.machine()})"
+    facts = [
+        ("model", f"`{printable(options.model)}`, fingerprint {fingerprint}"),
+        (
+            "its recipe",
+            f"`{printable(recipe)}`"
+            if recipe
+            else "not known: no recipe.yaml lies beside the folder of the model",
+        ),
+        ("text", f"held-out part of `{printable(options.corpus)}`: {corpus_size}"),
+        ("batches", batches_sentence(source, options.batches)),
+        ("masks", masks),
+        ("loss", loss_sentence(trace)),
+        ("made with", f"{format_versions(library_versions())}; {device}"),
+        ("made by", f"`{printable(command_text('report', argv))}`"),
+    ]
+    if options.evaluation is not None:
+        facts.append(("evaluation", f"`{printable(options.evaluation)}`"))
 
     write_report(
         out,
         config=model.config,
         tokenizer=tokenizer,
         counts=counts,
-        model=describe_model(options.model, model),
-        text=text,
-        command=command_text("report", argv),
+        folder=options.model,
+        fingerprint=fingerprint,
+        facts=facts,
+        recipe_text=read_text(recipe) if recipe else "",
+        corpus_table=corpus_table(corpus),
         stages=stages,
         evaluation=evaluation,
     )
     print(format_table(HEALTH_HEADER, health_rows(counts)))
-    print(f"Traced: {text.masks}.")
-    print(text.loss)
+    print(f"Traced: {masks}.")
+    print(loss_sentence(trace))
     print(f"The report is {printable(out.resolve())}.")
 
 
-def describe_model(folder: Path, model: STMoEForConditionalGeneration) -> TracedModel:
-    """Returns what the page says of the model."""
-    return TracedModel(
-        folder=folder,
-        fingerprint=model_fingerprint(folder),
-        device=f"{model.device.type} ({platform.machine()})",
-        recipe=find_recipe(folder),
-    )
+def library_versions() -> dict[str, str]:
+    """Returns the versions of Python, of this library and of what it computes with."""
+    versions = {"python": platform.python_version()}
+    for name in ("stmoe", "torch", "transformers"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree that is not installed
+            versions[name] = "not installed, run from its source"
+    return versions
 
 
 def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
@@ -155,23 +179,9 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
     if page.exists():
         with open(page, encoding="utf-8", errors="replace", opener=open_to_read) as file:
             head = file.read(1000)
-        if head and _GENERATOR_TAG not in head and _EARLIER_TITLE not in head:
+        if head and _GENERATOR_TAG not in head:
             raise DataError(
                 f"--out {page} exists and is no page of this command, so it is not overwritten. "
                 "Choose another name, or move it away."
             )
     return page
-
-
-def held_out_tokens(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerFast, inputs_length: int
-) -> NDArray[np.int32]:
-    """Returns <int32>[N] the tokens of a corpus' held-out text.
-
-    Raises:
-        ConfigError: When an example would be longer than the text.
-    """
-    tokens = tokenize_corpus(corpus.held_out, tokenizer)
-    reason = "the held-out text has so many tokens"
-    check_integer("--inputs-length", inputs_length, least=4, most=tokens.size, reason=reason)
-    return tokens

@@ -10,6 +10,10 @@ from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import command_text
 from moe.commands.routing_trace import add_trace, load_traced
 from moe.files import output_path, write_text
+from moe.inspection.page.ablation_file import read_ablation
+from moe.inspection.page.panel_data import LayerClasses
+from moe.inspection.page.panel_statistics import view_classes, view_saturation
+from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
 from moe.inspection.statistics.routing_entropy import (
     EntropyEstimate,
@@ -17,10 +21,6 @@ from moe.inspection.statistics.routing_entropy import (
     sentinel_entropies,
 )
 from moe.inspection.tables import format_table, loss_sentence
-from moe.inspection.view.ablation_file import read_ablation
-from moe.inspection.view.view import routing_view
-from moe.inspection.view.view_data import LayerClasses
-from moe.inspection.view.view_statistics import view_classes, view_saturation
 from moe.parsing import printable, to_json
 from moe.tracing.trace import Trace, layer_name
 from moe.tracing.trace_file import read_trace
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
         inspected.tokenizer,
         classes=classes,
         saturation=view_saturation(options.probe) if options.probe else (),
-        ablation=read_ablation(options.ablation, trace).bars if options.ablation else (),
+        ablation=read_ablation(options.ablation, trace) if options.ablation else (),
     )
     view.save(out)
 

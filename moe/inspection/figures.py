@@ -1,11 +1,24 @@
-"""What all figures share: colours, style, and how one becomes SVG text to stand inside a page."""
+"""Figures as SVG: heat maps, estimates with intervals, curves; a panel for each layer.
+
+They stand inside a page, show themselves in a notebook, and are saved as files. Statistics come
+from the other modules; here they are only drawn.
+"""
 
 import io
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
 
+from moe.checks import check
+from moe.files import output_path, write_text
+from moe.inspection.statistics.document_intervals import Estimate
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 BLUE = "#0072B2"
@@ -14,7 +27,7 @@ GREEN = "#009E73"
 PINK = "#CC79A7"
 GREY = "#666666"
 COLOURS = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", "#E69F00", GREY)
-"""Of figures with many lines, in this order."""
+"""The order in which lines of a figure take them."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -29,13 +42,425 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def figure_svg(figure: "Figure") -> str:
+def figure_svg(figure: Figure) -> str:
     """Returns the figure as an <svg> element."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
     file = io.StringIO()
     with rc_context(STYLE):
         FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
     text = file.getvalue()
     return text[text.index("<svg") :]
+
+
+_WIDTH = 7.8  # inches
+_ROW_HEIGHT = 0.27
+_CURVE_HEIGHT = 2.6
+_FRAME_HEIGHT = 0.9  # of the title and the axis of a panel
+_MOST_COLUMNS = 10  # of two heat maps side by side
+_LABELLED_COLUMNS = 20
+_MARKED_POINTS = 20
+_STEPS_OF_COLOUR = 21
+_DEEP = 0.55  # of the way to either end of the colours, from which text is white
+_MARKERS = ("o", "s", "D", "^", "v", "P", "X")
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure; in a notebook it shows itself.
+
+    Attributes:
+        svg: The whole figure, an <svg> element.
+    """
+
+    svg: str
+
+    def save(self, path: Path | str) -> Path:
+        """Writes the figure, whole or not at all, and returns where it is.
+
+        Args:
+            path: The .svg file; one that is there is replaced.
+
+        Raises:
+            ConfigError: When it is no path of an .svg file, or lies in a folder that is finished.
+        """
+        file = output_path(path, suffix=".svg", option="path")
+        write_text(file, self.svg)
+        return file
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+
+# ---------------------------------------------------------------------------
+# Heat maps
+
+
+class HeatMap(NamedTuple):
+    """A panel: rows by columns, coloured by value.
+
+    Attributes:
+        title: E.g. the name of a layer.
+        rows: Names of the R rows, the upper one first.
+        columns: Names of the C columns.
+        values: R rows of C values; NaN is a cell without colour.
+        texts: What is written into the cells; empty for nothing.
+    """
+
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float]]
+    texts: Sequence[Sequence[str]] = ()
+
+
+def draw_heat_maps(
+    panels: Sequence[HeatMap],
+    *,
+    label: str,
+    x_label: str,
+    limits: tuple[float, float],
+    y_label: str = "",
+    colours: str = "RdBu_r",
+) -> Drawing:
+    """Returns heat maps with one scale of colours.
+
+    Args:
+        panels: The heat maps.
+        label: Of the colours, with their unit.
+        x_label: Of the columns.
+        limits: Values of the deepest colours at both ends; more extreme ones look like them.
+        y_label: Of the rows.
+        colours: Name of a colour map of matplotlib.
+
+    Raises:
+        ConfigError: When there is no panel, or the limits are not two different numbers.
+    """
+    check(bool(panels), "panels", list(panels), "at least one panel")
+    low, high = limits
+    check(low < high, "limits", limits, "two numbers, the smaller one first")
+
+    # Narrow ones stand side by side; a row is as high as the text of its cells.
+    most_columns = max(len(panel.columns) for panel in panels)
+    most_rows = max(len(panel.rows) for panel in panels)
+    most_lines = 1
+    for panel in panels:
+        for texts in panel.texts:
+            most_lines = max(most_lines, *(text.count("\n") + 1 for text in texts))
+    per_row = 2 if most_columns <= _MOST_COLUMNS and len(panels) > 1 else 1
+    height = _ROW_HEIGHT * most_lines * most_rows + _FRAME_HEIGHT
+
+    def draw(axes: Axes, panel: HeatMap) -> None:
+        _draw_heat_map(axes, panel, limits, colours)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+
+    figure = _draw_panels(panels, per_row, height, draw, extra=0.5)
+
+    # One scale of colours below all of them.
+    bar = figure.colorbar(
+        figure.axes[0].collections[0],
+        ax=figure.axes,
+        orientation="horizontal",
+        extend="both",
+        aspect=60,
+        pad=0.02,
+    )
+    bar.set_label(label)
+    return Drawing(figure_svg(figure))
+
+
+def draw_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> Drawing:
+    """Returns a heat map of the load over the even load: a row for each layer, a column for each expert.
+
+    The colours are the same in every figure: white is even, the deepest are half and less, and 1.5
+    times and more.
+
+    Args:
+        names: Names of the layers.
+        shares: Each expert's share of the slots that were asked for, for each layer.
+    """
+    num_experts = max(map(len, shares))
+    over_even = []
+    texts = []
+    for row in shares:
+        over_even.append([share * len(row) for share in row])
+        texts.append([f"{share * len(row):.2f} x\n{100 * share:.1f} %" for share in row])
+
+    experts = [str(expert + 1) for expert in range(num_experts)]
+    label = f"load over even load (1 x = {100 / num_experts:.1f} % of all slots asked for)"
+    panel = HeatMap("", names, experts, over_even, texts)
+    return draw_heat_maps([panel], label=label, x_label="expert", limits=(0.5, 1.5))
+
+
+def _draw_heat_map(axes: Axes, panel: HeatMap, limits: tuple[float, float], colours: str) -> None:
+    """Draws a heat map and the text of its cells."""
+    low, high = limits
+    axes.grid(visible=False)
+    axes.set_facecolor("#eeeeee")
+    scale = colormaps[colours].resampled(_STEPS_OF_COLOUR)
+    axes.pcolormesh(panel.values, cmap=scale, vmin=low, vmax=high)
+
+    # The first row stands at the top; of many columns some are named.
+    axes.invert_yaxis()
+    axes.set_yticks([row + 0.5 for row in range(len(panel.rows))], panel.rows, fontsize=8)
+    step = math.ceil(len(panel.columns) / _LABELLED_COLUMNS)
+    named = range(0, len(panel.columns), step)
+    ticks = [column + 0.5 for column in named]
+    axes.set_xticks(ticks, [panel.columns[column] for column in named], fontsize=8)
+
+    # Text is white on a deep colour.
+    if len(panel.columns) > _LABELLED_COLUMNS:
+        return
+    middle = (low + high) / 2
+    for row, texts in enumerate(panel.texts):
+        for column, text in enumerate(texts):
+            value = panel.values[row][column]
+            depth = abs(value - middle) / (high - middle)
+            is_deep = depth > _DEEP if colours == "RdBu_r" else value > middle
+            axes.text(
+                column + 0.5,
+                row + 0.5,
+                text,
+                ha="center",
+                va="center",
+                color="white" if is_deep else "black",
+                fontsize=7,
+            )
+
+
+# ---------------------------------------------------------------------------
+# Estimates with intervals
+
+
+class Row(NamedTuple):
+    """An estimate of a panel.
+
+    Attributes:
+        name: What it is of; estimates of one name stand on one line.
+        series: What tells it from the others of its name; named in the legend.
+        estimate: A value, and its interval; ends that are not finite are not drawn.
+    """
+
+    name: str
+    series: str
+    estimate: Estimate
+
+
+class IntervalPanel(NamedTuple):
+    """A panel of estimates.
+
+    Attributes:
+        title: E.g. the name of a layer.
+        rows: The estimates, the upper one first.
+        line: Value of a dashed line; None for none.
+        line_label: What it stands for.
+    """
+
+    title: str
+    rows: Sequence[Row]
+    line: float | None = None
+    line_label: str = ""
+
+
+def draw_intervals(
+    panels: Sequence[IntervalPanel], *, label: str, from_zero: bool = False
+) -> Drawing:
+    """Returns estimates with their intervals.
+
+    Args:
+        panels: The estimates.
+        label: Of the values, with their unit.
+        from_zero: Whether they are bars that begin at 0, or points.
+
+    Raises:
+        ConfigError: When there is no panel, or one has no estimate.
+    """
+    check(bool(panels), "panels", list(panels), "at least one panel")
+    most_rows = 0
+    for panel in panels:
+        check(bool(panel.rows), f"rows of {panel.title}", [], "at least one estimate")
+        most_rows = max(most_rows, len({row.name for row in panel.rows}))
+
+    # A series has the same colour in all panels.
+    series: list[str] = []
+    for panel in panels:
+        for row in panel.rows:
+            if row.series not in series:
+                series.append(row.series)
+    height = _ROW_HEIGHT * most_rows * max(1.0, 0.6 * len(series)) + _FRAME_HEIGHT
+
+    def draw(axes: Axes, panel: IntervalPanel) -> None:
+        _draw_estimates(axes, panel, series, from_zero)
+        axes.set_xlabel(label)
+
+    per_row = 2 if len(panels) > 1 else 1
+    figure = _draw_panels(panels, per_row, height, draw, extra=0.3)
+
+    # One scale, so that panels can be compared.
+    lefts = [axes.get_xlim()[0] for axes in figure.axes]
+    rights = [axes.get_xlim()[1] for axes in figure.axes]
+    for axes in figure.axes:
+        axes.set_xlim(min(lefts), max(rights))
+    return Drawing(figure_svg(figure))
+
+
+def _draw_estimates(
+    axes: Axes, panel: IntervalPanel, series: Sequence[str], from_zero: bool
+) -> None:
+    """Draws the estimates of a panel, those of one name side by side."""
+    # A line for each name, the first at the top.
+    names = list(dict.fromkeys(row.name for row in panel.rows))
+    thickness = 0.8 / len(series)
+    axes.grid(visible=False, axis="y")
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+
+    # What values are compared with.
+    if from_zero:
+        axes.axvline(0, color="black", linewidth=0.8)
+    if panel.line is not None:
+        label = panel.line_label or None
+        axes.axvline(panel.line, color=COLOURS[2], linestyle="--", label=label)
+
+    # The estimates of a series lie a little beside the others of their names.
+    for number, name in enumerate(series):
+        rows = [row for row in panel.rows if row.series == name]
+        shift = (number - (len(series) - 1) / 2) * thickness
+        heights = [names.index(row.name) + shift for row in rows]
+        values = [row.estimate.value for row in rows]
+        colour = COLOURS[number % len(COLOURS)]
+        if from_zero:
+            width = 0.9 * thickness
+            axes.barh(heights, values, width, color=colour, alpha=0.55)
+
+        # Whiskers reach from each value to both ends.
+        to_low = []
+        to_high = []
+        for row in rows:
+            value, low, high = row.estimate
+            to_low.append(_whisker(value, low))
+            to_high.append(_whisker(value, high))
+        axes.errorbar(
+            values,
+            heights,
+            xerr=[to_low, to_high],
+            fmt=_MARKERS[number % len(_MARKERS)],
+            color=colour,
+            markersize=4,
+            capsize=2.5,
+            linewidth=1.3,
+            label=name or None,
+        )
+
+
+def _whisker(value: float, end: float) -> float:
+    """Returns how long the line from a value to an end of its interval is; 0 where it is unknown."""
+    length = abs(end - value)
+    if not math.isfinite(length):
+        return 0.0
+    return length
+
+
+# ---------------------------------------------------------------------------
+# Curves
+
+
+class Curve(NamedTuple):
+    """A line of a panel: its name, and where it goes."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+class CurvePanel(NamedTuple):
+    """A panel of curves."""
+
+    title: str
+    curves: Sequence[Curve]
+
+
+def draw_curves(
+    panels: Sequence[CurvePanel],
+    *,
+    x_label: str,
+    y_label: str,
+    y_limits: tuple[float, float | None] | None = None,
+    log_x: bool = False,
+) -> Drawing:
+    """Returns curves.
+
+    Args:
+        panels: The curves.
+        x_label: Of the horizontal axis, with its unit.
+        y_label: Of the vertical axis, with its unit.
+        y_limits: Ends of the vertical axis; None to fit either or both.
+        log_x: Whether the horizontal axis is logarithmic.
+
+    Raises:
+        ConfigError: When there is no panel.
+    """
+    check(bool(panels), "panels", list(panels), "at least one panel")
+
+    def draw(axes: Axes, panel: CurvePanel) -> None:
+        for number, curve in enumerate(panel.curves):
+            style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "markersize": 4}
+            if len(curve.x) <= _MARKED_POINTS:
+                style["marker"] = _MARKERS[number % len(_MARKERS)]
+            axes.plot(curve.x, curve.y, label=curve.name, **style)
+
+        # Axes are alike in all panels.
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        if log_x:
+            axes.set_xscale("log")
+        if y_limits is not None:
+            axes.set_ylim(*y_limits)
+
+    per_row = 2 if len(panels) > 1 else 1
+    return Drawing(figure_svg(_draw_panels(panels, per_row, _CURVE_HEIGHT, draw)))
+
+
+# ---------------------------------------------------------------------------
+# Panels
+
+_Panel = TypeVar("_Panel", HeatMap, IntervalPanel, CurvePanel)
+
+
+def _draw_panels(
+    panels: Sequence[_Panel],
+    per_row: int,
+    height: float,
+    draw: Callable[[Axes, _Panel], None],
+    extra: float = 0.0,
+) -> Figure:
+    """Returns a figure of panels, so many in a row, with one legend of each that has names.
+
+    Args:
+        panels: With a title each.
+        per_row: Panels that stand side by side.
+        height: Of a panel, in inches.
+        draw: Draws a panel.
+        extra: Height of what else is on the figure, in inches.
+    """
+    num_rows = math.ceil(len(panels) / per_row)
+    with rc_context(STYLE):
+        size = (_WIDTH, num_rows * height + extra)
+        figure = Figure(figsize=size, layout="constrained")
+        grid = figure.subplots(num_rows, per_row, squeeze=False)
+        places = list(grid.flat)
+        for axes, panel in zip(places, panels, strict=False):
+            draw(axes, panel)
+            axes.set_title(panel.title, fontsize=10)
+
+        # A place that is left over stays empty; the legend stands below all.
+        for axes in places[len(panels) :]:
+            figure.delaxes(axes)
+        names = {}
+        for axes in figure.axes:
+            handles, labels = axes.get_legend_handles_labels()
+            names |= dict(zip(labels, handles, strict=True))
+        if names:
+            labels = [name.replace("$", r"\$") for name in names]  # no formula
+            place = "outside lower center"
+            figure.legend(list(names.values()), labels, loc=place, ncols=4, fontsize=8)
+    return figure

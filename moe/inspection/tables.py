@@ -1,15 +1,16 @@
-"""Tables of counted tokens: tokens by expert, load, entropy. Pure functions from counts to rows."""
+"""Tables of a trace: tokens by expert, load, entropy. Pure functions from counts to rows."""
 
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from moe.inspection.token_counts import LayerCounts
-from moe.sparse.stats import summarize
+from moe.sparse.editing import LayerKey
+from moe.sparse.stats import RouterStats, summarize
 from moe.tracing.trace import LayerTrace, Trace, layer_name
 
 _SMOOTHING = 20
@@ -32,6 +33,49 @@ HEALTH_HEADER = [
 ]
 
 
+class LayerCounts(NamedTuple):
+    """What one sparse layer's router did, by token id.
+
+    Attributes:
+        key: The layer: its stack, and its number there from 0.
+        first_choice: <int64>[V, E] how often a token id had an expert as its first choice.
+        stats: Summed statistics.
+    """
+
+    key: LayerKey
+    first_choice: Tensor
+    stats: RouterStats
+
+
+RoutingCounts = tuple[LayerCounts, ...]
+"""One LayerCounts for each sparse layer, the encoder's first."""
+
+
+def count_tokens(trace: Trace, vocab_size: int) -> RoutingCounts:
+    """Returns the counts of all tokens of a trace; of the decoder's, those that it reads.
+
+    Source:
+        ST-MoE (arXiv:2202.08906) §7: tokens by expert and layer.
+    """
+    counts = []
+    for layer in trace.layers:
+        ids = trace.stack(layer.facts.stack).ids.long()  # [N]
+        first = layer.first.long()  # [N]
+        has_first = first >= 0
+
+        # Each first choice counts in one cell of the table.
+        num_experts = layer.facts.num_experts
+        cells = (ids * num_experts + first)[has_first]
+        first_choice = torch.bincount(cells, minlength=vocab_size * num_experts)
+        first_choice = rearrange(first_choice, "(v e) -> v e", e=num_experts)
+        counts.append(LayerCounts(layer.key, first_choice, layer.stats))
+    return tuple(counts)
+
+
+# ---------------------------------------------------------------------------
+# Tokens by expert
+
+
 class TokenCount(NamedTuple):
     """One token of an expert.
 
@@ -47,10 +91,6 @@ class TokenCount(NamedTuple):
     occurrences: int
     seen: int
     lift: float
-
-
-# ---------------------------------------------------------------------------
-# Tokens by expert
 
 
 def top_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[TokenCount]:

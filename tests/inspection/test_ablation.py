@@ -11,10 +11,14 @@ from moe.distributed.mesh import ExpertAxis
 from moe.inspection.ablation.ablate import ablate_experts, nearest_load
 from moe.inspection.ablation.ablation_runs import loss_change, run_unchanged
 from moe.inspection.ablation.ablation_table import class_verdicts, expert_effects, top_effects
-from moe.inspection.ablation.choices import as_many_at_random, choices_of
 from moe.inspection.ablation.expert_measures import measure_experts, observe_layers, target_losses
-from moe.inspection.ablation.interventions import INTERVENTIONS, AblatedLayer
-from moe.inspection.ablation.mean_output import replace_by_mean
+from moe.inspection.ablation.interventions import (
+    INTERVENTIONS,
+    AblatedLayer,
+    as_many_at_random,
+    choices_of,
+    replace_by_mean,
+)
 from moe.sparse.editing import edit_routing, sparse_layers
 from moe.sparse.edits import DropExperts, SwapExperts
 from moe.sparse.plan import router_scores

@@ -10,11 +10,13 @@ from moe import ConfigError
 from moe.inspection.ablation.ablate import Ablation, LayerAblation, nearest_load
 from moe.inspection.ablation.ablation_table import (
     class_verdicts,
+    effect_table,
     expert_effects,
     rank_correlations,
     top_effects,
+    top_effects_text,
+    verdict_table,
 )
-from moe.inspection.ablation.ablation_text import effect_table, top_effects_text, verdict_table
 from moe.inspection.ablation.target_sets import ALL_TOKENS
 
 E, C, G = 5, 3, 31

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from moe import ConfigError
-from moe.inspection.drawings import (
+from moe.inspection.figures import (
     Curve,
     CurvePanel,
     HeatMap,
@@ -17,7 +17,7 @@ from moe.inspection.drawings import (
     draw_heat_maps,
     draw_intervals,
 )
-from moe.inspection.view.view_data import Estimate
+from moe.inspection.statistics.document_intervals import Estimate
 
 
 def words(drawing):

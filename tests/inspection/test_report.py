@@ -19,7 +19,7 @@ from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
-from moe.inspection.report.plots import plot_load
+from moe.inspection.figures import draw_load
 from scripts import inspect_router
 from tests.models.tiny import DENSE, tiny_model
 from tests.training.tiny_run import write_inputs
@@ -346,10 +346,10 @@ def numbers_of_tokens(firsts, ids):
 
 
 def test_the_map_says_each_load_over_the_even_one():
-    svg = plot_load(["encoder 1"], [[0.5, 0.25, 0.25, 0.0]])
+    svg = draw_load(["encoder 1"], [[0.5, 0.25, 0.25, 0.0]]).svg
     for label in ("2.00 x", "50.0 %", "1.00 x", "25.0 %", "0.00 x", "0.0 %"):
         assert f">{label}<" in svg
-    many = plot_load(["encoder 1", "decoder 1"], [[1 / 128] * 128] * 2)
+    many = draw_load(["encoder 1", "decoder 1"], [[1 / 128] * 128] * 2).svg
     assert ">1.00 x<" not in many
     assert "1 x = 0.8 %" in many
 
@@ -445,10 +445,6 @@ DAMAGED_METRICS = {
         METRICS + '{"step": ' + "9" * 5000 + "}\n" + METRICS,
         "line 2: .* is not JSON",
     ),
-    "huge": (
-        METRICS + '{"step": 2, "train/ce_loss": 1e300}\n' + METRICS,
-        "line 2: 'train/ce_loss' is 1e\\+300",
-    ),
     "backwards": (
         '{"step": 9, "train/ce_loss": 1}\n' + METRICS,
         "line 2: step 1 comes after step 9",
@@ -543,14 +539,10 @@ REFUSED = {
         ["--inputs-length", "3000"],
         "spans, but the vocabulary has 100 sentinels",
     ),
-    "no name": (
-        ["--metrics", "metrics.jsonl"],
-        "'metrics.jsonl' has no name, or no file that can be. Write NAME=FILE",
-    ),
-    "empty name": (["--metrics", "=metrics.jsonl"], "has no name, or no file that can be"),
-    "no file": (["--metrics", "mine="], "has no name, or no file that can be"),
-    "a name that cannot be shown": (["--metrics", "a\nb=c"], "characters that cannot be shown"),
-    "NUL in metrics": (["--metrics", "mine=a\0b"], "has no name, or no file that can be"),
+    "no name": (["--metrics", "metrics.jsonl"], "--metrics is 'metrics.jsonl'; expected NAME=FILE"),
+    "empty name": (["--metrics", "=metrics.jsonl"], "expected NAME=FILE"),
+    "no file": (["--metrics", "mine="], "expected NAME=FILE"),
+    "a name that cannot be shown": (["--metrics", "a\nb=c"], "in printable characters"),
     "NUL in the evaluation": (
         ["--evaluation", "a\0b"],
         "--evaluation is 'a.x00b'; expected a path",

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moe import ConfigError, DataError
-from moe.inspection.view.view import routing_view
-from moe.inspection.view.view_data import AblationBar, ClassRow, LayerClasses, SaturationPoint
+from moe.inspection.page.panel_data import AblationBar, ClassRow, LayerClasses, SaturationPoint
+from moe.inspection.page.routing_view import routing_view
 from moe.tracing.trace import ACCEPTED, NOT_REQUESTED
 from tests.inspection.tiny_view import (
     content_of,
@@ -448,7 +448,10 @@ def test_models_that_read_different_texts_are_refused(trace):
     [
         ({("encoder", 5): [0]}, "a layer of matching is .*; expected layers of `other`"),
         ({("encoder", 0): [0, 1]}, r"matching of \('encoder', 0\) is \[0, 1\]; expected 7 numbers"),
-        ({("encoder", 0): [0, 1, 2, 3, 4, 5, 7]}, "a number in the matching .* is 7; expected"),
+        (
+            {("encoder", 0): [0, 1, 2, 3, 4, 5, 7]},
+            "matching of .* is .*7.*; expected 7 numbers from -1 to 6",
+        ),
     ],
 )
 def test_a_matching_of_other_experts_is_refused(trace, matching, text):
@@ -482,7 +485,7 @@ def test_a_dense_model_has_nothing_to_show():
         ({"saturation": [SaturationPoint(("encoder", 2), 0, 0)]}, "a layer of saturation is"),
         (
             {"classes": [LayerClasses(("encoder", 0), [ClassRow("x", 1, [1.0], [1.0], [1.0])])]},
-            "shares of the class 'x' has 1 values; expected 7, one for each expert of encoder 1",
+            "shares of the class 'x' is .*; expected 7 values, one for each expert of encoder 1",
         ),
         (
             {"classes": [LayerClasses(("encoder", 0), [])] * 2},

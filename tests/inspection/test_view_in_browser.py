@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from moe.inspection.view.view import routing_view
+from moe.inspection.page.routing_view import routing_view
 from tests.inspection.chromium import Browser, find_chromium
 from tests.inspection.tiny_view import (
     long_trace,

@@ -10,14 +10,14 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from moe.inspection.view.view import routing_view
-from moe.inspection.view.view_data import (
+from moe.inspection.page.panel_data import (
     AblationBar,
     ClassRow,
     Estimate,
     LayerClasses,
     SaturationPoint,
 )
+from moe.inspection.page.routing_view import routing_view
 from moe.tracing.recorder import record_routing, traced_batches
 from moe.tracing.trace import Trace
 from tests.models.tiny import tiny_batch, tiny_model

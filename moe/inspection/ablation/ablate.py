@@ -16,9 +16,13 @@ from moe.checks import check, check_integer
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
 from moe.inspection.ablation.ablation_runs import Unchanged, loss_change, run_unchanged, works_on
-from moe.inspection.ablation.choices import as_many_at_random
 from moe.inspection.ablation.expert_measures import ExpertMeasures, measure_experts
-from moe.inspection.ablation.interventions import INTERVENTIONS, AblatedLayer, Intervention
+from moe.inspection.ablation.interventions import (
+    INTERVENTIONS,
+    AblatedLayer,
+    Intervention,
+    as_many_at_random,
+)
 from moe.inspection.ablation.target_sets import (
     Targets,
     TargetSets,

@@ -1,26 +1,28 @@
 """What an ablation has shown: effects with intervals, and whether an expert is for a class.
 
-Comes after `ablation`; `ablation_text` prints it. All intervals of a column hold together: each is
+Comes after `ablate`. All intervals of a column hold together: each is
 as wide as Bonferroni asks for the number of rows, so that in 95 % of all tables none is wrong.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
 from moe.checks import check_integer, check_number
 from moe.inspection.ablation.ablate import Ablation, LayerAblation
 from moe.inspection.statistics.document_intervals import (
-    Estimates,
+    Estimate,
     TokenSums,
     difference_of_means,
     mean_over_tokens,
 )
+from moe.inspection.tables import format_table
 from moe.sparse.editing import LayerKey
+from moe.tracing.trace import layer_name
 
 Answer = Literal["yes", "no", "not shown"]
 
@@ -29,24 +31,6 @@ MARGIN = 0.01
 """Nats for each token: an advantage on a class that is too small to call an expert `for` it."""
 
 NOTHING_SHOWN = "nothing was shown"
-
-
-class Interval(NamedTuple):
-    """An estimate in nats for each target token, with both ends of its interval.
-
-    The value is NaN where there is no token; the ends are infinite where no spread is known.
-    """
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        if math.isnan(self.value):
-            return "-"
-        if math.isinf(self.low):
-            return f"{self.value:+.4f}"
-        return f"{self.value:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
 
 
 class ExpertEffect(NamedTuple):
@@ -68,12 +52,12 @@ class ExpertEffect(NamedTuple):
     key: LayerKey
     expert: int
     load: int
-    effect: Interval
-    where_chosen: Interval
-    elsewhere: Interval
-    over_random: Interval
+    effect: Estimate
+    where_chosen: Estimate
+    elsewhere: Estimate
+    over_random: Estimate
     peer: int
-    over_peer: Interval
+    over_peer: Estimate
     estimate: float
 
 
@@ -98,10 +82,10 @@ class ClassVerdict(NamedTuple):
     token_class: str
     num_tokens: int
     num_documents: int
-    effect: Interval
-    over_others: Interval
-    over_random: Interval
-    over_peer: Interval
+    effect: Estimate
+    over_others: Estimate
+    over_random: Estimate
+    over_peer: Estimate
     answer: Answer
 
 
@@ -157,7 +141,7 @@ def expert_effects(ablation: Ablation, *, confidence: float = CONFIDENCE) -> lis
         over_peer = TokenSums(change - change[layer.peer], num_tokens)
 
         columns = [TokenSums(change, num_tokens), chosen, elsewhere, over_random, over_peer]
-        intervals = [_intervals(mean_over_tokens(sums), level) for sums in columns]
+        intervals = [mean_over_tokens(sums).intervals(level) for sums in columns]
         for expert in range(len(change)):
             effects.append(
                 ExpertEffect(
@@ -266,10 +250,10 @@ def _verdicts_of_layer(layer: LayerAblation, margin: float, level: float) -> lis
     over_random = TokenSums(change - layer.random_change[:, 1:], num_tokens)
     over_peer = TokenSums(change - change[layer.peer], num_tokens)
 
-    effects = _intervals(mean_over_tokens(of_class), level)
-    over_others = _intervals(difference_of_means(of_class, of_others), level)
-    over_randoms = _intervals(mean_over_tokens(over_random), level)
-    over_peers = _intervals(mean_over_tokens(over_peer), level)
+    effects = mean_over_tokens(of_class).intervals(level)
+    over_others = difference_of_means(of_class, of_others).intervals(level)
+    over_randoms = mean_over_tokens(over_random).intervals(level)
+    over_peers = mean_over_tokens(over_peer).intervals(level)
 
     verdicts = []
     num_experts, num_classes, _ = change.shape
@@ -295,7 +279,7 @@ def _verdicts_of_layer(layer: LayerAblation, margin: float, level: float) -> lis
 
 
 def _answer(
-    effect: Interval, over_others: Interval, over_random: Interval, margin: float
+    effect: Estimate, over_others: Estimate, over_random: Estimate, margin: float
 ) -> Answer:
     """Returns the answer of `class_verdicts`."""
     if min(over_others.high, over_random.high) < margin:
@@ -305,21 +289,96 @@ def _answer(
     return "not shown"
 
 
-# ---------------------------------------------------------------------------
-# Numbers
-
-
-def _intervals(estimates: Estimates, level: float) -> list[Interval]:
-    """Returns the estimates <float64>[...] with their intervals, in their order."""
-    low, high = estimates.interval(level)
-    columns = (estimates.value, low, high)
-    rows = torch.stack([column.flatten() for column in columns], dim=-1)
-    return [Interval(*row) for row in rows.tolist()]
-
-
 def _spearman(a: Tensor, b: Tensor) -> float:
     """Returns the correlation of the ranks of <any>[E] and <any>[E]; NaN where one is constant."""
     ranks = np.stack([rankdata(a), rankdata(b)])  # [2, E]
     if (ranks.std(axis=1) == 0).any():
         return math.nan
     return float(np.corrcoef(ranks)[0, 1])
+
+
+# ---------------------------------------------------------------------------
+# As text
+
+EFFECT_HEADER = [
+    "sparse layer",
+    "expert",
+    "load",
+    "change of loss",
+    "where it was chosen",
+    "elsewhere",
+    "more than at random",
+    "more than expert",
+    "first order",
+]
+
+VERDICT_HEADER = [
+    "sparse layer",
+    "expert",
+    "class",
+    "tokens",
+    "documents",
+    "change of loss",
+    "more than on others",
+    "more than at random",
+    "more than its peer",
+    "for it?",
+]
+
+
+def effect_table(ablation: Ablation, *, confidence: float = CONFIDENCE) -> str:
+    """Returns the effects of all experts as text, and the rank correlations of each layer."""
+    rows = []
+    for effect in expert_effects(ablation, confidence=confidence):
+        rows.append(
+            [
+                layer_name(effect.key),
+                str(effect.expert + 1),
+                str(effect.load),
+                str(effect.effect),
+                str(effect.where_chosen),
+                str(effect.elsewhere),
+                str(effect.over_random),
+                f"{effect.peer + 1}: {effect.over_peer}",
+                f"{effect.estimate:+.4f}",
+            ]
+        )
+
+    correlations = []
+    for correlation in rank_correlations(ablation):
+        name = layer_name(correlation.key)
+        scores = [f"{correlation.load:+.2f}", f"{correlation.estimate:+.2f}"]
+        correlations.append([name, *scores])
+    header = ["sparse layer", "effect with load", "effect with first order"]
+    return f"{format_table(EFFECT_HEADER, rows)}\n\n{format_table(header, correlations)}"
+
+
+def verdict_table(verdicts: Iterable[ClassVerdict]) -> str:
+    """Returns verdicts as text."""
+    rows = []
+    for verdict in verdicts:
+        rows.append(
+            [
+                layer_name(verdict.key),
+                str(verdict.expert + 1),
+                verdict.token_class,
+                str(verdict.num_tokens),
+                str(verdict.num_documents),
+                str(verdict.effect),
+                str(verdict.over_others),
+                str(verdict.over_random),
+                str(verdict.over_peer),
+                verdict.answer,
+            ]
+        )
+    return format_table(VERDICT_HEADER, rows)
+
+
+def top_effects_text(top: Iterable[TopEffect]) -> str:
+    """Returns a line for each expert, or that nothing was shown."""
+    lines = []
+    for expert in top:
+        effect = expert.effect
+        name = f"{layer_name(effect.key)}, expert {effect.expert + 1}"
+        lines.append(f"{name}: {effect.effect} nats a token; for: {expert.purpose}")
+    return "\n".join(lines) or NOTHING_SHOWN

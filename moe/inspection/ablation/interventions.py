@@ -1,22 +1,89 @@
 """What is done to an expert to see what it is for: drop, reroute, mean, swap.
 
-Comes after `choices` and `mean_output`; `ablation` runs them over all experts.
+Each is done to the choices of an expert, or to as many at random; `ablate` runs them over all experts.
 """
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from moe.inspection.ablation.choices import ChoiceMask, choices_of
-from moe.inspection.ablation.mean_output import replace_by_mean
+from moe.errors import DataError
 from moe.registry import Registry
-from moe.sparse.editing import LayerEdit, LayerKey, PlanEdit, edit_routing
+from moe.sparse.editing import (
+    LayerEdit,
+    LayerKey,
+    PlanEdit,
+    check_layer,
+    edit_routing,
+    sparse_layers,
+)
 from moe.sparse.edits import RerouteExperts, choose_again, drop_choices
-from moe.sparse.layer import SparseFeedForward
+from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores
+
+# ---------------------------------------------------------------------------
+# Choices
+
+ChoiceMask = Callable[[DispatchPlan], Tensor]
+"""A function of a plan that returns <bool>[G, S, K]: some of its accepted choices."""
+
+
+def choices_of(expert: int) -> ChoiceMask:
+    """Returns the function that finds the accepted choices of one expert."""
+
+    def find(plan: DispatchPlan) -> Tensor:
+        return plan.accepted & (plan.expert_index == expert)
+
+    return find
+
+
+def as_many_at_random(expert: int, *, num_sequences: int, seed: int) -> ChoiceMask:
+    """Returns the function that draws as many accepted choices as an expert has, in each sequence.
+
+    The draw is from the choices of all experts. One seed gives every expert of a layer the same
+    lot, of which a larger expert takes more: so experts are compared to the same random tokens, and
+    their numbers play no part.
+
+    Args:
+        expert: Number of the expert, from 0.
+        num_sequences: Sequences of the batch that plans will be of, B.
+        seed: Of the lot.
+    """
+    own_choices = choices_of(expert)
+
+    def by_sequence(x: Tensor) -> Tensor:
+        # Groups are of whole sequences, one after the other.
+        flat = rearrange(x, "g s k -> (g s k)")
+        return flat.unflatten(0, (num_sequences, -1))  # [B, L * K]
+
+    def draw(plan: DispatchPlan) -> Tensor:
+        # How many to draw in each sequence.
+        accepted = by_sequence(plan.accepted)
+        own = by_sequence(own_choices(plan))
+        num_wanted = own.sum(dim=1, keepdim=True)  # [B, 1]
+
+        # A lot for each choice, drawn on the CPU so that all devices draw alike.
+        generator = torch.Generator().manual_seed(seed)
+        shape = accepted.shape
+        lot = torch.rand(shape, generator=generator, dtype=torch.float64)
+        lot = lot.to(accepted.device)
+
+        # Lots are below 1: choices that are not accepted stand behind all others.
+        lot = lot.masked_fill(~accepted, 2)
+        place = lot.argsort(dim=1).argsort(dim=1)  # [B, L * K]
+        drawn = place < num_wanted
+        return drawn.view_as(plan.accepted)
+
+    return draw
+
+
+# ---------------------------------------------------------------------------
+# Interventions
 
 Context = AbstractContextManager[None]
 """Inside it something is ablated."""
@@ -141,3 +208,79 @@ def _move_choices(plan: DispatchPlan, moved: Tensor, peer: Tensor) -> DispatchPl
     index = plan.expert_index
     peer = peer.to(index.device)
     return plan._replace(expert_index=torch.where(moved, peer[index], index))  # [G, S, K]
+
+
+# ---------------------------------------------------------------------------
+# Outputs replaced by their mean
+
+
+@contextmanager
+def replace_by_mean(
+    module: nn.Module, key: LayerKey, choices: ChoiceMask, mean_output: Tensor
+) -> Iterator[None]:
+    """Replaces the outputs of some choices by the mean outputs of their experts inside the block.
+
+    The weights stay. In the reported plan these choices are dropped.
+
+    Example:
+        with replace_by_mean(model, ("encoder", 0), choices_of(3), measures.mean_output):
+            loss = model(**batch).loss
+
+    Args:
+        module: A model with sparse layers.
+        key: Name of the layer.
+        choices: Finds the choices.
+        mean_output: <any float>[E, D] mean output of each expert, before its weight.
+
+    Raises:
+        ConfigError: When the module has no such layer.
+        DataError: When `mean_output` has another shape.
+    """
+    layers = sparse_layers(module)
+    check_layer(key, layers, module)
+    layer = layers[key]
+
+    # A mean for each expert of this layer.
+    expected = (layer.config.num_experts, layer.config.d_model)
+    if mean_output.shape != expected:
+        raise DataError(
+            f"mean_output has shape {tuple(mean_output.shape)}, but {key} has {expected[0]} experts of width "
+            f"{expected[1]}. Give the mean output of each expert, [E, D]."
+        )
+
+    # The edit comes first in a forward pass, the hook last.
+    replacement = _Replacement(choices, mean_output)
+    with (
+        edit_routing(module, {key: replacement.drop}),
+        layer.register_forward_hook(replacement.add),
+    ):
+        yield
+
+
+class _Replacement:
+    """Drops the choices from a plan, and adds the means to what the layer then returns."""
+
+    def __init__(self, choices: ChoiceMask, mean_output: Tensor) -> None:
+        self._choices = choices
+        self._mean_output = mean_output
+        self._added: Tensor | None = None
+
+    def drop(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+        # The weight of each choice that is replaced.
+        replaced = self._choices(plan)
+        weight = plan.combine_weight * replaced  # [G, S, K]
+
+        # The same by expert, times the expert's mean.
+        by_expert = weight.new_zeros(scores.probs.shape)  # [G, S, E]
+        by_expert = by_expert.scatter_add(-1, plan.expert_index, weight)
+        mean_output = self._mean_output.to(weight)
+        self._added = by_expert @ mean_output  # [G, S, D]
+        return drop_choices(plan, replaced)
+
+    def add(
+        self, layer: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, RouterOutput | None]
+    ) -> tuple[Tensor, RouterOutput | None]:
+        assert self._added is not None, "the plan is edited before the layer returns"
+        y, router_output = output  # [B, L, D]
+        added = self._added.to(y.dtype)
+        return y + added.view_as(y), router_output

@@ -11,20 +11,12 @@ from torch import Tensor
 
 from moe.inspection.ablation.expert_measures import target_losses
 from moe.inspection.ablation.target_sets import Targets, list_targets
-from moe.inspection.statistics.document_intervals import TokenSums, mean_over_tokens
+from moe.inspection.statistics.document_intervals import Estimate, TokenSums, mean_over_tokens
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey
 from moe.tracing.recorder import TracedBatch, evaluation_mode
 from moe.tracing.replay import replay_routing
 from moe.tracing.trace import Trace
-
-
-class Part(NamedTuple):
-    """A change of the mean loss of the target tokens, in nats, with its interval over documents."""
-
-    value: float
-    low: float
-    high: float
 
 
 class LossSplit(NamedTuple):
@@ -41,8 +33,8 @@ class LossSplit(NamedTuple):
     first: float
     second: float
     replayed: float
-    routing: Part
-    weights: Part
+    routing: Estimate
+    weights: Estimate
 
 
 def split_loss(
@@ -102,7 +94,7 @@ def token_losses(model: STMoEForConditionalGeneration, batches: Sequence[TracedB
     return torch.cat(losses)
 
 
-def mean_change(change: Tensor, targets: Targets, confidence: float = 0.95) -> Part:
+def mean_change(change: Tensor, targets: Targets, confidence: float = 0.95) -> Estimate:
     """Returns the mean of a change of the loss of each target token, with its interval.
 
     Args:
@@ -114,6 +106,5 @@ def mean_change(change: Tensor, targets: Targets, confidence: float = 0.95) -> P
     sums = torch.zeros(targets.num_documents, dtype=torch.float64)
     counts = sums.index_add(0, targets.document, torch.ones_like(change))
     sums = sums.index_add(0, targets.document, change)
-    estimates = mean_over_tokens(TokenSums(sums, counts))
-    low, high = estimates.interval(confidence)
-    return Part(float(estimates.value), float(low), float(high))
+    (mean,) = mean_over_tokens(TokenSums(sums, counts)).intervals(confidence)
+    return mean

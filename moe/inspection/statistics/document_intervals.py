@@ -17,6 +17,24 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 
+class Estimate(NamedTuple):
+    """A value and its interval.
+
+    The value is NaN where there is no token; the ends are infinite where no spread is known.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if math.isnan(self.value):
+            return "-"
+        if math.isinf(self.low):
+            return f"{self.value:+.4f}"
+        return f"{self.value:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
+
+
 class Estimates(NamedTuple):
     """Estimates, and what their intervals are made of.
 
@@ -35,6 +53,12 @@ class Estimates(NamedTuple):
         half = student_half_width(self.stderr, self.freedom, confidence).nan_to_num(math.inf)
         center = self.value.nan_to_num(0.0)
         return center - half, center + half
+
+    def intervals(self, confidence: float) -> list[Estimate]:
+        """Returns each estimate with its interval, in the order of the flattened values."""
+        columns = (self.value, *self.interval(confidence))
+        rows = torch.stack([column.flatten() for column in columns], dim=-1)
+        return [Estimate(*row) for row in rows.tolist()]
 
 
 class TokenSums(NamedTuple):

@@ -1,24 +1,16 @@
 """What the routing view shows beside a trace: classes, saturation, ablation, as plain numbers.
 
 Other modules compute them; `routing_view` draws what it is given. A number that is not finite
-stands for "not known".
+means "not known".
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from moe.checks import check
-from moe.errors import ConfigError
+from moe.inspection.statistics.document_intervals import Estimate
 from moe.sparse.editing import LayerKey
-from moe.tracing.trace import LayerFacts, layer_name
-
-
-class Estimate(NamedTuple):
-    """A value and its interval."""
-
-    value: float
-    low: float
-    high: float
+from moe.tracing.trace import Trace, layer_name
 
 
 class ClassRow(NamedTuple):
@@ -85,50 +77,43 @@ class AblationBar(NamedTuple):
 
 
 def check_statistics(
-    layers: Mapping[LayerKey, LayerFacts],
+    trace: Trace,
     classes: Sequence[LayerClasses],
     saturation: Sequence[SaturationPoint],
     ablation: Sequence[AblationBar],
 ) -> None:
-    """Raises unless the statistics are of layers and experts that there are.
+    """Raises a ConfigError unless the statistics are of layers and experts of the trace.
 
     Args:
-        layers: The sparse layers of the trace by name.
+        trace: What the page shows.
         classes: Class tables; at most one for each layer.
         saturation: Points of the curves.
         ablation: Bars.
-
-    Raises:
-        ConfigError: When one is not, or has another number of experts than its layer.
     """
-    # Every layer is one of the trace.
-    given = {"classes": classes, "saturation": saturation, "ablation": ablation}
-    for name, values in given.items():
+    num_experts = {layer.key: layer.facts.num_experts for layer in trace.layers}
+    expected = f"a layer of the trace: {', '.join(map(str, num_experts))}"
+    for name, values in {
+        "classes": classes,
+        "saturation": saturation,
+        "ablation": ablation,
+    }.items():
         for value in values:
-            _check_layer(name, value.key, layers)
+            check(value.key in num_experts, f"a layer of {name}", value.key, expected)
 
-    # Every row has a number for each expert.
-    for table in classes:
-        num_experts = layers[table.key].num_experts
-        for row in table.rows:
-            for field in ("shares", "lifts", "p_values"):
-                num_values = len(getattr(row, field))
-                if num_values != num_experts:
-                    raise ConfigError(
-                        f"{field} of the class {row.name!r} has {num_values} values; expected {num_experts}, one "
-                        f"for each expert of {layer_name(table.key)}."
-                    )
-
-    # The page has one table for each layer.
+    # The page has one table for each layer, with a number for each expert.
     keys = [table.key for table in classes]
     check(len(set(keys)) == len(keys), "classes", keys, "at most one table for each layer")
-    # Every bar is of an expert of its layer.
+    for table in classes:
+        expected = (
+            f"{num_experts[table.key]} values, one for each expert of {layer_name(table.key)}"
+        )
+        for row in table.rows:
+            for name in ("shares", "lifts", "p_values"):
+                values = getattr(row, name)
+                fits = len(values) == num_experts[table.key]
+                check(fits, f"{name} of the class {row.name!r}", list(values), expected)
+
     for bar in ablation:
-        num_experts = layers[bar.key].num_experts
-        reason = f"an expert of {layer_name(bar.key)}, from 0 to {num_experts - 1}"
-        check(0 <= bar.expert < num_experts, "expert of an ablation", bar.expert, reason)
-
-
-def _check_layer(name: str, key: LayerKey, known: Collection[LayerKey]) -> None:
-    expected = f"a layer of the trace: {', '.join(map(str, known))}"
-    check(key in known, f"a layer of {name}", key, expected)
+        largest = num_experts[bar.key] - 1
+        expected = f"an expert of {layer_name(bar.key)}, from 0 to {largest}"
+        check(0 <= bar.expert <= largest, "expert of an ablation", bar.expert, expected)

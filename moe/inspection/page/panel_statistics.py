@@ -1,32 +1,26 @@
 """Statistics of a trace as the routing view shows them.
 
 Comes after `specialization`, `routing_entropy`, `saturation` and `ablation_table`, which compute
-them; `view` draws them.
+them; `routing_view` draws them.
 """
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
 from moe.inspection.ablation.ablate import Ablation
 from moe.inspection.ablation.ablation_table import expert_effects, top_effects
+from moe.inspection.page.panel_data import AblationBar, ClassRow, LayerClasses, SaturationPoint
+from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS, token_places
-from moe.inspection.statistics.routing_entropy import EntropyEstimate, class_entropy
+from moe.inspection.statistics.routing_entropy import class_entropy
 from moe.inspection.statistics.saturation import Snapshot, saturation_curve
 from moe.inspection.statistics.specialization import class_table, specialization_test
-from moe.inspection.statistics.token_classes import TokenClasses, classify, domain_classes
-from moe.inspection.view.view_data import (
-    AblationBar,
-    ClassRow,
-    Estimate,
-    LayerClasses,
-    SaturationPoint,
-)
+from moe.inspection.statistics.token_classes import classify, domain_classes
 from moe.sparse.editing import LayerKey
 from moe.tracing.probe_file import read_probe_facts, read_probes
-from moe.tracing.trace import STACKS, LayerTrace, Trace
+from moe.tracing.trace import STACKS, Trace
 
 
 def view_classes(
@@ -45,64 +39,46 @@ def view_classes(
     Raises:
         DataError: When the tokenizer is not the model's or marks no words.
     """
+    has_p_values = trace.document.unique().numel() >= LEAST_DOCUMENTS
     tables = []
     for stack in STACKS:
         part = trace.stack(stack)
         if not part.layers:
             continue
+        document = trace.document[part.example]
         groups = [classify(part, tokenizer)]
-        # Kinds of text are classes too, where there are several.
         if len(trace.facts.domains) > 1:
             groups.append(domain_classes(trace, stack))
 
-        # All layers of a stack are shuffled alike, so that p-values hold for all of them together.
-        p_values: dict[LayerKey, list[list[float]]] = {layer.key: [] for layer in part.layers}
+        rows: dict[LayerKey, list[ClassRow]] = {layer.key: [] for layer in part.layers}
         for classes in groups:
-            if trace.document.unique().numel() < LEAST_DOCUMENTS:
-                unknown = [math.nan] * max(layer.facts.num_experts for layer in part.layers)
-                for layer in part.layers:
-                    row = unknown[: layer.facts.num_experts]
-                    p_values[layer.key] += [row] * len(classes.names)
-                continue
-            places = token_places(trace, stack)
-            tests = specialization_test(
-                part.layers, classes, places, num_permutations=num_permutations, seed=seed
-            )
-            for test in tests:
-                p_values[test.layer] += test.p_value.tolist()
+            # All layers of a stack are shuffled alike, so that p-values hold for all of them together.
+            p_values: dict[LayerKey, list[list[float]]] = {}
+            if has_p_values:
+                places = token_places(trace, stack)
+                tests = specialization_test(
+                    part.layers, classes, places, num_permutations=num_permutations, seed=seed
+                )
+                p_values = {test.layer: test.p_value.tolist() for test in tests}
 
-        for layer in part.layers:
-            rows: list[ClassRow] = []
-            for classes in groups:
-                rows += _class_rows(trace, layer, classes, p_values[layer.key][len(rows) :])
-            tables.append(LayerClasses(layer.key, rows))
+            for layer in part.layers:
+                table = class_table(layer, classes)
+                unknown = [[math.nan] * layer.facts.num_experts] * len(classes.names)
+                p_values_of_layer = p_values.get(layer.key, unknown)
+                for number, name in enumerate(classes.names):
+                    entropy = class_entropy(layer, classes.members[number], document)
+                    rows[layer.key].append(
+                        ClassRow(
+                            name=name,
+                            num_tokens=int(table.tokens[number]),
+                            shares=table.share[number].tolist(),
+                            lifts=table.lift[number].tolist(),
+                            p_values=p_values_of_layer[number],
+                            entropy=Estimate(entropy.value, entropy.low, entropy.high),
+                        )
+                    )
+        tables += [LayerClasses(key, of_layer) for key, of_layer in rows.items()]
     return tables
-
-
-def _class_rows(
-    trace: Trace, layer: LayerTrace, classes: TokenClasses, p_values: Sequence[Sequence[float]]
-) -> list[ClassRow]:
-    """Returns the rows of a layer for some classes."""
-    table = class_table(layer, classes)
-    document = trace.document[trace.stack(layer.facts.stack).example]
-    rows = []
-    for number, name in enumerate(classes.names):
-        entropy = class_entropy(layer, classes.members[number], document)
-        rows.append(
-            ClassRow(
-                name=name,
-                num_tokens=int(table.tokens[number]),
-                shares=table.share[number].tolist(),
-                lifts=table.lift[number].tolist(),
-                p_values=p_values[number],
-                entropy=_estimate(entropy),
-            )
-        )
-    return rows
-
-
-def _estimate(entropy: EntropyEstimate) -> Estimate:
-    return Estimate(entropy.value, entropy.low, entropy.high)
 
 
 def view_saturation(folder: Path) -> list[SaturationPoint]:
@@ -119,7 +95,7 @@ def view_saturation(folder: Path) -> list[SaturationPoint]:
         (layer.stack, layer.layer): layer.num_experts for layer in facts.layers
     }
 
-    # First choices stand in front.
+    # The first column of a probe's choices is the first choice.
     snapshots = []
     for probe in read_probes(folder):
         snapshots.append(
@@ -139,23 +115,20 @@ def view_saturation(folder: Path) -> list[SaturationPoint]:
 
 def ablation_bars(ablation: Ablation) -> list[AblationBar]:
     """Returns the effect of each expert's ablation, the largest first."""
-    # What the experts with an effect are for.
+    effects = expert_effects(ablation)
     purposes = {}
-    num_experts = sum(layer.load.numel() for layer in ablation.layers)
-    for top in top_effects(ablation, n=num_experts):
+    for top in top_effects(ablation, n=len(effects)):
         purposes[top.effect.key, top.effect.expert] = f"for: {top.purpose}"
 
-    # Every expert, with an effect or without.
+    # Every expert, whether an effect was shown or not.
     bars = []
-    for effect in expert_effects(ablation):
+    for effect in effects:
         verdict = purposes.get((effect.key, effect.expert), "no effect was shown")
         bars.append(
             AblationBar(
-                key=effect.key,
-                expert=effect.expert,
-                effect=effect.effect.value,
-                low=effect.effect.low,
-                high=effect.effect.high,
+                effect.key,
+                effect.expert,
+                *effect.effect,
                 verdict=verdict,
                 edit=ablation.intervention,
             )

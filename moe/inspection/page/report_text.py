@@ -1,71 +1,53 @@
-"""Sentences and numbers of the page on routers.
-
-Every sentence about a result is made from numbers of this trace, these metrics or this evaluation.
-"""
+"""Sentences of the page on routers: each is made from numbers of a trace, of metrics or of an evaluation."""
 
 import math
 
+from moe.data.pipeline import SpanCorruptionSource
 from moe.inspection.formatting import format_versions
-from moe.inspection.report.report_data import (
-    Evaluation,
-    Line,
-    Stage,
-    SystemScores,
-    TaskScores,
-    TracedModel,
-    TracedText,
-)
-from moe.inspection.tables import load_shares
-from moe.inspection.token_counts import LayerCounts
+from moe.inspection.page.report_inputs import Evaluation, Line, Stage, SystemScores
+from moe.inspection.tables import LayerCounts, load_shares
 from moe.models.configuration import STMoEConfig
 from moe.sparse.stats import summarize
 from moe.tracing.trace import layer_name
 
 _LARGEST_EXPONENT = 700.0  # of e, below the largest float
 
-# ---------------------------------------------------------------------------
-# The model and its text
-
 
 def size_sentence(config: STMoEConfig) -> str:
     """Returns what the model is."""
+    if config.expert_capacity is not None:
+        capacity = f"{config.expert_capacity} slots of an expert in each {config.capacity_scope}"
+    else:
+        training = _capacity_factor(config.capacity_factor)
+        evaluation = _capacity_factor(config.eval_capacity_factor)
+        capacity = f"capacity factor {training} in training and {evaluation} in evaluation"
     return (
         f"A sparse encoder-decoder of {config.num_parameters():,} parameters, of which one token uses "
         f"{config.num_active_parameters():,}: {config.num_layers} + {config.num_decoder_layers} blocks, "
         f"{config.num_sparse_encoder_layers} + {config.num_sparse_decoder_layers} sparse layers of "
-        f"{config.num_experts} experts, at most {config.num_selected_experts} for each token; {_capacity(config)}."
+        f"{config.num_experts} experts, at most {config.num_selected_experts} for each token; {capacity}."
     )
-
-
-def _capacity(config: STMoEConfig) -> str:
-    """Returns what limits the tokens of an expert."""
-    if config.expert_capacity is not None:
-        return f"{config.expert_capacity} slots of an expert in each {config.capacity_scope}"
-    training = _capacity_factor(config.capacity_factor)
-    evaluation = _capacity_factor(config.eval_capacity_factor)
-    return f"capacity factor {training} in training and {evaluation} in evaluation"
 
 
 def _capacity_factor(factor: float | None) -> str:
     return "none" if factor is None else f"{factor:g}"
 
 
-def batches_sentence(text: TracedText) -> str:
+def batches_sentence(source: SpanCorruptionSource, num_batches: int) -> str:
     """Returns how many batches were traced, and how much of the text they cover."""
     # Examples repeat, under other masks, once all chunks of the text were used.
-    num_examples = text.num_batches * text.batch_size
-    if num_examples <= text.num_chunks:
+    num_examples = num_batches * source.batch_size
+    num_chunks = source.num_examples
+    coverage = f"{num_examples:,} of the {num_chunks:,} examples that this text gives, each once"
+    if num_examples > num_chunks:
         coverage = (
-            f"{num_examples:,} of the {text.num_chunks:,} examples that this text gives, each once"
+            f"{num_examples:,} drawn from the {num_chunks:,} that this text gives, each about "
+            f"{num_examples / num_chunks:.1f} times, masked anew each time"
         )
-    else:
-        coverage = (
-            f"{num_examples:,} drawn from the {text.num_chunks:,} that this text gives, each about "
-            f"{num_examples / text.num_chunks:.1f} times, masked anew each time"
-        )
+    inputs_length, targets_length = source.lengths
     return (
-        f"{text.num_batches:,} of {text.batch_size} examples, each of {text.inputs_length} encoder and "
-        f"{text.targets_length} decoder tokens: {coverage}"
+        f"{num_batches:,} of {source.batch_size} examples, each of {inputs_length} encoder and "
+        f"{targets_length} decoder tokens: {coverage}"
     )
 
 
@@ -93,21 +75,19 @@ def run_sentences(stage: Stage) -> list[str]:
     sentences = []
     line = stage.last("heldout/text_loss")
     if line:
-        sentences.append(
-            f"{_held_out(line)}: {_format_finite(line['heldout/text_loss'])} nats for a text token. "
-            f"{loss_sentence(line)}"
-        )
+        loss = _format_finite(line["heldout/text_loss"])
+        sentences.append(f"{_held_out(line)}: {loss} nats for a text token. {loss_sentence(line)}")
     line = stage.last("heldout/loss")
     if line:
+        loss = _format_finite(line["heldout/loss"])
         sentences.append(
-            f"{_held_out(line)}: {_format_finite(line['heldout/loss'])} nats for a target token of any kind, with "
-            "sentinels and end tokens."
+            f"{_held_out(line)}: {loss} nats for a target token of any kind, with sentinels and end tokens."
         )
     line = stage.last("heldout/token_accuracy")
     if line:
+        share = _format_percent(line["heldout/token_accuracy"])
         sentences.append(
-            f"{_held_out(line)}: {_format_percent(line['heldout/token_accuracy'])} of the target tokens are the most "
-            "probable ones."
+            f"{_held_out(line)}: {share} of the target tokens are the most probable ones."
         )
 
     for stack in ("encoder", "decoder"):
@@ -131,7 +111,7 @@ def loss_sentence(line: Line) -> str:
         return "That is no finite number."
     text = f"That is as uncertain as a choice among {_format_choices(loss)} equally likely tokens."
 
-    # A model of token frequencies alone is what the loss is compared with.
+    # The loss is compared with that of a model of token frequencies alone.
     entropy = line.get("heldout/unigram_entropy", math.nan)
     if not math.isfinite(entropy):
         return text
@@ -139,8 +119,8 @@ def loss_sentence(line: Line) -> str:
     if loss < entropy:
         relation = "below: the model knows more than that"
     return (
-        f"{text} Who knows only how frequent each token is needs {entropy:.2f} nats (unigram entropy, "
-        f"{_format_choices(entropy)} tokens); this is {abs(entropy - loss):.2f} nats {relation}."
+        f"{text} Token frequencies alone need {entropy:.2f} nats (unigram entropy, {_format_choices(entropy)} tokens); "
+        f"this is {abs(entropy - loss):.2f} nats {relation}."
     )
 
 
@@ -148,40 +128,28 @@ def loss_sentence(line: Line) -> str:
 # Evaluation
 
 
-def model_sentences(model: TracedModel, evaluation: Evaluation) -> list[str]:
-    """Returns which models were evaluated, and whether the traced one is among them."""
+def model_sentences(fingerprint: str, evaluation: Evaluation) -> list[str]:
+    """Returns which models were evaluated, and whether the one of a fingerprint is among them."""
     sentences = []
     for name, evaluated in evaluation.models.items():
         relation = f"not the traced model: fingerprint {evaluated.fingerprint}"
-        if evaluated.fingerprint == model.fingerprint:
+        if evaluated.fingerprint == fingerprint:
             relation = "the traced model"
         sentences.append(f"{name} is {evaluated.folder}, {relation}.")
-
     if evaluation.versions:
         sentences.append(f"Evaluated with {format_versions(evaluation.versions)}.")
     return sentences
 
 
-def system_comparisons(task: TaskScores) -> list[str]:
-    """Returns how the first system differs, in its first metric, from those that answered as it did
-    and from the baselines.
+def comparison_sentence(first: SystemScores, other: SystemScores) -> str | None:
+    """Returns how two systems differ in their first metric.
+
+    None where they answered in different ways, unless the other is a baseline, or without intervals.
     """
-    sentences = []
-    for other in task.systems[1:]:
-        sentence = _comparison(task.systems[0], other)
-        if sentence:
-            sentences.append(sentence)
-    return sentences
-
-
-def _comparison(first: SystemScores, other: SystemScores) -> str | None:
-    """Returns how two systems differ; None where they cannot be compared."""
     ours = first.scores[0]
     theirs = other.scores[0]
     if other.mode not in (first.mode, "baseline") or theirs.metric != ours.metric:
         return None
-
-    # Without intervals nothing can be said.
     overlap = ours.overlaps(theirs)
     if overlap is None or ours.value is None or theirs.value is None:
         return None

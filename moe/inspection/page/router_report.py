@@ -1,0 +1,300 @@
+"""report.html: what the routers of a model did on a text, how it was trained, and how well it answers.
+
+A panel whose numbers were not given is left out.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from moe.data.tokenizer import SpecialIds
+from moe.files import write_text
+from moe.inspection.figures import Curve, CurvePanel, draw_curves, draw_load
+from moe.inspection.formatting import format_interval, format_score
+from moe.inspection.html_page import render_page
+from moe.inspection.page import report_text
+from moe.inspection.page.report_inputs import Evaluation, Line, Stage, TaskScores
+from moe.inspection.tables import (
+    HEALTH_HEADER,
+    MIN_OCCURRENCES,
+    LayerCounts,
+    RoutingCounts,
+    TokenCount,
+    health_rows,
+    load_shares,
+    preferred_tokens,
+    routing_entropy,
+    token_names,
+    top_tokens,
+)
+from moe.models.configuration import STMoEConfig
+from moe.parsing import printable
+from moe.sparse.stats import summarize
+from moe.tracing.trace import layer_name
+
+GENERATOR = "stmoe inspect_router"
+"""Tells a page of this library from other HTML files."""
+
+# Tokens listed for an expert; fewer where the page would be too long to read.
+_LISTED_TOKENS = 12
+_FEW_TOKENS = 4
+_MANY_EXPERTS = 200
+
+_LOSSES = {
+    "train/ce_loss": "training, all targets",
+    "heldout/loss": "held-out, all targets",
+    "heldout/text_loss": "held-out, text tokens",
+}
+
+
+def write_report(
+    path: Path,
+    *,
+    config: STMoEConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    counts: RoutingCounts,
+    folder: Path,
+    fingerprint: str,
+    facts: Sequence[tuple[str, str]],
+    recipe_text: str,
+    corpus_table: str,
+    stages: Sequence[Stage] = (),
+    evaluation: Evaluation | None = None,
+) -> None:
+    """Writes the page, whole or not at all.
+
+    Args:
+        path: The .html file.
+        config: Config of the traced model, which has a sparse layer.
+        tokenizer: Names the tokens.
+        counts: Counts of the tokens of held-out batches.
+        folder: Folder of the model.
+        fingerprint: Tells the model's files from those of others; an evaluation has the same one.
+        facts: Names and texts of what was traced, in which `names` in backquotes are set as code.
+        recipe_text: The recipe of the model's run; empty where none is known.
+        corpus_table: Documents, characters and licences of the corpus.
+        stages: Metrics of runs; may be empty.
+        evaluation: Evaluation of the same or of other models; None for no panel about one.
+    """
+    panels = ["routers", "sentinels", "tokens"]
+    panels += ["training"] if stages else []
+    panels += ["evaluation"] if evaluation else []
+    load_sentences = list(map(report_text.layer_sentence, counts))
+    if config.eval_capacity_field is None:
+        load_sentences.append("There is no capacity in evaluation, so no token can be dropped.")
+
+    # Fewer tokens for each of many experts.
+    num_experts = sum(layer.first_choice.shape[1] for layer in counts)
+    num_tokens = _LISTED_TOKENS if num_experts <= _MANY_EXPERTS else _FEW_TOKENS
+    shares = list(map(load_shares, counts))
+    page = render_page(
+        "inspection.html",
+        title=f"What the routers of {printable(folder)} do",
+        generator=GENERATOR,
+        panels=[*panels, "corpus", "source"],
+        facts=[facts],
+        recipe_text=recipe_text,
+        sizes=report_text.size_sentence(config),
+        cards=_cards(counts, folder, stages, evaluation),
+        load_map=draw_load([layer_name(layer.key) for layer in counts], shares).svg,
+        health_header=HEALTH_HEADER,
+        health_rows=health_rows(counts),
+        load_sentences=load_sentences,
+        sentinel_rows=[_sentinel_row(tokenizer, layer) for layer in counts],
+        layers=[_expert_rows(tokenizer, layer, num_tokens) for layer in counts],
+        min_occurrences=MIN_OCCURRENCES,
+        runs=[_run(config, folder, stage) for stage in stages],
+        accuracy_curves=_accuracy_curves(stages),
+        models=report_text.model_sentences(fingerprint, evaluation) if evaluation else [],
+        tasks=list(map(_task, evaluation.tasks)) if evaluation else [],
+        failed=evaluation.failed if evaluation else [],
+        corpus_table=corpus_table,
+    )
+    write_text(path, page)
+
+
+def _cards(
+    counts: RoutingCounts, folder: Path, stages: Sequence[Stage], evaluation: Evaluation | None
+) -> list[tuple[str, str]]:
+    """Returns the most important numbers of routers, training and evaluation, each with its meaning."""
+    # Routers: of all layers together, and of the worst.
+    summaries = [summarize(layer.stats) for layer in counts]
+    num_experts = sum(layer.first_choice.shape[1] for layer in counts)
+    num_dead = sum(summary["dead_experts"] for summary in summaries)
+    most_dropped = max(summary["fraction_dropped"] for summary in summaries)
+    cards = [
+        (
+            f"{num_dead:.0f} of {num_experts}",
+            "experts of all sparse layers are dead: they receive no tokens",
+        ),
+        (
+            f"{100 * most_dropped:.2f} %",
+            "of the tokens reach no expert, in the layer where most are dropped",
+        ),
+    ]
+
+    # The held-out loss of the run that made the model.
+    for stage in stages:
+        line = stage.last("heldout/text_loss")
+        if line and stage.made(folder) and math.isfinite(line["heldout/text_loss"]):
+            sentence = f"for a held-out text token. {report_text.loss_sentence(line)}"
+            cards.append((f"{line['heldout/text_loss']:.2f} nats", sentence))
+
+    # The first score of each task.
+    for task in evaluation.tasks if evaluation else []:
+        for system in task.systems[:1]:
+            score = system.scores[0]
+            interval = format_interval(score.low, score.high)
+            sentence = (
+                f"{score.metric} of {system.name} on {task.task}, by {system.mode} ({interval})"
+            )
+            cards.append((format_score(score.value), sentence))
+    return cards
+
+
+# ---------------------------------------------------------------------------
+# Tokens by expert
+
+
+def _sentinel_row(tokenizer: PreTrainedTokenizerFast, layer: LayerCounts) -> list[str]:
+    """Returns how many sentinels and text tokens a layer saw, and over how many experts they spread."""
+    # Sentinels have the highest ids; text is below them, without the special tokens.
+    counts = layer.first_choice  # [V, E]
+    ids = SpecialIds.of(tokenizer)
+    lowest_sentinel = ids.first_sentinel - ids.num_sentinels + 1
+    token = torch.arange(len(counts), device=counts.device)  # [V]
+    is_sentinel = (token >= lowest_sentinel) & (token <= ids.first_sentinel)
+    is_text = (token < lowest_sentinel) & (token != ids.eos) & (token != ids.pad)
+
+    row = [layer_name(layer.key)]
+    for members in (is_sentinel, is_text):
+        num_seen = int(counts[members].sum())
+        if not num_seen:
+            row += ["0", "-", "-"]
+            continue
+        entropy = routing_entropy(counts, members)
+        row += [f"{num_seen:,}", f"{entropy:.2f}", f"{math.exp(entropy):.1f}"]
+    return [*row, f"{math.log(counts.shape[1]):.2f}"]
+
+
+def _expert_rows(
+    tokenizer: PreTrainedTokenizerFast, layer: LayerCounts, number: int
+) -> Mapping[str, object]:
+    """Returns the tokens that each expert of a layer receives and prefers, as the template reads them."""
+    first_choice = layer.first_choice  # [V, E]
+    num_tokens = int(first_choice.sum())
+
+    def named(counts: Sequence[TokenCount]) -> list[tuple[str, TokenCount]]:
+        names = token_names(tokenizer, layer, [count.token for count in counts])
+        return list(zip(names, counts, strict=True))
+
+    rows = []
+    for expert in range(first_choice.shape[1]):
+        share = int(first_choice[:, expert].sum()) / max(1, num_tokens)
+        received = named(top_tokens(first_choice, expert, number=number))
+        preferred = named(preferred_tokens(first_choice, expert, number=number))
+        rows.append((expert + 1, f"{100 * share:.1f} %", received, preferred))
+    return {"title": f"{layer_name(layer.key)}: {num_tokens:,} tokens", "experts": rows}
+
+
+# ---------------------------------------------------------------------------
+# Training and evaluation
+
+
+def _run(config: STMoEConfig, folder: Path, stage: Stage) -> Mapping[str, object]:
+    """Returns the figures of a run and its last measurements, as the template reads them."""
+    # The traced model tells how many experts there are; another run may have others.
+    made_model = stage.made(folder)
+    figures = []
+    losses = _curves(stage.lines, _LOSSES)
+    if losses:
+        losses += _level(
+            stage.lines, "token frequencies alone (unigram entropy)", _unigram_entropy(stage)
+        )
+        panel = CurvePanel("Cross-entropy", losses)
+        figures.append(draw_curves([panel], x_label="step", y_label="nats per token").svg)
+
+    # The routers of both stacks.
+    panels = []
+    for metric, title in {
+        "entropy": "Router entropy (nats)",
+        "fraction_dropped": "Share of tokens dropped",
+    }.items():
+        curves = _curves(
+            stage.lines, {f"router/{stack}/{metric}": stack for stack in ("encoder", "decoder")}
+        )
+        if curves and metric == "entropy" and made_model:
+            curves += _level(
+                stage.lines, f"most possible, ln {config.num_experts}", math.log(config.num_experts)
+            )
+        if curves:
+            panels.append(CurvePanel(title, curves))
+    if panels:
+        figures.append(draw_curves(panels, x_label="step", y_label="", y_limits=(0, None)).svg)
+    return {
+        "title": f"{stage.name}: the run of the traced model" if made_model else stage.name,
+        "path": printable(stage.path),
+        "sentences": report_text.run_sentences(stage),
+        "figures": figures,
+    }
+
+
+def _accuracy_curves(stages: Sequence[Stage]) -> str | None:
+    """Returns the accuracies of all runs in one figure; None for fewer than two."""
+    curves = []
+    for stage in stages:
+        curves += _curves(stage.lines, {"heldout/token_accuracy": stage.name})
+    if len(curves) < 2:
+        return None
+    label = "share of target tokens right"
+    return draw_curves([CurvePanel("", curves)], x_label="step", y_label=label, y_limits=(0, 1)).svg
+
+
+def _curves(lines: Sequence[Line], names: Mapping[str, str]) -> list[Curve]:
+    """Returns a curve for each metric that was measured; values that are not finite are gaps."""
+    curves = []
+    for metric, name in names.items():
+        measured = [line for line in lines if metric in line]
+        steps = [line["step"] for line in measured]
+        values = [line[metric] if math.isfinite(line[metric]) else math.nan for line in measured]
+        if measured:
+            curves.append(Curve(name, steps, values))
+    return curves
+
+
+def _level(lines: Sequence[Line], name: str, value: float) -> list[Curve]:
+    """Returns a horizontal line over all steps, with its value in its name; none where it is not finite."""
+    if not math.isfinite(value):
+        return []
+    return [Curve(f"{name}: {value:.2f}", [lines[0]["step"], lines[-1]["step"]], [value, value])]
+
+
+def _unigram_entropy(stage: Stage) -> float:
+    line = stage.last("heldout/unigram_entropy")
+    return line["heldout/unigram_entropy"] if line else math.nan
+
+
+def _task(task: TaskScores) -> Mapping[str, object]:
+    """Returns the scores of all systems, and how their intervals lie, as the template reads them."""
+    rows = []
+    for system in task.systems:
+        for score in system.scores:
+            interval = format_interval(score.low, score.high)
+            rows.append(
+                [system.name, system.mode, score.metric, format_score(score.value), interval]
+            )
+    comparisons = [
+        report_text.comparison_sentence(task.systems[0], other) for other in task.systems[1:]
+    ]
+    return {
+        "name": task.task,
+        "description": (
+            f"{task.description} {task.num_examples:,} examples of the {task.split} split in "
+            f"{task.num_groups:,} groups."
+        ),
+        "rows": rows,
+        "comparisons": [sentence for sentence in comparisons if sentence],
+    }

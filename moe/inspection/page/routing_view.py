@@ -1,0 +1,309 @@
+"""The routing view: one interactive page on where the tokens of a text went.
+
+It needs no other file and no network, and shows itself in a notebook.
+"""
+
+import base64
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from moe.checks import check, check_integer
+from moe.errors import DataError
+from moe.files import output_path, write_text
+from moe.inspection.figures import COLOURS
+from moe.inspection.html_page import render_page
+from moe.inspection.page.panel_data import (
+    AblationBar,
+    LayerClasses,
+    SaturationPoint,
+    check_statistics,
+)
+from moe.inspection.page.trace_content import (
+    Shown,
+    agreements,
+    model_totals,
+    script_json,
+    shown_content,
+)
+from moe.inspection.tables import loss_sentence
+from moe.parsing import printable
+from moe.sparse.editing import LayerKey
+from moe.tracing.trace import STACKS, Trace, layer_name
+
+MOST_BYTES = 5_000_000
+
+GENERATOR = "stmoe routing_view"
+
+# The eighth colour of Okabe and Ito, so that number 8 of 8 experts differs from number 1.
+_HUES = (*COLOURS, "#F0E442")
+_SCRIPTS = (
+    "view_data.js",
+    "view_text.js",
+    "view_experts.js",
+    "view_charts.js",
+    "view_flow.js",
+    "view_curves.js",
+    "view_tables.js",
+    "view_page.js",
+)
+_FRAME_HEIGHT = 860  # pixels, in a notebook
+
+# Examples of the first page whose size is measured; the room kept free, as examples differ in
+# length; and the tokens of an example below which its start is not worth showing.
+_PROBED_EXAMPLES = 16
+_MARGIN = 0.99
+_SHRINKING = 0.9
+_WORTH_GROWING = 1.05
+_FEWEST_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class RoutingView:
+    """A page; in a notebook it shows itself.
+
+    Attributes:
+        html: The whole page.
+    """
+
+    html: str
+
+    def save(self, path: Path | str) -> Path:
+        """Writes the page, whole or not at all, and returns where it is.
+
+        Args:
+            path: The .html file; one that is there is replaced.
+
+        Raises:
+            ConfigError: When it is no path of an .html file, or lies in a folder that is finished.
+        """
+        page = output_path(path, suffix=".html", option="path")
+        write_text(page, self.html)
+        return page
+
+    def _repr_html_(self) -> str:
+        # A frame keeps styles apart, and what is in it can reach nothing outside.
+        return (
+            f'<iframe srcdoc="{escape(self.html)}" sandbox="allow-scripts" title="Routing view" '
+            f'style="width: 100%; height: {_FRAME_HEIGHT}px; border: 0"></iframe>'
+        )
+
+
+def routing_view(
+    trace: Trace,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    other: Trace | None = None,
+    matching: Mapping[LayerKey, Sequence[int]] | None = None,
+    classes: Sequence[LayerClasses] = (),
+    saturation: Sequence[SaturationPoint] = (),
+    ablation: Sequence[AblationBar] = (),
+    title: str = "",
+    most_bytes: int = MOST_BYTES,
+) -> RoutingView:
+    """Returns the page on a trace; a panel whose numbers are not given is left out.
+
+    As many examples are shown as fit, evenly chosen; tables and totals are of all.
+
+    Args:
+        trace: What the model did; recorded with `num_best` it has probabilities to show.
+        tokenizer: Names the tokens.
+        other: What another model did with the same text, to show beside it.
+        matching: For layers of the other model, the number that each expert has in the first model,
+            -1 for none. Without it experts of the same number are the same.
+        classes: Class by expert.
+        saturation: How choices approached those of the last checkpoint.
+        ablation: What the ablation of experts does to the loss, in the order to be shown.
+        title: Heading of the page; by default it names the model.
+        most_bytes: Largest size of the page.
+
+    Raises:
+        ConfigError: When statistics are of layers or experts that the trace does not have.
+        DataError: When there is no sparse layer, the other model read another text, or not even the
+            start of one example fits.
+    """
+    # What can be refused before anything is built.
+    check_integer("most_bytes", most_bytes, least=1)
+    if not trace.layers:
+        raise DataError(
+            "The trace has no sparse layer, so there is no routing to show. Trace a model that has experts."
+        )
+    check_statistics(trace, classes, saturation, ablation)
+    matching = matching or {}
+    if other is not None:
+        _check_same_text(trace, other)
+    _check_matching(trace, other, matching)
+
+    # What is counted over all tokens; a table without rows, and a point without a value, show nothing.
+    traces = [trace] if other is None else [trace, other]
+    models = [model_totals(trace, {})]
+    if other is not None:
+        models.append(model_totals(other, matching))
+    totals = {
+        "num_examples": trace.facts.num_examples,
+        "agreement": agreements(trace, other, matching) if other is not None else [],
+        "classes": [table for table in classes if table.rows],
+        "saturation": [point for point in saturation if math.isfinite(point.value)],
+        "ablation": ablation,
+    }
+    panels = ["text"]
+    panels += [name for name in ("agreement", "classes") if totals[name]]
+    panels.append("load")
+    panels += ["saturation"] if totals["saturation"] else []
+    panels += ["flow"] if any(model["flows"] for model in models) else []
+    panels += ["ablation"] if totals["ablation"] else []
+
+    # Only this script may run, and nothing may be loaded.
+    templates = files("moe.inspection").joinpath("templates")
+    script = "".join(templates.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
+    )
+
+    def render(shown: Shown) -> str:
+        return render_page(
+            "inspection.html",
+            title=printable(title or _title(traces)),
+            generator=GENERATOR,
+            panels=[*panels, "source"],
+            facts=list(map(_facts, traces)),
+            hues=_HUES,
+            policy=policy,
+            script=script,
+            two_models=other is not None,
+            data=script_json({**totals, **shown_content(traces, models, tokenizer, shown)}),
+        )
+
+    return RoutingView(_fitting_page(render, trace, most_bytes))
+
+
+def _name(trace: Trace) -> str:
+    return trace.facts.model or "a model in memory"
+
+
+def _title(traces: Sequence[Trace]) -> str:
+    return f"Where the tokens go in {' and in '.join(map(_name, traces))}"
+
+
+def _facts(trace: Trace) -> list[tuple[str, str]]:
+    """Returns names and texts of what is known of a trace."""
+    facts = trace.facts
+    layers = []
+    for layer in trace.layers:
+        experts = f"{layer.facts.num_experts} experts, {layer.facts.router}"
+        layers.append(f"{layer_name(layer.key)} ({experts})")
+    in_encoder = f"{trace.encoder.ids.numel():,} in the encoder"
+    in_decoder = f"{trace.decoder.ids.numel():,} in the decoder"
+    rows = [
+        ("model", _name(trace)),
+        ("fingerprint", facts.model_fingerprint),
+        ("sparse layers", ", ".join(layers)),
+        ("text", facts.text),
+        ("loss", loss_sentence(trace)),
+        ("examples", f"{facts.num_examples:,}"),
+        ("tokens", f"{in_encoder}, {in_decoder}"),
+        ("hash of the input", facts.inputs_fingerprint),
+        ("recorded by", facts.command),
+        ("with", f"stmoe {facts.library}"),
+    ]
+    # An unknown fact has no row.
+    return [(name, printable(text)) for name, text in rows if text]
+
+
+def _check_same_text(trace: Trace, other: Trace) -> None:
+    """Raises a DataError unless both models read the same tokens."""
+    same = True
+    for stack in STACKS:
+        part = trace.stack(stack)
+        other_part = other.stack(stack)
+        same = same and torch.equal(part.ids, other_part.ids)
+        same = same and torch.equal(part.starts, other_part.starts)
+    if not same:
+        raise DataError(
+            f"The two models read different texts: {trace.facts.num_examples:,} and {other.facts.num_examples:,} "
+            f"examples with the hashes {trace.facts.inputs_fingerprint[:12]} and "
+            f"{other.facts.inputs_fingerprint[:12]}. Trace both with the same examples and the same tokenizer."
+        )
+
+
+def _check_matching(
+    trace: Trace, other: Trace | None, matching: Mapping[LayerKey, Sequence[int]]
+) -> None:
+    """Raises a ConfigError unless each layer of a matching has a number for each expert."""
+    known = {} if other is None else {layer.key: layer.facts for layer in other.layers}
+    firsts = {layer.key: layer.facts for layer in trace.layers}
+    for key, numbers in matching.items():
+        expected = "layers of `other` that `trace` has too"
+        check(key in known and key in firsts, "a layer of matching", key, expected)
+        largest = firsts[key].num_experts - 1
+        num_experts = known[key].num_experts
+        fits = len(numbers) == num_experts and all(-1 <= number <= largest for number in numbers)
+        expected = f"{num_experts} numbers from -1 to {largest}, one for each expert of {layer_name(key)} of `other`"
+        check(fits, f"matching of {key}", list(numbers), expected)
+
+
+# ---------------------------------------------------------------------------
+# How much text fits
+
+
+def _fitting_page(render: Callable[[Shown], str], trace: Trace, most_bytes: int) -> str:
+    """Returns the page with as many examples as fit, evenly chosen.
+
+    Args:
+        render: Makes the page that shows some examples.
+        trace: Their trace.
+        most_bytes: Largest size of the page.
+
+    Raises:
+        DataError: When not even the start of one example fits.
+    """
+    num_examples = trace.facts.num_examples
+    bare_size = len(render(Shown([], None)).encode())
+    room = most_bytes - bare_size
+    if room <= 0:
+        raise DataError(
+            f"The page may have {most_bytes:,} bytes, and its tables alone have {bare_size:,}. Give a larger "
+            "most_bytes, or fewer classes, steps or bars."
+        )
+
+    # The size of one choice says how many examples there is room for.
+    best = None
+    most_fitting = 0
+    too_many = num_examples + 1
+    number = min(_PROBED_EXAMPLES, num_examples)
+    while number > most_fitting:
+        examples = torch.arange(number) * num_examples // number
+        page = render(Shown(examples.tolist(), None))
+        size = len(page.encode())
+        estimate = int(_MARGIN * room * number / (size - bare_size))
+        if size <= most_bytes:
+            best = page
+            most_fitting = number
+            is_close = estimate < _WORTH_GROWING * number
+            number = 0 if is_close else min(estimate, num_examples, too_many - 1)
+        else:
+            too_many = number
+            number = min(estimate, int(_SHRINKING * number))
+    if best is not None:
+        return best
+
+    # The start of the first example.
+    most_tokens = max(int(trace.stack(stack).starts[1]) for stack in STACKS)
+    while most_tokens >= _FEWEST_TOKENS:
+        page = render(Shown([0], most_tokens))
+        if len(page.encode()) <= most_bytes:
+            return page
+        most_tokens //= 2
+    raise DataError(
+        f"The page may have {most_bytes:,} bytes, too few for {_FEWEST_TOKENS} tokens of an example. Give a larger "
+        "most_bytes."
+    )

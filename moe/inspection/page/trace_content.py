@@ -1,0 +1,387 @@
+"""From a trace to the JSON that the script of the routing view reads.
+
+Totals are of all tokens; only tokens that are shown one by one may be fewer. Their numbers are
+packed: one byte each mostly, in base64. templates/view_data.js unpacks them.
+"""
+
+import base64
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from moe.inspection.page.visible_text import START, visible_tokens
+from moe.parsing import printable
+from moe.sparse.editing import LayerKey
+from moe.tracing.trace import ACCEPTED, NOT_REQUESTED, STACKS, LayerTrace, StackTrace, Trace
+
+Json = dict[str, Any]
+"""An object of the page's JSON; docstrings list its fields."""
+
+# Experts of a layer with a node of their own in the flow; all others share one.
+_MOST_NODES = 16
+_REST = -1
+_NO_EXPERT = -2
+_NEXT_EXPERTS = 3
+
+_LARGEST_BYTE = 255
+
+# Inside a script element these could end it, or begin a comment or an entity.
+_ESCAPED = {
+    "<": "\\u003c",
+    ">": "\\u003e",
+    "&": "\\u0026",
+    "\u2028": "\\u2028",
+    "\u2029": "\\u2029",
+}
+
+
+class Shown(NamedTuple):
+    """Which tokens are shown one by one.
+
+    Attributes:
+        examples: Numbers of the examples.
+        most_tokens: The first tokens of each that are shown, in each stack; None for all.
+    """
+
+    examples: Sequence[int]
+    most_tokens: int | None
+
+
+# ---------------------------------------------------------------------------
+# Tokens that are shown
+
+
+def shown_content(
+    traces: Sequence[Trace],
+    totals: Sequence[Json],
+    tokenizer: PreTrainedTokenizerBase,
+    shown: Shown,
+) -> Json:
+    """Returns the tokens that are shown, and what the layers of one or two models did with them.
+
+    `texts` and `ids` are of distinct tokens, `stacks` refer to them. `examples` are numbers from 0;
+    `documents` and `domains` are of these examples. `models` are the totals with `tokens` beside.
+
+    Args:
+        traces: Of each model, on the same text.
+        totals: Of each model, see `model_totals`.
+        tokenizer: Names the tokens.
+        shown: Which tokens.
+    """
+    trace = traces[0]
+    ids = {
+        name: trace.stack(name).ids[_shown_rows(trace.stack(name), shown)].long() for name in STACKS
+    }
+    targets = trace.decoder.targets[_shown_rows(trace.decoder, shown)].long()  # [N]
+
+    # A decoder starts with padding, which is no padding there.
+    pad_id = tokenizer.pad_token_id
+    if isinstance(pad_id, int):
+        ids["decoder"] = ids["decoder"].masked_fill(ids["decoder"] == pad_id, START)
+
+    # Each distinct token has its text once.
+    used = torch.cat([ids["encoder"], ids["decoder"], targets]).unique()  # [T]
+    stacks = []
+    for name in STACKS:
+        part = trace.stack(name)
+        labels = targets if name == "decoder" else targets[:0]
+        stacks.append(
+            {
+                "stack": name,
+                "token": _pack(torch.searchsorted(used, ids[name]), used.numel()),
+                "target": _pack(torch.searchsorted(used, labels), used.numel()),
+                "starts": [0, *_shown_lengths(part, shown).cumsum(0).tolist()],
+                "lengths": part.starts.diff()[list(shown.examples)].tolist(),
+            }
+        )
+
+    models = []
+    for traced, of_model in zip(traces, totals, strict=True):
+        tokens = []
+        for layer in traced.layers:
+            rows = _shown_rows(traced.stack(layer.facts.stack), shown)
+            tokens.append(_layer_tokens(layer, rows))
+        models.append({**of_model, "tokens": tokens})
+
+    numbers = list(shown.examples)
+    domains = trace.domain[numbers].tolist()
+    return {
+        "examples": numbers,
+        "documents": trace.document[numbers].tolist(),
+        "domains": [trace.facts.domains[number] for number in domains],
+        "texts": visible_tokens(tokenizer, used.tolist()),
+        "ids": used.tolist(),
+        "stacks": stacks,
+        "models": models,
+    }
+
+
+def _shown_rows(stack: StackTrace, shown: Shown) -> Tensor:
+    """Returns <int64>[N]: the rows of a stack that are shown."""
+    starts = stack.starts[list(shown.examples)]  # [num_examples]
+    lengths = _shown_lengths(stack, shown)  # [num_examples]
+
+    # Rows count up from the start of each example.
+    ends = lengths.cumsum(0)
+    offsets = torch.repeat_interleave(starts - (ends - lengths), lengths)
+    return torch.arange(offsets.numel()) + offsets
+
+
+def _shown_lengths(stack: StackTrace, shown: Shown) -> Tensor:
+    """Returns <int64>[num_examples]: how many tokens of each example are shown."""
+    lengths = stack.starts.diff()[list(shown.examples)]
+    return lengths if shown.most_tokens is None else lengths.clamp(max=shown.most_tokens)
+
+
+def _layer_tokens(layer: LayerTrace, rows: Tensor) -> Json:
+    """Returns what a layer did with <int64>[N] rows of its stack, R requested choices together.
+
+    - num_choices: [N] choices of each token that were requested.
+    - expert: [R] their experts; of each token the first choice first.
+    - weight: [R] 0 for refused; else 1 + 254 of the combine weight over `largest_weight`.
+    - num_best: M; 0 where no probabilities were recorded.
+    - best_expert: [N * M] experts of highest probability, the highest first.
+    - best_prob: [N * M] their probabilities, 255 for 1.
+    """
+    expert = layer.expert[rows].long()  # [N, K]
+    state = layer.state[rows]  # [N, K]
+    gate = layer.gate[rows]  # [N, K]
+    requested = state != NOT_REQUESTED
+
+    # Of each token first the first choice, then the other requests in their order.
+    is_other = (expert != layer.first[rows, None]).long()  # [N, K]
+    order = (is_other + 2 * ~requested).argsort(dim=1, stable=True)  # [N, K]
+    expert = expert.gather(1, order)
+    gate = gate.gather(1, order)
+    accepted = (state == ACCEPTED).gather(1, order)
+    requested = requested.gather(1, order)
+
+    # Weights from 1, so that 0 can stand for "refused".
+    largest_weight = max(float(gate.max()) if gate.numel() else 0.0, 1e-6)
+    weight = 1 + (gate / largest_weight * (_LARGEST_BYTE - 1)).round().long()
+    weight = weight.masked_fill(~accepted, 0)
+
+    best_prob = (layer.best_prob[rows].float() * _LARGEST_BYTE).round().long()  # [N, M]
+    last_expert = layer.facts.num_experts - 1
+    return {
+        "num_choices": _pack(requested.sum(dim=1), layer.facts.num_choices),
+        "expert": _pack(expert[requested], last_expert),
+        "weight": _pack(weight[requested], _LARGEST_BYTE),
+        "largest_weight": largest_weight,
+        "num_best": layer.best_expert.shape[1],
+        "best_expert": _pack(layer.best_expert[rows].long(), last_expert),
+        "best_prob": _pack(best_prob, _LARGEST_BYTE),
+    }
+
+
+# ---------------------------------------------------------------------------
+# Totals of all tokens
+
+
+def model_totals(trace: Trace, matching: Mapping[LayerKey, Sequence[int]]) -> Json:
+    """Returns what the layers of a model did with all tokens.
+
+    Args:
+        trace: What the model did.
+        matching: For its layers, the number that each expert has in the first model, -1 for none.
+    """
+    layers = []
+    matches = []
+    for layer in trace.layers:
+        facts = layer.facts
+        stats = layer.stats
+        num_tokens = int(stats.num_tokens)
+        matches.append(list(matching.get(layer.key, ())))
+        layers.append(
+            {
+                "stack": facts.stack,
+                "layer": facts.layer,
+                "router": facts.router,
+                "num_experts": facts.num_experts,
+                "num_choices": facts.num_choices,
+                "num_tokens": num_tokens,
+                "dropped_tokens": int(stats.dropped_tokens),
+                "load": stats.expert_load.tolist(),
+                "accepted": stats.accepted_load.tolist(),
+                "first": _count_first(layer)[:-1].tolist(),
+                "entropy": float(stats.entropy_sum) / max(1, num_tokens),
+            }
+        )
+
+    flows = []
+    for name in STACKS:
+        for layer, next_layer in pairwise(trace.stack(name).layers):
+            flows.append(_flow(layer, next_layer))
+    name = trace.facts.model or "a model in memory"
+    return {"name": name, "layers": layers, "flows": flows, "matches": matches}
+
+
+def _flow(layer: LayerTrace, next_layer: LayerTrace) -> Json:
+    """Returns how first choices of a layer go on to those of the next.
+
+    - nodes, next_nodes: Experts of both layers, each a node; -1 is all others, -2 no expert.
+    - counts: Tokens from each node to each.
+    - next_experts: For each expert of the first layer the most frequent next ones, with counts.
+    """
+    # From every expert to every expert.
+    counts = _count_pairs(layer, next_layer)  # [E + 1, F + 1]
+    nodes = _nodes(layer)
+    next_nodes = _nodes(next_layer)
+
+    # For each expert the most frequent next ones.
+    num_next = min(_NEXT_EXPERTS, next_layer.facts.num_experts)
+    most = counts[:-1, :-1].topk(num_next, dim=1)
+    pairs = torch.stack([most.indices, most.values], dim=-1)  # [E, num_next, 2]
+
+    # Experts without a node of their own are added up.
+    node_of = _node_of(nodes, layer.facts.num_experts)  # [E + 1]
+    next_node_of = _node_of(next_nodes, next_layer.facts.num_experts)  # [F + 1]
+    by_node = counts.new_zeros(len(nodes), counts.shape[1]).index_add(0, node_of, counts)
+    by_nodes = counts.new_zeros(len(nodes), len(next_nodes)).index_add(1, next_node_of, by_node)
+    return {
+        "stack": layer.facts.stack,
+        "layer": layer.facts.layer,
+        "nodes": nodes,
+        "next_nodes": next_nodes,
+        "counts": by_nodes.tolist(),
+        "next_experts": pairs.tolist(),
+    }
+
+
+def _count_first(layer: LayerTrace) -> Tensor:
+    """Returns <int64>[E + 1] counts of first choices; the last is of tokens without one."""
+    return torch.bincount(_first(layer), minlength=layer.facts.num_experts + 1)
+
+
+def _count_pairs(layer: LayerTrace, other: LayerTrace) -> Tensor:
+    """Returns <int64>[E + 1, F + 1]: tokens by first choice in two layers, last for no choice."""
+    columns = other.facts.num_experts + 1
+    cells = _first(layer) * columns + _first(other)  # [N]
+    counts = torch.bincount(cells, minlength=(layer.facts.num_experts + 1) * columns)
+    return rearrange(counts, "(e f) -> e f", f=columns)
+
+
+def _first(layer: LayerTrace) -> Tensor:
+    """Returns <int64>[N] first choices, E for none."""
+    first = layer.first.long()
+    return first.masked_fill(first < 0, layer.facts.num_experts)
+
+
+def _nodes(layer: LayerTrace) -> list[int]:
+    """Returns the nodes of a layer: the busiest experts by number, the rest, and no expert."""
+    first = _count_first(layer)  # [E + 1]
+    num_experts = layer.facts.num_experts
+
+    # More nodes could not be told apart.
+    nodes = list(range(num_experts))
+    if num_experts > _MOST_NODES:
+        busiest = first[:-1].argsort(descending=True, stable=True)[: _MOST_NODES - 1]
+        nodes = [*sorted(busiest.tolist()), _REST]
+
+    # Where experts choose tokens, some tokens are chosen by none.
+    return [*nodes, _NO_EXPERT] if first[-1] else nodes
+
+
+def _node_of(nodes: list[int], num_experts: int) -> Tensor:
+    """Returns <int64>[E + 1]: the index of each expert's node, last of no expert."""
+    rest = nodes.index(_REST) if _REST in nodes else 0
+    node_of = torch.full((num_experts + 1,), rest)
+    for index, node in enumerate(nodes):
+        if node != _REST:
+            node_of[num_experts if node == _NO_EXPERT else node] = index
+    return node_of
+
+
+def agreements(
+    trace: Trace, other: Trace, matching: Mapping[LayerKey, Sequence[int]]
+) -> list[Json]:
+    """Returns how two models agree on first choices, in the layers that both have.
+
+    `same` of `num_tokens` have the same expert; `by_chance` is the share that would if the choices
+    of the models were independent.
+
+    Args:
+        trace: Of the first model.
+        other: Of the second, on the same text.
+        matching: For layers of the second, the number that each expert has in the first, -1 for
+            none; layers that it lacks have the same numbers.
+    """
+    layers = {layer.key: layer for layer in trace.layers}
+    rows = []
+    for second in other.layers:
+        first = layers.get(second.key)
+        if first is None:
+            continue
+        counts = _count_pairs(first, second)[:, :-1]  # [E + 1, F]
+        num_tokens = first.first.numel()
+        shares = counts.sum(dim=1).double() / max(1, num_tokens)  # [E + 1]
+        other_shares = counts.sum(dim=0).double() / max(1, num_tokens)  # [F]
+
+        # Over experts that are the same in both.
+        same = 0
+        by_chance = 0.0
+        for expert, number in enumerate(matching.get(second.key, range(len(other_shares)))):
+            if 0 <= number < first.facts.num_experts:
+                same += int(counts[number, expert])
+                by_chance += float(shares[number] * other_shares[expert])
+        stack, layer = second.key
+        rows.append(
+            {
+                "stack": stack,
+                "layer": layer,
+                "same": same,
+                "num_tokens": num_tokens,
+                "by_chance": by_chance,
+            }
+        )
+    return rows
+
+
+# ---------------------------------------------------------------------------
+# JSON
+
+
+def _pack(values: Tensor, largest: int) -> Json:
+    """Returns <integer>[...] from 0 to `largest` in base64, little-endian, with the bytes of each."""
+    # One byte for most; two where there are many experts or tokens.
+    size = 1 if largest < 2**8 else 2 if largest < 2**16 else 4
+    array = values.flatten().numpy().astype(np.dtype(f"<u{size}"))
+    return {"size": size, "data": base64.b64encode(array.tobytes()).decode()}
+
+
+def script_json(content: Json) -> str:
+    """Returns the content as JSON that may stand in a script element."""
+    text = json.dumps(_plain(content), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+    # Nothing in it may end the script element.
+    for character, escape in _ESCAPED.items():
+        text = text.replace(character, escape)
+    return printable(text)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of JSON: named tuples as objects, numbers in a few digits, None for NaN."""
+    # A named tuple is a tuple too.
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = getattr(value, "_asdict")()  # noqa: B009
+
+    # What holds other values; arrays, tensors and their numbers become Python's.
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return list(map(_plain, value))
+
+    # On a page more digits would be noise.
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    return value

@@ -1,1 +1,0 @@
-"""The report on a model and its training."""
