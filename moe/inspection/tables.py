@@ -101,8 +101,8 @@ def top_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[TokenCo
         expert: Number of the expert, from 0.
         number: Largest number of tokens to return.
     """
-    received = counts[:, expert]  # [V]
-    return _largest(received.double(), received > 0, counts, expert, number)
+    received = counts[:, expert].double()  # [V]
+    return _largest(received, received > 0, counts, expert, number)
 
 
 def preferred_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[TokenCount]:
@@ -149,13 +149,11 @@ def _largest(
     seen = counts.sum(dim=1)  # [V]
 
     # Tokens that are not listed come last.
-    descending = values.masked_fill(~is_listed, -math.inf).argsort(descending=True, stable=True)
-
+    order = values.masked_fill(~is_listed, -math.inf).argsort(descending=True, stable=True)
     tokens = []
-    for token in descending[:number].tolist():
-        if is_listed[token]:
-            occurrences = int(counts[token, expert])
-            tokens.append(TokenCount(token, occurrences, int(seen[token]), float(lift[token])))
+    for token in order[: min(number, int(is_listed.sum()))].tolist():
+        occurrences = int(counts[token, expert])
+        tokens.append(TokenCount(token, occurrences, int(seen[token]), float(lift[token])))
     return tokens
 
 

@@ -62,13 +62,8 @@ def test_noise_changes_more_the_more_there_is_and_the_model_nothing():
         assert (still.variance, some.variance, much.variance) == (1e-12, 0.25, 4.0)
         assert still.tokens == len(layer.first)
         assert still.kept == still.first_kept == 1
-        assert int(still.gains.sum()) == int(still.losses.sum()) == 0
         assert 1 > some.kept > much.kept > 2 / 7 - 0.1
         assert some.first_kept > much.first_kept
-
-        # Each token asks for two experts with and without.
-        num_lost = round((1 - much.kept) * 2 * much.tokens)
-        assert int(much.gains.sum()) == int(much.losses.sum()) == num_lost
 
 
 def test_noise_is_drawn_from_the_seed_and_disturbs_no_other_draw():
@@ -81,7 +76,7 @@ def test_noise_is_drawn_from_the_seed_and_disturbs_no_other_draw():
     again = noise_stability(model, [tiny_batch()], variances=[1.0], seed=1)
     other = noise_stability(model, [tiny_batch()], variances=[1.0], seed=2)
     assert [s.kept for s in first] == [s.kept for s in again]
-    assert [s.gains.tolist() for s in first] != [s.gains.tolist() for s in other]
+    assert [s.kept for s in first] != [s.kept for s in other]
     assert not any(module._forward_hooks for module in model.modules())
 
 

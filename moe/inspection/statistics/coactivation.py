@@ -4,7 +4,6 @@ Comes after permutations.py and contingency.py.
 """
 
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -170,10 +169,16 @@ def layer_flows(
     shuffle = null(places)
     flows = []
     for layer, next_layer in pairwise(stack.layers):
-        draws = _flow_tables(layer, next_layer, shuffle, num_permutations, seed)
+        # First choices in both layers, as they are and then shuffled; a last row is of no expert.
+        num_experts = layer.facts.num_experts
+        first = layer.first.long()
+        rows = first.masked_fill(first < 0, num_experts).numpy()
+        draws = shuffled_tables(
+            rows, num_experts + 1, [next_layer], shuffle, num_permutations, seed
+        )
+        tables = torch.stack([table[:-1] for (table,) in draws])  # [R, E, E']
 
         # What the row, this layer's expert, tells of the column.
-        tables = torch.stack(list(draws))  # [R, E, E']
         information = normalized_information(tables.mT).round(decimals=12)
         p_value = share_at_least(information, information[:1])
 
@@ -191,16 +196,3 @@ def layer_flows(
             )
         )
     return flows
-
-
-def _flow_tables(
-    layer: LayerTrace, next_layer: LayerTrace, shuffle: Shuffle, num_permutations: int, seed: int
-) -> Iterator[Tensor]:
-    """Yields <int64>[E, E']: first choices in both layers, as they are and then shuffled."""
-    # A last row is for tokens that chose no expert.
-    num_experts = layer.facts.num_experts
-    first = layer.first.long()
-    rows = first.masked_fill(first < 0, num_experts).numpy()
-    draws = shuffled_tables(rows, num_experts + 1, [next_layer], shuffle, num_permutations, seed)
-    for (table,) in draws:
-        yield table[:-1]

@@ -1,6 +1,6 @@
-"""Measures of tables of counts: what rows tell about columns.
+"""Who chose whom, and measures of tables of counts: what rows tell about columns.
 
-Comes before specialization.py, coactivation.py and matching.py.
+Comes before specialization.py, coactivation.py and saturation.py.
 """
 
 import math
@@ -8,7 +8,35 @@ import math
 import torch
 from torch import Tensor
 
+from moe.errors import DataError
+
 _NO_ENTROPY = 1e-12  # of rows that differ by rounding alone
+
+
+def one_hot_choices(choices: Tensor, num_experts: int) -> Tensor:
+    """Returns <float64>[N, E]: 1 where a token chose an expert.
+
+    Args:
+        choices: <any integer>[N] or [N, K] expert of each choice, -1 for none.
+        num_experts: E.
+
+    Raises:
+        DataError: When there is no such expert.
+    """
+    # One choice is K = 1.
+    choices = choices.long()
+    if choices.ndim == 1:
+        choices = choices[:, None]  # [N, K]
+    if choices.numel() and not -1 <= int(choices.min()) <= int(choices.max()) < num_experts:
+        raise DataError(
+            f"The choices have experts from {int(choices.min())} to {int(choices.max())}; expected -1 for none, or 0 "
+            f"to {num_experts - 1}."
+        )
+
+    # A last column is for no choice.
+    column = choices.masked_fill(choices < 0, num_experts)
+    chosen = torch.zeros(len(choices), num_experts + 1, dtype=torch.float64)
+    return chosen.scatter(1, column, 1)[:, :num_experts]
 
 
 def normalized_information(counts: Tensor) -> Tensor:

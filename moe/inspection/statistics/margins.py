@@ -88,8 +88,6 @@ class NoiseStability(NamedTuple):
         tokens: Real tokens that were routed.
         kept: Share of the requests that stay; NaN without requests.
         first_kept: Share of those tokens whose first choice stays.
-        gains: <int64>[E] tokens that ask for an expert only with the noise.
-        losses: <int64>[E] tokens that ask for it only without.
     """
 
     layer: LayerKey
@@ -97,19 +95,6 @@ class NoiseStability(NamedTuple):
     tokens: int
     kept: float
     first_kept: float
-    gains: Tensor
-    losses: Tensor
-
-
-class _Counts(NamedTuple):
-    """Sums over batches: <int64>[] and <int64>[E] each."""
-
-    tokens: Tensor
-    requests: Tensor
-    kept: Tensor
-    first_kept: Tensor
-    gains: Tensor
-    losses: Tensor
 
 
 @torch.inference_mode()
@@ -147,7 +132,7 @@ def noise_stability(
     # Each router is asked again, with noise, whenever it has been asked.
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    counts: dict[tuple[LayerKey, float], _Counts] = {}
+    counts: dict[tuple[LayerKey, float], Tensor] = {}
     handles = []
     for key, layer in sparse_layers(model).items():
         hook = partial(_count_changes, key, variances, generator, counts)
@@ -161,14 +146,27 @@ def noise_stability(
     finally:
         for handle in handles:
             handle.remove()
-    return [_stability(key, variance, total) for (key, variance), total in counts.items()]
+
+    stabilities = []
+    for (key, variance), total in counts.items():
+        tokens, requests, kept, first_kept = total.tolist()
+        stabilities.append(
+            NoiseStability(
+                layer=key,
+                variance=variance,
+                tokens=tokens,
+                kept=kept / requests if requests else math.nan,
+                first_kept=first_kept / tokens if tokens else math.nan,
+            )
+        )
+    return stabilities
 
 
 def _count_changes(
     key: LayerKey,
     variances: Sequence[float],
     generator: torch.Generator,
-    counts: dict[tuple[LayerKey, float], _Counts],
+    counts: dict[tuple[LayerKey, float], Tensor],
     router: Router,
     args: tuple[Any, ...],
     scores: RouterScores,
@@ -189,12 +187,9 @@ def _count_changes(
         noisy_scores = router.forward(noisy_inputs)
         noisy_plan = _assigned(router, noisy_scores, noisy_inputs)
 
-        # Added to what there was.
+        # Added to the counts of earlier batches.
         changes = _changes(scores, plan, noisy_scores, noisy_plan)
-        earlier = counts.get((key, variance))
-        if earlier is not None:
-            changes = _Counts(*(a + b for a, b in zip(earlier, changes, strict=True)))
-        counts[key, variance] = changes
+        counts[key, variance] = counts.get((key, variance), 0) + changes
 
 
 def _assigned(router: Router, scores: RouterScores, inputs: RouterInputs) -> DispatchPlan:
@@ -206,8 +201,10 @@ def _assigned(router: Router, scores: RouterScores, inputs: RouterInputs) -> Dis
 
 def _changes(
     scores: RouterScores, plan: DispatchPlan, noisy_scores: RouterScores, noisy_plan: DispatchPlan
-) -> _Counts:
-    """Returns what differs between two plans <...>[G, S, K] for the same tokens."""
+) -> Tensor:
+    """Returns <int64>[4]: tokens that were routed, their requests, those of them that two plans
+    <...>[G, S, K] have in common, and tokens with the same first choice in both.
+    """
     before = _requested_experts(plan, scores)  # [G, S, E]
     after = _requested_experts(noisy_plan, noisy_scores)
     is_routed = before.any(dim=-1)  # [G, S]
@@ -218,14 +215,8 @@ def _changes(
     first_before = logits.argmax(dim=-1)
     first_after = noisy_logits.argmax(dim=-1)
     is_same = (first_before == first_after) & after.any(dim=-1)
-    return _Counts(
-        tokens=is_routed.sum(),
-        requests=before.sum(),
-        kept=(before & after).sum(),
-        first_kept=(is_routed & is_same).sum(),
-        gains=(after & ~before).sum(dim=(0, 1)),
-        losses=(before & ~after).sum(dim=(0, 1)),
-    )
+    first_kept = is_routed & is_same
+    return torch.stack([is_routed.sum(), before.sum(), (before & after).sum(), first_kept.sum()])
 
 
 def _requested_experts(plan: DispatchPlan, scores: RouterScores) -> Tensor:
@@ -233,18 +224,3 @@ def _requested_experts(plan: DispatchPlan, scores: RouterScores) -> Tensor:
     requested = torch.zeros_like(scores.logits)
     requested.scatter_add_(-1, plan.expert_index, plan.requested.to(requested.dtype))
     return requested > 0
-
-
-def _stability(key: LayerKey, variance: float, total: _Counts) -> NoiseStability:
-    """Returns the shares of counts."""
-    tokens = int(total.tokens)
-    requests = int(total.requests)
-    return NoiseStability(
-        layer=key,
-        variance=variance,
-        tokens=tokens,
-        kept=int(total.kept) / requests if requests else math.nan,
-        first_kept=int(total.first_kept) / tokens if tokens else math.nan,
-        gains=total.gains.cpu(),
-        losses=total.losses.cpu(),
-    )

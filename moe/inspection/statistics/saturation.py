@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe.errors import DataError
+from moe.inspection.statistics.contingency import one_hot_choices
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import Trace, layer_name
 
@@ -54,8 +55,8 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
         OLMoE (arXiv:2409.02060) eq. 5.
     """
     # Who chose whom.
-    chosen_a = _chosen(a, num_experts)  # [N, E]
-    chosen_b = _chosen(b, num_experts)
+    chosen_a = one_hot_choices(a, num_experts)  # [N, E]
+    chosen_b = one_hot_choices(b, num_experts)
     if len(chosen_a) != len(chosen_b):
         raise DataError(
             f"The choices are of {len(chosen_a):,} and of {len(chosen_b):,} tokens; expected the same tokens. Trace "
@@ -84,24 +85,6 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
         load_chance=load_chance,
         load_corrected=_corrected(share, load_chance),
     )
-
-
-def _chosen(choices: Tensor, num_experts: int) -> Tensor:
-    """Returns <float64>[N, E]: 1 where a token chose an expert."""
-    # One choice is K = 1.
-    choices = choices.long()
-    if choices.ndim == 1:
-        choices = choices[:, None]  # [N, K]
-    if choices.numel() and not -1 <= int(choices.min()) <= int(choices.max()) < num_experts:
-        raise DataError(
-            f"The choices have experts from {int(choices.min())} to {int(choices.max())}; expected -1 for none, or 0 "
-            f"to {num_experts - 1}."
-        )
-
-    # A last column is for no choice.
-    column = choices.masked_fill(choices < 0, num_experts)
-    chosen = torch.zeros(len(choices), num_experts + 1, dtype=torch.float64)
-    return chosen.scatter(1, column, 1)[:, :num_experts]
 
 
 def _corrected(share: float, chance: float) -> float:

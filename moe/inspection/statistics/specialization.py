@@ -14,7 +14,7 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from moe.checks import check_choice
-from moe.inspection.statistics.contingency import normalized_information
+from moe.inspection.statistics.contingency import normalized_information, one_hot_choices
 from moe.inspection.statistics.permutations import (
     DocumentShuffle,
     Shuffle,
@@ -104,11 +104,8 @@ def chosen_experts(layer: LayerTrace, choices: str) -> Tensor:
         ConfigError: When `choices` is another word.
     """
     check_choice("choices", choices, ("first", "all"))
-    experts = layer.first[:, None] if choices == "first" else layer.choices  # [N, K]
-    no_expert = layer.facts.num_experts
-    column = experts.long().masked_fill(experts < 0, no_expert)
-    chosen = torch.zeros(len(column), no_expert + 1, dtype=torch.float64)
-    return chosen.scatter(1, column, 1)[:, :no_expert]
+    experts = layer.first if choices == "first" else layer.choices
+    return one_hot_choices(experts, layer.facts.num_experts)
 
 
 # ---------------------------------------------------------------------------
@@ -216,15 +213,9 @@ def specialization_test(
 
 def _patterns(classes: TokenClasses) -> tuple[np.ndarray, TokenClasses]:
     """Returns <int64>[N]: the pattern of classes of each token, and the patterns as P tokens."""
-    # The bytes of a token's row are one value.
     rows = rearrange(classes.members, "c n -> n c").numpy()
-    row_type = np.dtype((np.void, rows.shape[1]))
-    rows = np.ascontiguousarray(rows).view(row_type)
-    distinct, pattern = np.unique(rows, return_inverse=True)
-
-    # And back.
-    kinds = distinct.view(np.bool_).reshape(-1, len(classes.names))
-    members = rearrange(torch.from_numpy(kinds.copy()), "p c -> c p")
+    kinds, pattern = np.unique(rows, axis=0, return_inverse=True)
+    members = rearrange(torch.from_numpy(kinds), "p c -> c p")
     return pattern.reshape(-1), TokenClasses(classes.names, members)
 
 

@@ -116,29 +116,30 @@ def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor
     bounds = [*is_first.nonzero().flatten().tolist(), ids.numel()]
 
     # Each distinct run is cut into words once.
-    reader = _RunReader(vocabulary)
-    all_ids = ids.tolist()
-    readings = []
-    for start, end in pairwise(bounds):
-        readings.append(reader.read(tuple(all_ids[start:end])))
-
-    # Back to tokens.
+    words = {"": 0}
+    runs = {"": 0}
+    readings: dict[tuple[int, ...], tuple[str, list[str], list[bool]]] = {}
     word: list[int] = []
-    is_start: list[bool] = []
     run: list[int] = []
-    for reading in readings:
-        word += reading.word
-        is_start += reading.is_start
-        run += [reading.run] * len(reading.word)
+    is_start: list[bool] = []
+    all_ids = ids.tolist()
+    for start, end in pairwise(bounds):
+        run_ids = tuple(all_ids[start:end])
+        if run_ids not in readings:
+            readings[run_ids] = _read_run([vocabulary.pieces[number] for number in run_ids])
+        run_text, piece_words, starts = readings[run_ids]
+        word += [words.setdefault(text, len(words)) for text in piece_words]
+        run += [runs.setdefault(run_text, len(runs))] * len(piece_words)
+        is_start += starts
 
     text = TokenText(
         tokenizer=tokenizer,
         ids=ids,
         example=example,
         word=torch.tensor(word, dtype=torch.int64),
-        words=list(reader.words),
+        words=list(words),
         run=torch.tensor(run, dtype=torch.int64),
-        runs=list(reader.runs),
+        runs=list(runs),
         is_start=torch.tensor(is_start, dtype=torch.bool),
         starts_sentence=torch.zeros_like(is_special),
         is_special=is_special,
@@ -180,74 +181,50 @@ class _Vocabulary(NamedTuple):
             )
 
         # An unknown character is special to the tokenizer, but a part of a word to a reader.
-        is_sentinel = torch.tensor([bool(_SENTINEL.fullmatch(name)) for name in names])
-        is_special = is_sentinel.clone()
-        special_ids = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64)
-        is_special[special_ids] = True
-        unknown = tokenizer.unk_token_id
-        if isinstance(unknown, int):
-            is_special[unknown] = False
-
-        # Their texts.
-        pieces = [name.replace(_SPACE, "") for name in names]
-        for number in is_special.nonzero().flatten().tolist():
-            pieces[number] = ""
-        if isinstance(unknown, int):
-            pieces[unknown] = _UNKNOWN
-        return cls(pieces, has_space, is_special, is_sentinel)
+        is_sentinel = [bool(_SENTINEL.fullmatch(name)) for name in names]
+        special_ids = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        is_special = [is_sentinel[number] or number in special_ids for number in ids]
+        pieces = []
+        for number, name in enumerate(names):
+            if is_special[number]:
+                pieces.append("")
+            elif number == tokenizer.unk_token_id:
+                pieces.append(_UNKNOWN)
+            else:
+                pieces.append(name.replace(_SPACE, ""))
+        return cls(pieces, has_space, torch.tensor(is_special), torch.tensor(is_sentinel))
 
 
-class _Reading(NamedTuple):
-    """A run of n pieces: the word of each, which are first of theirs, and the run itself."""
+def _read_run(pieces: list[str]) -> tuple[str, list[str], list[bool]]:
+    """Returns a run, the word of each of its pieces, and which pieces are the first of their words.
 
-    word: list[int]
-    is_start: list[bool]
-    run: int
+    Pieces within the word belong to it, others are words of their own.
+    """
+    # The mark of a space alone, which is the first of a run, goes with the piece after it.
+    has_mark = len(pieces) > 1 and not pieces[0]
+    if has_mark:
+        pieces = pieces[1:]
+    text = "".join(pieces)
+    first, last = _word_within(text)
 
+    # Pieces that overlap the word are of it.
+    words: list[str] = []
+    is_start: list[bool] = []
+    start = 0
+    in_word = False
+    for piece in pieces:
+        end = start + len(piece)
+        overlaps = end > first and start < last
+        words.append(text[first:last] if overlaps else piece)
+        is_start.append(not (overlaps and in_word))
+        in_word = overlaps
+        start = end
 
-class _RunReader:
-    """Reads runs, and numbers the words and runs that it meets."""
-
-    def __init__(self, vocabulary: _Vocabulary) -> None:
-        self._pieces = vocabulary.pieces
-        self._readings: dict[tuple[int, ...], _Reading] = {}
-        self.words: dict[str, int] = {"": 0}
-        self.runs: dict[str, int] = {"": 0}
-
-    def read(self, ids: tuple[int, ...]) -> _Reading:
-        """Returns the reading of a run's ids."""
-        if ids not in self._readings:
-            self._readings[ids] = self._read([self._pieces[number] for number in ids])
-        return self._readings[ids]
-
-    def _read(self, pieces: list[str]) -> _Reading:
-        """Returns the reading of pieces: those within the word belong to it, others are their own."""
-        # The mark of a space alone, which is the first of a run, goes with the piece after it.
-        has_mark = len(pieces) > 1 and not pieces[0]
-        if has_mark:
-            pieces = pieces[1:]
-        text = "".join(pieces)
-        first, last = _word_within(text)
-
-        # Pieces that overlap the word are of it.
-        word: list[int] = []
-        is_start: list[bool] = []
-        start = 0
-        in_word = False
-        for piece in pieces:
-            end = start + len(piece)
-            overlaps = end > first and start < last
-            own_text = text[first:last] if overlaps else piece
-            word.append(self.words.setdefault(own_text, len(self.words)))
-            is_start.append(not (overlaps and in_word))
-            in_word = overlaps
-            start = end
-
-        # The mark is the first piece of what follows.
-        if has_mark:
-            word.insert(0, word[0])
-            is_start.insert(1, False)
-        return _Reading(word, is_start, self.runs.setdefault(text, len(self.runs)))
+    # The mark is the first piece of what follows.
+    if has_mark:
+        words.insert(0, words[0])
+        is_start.insert(1, False)
+    return text, words, is_start
 
 
 def _word_within(text: str) -> tuple[int, int]:
