@@ -1,72 +1,43 @@
 """The start of every command, before torch is imported; and the console command `stmoe` itself.
 
-Importing torch takes seconds, in which Ctrl-C must be answered; and the threads of OpenMP read the
-environment once, when torch loads them. A command therefore imports this file first, which stands
-beside the package: `import moe` needs torch.
+Importing torch takes seconds, in which Ctrl-C must be answered; and OpenMP reads the environment
+once, when torch loads it. Every command therefore imports this file first. It lies beside the
+package because `import moe` needs torch.
 """
 
-import atexit
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from types import FrameType
 
 _INTERRUPTED = b"\nInterrupted while starting. Nothing was written. Run the same command again.\n"
 
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
-"""Any of them says how long a thread spins while it waits: whoever sets one knows better."""
-
-_start_times: list[float] = []
-"""When this process started, in seconds since 1970, until its run takes it; else empty."""
-
-_last_calls: list[Callable[[], None]] = []
-"""Functions that are called last as this process exits."""
+"""Variables that say how long a waiting thread spins; one that the user set is left alone."""
 
 SPIN_COUNT = 10_000
-"""Rounds that a waiting thread spins before it sleeps, half a millisecond; libgomp's are 300,000."""
+"""Rounds that a waiting thread spins before it sleeps, half a millisecond; libgomp's default is 300,000."""
+
+_TASK_READERS = {"corpus": "unseen_task", "finetune": "read_mixture", "inspect": "read_pairs"}
+"""Functions of `eval.task_readers` that verbs need to know the tasks of the repository."""
 
 
-def start_command(*, one_run: bool = False) -> None:
-    """Answers Ctrl-C until `moe.cli.run_main` takes over, and shares cores with other processes.
-
-    Args:
-        one_run: Whether the process exists for one training run, whose time then begins here.
-    """
-    if one_run:
-        _start_times.append(time.time())
-        atexit.register(_call_last)
-    _answer_interrupts()
-    _share_cores()
-
-
-def take_start_time() -> float | None:
-    """Returns when this process started if it exists for one run, to its first caller; else None."""
-    return _start_times.pop() if _start_times else None
-
-
-def call_last(function: Callable[[], None]) -> None:
-    """Calls a function when a process for one run exits, after all other functions of `atexit`."""
-    _last_calls.append(function)
-
-
-def _call_last() -> None:
-    for function in _last_calls:
-        function()
-
-
-def _answer_interrupts() -> None:
-    """Makes Ctrl-C end the process with a message and code 130.
-
-    An exception would not do: inside an import some code drops it or shows its traceback.
-    """
+def start_command() -> None:
+    """Answers Ctrl-C until `moe.cli.run_main` takes over, and shares cores with other processes."""
     # A starter that ignores Ctrl-C, as `nohup` does, is left alone.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_at_once)
+    _share_cores()
 
 
 def _exit_at_once(number: int, frame: FrameType | None) -> None:
+    """Ends the process with a message and code 130.
+
+    Some imports swallow an exception or print its traceback, so none is raised.
+    """
     os.write(2, _INTERRUPTED)
     os._exit(130)
 
@@ -74,13 +45,13 @@ def _exit_at_once(number: int, frame: FrameType | None) -> None:
 def _share_cores() -> None:
     """Lets threads sleep when they wait for each other for long, and says so once.
 
-    By default they spin for milliseconds. Where another process wants the core of one of them, the
-    others burn theirs until it is back: two small trainings of two threads each, on two cores, take
-    4.5 seconds a step, and 0.3 with this. Threads that sleep at once would be woken for every small
-    product: one training alone then takes 0.176 seconds a step instead of 0.101, and 0.105 with
-    this.
+    By default they spin for milliseconds. When another process takes the core of one of them, the
+    others waste theirs until it is back: two small trainings of two threads each, on two cores,
+    take 4.5 seconds a step, and 0.3 with this. Threads that sleep at once must be woken for every
+    small product: one training alone then takes 0.176 seconds a step instead of 0.101, and 0.105
+    with this.
     """
-    # Too late when torch has its threads, and not ours to say when the user has said it.
+    # Once torch is loaded it is too late; what the user has set is kept.
     is_set = any(name in os.environ for name in WAIT_POLICIES)
     if is_set or "torch" in sys.modules:
         return
@@ -91,12 +62,37 @@ def _share_cores() -> None:
         print(text, file=sys.stderr)
 
 
+def main(argv: list[str], *, process_start: float | None = None) -> None:
+    """Runs a verb of `stmoe`, in the repository with the tasks of eval/.
+
+    Args:
+        argv: The verb and its options.
+        process_start: When this process started, in seconds since 1970, if it exists for this
+            command alone; a training run then counts its seconds from there.
+    """
+    from moe.commands import stmoe
+
+    read_tasks = None
+    repository = Path(__file__).resolve().parent
+    if argv and argv[0] in _TASK_READERS and (repository / "eval/task_readers.py").is_file():
+        # Console commands do not find modules in the repository by themselves.
+        if str(repository) not in sys.path:
+            sys.path.append(str(repository))
+        read_tasks = getattr(import_module("eval.task_readers"), _TASK_READERS[argv[0]])
+    stmoe.main(argv, read_tasks=read_tasks, process_start=process_start)
+
+
 def run() -> None:
     """Runs `stmoe` with the arguments of the process: the entry point of the wheel."""
-    start_command(one_run=True)
-    from moe.commands.stmoe import run as run_verb
+    process_start = time.time()
+    start_command()
+    from functools import partial
 
-    run_verb()
+    from moe.cli import run_main
+    from moe.commands.stmoe import advice_after_interrupt
+
+    advice = advice_after_interrupt(sys.argv[1:])
+    run_main(partial(main, process_start=process_start), interrupted=advice)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from moe.errors import ConfigError, MoEError, did_you_mean, is_panic
 RESUME = "The same command with --resume goes on from the last checkpoint."
 _OUT_OF_MEMORY = (
     "There is not enough memory. Choose a smaller model, fewer sequences in a batch, shorter ones, or more ranks; "
-    "python -m scripts.plan counts what a run needs."
+    "stmoe plan counts what a run needs."
 )
 AGAIN = "Nothing half-written is left. Run the same command again."
 

@@ -42,7 +42,7 @@ print(
 # ## The task
 #
 # The name of a Unicode character in, its category in words out: real data that every Python
-# carries. Four of the seventeen categories are enough here; `python -m scripts.finetune` trains on
+# carries. Four of the seventeen categories are enough here; `stmoe finetune` trains on
 # them all.
 
 # %%

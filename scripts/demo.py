@@ -1,11 +1,11 @@
 """The main job: a small ST-MoE is pre-trained, fine-tuned, evaluated and explained.
 
-All of it on text that Python carries. The model is fine-tuned once more from scratch, and both
-starts choose their rate on dev examples, so that the evaluation tells what pre-training is worth.
+All text comes with Python. The same model is also fine-tuned from scratch, and both starts choose
+their learning rate on dev examples, so the evaluation shows what pre-training is worth.
 
-    python -m scripts.demo --out runs/demo [--resume] [--data my.txt more.jsonl]
+    make demo ARGS="--out runs/demo [--resume] [--data my.txt more.jsonl]"
 
-Every step is a command of its own; this one calls them in turn and says what it called.
+Every step is a command of its own; this one runs them in turn and prints each.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -19,11 +19,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 from transformers.utils import logging
 
 import eval.__main__ as evaluation
+import stmoe
 from eval.studies.outcomes import best_run_on_dev
 from eval.studies.runs import label_budget, study_runs
 from eval.studies.study import read_study
@@ -34,7 +34,7 @@ from moe.errors import ConfigError, DataError
 from moe.files import claim_folder, output_path, whole_folder
 from moe.training.job_folder import keep_settings, merge_metrics
 from moe.training.metrics import METRICS_FILE
-from scripts import build_corpus, inspect_router, pretrain, study, train_tokenizer
+from scripts import study
 
 TASK = "docstring_topic"
 STUDY = "recipes/studies/demo.yaml"
@@ -50,12 +50,24 @@ def repository_file(name: str) -> str:
     return name if Path(name).is_file() else str(_ROOT / name)
 
 
-def run(title: str, module: ModuleType, *arguments: str | Path) -> None:
-    """Prints what it does and how to do it alone, then does it."""
+_MAINS = {
+    "stmoe": stmoe.main,
+    "python -m eval": evaluation.main,
+    "python -m scripts.study": study.main,
+}
+
+
+def run(title: str, command: str, *arguments: str | Path) -> None:
+    """Prints the title of a step and its command, then runs it.
+
+    Args:
+        title: What the step does.
+        command: Command as it is typed, one of those in _MAINS.
+        arguments: Its arguments.
+    """
     argv = [str(argument) for argument in arguments]
-    name = module.__name__.removesuffix(".__main__")
-    print(f"\n== {title}\n   python -m {name} {shlex.join(argv)}", flush=True)
-    module.main(argv)
+    print(f"\n== {title}\n   {command} {shlex.join(argv)}", flush=True)
+    _MAINS[command](argv)
 
 
 def job_parser(
@@ -66,33 +78,38 @@ def job_parser(
     Args:
         name: Name of the command, and of its folder in runs/.
         description: What it does.
-        pretrain_config: Recipe of the pre-training, when no other is given.
-        finetune_config: Recipe of the fine-tuning, when no other is given.
+        pretrain_config: Default recipe of pre-training.
+        finetune_config: Default recipe of fine-tuning.
     """
     parser = Parser(prog=f"python -m scripts.{name}", description=description)
     parser.add_argument("--out", default=f"runs/{name}", help=f"folder of everything (runs/{name})")
 
-    recipe = repository_file(pretrain_config)
-    parser.add_argument("--pretrain-config", type=word, default=recipe, help=f"recipe ({recipe})")
-    recipe = repository_file(finetune_config)
-    parser.add_argument("--finetune-config", type=word, default=recipe, help=f"recipe ({recipe})")
-    explanation = "of the tokenizer (2048)"
-    parser.add_argument("--vocab-size", type=integer(), default=2048, help=explanation)
-    explanation = "your text or JSONL files instead of Python's own text"
-    parser.add_argument("--data", type=path, nargs="+", help=explanation)
-    parser.add_argument("--resume", action="store_true", help="go on where an earlier run stopped")
+    for stage, recipe in (("pretrain", pretrain_config), ("finetune", finetune_config)):
+        parser.add_argument(
+            f"--{stage}-config",
+            type=word,
+            default=recipe,
+            help=f"recipe of the {stage} stage ({recipe})",
+        )
+    parser.add_argument(
+        "--vocab-size", type=integer(), default=2048, help="size of the vocabulary (2048)"
+    )
+    parser.add_argument(
+        "--data", type=path, nargs="+", help="your text or JSONL files instead of Python's own text"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue an earlier run")
     return parser
 
 
 def check_inputs(options: argparse.Namespace, tokenizer: Path) -> None:
-    """Raises before any stage runs when a later one would fail for what it is given.
+    """Raises before any stage runs if a later one would refuse its inputs.
 
     Args:
-        options: What `job_parser` has read.
-        tokenizer: Folder of the tokenizer, which may be made yet.
+        options: Options of `job_parser`.
+        tokenizer: Folder of the tokenizer, which may not exist yet.
 
     Raises:
-        ConfigError: When a recipe cannot be used, or its model has no room for the vocabulary.
+        ConfigError: When a recipe is invalid, or its vocab_size is smaller than the vocabulary.
         DataError: When a file of text is missing.
     """
     argv = ["--config", options.pretrain_config, "--out", "run"]
@@ -113,7 +130,7 @@ def check_inputs(options: argparse.Namespace, tokenizer: Path) -> None:
 
 @contextmanager
 def job_folder(options: argparse.Namespace) -> Iterator[Path]:
-    """Checks what a job is given, and holds its folder inside the block."""
+    """Checks the inputs of a job, and locks its folder inside the block."""
     out = output_path(options.out, inputs=options.data or ())
     check_inputs(options, out / "tokenizer")
     taken = f"Another process works in {out}. Wait for it, or choose another --out."
@@ -126,41 +143,41 @@ def job_folder(options: argparse.Namespace) -> Iterator[Path]:
 def pretrain_model(
     options: argparse.Namespace, out: Path, *corpus_options: str | Path
 ) -> list[str | Path]:
-    """Makes corpus and tokenizer, unless they are there, and pre-trains a model on them.
+    """Builds corpus and tokenizer unless they exist, and pre-trains a model on them.
 
     Args:
-        options: What `job_parser` has read.
-        out: Folder of the job; the model is in its pretrain/model.
-        corpus_options: Options of the corpus when the user gives no text.
+        options: Options of `job_parser`.
+        out: Folder of the job; the model goes to its pretrain/model.
+        corpus_options: Options of the corpus if the user gives no text.
 
     Returns:
-        The options with which other commands find the corpus.
+        The options that name the corpus to other commands.
     """
     corpus = out / "corpus"
     if not corpus.exists():
         if options.data:
             corpus_options = ("--data", *options.data)
-        run("1 Corpus", build_corpus, "--out", corpus, *corpus_options)
+        run("1 Corpus", "stmoe", "corpus", "--out", corpus, *corpus_options)
 
     text: list[str | Path] = ["--corpus", corpus]
     tokenizer = out / "tokenizer"
     if not tokenizer.exists():
         size = ["--vocab-size", str(options.vocab_size)]
-        run("2 Tokenizer", train_tokenizer, *text, "--out", tokenizer, *size)
+        run("2 Tokenizer", "stmoe", "tokenizer", *text, "--out", tokenizer, *size)
 
     resume = ["--resume"] if options.resume else []
     settings = ["--config", options.pretrain_config, *text, "--tokenizer", tokenizer, *resume]
-    run("3 Pre-train", pretrain, *settings, "--out", out / "pretrain")
+    run("3 Pre-train", "stmoe", "pretrain", *settings, "--out", out / "pretrain")
     return text
 
 
 def main(argv: list[str]) -> None:
-    """Runs the steps; with --resume, what is done is kept and what was interrupted goes on."""
+    """Runs the steps; --resume skips finished ones and resumes the interrupted one."""
     parser = job_parser(
         "demo",
         "Runs the main job.",
-        pretrain_config="recipes/demo_pretrain.yaml",
-        finetune_config="recipes/demo_finetune.yaml",
+        pretrain_config="demo_pretrain",
+        finetune_config="demo_finetune",
     )
     options = parser.parse_args(argv)
     logging.disable_progress_bar()
@@ -169,40 +186,39 @@ def main(argv: list[str]) -> None:
 
 
 def run_stages(options: argparse.Namespace, out: Path) -> None:
-    """Runs the steps that are not done."""
+    """Runs the steps that are not finished."""
     text = pretrain_model(options, out, "--unseen", TASK)
 
     # Two starts at two rates, two runs at a time; each start has the rate that is best on dev.
     settings = ["--set", f"config={options.finetune_config}", "--jobs", "2"]
     study_file = repository_file(STUDY)
-    run("4 Fine-tune", study, study_file, *settings, "--out", out / "finetune")
+    run("4 Fine-tune", "python -m scripts.study", study_file, *settings, "--out", out / "finetune")
     overrides = {"config": options.finetune_config}
     runs = study_runs(read_study(Path(study_file)), out / "finetune", overrides)
     finetuned = best_run_on_dev(runs, "pretrained")
     scratch = best_run_on_dev(runs, "scratch")
 
-    # One folder for whoever wants the model, and one file of all metrics.
+    # One folder with the model to use, and one file with all metrics.
     model = out / "model"
     with whole_folder(model, kind="model") as partial:
         shutil.copytree(finetuned / "best/model", partial, dirs_exist_ok=True)
     stages = {"pretrain": out / "pretrain", "finetune": finetuned, "scratch": scratch}
     merge_metrics(out, stages)
 
-    # Beside the models stand classifiers of words, and of vectors of the words of the same text.
+    # The baselines classify by words, and by vectors of the words of the same text.
     models = ["--model", f"fine-tuned={model}", "--also", f"from-scratch={scratch / 'best/model'}"]
     baselines = [*label_budget(runs[0]), "--baseline-text", out / "corpus"]
-    run(
-        "5 Evaluate", evaluation, "run", *models, "--tasks", TASK, *baselines, "--out", out / "eval"
-    )
+    evaluated = ["--tasks", TASK, *baselines, "--out", out / "eval"]
+    run("5 Evaluate", "python -m eval", "run", *models, *evaluated)
 
-    # What pre-training is worth, tested on pairs of answers to the same examples.
+    # Is pre-training worth it? A paired test over the answers to the same examples.
     sides = [f"fine-tuned={out / 'eval'}", f"from-scratch={out / 'eval'}"]
-    run("6 Compare", evaluation, "compare", *sides, "--out", out / "compare")
+    run("6 Compare", "python -m eval", "compare", *sides, "--out", out / "compare")
 
     report = out / "report.html"
     metrics = [f"{stage}={folder / METRICS_FILE}" for stage, folder in stages.items()]
     inputs = [*text, "--model", out / "pretrain/model", "--evaluation", out / "eval/report.json"]
-    run("7 Explain", inspect_router, "report", *inputs, "--metrics", *metrics, "--out", report)
+    run("7 Explain", "stmoe", "inspect", "report", *inputs, "--metrics", *metrics, "--out", report)
     print(f"\nEverything is in {out}. Open {report.resolve().as_uri()}")
 
 

@@ -2,8 +2,8 @@
 
     python -m scripts.models --out runs/models
 
-Takes them from the study of sparse and dense models. Where that has not come so far, the corpus, the
-tokenizer and the models of its first seed are made first; interrupted, the same command goes on.
+Takes them from the study of sparse and dense models. Corpus, tokenizer and the models of the study's
+first seed are made first where they are missing; after an interruption the same command continues.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -13,6 +13,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 from pathlib import Path
 
+import stmoe
 from eval.studies.command import study_result
 from eval.studies.release import Pair, primary_runs, release_model
 from eval.studies.report import STUDY_JSON, read_result, write_report
@@ -23,7 +24,6 @@ from moe.cli import Parser, integer, path, run_main
 from moe.errors import ConfigError, DataError
 from moe.files import claim_folder, output_path
 from moe.training.job_folder import JOB
-from scripts import build_corpus, train_tokenizer
 from scripts.demo import repository_file
 
 STUDY = "recipes/studies/sparse_against_dense.yaml"
@@ -35,7 +35,7 @@ PACKAGES = (
 )
 UNSEEN = ("docstring_topic", "wordnet_supersense")
 
-AGAIN = "The same command goes on from the last checkpoints."
+AGAIN = "The same command resumes from the last checkpoints."
 
 
 def main(argv: list[str]) -> None:
@@ -57,8 +57,8 @@ def main(argv: list[str]) -> None:
     study = read_study(options.study)
     if study.command != "pretrain" or study.sweep is not None:
         raise ConfigError(
-            f"{options.study} is no study of pre-training without a sweep, of which models are "
-            f"released. Give {STUDY}, or one of its kind."
+            f"{options.study} must be a study of pre-training without a sweep. Give {STUDY}, or "
+            "one like it."
         )
     folder = options.studies / options.study.stem
     taken = f"Another process works on the study in {folder}. Wait for it to end."
@@ -74,21 +74,21 @@ def main(argv: list[str]) -> None:
 
 
 def make_text(studies: Path) -> None:
-    """Makes the corpus and the tokenizer of the studies, unless they are there."""
+    """Makes the corpus and the tokenizer of the studies unless they exist."""
     corpus = studies / "corpus"
     if not corpus.exists():
         sources = ["--packages", *PACKAGES.split(), "--wordnet", "--dictionary"]
-        build_corpus.main(["--out", str(corpus), *sources, "--unseen", *UNSEEN])
+        stmoe.main(["corpus", "--out", str(corpus), *sources, "--unseen", *UNSEEN])
     tokenizer = studies / "tokenizer"
     if not tokenizer.exists():
         options = ["--corpus", str(corpus), "--vocab-size", str(VOCAB_SIZE)]
-        train_tokenizer.main([*options, "--out", str(tokenizer)])
+        stmoe.main(["tokenizer", *options, "--out", str(tokenizer)])
 
 
 def best_pair(study: Study, runs: list[StudyRun], folder: Path, jobs: int) -> Pair:
-    """Returns the best model of a study with its rival, and writes the study's report.
+    """Returns the best model of a study and its rival, and writes the study's report.
 
-    Where no seed has both, those of the first seed are trained.
+    If no seed has both, those of the first seed are trained.
 
     Raises:
         DataError: When training diverges.
@@ -111,7 +111,7 @@ def best_pair(study: Study, runs: list[StudyRun], folder: Path, jobs: int) -> Pa
 
 
 def _command(folder: Path) -> str:
-    """Returns the command that a study was made with, or this one's for a new study."""
+    """Returns the command that made a study; for a new study, this one."""
     path = folder / STUDY_JSON
     return read_result(path).command if path.exists() else "python -m scripts.models"
 

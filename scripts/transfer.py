@@ -2,9 +2,9 @@
 
     python -m scripts.transfer --out runs/transfer [--resume]
 
-Pre-trains on text that Python carries, without the files that are tested, fine-tunes one model on
-both tasks together, does the same from scratch, and evaluates both models on both tasks. Every step
-is a command of its own; this one says what it called.
+Pre-trains on text that comes with Python, without the tested files; fine-tunes one model on both
+tasks together, and another from scratch; and evaluates both models on both tasks. Every step is a
+command of its own; this one runs them in turn and prints each.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -17,9 +17,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-import eval.__main__ as evaluation
 from moe.cli import RESUME, integer, run_main
-from scripts import finetune
 from scripts.demo import job_folder, job_parser, pretrain_model, run
 
 TASKS = ("unicode_category", "docstring_summary")
@@ -27,15 +25,16 @@ UNSEEN = "docstring_summary"
 
 
 def main(argv: list[str]) -> None:
-    """Runs the steps; with --resume, what is done is kept and what was interrupted goes on."""
-    finetune_config = "recipes/st_moe_tiny_finetune_offline.yaml"
-    description = "Compares with and without pre-training."
-    pretrain_config = "recipes/st_moe_tiny_pretrain.yaml"
+    """Runs the steps; --resume skips finished ones and resumes the interrupted one."""
     parser = job_parser(
-        "transfer", description, pretrain_config=pretrain_config, finetune_config=finetune_config
+        "transfer",
+        "Compares fine-tuning with and without pre-training.",
+        pretrain_config="st_moe_tiny_pretrain",
+        finetune_config="st_moe_tiny_finetune_offline",
     )
-    explanation = "most examples of a task in the evaluation (all)"
-    parser.add_argument("--limit", type=integer(least=1), help=explanation)
+    parser.add_argument(
+        "--limit", type=integer(least=1), help="most examples of a task in the evaluation (all)"
+    )
 
     options = parser.parse_args(argv)
     logging.disable_progress_bar()
@@ -45,21 +44,15 @@ def main(argv: list[str]) -> None:
 
 def finetune_models(options: argparse.Namespace, out: Path) -> None:
     """Fine-tunes the pre-trained model, and one of the same architecture from scratch."""
-    resume = ["--resume"] if options.resume else []
-    settings = [
-        "--config",
-        options.finetune_config,
-        "--pretrained",
-        out / "pretrain/model",
-        *resume,
-    ]
-    run("4 Fine-tune on both tasks", finetune, *settings, "--out", out / "finetune")
+    settings = ["--config", options.finetune_config, "--pretrained", out / "pretrain/model"]
+    settings += ["--resume"] if options.resume else []
+    run("4 Fine-tune on both tasks", "stmoe", "finetune", *settings, "--out", out / "finetune")
     scratch = ["--init", "scratch", "--out", out / "scratch"]
-    run("  and the same from scratch", finetune, *settings, *scratch)
+    run("  and the same from scratch", "stmoe", "finetune", *settings, *scratch)
 
 
 def run_stages(options: argparse.Namespace, out: Path) -> None:
-    """Runs the steps that are not done."""
+    """Runs the steps that are not finished."""
     pretrain_model(options, out, "--unseen", UNSEEN)
     finetune_models(options, out)
 
@@ -67,7 +60,7 @@ def run_stages(options: argparse.Namespace, out: Path) -> None:
     models += ["--also", f"from-scratch={out / 'scratch/model'}"]
     limit = ["--limit", str(options.limit)] if options.limit else []
     tasks = ["--tasks", ",".join(TASKS)]
-    run("5 Evaluate", evaluation, "run", *models, *tasks, *limit, "--out", out / "eval")
+    run("5 Evaluate", "python -m eval", "run", *models, *tasks, *limit, "--out", out / "eval")
 
 
 if __name__ == "__main__":

@@ -11,21 +11,15 @@ import sys
 import pytest
 import torch
 
+import stmoe
 from moe import ConfigError, DataError, MoEError
 from moe.cli import Parser, file_size, integer, path, real, run_main, word
+from moe.commands import build_corpus as build_corpus_command
+from moe.commands import convert
 from moe.data.corpus import build_corpus, save_corpus
 from moe.data.documents import Document
 from moe.files import check_kind, check_replaceable, output_path, whole_folder
-from scripts import build_corpus as corpus_command
-from scripts import (
-    convert_checkpoint,
-    demo,
-    finetune,
-    inspect_router,
-    pretrain,
-    train_tokenizer,
-    transfer,
-)
+from scripts import demo, transfer
 from stmoe import WAIT_POLICIES
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -92,27 +86,26 @@ def test_arguments_that_do_not_fit_are_one_line(tmp_path, monkeypatch, arguments
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n')
     with pytest.raises(MoEError) as error:
-        corpus_command.main(
-            [*arguments, *(["--data", "a.jsonl"] if "--unseen" in arguments else [])]
-        )
+        data = ["--data", "a.jsonl"] if "--unseen" in arguments else []
+        stmoe.main(["corpus", *arguments, *data])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "x").exists()
 
 
 COMMANDS = {
-    corpus_command: (["--data", "{inputs}"], "--out"),
-    train_tokenizer: (["--corpus", "{corpus}"], "--out"),
-    convert_checkpoint: (["--from", "{corpus}"], "--to"),
-    inspect_router: (["report", "--model", "{corpus}", "--corpus", "{corpus}"], "--out"),
-    pretrain: (["--corpus", "{corpus}", "--tokenizer", "{inputs}"], "--out"),
-    finetune: (["--pretrained", "{corpus}", "--train", "{inputs}/0.jsonl"], "--out"),
-    demo: (["--data", "{inputs}"], "--out"),
-    transfer: (["--data", "{inputs}"], "--out"),
+    "stmoe corpus": (stmoe.main, "--data {inputs}", "--out"),
+    "stmoe tokenizer": (stmoe.main, "--corpus {corpus}", "--out"),
+    "stmoe convert": (stmoe.main, "--from {corpus}", "--to"),
+    "stmoe inspect report": (stmoe.main, "--model {corpus} --corpus {corpus}", "--out"),
+    "stmoe pretrain": (stmoe.main, "--corpus {corpus} --tokenizer {inputs}", "--out"),
+    "stmoe finetune": (stmoe.main, "--pretrained {corpus} --train {inputs}/0.jsonl", "--out"),
+    "demo": (demo.main, "--data {inputs}", "--out"),
+    "transfer": (transfer.main, "--data {inputs}", "--out"),
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_writes_where_something_would_be_lost_or_mixed(
     command, corpus, tmp_path, monkeypatch
 ):
@@ -124,8 +117,9 @@ def test_no_command_writes_where_something_would_be_lost_or_mixed(
     monkeypatch.chdir(tmp_path / "inputs")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
 
-    given, option = COMMANDS[command]
-    filled = [text.format(corpus=corpus, inputs=tmp_path / "inputs") for text in given]
+    main, given, option = COMMANDS[command]
+    options = given.format(corpus=corpus, inputs=tmp_path / "inputs").split()
+    is_job = command in ("demo", "transfer")
     places = [
         "",
         " ",
@@ -139,13 +133,13 @@ def test_no_command_writes_where_something_would_be_lost_or_mixed(
     places += [f"{tmp_path}/link", str(tmp_path)]
     refused = 0
     for place in places:
-        if command in (corpus_command, demo, transfer) and place == str(corpus):
+        if (is_job or command == "stmoe corpus") and place == str(corpus):
             continue
         # A job may lie among the user's own files.
-        if command in (demo, transfer) and place == str(tmp_path):
+        if is_job and place == str(tmp_path):
             continue
         with pytest.raises((MoEError, OSError)):
-            command.main([*filled, option, place])
+            main([*command.split()[1:], *options, option, place])
         refused += 1
     assert refused >= 8
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
@@ -200,14 +194,14 @@ def test_a_setting_of_a_conversion_is_given_once_and_is_no_option(tmp_path):
         (["=1"], "names no field"),
     ):
         with pytest.raises(ConfigError, match=message):
-            convert_checkpoint.main(["--from", str(tmp_path), "--set", *given])
+            convert.main(["--from", str(tmp_path), "--set", *given])
 
 
 def test_a_model_that_the_hub_does_not_give_is_named_in_one_line():
     with pytest.raises(
         MoEError, match=r"^'nobody/nothing' is no folder here, and the hub gives no such model"
     ) as error:
-        convert_checkpoint.main(["--from", "nobody/nothing"])
+        convert.main(["--from", "nobody/nothing"])
     assert "\n" not in str(error.value)
 
 
@@ -217,11 +211,11 @@ def hear_ctrl_c():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["scripts.train_tokenizer", "scripts.pretrain", "eval"])
+@pytest.mark.parametrize("command", ["stmoe tokenizer", "stmoe pretrain", "eval"])
 def test_ctrl_c_while_a_command_imports_ends_it_with_a_word(command):
     environment = {name: ENVIRONMENT[name] for name in ENVIRONMENT.keys() - set(WAIT_POLICIES)}
     with subprocess.Popen(
-        [sys.executable, "-m", command, "--help"],
+        [sys.executable, "-m", *command.split(), "--help"],
         stderr=subprocess.PIPE,
         env=environment,
         preexec_fn=hear_ctrl_c,
@@ -258,7 +252,7 @@ def test_a_reader_that_goes_away_and_letters_that_a_terminal_lacks_are_no_failur
 def test_debug_shows_the_traceback_of_arguments_too(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["command", "--debug", "--seed", "x"])
     with pytest.raises(ConfigError):
-        run_main(corpus_command.main)
+        run_main(build_corpus_command.main)
 
 
 def test_ctrl_c_is_an_exception_again_once_a_command_runs(monkeypatch, capsys):

@@ -51,7 +51,9 @@ class Page(HTMLParser):
 @pytest.mark.parametrize("job", [demo, transfer])
 def test_a_job_finds_its_recipes_from_any_folder(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"--vocab-size is 99999; .* in /.*/recipes/.*\.yaml"):
+    with pytest.raises(
+        ConfigError, match=r"--vocab-size is 99999; .*, model.vocab_size in \w+_pretrain\."
+    ):
         job.main(["--vocab-size", "99999", "--out", str(tmp_path / "out")])
     for study in (demo.STUDY, models.STUDY):
         assert Path(demo.repository_file(study)).is_file()

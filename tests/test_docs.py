@@ -183,7 +183,7 @@ def test_a_command_that_is_wrong_is_noticed(only_parse):
     with pytest.raises(moe.ConfigError):
         check_command(["python", "-m", "eval", "run", "--modle", "x"])
     with pytest.raises(moe.ConfigError):
-        check_command(["python", "-m", "scripts.plan", "--mesh.epp", "4"])
+        check_command(["python", "-m", "stmoe", "plan", "--mesh.epp", "4"])
     with pytest.raises(AssertionError):
         check_command(["make", "nothing"])
 

@@ -69,9 +69,7 @@ def test_every_command_starts_here_before_it_imports_anything(path):
     text = path.read_text(encoding="utf-8")
     if '__name__ == "__main__"' in text:
         _docstring, first, *_ = ast.parse(text).body
-        one_run = path.stem in ("pretrain", "finetune")  # their time is that of the process
-        start = START.replace("()", "(one_run=True)") if one_run else START
-        assert ast.unparse(first) == start
+        assert ast.unparse(first) == START
 
 
 # Seconds each, which a command needs once it works: functions import them.

@@ -1,15 +1,25 @@
 """The console command `stmoe`: its verbs need the wheel alone."""
 
 import io
+import os
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+import yaml
 
 from moe.commands import generate, stmoe
 from moe.data.tokenizer import train_tokenizer
 from moe.errors import CheckpointError, ConfigError, DataError
+from moe.training.recipe_files import find_recipe
 from tests.models.tiny import tiny_model
+
+ROOT = Path(__file__).parents[1]
 
 TEXTS = ["the cat sat on the mat", "a dog", "the dog sat on a cat and a mat"]
 VOCAB_SIZE = 117
@@ -79,3 +89,57 @@ def test_generate_refuses_what_it_cannot_answer(model_folder, tmp_path, monkeypa
         generate.main(["--model", str(tmp_path / "missing"), "a"])
     with pytest.raises(ConfigError, match="--num-beams is 0"):
         generate.main(["--model", str(model_folder), "--num-beams", "0", "a"])
+
+
+# ---------------------------------------------------------------------------
+# Recipes by name
+
+
+def test_recipes_are_listed_with_the_first_line_of_their_header(capsys):
+    stmoe.main(["recipes"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(list((ROOT / "recipes").glob("*.yaml")))
+    assert any(re.match("st_moe_tiny_pretrain +A tiny ST-MoE: 2 ", line) for line in lines)
+
+
+def test_a_recipe_is_known_by_its_name_unless_a_file_is_called_that(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ours = ROOT / "recipes/st_moe_tiny_pretrain.yaml"
+    assert find_recipe("st_moe_tiny_pretrain") == ours
+    assert find_recipe("st_moe_tiny_pretrain.yaml") == Path("st_moe_tiny_pretrain.yaml")
+    with pytest.raises(ConfigError, match=r"no recipe 'st_moe_tny_pretrain'.*'st_moe_tiny_p"):
+        find_recipe("st_moe_tny_pretrain")
+
+    (tmp_path / "st_moe_tiny_pretrain").touch()
+    assert find_recipe("st_moe_tiny_pretrain") == Path("st_moe_tiny_pretrain")
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_recipes_and_no_tasks(tmp_path):
+    """The real wheel, unpacked in a folder from which `stmoe` starts; as after `pip install`."""
+    source = tmp_path / "source"
+    for name in ("moe", "recipes"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("stmoe.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(tmp_path / "installed")
+
+    def run(*words):
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+        command = [sys.executable, "-P", "-m", "stmoe", *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    listed = run("recipes").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == sorted(
+        path.stem for path in (ROOT / "recipes").glob("*.yaml")
+    )
+    printed = run("pretrain", "--config", "st_moe_tiny_pretrain", "--print_config").stdout
+    assert yaml.safe_load(printed)["model"]["num_experts"] == 8
+    refused = run("corpus", "--out", "corpus", "--unseen", "docstring_topic")
+    assert "no option --unseen" in refused.stderr

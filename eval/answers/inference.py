@@ -128,7 +128,7 @@ def _capacity_settings(folder: Path, config: Any, inference: Inference) -> dict[
             raise ConfigError(
                 f"{folder} holds a sparse model of type {config.model_type!r}, whose capacity "
                 f"{inference.options} cannot set. Convert it to this library's form: python -m "
-                f"scripts.convert_checkpoint --from {folder} --to OUT."
+                f"stmoe convert --from {folder} --to OUT."
             )
         return {}
 

@@ -21,10 +21,7 @@ from moe.parsing import to_json
 from moe.training.command import RecipeCommand
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
 
-_COMMANDS = {
-    "pretrain": ("scripts.pretrain", pretrain_command),
-    "finetune": ("scripts.finetune", finetune_command),
-}
+_COMMANDS = {"pretrain": pretrain_command, "finetune": finetune_command}
 
 EVALUATION_FOLDER = "eval"
 RUNS_FOLDER = "runs"
@@ -102,8 +99,7 @@ def study_runs(
         ConfigError: When a setting is unknown or wrong; names the arm.
     """
     # One reader of command lines for all runs: making it takes longer than using it.
-    _, build_command = _COMMANDS[study.command]
-    setup = _Setup(study, build_command(), out, subfolder, overrides or {})
+    setup = _Setup(study, _COMMANDS[study.command](), out, subfolder, overrides or {})
     runs = []
     values: list[SettingValue] = [None] if study.sweep is None else study.sweep.values
     for seed in study.seeds:
@@ -179,13 +175,12 @@ def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> Study
     places = {"seed": seed, "out": setup.out, "studies": setup.out.parent}
     argv = list(_options(settings, places))
     argv += ["--seed", str(seed), "--out", str(folder)]
-    module, _ = _COMMANDS[study.command]
     try:
         recipe, _ = setup.command.parse(argv)
     except ConfigError as error:
         raise ConfigError(f"Arm {arm!r}: {error}") from error
 
-    commands = [[sys.executable, "-m", module, *argv, "--resume"]]
+    commands = [[sys.executable, "-m", "stmoe", study.command, *argv, "--resume"]]
     if study.evaluate is not None:
         commands.append(_evaluation_command(study, folder))
 

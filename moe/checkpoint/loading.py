@@ -124,7 +124,7 @@ def load_model_on_mesh(
     if model_type != STMoEConfig.model_type:
         raise CheckpointError(
             f"{folder} holds a model of type {model_type!r}, and ranks read only {STMoEConfig.model_type!r}. Convert "
-            f"it once and for all: python -m scripts.convert_checkpoint --from {folder} --to OUT."
+            f"it once and for all: stmoe convert --from {folder} --to OUT."
         )
     config = config or STMoEConfig.from_pretrained(folder)
     check_weights_together(Path(folder))

@@ -1,7 +1,7 @@
 """stmoe finetune: fine-tunes a model on your own pairs of texts, or on tasks of the repository.
 
     stmoe finetune --pretrained runs/pretrain/model --train pairs.jsonl --out runs/finetune
-    python -m scripts.finetune --config recipes/st_moe_base_superglue.yaml [--resume]
+    stmoe finetune --config recipes/st_moe_base_superglue.yaml [--resume]
 
 `pairs.jsonl` has a {"inputs": ..., "targets": ...} object a line. With several seeds
 (`--seeds 0 1 2`) there is a run for each, and a summary of their scores.
@@ -160,7 +160,7 @@ def read_data(
     if read_tasks is None:
         raise ConfigError(
             f"The task {mixture.tasks[0]!r} is part of the repository, not of the installed "
-            "package. Give your own pairs by --train, or run `python -m scripts.finetune` there."
+            "package. Give your own pairs by --train, or install a clone: pip install --editable ."
         )
     return read_tasks(mixture)
 
@@ -178,15 +178,18 @@ def check_seeds_alone(mesh: MeshConfig, seeds: list[int] | None) -> None:
         )
 
 
-def main(argv: list[str], read_tasks: TaskReader | None = None) -> None:
-    """Reads the recipe, fine-tunes, and says where the models are and what they score.
+def main(
+    argv: list[str], read_tasks: TaskReader | None = None, *, process_start: float | None = None
+) -> None:
+    """Reads the recipe, fine-tunes, and prints where the models are and their scores.
 
     Args:
         argv: The command line, without the program.
-        read_tasks: Reads tasks; None where none are known, so that pairs of texts are needed.
+        read_tasks: Reads tasks; None where there are none, so that pairs of texts are needed.
+        process_start: When this process started, in seconds since 1970, if it exists for this
+            command alone.
     """
-    command = finetune_command()
-    with command.launch(argv) as (world, recipe, arguments):
+    with finetune_command().launch(argv) as (world, recipe, arguments):
         recipe = choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
 
         # Whatever can be refused is refused before any data are read.
@@ -209,7 +212,10 @@ def main(argv: list[str], read_tasks: TaskReader | None = None) -> None:
             run = build_run(recipe_of_seed, pretrained, data, folder, world)
             if arguments.seeds is not None:
                 broadcast_from_rank_zero(lambda: claim_job(out))
-            model = train(run, resume=arguments.resume, description="fine-tune")
+            model = train(
+                run, resume=arguments.resume, description="fine-tune", process_start=process_start
+            )
+            process_start = None  # of the next run, loading begins now
             world.print_on_rank_zero(f"The model is in {model}.")
 
         if recipe.mixture.dev_examples != 0 and world.rank == 0:

@@ -1,13 +1,13 @@
 """stmoe pretrain: pre-trains a model by span corruption.
 
-    stmoe pretrain --config recipes/st_moe_tiny_pretrain.yaml \
+    stmoe pretrain --config st_moe_tiny_pretrain \
         --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain [--resume] [--optim.lr 0.5]
 
-With `--pretrained MODEL` it goes on from a model, with other text or other settings.
+With `--pretrained MODEL` it continues training a model, with other text or other settings.
 
 On several devices:
 
-    torchrun --nproc-per-node 4 -m scripts.pretrain ... --mesh.ep 2 --mesh.dp_shard 2
+    torchrun --nproc-per-node 4 -m stmoe pretrain ... --mesh.ep 2 --mesh.dp_shard 2
 """
 
 from pathlib import Path
@@ -135,10 +135,15 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
     return command
 
 
-def main(argv: list[str]) -> None:
-    """Reads the recipe, trains, and says where the model is."""
-    command = pretrain_command()
-    with command.launch(argv) as (world, recipe, arguments):
+def main(argv: list[str], *, process_start: float | None = None) -> None:
+    """Reads the recipe, trains, and prints where the model is.
+
+    Args:
+        argv: The command line, without the program.
+        process_start: When this process started, in seconds since 1970, if it exists for this
+            command alone.
+    """
+    with pretrain_command().launch(argv) as (world, recipe, arguments):
         # Whatever can be refused is refused before any data are read.
         corpus, tokenizer = arguments.corpus, arguments.tokenizer
         pretrained = arguments.pretrained
@@ -152,5 +157,7 @@ def main(argv: list[str]) -> None:
         num_active = config.num_active_parameters()
         world.print_on_rank_zero(f"{num_total:,} parameters, {num_active:,} used by a token.")
 
-        model = train(run, resume=arguments.resume, description="pre-train")
+        model = train(
+            run, resume=arguments.resume, description="pre-train", process_start=process_start
+        )
         world.print_on_rank_zero(f"The model is in {model}.")

@@ -115,8 +115,8 @@ def add_batches(parser: Parser) -> None:
 
 
 def command_text(verb: str, argv: Sequence[str]) -> str:
-    """Returns the command of a verb as it is typed in the repository, for what it writes."""
-    return shlex.join(["python", "-m", "scripts.inspect_router", verb, *argv])
+    """Returns the command of a verb as the user typed it, for the files that it writes."""
+    return shlex.join(["stmoe", "inspect", verb, *argv])
 
 
 def check_noise_density(options: Namespace) -> None:
@@ -200,7 +200,7 @@ def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[Source
         return [SourceText(inputs, targets, number, name) for number, (inputs, targets) in pairs]
     if read_task is None:
         raise ConfigError(
-            f"--task {options.task} needs the tasks of eval/, which are in the repository. Run "
-            "`python -m scripts.inspect_router` there, or give --pairs."
+            f"--task {options.task} is part of the repository, not of the installed package. Give "
+            "your own pairs by --pairs, or install a clone: pip install --editable ."
         )
     return read_task(options.task, options.split)

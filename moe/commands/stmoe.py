@@ -1,23 +1,25 @@
 """The console command `stmoe`: a table of verbs, each of which is a `main` of its own.
 
-    stmoe pretrain --config recipe.yaml --corpus corpus --tokenizer tokenizer --out run
+    stmoe pretrain --config st_moe_tiny_pretrain --corpus corpus --tokenizer tokenizer --out run
     stmoe generate --model run/model "Replace the <extra_id_0> of this sentence."
 
-The same functions run as `python -m scripts.VERB` in the repository.
+On several devices torchrun starts it: `torchrun --nproc-per-node 4 -m stmoe pretrain ...`.
 """
 
-import sys
+from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
-from moe.cli import AGAIN, RESUME, run_main
+from moe.cli import AGAIN, RESUME
 from moe.commands.verbs import Verb, verb_lines, verb_main
 
 VERBS = {
     "corpus": Verb("build_corpus", "build a corpus from your text, or from installed packages"),
     "tokenizer": Verb("train_tokenizer", "train a SentencePiece vocabulary on a corpus"),
+    "recipes": Verb("recipes", "list the recipes that --config knows by name"),
     "plan": Verb("plan", "say what a run needs on a mesh, without any device"),
-    "pretrain": Verb("pretrain", "pre-train a model by span corruption", RESUME),
-    "finetune": Verb("finetune", "fine-tune a model on pairs of texts", RESUME),
+    "pretrain": Verb("pretrain", "pre-train a model by span corruption", trains=True),
+    "finetune": Verb("finetune", "fine-tune a model on pairs of texts", trains=True),
     "goodput": Verb("goodput", "say what the seconds of a run went into"),
     "generate": Verb("generate", "answer texts with a model"),
     "inspect": Verb("inspect_router", "see, replay and edit what the routers of a model do"),
@@ -25,8 +27,19 @@ VERBS = {
 }
 
 
-def main(argv: list[str]) -> None:
+def main(
+    argv: list[str],
+    *,
+    read_tasks: Callable[..., Any] | None = None,
+    process_start: float | None = None,
+) -> None:
     """Runs the verb that the arguments begin with.
+
+    Args:
+        argv: The verb and its options.
+        read_tasks: Tells the verb about tasks; None where there are none.
+        process_start: When this process started, in seconds since 1970, if it exists for this
+            command alone.
 
     Raises:
         ConfigError: When there is no such verb.
@@ -37,16 +50,24 @@ def main(argv: list[str]) -> None:
     if argv[0] == "--version":
         print(f"stmoe {version('stmoe')}")
         return
-    verb_main("stmoe", argv[0], VERBS)(argv[1:])
+
+    run_verb = verb_main("stmoe", argv[0], VERBS)
+    arguments: list[Any] = [argv[1:]]
+    if read_tasks is not None:
+        arguments.append(read_tasks)
+    if VERBS[argv[0]].trains:
+        run_verb(*arguments, process_start=process_start)
+    else:
+        run_verb(*arguments)
+
+
+def advice_after_interrupt(argv: list[str]) -> str:
+    """Returns how to continue after Ctrl-C or a full disk."""
+    is_run = bool(argv) and argv[0] in VERBS and VERBS[argv[0]].trains
+    return RESUME if is_run else AGAIN
 
 
 def _help() -> str:
     lines = ["usage: stmoe VERB [OPTION ...]", "", *verb_lines(VERBS)]
     lines += ["", "stmoe VERB --help explains the options of a verb; stmoe --version prints ours."]
     return "\n".join(lines)
-
-
-def run() -> None:
-    """Runs `stmoe` with the arguments of the process: the entry point of the wheel."""
-    verb = VERBS.get(sys.argv[1]) if len(sys.argv) > 1 else None
-    run_main(main, interrupted=AGAIN if verb is None else verb.interrupted)

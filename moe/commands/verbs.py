@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from moe.cli import AGAIN
 from moe.errors import ConfigError, did_you_mean
 
 _WIDTH = 11  # of the names, in --help
@@ -15,25 +14,24 @@ class Verb(NamedTuple):
 
     Attributes:
         module: Module in moe.commands whose `main` it runs.
-        summary: What it does, for --help.
-        interrupted: How the user goes on after Ctrl-C.
+        summary: Line of --help that says what it does.
+        trains: Whether it is a training run, which resumes, and counts the seconds of its process.
     """
 
     module: str
     summary: str
-    interrupted: str = AGAIN
+    trains: bool = False
 
 
 def verb_main(command: str, name: str, verbs: Mapping[str, Verb]) -> Callable[..., None]:
-    """Returns what a verb of a command runs.
+    """Returns the function that a verb of a command runs.
 
     Raises:
         ConfigError: When there is no such verb.
     """
     if name not in verbs:
-        raise ConfigError(
-            f"There is no verb {name!r}.{did_you_mean(name, verbs)} {command} --help lists all of them."
-        )
+        closest = did_you_mean(name, verbs)
+        raise ConfigError(f"There is no verb {name!r}.{closest} {command} --help lists all verbs.")
     return importlib.import_module(f"moe.commands.{verbs[name].module}").main
 
 

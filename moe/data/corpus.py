@@ -227,11 +227,11 @@ def load_corpus(folder: Path | str) -> Corpus:
         DataError: When the folder is not a corpus, or a file of it is damaged; names the file.
     """
     folder = Path(folder)
-    advice = f"Make the corpus again: `python -m scripts.build_corpus --out {folder}`."
+    advice = f"Make the corpus again: `stmoe corpus --out {folder}`."
     if not (folder / FACTS_FILE).is_file():
         raise DataError(
             f"{folder} is not a corpus: it has no {FACTS_FILE}. "
-            f"Make one with `python -m scripts.build_corpus --out {folder}`."
+            f"Make one with `stmoe corpus --out {folder}`."
         )
 
     # Every file is there, and holds what was written.

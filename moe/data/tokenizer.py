@@ -157,7 +157,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
             file.
     """
     folder = Path(folder)
-    advice = f"Make one with `python -m scripts.train_tokenizer --corpus CORPUS --out {folder}`."
+    advice = f"Make one with `stmoe tokenizer --corpus CORPUS --out {folder}`."
     if not (folder / TOKENIZER_FILE).is_file():
         raise DataError(
             f"{folder} has no readable {TOKENIZER_FILE} (there is no such file). {advice}"

@@ -178,7 +178,7 @@ def read_trace(folder: Path) -> Trace:
     Raises:
         DataError: When the folder is no trace, or a file of it is damaged; names the file.
     """
-    advice = "Record it again: `python -m scripts.inspect_router record`."
+    advice = "Record it again: `stmoe inspect record`."
     if not (folder / FACTS_FILE).is_file():
         raise DataError(f"{folder} is not a trace: it has no {FACTS_FILE}. {advice}")
     refuse_damage(folder, [FACTS_FILE, TENSORS_FILE], advice=advice)

@@ -1,6 +1,6 @@
 """From a recipe and the running ranks to a model: the mesh checked and built, weights drawn or read.
 
-`scripts.pretrain` builds a new model, `scripts.finetune` loads a pretrained one; loop.py trains it.
+`stmoe pretrain` builds a new model, `stmoe finetune` loads a pretrained one; loop.py trains it.
 """
 
 from collections.abc import Callable, Sequence

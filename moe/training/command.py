@@ -25,7 +25,13 @@ from moe.models.configuration import STMoEConfig
 from moe.sparse.router_options import router_options_by_name
 from moe.training.optim_recipe import optim_options
 from moe.training.recipe import Recipe
-from moe.training.recipe_files import EXTENDS, RecipeFile, merged_text, read_recipe_files
+from moe.training.recipe_files import (
+    EXTENDS,
+    RecipeFile,
+    find_recipe,
+    merged_text,
+    read_recipe_files,
+)
 
 R = TypeVar("R", bound=Recipe)
 
@@ -74,7 +80,7 @@ class _Arguments(NamedTuple):
 class RecipeCommand(Generic[R]):
     """A command whose arguments are the settings of a recipe and a few of its own.
 
-    `--config FILE` may be given several times, later files and later arguments win;
+    `--config FILE` (or the name of one of our recipes) may be given several times, later files and later arguments win;
     `--print_config` shows the result, with what files inherit by `extends:`, and ends.
 
     Example:
@@ -96,9 +102,8 @@ class RecipeCommand(Generic[R]):
                 self._suggestions.add(f"{name}.{option}")
 
         self._parser = ArgumentParser(description=description, exit_on_error=False)
-        self._parser.add_argument(
-            "--config", action="config", help="YAML file with settings; later files win"
-        )
+        explanation = "YAML file with settings, or name of a recipe; later ones win"
+        self._parser.add_argument("--config", action="config", help=explanation)
         for setting in self._settings.values():
             self._parser.add_argument(
                 f"--{setting.name}", type=setting.type, default=setting.default, help=setting.help
@@ -110,35 +115,28 @@ class RecipeCommand(Generic[R]):
         self._parser.add_argument(name, **options)
 
     def add_timeout(self) -> None:
-        """Adds `--timeout`, which `launch` needs."""
-        self.add_argument(
-            "--timeout",
-            type=float,
-            default=DEFAULT_TIMEOUT,
-            help=f"seconds that ranks wait for others ({DEFAULT_TIMEOUT:g})",
-        )
+        """Adds `--timeout`, for `launch`."""
+        explanation = f"seconds that ranks wait for others ({DEFAULT_TIMEOUT:g})"
+        self.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help=explanation)
 
     @contextmanager
     def launch(self, argv: list[str]) -> Iterator[tuple[World, R, argparse.Namespace]]:
-        """Joins the ranks and yields the world, the recipe and the command's own arguments.
+        """Parses the arguments and joins the ranks, which wait for each other for `--timeout`.
 
-        Wrong arguments are reported inside the launch, so that one rank alone prints the message.
+        Yields:
+            The world, the recipe and the command's own arguments.
 
         Raises:
-            ConfigError: See `parse` and `launch`.
+            ConfigError: As `parse` does, on one of the ranks.
         """
-        parsed = None
-        error = None
         try:
-            parsed = self.parse(argv)
-        except MoEError as failure:
-            error = failure
-
-        with launch(parsed[1].timeout if parsed else DEFAULT_TIMEOUT) as world:
-            if parsed is None:
-                assert error is not None, "parsing returned nothing, so it raised"
-                raise error
-            yield (world, *parsed)
+            recipe, arguments = self.parse(argv)
+        except MoEError:
+            # All ranks fail alike; inside the world, only one of them prints the message.
+            with launch():
+                raise
+        with launch(arguments.timeout) as world:
+            yield world, recipe, arguments
 
     def parse(self, argv: list[str]) -> tuple[R, argparse.Namespace]:
         """Returns the recipe and the command's own arguments.
@@ -195,7 +193,7 @@ class RecipeCommand(Generic[R]):
         for argument in argv:
             option, separator, value = argument.partition("=")
             if previous == "--config" or (option == "--config" and separator):
-                path = Path(argument if previous == "--config" else value)
+                path = find_recipe(argument if previous == "--config" else value)
                 files = read_recipe_files(path)
 
                 # Where several files give a setting, the last child wins.

@@ -96,9 +96,9 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
         check_model_folder(folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error} To have one, pre-train it (python -m scripts.pretrain --config recipes/st_moe_base_pretrain.yaml "
+            f"{error} To have one, pre-train it (stmoe pretrain --config recipes/st_moe_base_pretrain.yaml "
             f"--out {folder.parent} leaves it in {folder.parent}/model), or convert a published one (python -m "
-            f"scripts.convert_checkpoint --from google/switch-base-8 --to {folder}) and fine-tune it with "
+            f"stmoe convert --from google/switch-base-8 --to {folder}) and fine-tune it with "
             "--optimizer_state reset."
         ) from None
 

@@ -53,7 +53,13 @@ _CHANGEABLE_SETTINGS = _MESH_SETTINGS.union(
 )
 
 
-def train(run: Run, *, resume: bool = False, description: str = "train") -> Path:
+def train(
+    run: Run,
+    *,
+    resume: bool = False,
+    description: str = "train",
+    process_start: float | None = None,
+) -> Path:
     """Trains to the last step of the recipe and returns the folder of the final model.
 
     On a mesh every rank calls it with its part of the model; rank zero writes metrics and messages.
@@ -64,6 +70,8 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
             is none; the losses that follow are bit-identical to those of a run that was never
             stopped (same machine, threads and mesh).
         description: Label of the progress bar.
+        process_start: When this process started, in seconds since 1970, if it exists for this run
+            alone: its seconds are then counted from there to its exit.
 
     Raises:
         DataError: When the folder holds a run and `resume` is not given, something else than a run,
@@ -103,7 +111,7 @@ def train(run: Run, *, resume: bool = False, description: str = "train") -> Path
                 run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start.damaged
             ) as checkpoints,
         ):
-            reporter = Reporter(run, writer, probe, waits, description, first_step)
+            reporter = Reporter(run, writer, probe, waits, description, first_step, process_start)
             _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
         _print_on_rank_zero(reporter.summary())
 

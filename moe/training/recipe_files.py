@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from moe.checks import shown
-from moe.errors import ConfigError
+from moe.errors import ConfigError, did_you_mean
 from moe.parsing import PlainLoader, read_text, read_yaml
 
 EXTENDS = "extends"
@@ -35,6 +35,34 @@ class RecipeFile(NamedTuple):
     path: Path
     settings: dict[str, Any]
     node: yaml.MappingNode
+
+
+def recipes_folder() -> Path:
+    """Returns the folder of our recipes: in the installed package, else in the repository."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def find_recipe(name: str) -> Path:
+    """Returns the path of a recipe, given as a path or as the name of one of ours without .yaml.
+
+    Raises:
+        ConfigError: When it is a bare name, and neither a file nor one of our recipes.
+    """
+    path = Path(name)
+    is_name = path.name == name.strip() and not path.suffix and "\0" not in name
+    if not is_name or path.exists():
+        return path
+
+    ours = recipes_folder() / f"{name}.yaml"
+    if not ours.is_file():
+        names = [file.stem for file in recipes_folder().glob("*.yaml")]
+        raise ConfigError(
+            f"There is no file and no recipe {name!r}.{did_you_mean(name, names)} stmoe recipes "
+            "lists the recipes."
+        )
+    return ours
 
 
 def read_recipe_files(path: Path) -> list[RecipeFile]:

@@ -3,6 +3,7 @@
 The loop (loop.py) calls it after every step.
 """
 
+import atexit
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,6 @@ from moe.training.run import Run
 from moe.training.step import StepMetrics
 from moe.training.stragglers import RankClock, StragglerWatch, metric_values, straggler_text
 from moe.training.timeline import TIMELINE_FILE, Timeline
-from stmoe import call_last, take_start_time
 
 
 class Reporter:
@@ -42,6 +42,8 @@ class Reporter:
         waits: Counts what this rank waits for others.
         description: Label of the progress bar.
         first_step: Updates that the run has behind it.
+        process_start: When this process started, in seconds since 1970, if it exists for this run
+            alone.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Reporter:
         waits: Waits,
         description: str,
         first_step: int,
+        process_start: float | None = None,
     ) -> None:
         self._run = run
         self._writer = writer
@@ -60,11 +63,10 @@ class Reporter:
         self._health = RouterHealth(layer_keys(run.built.model.config))
         self._ranks = _rank_clock(run.built.mesh, waits)
         self._stragglers = StragglerWatch()
-        started = take_start_time()
         path = run.folder / TIMELINE_FILE if writer else None
-        self._timeline = Timeline(path, first_step, started=started)
-        if started is not None:
-            call_last(self.end)
+        self._timeline = Timeline(path, first_step, started=process_start)
+        if process_start is not None:
+            atexit.register(self.end)
         self._step_started = time.perf_counter()
         self.restart_clock()
 

@@ -5,6 +5,7 @@ import json
 import datasets
 import pytest
 
+import stmoe
 from eval.task import TASKS
 from moe.data.corpus import build_corpus, corpus_table, load_corpus, save_corpus
 from moe.data.documents import Document
@@ -12,7 +13,6 @@ from moe.data.overlap import SplitOverlap
 from moe.data.tokenizer import load_tokenizer, train_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.errors import ConfigError, DataError
-from scripts import build_corpus as build_corpus_command
 
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
@@ -129,7 +129,7 @@ def test_the_command_combines_sources_and_measures_what_is_left_of_the_tests(tmp
     arguments = ["--packages", str(tmp_path / "sheep"), "--wordnet", str(tmp_path / "dict")]
     arguments += ["--dictionary", str(tmp_path / "d.index"), "--data", str(tmp_path / "mine.jsonl")]
     arguments += ["--unseen", "unicode_category", "docstring_topic"]
-    build_corpus_command.main(["--out", str(tmp_path / "corpus"), *arguments])
+    stmoe.main(["corpus", "--out", str(tmp_path / "corpus"), *arguments])
     corpus = load_corpus(tmp_path / "corpus")
     assert set(corpus.train["package"]) | set(corpus.held_out["package"]) == {
         "sheep",
@@ -156,7 +156,7 @@ WORDNET = {
 
 @pytest.mark.slow
 def test_the_command_leaves_the_tested_files_of_a_task_out(tmp_path):
-    build_corpus_command.main(["--out", str(tmp_path / "corpus"), "--unseen", "docstring_summary"])
+    stmoe.main(["corpus", "--out", str(tmp_path / "corpus"), "--unseen", "docstring_summary"])
     corpus = load_corpus(tmp_path / "corpus")
     texts = [*corpus.train["text"], *corpus.held_out["text"]]
     seen = {letters(paragraph) for text in texts for paragraph in text.split("\n\n")}
@@ -233,7 +233,7 @@ def test_the_command_builds_a_corpus_from_the_users_files(tmp_path, capsys):
         (folder / f"{number}.txt").write_text(
             f"The number {number} is written here.", encoding="utf-8"
         )
-    build_corpus_command.main(["--out", str(tmp_path / "corpus"), "--data", str(folder)])
+    stmoe.main(["corpus", "--out", str(tmp_path / "corpus"), "--data", str(folder)])
     assert load_corpus(tmp_path / "corpus").train.num_rows + 1 >= len(NUMBERS) - 1
     printed = capsys.readouterr().out
     assert "mine" in printed

@@ -188,7 +188,7 @@ def test_a_damaged_tokenizer_names_the_file(tmp_path, tokenizer_folder, name, da
         assert not has_sums and damage is flip  # a letter became another
     except DataError as error:
         assert str(folder / name) in str(error)
-        assert "scripts.train_tokenizer" in str(error)
+        assert "stmoe tokenizer" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 import moe  # noqa: F401  registers the model type "st_moe"
+from moe.commands import train_tokenizer as train_tokenizer_command
 from moe.data.corpus import build_corpus, load_corpus, save_corpus
 from moe.data.docstrings import docstrings, package_folder, python_files
 from moe.data.documents import Document
 from moe.data.tokenizer import SpecialIds, load_tokenizer, sentinel, train_tokenizer
 from moe.errors import ConfigError, DataError
-from scripts import train_tokenizer as train_tokenizer_command
 from tests.data.conftest import VOCAB_SIZE
 
 SENTINELS = [sentinel(number) for number in range(100)]

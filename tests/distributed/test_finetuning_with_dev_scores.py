@@ -10,11 +10,11 @@ import pytest
 
 from eval.answers.data_ranks import SINGLE_PROCESS
 from eval.dev_scores import read_tasks
+from eval.task_readers import read_mixture
 from moe.checkpoint.best_model import best_and_last
 from moe.commands import finetune
 from moe.distributed.launch import World
 from moe.training.loop import train
-from scripts.finetune import read_mixture
 from tests.distributed.ranks import run_ranks
 from tests.training.test_finetune_mixture import RECIPE, eval_lines, inputs  # noqa: F401  a fixture
 from tests.training.tiny_tasks import registered

@@ -191,8 +191,8 @@ def _run(door: Door, changes: dict[str, Any], argv: str | None, place: Place) ->
     words = shlex.split(door["argv"] if argv is None else argv)
     for option, value in changes.items():
         words = with_option(words, option, value)
-    module = importlib.import_module(door.get("module") or door["door"])
-    command(module, [place.fill(word) for word in words])
+    name, *verb = (door.get("module") or door["door"]).split()
+    command(importlib.import_module(name), [*verb, *(place.fill(word) for word in words)])
 
 
 def _call(door: Door, changes: dict[str, Any], place: Place) -> Any:

@@ -17,24 +17,17 @@ _PATIENCE = 120
 
 # Each with what differs between the two, so that a mixture of both could be told from either.
 ROUNDS = {
-    "corpus": (
-        "scripts.build_corpus",
-        "--data {texts} --out {out} --held-out 0.2 --seed",
-        ("1", "2"),
-    ),
-    "tokenizer": (
-        "scripts.train_tokenizer",
-        "--corpus {corpus} --out {out} --vocab-size",
-        ("230", "240"),
-    ),
+    "corpus": ("stmoe", "corpus --data {texts} --out {out} --held-out 0.2 --seed", ("1", "2")),
+    "tokenizer": ("stmoe", "tokenizer --corpus {corpus} --out {out} --vocab-size", ("230", "240")),
     "run": (
-        "scripts.pretrain",
-        "--config {pretrain.yaml} --corpus {corpus} --tokenizer {tokenizer} --out {out} --training.steps 2 --seed",
+        "stmoe",
+        "pretrain --config {pretrain.yaml} --corpus {corpus} --tokenizer {tokenizer} --out {out} "
+        "--training.steps 2 --seed",
         ("1", "2"),
     ),
     "model": (
-        "scripts.convert_checkpoint",
-        "--from {switch} --to {out} --set capacity_factor=1.5 --dtype",
+        "stmoe",
+        "convert --from {switch} --to {out} --set capacity_factor=1.5 --dtype",
         ("float32",) * 2,
     ),
     "evaluation": (
@@ -48,8 +41,8 @@ ROUNDS = {
         ("rank", "rank"),
     ),
     "report.html": (
-        "scripts.inspect_router",
-        "report --model {run/model} --corpus {corpus} --out {out} --batches",
+        "stmoe",
+        "inspect report --model {run/model} --corpus {corpus} --out {out} --batches",
         ("1", "2"),
     ),
 }

@@ -12,8 +12,8 @@ import yaml
 from safetensors.torch import load_file
 
 import eval.__main__ as evaluation
+from moe.commands import finetune, pretrain
 from moe.data.tokenizer import load_tokenizer
-from scripts import finetune, pretrain
 from tests.eval.rows import FIXTURES
 from tests.eval.studies.tiny_study import STUDY
 from tests.models.hf_models import their_model

@@ -3,9 +3,9 @@
 import pytest
 
 from eval.task import SPLITS, TASKS
+from eval.task_readers import unseen_task
 from eval.tasks import docstring_topic
 from moe.data.packages import read_python_corpus
-from scripts.build_corpus import unseen_task
 
 TASK = TASKS.get("docstring_topic")
 LOCKS = "Wake up the task that waits for the lock."

@@ -14,13 +14,13 @@ import torch
 
 from moe import CheckpointError, ConfigError, DataError
 from moe.checksums import model_fingerprint
+from moe.commands import inspect_router
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.inspection.figures import draw_load
-from scripts import inspect_router
 from tests.models.tiny import DENSE, tiny_model
 from tests.training.tiny_run import write_inputs
 
@@ -186,7 +186,7 @@ def test_the_page_names_what_it_was_made_from(inputs, everything):
     assert "45 % of the tokens masked, in spans of 2 on average, as in pre-training; seed 0" in text
     for name in ("stmoe", "torch", "transformers"):
         assert f"{name} {version(name)}" in text
-    assert f"python -m scripts.inspect_router report --model {inputs}/run/model" in text
+    assert f"stmoe inspect report --model {inputs}/run/model" in text
     assert "first: the run of the traced model" in text
     assert "mine is runs/mine, the traced model." in text
     assert "other is runs/other, not the traced model: fingerprint 0f0f0f0f0f0f0f0f." in text

@@ -11,11 +11,11 @@ import pytest
 import torch
 from tokenizers import processors
 
+import stmoe
 from moe import ConfigError, DataError
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.sparse.editing import sparse_layers
 from moe.tracing.trace_file import read_trace
-from scripts import inspect_router
 from tests.models.tiny import tiny_model
 from tests.training.tiny_run import MODEL, write_inputs
 
@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
 
 
 def run(*arguments):
-    inspect_router.main([str(argument) for argument in arguments])
+    stmoe.main(["inspect", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_every_kind_of_text_is_recorded(folder, tmp_path, capsys, source, exampl
     facts = read_trace(tmp_path / "t").facts
     assert facts.num_examples == examples
     assert facts.domains == domains
-    assert facts.command.startswith("python -m scripts.inspect_router record --model")
+    assert facts.command.startswith("stmoe inspect record --model")
     assert f"{examples} examples" in capsys.readouterr().out
 
 
@@ -236,7 +236,7 @@ def test_a_task_without_the_repository_is_refused(folder, tmp_path):
     from moe.commands import inspect_router as installed
 
     arguments = ["record", "--model", folder / "model", "--task", "boolq", "--out", tmp_path / "t"]
-    with pytest.raises(ConfigError, match="needs the tasks of eval/"):
+    with pytest.raises(ConfigError, match="--task boolq is part of the repository"):
         installed.main([str(argument) for argument in arguments])
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration, conversion_report
-from scripts.convert_checkpoint import main
+from moe.commands.convert import main
 from tests.models.hf_models import (
     SIZES,
     SPARSE,
@@ -197,7 +197,7 @@ def test_the_folder_is_new_and_whole_or_absent(tmp_path):
 def test_the_command_says_what_became_of_every_tensor(tmp_path):
     config = T5Config(**SIZES)
     AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "theirs")
-    ended = run_command("scripts.convert_checkpoint", "--from", tmp_path / "theirs")
+    ended = run_command("stmoe", "convert", "--from", tmp_path / "theirs")
     assert ended.returncode == 0, ended.stderr
     shown = ended.stdout
     assert shown.strip() == str(conversion_report(tmp_path / "theirs"))

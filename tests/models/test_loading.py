@@ -13,10 +13,10 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 from eval.answers.seq2seq import load_seq2seq
 from moe import CheckpointError, DataError, STMoEForConditionalGeneration, load_complete
 from moe.checksums import read_sums
+from moe.commands import inspect_router
 from moe.training.build import BuiltModel
 from moe.training.finetuning import finetuning_config, load_for_finetuning
 from moe.training.recipe import FinetuneRecipe
-from scripts import inspect_router
 from tests.models.tiny import tiny_model
 
 

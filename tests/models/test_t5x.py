@@ -17,8 +17,8 @@ import tensorstore
 import torch
 
 from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration, conversion_report
+from moe.commands.convert import main
 from moe.convert.t5x import open_t5x
-from scripts.convert_checkpoint import main
 from tests.models.hf_models import assert_equal_to_rounding, their_inputs
 from tests.models.tiny import tiny_model
 

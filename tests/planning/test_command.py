@@ -1,4 +1,4 @@
-"""scripts.plan: its table, its ranking of meshes, its errors, and the table that docs/results.md
+"""stmoe plan: its table, its ranking of meshes, its errors, and the table that docs/results.md
 quotes.
 """
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moe.commands.plan import main
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
@@ -21,7 +22,6 @@ from moe.planning.plan import BYTES_PER_SECOND, build_model, make_plan, seconds_
 from moe.planning.table import parse_bytes, show_bytes, show_plan
 from moe.planning.traffic import Transfer
 from moe.planning.workload import Workload
-from scripts.plan import main
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config", str(ROOT / "recipes" / "st_moe_tiny_pretrain.yaml")]

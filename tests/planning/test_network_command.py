@@ -1,4 +1,4 @@
-"""scripts.plan on a network: what it prints, writes and refuses, and the tables of docs/results.md."""
+"""stmoe plan on a network: what it prints, writes and refuses, and the tables of docs/results.md."""
 
 import json
 import re
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from moe.commands.plan import main
 from moe.errors import ConfigError
 from moe.network.topology_file import read_network
-from scripts.plan import main
 from tests.processes import fork_context
 
 ROOT = Path(__file__).parents[2]

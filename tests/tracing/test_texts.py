@@ -2,10 +2,10 @@
 
 import pytest
 
+from moe.commands import build_corpus
 from moe.errors import DataError
 from moe.tracing import texts
 from moe.tracing.texts import REFERENCE, corpus_texts, file_texts, find_texts, reference_texts
-from scripts import build_corpus
 from tests.training.tiny_run import write_texts
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration
 from moe.checkpoint.loading import load_model_on_mesh
+from moe.commands import pretrain, train_tokenizer
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.training.build import load_pretrained_model
 from moe.training.finetuning import finetuning_config
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
-from scripts import pretrain, train_tokenizer
 from tests.distributed.ranks import run_ranks
 from tests.training.tiny_run import MODEL, pretrain_arguments, write_inputs
 

@@ -17,12 +17,12 @@ from moe.checkpoint.integrity import latest_checkpoint
 from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.train_state import optimizer_tensors
 from moe.checkpoint.writer import load_checkpoint
+from moe.commands import finetune, pretrain
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.mesh import MeshConfig
 from moe.models.parallelize import model_layouts
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
-from scripts import finetune, pretrain
 from tests.training.tiny_run import pretrain_arguments, write_inputs
 
 PAIRS = [

@@ -13,14 +13,15 @@ import pytest
 import yaml
 
 import eval.answers.predict
+import stmoe
 from eval.answers.data_ranks import SINGLE_PROCESS
 from eval.dev_scores import read_tasks
 from moe import CheckpointError, ConfigError, DataError
 from moe.checkpoint.best_model import best_and_last, score_model
 from moe.commands import finetune as finetune_command
+from moe.commands import pretrain
 from moe.data.mixture import build_source, choose_examples
 from moe.data.pipeline import PairSource
-from scripts import finetune, pretrain
 from tests.training.test_finetune_command import losses
 from tests.training.tiny_run import TRAINING, pretrain_arguments, write_inputs
 from tests.training.tiny_tasks import DEV, SIZES, registered
@@ -59,9 +60,7 @@ def inputs(tmp_path_factory):
 
 
 def tune(inputs, out, *more):
-    finetune.main(
-        [str(argument) for argument in ("--config", inputs["recipe"], "--out", out, *more)]
-    )
+    stmoe.main(["finetune", *map(str, ("--config", inputs["recipe"], "--out", out, *more))])
     return out
 
 
@@ -148,7 +147,9 @@ def test_one_seed_is_a_run_in_the_folder_itself_and_equals_that_of_the_list(
     del recipe["seeds"]
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(recipe))
     run = tmp_path / "run"
-    finetune.main(["--config", str(tmp_path / "one.yaml"), "--out", str(run), "--seed", "3"])
+    stmoe.main(
+        ["finetune", "--config", str(tmp_path / "one.yaml"), "--out", str(run), "--seed", "3"]
+    )
     assert losses(run) == losses(straight / "seed-3")
     assert files_of(run) == files_of(straight / "seed-3")
     summary = json.loads((run / "summary.json").read_text())

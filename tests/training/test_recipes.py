@@ -38,7 +38,7 @@ def header_of(path):
 def kind_of(path):
     return (
         FinetuneRecipe
-        if "finetune" in path.stem or "scripts.finetune" in header_of(path)
+        if "finetune" in path.stem or "stmoe finetune" in header_of(path)
         else PretrainRecipe
     )
 

@@ -34,7 +34,7 @@ def lighthouse():
 
 
 def start(inputs, out, lighthouse, group):
-    words = ["--standalone", "--nproc-per-node", 2, "-m", "scripts.pretrain", "--resume"]
+    words = ["--standalone", "--nproc-per-node", 2, "-m", "stmoe", "pretrain", "--resume"]
     settings = {
         "config": inputs["pretrain.yaml"],
         "corpus": inputs["corpus"],

@@ -18,10 +18,11 @@ from moe import CheckpointError, ConfigError, DataError
 from moe.checkpoint.integrity import checkpoint_folders, first_damage
 from moe.checkpoint.run_state import load_state
 from moe.checksums import write_sums
+from moe.commands import pretrain
 from moe.kernels.product_choice import CHOICE_VARIABLE, fixed_choice
 from moe.training.job_folder import claim_job
 from moe.training.timeline import measure_goodput, read_timeline
-from scripts import demo, pretrain, transfer
+from scripts import demo, transfer
 from tests.processes import Command, run_command
 from tests.training.tiny_checkpoints import content_of, flip_a_bit
 from tests.training.tiny_run import pretrain_arguments, write_inputs
@@ -49,12 +50,12 @@ def here(inputs, out, *more):
 
 
 def call(inputs, out, *more, **options):
-    return run_command("scripts.pretrain", *pretrain_arguments(inputs, out, *more), **options)
+    return run_command("stmoe", "pretrain", *pretrain_arguments(inputs, out, *more), **options)
 
 
 def stop_when(is_reached, how, inputs, out, *more, **options):
     """Starts a run, stops it by a signal once something is reached, and returns how it ended."""
-    run = Command("scripts.pretrain", pretrain_arguments(inputs, out, *more), **options)
+    run = Command("stmoe", ["pretrain", *pretrain_arguments(inputs, out, *more)], **options)
     run.wait_for(is_reached)
     run.send_signal(how)
     return run.finish()
@@ -172,7 +173,7 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_a_folder_that_goes_on(
 ):
     number = signal.SIGINT
     out = tmp_path / "run"
-    run = Command("scripts.pretrain", pretrain_arguments(inputs, out))
+    run = Command("stmoe", ["pretrain", *pretrain_arguments(inputs, out)])
     run.wait_for(lambda: last_step(out) >= 3)
     run.send_signal(number)
     run.send_signal(number)

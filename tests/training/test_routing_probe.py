@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from moe import ConfigError, DataError, RouterStatsCallback
 from moe.commands import finetune as finetune_command
+from moe.commands import pretrain
 from moe.commands.finetune import FinetuningData
 from moe.data.tokenizer import load_tokenizer
 from moe.tracing.probe_file import read_probe_text, read_probes
@@ -18,7 +19,6 @@ from moe.training import router_health
 from moe.training.callback import GivenBatches
 from moe.training.recipe import TrainingRecipe
 from moe.training.routing_probe import RoutingProbe, probe_histograms, probe_values
-from scripts import pretrain
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 from tests.processes import Command, run_command
 from tests.training.test_router_health import with_dead_expert
@@ -201,7 +201,7 @@ def test_the_board_shows_histograms_of_each_layer(probed):
 @pytest.mark.slow
 def test_a_killed_and_resumed_run_has_the_same_probes(inputs, probed, tmp_path):
     out = tmp_path / "run"
-    run = Command("scripts.pretrain", pretrain_arguments(inputs, out, *PROBED))
+    run = Command("stmoe", ["pretrain", *pretrain_arguments(inputs, out, *PROBED)])
     run.wait_for((out / "probe" / "step_00000025.safetensors").exists)
     run.send_signal(signal.SIGKILL)
     assert run.finish().returncode == -signal.SIGKILL, "the run ended before it could be killed"
@@ -210,7 +210,7 @@ def test_a_killed_and_resumed_run_has_the_same_probes(inputs, probed, tmp_path):
     # A file that the killed run was to write later, by another step of its own.
     stale = out / "probe" / "step_00000039.safetensors"
     stale.write_bytes((out / "probe" / "step_00000025.safetensors").read_bytes())
-    done = run_command("scripts.pretrain", *pretrain_arguments(inputs, out, *PROBED, "--resume"))
+    done = run_command("stmoe", "pretrain", *pretrain_arguments(inputs, out, *PROBED, "--resume"))
     assert done.returncode == 0, done.stderr
     assert content(out / "probe") == content(probed / "probe")
     assert lines(out) == lines(probed)
@@ -219,7 +219,7 @@ def test_a_killed_and_resumed_run_has_the_same_probes(inputs, probed, tmp_path):
 @pytest.mark.slow
 def test_a_resumed_run_may_begin_to_probe_but_not_change_the_text(inputs, tmp_path):
     out = tmp_path / "run"
-    run = Command("scripts.pretrain", pretrain_arguments(inputs, out, *PROBED))
+    run = Command("stmoe", ["pretrain", *pretrain_arguments(inputs, out, *PROBED)])
     run.wait_for((out / "probe" / "step_00000015.safetensors").exists)
     run.send_signal(signal.SIGINT)
     run.finish()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import stmoe
 from eval.dev_scores import read_tasks
 from eval.scores.metrics import MULTIRC_F1A
-from scripts import finetune
 from tests.processes import Command
 from tests.training.test_finetune_command import losses
 from tests.training.test_finetune_mixture import eval_lines, files_of, inputs  # noqa: F401  a fixture
@@ -69,13 +69,13 @@ def test_training_has_an_example_for_each_answer_of_record_and_the_right_referen
 @pytest.mark.slow
 def test_the_recipe_runs_is_killed_goes_on_and_reports_every_task(inputs, tmp_path):  # noqa: F811
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    finetune.main(command(inputs["model"], straight))
-    process = Command("scripts.finetune", command(inputs["model"], killed))
+    stmoe.main(["finetune", *command(inputs["model"], straight)])
+    process = Command("stmoe", ["finetune", *command(inputs["model"], killed)])
     wait_for(killed / "seed-0" / "dev" / "step_00000002" / "scores.json", process)
     process.send_signal(signal.SIGKILL)
     assert process.finish().returncode == -signal.SIGKILL
     assert not (killed / "summary.json").exists()
-    finetune.main(command(inputs["model"], killed, "--resume"))
+    stmoe.main(["finetune", *command(inputs["model"], killed, "--resume")])
 
     for seed in ("seed-0", "seed-1"):
         assert losses(killed / seed) == losses(straight / seed)

@@ -85,7 +85,7 @@ def test_the_goodput_of_a_command_is_that_of_all_its_seconds(tmp_path):
     words = pretrain_arguments(inputs, tmp_path / "run")
     started = time.monotonic()
     subprocess.run(
-        [sys.executable, "-m", "scripts.pretrain", *words], check=True, capture_output=True
+        [sys.executable, "-m", "stmoe", "pretrain", *words], check=True, capture_output=True
     )
     seconds = time.monotonic() - started
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe import STMoEForConditionalGeneration
-from scripts import pretrain
+from moe.commands import pretrain
 from tests.processes import start_torchrun
 from tests.training.tiny_run import pretrain_arguments, write_inputs
 
@@ -33,7 +33,7 @@ def arguments(inputs, out, *more):
 def start(inputs, out, *more, ranks=2, options=()):
     """Starts a pre-training run of several ranks and returns the process of torchrun."""
     words = arguments(inputs, out, *more)
-    return start_torchrun(ranks, "scripts.pretrain", *words, options=options)
+    return start_torchrun(ranks, "stmoe", "pretrain", *words, options=options)
 
 
 def finish(process):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from scripts import build_corpus, train_tokenizer
+from moe.commands import build_corpus, train_tokenizer
 
 MODEL = {
     "vocab_size": 230,

@@ -92,7 +92,7 @@ def test_runs_of_other_settings_are_refused(studies: Path) -> None:
     out = studies / "settings"
     state = out / "runs/with/seed-3/study_run.json"
     state.parent.mkdir(parents=True)
-    state.write_text(json.dumps({"commands": [["-m", "scripts.pretrain"]]}))
+    state.write_text(json.dumps({"commands": [["-m", "stmoe", "pretrain"]]}))
     with pytest.raises(StudyError, match="holds a run with other settings"):
         run_study(studies, out)
 
