@@ -1,21 +1,21 @@
-"""Measures sparse layers beside dense ones and peers, experts over ranks, models, evaluation, how
-often its intervals hold the truth, what recording of routing costs, how batches are made, and which
-library multiplies.
+"""Measures sparse layers beside dense ones and peers, experts over ranks, models, evaluation, the
+coverage of its intervals, the cost of recording routing, the making of batches, and which library
+multiplies faster.
 
-    python -m scripts.benchmark layer [--json benchmarks/layer.json] [--cases 0 3] [--rounds 7]
-    python -m scripts.benchmark exchange [--json benchmarks/exchange_cpu.json] [--ranks 2 4]
-    python -m scripts.benchmark model [--json benchmarks/model_cpu.json] [--experts 8]
-    python -m scripts.benchmark eval [--json benchmarks/eval_cpu.json] [--threads 4]
-    python -m scripts.benchmark intervals [--json benchmarks/intervals.json] [--repeats 1000]
-    python -m scripts.benchmark gpu [--json benchmarks/gpu.json] [--cases 4] [--batches 1 8]
-    python -m scripts.benchmark busy [--json benchmarks/busy.json] [--threads 2]
-    python -m scripts.benchmark startup [--json benchmarks/startup.json] [--only 'eval run']
-    python -m scripts.benchmark tracing [--json benchmarks/tracing_cpu.json] [--threads 1]
-    python -m scripts.benchmark input [--json benchmarks/input_cpu.json] [--rounds 5]
+    python -m scripts.benchmark layer [--json layer.json] [--cases 0 3] [--rounds 7]
+    python -m scripts.benchmark exchange [--json exchange.json] [--ranks 2 4]
+    python -m scripts.benchmark model [--json model.json] [--experts 8]
+    python -m scripts.benchmark eval [--json eval.json] [--threads 4]
+    python -m scripts.benchmark intervals [--json intervals.json] [--repeats 1000]
+    python -m scripts.benchmark gpu [--json gpu.json] [--cases 4] [--batches 1 8]
+    python -m scripts.benchmark busy [--json busy.json] [--threads 2]
+    python -m scripts.benchmark startup [--json startup.json] [--only 'eval run']
+    python -m scripts.benchmark tracing [--json tracing.json] [--threads 1]
+    python -m scripts.benchmark input [--json input.json] [--rounds 5]
     python -m scripts.benchmark products [--json products.json]
 
-The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not do a case, is
-left out with a line. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
+The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not support a case,
+is left out with a line. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
 machine with GPUs, one of them (NCCL).
 """
 
@@ -24,89 +24,142 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     start_command()
 
-from typing import Any
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.busy import BusyBenchmark, run_busy
-from benchmarks.cases import CASES
-from benchmarks.evaluation import EvaluationBenchmark, run_evaluation
-from benchmarks.exchange import ExchangeBenchmark, run_exchange
-from benchmarks.gpu import GpuBenchmark, run_gpu
-from benchmarks.input import InputBenchmark, run_input
-from benchmarks.intervals import IntervalBenchmark, run_intervals
-from benchmarks.layer import LayerBenchmark, run_layer
-from benchmarks.model import ModelBenchmark, ModelCase, run_model
-from benchmarks.options import build_parser, check_numbers
-from benchmarks.products import run_products
-from benchmarks.scaling import ScalingCase
-from benchmarks.startup import StartupBenchmark, run_startup
-from benchmarks.tracing import TracingBenchmark, run_tracing
-from moe.cli import run_main
+from benchmarks.cases import CASES, DTYPES, PASSES
+from benchmarks.commands.startup import StartupBenchmark, run_startup
+from benchmarks.data.batches import InputBenchmark, run_input
+from benchmarks.layer.layer import VARIANTS, LayerBenchmark, run_layer
+from benchmarks.layer.products import run_products
+from benchmarks.layer.variants import ON_REQUEST
+from benchmarks.models.busy import BusyBenchmark, run_busy
+from benchmarks.models.evaluation import EvaluationBenchmark, run_evaluation
+from benchmarks.models.gpu import GpuBenchmark, run_gpu
+from benchmarks.models.model import PARTS, ModelBenchmark, ModelCase, run_model
+from benchmarks.models.tracing import TracingBenchmark, run_tracing
+from benchmarks.ranks.exchange import ExchangeBenchmark, run_exchange
+from benchmarks.ranks.scaling import ScalingCase
+from benchmarks.statistics.intervals import IntervalBenchmark, run_intervals
+from moe.cli import Parser, integer, run_main
 from moe.files import output_path
+
+_COUNT = integer(least=1, most=4_096, reason="more does not fit on one machine")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "json": {"help": "file to save the table to"},
+    "rounds": {
+        "type": integer(least=1, most=10_000, reason="a round takes seconds"),
+        "default": 7,
+        "help": "results are medians over them (7)",
+    },
+    "threads": {"type": _COUNT, "help": "threads of torch (all cores)"},
+    "dtypes": {"nargs": "+", "choices": DTYPES, "default": list(DTYPES), "help": "both"},
+    "device": {"choices": ("cpu", "cuda"), "help": "cuda when there is one, else cpu"},
+    "cases": {
+        "type": int,
+        "nargs": "+",
+        "choices": CASES,
+        "help": "sizes (all; exchange: 0 and 1)",
+    },
+    "passes": {"nargs": "+", "choices": PASSES, "default": PASSES, "help": "both"},
+    "variants": {
+        "nargs": "+",
+        "choices": (*VARIANTS, *ON_REQUEST),
+        "default": VARIANTS,
+        "help": "all that run on any machine at once; dense comes along",
+    },
+    "memory": {
+        "action": argparse.BooleanOptionalAction,
+        "default": True,
+        "help": "measure peaks (yes)",
+    },
+    "profile": {
+        "action": "store_true",
+        "help": "measure the share of routing, dispatch and combine",
+    },
+    "ranks": {
+        "type": integer(least=1, most=256, reason="every rank is a process of this machine"),
+        "nargs": "+",
+        "default": [2, 4],
+        "help": "numbers of ranks (2 and 4)",
+    },
+    "scaling": {
+        "action": argparse.BooleanOptionalAction,
+        "default": True,
+        "help": "training step (yes)",
+    },
+    "parts": {"nargs": "+", "choices": PARTS, "default": PARTS, "help": "all"},
+    "experts": {
+        "type": _COUNT,
+        "nargs": "+",
+        "default": [8],
+        "help": "numbers of experts; training and gpu: the first (8)",
+    },
+    "sparse-layers": {"type": int, "default": 6, "help": "of the 12 blocks of each stack (6)"},
+    "batches": {
+        "type": _COUNT,
+        "nargs": "+",
+        "default": [1, 8],
+        "help": "sequences to decode at once (1 and 8)",
+    },
+    "repeats": {
+        "type": integer(least=1, most=1_000_000, reason="a thousand take a quarter of an hour"),
+        "default": 1000,
+        "help": "samples of each case (1000)",
+    },
+    "jobs": {"type": _COUNT, "default": 1, "help": "processes that share the cases (1)"},
+    "seed": {"type": integer(least=0), "default": 0, "help": "seed of the samples (0)"},
+    "only": {
+        "nargs": "+",
+        "metavar": "START",
+        "help": "names of the table, e.g. scripts.demo 'eval run' (all)",
+    },
+}
+
+
+class Benchmark(NamedTuple):
+    """A benchmark of the command.
+
+    Attributes:
+        help: What it measures, for --help.
+        options: Names in `OPTIONS`, separated by spaces.
+        run: Measures; takes the options by name.
+    """
+
+    help: str
+    options: str
+    run: Callable[[dict[str, Any]], object]
 
 
 def main(argv: list[str]) -> None:
     """Reads the options and measures."""
-    options = vars(build_parser().parse_args(argv))
-    check_numbers(options)
+    parser = Parser(prog="python -m scripts.benchmark", description="Measures.")
+    parsers = parser.add_subparsers(dest="benchmark", required=True)
+    for name, benchmark in BENCHMARKS.items():
+        subparser = parsers.add_parser(name, help=benchmark.help)
+        for option in benchmark.options.split():
+            subparser.add_argument(f"--{option}", **OPTIONS[option])
+
+    options = vars(parser.parse_args(argv))
     if options["json"] is not None:
         options["json"] = output_path(options["json"], suffix=".json", option="--json")
-
     num_threads = options.pop("threads", None)
     if num_threads:
         torch.set_num_threads(num_threads)
-
-    # The other options are those of the benchmark.
-    benchmark = options.pop("benchmark")
-    BENCHMARKS[benchmark](options)
+    BENCHMARKS[options.pop("benchmark")].run(options)
 
 
-def benchmark_model(options: dict[str, Any]) -> None:
-    """Measures whole models."""
-    case = ModelCase(sparse_layers=options.pop("sparse_layers"))
-    run_model(ModelBenchmark(**options, case=case))
-
-
-def benchmark_evaluation(options: dict[str, Any]) -> None:
-    """Measures an evaluation."""
-    run_evaluation(EvaluationBenchmark(**options))
-
-
-def benchmark_intervals(options: dict[str, Any]) -> None:
-    """Measures the coverage of intervals."""
-    run_intervals(IntervalBenchmark(**options))
-
-
-def benchmark_tracing(options: dict[str, Any]) -> None:
-    """Measures what recording of routing costs."""
-    run_tracing(TracingBenchmark(**options))
-
-
-def benchmark_products(options: dict[str, Any]) -> None:
-    """Measures which library multiplies faster."""
-    run_products(**options)
-
-
-def benchmark_gpu(options: dict[str, Any]) -> None:
-    """Measures a GPU."""
-    cases = options.pop("cases") or list(CASES)
-    run_gpu(GpuBenchmark(**options, cases=cases))
-
-
-def benchmark_busy(options: dict[str, Any]) -> None:
-    """Measures a busy machine."""
-    run_busy(BusyBenchmark(**options, threads=torch.get_num_threads()))
-
-
-def benchmark_startup(options: dict[str, Any]) -> None:
-    """Measures how commands start."""
-    run_startup(StartupBenchmark(**options))
-
-
-def benchmark_input(options: dict[str, Any]) -> None:
-    """Measures how batches are made."""
-    run_input(InputBenchmark(**options))
+def benchmark_layer(options: dict[str, Any]) -> None:
+    """Measures sparse layers, by default in all cases of the device."""
+    device = _device(options)
+    cases = options.pop("cases")
+    if not cases:
+        cases = [index for index, case in CASES.items() if case.device in (None, device)]
+    run_layer(LayerBenchmark(**options, cases=cases, device=torch.device(device)))
 
 
 def benchmark_exchange(options: dict[str, Any]) -> None:
@@ -117,13 +170,17 @@ def benchmark_exchange(options: dict[str, Any]) -> None:
     run_exchange(ExchangeBenchmark(**options, cases=cases, scaling=scaling, device=device))
 
 
-def benchmark_layer(options: dict[str, Any]) -> None:
-    """Measures sparse layers."""
-    device = _device(options)
-    cases = options.pop("cases")
-    if not cases:
-        cases = [index for index, case in CASES.items() if case.device in (None, device)]
-    run_layer(LayerBenchmark(**options, cases=cases, device=torch.device(device)))
+def benchmark_model(options: dict[str, Any]) -> None:
+    """Measures whole models."""
+    case = ModelCase(sparse_layers=options.pop("sparse_layers"))
+    run_model(ModelBenchmark(**options, case=case))
+
+
+def benchmark_gpu(options: dict[str, Any]) -> None:
+    """Measures a GPU."""
+    cases = options.pop("cases") or list(CASES)
+    experts = options.pop("experts")[0]
+    run_gpu(GpuBenchmark(**options, cases=cases, experts=experts))
 
 
 def _device(options: dict[str, Any]) -> str:
@@ -131,17 +188,61 @@ def _device(options: dict[str, Any]) -> str:
 
 
 BENCHMARKS = {
-    "layer": benchmark_layer,
-    "exchange": benchmark_exchange,
-    "model": benchmark_model,
-    "eval": benchmark_evaluation,
-    "intervals": benchmark_intervals,
-    "tracing": benchmark_tracing,
-    "products": benchmark_products,
-    "gpu": benchmark_gpu,
-    "busy": benchmark_busy,
-    "startup": benchmark_startup,
-    "input": benchmark_input,
+    "layer": Benchmark(
+        "one sparse layer",
+        "json rounds threads cases dtypes device passes variants memory profile",
+        benchmark_layer,
+    ),
+    "exchange": Benchmark(
+        "a layer and a training step on several ranks",
+        "json rounds cases dtypes device ranks scaling",
+        benchmark_exchange,
+    ),
+    "model": Benchmark(
+        "training step and decoding beside transformers' Switch and T5, on a CPU",
+        "json rounds threads parts experts sparse-layers batches",
+        benchmark_model,
+    ),
+    "eval": Benchmark(
+        "ranking and generating beside lm-evaluation-harness, on a CPU",
+        "json rounds threads",
+        lambda options: run_evaluation(EvaluationBenchmark(**options)),
+    ),
+    "intervals": Benchmark(
+        "how often the intervals of reports hold the true value, in a simulation",
+        "json repeats jobs seed",
+        lambda options: run_intervals(IntervalBenchmark(**options)),
+    ),
+    "tracing": Benchmark(
+        "recording, replaying and editing of routing beside an evaluation, on a CPU",
+        "json rounds threads",
+        lambda options: run_tracing(TracingBenchmark(**options)),
+    ),
+    "products": Benchmark(
+        "which of torch's libraries multiplies float32 faster on this CPU",
+        "json",
+        lambda options: run_products(**options),
+    ),
+    "gpu": Benchmark(
+        "one sparse layer in bfloat16, and the step of decoding as a CUDA graph",
+        "json rounds cases experts batches",
+        benchmark_gpu,
+    ),
+    "busy": Benchmark(
+        "training step and decoding beside busy processes, over the same alone",
+        "json rounds threads",
+        lambda options: run_busy(BusyBenchmark(**options, threads=torch.get_num_threads())),
+    ),
+    "startup": Benchmark(
+        "CPU time and memory until a command explains its options",
+        "json rounds only",
+        lambda options: run_startup(StartupBenchmark(**options)),
+    ),
+    "input": Benchmark(
+        "making batches beside Hugging Face datasets, in seconds of a core",
+        "json rounds",
+        lambda options: run_input(InputBenchmark(**options)),
+    ),
 }
 
 

@@ -166,7 +166,7 @@ def check_command(words):
         case ["stmoe", "--version"]:
             assert importlib.import_module("moe.commands.stmoe").main(words[1:]) is None
         case ["stmoe", *arguments]:
-            check_module("moe.commands.stmoe", arguments)
+            check_module("stmoe", arguments)
         case ["pip", "install", *_] | ["git", "clone", *_] | ["cd", _]:
             pass
         case _:
@@ -183,7 +183,7 @@ def test_a_command_that_is_wrong_is_noticed(only_parse):
     with pytest.raises(moe.ConfigError):
         check_command(["python", "-m", "eval", "run", "--modle", "x"])
     with pytest.raises(moe.ConfigError):
-        check_command(["python", "-m", "stmoe", "plan", "--mesh.epp", "4"])
+        check_command(["stmoe", "plan", "--mesh.epp", "4"])
     with pytest.raises(AssertionError):
         check_command(["make", "nothing"])
 

@@ -7,8 +7,15 @@ import time
 
 import pytest
 
-from benchmarks import busy
-from benchmarks.busy import POLICIES, SMALL, BusyBenchmark, busy_processes, describe_rows, run_busy
+from benchmarks.models import busy
+from benchmarks.models.busy import (
+    POLICIES,
+    SMALL,
+    BusyBenchmark,
+    busy_processes,
+    describe_rows,
+    run_busy,
+)
 from moe import MoEError
 
 TINY = dataclasses.replace(SMALL, vocab_size=131, d_model=32, d_ff=48, num_layers=2, new_tokens=3)

@@ -6,7 +6,12 @@ import json
 
 import pytest
 
-from benchmarks.evaluation import EvaluationBenchmark, EvaluationCase, make_task, run_evaluation
+from benchmarks.models.evaluation import (
+    EvaluationBenchmark,
+    EvaluationCase,
+    make_task,
+    run_evaluation,
+)
 from moe import ConfigError
 from scripts.benchmark import main
 

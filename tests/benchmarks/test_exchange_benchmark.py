@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.cases import CASES, Case
-from benchmarks.scaling import ScalingCase
+from benchmarks.ranks.scaling import ScalingCase
 from moe import ConfigError
 from scripts.benchmark import main
 

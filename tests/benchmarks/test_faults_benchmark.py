@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import faults, live_losses
-from benchmarks.faults import Campaign, FaultRecord, RunRecord, campaign_table
-from benchmarks.live_losses import compare
+from benchmarks.recovery import faults, live_losses
+from benchmarks.recovery.faults import Campaign, FaultRecord, RunRecord, campaign_table
+from benchmarks.recovery.live_losses import compare
 from moe import ConfigError
 
 
@@ -34,14 +34,14 @@ def test_the_table_counts_by_ranks_and_kind():
 
 def test_a_campaign_goes_on_from_its_file_and_not_from_that_of_another(tmp_path):
     target = tmp_path / "faults.json"
-    first = Campaign(target, "python -m benchmarks.faults --seed 0")
+    first = Campaign(target, "python -m benchmarks.recovery.faults --seed 0")
     first.add(record(faults=[kill(3, 5.0)]))
-    again = Campaign(target, "python -m benchmarks.faults --seed 0")
+    again = Campaign(target, "python -m benchmarks.recovery.faults --seed 0")
     assert again.records == first.records
     assert again.num_faults == 1
 
     with pytest.raises(ConfigError, match=r"--json is .*the same campaign, .*--seed 1"):
-        Campaign(target, "python -m benchmarks.faults --seed 1")
+        Campaign(target, "python -m benchmarks.recovery.faults --seed 1")
 
 
 def test_groups_that_differ_in_a_bit_or_have_no_weights_are_not_equal(tmp_path):

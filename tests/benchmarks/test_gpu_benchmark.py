@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks.cases import CASES, Case, build_problem
-from benchmarks.gpu import (
+from benchmarks.layer.layer import build_variants, compare_outputs
+from benchmarks.models.gpu import (
     COMPARED_STEPS,
     GpuBenchmark,
     build_model,
@@ -15,8 +16,7 @@ from benchmarks.gpu import (
     measure_decoding,
     start_decoding,
 )
-from benchmarks.layer import build_variants, compare_outputs
-from benchmarks.model import ModelCase, draw_tokens, switch_config
+from benchmarks.models.model import ModelCase, draw_tokens, switch_config
 from moe import ConfigError
 from scripts.benchmark import main
 

@@ -8,8 +8,8 @@ import datasets
 import numpy as np
 import pytest
 
-from benchmarks.input import OURS, PEER, READERS, InputBenchmark, InputCase, run_input
-from benchmarks.input_peer import T5Collator, packed_batches, prepare_rows
+from benchmarks.data.batches import OURS, PEER, READERS, InputBenchmark, InputCase, run_input
+from benchmarks.data.batches_peer import T5Collator, packed_batches, prepare_rows
 from moe.data.pipeline import PairSource
 from moe.data.span_corruption import Noise, corrupted_lengths
 from moe.data.tokenizer import SpecialIds, train_tokenizer

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.intervals import (
+from benchmarks.statistics.intervals import (
     IntervalBenchmark,
     IntervalCase,
     Setting,

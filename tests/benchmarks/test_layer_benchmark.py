@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks.cases import CASES, Case, build_problem
-from benchmarks.memory import can_measure
+from benchmarks.layer.memory import can_measure
+from benchmarks.layer.variants import dense, moe_capacity, moe_dropless
 from benchmarks.timing import measure_rounds
-from benchmarks.variants import dense, moe_capacity, moe_dropless
 from moe import ConfigError
 from scripts.benchmark import main
 

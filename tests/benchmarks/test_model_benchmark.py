@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.model import PARTS, ModelBenchmark, ModelCase, build_models, run_model
+from benchmarks.models.model import PARTS, ModelBenchmark, ModelCase, build_models, run_model
 from moe import ConfigError
 from scripts.benchmark import main
 

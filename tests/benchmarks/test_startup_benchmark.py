@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import startup
-from benchmarks.startup import BASE, MOST, Start, describe_rows, measure_start, starts
+from benchmarks.commands import startup
+from benchmarks.commands.startup import BASE, MOST, Start, describe_rows, measure_start, starts
 from moe import ConfigError, MoEError
 from scripts.benchmark import main
 

@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks.tracing import BASE, TracingBenchmark, run_tracing
+from benchmarks.models.tracing import BASE, TracingBenchmark, run_tracing
 
 
 def test_every_run_has_a_number_and_the_trace_a_size(tmp_path, capsys):

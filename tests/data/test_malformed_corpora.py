@@ -145,7 +145,7 @@ ARROW = "train/data-00000-of-00001.arrow"
 def test_a_damaged_file_of_a_corpus_is_named(tmp_path, name, damage):
     save_corpus(build_corpus(documents()), tmp_path / "corpus")
     damage(tmp_path / "corpus" / name)
-    with pytest.raises(DataError, match=rf"{name.rpartition('/')[2]}.*scripts\.build_corpus --out"):
+    with pytest.raises(DataError, match=rf"{name.rpartition('/')[2]}.*stmoe corpus --out"):
         load_corpus(tmp_path / "corpus")
 
 

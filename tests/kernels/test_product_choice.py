@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.products import run_products
+from benchmarks.layer.products import run_products
 from moe import ConfigError
 from moe.kernels import product_choice
 from moe.kernels.product_choice import (

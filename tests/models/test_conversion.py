@@ -359,10 +359,7 @@ def test_folders_without_weights_or_torn_ones_are_one_message(folder):
 
 
 def test_a_mesh_wants_a_folder_that_was_converted_once_and_for_all(folder):
-    with pytest.raises(
-        CheckpointError,
-        match=r"of type 'switch_transformers'.*python -m scripts\.convert_checkpoint",
-    ):
+    with pytest.raises(CheckpointError, match=r"of type 'switch_transformers'.*stmoe convert"):
         load_model_on_mesh(folder, None)
 
 

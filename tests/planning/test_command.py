@@ -50,9 +50,9 @@ def printed(capsys, *argv):
 def test_the_page_of_results_quotes_what_the_command_prints(capsys):
     page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     command, table = re.search(
-        r"```bash\n(python -m scripts\.plan .*?)```\n+```text\n(.*?)```", page, re.DOTALL
+        r"```bash\n(stmoe plan .*?)```\n+```text\n(.*?)```", page, re.DOTALL
     ).groups()
-    argv = shlex.split(command.replace("\\\n", " "))[3:]
+    argv = shlex.split(command.replace("\\\n", " "))[2:]
     assert printed(capsys, *argv) == table
     assert "269,104,613,376" in table
 

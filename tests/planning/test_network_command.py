@@ -33,7 +33,7 @@ def printed(capsys, *argv):
 def quoted_commands():
     page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     section = page.partition("## ST-MoE-32B on three networks")[2].partition("\n## ")[0]
-    pattern = r"```bash\n(python -m scripts\.plan .*?)```\n+```text\n(.*?)```"
+    pattern = r"```bash\n(stmoe plan .*?)```\n+```text\n(.*?)```"
     return re.findall(pattern, section, re.DOTALL)
 
 
@@ -41,7 +41,7 @@ def quoted_commands():
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_tables_of_three_networks_are_what_the_commands_print(index, capsys):
     command, table = quoted_commands()[index]
-    argv = shlex.split(command.replace("\\\n", " "))[3:]
+    argv = shlex.split(command.replace("\\\n", " "))[2:]
     text = printed(capsys, *argv)
     blocks = table.strip("\n").split("\n\n")
     assert len(blocks) >= 2

@@ -19,13 +19,13 @@ from einops import rearrange
 from tqdm import tqdm
 
 from benchmarks.cases import CASES, DTYPES, Case, Problem, build_problem
+from benchmarks.layer.peers import UnavailableError
+from benchmarks.layer.variants import CAPACITY_FACTOR, DispatchForm, build_layer
 from benchmarks.machine import describe_machine, format_number, machine_line, save_report
-from benchmarks.peers import UnavailableError
-from benchmarks.ranks import Job, Transfer, measure_together, record_transfers, run_ranks
-from benchmarks.scaling import ScalingCase, format_scaling, scaling_on_ranks
+from benchmarks.ranks.processes import Job, Transfer, measure_together, record_transfers, run_ranks
+from benchmarks.ranks.scaling import ScalingCase, format_scaling, scaling_on_ranks
+from benchmarks.ranks.transformers_ep import transformers_all_to_all
 from benchmarks.timing import median_ratio
-from benchmarks.transformers_ep import transformers_all_to_all
-from benchmarks.variants import CAPACITY_FACTOR, DispatchForm, build_layer
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table

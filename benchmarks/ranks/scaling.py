@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.ranks import Job, measure_together
+from benchmarks.ranks.processes import Job, measure_together
 from benchmarks.timing import median_ratio, ratio_range
 from moe.data.pipeline import Batch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import small_run
+from benchmarks.recovery import small_run
 from moe.cli import run_main
 from moe.opening import open_to_write
 from moe.parsing import read_json_lines
@@ -40,7 +40,7 @@ _FULL = 1024  # bytes of a file that still find room
 
 @cache
 def _server() -> ForkServerContext:
-    multiprocessing.set_forkserver_preload(["benchmarks.small_run"])
+    multiprocessing.set_forkserver_preload(["benchmarks.recovery.small_run"])
     return multiprocessing.get_context("forkserver")
 
 
@@ -48,7 +48,7 @@ class Launch:
     """The ranks that one launch of a small run starts.
 
     Args:
-        arguments: Of `benchmarks.small_run`.
+        arguments: Of `benchmarks.recovery.small_run`.
         num_ranks: Processes.
         log: File to which they append what they say.
         environment: Variables that are set before they start.
@@ -140,7 +140,7 @@ def _run(arguments: list[str], log: Path, variables: dict[str, str]) -> None:
     torch.set_num_threads(1)
     signal.signal(RAISE, _raise)
     signal.signal(FILL_DISK, _fill_disk)
-    sys.argv = ["benchmarks.small_run", *arguments]
+    sys.argv = ["benchmarks.recovery.small_run", *arguments]
     run_main(small_run.main)
 
 

@@ -20,9 +20,14 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.evaluation import make_words
-from benchmarks.input_peer import corrupted_batches, packed_batches, prepare_chunks, prepare_rows
+from benchmarks.data.batches_peer import (
+    corrupted_batches,
+    packed_batches,
+    prepare_chunks,
+    prepare_rows,
+)
 from benchmarks.machine import describe_machine, machine_line, save_report
+from benchmarks.models.evaluation import make_words
 from benchmarks.timing import measure_in_turn, median_ratio
 from moe.data.batches_ahead import batches_ahead
 from moe.data.mixture import MixtureSource, mixing_shares

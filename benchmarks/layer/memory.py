@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.cases import CASES, DTYPES, Variant, build_problem
-from benchmarks.peers import UnavailableError, build_peer, close_peers
-from benchmarks.variants import OURS
+from benchmarks.layer.peers import UnavailableError, build_peer, close_peers
+from benchmarks.layer.variants import OURS
 
 MEASURED = ("dense", "moe_dropless", "moe_capacity", "moe_static", "hf_grouped_mm")
 REPEATS = 3
@@ -37,8 +37,8 @@ def peak_mib(
     """
     # The child is this file: see `main`.
     settings = [str(case_index), dtype_name, name, device.type, str(threads)]
-    command = [sys.executable, "-m", "benchmarks.memory", *settings]
-    repository = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "benchmarks.layer.memory", *settings]
+    repository = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, cwd=repository)
 
     if done.returncode:

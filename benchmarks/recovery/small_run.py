@@ -1,6 +1,6 @@
 """A training run that takes seconds, to be disturbed: the real loop over drawn tokens.
 
-    python -m benchmarks.small_run --out runs/small [--resume] [--float64] [--training.steps 40]
+    python -m benchmarks.recovery.small_run --out runs/small [--resume] [--float64] [--training.steps 40]
 
 `faults.py` and `live_losses.py` start it. The settings are those of `stmoe pretrain`.
 """

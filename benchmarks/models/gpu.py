@@ -16,9 +16,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import EncoderDecoderCache, StaticCache, SwitchTransformersConfig
 
-from benchmarks.layer import LayerBenchmark, describe_run, format_report, measure_cases
+from benchmarks.layer.layer import LayerBenchmark, describe_run, format_report, measure_cases
+from benchmarks.layer.variants import on_triton
 from benchmarks.machine import save_report
-from benchmarks.model import ModelCase, build_ours, draw_tokens, switch_config
+from benchmarks.models.model import ModelCase, build_ours, draw_tokens, switch_config
 from benchmarks.timing import measure_in_turn, median_ratio
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table

@@ -1,9 +1,9 @@
 """The process that works while others are busy: a small model that trains and decodes when asked.
 
-    python -m benchmarks.busy_work THREADS '{"vocab_size": 8000, ...}'
+    python -m benchmarks.models.busy_work THREADS '{"vocab_size": 8000, ...}'
 
 It reads one part a line, and answers with the milliseconds that the part took. The benchmark sets
-its environment, which threads read but once: see benchmarks/busy.py.
+its environment, which threads read but once: see benchmarks/models/busy.py.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.model import ModelCase, build_ours, draw_tokens, switch_config
+from benchmarks.models.model import ModelCase, build_ours, draw_tokens, switch_config
 from benchmarks.timing import measure
 from moe.models.modeling import STMoEForConditionalGeneration
 
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
 def worker_arguments(threads: int, case: ModelCase) -> list[str]:
     """Returns the command line of such a process."""
     sizes = json.dumps(dataclasses.asdict(case))
-    return [sys.executable, "-m", "benchmarks.busy_work", str(threads), sizes]
+    return [sys.executable, "-m", "benchmarks.models.busy_work", str(threads), sizes]
 
 
 if __name__ == "__main__":

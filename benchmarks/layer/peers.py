@@ -26,7 +26,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 )
 
 from benchmarks.cases import Problem, Variant
-from benchmarks.variants import CAPACITY_FACTOR, FeedForward, share_weights
+from benchmarks.layer.variants import CAPACITY_FACTOR, FeedForward, share_weights
 
 ST_MOE_GROUP = 512  # its one-hot dispatch grows with the square of a group
 NLLB_EXPERTS = 8  # it computes tokens x E rows: with more experts, minutes

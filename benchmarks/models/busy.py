@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.busy_work import PARTS, worker_arguments
 from benchmarks.machine import describe_machine, machine_line, save_report
-from benchmarks.model import ModelCase
+from benchmarks.models.busy_work import PARTS, worker_arguments
+from benchmarks.models.model import ModelCase
 from benchmarks.timing import median_ratio
 from moe.errors import MoEError
 from moe.inspection.tables import format_table
@@ -111,7 +111,7 @@ def measure_parts(workers: Mapping[str, "Worker"], machine: str) -> Times:
 
 
 class Worker:
-    """A process of benchmarks/busy_work.py; it works when asked, and waits for the next part."""
+    """A process of benchmarks/models/busy_work.py; it works when asked, and waits for the next part."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process

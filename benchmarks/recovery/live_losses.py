@@ -1,6 +1,6 @@
 """Losses of replica groups in the middle of a run: the command behind the table of live losses.
 
-    python -m benchmarks.live_losses --losses 30 --groups 3 --json benchmarks/live_losses.json
+    python -m benchmarks.recovery.live_losses --losses 30 --groups 3 --json benchmarks/recovery/results/live_losses.json
 
 A group is killed by `kill -9` at a random moment and started again; the others go on, and it gets
 their state. In the end all groups must have the same weights to the last bit, and, since the rows of
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.disturbed import Launch, hash_model, last_step, read_lines, read_losses
 from benchmarks.machine import describe_machine, save_report
+from benchmarks.recovery.disturbed import Launch, hash_model, last_step, read_lines, read_losses
 from moe.checks import check
 from moe.cli import Parser, integer, run_main
 from moe.distributed.replica_groups import GROUP_ID, LIGHTHOUSE
@@ -218,12 +218,16 @@ def compare(folder: Path, num_groups: int, alone: dict[int, float]) -> dict[str,
 
 def main(argv: Sequence[str]) -> None:
     """Kills groups, compares, prints the table and saves it."""
-    parser = Parser(prog="python -m benchmarks.live_losses", description="Kills replica groups.")
+    parser = Parser(
+        prog="python -m benchmarks.recovery.live_losses", description="Kills replica groups."
+    )
     parser.add_argument("--losses", type=integer(least=1, most=1000), default=30)
     parser.add_argument("--groups", type=integer(least=2, most=16), default=3)
     parser.add_argument("--steps", type=integer(least=10, most=100_000), default=1000)
     parser.add_argument("--seed", type=integer(least=0, most=2**31), default=0)
-    parser.add_argument("--json", help="file to write, e.g. benchmarks/live_losses.json")
+    parser.add_argument(
+        "--json", help="file to write, e.g. benchmarks/recovery/results/live_losses.json"
+    )
     options = parser.parse_args(argv)
     check(12 % options.groups == 0, "--groups", options.groups, "a divisor of the batch's 12 rows")
     target = output_path(options.json, suffix=".json", option="--json") if options.json else None
@@ -261,7 +265,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"{key}: {value}")
     report = {
         **describe_machine(torch.device("cpu")),
-        "command": f"python -m benchmarks.live_losses --losses {options.losses} --groups "
+        "command": f"python -m benchmarks.recovery.live_losses --losses {options.losses} --groups "
         f"{options.groups} --steps {options.steps} --seed {options.seed}",
         "losses": [loss._asdict() for loss in losses],
         **result,

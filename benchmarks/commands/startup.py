@@ -30,7 +30,7 @@ _IMPORTS = {
     BASE: ["-c", "import torch; from transformers import T5ForConditionalGeneration"],
     "import moe": ["-c", "import moe"],
 }
-_SCRIPTS = Path(__file__).parents[1] / "scripts"
+_SCRIPTS = Path(__file__).parents[2] / "scripts"
 _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024
 
 

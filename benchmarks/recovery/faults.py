@@ -1,7 +1,7 @@
 """A campaign of random faults over small runs: what survives, and what it costs.
 
-    python -m benchmarks.faults --faults 100 --json benchmarks/faults.json
-    python -m benchmarks.faults --faults 100 --only kill --json benchmarks/kills.json
+    python -m benchmarks.recovery.faults --faults 100 --json benchmarks/recovery/results/faults.json
+    python -m benchmarks.recovery.faults --faults 100 --only kill --json benchmarks/recovery/results/kills.json
 
 A rank is killed, stopped for a while, slowed down, raises, or finds its disk full, at a random moment
 of a run on 1, 2 or 4 ranks. Runs that end are started again with `--resume`. In the end their losses
@@ -21,8 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.disturbed import FILL_DISK, RAISE, Launch, hash_model, last_step, read_losses
 from benchmarks.machine import describe_machine, save_report
+from benchmarks.recovery.disturbed import (
+    FILL_DISK,
+    RAISE,
+    Launch,
+    hash_model,
+    last_step,
+    read_losses,
+)
 from moe.checkpoint.integrity import checkpoint_folders, first_damage
 from moe.checks import check
 from moe.cli import Parser, integer, path, run_main
@@ -341,7 +348,9 @@ def campaign_table(records: Sequence[RunRecord]) -> str:
 
 def main(argv: list[str]) -> None:
     """Runs the campaign, prints its table and saves it."""
-    parser = Parser(prog="python -m benchmarks.faults", description="Disturbs runs at random.")
+    parser = Parser(
+        prog="python -m benchmarks.recovery.faults", description="Disturbs runs at random."
+    )
     parser.add_argument("--faults", type=integer(least=1, most=10_000), default=50)
     parser.add_argument("--only", choices=list(FAULTS), help="one kind of fault; all by default")
     explanation = "numbers of ranks, in turn"
@@ -356,7 +365,7 @@ def main(argv: list[str]) -> None:
         target = output_path(options.json, suffix=".json", option="--json")
 
     # What makes two campaigns the same, but for their lengths.
-    command = f"python -m benchmarks.faults --seed {options.seed} --ranks " + " ".join(
+    command = f"python -m benchmarks.recovery.faults --seed {options.seed} --ranks " + " ".join(
         str(ranks) for ranks in options.ranks
     )
     kinds = list(FAULTS)

@@ -14,9 +14,10 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.cases import CASES, DTYPES, Case, Pass, Problem, Variant, build_problem
+from benchmarks.layer.memory import MEASURED, can_measure, peak_mib
+from benchmarks.layer.peers import PEERS, UnavailableError, build_peer, close_peers
+from benchmarks.layer.variants import ON_REQUEST, OURS, moe_dropless, routing_only, stats_of
 from benchmarks.machine import describe_machine, format_number, machine_line, save_report
-from benchmarks.memory import MEASURED, can_measure, peak_mib
-from benchmarks.peers import PEERS, UnavailableError, build_peer, close_peers
 from benchmarks.timing import (
     capture_cuda_graph,
     measure,
@@ -25,7 +26,6 @@ from benchmarks.timing import (
     ratio_range,
     square_tflops,
 )
-from benchmarks.variants import ON_REQUEST, OURS, moe_dropless, routing_only, stats_of
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
 from moe.kernels.host_memory import keep_freed_memory

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.cases import Problem, Variant
-from benchmarks.peers import UnavailableError, build_olmoe, run_olmoe
+from benchmarks.layer.peers import UnavailableError, build_olmoe, run_olmoe
 
 
 def transformers_all_to_all(whole: Problem, rank_problem: Problem) -> Variant:

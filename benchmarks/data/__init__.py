@@ -1,0 +1,1 @@
+"""How fast batches are made."""

@@ -1,0 +1,1 @@
+"""Sparse layers beside dense ones and those of other libraries."""

@@ -1,0 +1,1 @@
+"""Whole models: steps, decoding, evaluation and tracing."""

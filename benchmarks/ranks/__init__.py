@@ -1,0 +1,1 @@
+"""Layers and steps on several ranks."""

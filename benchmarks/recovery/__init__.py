@@ -1,0 +1,1 @@
+"""Runs whose ranks are killed, stopped and slowed down."""
