@@ -1,4 +1,4 @@
-"""What all commands share: options checked as they are read, and how a command ends."""
+"""Shared by all commands: option types that check their value, and how a command ends."""
 
 import argparse
 import errno
@@ -18,15 +18,15 @@ from moe.errors import ConfigError, MoEError, did_you_mean, is_panic
 
 RESUME = "The same command with --resume goes on from the last checkpoint."
 _OUT_OF_MEMORY = (
-    "There is not enough memory. Choose a smaller model, fewer sequences in a batch, shorter ones, or more ranks; "
-    "stmoe plan counts what a run needs."
+    "There is not enough memory. Choose a smaller model, smaller batches, shorter sequences or more "
+    "ranks; `stmoe plan` counts what a run needs."
 )
 AGAIN = "Nothing half-written is left. Run the same command again."
 
 _SIZE = re.compile(
     r"[1-9][0-9]{0,14}|[0-9]{0,6}[1-9](\.[0-9]{1,3})?[KMGT]B|[1-9][0-9]{0,6}[KMGT]B", re.IGNORECASE
 )
-_MOST_CHARACTERS = 2_000  # of a message: a value in it may be as long as the command line
+_MOST_CHARACTERS = 2_000  # of a message, whose value may be as long as the command line
 
 
 # ---------------------------------------------------------------------------
@@ -37,11 +37,7 @@ class Parser(argparse.ArgumentParser):
     """An `argparse` parser whose errors are ConfigErrors of one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises what is wrong with the arguments.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Raises argparse's message as a ConfigError."""
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         if unknown:
             options = re.findall(r"--[\w-]+", self.format_usage())
@@ -50,7 +46,7 @@ class Parser(argparse.ArgumentParser):
                 f"There is no option {unknown[1]}.{closest} --help lists all of them."
             )
 
-        # The types below say "is VALUE; expected ..." of an option, which argparse names first.
+        # argparse puts the option before "is VALUE; expected ...", the message of the types below.
         text = message.removeprefix("argument ").replace(": is ", " is ", 1)
         raise ConfigError(f"{text.rstrip('.')}. --help explains all options.")
 
@@ -58,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 def integer(
     *, least: int | None = None, most: int | None = None, reason: str = ""
 ) -> Callable[[str], int]:
-    """Returns the type of an option that is an integer; see `check_integer`."""
+    """Returns the `type` of an integer option; see `check_integer`."""
 
     def read(text: str) -> int:
         value = _parsed(int, text)
@@ -75,7 +71,7 @@ def real(
     most: float | None = None,
     below: float | None = None,
 ) -> Callable[[str], float]:
-    """Returns the type of an option that is a finite number; see `check_number`."""
+    """Returns the `type` of an option for a finite number; see `check_number`."""
 
     def read(text: str) -> float:
         value = _parsed(float, text)
@@ -86,21 +82,21 @@ def real(
 
 
 def path(text: str) -> Path:
-    """Returns the path that an option gives; the type of such an option."""
+    """Converts the text of an option to a path; the `type` of such an option."""
     if not text.strip() or "\0" in text:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a path")
     return Path(text)
 
 
 def file_size(text: str) -> int | str:
-    """Returns a size above 0, as in `500MB`, or a number of bytes; the type of such an option."""
+    """Converts the text of an option to a size, e.g. `500MB`, or a number of bytes above 0."""
     if not _SIZE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a size above 0, e.g. 500MB or 5GB")
     return int(text) if text.isdecimal() else text
 
 
 def word(text: str) -> str:
-    """Returns the text of an option, which is not empty; the type of such an option."""
+    """Returns the text of an option unless it is empty; the `type` of such an option."""
     if not text.strip() or "\0" in text:
         given = repr(text) if text.strip() else "empty"
         raise argparse.ArgumentTypeError(f"is {given}; give a value, or leave the option out")
@@ -108,7 +104,7 @@ def word(text: str) -> str:
 
 
 def _parsed(kind: Callable[[str], Any], text: str) -> Any:
-    """Returns the number in a text; the text itself when it holds none."""
+    """Returns the number in a text, or the text itself if it is no number."""
     try:
         return kind(text)
     except ValueError:
@@ -116,7 +112,7 @@ def _parsed(kind: Callable[[str], Any], text: str) -> Any:
 
 
 def _refuse(check_value: Callable[..., None], value: object, **bounds: Any) -> None:
-    """Raises argparse's kind of error, which it prefixes with the option, for a value out of bounds."""
+    """Raises argparse's own error for a value out of bounds; argparse adds the option."""
     try:
         check_value("", value, **bounds)
     except ConfigError as error:
@@ -124,32 +120,32 @@ def _refuse(check_value: Callable[..., None], value: object, **bounds: Any) -> N
 
 
 # ---------------------------------------------------------------------------
-# The end
+# How a command ends
 
 
 def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> None:
-    """Runs a command and turns its failure into one message and an exit code.
+    """Runs a command; turns a failure into one message and an exit code.
 
     | exit code | after |
     |---|---|
     | 1 | an unexpected exception |
     | 2 | a `MoEError`, an `OSError` (missing file, full disk), too little memory |
     | 3 | training that diverged |
-    | 130, 143 | Ctrl-C; training that SIGTERM ended in order |
-    | 141 | the reader of the output went away |
+    | 130, 143 | Ctrl-C; training that stopped cleanly after SIGTERM |
+    | 141 | the reader of the output closed the pipe |
 
     `--debug` anywhere on the command line shows the traceback instead.
 
     Args:
         main: The command; receives the arguments without the program name and without `--debug`.
-        interrupted: How it goes on after Ctrl-C or a full disk.
+        interrupted: How to continue after Ctrl-C or a full disk.
     """
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     _write_any_character()
 
     try:
-        # Ctrl-C raises, except where the starter wants it ignored, as `nohup` does.
+        # Ctrl-C raises KeyboardInterrupt, unless it is ignored, as under `nohup`.
         if callable(signal.getsignal(signal.SIGINT)):
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main(arguments)
@@ -160,7 +156,7 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
         print(f"\n{str(interrupt) or 'Interrupted.'} {interrupted}", file=sys.stderr)
         sys.exit(getattr(interrupt, "exit_code", 130))
 
-    # The reader of the output went away, as `head` does.
+    # The reader closed the pipe, as `head` does.
     except BrokenPipeError:
         _forget_output()
         sys.exit(141)
@@ -174,21 +170,21 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
         sys.exit(getattr(error, "exit_code", 2) if is_expected else 1)
 
 
-# What would steer a terminal. Progress bars need the carriage return.
+# Characters that could control a terminal. Progress bars need the carriage return.
 _CONTROL_CHARACTERS = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t\r"
 }
 
 
 def _write_any_character() -> None:
-    """Lets the output show control characters, and what it has no letter for, as escapes.
+    """Prints control characters, and those that the output cannot encode, as escapes.
 
-    A file name may hold a sequence that changes the terminal; the C locale has few letters.
+    A file name may contain a sequence that changes the terminal; the C locale encodes few letters.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-            # The stream itself, not a new one around it: handlers of logs hold on to it.
+            # Replace the method, not the stream: log handlers keep a reference to the stream.
             vars(stream).setdefault("write", partial(_write_escaped, stream.write))
 
 
@@ -201,12 +197,12 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, MemoryError)
         or "OutOfMemoryError" in class_names
-        or "can't allocate memory" in str(error)  # all that torch says of a CPU
+        or "can't allocate memory" in str(error)  # torch has no class for it on a CPU
     )
 
 
 def _forget_output_that_fails() -> None:
-    """Drops what is left to print when the output itself cannot be written, e.g. to a full disk."""
+    """Drops buffered output that cannot be written, e.g. to a full disk."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -214,13 +210,13 @@ def _forget_output_that_fails() -> None:
 
 
 def _forget_output() -> None:
-    # Python would try to write the rest once more at its end, and complain.
+    # At exit Python would try to write the rest again, and print an error.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
 
 
 def _message(error: BaseException, again: str) -> str:
-    """Returns what to print about an error."""
+    """Returns the message for an error."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         file = f" while writing {error.filename}" if error.filename else ""
         reason = "the disk is full"

@@ -23,10 +23,18 @@ def main(argv: list[str]) -> None:
     parser = Parser(prog="python -m scripts.measured", description="Writes the page of studies.")
     parser.add_argument("studies", type=path, help="folder with a folder for each study")
     parser.add_argument("--out", required=True, help="page to write, e.g. runs/studies/measured.md")
-    explanation = "folders of finished studies whose study.json is copied into STUDIES first"
-    parser.add_argument("--add", type=path, nargs="+", default=[], help=explanation)
-    explanation = "folder of YAML files; those without a result are named as left out"
-    parser.add_argument("--recipes", type=path, help=explanation)
+    parser.add_argument(
+        "--add",
+        type=path,
+        nargs="+",
+        default=[],
+        help="folders of finished studies whose study.json is copied into STUDIES first",
+    )
+    parser.add_argument(
+        "--recipes",
+        type=path,
+        help="folder of YAML files; those without a result are listed as left out",
+    )
     options = parser.parse_args(argv)
 
     # Results are read before anything is written.

@@ -42,14 +42,24 @@ def main(argv: list[str]) -> None:
     """Builds the folders, and trains what is missing for them."""
     parser = Parser(prog="python -m scripts.models", description="Builds release folders.")
     parser.add_argument("--out", default="runs/models", help="folder of the models (runs/models)")
-    default = "runs/studies"
-    explanation = f"folder with corpus, tokenizer and the study's folder ({default})"
-    parser.add_argument("--studies", type=path, default=Path(default), help=explanation)
-    explanation = f"study whose primary arms are released ({STUDY})"
-    default_study = Path(repository_file(STUDY))
-    parser.add_argument("--study", type=path, default=default_study, help=explanation)
-    explanation = "runs at a time, where models are trained (2)"
-    parser.add_argument("--jobs", type=integer(least=1, most=1024), default=2, help=explanation)
+    parser.add_argument(
+        "--studies",
+        type=path,
+        default=Path("runs/studies"),
+        help="folder with corpus, tokenizer and the study's folder (runs/studies)",
+    )
+    parser.add_argument(
+        "--study",
+        type=path,
+        default=Path(repository_file(STUDY)),
+        help=f"study whose primary arms are released ({STUDY})",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=integer(least=1, most=1024),
+        default=2,
+        help="runs at a time, if models are trained (2)",
+    )
     options = parser.parse_args(argv)
     out = output_path(options.out, inputs=[options.studies, options.study])
 

@@ -25,8 +25,9 @@ def main(argv: list[str]) -> None:
         "--corpus", type=path, required=True, help="text whose held-out part is traced"
     )
     parser.add_argument("--arm", type=word, default="sparse", help="arm of the models (sparse)")
-    explanation = "examples that are traced (1024)"
-    parser.add_argument("--examples", type=integer(least=1), default=1024, help=explanation)
+    parser.add_argument(
+        "--examples", type=integer(least=1), default=1024, help="examples to trace (1024)"
+    )
     default = f"runs/studies/{NAME}"
     parser.add_argument("--out", default=default, help=f"folder of the result ({default})")
     options = parser.parse_args(argv)

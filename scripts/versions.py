@@ -3,8 +3,8 @@
     python -m scripts.versions
     python -m scripts.versions newest --tests tests/models
 
-Each combination gets a virtual environment, made by python3.11, python3.12 or python3.13. A later
-run uses it again; delete the folder to start anew.
+Each combination gets a virtual environment of python3.11, python3.12 or python3.13. A later run
+reuses it; delete the folder to start over.
 torch comes from the index of CPU builds, unless PIP_EXTRA_INDEX_URL names another.
 """
 
@@ -43,12 +43,21 @@ END = "<!-- versions: end -->"
 def main(argv: list[str]) -> None:
     """Makes environments, runs tests in them, and writes the table into the page."""
     parser = Parser(prog="python -m scripts.versions", description="Tests other versions.")
-    explanation = f"which ({' '.join(PYTHONS)}; all by default)"
-    parser.add_argument("names", nargs="*", choices=[[], *PYTHONS], help=explanation)
-    tests_help = "files and folders (tests)"
-    parser.add_argument("--tests", type=path, nargs="+", default=[Path("tests")], help=tests_help)
-    explanation = "folder of environments and results (runs/versions)"
-    parser.add_argument("--out", type=path, default=Path("runs/versions"), help=explanation)
+    parser.add_argument(
+        "names",
+        nargs="*",
+        choices=[[], *PYTHONS],
+        help=f"combinations ({' '.join(PYTHONS)}; all by default)",
+    )
+    parser.add_argument(
+        "--tests", type=path, nargs="+", default=[Path("tests")], help="files and folders (tests)"
+    )
+    parser.add_argument(
+        "--out",
+        type=path,
+        default=Path("runs/versions"),
+        help="folder of environments and results (runs/versions)",
+    )
     options = parser.parse_args(argv)
 
     out = options.out.absolute()

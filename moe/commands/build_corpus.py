@@ -21,12 +21,12 @@ from moe.files import check_replaceable, output_path
 
 
 class UnseenTask(NamedTuple):
-    """What of a task must not be trained on.
+    """Examples of a task that must not be trained on.
 
     Attributes:
         name: Name of the task.
-        sources: Sources of the documents that its validation and test examples are from.
-        inputs: By split, the inputs of these examples.
+        sources: Sources of the documents behind its validation and test examples.
+        inputs: Inputs of these examples, by split.
     """
 
     name: str
@@ -35,16 +35,16 @@ class UnseenTask(NamedTuple):
 
 
 FindTask = Callable[[str], UnseenTask]
-"""Returns what of a task must not be trained on, by its name."""
+"""Returns the unseen examples of a task, given its name."""
 
 
 def build_parser(*, has_tasks: bool) -> Parser:
-    """Returns what reads the command line; `--unseen` needs the tasks of the repository."""
+    """Returns the parser; `--unseen` exists only with the tasks of the repository."""
     parser = Parser(
         prog="stmoe corpus",
         description=(
-            "Builds a corpus of all sources that are named together; of the docstrings of the "
-            "standard library, torch and numpy when none is."
+            "Builds a corpus from all given sources; without any, from the docstrings of the "
+            "standard library, torch and numpy."
         ),
     )
     parser.add_argument("--out", required=True, help="folder for the corpus")
@@ -59,24 +59,35 @@ def build_parser(*, has_tasks: bool) -> Parser:
         nargs="+",
         help="docstrings and pages of installed packages (stdlib is one), or of folders of sources",
     )
-    explanation = "WordNet's definitions and examples: the system's, or those in a folder"
     parser.add_argument(
-        "--wordnet", type=path, nargs="?", const=True, metavar="FOLDER", help=explanation
+        "--wordnet",
+        type=path,
+        nargs="?",
+        const=True,
+        metavar="FOLDER",
+        help="WordNet's definitions and examples: the system's, or those in a folder",
     )
-    explanation = "a dictionary of dictd: the system's GCIDE, or an .index file"
     parser.add_argument(
-        "--dictionary", type=path, nargs="?", const=True, metavar="FILE", help=explanation
+        "--dictionary",
+        type=path,
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="a dictionary of dictd: the system's GCIDE, or an .index file",
     )
 
-    # What of them.
+    # What is held out, and what is left out.
     parser.add_argument(
         "--held-out",
         type=real(above=0, below=1),
         default=0.05,
-        help="share of documents held out (default 0.05)",
+        help="fraction of documents held out (default 0.05)",
     )
     parser.add_argument(
-        "--seed", type=integer(), default=0, help="another seed holds out other documents"
+        "--seed",
+        type=integer(),
+        default=0,
+        help="seed of the choice of held-out documents (default 0)",
     )
     if has_tasks:
         parser.add_argument(
@@ -94,7 +105,7 @@ def main(argv: list[str], find_task: FindTask | None = None) -> None:
 
     Args:
         argv: The command line, without the program.
-        find_task: What of a task must stay unseen, for `--unseen`; None where no task is known.
+        find_task: Finds the unseen examples of a task, for `--unseen`; None without tasks.
     """
     parser = build_parser(has_tasks=find_task is not None)
     options = parser.parse_args(argv)
@@ -103,13 +114,13 @@ def main(argv: list[str], find_task: FindTask | None = None) -> None:
     out = output_path(options.out, inputs=inputs)
     check_replaceable(out, kind="corpus")  # before the work, not after
 
-    # Text that a task is evaluated on must not be trained on.
+    # Text that tasks are evaluated on must not be trained on.
     tasks: list[UnseenTask] = []
     if find_task is not None:
         tasks = [find_task(name) for name in dict.fromkeys(options.unseen or ())]
     documents = read_sources(options)
 
-    # Of a task's sources some may not be among those that were named.
+    # Only sources that were given can be left out.
     sources = {document.source for document in documents}
     unseen_sources: set[str] = set()
     unseen_inputs: list[Sequence[str]] = []
@@ -125,7 +136,7 @@ def main(argv: list[str], find_task: FindTask | None = None) -> None:
         unseen_inputs=unseen_inputs,
     )
 
-    # What was left out is checked on the finished text.
+    # Check the finished text for what should be left out.
     overlaps = split_overlaps(corpus, tasks)
     save_corpus(corpus, out, overlaps)
 
@@ -140,7 +151,7 @@ def main(argv: list[str], find_task: FindTask | None = None) -> None:
 
 
 def split_overlaps(corpus: Corpus, tasks: Sequence[UnseenTask]) -> list[SplitOverlap]:
-    """Returns how much of the inputs of tasks stands in the training text."""
+    """Returns how much of the tasks' inputs occurs in the training text."""
     if not tasks:
         return []
 
@@ -158,7 +169,7 @@ def split_overlaps(corpus: Corpus, tasks: Sequence[UnseenTask]) -> list[SplitOve
 
 
 def overlap_table(overlaps: Sequence[SplitOverlap]) -> str:
-    """Returns a Markdown table of what test examples and training text have in common."""
+    """Returns a Markdown table of the n-grams that test examples share with the training text."""
     header = ["task", "split", "n", "examples", "compared", "with a shared n-gram"]
     rows: list[list[str | int]] = []
     for overlap in overlaps:
@@ -179,9 +190,9 @@ def overlap_table(overlaps: Sequence[SplitOverlap]) -> str:
 
 
 def read_sources(options: argparse.Namespace) -> list[Document]:
-    """Returns the documents of all sources that the command line names.
+    """Returns the documents of all given sources.
 
-    Of equal paragraphs the first stays, so the order decides to which source they count.
+    The first of equal paragraphs is kept, so the order decides which source it counts for.
     """
     documents: list[Document] = []
     if options.packages:
@@ -197,5 +208,5 @@ def read_sources(options: argparse.Namespace) -> list[Document]:
 
 
 def _given(option: Path | bool | None) -> Path | None:
-    """Returns the path that is given with an option; None where the option stands alone."""
+    """Returns the path given with an option; None for an option without a value."""
     return option if isinstance(option, Path) else None

@@ -1,10 +1,10 @@
 """stmoe finetune: fine-tunes a model on your own pairs of texts, or on tasks of the repository.
 
     stmoe finetune --pretrained runs/pretrain/model --train pairs.jsonl --out runs/finetune
-    stmoe finetune --config recipes/st_moe_base_superglue.yaml [--resume]
+    stmoe finetune --config st_moe_base_superglue [--resume]
 
-`pairs.jsonl` has a {"inputs": ..., "targets": ...} object a line. With several seeds
-(`--seeds 0 1 2`) there is a run for each, and a summary of their scores.
+Each line of `pairs.jsonl` is an object {"inputs": ..., "targets": ...}. With several seeds
+(`--seeds 0 1 2`) there is one run for each, and a summary of their scores.
 """
 
 import dataclasses
@@ -41,13 +41,13 @@ from moe.training.seeds import seed_runs, write_summary
 
 
 class FinetuningData(NamedTuple):
-    """What a model is fine-tuned on.
+    """Examples to fine-tune on.
 
     Attributes:
         train: Input and target texts of the training split, by task.
-        dev_pairs: Those of the validation splits of all tasks, for the held-out loss.
+        dev_pairs: Input and target texts of all validation splits, for the held-out loss.
         build_dev_scorer: Takes the ranks of a run, the sizes of its mesh and the mesh; returns the
-            function that scores a model on the validation splits. None where no task is known.
+            function that scores a model on the validation splits. None without tasks.
     """
 
     train: dict[str, list[tuple[str, str]]]
@@ -62,13 +62,13 @@ TaskReader = Callable[[MixtureRecipe], FinetuningData]
 def build_run(
     recipe: FinetuneRecipe, pretrained: Path, data: FinetuningData, out: Path, world: World
 ) -> Run:
-    """Returns the run that recipe and data describe, on the ranks that are running."""
+    """Builds the run of a recipe and its data on the running ranks."""
     config = finetuning_config(pretrained, recipe)
     tokenizer = load_tokenizer(pretrained)
     mixture = recipe.mixture
     training = recipe.training
 
-    # The labels that this run may see.
+    # The training pairs that this run may see.
     train_pairs = {}
     for name, pairs in data.train.items():
         chosen = choose_examples(pairs, mixture.train_examples, recipe.seed)
@@ -76,7 +76,7 @@ def build_run(
         train_pairs[name] = chosen
         world.print_on_rank_zero(f"{name}: {choice}.")
 
-    # Batches of training pairs, and of those of the dev splits for the held-out loss.
+    # Batches of training pairs, and of dev pairs for the held-out loss.
     settings = {
         **dataclasses.asdict(recipe.data),
         "batch_size": training.batch_size,
@@ -93,13 +93,13 @@ def build_run(
         unseen = PairSource(data.dev_pairs, tokenizer, **settings)
         held_out = HeldOut(unseen, training.held_out_batches, SpecialIds.of(tokenizer))
 
-    # A probe follows each example by itself.
+    # A probe traces unpacked examples.
     probe_source = None
     if data.dev_pairs and training.probe_every:
         probe_source = PairSource(data.dev_pairs, tokenizer, **{**settings, "pack": False})
     check_probe(recipe, config, probe_source)
 
-    # The model, and what of it trains.
+    # The model and its trainable parameters.
     built = load_for_finetuning(pretrained, recipe, config, world.device_type)
     num_pairs = sum(len(pairs) for pairs in train_pairs.values())
     world.print_on_rank_zero(f"{num_pairs:,} training pairs; {recipe.init} weights.")
@@ -128,20 +128,23 @@ def build_run(
 
 
 def finetune_command() -> RecipeCommand[FinetuneRecipe]:
-    """Returns the command with its settings, all of which a recipe may hold."""
+    """Returns the command with its options, all of which a recipe may set."""
     command = RecipeCommand(FinetuneRecipe, "Fine-tunes a model on pairs of texts.")
-
-    # What the recipe does not say: where things are.
-    explanation = "model to start from; gives the architecture"
-    command.add_argument("--pretrained", type=Path, required=True, help=explanation)
-    explanation = "the only task of eval/, instead of mixture.tasks"
-    command.add_argument("--task", type=str, help=explanation)
-    explanation = "JSONL file with inputs and targets, instead of tasks"
-    command.add_argument("--train", type=Path, help=explanation)
+    command.add_argument(
+        "--pretrained",
+        type=Path,
+        required=True,
+        help="model to start from, which also gives the architecture",
+    )
+    command.add_argument("--task", type=str, help="single task, instead of mixture.tasks")
+    command.add_argument(
+        "--train", type=Path, help="JSONL file with inputs and targets, instead of tasks"
+    )
     command.add_argument("--out", type=str, required=True, help="folder of the run")
-    explanation = "a run in out/seed-N for each, instead of seed"
-    command.add_argument("--seeds", type=int, nargs="+", help=explanation)
-    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    command.add_argument(
+        "--seeds", type=int, nargs="+", help="one run in out/seed-N for each, instead of seed"
+    )
+    command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     command.add_timeout()
     return command
 
@@ -149,10 +152,10 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
 def read_data(
     mixture: MixtureRecipe, train: Path | None, read_tasks: TaskReader | None
 ) -> FinetuningData:
-    """Returns the data of a mixture, or the user's own pairs.
+    """Returns the examples of a mixture of tasks, or the user's own pairs.
 
     Raises:
-        ConfigError: When tasks are asked for where none are known.
+        ConfigError: When a mixture names tasks and there is no repository.
     """
     if not mixture.tasks:
         assert train is not None, "choose_data asks for tasks or pairs"
@@ -166,15 +169,15 @@ def read_data(
 
 
 def check_seeds_alone(mesh: MeshConfig, seeds: list[int] | None) -> None:
-    """Refuses several runs, one after the other, of replica groups that may be lost.
+    """Refuses several seeds with replica groups that may be lost.
 
-    A group that comes back would be in another run than the rest.
+    The runs follow each other, and a group that rejoins could be in another run than the rest.
     """
     if seeds is not None and mesh.on_lost_replica is not None:
         raise ConfigError(
-            f"--seeds starts {len(seeds)} runs one after the other, and mesh.on_lost_replica is "
-            f"{mesh.on_lost_replica}: a replica group that comes back would not know which of them "
-            "the others are in. Start every seed by itself with --seed."
+            f"--seeds {' '.join(map(str, seeds))} cannot be combined with mesh.on_lost_replica="
+            f"{mesh.on_lost_replica}: a replica group that rejoins would not know which run the "
+            "others are in. Start each seed by itself with --seed."
         )
 
 
@@ -192,7 +195,7 @@ def main(
     with finetune_command().launch(argv) as (world, recipe, arguments):
         recipe = choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
 
-        # Whatever can be refused is refused before any data are read.
+        # Refuse what can be refused before any data are read.
         pretrained = arguments.pretrained
         out = output_path(arguments.out, inputs=[pretrained, arguments.train])
         check_kind(out, "training run" if arguments.seeds is None else JOB)
@@ -215,7 +218,7 @@ def main(
             model = train(
                 run, resume=arguments.resume, description="fine-tune", process_start=process_start
             )
-            process_start = None  # of the next run, loading begins now
+            process_start = None  # the next run starts loading now
             world.print_on_rank_zero(f"The model is in {model}.")
 
         if recipe.mixture.dev_examples != 0 and world.rank == 0:

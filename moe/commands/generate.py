@@ -17,12 +17,12 @@ from moe.models.modeling import STMoEForConditionalGeneration
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe generate", description="Answers texts with a model.")
     parser.add_argument(
         "--model", type=path, required=True, help="folder of a model with its tokenizer"
     )
-    parser.add_argument("texts", nargs="*", help="texts; without any, each line of the input")
+    parser.add_argument("texts", nargs="*", help="texts (each line of the standard input)")
     parser.add_argument(
         "--max-new-tokens", type=integer(least=1), default=64, help="length of an answer (64)"
     )
@@ -36,7 +36,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> None:
-    """Prints the answer to each text, in their order.
+    """Prints the answer to each text, in order.
 
     Raises:
         CheckpointError: When the model is missing or damaged.
@@ -44,7 +44,6 @@ def main(argv: list[str]) -> None:
     """
     options = build_parser().parse_args(argv)
 
-    # Texts of the command line, or the lines of the standard input.
     texts = options.texts or sys.stdin.read().splitlines()
     if not texts:
         raise DataError("There is no text to answer. Give texts, or lines on the standard input.")
@@ -58,7 +57,6 @@ def main(argv: list[str]) -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(options.model)
 
-    # Answers come in the order of the texts, a batch at a time.
     for batch in _batches(texts, options.batch_size):
         encoded = tokenizer(batch, padding=True, return_tensors="pt").to(model.device)
         answers = model.generate(

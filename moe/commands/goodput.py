@@ -1,4 +1,4 @@
-"""stmoe goodput: says what the seconds of a run went into.
+"""stmoe goodput: shows where the time of a run went.
 
     stmoe goodput runs/pretrain [runs/replica-1 ...]
 
@@ -12,18 +12,16 @@ from moe.training.timeline import Goodput, measure_goodput, read_timeline
 
 
 def main(argv: list[str]) -> None:
-    """Prints the goodput of every run that is named."""
+    """Prints the goodput of each given run."""
     parser = Parser(prog="stmoe goodput", description="Says what the seconds of a run went into.")
     parser.add_argument("runs", type=path, nargs="+", help="folders of runs")
     options = parser.parse_args(argv)
-    tables: list[str] = []
-    for folder in options.runs:
-        tables.append(show_goodput(measure_goodput(read_timeline(folder)), str(folder)))
+    tables = [show_goodput(measure_goodput(read_timeline(run)), str(run)) for run in options.runs]
     print("\n\n".join(tables))
 
 
 def show_goodput(goodput: Goodput, title: str) -> str:
-    """Returns what the seconds of a run went into as a table."""
+    """Returns a table of where the time of a run went."""
     rows = {
         "useful steps": goodput.useful,
         "steps that were taken again": goodput.redone,

@@ -45,15 +45,15 @@ def build_run(
     world: World,
     pretrained: Path | None = None,
 ) -> Run:
-    """Returns the run that the recipe describes, on the ranks that are running.
+    """Builds the run of a recipe on the running ranks.
 
     Args:
         recipe: All settings.
-        corpus_folder: The text.
-        tokenizer_folder: The tokenizer.
+        corpus_folder: Text to train on.
+        tokenizer_folder: Tokenizer.
         out: Folder of the run.
         world: The ranks.
-        pretrained: Model that the run goes on from; None for fresh weights.
+        pretrained: Model to continue training; None for fresh weights.
     """
     config = recipe.build_config()
     corpus = load_corpus(corpus_folder)
@@ -67,7 +67,7 @@ def build_run(
     if pretrained is not None:
         check_continues(pretrained, config, tokenizer)
 
-    # Training text, and text that the model never sees, in the same kind of batches.
+    # Training text, and held-out text in the same kind of batches.
     ids = SpecialIds.of(tokenizer)
     source = build_source(recipe, tokenize_corpus(corpus.train, tokenizer), ids)
     unseen = build_source(recipe, tokenize_corpus(corpus.held_out, tokenizer), ids)
@@ -95,7 +95,7 @@ def build_run(
 def build_source(
     recipe: PretrainRecipe, tokens: NDArray[np.int32], ids: SpecialIds
 ) -> SpanCorruptionSource:
-    """Returns the batches of a text <int32>[N] of the corpus."""
+    """Returns the source of batches for the tokens <int32>[N] of a text."""
     data = recipe.data
     return SpanCorruptionSource(
         tokens,
@@ -108,7 +108,7 @@ def build_source(
 
 
 def describe_amount(source: SpanCorruptionSource, steps: int) -> str:
-    """Returns how many tokens of text a run trains on, and how often it sees each."""
+    """Returns the number of tokens and of epochs that a run trains on, as a sentence."""
     num_drawn = steps * source.batch_size
     num_tokens = num_drawn * source.tokens_per_example
     corpus_tokens = source.num_examples * source.tokens_per_example
@@ -120,17 +120,21 @@ def describe_amount(source: SpanCorruptionSource, steps: int) -> str:
 
 
 def pretrain_command() -> RecipeCommand[PretrainRecipe]:
-    """Returns the command with its settings, all of which a recipe may hold."""
-    description = "Pre-trains a sparse encoder-decoder by span corruption."
-    command = RecipeCommand(PretrainRecipe, description)
-    explanation = "folder made by stmoe corpus"
-    command.add_argument("--corpus", type=Path, required=True, help=explanation)
-    explanation = "folder made by stmoe tokenizer"
-    command.add_argument("--tokenizer", type=Path, required=True, help=explanation)
-    explanation = "model to go on from, with the architecture of the recipe; fresh weights without"
-    command.add_argument("--pretrained", type=Path, help=explanation)
+    """Returns the command with its options, all of which a recipe may set."""
+    command = RecipeCommand(
+        PretrainRecipe, "Pre-trains a sparse encoder-decoder by span corruption."
+    )
+    command.add_argument("--corpus", type=Path, required=True, help="folder made by stmoe corpus")
+    command.add_argument(
+        "--tokenizer", type=Path, required=True, help="folder made by stmoe tokenizer"
+    )
+    command.add_argument(
+        "--pretrained",
+        type=Path,
+        help="model to continue training, with the architecture of the recipe (fresh weights)",
+    )
     command.add_argument("--out", type=str, required=True, help="folder of the run")
-    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     command.add_timeout()
     return command
 
@@ -144,7 +148,7 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
             command alone.
     """
     with pretrain_command().launch(argv) as (world, recipe, arguments):
-        # Whatever can be refused is refused before any data are read.
+        # Refuse what can be refused before any data are read.
         corpus, tokenizer = arguments.corpus, arguments.tokenizer
         pretrained = arguments.pretrained
         out = output_path(arguments.out, inputs=[corpus, tokenizer, pretrained])

@@ -10,13 +10,16 @@ from moe.files import output_path
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe tokenizer", description="Trains a vocabulary.")
-    explanation = "folder made by stmoe corpus"
-    parser.add_argument("--corpus", type=path, required=True, help=explanation)
+    parser.add_argument("--corpus", type=path, required=True, help="folder made by stmoe corpus")
     parser.add_argument("--out", required=True, help="folder for the tokenizer")
-    explanation = "pieces, with 100 sentinels (default 2048)"
-    parser.add_argument("--vocab-size", type=integer(), default=2048, help=explanation)
+    parser.add_argument(
+        "--vocab-size",
+        type=integer(),
+        default=2048,
+        help="pieces, the 100 sentinels included (default 2048)",
+    )
     return parser
 
 
@@ -25,8 +28,9 @@ def main(argv: list[str]) -> None:
     options = build_parser().parse_args(argv)
     out = output_path(options.out, inputs=[options.corpus])
 
-    # The vocabulary is learnt from training text alone.
+    # The vocabulary is learned from the training text only.
     corpus = load_corpus(options.corpus)
     tokenizer = train_tokenizer(corpus.train["text"], options.vocab_size, out)
-    size = len(tokenizer)
-    print(f"A vocabulary of {size:,} is in {out}; AutoTokenizer.from_pretrained loads it.")
+    print(
+        f"A vocabulary of {len(tokenizer):,} is in {out}; AutoTokenizer.from_pretrained loads it."
+    )
