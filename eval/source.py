@@ -1,7 +1,6 @@
-"""Where the rows of tasks come from: Python, a database of this system, the hub, or files of the user.
+"""Sources of a task's rows: Python, a database of this system, the hub, or files of the user.
 
-Files take the place of the hub's dataset and of the database. Every row that is read from them is
-checked (row_schema.py).
+Files replace the hub's dataset and the database. Every row is checked (row_schema.py).
 """
 
 import hashlib
@@ -50,7 +49,7 @@ def _loading_errors() -> tuple[type[Exception], ...]:
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """Rows that every Python installation carries.
+    """Rows that come with every Python installation.
 
     Attributes:
         read: Returns the rows of a split.
@@ -83,7 +82,7 @@ class BuiltIn:
         Args:
             split: One of `splits`.
             folder: Must not exist: these rows are not read from files.
-            revision: Has no effect: it is about data on the hub.
+            revision: Unused; applies to data on the hub.
 
         Raises:
             DataError: When there are files for them in `folder`.
@@ -160,7 +159,7 @@ class SystemData:
             split: One of `splits`.
             folder: Holds SPLIT.jsonl, SPLIT.parquet or a folder SPLIT of such files, with the
                 columns of `columns`; None for the database.
-            revision: Has no effect: it is about data on the hub.
+            revision: Unused; applies to data on the hub.
 
         Raises:
             DataError: When the database is not installed, or a row of a file does not fit.

@@ -1,4 +1,4 @@
-"""What a task is: rows of a dataset, the text that a model sees of each, and how answers are scored.
+"""A task: rows of a dataset, the text that a model sees of each, and how answers are scored.
 
 A row goes through `preprocess` to one or more mappings with `inputs` and `targets`, T5's form, and
 these become examples. An output and the targets go through `postprocess` to the values that metrics

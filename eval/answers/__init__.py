@@ -1,1 +1,1 @@
-"""What models answer: greedy and beam search, ranked choices, and the file of predictions."""
+"""Model answers: greedy decoding, beam search, ranked choices, and the file of predictions."""

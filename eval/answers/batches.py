@@ -1,4 +1,4 @@
-"""Requests to a model, how they are put into batches, and batches of tokens as tensors."""
+"""Requests to a model, their batches, and padded tensors of tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ _SIMILAR_LENGTH = 0.8
 
 
 class Request(NamedTuple):
-    """What a model is asked: the example without its reference."""
+    """An example as the model sees it, without its reference."""
 
     id: str
     inputs: str
@@ -21,7 +21,7 @@ class Request(NamedTuple):
 
 
 def requests_of(examples: Sequence[Example]) -> list[Request]:
-    """Returns what a model is asked of examples."""
+    """Returns the requests of examples."""
     return [Request(example.id, example.inputs, example.choices) for example in examples]
 
 
@@ -29,9 +29,9 @@ class TokenizedRequest(NamedTuple):
     """A request that is ready for the model; its fields are part of the digest of a run's batches.
 
     Attributes:
-        request: What is asked.
-        tokens: Of its inputs.
-        truncated: Whether they were truncated.
+        request: The request.
+        tokens: Tokens of its inputs.
+        truncated: Whether the inputs were truncated.
     """
 
     request: Request
@@ -44,15 +44,16 @@ def make_batches(
 ) -> list[list[TokenizedRequest]]:
     """Returns all requests in batches, the longest first, so that a batch needs little padding.
 
-    Padding costs what tokens cost, above all where the encoder is most of the work: beyond
-    `min_rows` a batch holds inputs of similar length only.
+    Padding costs as much as tokens, so a batch with more than `min_rows` rows holds only inputs of
+    similar length.
 
     Args:
-        requests: Each with an id of its own.
-        max_rows: Most requests of a batch.
-        max_tokens: Most tokens of a batch, padding included; a single longer request is a batch.
-        min_rows: Requests that may share a batch whatever their lengths. More of them decode
-            together; fewer pad less.
+        requests: Requests with unique ids.
+        max_rows: Largest number of requests in a batch.
+        max_tokens: Largest number of tokens in a batch, padding included; a single longer request is
+            a batch of its own.
+        min_rows: Number of requests that may share a batch whatever their lengths. More decode
+            together; fewer need less padding.
     """
     remaining = sorted(requests, key=_longest_first)
     batches: list[list[TokenizedRequest]] = []
@@ -63,7 +64,7 @@ def make_batches(
         for request in remaining[:max_rows]:
             num_similar += len(request.tokens) >= _SIMILAR_LENGTH * longest
 
-        # A single request that is too long is a batch all the same.
+        # A single request that is too long is still a batch.
         size = min(max_rows, max_tokens // longest, max(min_rows, num_similar))
         size = max(1, size)
         batches.append(remaining[:size])

@@ -1,4 +1,4 @@
-"""Answers that a model generates token by token: greedy decoding and beam search.
+"""Answers generated token by token: greedy decoding and beam search.
 
 Both decode with a cache, so that each step computes one new token of each answer. likelihood.py is
 the other way to answer: it scores choices that are given.
@@ -225,7 +225,7 @@ class GreedyAnswers(NamedTuple):
 
     Attributes:
         tokens: <int64>[N, T] with the tokens that the decoder started from.
-        routers: Of the decoder's layers in each step; empty unless asked for.
+        routers: Router outputs of the decoder's layers in each step; empty unless requested.
     """
 
     tokens: Tensor
@@ -243,9 +243,9 @@ def generate_greedily(
     ranks: DataRanks = SINGLE_PROCESS,
     report_routers: bool = False,
 ) -> GreedyAnswers:
-    """Returns `start` and the likeliest token after each, and what the decoder's routers did.
+    """Returns the greedy answers, and the outputs of the decoder's routers.
 
-    transformers' `generate` makes the same tokens; it does not say what the routers did.
+    transformers' `generate` gives the same tokens, but no router outputs.
 
     Args:
         model: Any encoder-decoder of transformers' form whose cache is an EncoderDecoderCache.
@@ -255,8 +255,8 @@ def generate_greedily(
         eos: End tokens.
         pad: Fills an answer behind its end; the routers do not count it.
         ranks: Those in lockstep decode until the last of them has finished.
-        report_routers: Whether the model is asked what its routers did; only a sparse model of this
-            library can say it.
+        report_routers: Whether to collect router outputs; only sparse models of this library have
+            them.
 
     Returns:
         Tokens <int64>[N, T], and the outputs of the routers.

@@ -1,7 +1,7 @@
-"""What an answer costs: its tokens, floating-point operations, and the time that it took.
+"""The cost of an answer: tokens, floating-point operations, and time.
 
-Tokens and operations are the same on every machine and stand in report.json. Times are not: they
-stand in a file of their own, timing.json.
+Tokens and operations are the same on every machine and are part of report.json. Times are not: they
+have a file of their own, timing.json.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """What a run computed itself, without answers that it found.
+    """What a run computed itself, without the answers it read back.
 
     Attributes:
         seconds: Time from the first batch to the last.
@@ -58,14 +58,14 @@ class Timing(NamedTuple):
     Attributes:
         task: Name of the task.
         system: Name of the model.
-        mode: How it answered.
+        mode: How the system answered.
         model: Fingerprint of the checkpoint, and the options of its inference.
         device: Name of the device.
         ranks: Number of ranks.
         seconds: Time of the last run that computed answers.
         examples: Number of examples that it answered.
         tokens: Number of tokens of their inputs and answers.
-        tokens_per_second: The one over the other.
+        tokens_per_second: `tokens` over `seconds`.
     """
 
     task: str
@@ -81,7 +81,7 @@ class Timing(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What an example costs on average.
+    """Mean cost of an example.
 
     Attributes:
         input_tokens: Mean number of tokens of an input.
@@ -95,7 +95,7 @@ class Cost(NamedTuple):
 
 
 class TokenFlops(NamedTuple):
-    """Operations of a token of the input, and of one of the answer."""
+    """Floating-point operations of an input token and of an output token."""
 
     of_input: int
     of_output: int
@@ -111,7 +111,7 @@ def count_tokens(
     tokenizer: Any,
     num_beams: int,
 ) -> Tokens:
-    """Returns the tokens of N inputs and of what was answered, in any order."""
+    """Returns the tokens of N inputs and of their answers, in any order."""
     texts: list[str] = []
     num_outputs = 0
     for prediction in predictions:
@@ -139,7 +139,7 @@ def token_flops(model: Any) -> TokenFlops | None:
     if getattr(config, "num_experts", 0):
         return None
 
-    # Of other models all that is no lookup, and the head, which may be the embedding.
+    # Other models: all parameters but embeddings, plus the head, which may share the embedding.
     head = model.get_output_embeddings()
     if head is None:
         return None
@@ -159,7 +159,7 @@ def cost_of(tokens: Tokens, flops: TokenFlops | None) -> Cost:
 
 
 def _num_multiplied(stack: nn.Module) -> int:
-    """Returns the parameters of a stack without those of embeddings."""
+    """Returns the number of parameters of a stack, without embeddings."""
     total = 0
     for module in stack.modules():
         if not isinstance(module, nn.Embedding):
@@ -182,7 +182,7 @@ def read_timings(folder: Path) -> list[Timing]:
 
 
 def merge_timings(earlier: Sequence[Timing], new: Sequence[Timing]) -> list[Timing]:
-    """Returns the timings of both; a new one takes the place of the earlier one."""
+    """Returns the timings of both; a new one replaces the earlier one."""
     merged: dict[tuple[str, str, str], Timing] = {}
     for timing in (*earlier, *new):
         merged[timing.task, timing.system, timing.mode] = timing

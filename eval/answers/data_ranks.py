@@ -1,4 +1,4 @@
-"""How the ranks of an evaluation share the batches, and gather what they answered.
+"""How the ranks of an evaluation share the batches and gather the answers.
 
 A batch is never split: a sparse model routes the tokens of a batch together, so a split batch would
 give other predictions. The mesh of a model that is split over ranks is built here too.
@@ -60,7 +60,7 @@ class DataRanks(NamedTuple):
         if num_answered == num_batches or not self.in_lockstep:
             return num_answered
 
-        # Behind the last whole round the batches are answered again.
+        # Batches after the last whole round are answered again.
         size = self.mesh_config.num_data_ranks
         return num_answered // size * size
 
@@ -95,7 +95,7 @@ def arrange_ranks(world: World, ep: int, tp: int, folders: Iterable[Path]) -> Da
             loading the model finds that out.
         ConfigError: When the ranks, or the sizes of a model, cannot be divided in this way.
     """
-    # What ep and tp leave over are replicas.
+    # Ranks beyond ep * tp are replicas.
     mesh_config = MeshConfig(ep=ep, tp=tp)
     num_replicas = max(1, world.size // mesh_config.num_ranks)
     mesh_config = replace(mesh_config, dp_replicate=num_replicas)

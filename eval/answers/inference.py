@@ -1,6 +1,6 @@
-"""How a checkpoint computes in an evaluation: its capacity and precision, its own unless asked.
+"""Capacity and precision of a checkpoint in an evaluation: its own unless overridden.
 
-Also reads the config.json of any checkpoint, without running code that lies beside it.
+Also reads the config.json of any checkpoint, without running code from its folder.
 """
 
 from collections.abc import Iterable
@@ -17,19 +17,19 @@ from moe.models.configuration import STMoEConfig
 
 Saved = Literal["saved"]
 SAVED: Saved = "saved"
-"""Stands for the checkpoint's own setting."""
+"""Keeps the checkpoint's own setting."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
 class Inference(NamedTuple):
-    """What an evaluation sets in place of a checkpoint's own.
+    """Settings of an evaluation that override a checkpoint's own.
 
     Attributes:
         capacity_factor: Slots of an expert relative to an even share of the tokens; None for
-            dropless, so that what is computed of an example depends on no other.
-        dtype: Of the weights and of what is computed with them.
+            dropless, so that the result of an example depends on no other.
+        dtype: Precision of the weights and of the computation.
     """
 
     capacity_factor: float | Saved | None = SAVED
@@ -37,7 +37,7 @@ class Inference(NamedTuple):
 
     @property
     def options(self) -> str:
-        """The options of a command that set it."""
+        """The command-line options that set it."""
         options: list[str] = []
         if self.capacity_factor is None:
             options.append("--dropless")
@@ -52,7 +52,7 @@ AS_SAVED = Inference()
 
 
 def identity(fingerprint: str, inference: Inference) -> str:
-    """Returns what tells a model's answers from those of others, and from its own in other ways."""
+    """Returns what identifies a model's answers: its files and the settings it was run with."""
     return f"{fingerprint} {inference.options}".rstrip()
 
 
@@ -60,7 +60,7 @@ class ConfiguredModel(NamedTuple):
     """A checkpoint's config under an `Inference`.
 
     Attributes:
-        config: Of the checkpoint, with the settings of the evaluation.
+        config: Config of the checkpoint with the settings of the evaluation.
         changes: Settings of the evaluation that are not the checkpoint's own.
         settings: Fields of a config of this library that differ from the checkpoint's.
     """
@@ -75,7 +75,7 @@ def check_inference(inference: Inference, folders: Iterable[Path]) -> None:
 
     Raises:
         CheckpointError: When a folder holds no model.
-        ConfigError: When a value is none of its kind, or no model has the capacity that is set.
+        ConfigError: When a value is invalid, or no model has experts.
     """
     factor = inference.capacity_factor
     if factor != SAVED:
@@ -103,7 +103,7 @@ def configure(folder: Path, inference: Inference) -> ConfiguredModel:
     config = read_config(folder)
     changes = inference
 
-    # What the checkpoint has already is no change.
+    # Settings that the checkpoint already has are no changes.
     own_dtype = str(config.dtype).removeprefix("torch.")
     if inference.dtype == own_dtype:
         changes = changes._replace(dtype=SAVED)
@@ -163,7 +163,7 @@ def loading_reason(error: Exception) -> str:
 
 
 def describe_capacity(config: Any) -> str | None:
-    """Returns what bounds the tokens of an expert in an evaluation; None for a dense model."""
+    """Returns the capacity of an expert in an evaluation; None for a dense model."""
     if not getattr(config, "num_experts", 0):
         return None
     if not isinstance(config, STMoEConfig):

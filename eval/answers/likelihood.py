@@ -1,4 +1,4 @@
-"""How likely a model finds each of the answers to choose from, and which of them a scoring prefers."""
+"""Log-likelihoods of the choices of a question, and which of them a scoring prefers."""
 
 import copy
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _MAX_BYTES = 1 << 30
 
 
 class ChoiceLikelihood(NamedTuple):
-    """How likely a model finds one choice: enough for any `Scoring`.
+    """Log-likelihood of one choice, in the parts that any `Scoring` needs.
 
     Attributes:
         log_prob: Sum over its tokens, in nats, without the end token.
@@ -40,7 +40,7 @@ class ChoiceLikelihood(NamedTuple):
 
 @dataclass(frozen=True)
 class Scoring:
-    """What decides between choices.
+    """How choices are scored.
 
     Attributes:
         include_eos: Whether the end token counts. T5 and T0 count it, lm-evaluation-harness does
@@ -81,10 +81,10 @@ class Scoring:
 
 
 class EncodedInputs(NamedTuple):
-    """Inputs that went through the encoder.
+    """Encoded inputs.
 
     Attributes:
-        output: Of the encoder, in the model's own form; `last_hidden_state` is <float>[N, L, D].
+        output: Output of the encoder, in the model's own form; `last_hidden_state` is <float>[N, L, D].
         mask: <int64>[N, L] 1 at real tokens. A row of zeros only keeps ranks in lockstep.
     """
 
@@ -111,9 +111,9 @@ class TargetLogProbs(NamedTuple):
     """Log-probabilities of the targets of N inputs.
 
     Attributes:
-        log_probs: Of each token, by input and target.
+        log_probs: Log-probability of each token, by input and target.
         is_greedy: Whether greedy decoding gives the target, by input and target.
-        routers: Of the decoder's layers in each pass; empty unless asked for.
+        routers: Router outputs of the decoder's layers in each pass; empty unless requested.
     """
 
     log_probs: list[list[list[float]]]
@@ -146,8 +146,8 @@ def target_log_probs(
         start: Token that the decoder starts from.
         targets: For each input its targets, each of one token or more.
         ranks: Those in lockstep run equally many passes, and must all call this.
-        report_routers: Whether the model is asked what its routers did; only a sparse model of this
-            library can say it.
+        report_routers: Whether to collect router outputs; only sparse models of this library have
+            them.
 
     Returns:
         Log-probabilities, whether each target is the greedy answer, and the outputs of the routers.

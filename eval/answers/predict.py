@@ -1,4 +1,4 @@
-"""Requests in, predictions out: every batch is answered by a model and written to a file at once.
+"""Requests in, predictions out: each batch is answered and written to a file at once.
 
 seq2seq.py loads the model, batches.py groups the requests, data_ranks.py shares the batches over
 ranks; beam.py and likelihood.py answer one batch, predictions_file.py keeps the answers.
@@ -47,18 +47,18 @@ _MAX_TOKENS = 1 << 14  # of a batch's inputs, padding and beams included
 _MIN_ROWS = {"generate": 8, "rank": 4}  # of a batch, whatever the lengths of its inputs
 
 _NAMES_IN_FILE = {"dropped_by_choice": "dropped_by_place"}
-"""Fields of `RouterStats` that have another name in predictions files, since earlier versions."""
+"""Fields of `RouterStats` that have another name in predictions files."""
 
 
 class RouterSummary(NamedTuple):
-    """What the routers of a stack did; see `moe.sparse.stats.summarize`. Padding is not counted.
+    """Routing statistics of a stack; see `moe.sparse.stats.summarize`. Padding is not counted.
 
     Attributes:
         fraction_dropped: Share of the tokens that reached no expert.
         load_cv: Standard deviation over mean of the expert load.
         max_over_mean: Largest over mean expert load.
-        dead_experts: Experts that no token asked for.
-        expert_load: How often each expert was asked for.
+        dead_experts: Number of experts that no token chose.
+        expert_load: How many tokens chose each expert.
     """
 
     fraction_dropped: float
@@ -70,14 +70,14 @@ class RouterSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a model answered to all requests.
+    """A model's answers to all requests.
 
     Attributes:
         predictions: One for each request, in their order.
-        router: By stack, what its routers did with all inputs and answers. None for a dense model.
-        tokens: What went through the model for all of them.
-        timed: What this run computed itself; None where all answers were there. Two runs with the
-            same answers are equal.
+        router: Routing statistics by stack, over all inputs and answers; None for a dense model.
+        tokens: Tokens of all inputs and answers.
+        timed: What this run computed itself; None where all answers were read back. It does not
+            count when two runs are compared.
     """
 
     predictions: list[Prediction]
@@ -92,11 +92,11 @@ class Predicted:
 
 
 class _Answers(NamedTuple):
-    """What a model answered to one batch, before it is scored.
+    """A model's answers to one batch, before scoring.
 
     Attributes:
         predictions: One for each request.
-        routers: Of the decoder's layers.
+        routers: Router outputs of the decoder's layers.
     """
 
     predictions: list[Prediction]
@@ -104,7 +104,7 @@ class _Answers(NamedTuple):
 
 
 def modes_of(task: Task) -> tuple[Mode, ...]:
-    """Returns those of MODES that a task can be asked in: `rank` needs choices."""
+    """Returns the modes that a task supports: `rank` needs choices."""
     return MODES if task.choices else MODES[:1]
 
 
@@ -118,22 +118,22 @@ def predict(
 ) -> Predicted:
     """Returns a prediction for every request, in their order, on every rank.
 
-    Rank 0 appends the predictions to `path` as they are made. An interrupted run that goes on, on
-    as many ranks or not, reads back the batches that the file holds whole and makes the others
-    again: its file equals, byte for byte, that of a run that was never stopped on the same machine.
-    A file of another model, task, mode, decoding or list of requests is replaced. One of another
-    scoring is scored anew, without the model. One of another `Inference` is refused.
+    Rank 0 appends the predictions to `path`. A resumed run, on any number of ranks, reads back the
+    complete batches and answers the others: its file equals, byte for byte, that of an uninterrupted
+    run on the same machine. A file of another model, task, mode, decoding or list of requests is
+    replaced. One with another scoring is rescored without the model. One with another `Inference` is
+    refused.
 
     A sparse model drops tokens by group, so a prediction may depend on the requests beside it. The
     batches are therefore a function of all requests, and not of the ranks that share them.
 
     Args:
         system: The model.
-        task: Gives the most tokens of an input and how answers are generated.
-        requests: What to ask; every id once.
+        task: Defines the input length and the decoding.
+        requests: Requests with unique ids.
         mode: `generate`, as `task.decoding` says, or `rank` (log-probability of each choice).
         path: JSONL file; see `eval.answers.predictions_file`.
-        scoring: What decides between choices.
+        scoring: How choices are scored.
 
     Raises:
         CheckpointError: When the model gives a log-probability that is NaN.
@@ -156,7 +156,7 @@ def predict(
     header = _header(system, task, mode, batches, scoring)
     file = PredictionsFile(path if is_writer else None, header)
 
-    # What an interrupted run has answered; all ranks get it from rank 0.
+    # Answers of an interrupted run; all ranks get them from rank 0.
     def num_reusable(num_answered: int) -> int:
         return ranks.num_reusable(num_answered, len(batches))
 
@@ -212,7 +212,7 @@ def predict(
 
 
 def summarize_routers(batches: Sequence[Batch]) -> dict[Stack, RouterSummary] | None:
-    """Returns what the routers of each stack did in all batches; None for a dense model."""
+    """Returns the routing statistics of each stack over all batches; None for a dense model."""
     if not batches or not batches[0].routers:
         return None
 
@@ -322,7 +322,7 @@ def _answer(
     answer = _generate if mode == "generate" else _rank
     answers = answer(system, task, batch, encoded)
 
-    # What the routers of both stacks did; a dense model has none.
+    # Routing statistics of both stacks; a dense model has none.
     routers: dict[Stack, RouterCounts] = {}
     encoder_routers = getattr(encoder_output, "encoder_router_outputs", None)
     if encoder_routers:
@@ -375,9 +375,9 @@ def _generate(
 def _routers_of_answers(
     system: Seq2Seq, encoded: EncodedInputs, tokens: Tensor
 ) -> list[RouterOutput]:
-    """Returns what the decoder's routers do with the answers <int64>[N, T], in one pass.
+    """Returns the decoder's router outputs for the answers <int64>[N, T], in one pass.
 
-    In the beam search itself the beams that lost would count.
+    In the beam search itself the losing beams would count too.
     """
     inputs = tokens[:, :-1]
     is_end = torch.isin(inputs, torch.tensor(system.end_tokens, device=inputs.device))
@@ -444,7 +444,7 @@ def _tokens_of_choices(system: Seq2Seq, choices: Sequence[Sequence[str]]) -> dic
 def _to_counts(stats: RouterStats) -> RouterCounts:
     """Returns the counts among statistics as plain numbers.
 
-    Unlike the sums, which are floating-point, they are the same on any ranks.
+    Unlike the floating-point sums, they do not depend on the number of ranks.
     """
     counts: RouterCounts = {}
     for name, value in stats._asdict().items():
@@ -454,7 +454,7 @@ def _to_counts(stats: RouterStats) -> RouterCounts:
 
 
 def _to_stats(counts: RouterCounts) -> RouterStats:
-    """Returns counts as statistics; the sums, which no file holds, are 0."""
+    """Returns counts as statistics; the sums, which are not in the file, are 0."""
     values: dict[str, Tensor] = {}
     for name in RouterStats._fields:
         count = counts.get(_NAMES_IN_FILE.get(name, name), 0.0)

@@ -1,8 +1,8 @@
-"""The predictions of a model on a task, in a file of JSON lines that grows batch by batch.
+"""The predictions of a model on a task, in a JSON Lines file that grows batch by batch.
 
-The first line, the header, says what was asked of which model. Then come the predictions of each
-batch, and behind them a line that closes the batch: what its routers did, and a checksum of all
-lines since the one before. A run that was interrupted reads the closed batches back and goes on.
+The first line, the header, identifies the model and the requests. Each batch has one line for each
+prediction and a closing line with router counts and a checksum of all lines since the previous
+closing line. A resumed run reads the closed batches back.
 """
 
 import json
@@ -32,7 +32,7 @@ Mode = Literal["generate", "rank"]
 Stack = Literal["encoder", "decoder"]
 Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 RouterCounts = dict[str, Count | list[Count]]
-"""What the routers of a stack did: the counts of `RouterStats`, by field."""
+"""Router counts of a stack: the integer fields of `RouterStats`."""
 
 
 # ---------------------------------------------------------------------------
@@ -40,23 +40,23 @@ RouterCounts = dict[str, Count | list[Count]]
 
 
 class ScoringFields(NamedTuple):
-    """A `Scoring` as it stands in the file."""
+    """A `Scoring` in the file."""
 
     include_eos: bool
     normalize: Normalization
 
 
 class Header(NamedTuple):
-    """What the predictions of a file depend on.
+    """Everything that the predictions of a file depend on.
 
     Attributes:
         model: Fingerprint of the checkpoint.
         task: Its name.
-        version: Of the task.
-        mode: How the model was asked.
+        version: Version of the task.
+        mode: `generate` or `rank`.
         decoding: How answers were generated; None for ranked choices.
-        batches: A digest of what was asked.
-        scoring: What decided between choices.
+        batches: Digest of the batches of requests.
+        scoring: How choices were scored.
         inference: Settings that were not the checkpoint's own; a file without any has no such
             field.
     """
@@ -81,13 +81,13 @@ class Header(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a model answered to one request.
+    """A model's answer to one request.
 
     Attributes:
-        id: Of the request.
+        id: Id of the request.
         output: Generated text, or the choice of the highest score.
-        scores: Of each choice; None when generated.
-        choices: Likelihoods from which the scores are computed; None when generated.
+        scores: Score of each choice; None for a generated answer.
+        choices: Likelihoods that the scores are computed from; None for a generated answer.
         truncated: Whether the inputs were truncated to the task's length.
     """
 
@@ -118,11 +118,11 @@ class Prediction(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a model answered to one batch.
+    """A model's answers to one batch.
 
     Attributes:
         predictions: One for each request.
-        routers: What the routers of each stack did; empty for a dense model.
+        routers: Router counts of each stack; empty for a dense model.
     """
 
     predictions: list[Prediction]
@@ -135,29 +135,27 @@ class Batch(NamedTuple):
 
 
 class _ClosingLine(NamedTuple):
-    """The line that closes a batch; files of earlier versions have no checksum."""
+    """The line that closes a batch."""
 
     routers: dict[Stack, RouterCounts]
-    sha256: str | None = None
+    sha256: str
 
 
 class PredictionsContent(NamedTuple):
-    """What a predictions file holds.
+    """Content of a predictions file.
 
     Attributes:
         header: Its first line; None when it has none.
         batches: Those that are closed.
         line_numbers: Line of each prediction by id, closed or not.
-        has_checksums: Whether every batch has one; those of earlier versions have none.
     """
 
     header: Header | None
     batches: list[Batch]
     line_numbers: dict[str, int]
-    has_checksums: bool
 
 
-_NO_CONTENT = PredictionsContent(None, [], {}, True)
+_NO_CONTENT = PredictionsContent(None, [], {})
 
 
 # ---------------------------------------------------------------------------
@@ -169,9 +167,9 @@ class PredictionsFile:
 
     Args:
         path: The file; None on all ranks but rank 0.
-        header: What the predictions depend on. A file of another header is replaced; one that
-            differs in its scoring alone is scored anew; one of the same model under another
-            `Inference` is refused.
+        header: What the predictions depend on. A file with another header is replaced; one that
+            differs only in its scoring is rescored; one of the same model under another `Inference`
+            is refused.
     """
 
     def __init__(self, path: Path | None, header: Header) -> None:
@@ -182,10 +180,10 @@ class PredictionsFile:
     def resume(
         self, ids: Sequence[Sequence[str]], num_reusable: Callable[[int], int]
     ) -> list[Batch]:
-        """Returns the batches that the file holds, and rewrites it to hold these alone.
+        """Returns the batches of the file, and rewrites it to hold only these.
 
         Args:
-            ids: Of the requests of each batch.
+            ids: Ids of the requests of each batch.
             num_reusable: Returns how many of as many closed batches to keep.
 
         Raises:
@@ -195,7 +193,7 @@ class PredictionsFile:
         if self.path is None:
             return []
         try:
-            # What was answered must be what is asked.
+            # The answered requests must be the ones that are asked now.
             batches = self._read_batches(self.path)
             for batch_ids, batch in zip(ids, batches, strict=False):
                 self._check_ids(batch_ids, batch)
@@ -235,7 +233,7 @@ class PredictionsFile:
         return content.batches if with_own_scoring == self.header else []
 
     def _rewrite(self, path: Path, batches: Sequence[Batch]) -> None:
-        """Makes the file hold these batches alone; one that does is not touched."""
+        """Makes the file hold only these batches; a file that already does is not touched."""
         self._last_line = self.header.to_json()
         text = self._last_line + "\n" + "".join(map(self._lines_of, batches))
         if path.is_file() and not path.is_symlink() and path.read_bytes() == text.encode():
@@ -329,7 +327,6 @@ def read_predictions_file(
     batches: list[Batch] = []
     line_numbers: dict[str, int] = {}
     open_batch: list[Prediction] = []
-    has_checksums = True
     checksum_start = 0  # index of the first line that the next checksum counts
     for number, value in enumerate(values[1:], start=2):
         where = f"{path}, line {number}"
@@ -349,9 +346,7 @@ def read_predictions_file(
         # The line that closes it: its checksum counts the lines since the one before.
         closing = to_record(_ClosingLine, value, where=where, advice=_ADVICE)
         counted_lines = "\n".join(lines[checksum_start : number - 1])
-        if closing.sha256 is None:
-            has_checksums = False
-        elif not is_whole(lines[number - 1], value, counted_lines):
+        if not is_whole(lines[number - 1], value, counted_lines):
             raise DataError(
                 f"{path}, lines {checksum_start + 1} to {number}: they are not what was written "
                 f"({SEAL} differs). {_ADVICE}"
@@ -364,7 +359,7 @@ def read_predictions_file(
         open_batch = []
         checksum_start = number - 1
 
-    return PredictionsContent(header, batches, line_numbers, has_checksums)
+    return PredictionsContent(header, batches, line_numbers)
 
 
 def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:

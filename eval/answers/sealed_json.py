@@ -1,4 +1,4 @@
-"""JSON objects that end with a checksum, by which an edit or a damaged byte is noticed."""
+"""JSON objects that end with a checksum, which reveals edits and damaged bytes."""
 
 import hashlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""A sequence-to-sequence checkpoint that is ready to answer: of this library or of transformers."""
+"""A loaded sequence-to-sequence checkpoint of this library or of transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,14 +34,14 @@ _SPECIAL_TOKENS = (
 
 
 class Seq2Seq(NamedTuple):
-    """A checkpoint that is ready to answer.
+    """A loaded checkpoint.
 
     Attributes:
         model: The model; on a mesh this rank's part.
         tokenizer: Its own.
-        fingerprint: Of the checkpoint's files; known to rank 0 only.
-        ranks: Those that answer with it.
-        inference: Its settings that are not the checkpoint's own.
+        fingerprint: Fingerprint of the checkpoint's files; known to rank 0 only.
+        ranks: The ranks that use it.
+        inference: Settings that override the checkpoint's own.
     """
 
     model: Any
@@ -52,7 +52,7 @@ class Seq2Seq(NamedTuple):
 
     @property
     def sparse(self) -> bool:
-        """Whether the model has routers, and says what they did."""
+        """Whether the model has routers whose outputs can be collected."""
         is_ours = isinstance(self.model, STMoEForConditionalGeneration)
         return is_ours and bool(self.model.sparse_layers())
 
@@ -142,7 +142,7 @@ def load_seq2seq(
     model = _load_model(folder, ranks, configured)
     tokenizer = _load_tokenizer(folder)
 
-    # Of the settings of generation the special tokens alone.
+    # Keep only the special tokens of the generation config.
     special_tokens = {name: getattr(model.generation_config, name) for name in _SPECIAL_TOKENS}
     if special_tokens["eos_token_id"] is None:
         special_tokens["eos_token_id"] = tokenizer.eos_token_id

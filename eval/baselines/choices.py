@@ -1,4 +1,4 @@
-"""Baselines for questions with words to choose from: what can be had without knowing the answer."""
+"""Baselines for questions with words to choose from."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Baselines without a neural network, which a fine-tuned model has to stand beside."""
+"""Baselines for classification and summarization, without a neural network."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""What the baselines of an evaluation are fitted to: labels of a task, and vectors of a text's words."""
+"""The data that baselines are fitted to: labels of a task, and word vectors of a corpus."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class BaselineSettings:
     """What the baselines may see.
 
     Attributes:
-        train_examples: Most training examples of a task; of one seed those that fine-tuning with
-            `mixture.train_examples` sees. None for all.
+        train_examples: Largest number of training examples of a task; with the same seed, the ones
+            that fine-tuning with `mixture.train_examples` sees. None for all.
         train_seed: Seed of the choice.
-        text: Folder of a corpus, of whose words vectors are made; None for no baseline of them.
+        text: Folder of a corpus for word vectors; None for no word-vector baseline.
     """
 
     train_examples: int | None = None

@@ -1,4 +1,4 @@
-"""Logistic regression on vectors of words: the honest rival of pre-training, which sees the same text."""
+"""Logistic regression on word vectors: the fair baseline for pre-training on the same text."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

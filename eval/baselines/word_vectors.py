@@ -1,4 +1,4 @@
-"""Vectors of words, counted out of the text of a corpus: what a baseline can have of pre-training.
+"""Word vectors from the co-occurrence counts of a corpus: pre-training for baselines.
 
 A word's vector is a row of the positive pointwise mutual information of words that stand near each
 other, reduced by a truncated singular value decomposition. Nothing but the text goes in.

@@ -1,1 +1,1 @@
-"""What an evaluation says: Markdown, a page, a card, beside published results."""
+"""Reports of an evaluation: JSON, Markdown, a page and a card, beside published results."""

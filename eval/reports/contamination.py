@@ -1,4 +1,4 @@
-"""How much of a task's examples stands in a training corpus, and what models score without those."""
+"""Overlap of a task's examples with a training corpus, and the scores without those examples."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ def load_training_text(folder: Path) -> TrainingText:
 def task_contamination(
     asked: TaskExamples, answers: Mapping[tuple[str, str], Predicted], training_text: TrainingText
 ) -> Contamination:
-    """Returns what examples and training text have in common, and the scores on the other examples.
+    """Returns the overlap of examples with a training text, and the scores on the clean examples.
 
     An example is clean when no run of 8 words of its input stands in the text; so is one of fewer
     words than are compared.

@@ -1,4 +1,4 @@
-"""The results of an evaluation and of a comparison, as records.
+"""Records of the results of an evaluation and of a comparison.
 
 `eval.run` and `eval.commands.compare` build them; report.json, report.md, report.html, card.md,
 compare.json and compare.md are views of them. The fields stand in the order of the JSON files.
@@ -223,7 +223,7 @@ class Contamination:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Everything that a report says about one task.
+    """Results of one task.
 
     Attributes:
         task: Name of the task.

@@ -362,11 +362,6 @@ def read_answers(report: SavedReport, task: str, name: str, mode: str) -> SavedA
         _check_header(path, header, report, report.tasks[task], name, mode)
 
     written = read_predictions_file(_existing(path), check_header)
-    if not written.has_checksums:
-        raise DataError(
-            f"{path} has no checksums: an earlier version of this library wrote it. {_ADVICE}"
-        )
-
     # Answers to other examples than those of the report.
     known = {example.id for example in examples}
     for id, number in written.line_numbers.items():

@@ -97,7 +97,7 @@ def summarize_task(
     written: ExamplesDigest,
     submissions: Mapping[tuple[str, str], Submission | None],
 ) -> tuple[TaskResult, HeadlineDraws]:
-    """Returns everything that the report says about a task, and the draws for averages over tasks.
+    """Returns the results of a task, and the bootstrap draws for averages over tasks.
 
     Args:
         asked: The examples.
@@ -202,9 +202,9 @@ def score_system(
     scored = score_answers(task.metrics, *task.values(examples, outputs))
     groups = [example.group for example in examples]
     scores, draws = score_metrics(scored, groups, task_seed(task.name))
-
-    counted = _counted(name, mode, outputs, scored.targets, scored.answers, router)
     metric_scores = [MetricScore.of(metric, score) for metric, score in scores.items()]
+
+    counted = count_system(task, examples, outputs, name, mode, router).result
     result = replace(counted, scores=metric_scores, calibration=calibration)
     return ScoredSystem(result, draws, scored.headline_scores)
 
@@ -217,33 +217,18 @@ def count_system(
     mode: str,
     router: Mapping[Stack, RouterSummary] | None = None,
 ) -> ScoredSystem:
-    """Returns one system's answers to a task whose labels are hidden: counted, without a score.
-
-    The arguments are those of `score_system`.
-    """
+    """Returns one system's answers counted, without a score; arguments as of `score_system`."""
     values = task.values(examples, outputs)
-    result = _counted(name, mode, outputs, values.targets, values.answers, router)
-    return ScoredSystem(result, {}, np.empty(0))
-
-
-def _counted(
-    name: str,
-    mode: str,
-    outputs: Sequence[str],
-    targets: Values,
-    answers: Values,
-    router: Mapping[Stack, RouterSummary] | None,
-) -> SystemResult:
-    """Returns one system's answers without a score; targets and answers are post-processed."""
-    return SystemResult(
+    result = SystemResult(
         name=name,
         mode=mode,
         scores=[],
         num_examples=len(outputs),
-        num_unparsable=count_unparsable(targets, answers),
+        num_unparsable=count_unparsable(values.targets, values.answers),
         num_empty=sum(not output.strip() for output in outputs),
         router=router,
     )
+    return ScoredSystem(result, {}, np.empty(0))
 
 
 def choice_scores(predicted: Predicted) -> list[Mapping[str, float]] | None:

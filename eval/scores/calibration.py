@@ -1,6 +1,6 @@
-"""Whether a model is as often right as it is sure: expected calibration error and Brier score.
+"""Calibration of ranked choices: expected calibration error and Brier score.
 
-Only ranked answers have a probability for each choice; generated ones have none.
+Only ranked answers have a probability for each choice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class ReliabilityBin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How sure a system is of its choices, and how often it is right.
+    """Calibration of a system.
 
     Attributes:
         ece: Expected calibration error, in points of 0..100; 0 is best. With few examples it is

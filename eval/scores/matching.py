@@ -1,7 +1,7 @@
-"""Whether a system matches questions with answers, where each answers another question too.
+"""Whether a system matches questions that share their choices with the right answers.
 
-A word that is likely whatever is asked wins when choices are ranked. Where the same choices stand in
-several questions, it cancels: of two of them, the right matching is compared with the swapped one.
+When choices are ranked, a word that is likely for any question wins. It cancels where several
+questions share their choices: for each pair, the right matching is compared with the swapped one.
 """
 
 from collections import defaultdict

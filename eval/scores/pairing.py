@@ -1,4 +1,4 @@
-"""Whether two systems differ, on the same examples, by more than chance.
+"""Whether two systems differ on the same examples by more than chance.
 
 Two tools: the interval of their difference, from the paired bootstrap, and the paired permutation
 test, which swaps their answers group by group and gives the p-value. They are two methods: near 0.05

@@ -1,6 +1,6 @@
-"""What a study shows: differences of arms over seeds, with intervals and a verdict.
+"""Conclusions of a study: differences of arms over seeds, with intervals and a verdict.
 
-Comes after `outcomes`, before `report`, which writes it down.
+Comes after `outcomes`, before `report`.
 """
 
 import math
@@ -100,7 +100,7 @@ class Crossing(NamedTuple):
 
 
 class StudyResult(NamedTuple):
-    """A study with all that its runs came to.
+    """A study with the outcomes of its runs.
 
     Attributes:
         study: The study.

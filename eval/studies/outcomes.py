@@ -1,4 +1,4 @@
-"""What the runs of a study came to: the number of each, its curve and its cost.
+"""Outcomes of the runs of a study: the measured number, the curve and the cost of each.
 
 Comes after `scheduler`, before `analysis`, which compares the arms.
 """
@@ -99,7 +99,7 @@ class TakenRun(NamedTuple):
 
 
 def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
-    """Returns what a complete run came to.
+    """Returns the outcome of a complete run.
 
     Raises:
         DataError: When its files do not hold the metric of the study.

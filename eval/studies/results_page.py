@@ -1,4 +1,4 @@
-"""What all studies show: a page in Markdown, made of study.json files.
+"""The page of all studies in Markdown, made from study.json files.
 
 Comes after `report`, which writes those files.
 """

@@ -1,6 +1,6 @@
-"""Starts the runs of a study: several at a time, within a budget of hours, and again after any kill.
+"""Starts the runs of a study: several at a time, within a budget of hours, and resumable.
 
-Comes after `runs`, before `outcomes`, which reads what the runs have written.
+Comes after `runs`, before `outcomes`, which reads the files of the runs.
 """
 
 import json
@@ -63,7 +63,7 @@ class Budget(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """What the scheduler knows of a run; study_run.json in the run's folder.
+    """State of a run; study_run.json in the run's folder.
 
     Attributes:
         commands: Command lines of the run, without the interpreter.
@@ -99,7 +99,7 @@ class _Process:
 
 @dataclass
 class Progress:
-    """What became of the runs.
+    """Which runs are complete.
 
     Attributes:
         complete: Runs that are complete, diverged ones too.
@@ -111,7 +111,7 @@ class Progress:
 
 
 def run_all(runs: Sequence[StudyRun], budget: Budget) -> None:
-    """Runs what is not complete yet; `find_progress` says what is complete then.
+    """Runs what is not complete yet.
 
     Args:
         runs: The runs, in the order in which they begin.
@@ -165,7 +165,7 @@ def find_progress(runs: Sequence[StudyRun]) -> Progress:
 
 
 def read_state(run: StudyRun) -> RunState | None:
-    """Returns what is known of a run; None for one that never began.
+    """Returns the state of a run; None for one that never started.
 
     Raises:
         StudyError: When its folder holds a run with other settings.
