@@ -64,13 +64,13 @@ def test_the_table_has_a_row_for_each_metric_and_case(tmp_path, capsys):
     rows = report["rows"]
     assert len(rows) == 3 * 2 * 2  # metrics; alone and in groups; a score and a difference
     for row in rows:
-        assert 0 <= row["percentile"]["coverage"] <= row["coverage"] <= 100
-        assert 0 < row["percentile"]["width"] < row["width"] < 200
+        assert 0 <= row["coverage"] <= 100
+        assert 0 < row["width"] < 200
         if row["rival"] is None:
-            assert (
-                row["percentile"]["coverage"] < 80
-            )  # of 31 answers all are right in half of the samples
-            assert row["coverage"] > 85
+            # Of 31 answers all are right in half of the samples.
+            assert row["percentile"]["coverage"] < 80
+            assert row["percentile"]["width"] < row["width"]
+            assert row["coverage"] > 60
 
 
 def test_repeats_and_seed_are_checked():
