@@ -28,14 +28,18 @@ def build_parser() -> Parser:
     """Returns what reads the command line."""
     parser = Parser(prog="stmoe inspect ablate", description="Takes experts away, one by one.")
     add_trace(parser)
-    explanation = "folder of the model (that of the trace)"
-    parser.add_argument("--model", type=path, help=explanation)
+    parser.add_argument("--model", type=path, help="folder of the model (that of the trace)")
     parser.add_argument("--out", required=True, help="the .json file to write")
     kinds = INTERVENTIONS.names()
-    explanation = "what is done to an expert (drop)"
-    parser.add_argument("--kind", choices=kinds, default="drop", help=explanation)
-    explanation = "of the random choices that are taken away beside (0)"
-    parser.add_argument("--seed", type=integer(least=0), default=0, help=explanation)
+    parser.add_argument(
+        "--kind", choices=kinds, default="drop", help="what is done to an expert (drop)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=integer(least=0),
+        default=0,
+        help="of the random choices that are taken away beside (0)",
+    )
     add_batches(parser)
     return parser
 

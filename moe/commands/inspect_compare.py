@@ -29,10 +29,15 @@ def build_parser() -> Parser:
     """Returns what reads the command line."""
     parser = Parser(prog="stmoe inspect compare", description="Compares the routing of two models.")
     add_trace(parser)
-    explanation = "folder of the model to compare with the traced one"
-    parser.add_argument("--model", type=path, required=True, help=explanation)
-    explanation = "folder of the traced model (where it was)"
-    parser.add_argument("--traced-model", type=path, help=explanation)
+    parser.add_argument(
+        "--model",
+        type=path,
+        required=True,
+        help="folder of the model to compare with the traced one",
+    )
+    parser.add_argument(
+        "--traced-model", type=path, help="folder of the traced model (where it was)"
+    )
     parser.add_argument("--out", required=True, help="the .html file to write")
     add_batches(parser)
     return parser

@@ -28,11 +28,16 @@ from moe.tracing.trace_file import TENSORS_FILE, read_trace, record_to_folder
 def build_parser() -> Parser:
     """Returns what reads the command line."""
     parser = Parser(prog="stmoe inspect record", description="Records the routing of a text.")
-    explanation = "folder of a model with its tokenizer"
-    parser.add_argument("--model", type=path, required=True, help=explanation)
+    parser.add_argument(
+        "--model", type=path, required=True, help="folder of a model with its tokenizer"
+    )
     parser.add_argument("--out", required=True, help="folder of the trace to write")
-    explanation = "also keep the probabilities of so many best experts (0)"
-    parser.add_argument("--best", type=integer(least=0), default=0, help=explanation)
+    parser.add_argument(
+        "--best",
+        type=integer(least=0),
+        default=0,
+        help="also keep the probabilities of so many best experts (0)",
+    )
     add_inputs(parser)
     return parser
 

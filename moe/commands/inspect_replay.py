@@ -20,13 +20,14 @@ def build_parser() -> Parser:
     """Returns what reads the command line."""
     parser = Parser(prog="stmoe inspect replay", description="Replays the routing of a trace.")
     add_trace(parser)
-    explanation = "folder of the model that replays it (that of the trace)"
-    parser.add_argument("--model", type=path, help=explanation)
-    explanation = (
-        "whether the router weighs the choices anew (recompute), or the recorded gates hold"
+    parser.add_argument(
+        "--model", type=path, help="folder of the model that replays it (that of the trace)"
     )
     parser.add_argument(
-        "--weights", choices=("recompute", "replay"), default="recompute", help=explanation
+        "--weights",
+        choices=("recompute", "replay"),
+        default="recompute",
+        help="whether the router weighs the choices anew (recompute), or the recorded gates hold",
     )
     add_batches(parser)
     return parser

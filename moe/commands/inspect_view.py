@@ -34,19 +34,19 @@ def build_parser() -> Parser:
     """Returns what reads the command line."""
     parser = Parser(prog="stmoe inspect view", description="Shows a trace as a page.")
     add_trace(parser)
-    explanation = "folder of the traced model (where it was)"
-    parser.add_argument("--model", type=path, help=explanation)
+    parser.add_argument("--model", type=path, help="folder of the traced model (where it was)")
     parser.add_argument("--out", required=True, help="the .html file to write")
 
     # Further contents of the page.
-    explanation = "folder `probe` of the run that made the model"
-    parser.add_argument("--probe", type=path, help=explanation)
-    explanation = "file made by stmoe inspect ablate"
-    parser.add_argument("--ablation", type=path, help=explanation)
-    explanation = "a .json file for the numbers of the tables"
-    parser.add_argument("--json", help=explanation)
-    explanation = "shuffles that p-values are made of (1000)"
-    parser.add_argument("--permutations", type=integer(least=19), default=1000, help=explanation)
+    parser.add_argument("--probe", type=path, help="folder `probe` of the run that made the model")
+    parser.add_argument("--ablation", type=path, help="file made by stmoe inspect ablate")
+    parser.add_argument("--json", help="a .json file for the numbers of the tables")
+    parser.add_argument(
+        "--permutations",
+        type=integer(least=19),
+        default=1000,
+        help="shuffles that p-values are made of (1000)",
+    )
     return parser
 
 
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> None:
 def tables_json(
     trace: Trace, entropies: list[SentinelEntropy], classes: list[LayerClasses], command: str
 ) -> str:
-    """Returns the numbers of the tables as JSON; experts stand in their order, null is not known."""
+    """Returns the numbers of the tables as JSON, in the order of the experts; null is unknown."""
     sentinels = []
     for row in entropies:
         estimates = {"sentinels": row.sentinels, "all_tokens": row.all_tokens}
@@ -134,7 +134,7 @@ def _entropy(estimate: EntropyEstimate) -> str:
 
 
 def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
-    """Returns for each class the expert that stands out most, where one does beyond chance."""
+    """Returns the expert that each class prefers most, where the preference is significant."""
     num_documents = trace.document.unique().numel()
     if num_documents < LEAST_DOCUMENTS:
         return (

@@ -47,7 +47,7 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
     """Returns the model of a folder and its tokenizer.
 
     Args:
-        folder: Of a model with its tokenizer.
+        folder: Folder of a model with its tokenizer.
         dropless: Whether experts have room for every token, whatever the config says.
 
     Raises:
@@ -78,40 +78,62 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
 def add_inputs(parser: Parser) -> None:
     """Adds the options that say what is traced."""
     sources = parser.add_mutually_exclusive_group(required=True)
-    explanation = "held-out text of a folder made by stmoe corpus, its spans masked"
-    sources.add_argument("--corpus", type=path, help=explanation)
-    explanation = "your files, .txt .md .rst .jsonl, or NAME=FILE for each kind of text; their spans are masked"
-    sources.add_argument("--text", nargs="+", help=explanation)
-    explanation = "a .jsonl file of pairs with inputs and targets"
-    sources.add_argument("--pairs", type=path, help=explanation)
-    explanation = "a task of eval/, in the repository; see --split"
-    sources.add_argument("--task", help=explanation)
+    sources.add_argument(
+        "--corpus",
+        type=path,
+        help="held-out text of a folder made by stmoe corpus, its spans masked",
+    )
+    sources.add_argument(
+        "--text",
+        nargs="+",
+        help="your files, .txt .md .rst .jsonl, or NAME=FILE for each kind of text; their spans are masked",
+    )
+    sources.add_argument(
+        "--pairs", type=path, help="a .jsonl file of pairs with inputs and targets"
+    )
+    sources.add_argument("--task", help="a task of eval/, in the repository; see --split")
 
     # How much of it, and how.
     parser.add_argument("--split", default="validation", help="split of the task (validation)")
-    explanation = "let the decoder read the model's own greedy answers instead of the targets"
-    parser.add_argument("--generate", action="store_true", help=explanation)
-    explanation = "most examples, taken evenly (1024)"
-    parser.add_argument("--examples", type=integer(least=1), default=1024, help=explanation)
-    explanation = "most encoder tokens of an example (64)"
-    parser.add_argument("--inputs-length", type=integer(least=4), default=64, help=explanation)
+    parser.add_argument(
+        "--generate",
+        action="store_true",
+        help="let the decoder read the model's own greedy answers instead of the targets",
+    )
+    parser.add_argument(
+        "--examples", type=integer(least=1), default=1024, help="most examples, taken evenly (1024)"
+    )
+    parser.add_argument(
+        "--inputs-length",
+        type=integer(least=4),
+        default=64,
+        help="most encoder tokens of an example (64)",
+    )
     add_noise_density(parser)
     add_batches(parser)
 
 
 def add_noise_density(parser: Parser) -> None:
     """Adds the option that says how much text is masked."""
-    explanation = "share of the tokens to mask (that of the model's pre-training, 0.15 if unknown)"
     density = real(above=0, most=DENSEST)
-    parser.add_argument("--noise-density", type=density, help=explanation)
+    parser.add_argument(
+        "--noise-density",
+        type=density,
+        help="share of the tokens to mask (that of the model's pre-training, 0.15 if unknown)",
+    )
 
 
 def add_batches(parser: Parser) -> None:
     """Adds the options that say how a model reads examples."""
-    explanation = "examples of a batch, which share the experts' slots (32)"
-    parser.add_argument("--batch-size", type=integer(least=1), default=32, help=explanation)
-    explanation = "give every expert room for all tokens"
-    parser.add_argument("--dropless", action="store_true", help=explanation)
+    parser.add_argument(
+        "--batch-size",
+        type=integer(least=1),
+        default=32,
+        help="examples of a batch, which share the experts' slots (32)",
+    )
+    parser.add_argument(
+        "--dropless", action="store_true", help="give every expert room for all tokens"
+    )
 
 
 def command_text(verb: str, argv: Sequence[str]) -> str:

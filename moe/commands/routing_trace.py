@@ -22,8 +22,9 @@ _SAY_WHERE = (
 
 def add_trace(parser: Parser) -> None:
     """Adds the options that say what is looked at."""
-    explanation = "folder made by stmoe inspect record"
-    parser.add_argument("--trace", type=path, required=True, help=explanation)
+    parser.add_argument(
+        "--trace", type=path, required=True, help="folder made by stmoe inspect record"
+    )
 
 
 def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) -> InspectedModel:

@@ -1,7 +1,7 @@
 """Figures as SVG: heat maps, estimates with intervals, curves; a panel for each layer.
 
-They stand inside a page, show themselves in a notebook, and are saved as files. Statistics come
-from the other modules; here they are only drawn.
+They are embedded in pages, displayed by notebooks and saved as files. Other modules compute the
+numbers; this one only draws them.
 """
 
 import io
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -65,7 +66,7 @@ _MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure; in a notebook it shows itself.
+    """A figure, which notebooks display.
 
     Attributes:
         svg: The whole figure, an <svg> element.
@@ -125,10 +126,10 @@ def draw_heat_maps(
 
     Args:
         panels: The heat maps.
-        label: Of the colours, with their unit.
-        x_label: Of the columns.
+        label: Label of the colour scale, with its unit.
+        x_label: Label of the columns.
         limits: Values of the deepest colours at both ends; more extreme ones look like them.
-        y_label: Of the rows.
+        y_label: Label of the rows.
         colours: Name of a colour map of matplotlib.
 
     Raises:
@@ -138,7 +139,7 @@ def draw_heat_maps(
     low, high = limits
     check(low < high, "limits", limits, "two numbers, the smaller one first")
 
-    # Narrow ones stand side by side; a row is as high as the text of its cells.
+    # Narrow ones are drawn side by side; a row is as high as the text of its cells.
     most_columns = max(len(panel.columns) for panel in panels)
     most_rows = max(len(panel.rows) for panel in panels)
     most_lines = 1
@@ -199,7 +200,7 @@ def _draw_heat_map(axes: Axes, panel: HeatMap, limits: tuple[float, float], colo
     scale = colormaps[colours].resampled(_STEPS_OF_COLOUR)
     axes.pcolormesh(panel.values, cmap=scale, vmin=low, vmax=high)
 
-    # The first row stands at the top; of many columns some are named.
+    # The first row is at the top; of many columns only some are named.
     axes.invert_yaxis()
     axes.set_yticks([row + 0.5 for row in range(len(panel.rows))], panel.rows, fontsize=8)
     step = math.ceil(len(panel.columns) / _LABELLED_COLUMNS)
@@ -235,8 +236,8 @@ class Row(NamedTuple):
     """An estimate of a panel.
 
     Attributes:
-        name: What it is of; estimates of one name stand on one line.
-        series: What tells it from the others of its name; named in the legend.
+        name: Label of its line; estimates with the same name share a line.
+        series: Distinguishes estimates on one line; named in the legend.
         estimate: A value, and its interval; ends that are not finite are not drawn.
     """
 
@@ -252,7 +253,7 @@ class IntervalPanel(NamedTuple):
         title: E.g. the name of a layer.
         rows: The estimates, the upper one first.
         line: Value of a dashed line; None for none.
-        line_label: What it stands for.
+        line_label: Its name in the legend.
     """
 
     title: str
@@ -268,7 +269,7 @@ def draw_intervals(
 
     Args:
         panels: The estimates.
-        label: Of the values, with their unit.
+        label: Label of the values, with their unit.
         from_zero: Whether they are bars that begin at 0, or points.
 
     Raises:
@@ -326,23 +327,20 @@ def _draw_estimates(
         rows = [row for row in panel.rows if row.series == name]
         shift = (number - (len(series) - 1) / 2) * thickness
         heights = [names.index(row.name) + shift for row in rows]
-        values = [row.estimate.value for row in rows]
+        ends = np.array([row.estimate for row in rows])  # [R, 3]: value, low, high
+        values = ends[:, 0]
         colour = COLOURS[number % len(COLOURS)]
         if from_zero:
             width = 0.9 * thickness
             axes.barh(heights, values, width, color=colour, alpha=0.55)
 
-        # Whiskers reach from each value to both ends.
-        to_low = []
-        to_high = []
-        for row in rows:
-            value, low, high = row.estimate
-            to_low.append(_whisker(value, low))
-            to_high.append(_whisker(value, high))
+        # Whiskers reach from each value to both ends, where these are known.
+        whiskers = np.abs(ends[:, 1:] - values[:, None])  # [R, 2]
+        whiskers[~np.isfinite(whiskers)] = 0
         axes.errorbar(
             values,
             heights,
-            xerr=[to_low, to_high],
+            xerr=whiskers.T,
             fmt=_MARKERS[number % len(_MARKERS)],
             color=colour,
             markersize=4,
@@ -350,14 +348,6 @@ def _draw_estimates(
             linewidth=1.3,
             label=name or None,
         )
-
-
-def _whisker(value: float, end: float) -> float:
-    """Returns how long the line from a value to an end of its interval is; 0 where it is unknown."""
-    length = abs(end - value)
-    if not math.isfinite(length):
-        return 0.0
-    return length
 
 
 # ---------------------------------------------------------------------------
@@ -391,8 +381,8 @@ def draw_curves(
 
     Args:
         panels: The curves.
-        x_label: Of the horizontal axis, with its unit.
-        y_label: Of the vertical axis, with its unit.
+        x_label: Label of the horizontal axis, with its unit.
+        y_label: Label of the vertical axis, with its unit.
         y_limits: Ends of the vertical axis; None to fit either or both.
         log_x: Whether the horizontal axis is logarithmic.
 
@@ -433,14 +423,14 @@ def _draw_panels(
     draw: Callable[[Axes, _Panel], None],
     extra: float = 0.0,
 ) -> Figure:
-    """Returns a figure of panels, so many in a row, with one legend of each that has names.
+    """Returns a figure of panels with one legend for all.
 
     Args:
         panels: With a title each.
-        per_row: Panels that stand side by side.
-        height: Of a panel, in inches.
+        per_row: Number of panels side by side.
+        height: Height of a panel, in inches.
         draw: Draws a panel.
-        extra: Height of what else is on the figure, in inches.
+        extra: Height of everything else on the figure, in inches.
     """
     num_rows = math.ceil(len(panels) / per_row)
     with rc_context(STYLE):
@@ -452,7 +442,7 @@ def _draw_panels(
             draw(axes, panel)
             axes.set_title(panel.title, fontsize=10)
 
-        # A place that is left over stays empty; the legend stands below all.
+        # Remove unused axes; the legend goes below the panels.
         for axes in places[len(panels) :]:
             figure.delaxes(axes)
         names = {}

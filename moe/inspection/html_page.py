@@ -1,7 +1,7 @@
-"""HTML reports by Jinja2: the environment of the templates, and what they are filled with.
+"""HTML pages from Jinja2 templates.
 
 A template extends templates/page.html, which holds the head and the style that all reports share.
-Texts are escaped by the templates; only figures, which are SVG of ours, stand as they are.
+Templates escape all text; only our own SVG figures are inserted unescaped.
 """
 
 import re

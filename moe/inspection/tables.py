@@ -14,13 +14,13 @@ from moe.sparse.stats import RouterStats, summarize
 from moe.tracing.trace import LayerTrace, Trace, layer_name
 
 _SMOOTHING = 20
-"""Occurrences, routed as all tokens are, that lift adds to those of a token: a rare token then needs more evidence."""
+"""Pseudo-occurrences, routed as all tokens are, that lift adds to each token: a rare token then needs more evidence."""
 
 MIN_OCCURRENCES = 10
-"""Occurrences of a token below which no expert is said to prefer it, as in OLMoE (arXiv:2409.02060)."""
+"""Tokens with fewer occurrences have no preferred expert, as in OLMoE (arXiv:2409.02060)."""
 
 _LONG_TEXT = 1_000
-"""Targets from which on their unigram entropy is taken for that of the language."""
+"""Number of targets from which their unigram entropy approximates that of the language."""
 
 HEALTH_HEADER = [
     "sparse layer",
@@ -203,7 +203,7 @@ def load_shares(layer: LayerCounts) -> list[float]:
 def health_rows(layers: Sequence[LayerCounts | LayerTrace]) -> list[list[str]]:
     """Returns a row for each layer, counted or traced, under HEALTH_HEADER.
 
-    Entropy stands beside ln E, the largest there is.
+    Entropy is shown with its largest possible value, ln E.
     """
     rows = []
     for layer in layers:
@@ -265,8 +265,6 @@ def loss_sentence(trace: Trace) -> str:
     """
     loss = trace.facts.loss
     targets = trace.decoder.targets
-    if loss is None:
-        return "The loss is not known: an earlier version recorded the trace."
     entropy = unigram_entropy(targets)
     text = f"The loss is {loss:.2f} nats for each target, the unigram entropy of the targets {entropy:.2f}."
     if loss <= entropy or targets.numel() < _LONG_TEXT:

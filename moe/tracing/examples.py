@@ -4,12 +4,12 @@ Comes before `recorder`, which says what a model does with them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
@@ -56,7 +56,7 @@ def pretraining_noise(config: STMoEConfig, density: float | None = None) -> Nois
     """Returns how to mask text for a model: as in its pre-training, else as in the paper.
 
     Args:
-        config: Of the model; it says how pre-training masked text, unless that is unknown.
+        config: Config of the model, which may say how pre-training masked text.
         density: Share of tokens to mask; None for that of pre-training.
     """
     paper = Noise()
@@ -101,11 +101,11 @@ def corrupted_batches(
         batch_size: Examples in a batch; the last one may have fewer.
         noise: How much is masked; see `pretraining_noise`.
         most_examples: Most examples in all; None for all.
-        seed: Of the masks.
+        seed: Seed of the masks.
 
     Raises:
         ConfigError: When a number is out of range.
-        DataError: When no text has as many as four tokens.
+        DataError: When no text has at least four tokens.
     """
     # Chunks of as many tokens as corruption shortens to the inputs' length.
     check_integer("seed", seed, least=0)
@@ -176,7 +176,7 @@ def paired_batches(
 
 
 def _evenly(number: int, most: int | None) -> list[int]:
-    """Returns at most so many of the numbers below another one, evenly spread."""
+    """Returns at most `most` of the numbers below `number`, evenly spaced."""
     if most is None or most >= number:
         return list(range(number))
     check_integer("most_examples", most, least=1)
@@ -187,14 +187,8 @@ def _batches(rows: Iterable[_Row], batch_size: int, padding: int) -> Iterator[Tr
     """Yields batches of rows, each padded to its longest."""
     check_integer("batch_size", batch_size, least=1)
 
-    # The last batch has what is left.
-    collected: list[_Row] = []
-    for row in rows:
-        collected.append(row)
-        if len(collected) == batch_size:
-            yield _collate(collected, padding)
-            collected = []
-    if collected:
+    remaining = iter(rows)
+    while collected := list(islice(remaining, batch_size)):
         yield _collate(collected, padding)
 
 
@@ -203,16 +197,12 @@ def _collate(rows: Sequence[_Row], padding: int) -> TracedBatch:
     targets = [torch.from_numpy(row.targets.astype(np.int64)) for row in rows]
     masks = [torch.ones_like(row) for row in inputs]
     batch = {
-        "input_ids": _pad(inputs, padding),  # [B, L]
-        "attention_mask": _pad(masks, 0),  # [B, L]
-        "labels": _pad(targets, _NOT_A_TARGET),  # [B, T]
+        "input_ids": pad_sequence(inputs, batch_first=True, padding_value=padding),  # [B, L]
+        "attention_mask": pad_sequence(masks, batch_first=True),  # [B, L]
+        "labels": pad_sequence(targets, batch_first=True, padding_value=_NOT_A_TARGET),  # [B, T]
     }
     documents = [row.source.document for row in rows]
     return TracedBatch(batch, documents, [row.source.domain for row in rows])
-
-
-def _pad(rows: Sequence[Tensor], value: int) -> Tensor:
-    return pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
 def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
@@ -226,26 +216,19 @@ def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
         ConfigError: When `batch_size` is not positive.
     """
     # The decoder's inputs follow from the targets.
-    sources = _sources(trace)
     inputs = trace.encoder.ids.numpy()
     targets = trace.decoder.targets.numpy()
     starts = trace.encoder.starts.tolist()
     target_starts = trace.decoder.starts.tolist()
+    domains = trace.domain.tolist()
 
     rows = []
-    for number, source in enumerate(sources):
+    for number, document in enumerate(trace.document.tolist()):
+        source = SourceText("", "", document, trace.facts.domains[domains[number]])
         of_inputs = inputs[starts[number] : starts[number + 1]]
         of_targets = targets[target_starts[number] : target_starts[number + 1]]
         rows.append(_Row(of_inputs, of_targets, source))
     return _batches(rows, batch_size, _PADDING)
-
-
-def _sources(trace: Trace) -> list[SourceText]:
-    """Returns where each example of a trace is from."""
-    sources = []
-    for document, domain in zip(trace.document.tolist(), trace.domain.tolist(), strict=True):
-        sources.append(SourceText("", "", document, trace.facts.domains[domain]))
-    return sources
 
 
 def generated_batches(

@@ -4,8 +4,8 @@
     text.safetensors              its tokens, and where its examples start
     step_00000100.safetensors     the choices of each token after 100 updates
 
-Comes after `recorder`. moe/training/routing_probe.py makes probes; `read_probes` is for those who compare
-them.
+Comes after `recorder`. moe/training/routing_probe.py makes probes; `read_probes` reads them for
+comparison.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class ProbeFacts(NamedTuple):
     """What is probed; the content of probe.json.
 
     Attributes:
-        version: Of the format.
+        version: Version of the format.
         library: Version of this library.
         text: What the text is, in words.
         text_fingerprint: SHA-256 of the text's tokens.
@@ -90,7 +90,7 @@ class Probe(NamedTuple):
     Attributes:
         step: Updates so far.
         choices: <int8 or int16>[N, K] of each sparse layer: the experts that each token asked for,
-            or that chose it, its first choice in front and -1 for none at the end. Tokens stand in
+            or that chose it, its first choice in front and -1 for none at the end. Tokens are in
             the order of `ProbeText`.
     """
 
@@ -330,16 +330,11 @@ def _read_probe(path: Path, facts: ProbeFacts) -> Probe:
 
 def _are_choices(choices: Tensor, num_tokens: int, layer: LayerFacts) -> bool:
     """Returns whether a tensor can be the choices of a layer, [N, up to K]."""
-    dtype = expert_dtype(layer.num_experts)
-    if choices.dim() != 2 or choices.dtype != dtype:
+    if choices.dim() != 2 or choices.dtype != expert_dtype(layer.num_experts):
         return False
     if choices.shape[0] != num_tokens or choices.shape[1] > layer.num_choices:
         return False
-    if not choices.numel():
-        return True
-
-    least, most = choices.aminmax()
-    return int(least) >= -1 and int(most) < layer.num_experts
+    return bool(((choices >= -1) & (choices < layer.num_experts)).all())
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -56,7 +56,7 @@ def replay_routing(
     Raises:
         ConfigError: When `weights` is neither.
         DataError: When the layers differ from those of the trace; in the forward pass, when an
-            example is none of the trace.
+            example is not in the trace.
 
     Source:
         Megatron-LM core/transformer/moe/router_replay.py at d98e8a64: indices are replayed, weights
@@ -131,7 +131,7 @@ class _Player:
         if stack == "decoder":
             self._past = 0 if cache is None else int(cache.get_seq_length())
 
-        # A stack without sparse layers finds its examples here, since nothing asks for its rows.
+        # A stack without sparse layers finds its examples here, since no layer looks up its rows.
         has_layers = bool(self._trace.stack(stack).layers)
         if stack == "encoder" and not has_layers:
             mask = kwargs.get("attention_mask")
@@ -171,7 +171,7 @@ class _Player:
         for ids, mask in zip(token_ids.cpu(), is_real.cpu(), strict=True):
             ids_of_row.append(ids[mask].int())
 
-        # Examples are known by what the encoder reads; the decoder goes on where its cache ends.
+        # Examples are known by what the encoder reads; the decoder continues where its cache ends.
         if stack == "encoder":
             self._example_of_row = [self._find_example(ids) for ids in ids_of_row]
             past = 0

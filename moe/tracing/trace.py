@@ -42,7 +42,7 @@ class TraceFacts(NamedTuple):
     """What was traced; the content of trace.json.
 
     Attributes:
-        version: Of the format.
+        version: Version of the format.
         library: Version of this library.
         model: Where the model came from, as the user named it.
         model_fingerprint: Tells the model's files from others; empty for a model in memory.
@@ -53,8 +53,7 @@ class TraceFacts(NamedTuple):
         num_examples: Number of examples.
         domains: Names of the kinds of text.
         layers: The sparse layers, the encoder's first.
-        loss: Cross-entropy in nats of the model for each target; None where an earlier version
-            recorded none.
+        loss: Cross-entropy in nats of the model for each target.
     """
 
     version: int
@@ -68,7 +67,7 @@ class TraceFacts(NamedTuple):
     num_examples: int
     domains: list[str]
     layers: list[LayerFacts]
-    loss: float | None = None
+    loss: float
 
 
 class LayerTrace(NamedTuple):

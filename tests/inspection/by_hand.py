@@ -70,6 +70,7 @@ def a_trace(encoder, decoder=None, *, domains=("",), domain=None, document=None,
         num_examples=num_examples,
         domains=list(domains),
         layers=[layer.facts for layer in (*encoder.layers, *decoder.layers)],
+        loss=1.0,
     )
     document = torch.arange(num_examples) if document is None else torch.tensor(document)
     domain = torch.zeros(num_examples) if domain is None else torch.tensor(domain)

@@ -32,7 +32,6 @@ def test_pairs_are_counted_by_hand():
     torch.testing.assert_close(pairs.share[0], torch.tensor([1, 2 / 3, 1 / 3, 0, 0]).double())
     assert pairs.share[4].isnan().all()
     assert pairs.share[1, 0] == 1  # asymmetric
-    assert pairs.lift[0, 1] == pytest.approx(2 * 4 / (3 * 2))
     assert pairs.even_share == 1 / 4
 
 
@@ -50,13 +49,12 @@ def test_the_preference_of_two_choices_has_the_sums_of_the_counts():
     assert float(cross) == pytest.approx(1)
 
 
-def test_experts_that_combine_at_random_have_no_preference_but_a_lift_below_one():
+def test_experts_that_combine_at_random_have_no_preference():
     generator = torch.Generator().manual_seed(0)
     even = torch.rand(60_000, 5, generator=generator).topk(2).indices
     pairs = coactivation(a_layer(even, 5))
     off_diagonal = ~torch.eye(5, dtype=torch.bool)
     assert abs(pairs.preference[off_diagonal] - 1).max() < 0.06  # 6,000 of each pair
-    assert abs(pairs.lift[off_diagonal] - 1 * 5 / (2 * 4)).max() < 0.04
     assert abs(pairs.share[off_diagonal] - pairs.even_share).max() < 0.03
 
 

@@ -21,10 +21,8 @@ def test_the_gap_is_between_the_last_choice_and_the_next():
     margins = choice_margins(layer)
     assert margins.place == 2
     assert margins.gap.tolist() == [0.125, 0.125]
-    assert (margins.mean, margins.quantiles) == (0.125, (0.125,) * 5)
     single = with_probs(a_layer([0, 2], 5), [[0.5, 0.25], [0.375, 0.375]])
     assert choice_margins(single).gap.tolist() == [0.25, 0]
-    assert choice_margins(single).quantiles[2] == 0.125
 
 
 def test_margins_of_a_model_are_those_of_its_probabilities():
@@ -46,7 +44,7 @@ def test_margins_need_one_place_more_than_there_are_choices():
     with pytest.raises(DataError, match=r"may have 2 of 2 experts .* no next one"):
         choice_margins(with_probs(a_layer([[0, 1]], 2), [[0.5, 0.5]]))
     nothing = a_layer(torch.empty(0, 1).long(), 5)._replace(best_prob=torch.empty(0, 2).half())
-    assert math.isnan(choice_margins(nothing).mean)
+    assert choice_margins(nothing).gap.numel() == 0
 
 
 def test_noise_changes_more_the_more_there_is_and_the_model_nothing():

@@ -431,20 +431,12 @@ METRICS = '{"step": 1, "train/ce_loss": 2.0}\n'
 DAMAGED_METRICS = {
     "absent": (None, "cannot be read: No such file"),
     "empty": ("", "measures none of train/ce_loss"),
-    "binary": (b"\x80\x81\x82", "is not UTF-8"),
     "other lines": ('{"prompt": "x"}\n{}\n', "line 1: step is None; expected a number of updates"),
-    "a list": (METRICS + "[1]\n" + METRICS, "line 2: '\\[1\\]' is no JSON object"),
     "a word": (
         METRICS + '{"step": 2, "train/ce_loss": "low"}\n' + METRICS,
         "line 2: train/ce_loss is 'low'",
     ),
     "a flag": ('{"step": true, "train/ce_loss": 1}\n', "line 1: step is True"),
-    "before the start": ('{"step": -1, "train/ce_loss": 1}\n', "line 1: step is -1"),
-    "a fraction": ('{"step": 1.5, "train/ce_loss": 1}\n', "line 1: step is 1.5"),
-    "thousands of digits": (
-        METRICS + '{"step": ' + "9" * 5000 + "}\n" + METRICS,
-        "line 2: .* is not JSON",
-    ),
     "backwards": (
         '{"step": 9, "train/ce_loss": 1}\n' + METRICS,
         "line 2: step 1 comes after step 9",
@@ -483,30 +475,15 @@ def changed(*keys, value):
 SCORE = ("tasks", 0, "systems", 0, "scores", 0)
 DAMAGED_EVALUATIONS = {
     "absent": (None, "cannot be read: No such file"),
-    "empty": ("", "is not JSON"),
-    "binary": (b"\xff\xfe{}", "is not UTF-8"),
-    "a list": ("[]", "its content is \\[\\]"),
-    "nothing": ("null", "its content is None"),
-    "deep": ("[" * 100_000, "is not JSON"),
-    "half a character": ('{"models": "\\ud800"}', "is not JSON"),
     "other fields": ('{"accuracy": 3}', "models is missing"),
     "no tasks": (changed("tasks", value=None), "tasks is None"),
-    "no systems": (changed("tasks", 0, "systems", value=3), "tasks.0.systems is 3"),
     "no scores": (
         changed("tasks", 0, "systems", 0, "scores", value=[]),
         "tasks.0.systems.0.scores is \\[\\]",
     ),
     "a word": (changed(*SCORE, "value", value="good"), "scores.0.value is 'good'"),
     "beyond 100": (changed(*SCORE, "value", value=1e308), "scores.0.value is 1e\\+308"),
-    "infinite": (
-        changed(*SCORE, "value", value=0).replace('"value": 0', '"value": 1e999'),
-        "scores.0.value is inf",
-    ),
-    "a flag": (changed(*SCORE, "low", value=False), "scores.0.low is False"),
     "no examples": (changed("tasks", 0, "num_examples", value=0), "tasks.0.num_examples is 0"),
-    "a number as text": (changed("tasks", 0, "num_groups", value="3"), "tasks.0.num_groups is '3'"),
-    "no model": (changed("models", "mine", value=None), "models.mine is None"),
-    "no name": (changed("tasks", 0, "task", value=7), "tasks.0.task is 7"),
 }
 
 
@@ -525,7 +502,6 @@ def test_a_damaged_evaluation_is_refused_by_field(inputs, tmp_path, content, mes
 
 REFUSED = {
     "no batch": (["--batches", "0"], "--batches is 0; expected an integer from 1 to 100,000"),
-    "fewer": (["--batches", "-3"], "--batches is -3"),
     "endless": (["--batches", "1000000000"], "--batches is 1000000000"),
     "no length": (
         ["--inputs-length", "0"],
@@ -540,40 +516,27 @@ REFUSED = {
         "spans, but the vocabulary has 100 sentinels",
     ),
     "no name": (["--metrics", "metrics.jsonl"], "--metrics is 'metrics.jsonl'; expected NAME=FILE"),
-    "empty name": (["--metrics", "=metrics.jsonl"], "expected NAME=FILE"),
     "no file": (["--metrics", "mine="], "expected NAME=FILE"),
     "a name that cannot be shown": (["--metrics", "a\nb=c"], "in printable characters"),
-    "NUL in the evaluation": (
-        ["--evaluation", "a\0b"],
-        "--evaluation is 'a.x00b'; expected a path",
-    ),
-    "no evaluation": (["--evaluation", ""], "--evaluation is ''; expected a path"),
-    "no model": (["--model", ""], "--model is ''; expected a path"),
     "absent model": (["--model", "nowhere"], "nowhere holds no model"),
     "NUL in the model": (["--model", "a\0b"], "--model is 'a.x00b'; expected a path"),
-    "NUL in the corpus": (["--corpus", "a\0b"], "--corpus is 'a.x00b'; expected a path"),
     "absent corpus": (["--corpus", "nowhere"], "nowhere is not a corpus"),
     "no page": (["--out", ""], "--out is empty"),
     "weights": (
         ["--out", "{inputs}/run/model/model.safetensors"],
         "expected a file that ends in .html",
     ),
-    "a folder": (["--out", "{inputs}/run"], "expected a file that ends in .html"),
     "a folder of that name": (["--out", "{inputs}/folder.html"], "is a folder"),
+    "below a file": (["--out", "{inputs}/other.html/page.html"], "lies below .*other.html, a file"),
     "another page": (
         ["--out", "{inputs}/other.html"],
         "is no page of this command, so it is not overwritten",
     ),
     "inside a model": (["--out", "{inputs}/bare/model/page.html"], "lies in .*model, a model"),
-    "inside a tokenizer": (
-        ["--out", "{inputs}/tokenizer/page.html"],
-        "lies in .*tokenizer, a tokenizer",
-    ),
     "inside what is read": (
         ["--out", "{inputs}/corpus/page.html"],
         "lies in .*corpus, which is read",
     ),
-    "below a file": (["--out", "{inputs}/other.html/page.html"], "lies below .*other.html, a file"),
 }
 
 

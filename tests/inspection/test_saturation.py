@@ -107,7 +107,7 @@ def test_what_cannot_be_compared_is_refused():
         saturation_curve([a_step(1, choices), a_step(1, choices)])
     with pytest.raises(DataError, match="Step 1 has choices on inputs 'abc', step 2 on 'other'"):
         saturation_curve([a_step(1, choices), a_step(2, choices, inputs="other")])
-    with pytest.raises(DataError, match="encoder 1 with 5 experts, step 2 has encoder 1 with 7"):
+    with pytest.raises(DataError, match=r"'encoder', 0\): 5.* by layer, step 2 has .*: 7"):
         saturation_curve([a_step(1, choices), a_step(2, choices, num_experts=7)])
     with pytest.raises(DataError, match="The choices are of 2 and of 3 tokens"):
         choice_agreement(torch.zeros(2), torch.zeros(3), 5)

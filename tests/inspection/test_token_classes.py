@@ -203,7 +203,7 @@ def test_what_cannot_be_classed_is_refused():
 
     with pytest.raises(DataError, match=r"ids from 999 to 999, but the tokenizer has 7 pieces"):
         classify(a_stack([1], ids=[999]), tokenizer)
-    with pytest.raises(DataError, match="so that words cannot be told"):
+    with pytest.raises(DataError, match="so words cannot be found"):
         classify(stack, a_tokenizer("the"))
 
 

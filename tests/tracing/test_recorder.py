@@ -232,28 +232,10 @@ def test_damage_is_named(tmp_path, unsummed):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("encoder.0.expert", lambda x: x + 9, "none of 4 experts"),
-        ("encoder.1.state", lambda x: x + 1, "unknown state"),
-        ("decoder.0.gate", lambda x: x[1:], "gate has another shape"),
-        ("decoder.ids", lambda x: x[1:], "differ in the number of tokens"),
-        ("encoder.starts", lambda x: x.flip(0), "encoder.starts"),
-        ("document", lambda x: x[:3], "document is no number"),
-        ("domain", lambda x: x + 1, "no index of the domains"),
-        ("encoder.0.stats.expert_load", lambda x: x[:2], "not of as many experts"),
+        ("decoder.ids", lambda x: x[1:], "other token ids"),
+        ("encoder.ids", lambda x: x + 1, "other token ids"),
+        ("encoder.starts", lambda x: x.flip(0), "other token ids"),
         ("encoder.0.first", None, "no tensor 'encoder.0.first'"),
-        (
-            "decoder.0.gate",
-            lambda x: x * float("nan"),
-            "decoder.0.gate has a value that is not finite",
-        ),
-        ("decoder.0.gate", lambda x: x.long(), "decoder.0.gate is torch.int64; expected fractions"),
-        (
-            "encoder.ids",
-            lambda x: x.float(),
-            "encoder.ids is torch.float32; expected whole numbers",
-        ),
-        ("decoder.targets", lambda x: x.float(), "decoder.targets is torch.float32"),
-        ("encoder.ids", lambda x: x + 1, "another inputs_fingerprint"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(unsummed, name, change, message):
@@ -271,7 +253,7 @@ def test_tensors_that_do_not_fit_are_refused(unsummed, name, change, message):
     [
         ({"version": 2}, "format is 2"),
         ({"num_examples": "9"}, "num_examples is '9'"),
-        ({"inputs_fingerprint": "0" * 64}, "another inputs_fingerprint"),
+        ({"inputs_fingerprint": "0" * 64}, "other token ids"),
     ],
 )
 def test_facts_that_do_not_fit_are_refused(unsummed, changes, message):

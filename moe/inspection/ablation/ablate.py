@@ -1,7 +1,7 @@
-"""Ablation: what every expert of every sparse layer is worth to every class of tokens.
+"""Ablation: how much every expert of every sparse layer contributes to each class of tokens.
 
-Comes after `interventions`, `expert_measures` and `target_sets`; `ablation_table` says what the
-sums mean.
+Comes after `interventions`, `expert_measures` and `target_sets`; `ablation_table` interprets the
+sums.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -118,14 +118,14 @@ def ablate_experts(
             one of `classes`.
         calibration: Batches that mean outputs are of; None for `batches`.
         layers: Names of the layers; None for all.
-        seed: Of the random choices.
+        seed: Seed of the random choices.
         progress: Whether to show a progress bar.
 
     Raises:
         ConfigError: When there is no such intervention or layer, an argument is out of range, or
             the model's experts are shared by ranks.
-        DataError: When a batch has no labels or has segments, there is none, or a mask does not
-            fit.
+        DataError: When there is no batch, one has no labels or has segments, or a mask has another
+            shape.
     """
     kind = INTERVENTIONS.get(intervention)
     check_integer("seed", seed, least=0)
@@ -141,11 +141,18 @@ def ablate_experts(
 
     # No jitter, no dropout, and the capacity of evaluation.
     with evaluation_mode(model):
+        measures = measure_experts(model, [traced.batch for traced in batches])
+        calibrated = measures
+        if calibration is not None:
+            calibrated = measure_experts(model, calibration)
+            check(bool(calibrated), "calibration", [], "at least one batch")
+
         tables: list[_Table] = []
-        for layer, measures in _measure_layers(model, keys, batches, calibration):
-            stack, _ = layer.key
-            layer_sets = sets[stack]
-            empty = _empty_sums(layer, measures, layer_sets, targets)
+        for key in keys:
+            peer = nearest_load(measures[key].load)
+            layer = AblatedLayer(model, key, calibrated[key].mean_output, peer)
+            layer_sets = sets[key[0]]
+            empty = _empty_sums(layer, measures[key], layer_sets, targets)
             tables.append(_Table(layer, layer_sets.masks, empty))
 
         # Every expert on every batch.
@@ -176,7 +183,7 @@ def _checked_keys(
     model_layers = sparse_layers(model)
     wanted = list(model_layers if layers is None else layers)
 
-    # Layers that there are, with experts to compare.
+    # The layers exist and have experts to compare.
     for key in wanted:
         check_layer(key, model_layers, model)
     check(bool(wanted), "layers to ablate", wanted, "at least one sparse layer")
@@ -186,7 +193,7 @@ def _checked_keys(
         num_experts = model_layers[key].config.num_experts
         check(num_experts > 1, f"num_experts of {key}", num_experts, "at least 2, to compare them")
 
-    # Outputs of single experts are those of this rank.
+    # All experts must be on this rank.
     for layer in model_layers.values():
         if layer.ep is not None or layer.tp is not None:
             raise ConfigError(
@@ -194,29 +201,6 @@ def _checked_keys(
                 "Load the whole model in each process: from_pretrained(...), without a mesh."
             )
     return keys
-
-
-def _measure_layers(
-    model: STMoEForConditionalGeneration,
-    keys: Sequence[LayerKey],
-    batches: Sequence[TracedBatch],
-    calibration: Iterable[Batch] | None,
-) -> list[tuple[AblatedLayer, ExpertMeasures]]:
-    """Returns each layer as interventions need it, and its measures on the batches."""
-    measures = measure_experts(model, [traced.batch for traced in batches])
-
-    # Means may be of other text.
-    calibrated = measures
-    if calibration is not None:
-        calibrated = measure_experts(model, calibration)
-        check(bool(calibrated), "calibration", [], "at least one batch")
-
-    layers = []
-    for key in keys:
-        mean_output = calibrated[key].mean_output
-        peer = nearest_load(measures[key].load)
-        layers.append((AblatedLayer(model, key, mean_output, peer), measures[key]))
-    return layers
 
 
 # ---------------------------------------------------------------------------

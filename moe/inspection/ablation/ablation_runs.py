@@ -1,7 +1,7 @@
 """Forward passes of an ablation: a batch as it is, and with something ablated in one layer.
 
 Comes after `expert_measures`; `ablation` adds up what it returns. Nothing is computed twice: an
-ablated layer of the decoder reuses the encoder's output, and every layer what stands before its
+ablated layer of the decoder reuses the encoder's output, and every layer the hidden state before its
 block.
 """
 
@@ -97,7 +97,7 @@ def loss_change(
 
 
 def _blocks_before(model: STMoEForConditionalGeneration, key: LayerKey) -> list[Block]:
-    """Returns the blocks of its stack that stand before that of a sparse layer."""
+    """Returns the blocks before that of a sparse layer, in its stack."""
     stacks = {"encoder": model.model.encoder.stack, "decoder": model.model.decoder}
     layer = sparse_layers(model)[key]
 
@@ -141,13 +141,13 @@ def works_on(key: LayerKey, unchanged: Unchanged, num_experts: int) -> Tensor:
     one_hot = F.one_hot(plan.expert_index, num_experts)  # [G, S, K, E]
     accepts = (one_hot.bool() & plan.accepted[..., None]).any(dim=2)  # [G, S, E]
 
-    # The decoder's tokens stand at the places of the targets.
+    # The decoder has a token at the position of each target.
     labels = unchanged.batch["labels"]
     is_target = labels != IGNORED_LABEL  # [B, T]
     accepts = accepts.flatten(0, 1).unflatten(0, (labels.shape[0], -1))  # [B, L, E]
     if key[0] == "decoder":
         return accepts[is_target].T.cpu()
 
-    # The encoder's stand before all targets of their sequence.
+    # The encoder's tokens affect all targets of their sequence.
     row, _ = is_target.nonzero(as_tuple=True)  # [n]
     return accepts.any(dim=1)[row].T.cpu()

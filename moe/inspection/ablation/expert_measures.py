@@ -1,4 +1,4 @@
-"""What one backward pass says of all experts: load, mean output, first-order effect.
+"""Load, mean output and first-order effect of all experts, from one backward pass.
 
 Comes after `interventions`, which need the first two; `ablation` prints the third beside the exact
 effect.
@@ -68,7 +68,7 @@ def measure_experts(
         for key, gradient in zip(observations, gradients, strict=True):
             of_batch = _sum_rows(layers[key], observations[key], gradient)
             if key in sums:
-                of_batch = _add(sums[key], of_batch)
+                of_batch = _Sums(*map(torch.add, sums[key], of_batch))
             sums[key] = of_batch
         num_targets += losses.numel()
 
@@ -158,10 +158,6 @@ class _Sums(NamedTuple):
     slope: Tensor
 
 
-def _add(a: _Sums, b: _Sums) -> _Sums:
-    return _Sums(load=a.load + b.load, output=a.output + b.output, slope=a.slope + b.slope)
-
-
 @torch.no_grad()
 def _sum_rows(layer: SparseFeedForward, observation: Observation, gradient: Tensor) -> _Sums:
     """Returns the sums of one layer in one batch; <float>[B, L, D] is the gradient of its output."""
@@ -178,7 +174,7 @@ def _sum_rows(layer: SparseFeedForward, observation: Observation, gradient: Tens
     g = rows.weight.double()  # [N]
     slope = -g * (gradient * f).sum(dim=-1)
 
-    # Rows stand in the order of their experts.
+    # Rows are sorted by expert.
     expert = torch.repeat_interleave(rows.counts)  # [N]
     output = f.new_zeros(num_experts, f.shape[1])  # [E, D]
     total_slope = slope.new_zeros(num_experts)  # [E]

@@ -46,13 +46,13 @@ def as_many_at_random(expert: int, *, num_sequences: int, seed: int) -> ChoiceMa
     """Returns the function that draws as many accepted choices as an expert has, in each sequence.
 
     The draw is from the choices of all experts. One seed gives every expert of a layer the same
-    lot, of which a larger expert takes more: so experts are compared to the same random tokens, and
-    their numbers play no part.
+    random order of choices, of which a larger expert takes more: so all experts are compared with the
+    same random tokens, whatever their numbers.
 
     Args:
         expert: Number of the expert, from 0.
         num_sequences: Sequences of the batch that plans will be of, B.
-        seed: Of the lot.
+        seed: Seed of the random order.
     """
     own_choices = choices_of(expert)
 
@@ -67,13 +67,13 @@ def as_many_at_random(expert: int, *, num_sequences: int, seed: int) -> ChoiceMa
         own = by_sequence(own_choices(plan))
         num_wanted = own.sum(dim=1, keepdim=True)  # [B, 1]
 
-        # A lot for each choice, drawn on the CPU so that all devices draw alike.
+        # A random number for each choice, drawn on the CPU so that all devices draw alike.
         generator = torch.Generator().manual_seed(seed)
         shape = accepted.shape
         lot = torch.rand(shape, generator=generator, dtype=torch.float64)
         lot = lot.to(accepted.device)
 
-        # Lots are below 1: choices that are not accepted stand behind all others.
+        # Numbers are below 1: choices that are not accepted come after all others.
         lot = lot.masked_fill(~accepted, 2)
         place = lot.argsort(dim=1).argsort(dim=1)  # [B, L * K]
         drawn = place < num_wanted
@@ -127,8 +127,7 @@ class Drop(Intervention):
         """Returns the context in which choices are dropped."""
 
         def drop(_: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-            dropped = choices(plan)
-            return drop_choices(plan, dropped)
+            return drop_choices(plan, choices(plan))
 
         return edit_routing(layer.module, {layer.key: drop})
 
@@ -142,13 +141,11 @@ class Reroute(Intervention):
 
     def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
         """Returns the context in which tokens choose again without the expert of each choice."""
-        edit = _RerouteChoices(choices)
-        return edit_routing(layer.module, {layer.key: edit})
+        return edit_routing(layer.module, {layer.key: _RerouteChoices(choices)})
 
     def to_expert(self, layer: AblatedLayer, expert: int) -> Context:
         """Returns the context in which no token can choose the expert."""
-        edit = RerouteExperts(expert)
-        return edit_routing(layer.module, {layer.key: edit})
+        return edit_routing(layer.module, {layer.key: RerouteExperts(expert)})
 
 
 class Mean(Intervention):
@@ -156,8 +153,7 @@ class Mean(Intervention):
 
     def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
         """Returns the context in which the outputs of choices are the means of their experts."""
-        mean_output = layer.mean_output
-        return replace_by_mean(layer.module, layer.key, choices, mean_output)
+        return replace_by_mean(layer.module, layer.key, choices, layer.mean_output)
 
 
 class Swap(Intervention):
@@ -171,8 +167,10 @@ class Swap(Intervention):
         """Returns the context in which choices go to the peers of their experts."""
 
         def swap(_: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-            moved = choices(plan)
-            return _move_choices(plan, moved, layer.peer)
+            # The other choices keep their experts, and nothing is dropped.
+            index = plan.expert_index  # [G, S, K]
+            peer = layer.peer.to(index.device)
+            return plan._replace(expert_index=torch.where(choices(plan), peer[index], index))
 
         return edit_routing(layer.module, {layer.key: swap})
 
@@ -200,14 +198,6 @@ class _RerouteChoices(LayerEdit):
             return choose_again(layer.router, scores, plan, barred)
 
         return reroute
-
-
-def _move_choices(plan: DispatchPlan, moved: Tensor, peer: Tensor) -> DispatchPlan:
-    """Returns the plan in which some choices <bool>[G, S, K] go to the peers <int64>[E]."""
-    # The other choices keep their experts, and nothing is dropped.
-    index = plan.expert_index
-    peer = peer.to(index.device)
-    return plan._replace(expert_index=torch.where(moved, peer[index], index))  # [G, S, K]
 
 
 # ---------------------------------------------------------------------------
@@ -248,39 +238,24 @@ def replace_by_mean(
             f"{expected[1]}. Give the mean output of each expert, [E, D]."
         )
 
-    # The edit comes first in a forward pass, the hook last.
-    replacement = _Replacement(choices, mean_output)
-    with (
-        edit_routing(module, {key: replacement.drop}),
-        layer.register_forward_hook(replacement.add),
-    ):
-        yield
+    added = Tensor()
 
-
-class _Replacement:
-    """Drops the choices from a plan, and adds the means to what the layer then returns."""
-
-    def __init__(self, choices: ChoiceMask, mean_output: Tensor) -> None:
-        self._choices = choices
-        self._mean_output = mean_output
-        self._added: Tensor | None = None
-
-    def drop(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-        # The weight of each choice that is replaced.
-        replaced = self._choices(plan)
+    def drop(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+        # The weight of each choice that is replaced, by expert, times the expert's mean.
+        nonlocal added
+        replaced = choices(plan)
         weight = plan.combine_weight * replaced  # [G, S, K]
-
-        # The same by expert, times the expert's mean.
         by_expert = weight.new_zeros(scores.probs.shape)  # [G, S, E]
         by_expert = by_expert.scatter_add(-1, plan.expert_index, weight)
-        mean_output = self._mean_output.to(weight)
-        self._added = by_expert @ mean_output  # [G, S, D]
+        added = by_expert @ mean_output.to(weight)  # [G, S, D]
         return drop_choices(plan, replaced)
 
     def add(
-        self, layer: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, RouterOutput | None]
+        layer: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, RouterOutput | None]
     ) -> tuple[Tensor, RouterOutput | None]:
-        assert self._added is not None, "the plan is edited before the layer returns"
         y, router_output = output  # [B, L, D]
-        added = self._added.to(y.dtype)
-        return y + added.view_as(y), router_output
+        return y + added.to(y.dtype).view_as(y), router_output
+
+    # The edit comes first in a forward pass, the hook last.
+    with edit_routing(module, {key: drop}), layer.register_forward_hook(add):
+        yield

@@ -1,6 +1,6 @@
-"""The loss between two models, split into what their routing and what their other weights cost.
+"""The loss difference of two models, split into the part due to routing and the part due to other weights.
 
-The second model also runs with the routing of the first: what is left then is not of the routing.
+The second model also runs with the routing of the first; the remaining difference is not due to routing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ def split_loss(
 ) -> LossSplit:
     """Returns the loss of two models on the same batches, and why they differ.
 
-    The weights of replayed choices are those of the second router: only who works is taken from the
+    The weights of replayed choices are those of the second router: only the choice of experts comes from the
     first. Both models evaluate; their training modes are restored.
 
     Args:

@@ -112,17 +112,13 @@ def token_sets(targets: Targets, classes: Mapping[str, Tensor]) -> TargetSets:
     Raises:
         DataError: When a mask does not fit, or a class has the name of the set of all.
     """
-    if ALL_TOKENS in classes:
-        raise DataError(
-            f"A class is called {ALL_TOKENS!r}, as the set of all targets is. Rename it."
-        )
-    everything = torch.ones_like(targets.example, dtype=torch.bool)
     num_targets = targets.example.numel()
-    masks = [everything]
+    names = [ALL_TOKENS]
+    masks = [torch.ones(num_targets, dtype=torch.bool)]
     for name, mask in classes.items():
-        mask = _checked(name, mask, num_targets, "target tokens")
-        masks.append(mask)
-    return TargetSets((ALL_TOKENS, *classes), torch.stack(masks))
+        names.append(name)
+        masks.append(_checked(name, mask, num_targets, "target tokens"))
+    return _named_sets(names, masks)
 
 
 def sequence_sets(
@@ -161,19 +157,21 @@ def sequence_sets(
         masks.append(holds_class[targets.example])  # [N]
         names.append(f"sequences with {name}")
 
+    return _named_sets(names, masks)
+
+
+def _named_sets(names: Sequence[str], masks: Sequence[Tensor]) -> TargetSets:
     if len(set(names)) < len(names):
         raise DataError(f"Two of the sets {', '.join(names)} have one name. Rename a class.")
-    return TargetSets(tuple(names), torch.stack(masks))
+    return TargetSets(tuple(names), torch.stack(list(masks)))
 
 
 def _checked(name: str, mask: Tensor, num_tokens: int, what: str) -> Tensor:
     """Returns the mask of a class on the CPU; raises a DataError unless it is <bool>[num_tokens]."""
-    expected = f"expected <bool>[{num_tokens}], one value for each of the {num_tokens} {what}"
-    if not isinstance(mask, Tensor):
-        raise DataError(f"The mask of class {name!r} is {shown(mask)}; {expected}.")
-    if mask.dtype != torch.bool or mask.shape != (num_tokens,):
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (num_tokens,):
+        got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else shown(mask)
         raise DataError(
-            f"The mask of class {name!r} has dtype {mask.dtype} and shape {tuple(mask.shape)}; {expected}, in the "
-            "order of the trace of the same batches."
+            f"The mask of class {name!r} is {got}; expected torch.bool [{num_tokens}], one value for each of the "
+            f"{num_tokens} {what}, in the order of the trace of the same batches."
         )
     return mask.cpu()

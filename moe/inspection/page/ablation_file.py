@@ -47,24 +47,17 @@ def write_ablation(ablation: Ablation, trace: Trace, path: Path, command: str = 
     effects = []
     for bar in ablation_bars(ablation):
         stack, layer = bar.key
-        numbers = {"effect": bar.effect, "low": bar.low, "high": bar.high}
-        names = {"stack": stack, "layer": layer, "expert": bar.expert}
-        effects.append({**names, **numbers, "verdict": bar.verdict})
+        fields = bar._asdict()
+        del fields["key"], fields["edit"]
+        effects.append({"stack": stack, "layer": layer, **fields})
 
     verdicts = []
     for verdict in class_verdicts(ablation):
         stack, layer = verdict.key
-        verdicts.append(
-            {
-                "stack": stack,
-                "layer": layer,
-                "expert": verdict.expert,
-                "token_class": verdict.token_class,
-                "num_tokens": verdict.num_tokens,
-                "effect": verdict.effect.value,
-                "answer": verdict.answer,
-            }
-        )
+        fields = verdict._asdict()
+        kept = {name: fields[name] for name in ("expert", "token_class", "num_tokens")}
+        answer = {"effect": verdict.effect.value, "answer": verdict.answer}
+        verdicts.append({"stack": stack, "layer": layer, **kept, **answer})
 
     # JSON has no infinity: an end that is not known is null.
     content = {
@@ -85,7 +78,7 @@ def read_ablation(path: Path, trace: Trace) -> list[AblationBar]:
     """Returns the effects of an ablation of the examples of a trace.
 
     Raises:
-        DataError: When the file is none, or is of other examples.
+        DataError: When the file is not an ablation, or is of other examples.
     """
     content = read_record(path, _Ablation, advice=_ADVICE)
     if content.inputs_fingerprint != trace.facts.inputs_fingerprint:

@@ -33,8 +33,8 @@ def view_classes(
     Args:
         trace: Where the tokens went.
         tokenizer: The model's.
-        num_permutations: Shuffles that p-values are made of.
-        seed: Of the shuffles.
+        num_permutations: Number of shuffles behind each p-value.
+        seed: Seed of the shuffles.
 
     Raises:
         DataError: When the tokenizer is not the model's or marks no words.

@@ -11,7 +11,7 @@ from moe.errors import ConfigError, DataError
 from moe.parsing import read_json_lines, read_record, read_yaml, to_record
 
 Line = dict[str, float]
-"""One line of a metrics.jsonl: `step`, and what was measured after so many updates, by name."""
+"""One line of a metrics.jsonl: the number of updates (`step`) and each measurement by name."""
 
 LOSSES = ("train/ce_loss", "heldout/loss", "heldout/text_loss")
 _PLOTTED = (*LOSSES, "heldout/token_accuracy", "router/encoder/entropy", "router/decoder/entropy")

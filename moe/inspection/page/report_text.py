@@ -4,7 +4,7 @@ import math
 
 from moe.data.pipeline import SpanCorruptionSource
 from moe.inspection.formatting import format_versions
-from moe.inspection.page.report_inputs import Evaluation, Line, Stage, SystemScores
+from moe.inspection.page.report_inputs import Evaluation, Line, Stage, TaskScores
 from moe.inspection.tables import LayerCounts, load_shares
 from moe.models.configuration import STMoEConfig
 from moe.sparse.stats import summarize
@@ -59,10 +59,10 @@ def layer_sentence(layer: LayerCounts) -> str:
     idlest = shares.index(min(shares))
     entropy = summarize(layer.stats)["entropy"]
     return (
-        f"{layer_name(layer.key)}: expert {busiest + 1} is asked most, {num_experts * shares[busiest]:.2f} x the even "
-        f"load, and expert {idlest + 1} least, {num_experts * shares[idlest]:.2f} x. On average the router is as "
-        f"undecided about a token as between {math.exp(entropy):.1f} equally good experts of {num_experts} "
-        f"({entropy:.2f} nats)."
+        f"{layer_name(layer.key)}: expert {busiest + 1} gets the most requests, "
+        f"{num_experts * shares[busiest]:.2f} x the even load, and expert {idlest + 1} the fewest, "
+        f"{num_experts * shares[idlest]:.2f} x. On average the router is as undecided about a token as between "
+        f"{math.exp(entropy):.1f} equally good experts of {num_experts} ({entropy:.2f} nats)."
     )
 
 
@@ -141,28 +141,32 @@ def model_sentences(fingerprint: str, evaluation: Evaluation) -> list[str]:
     return sentences
 
 
-def comparison_sentence(first: SystemScores, other: SystemScores) -> str | None:
-    """Returns how two systems differ in their first metric.
-
-    None where they answered in different ways, unless the other is a baseline, or without intervals.
+def system_comparisons(task: TaskScores) -> list[str]:
+    """Returns how the first system differs, in its first metric, from those that answered as it did
+    and from the baselines.
     """
+    first = task.systems[0]
     ours = first.scores[0]
-    theirs = other.scores[0]
-    if other.mode not in (first.mode, "baseline") or theirs.metric != ours.metric:
-        return None
-    overlap = ours.overlaps(theirs)
-    if overlap is None or ours.value is None or theirs.value is None:
-        return None
+    sentences = []
+    for other in task.systems[1:]:
+        theirs = other.scores[0]
+        if other.mode not in (first.mode, "baseline") or theirs.metric != ours.metric:
+            continue
 
-    gap = ours.value - theirs.value
-    direction = "below" if gap < 0 else "above"
-    relation = "do not overlap"
-    if overlap:
-        relation = "overlap (`python -m eval compare` tests them in pairs)"
-    return (
-        f"{ours.metric}: {first.name} by {first.mode} is {abs(gap):.1f} points {direction} "
-        f"{other.name} by {other.mode}; their 95 % intervals {relation}."
-    )
+        # Without intervals nothing can be said.
+        overlap = ours.overlaps(theirs)
+        if overlap is None or ours.value is None or theirs.value is None:
+            continue
+        gap = ours.value - theirs.value
+        direction = "below" if gap < 0 else "above"
+        relation = "do not overlap"
+        if overlap:
+            relation = "overlap (`python -m eval compare` tests them in pairs)"
+        sentences.append(
+            f"{ours.metric}: {first.name} by {first.mode} is {abs(gap):.1f} points {direction} "
+            f"{other.name} by {other.mode}; their 95 % intervals {relation}."
+        )
+    return sentences
 
 
 # ---------------------------------------------------------------------------
@@ -178,7 +182,7 @@ def _format_percent(share: float) -> str:
 
 
 def _format_choices(nats: float) -> str:
-    """Returns e to the power of an entropy: how many equally likely choices it stands for."""
+    """Returns e to the power of an entropy: the number of equally likely choices with that entropy."""
     number = math.exp(min(nats, _LARGEST_EXPONENT))
     if number < 10:
         return f"{number:,.1f}"

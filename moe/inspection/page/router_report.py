@@ -16,7 +16,7 @@ from moe.inspection.figures import Curve, CurvePanel, draw_curves, draw_load
 from moe.inspection.formatting import format_interval, format_score
 from moe.inspection.html_page import render_page
 from moe.inspection.page import report_text
-from moe.inspection.page.report_inputs import Evaluation, Line, Stage, TaskScores
+from moe.inspection.page.report_inputs import Evaluation, Line, Stage
 from moe.inspection.tables import (
     HEALTH_HEADER,
     MIN_OCCURRENCES,
@@ -108,9 +108,11 @@ def write_report(
         min_occurrences=MIN_OCCURRENCES,
         runs=[_run(config, folder, stage) for stage in stages],
         accuracy_curves=_accuracy_curves(stages),
+        evaluation=evaluation,
         models=report_text.model_sentences(fingerprint, evaluation) if evaluation else [],
-        tasks=list(map(_task, evaluation.tasks)) if evaluation else [],
-        failed=evaluation.failed if evaluation else [],
+        comparisons=report_text.system_comparisons,
+        format_score=format_score,
+        format_interval=format_interval,
         corpus_table=corpus_table,
     )
     write_text(path, page)
@@ -201,7 +203,7 @@ def _expert_rows(
 
 
 # ---------------------------------------------------------------------------
-# Training and evaluation
+# Training
 
 
 def _run(config: STMoEConfig, folder: Path, stage: Stage) -> Mapping[str, object]:
@@ -211,9 +213,9 @@ def _run(config: STMoEConfig, folder: Path, stage: Stage) -> Mapping[str, object
     figures = []
     losses = _curves(stage.lines, _LOSSES)
     if losses:
-        losses += _level(
-            stage.lines, "token frequencies alone (unigram entropy)", _unigram_entropy(stage)
-        )
+        line = stage.last("heldout/unigram_entropy") or {}
+        entropy = line.get("heldout/unigram_entropy", math.nan)
+        losses += _level(stage.lines, "token frequencies alone (unigram entropy)", entropy)
         panel = CurvePanel("Cross-entropy", losses)
         figures.append(draw_curves([panel], x_label="step", y_label="nats per token").svg)
 
@@ -257,10 +259,13 @@ def _curves(lines: Sequence[Line], names: Mapping[str, str]) -> list[Curve]:
     """Returns a curve for each metric that was measured; values that are not finite are gaps."""
     curves = []
     for metric, name in names.items():
-        measured = [line for line in lines if metric in line]
-        steps = [line["step"] for line in measured]
-        values = [line[metric] if math.isfinite(line[metric]) else math.nan for line in measured]
-        if measured:
+        steps = []
+        values = []
+        for line in lines:
+            if metric in line:
+                steps.append(line["step"])
+                values.append(line[metric] if math.isfinite(line[metric]) else math.nan)
+        if steps:
             curves.append(Curve(name, steps, values))
     return curves
 
@@ -270,31 +275,3 @@ def _level(lines: Sequence[Line], name: str, value: float) -> list[Curve]:
     if not math.isfinite(value):
         return []
     return [Curve(f"{name}: {value:.2f}", [lines[0]["step"], lines[-1]["step"]], [value, value])]
-
-
-def _unigram_entropy(stage: Stage) -> float:
-    line = stage.last("heldout/unigram_entropy")
-    return line["heldout/unigram_entropy"] if line else math.nan
-
-
-def _task(task: TaskScores) -> Mapping[str, object]:
-    """Returns the scores of all systems, and how their intervals lie, as the template reads them."""
-    rows = []
-    for system in task.systems:
-        for score in system.scores:
-            interval = format_interval(score.low, score.high)
-            rows.append(
-                [system.name, system.mode, score.metric, format_score(score.value), interval]
-            )
-    comparisons = [
-        report_text.comparison_sentence(task.systems[0], other) for other in task.systems[1:]
-    ]
-    return {
-        "name": task.task,
-        "description": (
-            f"{task.description} {task.num_examples:,} examples of the {task.split} split in "
-            f"{task.num_groups:,} groups."
-        ),
-        "rows": rows,
-        "comparisons": [sentence for sentence in comparisons if sentence],
-    }

@@ -153,12 +153,17 @@ def routing_view(
         "saturation": [point for point in saturation if math.isfinite(point.value)],
         "ablation": ablation,
     }
-    panels = ["text"]
-    panels += [name for name in ("agreement", "classes") if totals[name]]
-    panels.append("load")
-    panels += ["saturation"] if totals["saturation"] else []
-    panels += ["flow"] if any(model["flows"] for model in models) else []
-    panels += ["ablation"] if totals["ablation"] else []
+    contents = {
+        "text": True,
+        "agreement": totals["agreement"],
+        "classes": totals["classes"],
+        "load": True,
+        "saturation": totals["saturation"],
+        "flow": any(model["flows"] for model in models),
+        "ablation": totals["ablation"],
+        "source": True,
+    }
+    panels = [name for name, content in contents.items() if content]
 
     # Only this script may run, and nothing may be loaded.
     templates = files("moe.inspection").joinpath("templates")
@@ -174,7 +179,7 @@ def routing_view(
             "inspection.html",
             title=printable(title or _title(traces)),
             generator=GENERATOR,
-            panels=[*panels, "source"],
+            panels=panels,
             facts=list(map(_facts, traces)),
             hues=_HUES,
             policy=policy,

@@ -56,7 +56,7 @@ class Shown(NamedTuple):
 
 
 # ---------------------------------------------------------------------------
-# Tokens that are shown
+# Tokens shown one by one
 
 
 def shown_content(
@@ -71,10 +71,10 @@ def shown_content(
     `documents` and `domains` are of these examples. `models` are the totals with `tokens` beside.
 
     Args:
-        traces: Of each model, on the same text.
-        totals: Of each model, see `model_totals`.
+        traces: One trace per model, of the same text.
+        totals: One `model_totals` per model.
         tokenizer: Names the tokens.
-        shown: Which tokens.
+        shown: The tokens to show.
     """
     trace = traces[0]
     ids = {
@@ -82,7 +82,7 @@ def shown_content(
     }
     targets = trace.decoder.targets[_shown_rows(trace.decoder, shown)].long()  # [N]
 
-    # A decoder starts with padding, which is no padding there.
+    # A decoder starts with the padding token, which is a real token there.
     pad_id = tokenizer.pad_token_id
     if isinstance(pad_id, int):
         ids["decoder"] = ids["decoder"].masked_fill(ids["decoder"] == pad_id, START)
@@ -164,7 +164,7 @@ def _layer_tokens(layer: LayerTrace, rows: Tensor) -> Json:
     accepted = (state == ACCEPTED).gather(1, order)
     requested = requested.gather(1, order)
 
-    # Weights from 1, so that 0 can stand for "refused".
+    # Weights from 1, since 0 means "refused".
     largest_weight = max(float(gate.max()) if gate.numel() else 0.0, 1e-6)
     weight = 1 + (gate / largest_weight * (_LARGEST_BYTE - 1)).round().long()
     weight = weight.masked_fill(~accepted, 0)
@@ -225,9 +225,9 @@ def model_totals(trace: Trace, matching: Mapping[LayerKey, Sequence[int]]) -> Js
 
 
 def _flow(layer: LayerTrace, next_layer: LayerTrace) -> Json:
-    """Returns how first choices of a layer go on to those of the next.
+    """Returns how tokens flow from first choices in a layer to those in the next.
 
-    - nodes, next_nodes: Experts of both layers, each a node; -1 is all others, -2 no expert.
+    - nodes, next_nodes: Experts of each layer that have a node; -1 is all others, -2 no expert.
     - counts: Tokens from each node to each.
     - next_experts: For each expert of the first layer the most frequent next ones, with counts.
     """
@@ -241,7 +241,7 @@ def _flow(layer: LayerTrace, next_layer: LayerTrace) -> Json:
     most = counts[:-1, :-1].topk(num_next, dim=1)
     pairs = torch.stack([most.indices, most.values], dim=-1)  # [E, num_next, 2]
 
-    # Experts without a node of their own are added up.
+    # Experts without a node of their own are summed.
     node_of = _node_of(nodes, layer.facts.num_experts)  # [E + 1]
     next_node_of = _node_of(next_nodes, next_layer.facts.num_experts)  # [F + 1]
     by_node = counts.new_zeros(len(nodes), counts.shape[1]).index_add(0, node_of, counts)
@@ -309,8 +309,8 @@ def agreements(
     of the models were independent.
 
     Args:
-        trace: Of the first model.
-        other: Of the second, on the same text.
+        trace: Trace of the first model.
+        other: Trace of the second model on the same text.
         matching: For layers of the second, the number that each expert has in the first, -1 for
             none; layers that it lacks have the same numbers.
     """
@@ -358,7 +358,7 @@ def _pack(values: Tensor, largest: int) -> Json:
 
 
 def script_json(content: Json) -> str:
-    """Returns the content as JSON that may stand in a script element."""
+    """Returns the content as JSON that is safe inside a script element."""
     text = json.dumps(_plain(content), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
     # Nothing in it may end the script element.

@@ -42,7 +42,7 @@ def visible_text(token: str) -> str:
 
     A mark at the start of a word becomes a space; spaces elsewhere, control characters and those
     that change the direction of a text become symbols; a combining character that comes first gets
-    a circle to stand on.
+    a dotted circle as its base.
     """
     begins_word = token.startswith(_WORD_START) and token != _WORD_START
     characters = token[1:] if begins_word else token

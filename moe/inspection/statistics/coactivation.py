@@ -36,8 +36,6 @@ class Coactivation(NamedTuple):
         counts: <int64>[E, E] tokens that asked for both experts; on the diagonal, for the one.
         share: <float64>[E, E] of the tokens that asked for the row's expert, those that asked for the
             column's too; NaN in the row of an expert that none asked for.
-        lift: <float64>[E, E] N_ij N / (N_i N_j). Without any preference it is below 1, since the
-            choices of a token are different experts: at even load (K - 1) E / (K (E - 1)).
         preference: <float64>[E, E] counts over what experts that combine at random, each as often as
             it does, would have; 1 is no preference, NaN on the diagonal and for experts in no pair.
         even_share: (K - 1) / (E - 1): the share at even load without preference.
@@ -46,13 +44,12 @@ class Coactivation(NamedTuple):
     layer: LayerKey
     counts: Tensor
     share: Tensor
-    lift: Tensor
     preference: Tensor
     even_share: float
 
 
 def coactivation(layer: LayerTrace) -> Coactivation:
-    """Returns which experts of a layer tokens ask for together, before capacity.
+    """Returns which experts of a layer tokens request together, before capacity.
 
     With one choice a token, nothing is off the diagonal.
 
@@ -66,7 +63,6 @@ def coactivation(layer: LayerTrace) -> Coactivation:
     chosen = chosen_experts(layer, "all")  # [N, E]
     counts = chosen.T @ chosen  # [E, E]
     tokens = counts.diagonal()  # [E]
-    num_tokens = chosen.any(dim=1).sum()
 
     # Shares of the row's expert.
     share = counts / tokens[:, None]
@@ -76,7 +72,6 @@ def coactivation(layer: LayerTrace) -> Coactivation:
         layer=layer.key,
         counts=counts.long(),
         share=share,
-        lift=share * num_tokens / tokens,
         preference=counts / _expected_pairs(counts),
         even_share=num_others / (num_experts - 1) if num_experts > 1 else 0.0,
     )
@@ -149,10 +144,10 @@ def layer_flows(
 
     Args:
         stack: The stack's part of a trace.
-        places: Where its tokens stand, see `token_places`.
+        places: Positions of its tokens, see `token_places`.
         null: What is exchanged; see `moe.inspection.statistics.permutations`.
         num_permutations: Shuffles.
-        seed: Of the shuffles.
+        seed: Seed of the shuffles.
 
     Raises:
         ConfigError: When `num_permutations` or `seed` is out of range.

@@ -2,11 +2,11 @@
 
 Comes before `ablation_table`. Tokens of a document depend on each other, so a document is the unit.
 
-Why t and no bootstrap: a claim about one of hundreds of cells needs an interval far beyond 95 %,
-whose ends a bootstrap sees only after many thousands of draws; and with few documents its intervals
-are too narrow. What t asks for is that means of documents are nearly normal. Changes of loss are
-skewed to the right: with few documents the upper end is then too low, and the lower one safe. A
-claimed effect is none too often; an effect that is ruled out may be.
+Why t and not a bootstrap: a claim about one of hundreds of cells needs a confidence far beyond 95 %,
+which takes a bootstrap many thousands of draws; and with few documents its intervals are too narrow.
+The t interval assumes that document means are nearly normal. Changes of loss are skewed to the right,
+so with few documents its upper end is too low and its lower end is safe: effects are not claimed too
+often, but may be ruled out too often.
 """
 
 import math
@@ -118,7 +118,7 @@ def _jackknife(values: Tensor, num_documents: Tensor) -> Estimates:
     """Returns the estimates of values <float64>[..., 1 + G] by `_leave_one_out`.
 
     Args:
-        values: Of all documents, and without each.
+        values: The mean over all documents, then without each one.
         num_documents: <int64>[...] documents that the spread is known from.
     """
     value = values[..., 0]

@@ -19,9 +19,8 @@ from moe.sparse.router import Router, RouterInputs
 from moe.tracing.recorder import evaluation_mode
 from moe.tracing.trace import LayerTrace, layer_name
 
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 VARIANCES = (0.25, 0.5, 1.0, 2.0)
-"""Of the noise, over the variance of the token; REAP's."""
+"""Variances of the noise relative to the token's, as in REAP."""
 
 
 class Margins(NamedTuple):
@@ -31,15 +30,11 @@ class Margins(NamedTuple):
         layer: Stack and number.
         place: K: the gap is between places K and K + 1.
         gap: <float32>[N] of each token, from 0; exact to 0.0005, as probabilities are kept.
-        mean: Of all tokens; NaN without tokens.
-        quantiles: At 5, 25, 50, 75 and 95 %.
     """
 
     layer: LayerKey
     place: int
     gap: Tensor
-    mean: float
-    quantiles: tuple[float, ...]
 
 
 def choice_margins(layer: LayerTrace) -> Margins:
@@ -57,7 +52,7 @@ def choice_margins(layer: LayerTrace) -> Margins:
     if place >= layer.facts.num_experts:
         raise DataError(
             f"A token of {name} may have {place} of {layer.facts.num_experts} experts (router {layer.facts.router}), "
-            "so that there is no next one. Look at a layer in which tokens choose among more experts."
+            "so there is no next one. Look at a layer in which tokens choose among more experts."
         )
     num_best = layer.best_prob.shape[1]
     if num_best <= place:
@@ -66,13 +61,8 @@ def choice_margins(layer: LayerTrace) -> Margins:
             f"{place + 1}. Record it with num_best={place + 1}."
         )
 
-    # Of all tokens, and in short.
     probs = layer.best_prob.float()  # [N, M]
-    gap = probs[:, place - 1] - probs[:, place]
-    quantiles = [math.nan] * len(QUANTILES)
-    if len(gap):
-        quantiles = gap.double().quantile(torch.tensor(QUANTILES, dtype=torch.float64)).tolist()
-    return Margins(layer.key, place, gap, float(gap.mean()), tuple(quantiles))
+    return Margins(layer.key, place, probs[:, place - 1] - probs[:, place])
 
 
 # ---------------------------------------------------------------------------
@@ -84,7 +74,7 @@ class NoiseStability(NamedTuple):
 
     Attributes:
         layer: Stack and number.
-        variance: Of the noise, over the variance of the token's own numbers.
+        variance: Variance of the noise relative to that of the token's hidden state.
         tokens: Real tokens that were routed.
         kept: Share of the requests that stay; NaN without requests.
         first_kept: Share of those tokens whose first choice stays.
@@ -107,13 +97,13 @@ def noise_stability(
 ) -> list[NoiseStability]:
     """Returns how stable the choices of each sparse layer are under noise, in evaluation mode.
 
-    The layer itself goes on without noise, so that each layer is asked about its own input.
+    The noise only reaches a second call of the router; the layer's own output stays unchanged.
 
     Args:
         model: The model; its training mode is restored.
         batches: Batches with labels, on the model's device.
-        variances: Of the Gaussian noise added to a token's hidden state, over the variance of that.
-        seed: Of the noise.
+        variances: Variances of the Gaussian noise added to a token's hidden state, relative to its own.
+        seed: Seed of the noise.
 
     Returns:
         For each layer and each variance.
@@ -129,7 +119,7 @@ def noise_stability(
         check_number("variance", variance, above=0)
     check_integer("seed", seed, least=0)
 
-    # Each router is asked again, with noise, whenever it has been asked.
+    # Each router is called again, with noise, after each call.
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     counts: dict[tuple[LayerKey, float], Tensor] = {}
@@ -209,7 +199,7 @@ def _changes(
     after = _requested_experts(noisy_plan, noisy_scores)
     is_routed = before.any(dim=-1)  # [G, S]
 
-    # First choice: of the experts that a token asks for, the one of the highest logit.
+    # First choice: of the experts that a token requests, the one with the highest logit.
     logits = scores.logits.masked_fill(~before, -math.inf)
     noisy_logits = noisy_scores.logits.masked_fill(~after, -math.inf)
     first_before = logits.argmax(dim=-1)
@@ -220,7 +210,7 @@ def _changes(
 
 
 def _requested_experts(plan: DispatchPlan, scores: RouterScores) -> Tensor:
-    """Returns <bool>[G, S, E]: the experts that each token asks for."""
+    """Returns <bool>[G, S, E]: the experts that each token requests."""
     requested = torch.zeros_like(scores.logits)
     requested.scatter_add_(-1, plan.expert_index, plan.requested.to(requested.dtype))
     return requested > 0

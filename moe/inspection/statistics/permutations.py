@@ -1,4 +1,4 @@
-"""What chance alone would give: tokens whose experts are shuffled, so that a measure has a null.
+"""Null distributions: tokens whose experts are shuffled, so that a measure can be compared with chance.
 
 Comes before specialization.py and coactivation.py, which count on shuffled tokens.
 """
@@ -24,7 +24,7 @@ LEAST_DOCUMENTS = 6
 
 
 class TokenPlaces(NamedTuple):
-    """Where the N tokens of a stack stand.
+    """Positions of the N tokens of a stack.
 
     Attributes:
         position: <int64>[N] position of each token in its example, from 0.
@@ -38,7 +38,7 @@ class TokenPlaces(NamedTuple):
 
 
 def token_places(trace: Trace, stack: Stack) -> TokenPlaces:
-    """Returns where the tokens of a stack stand, each <int64>[N]."""
+    """Returns the positions of the tokens of a stack, each <int64>[N]."""
     part = trace.stack(stack)
     example = part.example
     return TokenPlaces(
@@ -47,9 +47,9 @@ def token_places(trace: Trace, stack: Stack) -> TokenPlaces:
 
 
 class Shuffle(ABC):
-    """A way to take the experts of tokens from other tokens, under which nothing but chance is left.
+    """A way to give tokens the experts of other tokens, so that only chance relates them.
 
-    A user's own null is a subclass: what a draw may exchange is what the test takes for exchangeable.
+    Subclass it for another null: a test assumes that whatever a draw may exchange is exchangeable.
     """
 
     def __init__(self, places: TokenPlaces) -> None:
@@ -92,7 +92,7 @@ class DocumentShuffle(Shuffle):
 
     Ten to twenty documents of similar length exchange their places at random. Past the end of the
     document that a document is given, it takes the one that that is given, and so on: so tokens keep
-    their position, and what follows each other in a document goes on doing so.
+    their position, and neighbours in a document stay neighbours.
 
     Its null: a document's routing has nothing to do with that document's text. Within a document
     tokens may depend on each other as they like, and on their position. With 40 documents its
@@ -163,7 +163,7 @@ class DocumentShuffle(Shuffle):
 
 
 def _circles(document: np.ndarray) -> np.ndarray:
-    """Returns <int64>[D]: the circle of each document, of those that are about as long."""
+    """Returns <int64>[D]: the circle of each document, which holds documents of about the same length."""
     lengths = np.bincount(document)
     num_circles = max(1, len(lengths) // _CIRCLE)
     rank = lengths.argsort(kind="stable").argsort()
@@ -209,8 +209,8 @@ def shuffled_tables(
         num_rows: R.
         layers: Layers of one stack; their first choices are the columns.
         shuffle: What is exchanged, in all layers alike.
-        num_permutations: Shuffles.
-        seed: Of the shuffles.
+        num_permutations: Number of shuffles.
+        seed: Seed of the shuffles.
 
     Yields:
         <int64>[R, E] for each layer. Tokens without an expert are in no column.
@@ -222,8 +222,10 @@ def shuffled_tables(
         last = layer.facts.num_experts
         columns.append(np.where(first < 0, last, first))
 
-    # Counting cells is all that a shuffle costs.
-    for source in _sources(shuffle, num_permutations, seed):
+    # Each token itself, and then each shuffle; counting cells is all that one costs.
+    generator = np.random.default_rng(seed)
+    for number in range(num_permutations + 1):
+        source = shuffle.draw(generator) if number else np.arange(len(rows))
         tables = []
         for layer, column in zip(layers, columns, strict=True):
             width = layer.facts.num_experts + 1
@@ -232,14 +234,6 @@ def shuffled_tables(
             table = torch.from_numpy(counts.reshape(num_rows, width))
             tables.append(table[:, :-1])
         yield tables
-
-
-def _sources(shuffle: Shuffle, num_permutations: int, seed: int) -> Iterator[np.ndarray]:
-    """Yields <int64>[N]: each token itself, and then each shuffle."""
-    generator = np.random.default_rng(seed)
-    yield np.arange(len(shuffle.places.position))
-    for _ in range(num_permutations):
-        yield shuffle.draw(generator)
 
 
 def share_at_least(statistics: Tensor, values: Tensor) -> Tensor:

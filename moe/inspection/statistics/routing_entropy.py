@@ -50,8 +50,8 @@ class SentinelEntropy(NamedTuple):
         layer: Its stack and number.
         num_experts: E.
         even: ln E: the entropy of a routing that prefers no expert.
-        sentinels: Of the sentinels.
-        all_tokens: Of all tokens, with sentinels.
+        sentinels: Entropy of the sentinels.
+        all_tokens: Entropy of all tokens, sentinels included.
     """
 
     layer: LayerKey
@@ -71,7 +71,7 @@ def sentinel_entropies(
     Args:
         trace: Where the tokens went.
         tokenizer: The model's.
-        confidence: Of the intervals, e.g. 0.95.
+        confidence: Confidence of the intervals, e.g. 0.95.
 
     Raises:
         ConfigError: When `confidence` is not between 0 and 1.
@@ -122,7 +122,7 @@ def class_entropy(
         layer: The layer's part of a trace.
         members: <bool>[N] tokens of the class.
         document: <any integer>[N] document of each token.
-        confidence: Of the interval, e.g. 0.95.
+        confidence: Confidence of the interval, e.g. 0.95.
 
     Raises:
         ConfigError: When `confidence` is not between 0 and 1.
@@ -146,7 +146,13 @@ def class_entropy(
     # The estimate in the middle of its interval, as far as entropies go.
     value = float(corrected_entropy(counts))
     most = math.log(len(counts))
-    half = _half_width(by_document, confidence)
+    half = math.nan
+    if len(distinct) > 1:
+        # Each document left out once.
+        left = _plug_in_entropy(counts - by_document)  # [D]
+        freedom = torch.tensor(len(distinct) - 1)
+        stderr = (left.var(correction=0) * freedom).sqrt()
+        half = float(student_half_width(stderr, freedom, confidence))
     return EntropyEstimate(
         value=value,
         plug_in=float(_plug_in_entropy(counts)),
@@ -156,19 +162,6 @@ def class_entropy(
         experts=int((counts > 0).sum()),
         documents=len(distinct),
     )
-
-
-def _half_width(by_document: Tensor, confidence: float) -> float:
-    """Returns half the width of the interval, of <float64>[D, E]; NaN with one document or none."""
-    num_documents = len(by_document)
-    if num_documents < 2:
-        return math.nan
-
-    # Each document left out once.
-    left = _plug_in_entropy(by_document.sum(dim=0) - by_document)  # [D]
-    freedom = torch.tensor(num_documents - 1)
-    stderr = (left.var(correction=0) * freedom).sqrt()
-    return float(student_half_width(stderr, freedom, confidence))
 
 
 def corrected_entropy(counts: Tensor) -> Tensor:

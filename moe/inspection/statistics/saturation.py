@@ -14,7 +14,7 @@ from torch import Tensor
 from moe.errors import DataError
 from moe.inspection.statistics.contingency import one_hot_choices
 from moe.sparse.editing import LayerKey
-from moe.tracing.trace import Trace, layer_name
+from moe.tracing.trace import Trace
 
 
 class Agreement(NamedTuple):
@@ -100,7 +100,7 @@ class Snapshot(NamedTuple):
     """The choices of a model at one step, on a fixed text.
 
     Attributes:
-        step: Of training.
+        step: Training step.
         inputs_fingerprint: Tells the text from others; see `TraceFacts`.
         num_experts: E of each layer.
         first: <any integer>[N] first choices in each layer, -1 for none.
@@ -129,7 +129,7 @@ class SaturationPoint(NamedTuple):
     """How much one layer chose at one step as it did at the last.
 
     Attributes:
-        step: Of training.
+        step: Training step.
         layer: Stack and number.
         first: Agreement of the first choices with those of the last step.
         all_choices: Agreement of all choices with those of the last step.
@@ -185,14 +185,6 @@ def _check_snapshots(snapshots: Sequence[Snapshot]) -> None:
             )
         if dict(other.num_experts) != dict(last.num_experts):
             raise DataError(
-                f"Step {other.step} has {_layers(other)}, step {last.step} has {_layers(last)}; expected the same "
-                "sparse layers. For models of other shapes see `match_experts`."
+                f"Step {other.step} has the experts {dict(other.num_experts)} by layer, step {last.step} has "
+                f"{dict(last.num_experts)}; expected the same. For models of other shapes see `match_experts`."
             )
-
-
-def _layers(of_step: Snapshot) -> str:
-    """Returns e.g. `encoder 1 with 8 experts, decoder 1 with 8 experts`."""
-    names = []
-    for key, num_experts in of_step.num_experts.items():
-        names.append(f"{layer_name(key)} with {num_experts} experts")
-    return ", ".join(names) or "no sparse layers"

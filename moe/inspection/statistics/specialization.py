@@ -39,7 +39,7 @@ class ClassTable(NamedTuple):
         tokens: <int64>[C] tokens of a class that chose any.
         load: <float64>[E] share of all such tokens that chose an expert.
         share: <float64>[C, E] counts over tokens; NaN in a class without tokens.
-        lift: <float64>[C, E] share over load: 1 is no preference; NaN where there is none of one.
+        lift: <float64>[C, E] share over load: 1 is no preference; NaN where either is unknown.
     """
 
     layer: LayerKey
@@ -153,11 +153,11 @@ def specialization_test(
     Args:
         layers: Layers of one stack.
         classes: Classes of its tokens.
-        places: Where the tokens stand, see `token_places`.
+        places: Positions of the tokens, see `token_places`.
         null: What is exchanged: whole documents; or with `TokenShuffle` tokens, which takes those of
             a document for independent of each other.
         num_permutations: Shuffles; the smallest p-value is 1 / (this + 1).
-        seed: Of the shuffles.
+        seed: Seed of the shuffles.
 
     Raises:
         ConfigError: When `num_permutations` or `seed` is out of range.
@@ -183,7 +183,7 @@ def specialization_test(
     draws = shuffled_tables(pattern, num_kinds, layers, shuffle, num_permutations, seed)
     tables = [torch.stack(of_layer).double() for of_layer in zip(*draws, strict=True)]
 
-    # How far cells stand out, in the first table, which is as it is, and in those of chance.
+    # How far cells stand out: in the actual table, which comes first, and in the shuffled ones.
     of_kind = kinds.members.double()
     surprises = []
     for table in tables:

@@ -105,7 +105,7 @@ def classify(
     check(is_list, "names of classes", names, "at least one name, and none twice")
     functions = [TOKEN_CLASSES.get(name) for name in names]
 
-    # Each is asked about the whole text.
+    # Each classifies the whole text.
     ids = token_ids(stack, tokens)
     text = read_tokens(tokenizer, ids, stack.example)
     rows = []
@@ -163,7 +163,7 @@ def _check_members(name: str, members: object, num_tokens: int) -> None:
 
 @TOKEN_CLASSES.register("sentinel")
 def is_sentinel(text: TokenText) -> Tensor:
-    """Returns <bool>[N]: `<extra_id_n>`, which stands for a span that was taken out."""
+    """Returns <bool>[N]: `<extra_id_n>`, which replaces a masked span."""
     return text.is_sentinel
 
 
@@ -221,7 +221,7 @@ _CODE = re.compile(
 
 @TOKEN_CLASSES.register("code")
 def is_code(text: TokenText) -> Tensor:
-    """Returns <bool>[N]: all that stands between two spaces looks like code, e.g. `get_item(x)`."""
+    """Returns <bool>[N]: everything between two spaces looks like code, e.g. `get_item(x)`."""
     return text.of_runs(_looks_like_code)
 
 
@@ -262,13 +262,13 @@ def is_proper_name(text: TokenText) -> Tensor:
     """
     may_be_name = text.of_words(_has_capital) & ~text.starts_sentence  # [N]
 
-    # How often each word stands so, of W words.
+    # How often each of W words is capitalized mid-sentence.
     num_words = len(text.words)
     first_pieces = text.word[text.is_start]
     occurrences = torch.bincount(first_pieces, minlength=num_words)
     names = torch.bincount(text.word[text.is_start & may_be_name], minlength=num_words)
 
-    # How often its form in small letters stands anywhere.
+    # How often its lower-case form occurs anywhere.
     number_of = {word: number for number, word in enumerate(text.words)}
     small = torch.zeros_like(names)  # [W]
     for number in names.nonzero().flatten().tolist():

@@ -28,7 +28,7 @@ _SENTENCE_END = frozenset(".!?\u2026:")
 class TokenText(NamedTuple):
     """N tokens, and the words that they are pieces of; what a class of tokens looks at.
 
-    A run is what stands between two spaces. Its word is the run without the punctuation around it;
+    A run is the text between two spaces. Its word is the run without the punctuation around it;
     each piece of that punctuation is a word of its own. `don't` is one word. Special tokens, and a
     space alone, are of the empty word.
 
@@ -59,11 +59,11 @@ class TokenText(NamedTuple):
     is_sentinel: Tensor
 
     def of_words(self, holds: Callable[[str], bool]) -> Tensor:
-        """Returns <bool>[N]: the tokens whose word `holds`; it is asked once for each word."""
+        """Returns <bool>[N]: the tokens whose word satisfies `holds`, which is called once per word."""
         return _of_texts(holds, self.words)[self.word]
 
     def of_runs(self, holds: Callable[[str], bool]) -> Tensor:
-        """Returns <bool>[N]: the tokens whose run `holds`; it is asked once for each run."""
+        """Returns <bool>[N]: the tokens whose run satisfies `holds`, which is called once per run."""
         return _of_texts(holds, self.runs)[self.run]
 
 
@@ -176,7 +176,7 @@ class _Vocabulary(NamedTuple):
         has_space = torch.tensor(starts)
         if not has_space.any():
             raise DataError(
-                f"No piece of the tokenizer starts with {_SPACE!r}, the mark of a space, so that words cannot be told. "
+                f"No piece of the tokenizer starts with {_SPACE!r}, the mark of a space, so words cannot be found. "
                 "Give a SentencePiece tokenizer, as T5, Switch and this library have."
             )
 

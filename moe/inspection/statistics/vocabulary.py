@@ -1,6 +1,6 @@
-"""Vocabulary specialisation: how much an expert is for single token ids.
+"""Vocabulary specialisation: how strongly experts prefer single token ids.
 
-Comes after specialization.py, which asks the same of classes of tokens.
+Comes after specialization.py, which does the same for classes of tokens.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from moe.sparse.editing import LayerKey
 from moe.tracing.trace import LayerTrace, StackTrace
 
 MIN_OCCURRENCES = 10
-"""Occurrences of a token id below which nothing is said of it, as in OLMoE (arXiv:2409.02060)."""
+"""Token ids with fewer occurrences are left out, as in OLMoE (arXiv:2409.02060)."""
 
 _SMOOTHING = 0.5
 """Of Dirichlet(1/2): what each expert gets of an id before it is seen, times its load times E."""
@@ -75,12 +75,12 @@ def vocabulary_table(
     Args:
         stack: The stack's part of a trace.
         layer: One of its layers.
-        places: Where the tokens stand, see `token_places`.
+        places: Positions of the tokens, see `token_places`.
         tokens: `input`, or for the decoder `target`: the label at each position.
         min_occurrences: Rarer ids are left out; a smaller value gives more rows, and more by chance.
         null: What is exchanged; see `moe.inspection.statistics.permutations`.
         num_permutations: Shuffles.
-        seed: Of the shuffles.
+        seed: Seed of the shuffles.
 
     Raises:
         ConfigError: When an option is out of range, or the encoder's targets are asked for.
@@ -89,7 +89,6 @@ def vocabulary_table(
     Source:
         OLMoE (arXiv:2409.02060) eq. 8, k = 1. Differs: choices are counted before capacity.
     """
-    # What is asked for, of the same tokens.
     check_permutations(num_permutations, seed)
     check_integer("min_occurrences", min_occurrences, least=1)
     ids = token_ids(stack, tokens)
