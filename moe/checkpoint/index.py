@@ -5,7 +5,6 @@ only name the classes that an index consists of, and its content is checked befo
 """
 
 import pickle
-import struct
 import warnings
 from pathlib import Path, PurePath
 from typing import Any, cast
@@ -42,23 +41,6 @@ _ADMITTED = {
     (_METADATA, "_MEM_FORMAT_ENCODING"),
 }
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
-
-# What unpickling raises for a file that is torn or holds something else.
-_DAMAGE = (
-    OSError,
-    EOFError,
-    pickle.UnpicklingError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    TypeError,
-    ValueError,
-    RuntimeError,
-    OverflowError,
-    MemoryError,
-    AssertionError,
-    struct.error,
-)
 
 
 class _ForbiddenNameError(Exception):
@@ -121,10 +103,10 @@ def read_index(path: Path) -> Metadata:
             f"{file} names {error}, which no index of a checkpoint does: it may have been made to run code, and "
             "nothing of it was run. Do not use this checkpoint unless you know who wrote it; go on from another one."
         ) from error
-    except _DAMAGE as error:
+    except Exception as error:
         raise CheckpointError(
-            f"{path} has no index of its shards ({INDEX_FILE}: {type(error).__name__}: {error}): it is torn, or of an "
-            "earlier version of this library. Go on from another checkpoint, or start a new run."
+            f"{path} has no index of its shards ({INDEX_FILE}: {type(error).__name__}: {error}): it is torn. "
+            "Resume from another checkpoint, or start a new run."
         ) from error
 
     reason = _find_anomaly(index)

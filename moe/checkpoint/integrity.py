@@ -66,7 +66,7 @@ def visible_damage(path: Path) -> Damage | None:
     except OSError as error:
         return Damage(SUMS_FILE, f"cannot be read ({error.strerror or error})")
     if sums is None:
-        return Damage(SUMS_FILE, "is missing") if state.format > 1 else None
+        return Damage(SUMS_FILE, "is missing")
     without_sum = sorted({STATE_FILE, INDEX_FILE, *state.sizes} - sums.keys())
     if without_sum:
         return Damage(SUMS_FILE, f"has no checksum of {without_sum[0]}")

@@ -16,7 +16,7 @@ from moe.parsing import read_record, to_json
 
 STATE_FILE = "state.json"
 FORMAT = 2
-"""Format of a checkpoint: 1 was without checksums, and its state.json names no format."""
+"""Version of the layout of a checkpoint."""
 
 _Count = Annotated[int, Field(ge=0)]
 
@@ -28,8 +28,7 @@ class RunState(NamedTuple):
         step: Updates so far; also the position in the data.
         fingerprint: Fingerprint of the data, see `BatchSource`.
         recipe: All settings as plain values.
-        products: Which library did which product of a CPU; None on an accelerator, and in
-            checkpoints of earlier releases.
+        products: Which library did which product of a CPU; None on an accelerator.
     """
 
     step: int
@@ -56,7 +55,7 @@ class StateFile(NamedTuple):
     recipe: dict[str, Any]
     sizes: dict[str, _Count]
     versions: dict[str, str] | None = None
-    format: Annotated[int, Field(ge=1)] = 1
+    format: int = 1
     products: ProductChoice | None = None
 
 
@@ -75,15 +74,14 @@ def read_state_file(path: Path) -> StateFile:
     """Returns the content of the state.json of the checkpoint at `path`.
 
     Raises:
-        CheckpointError: When it is missing, damaged, or of a later version of this library.
+        CheckpointError: When it is missing, damaged, or of another version of this library.
     """
     file = path / STATE_FILE
     advice = "Go on from another checkpoint."
     content = read_record(file, StateFile, advice=advice, error=CheckpointError)
-    if content.format > FORMAT:
+    if content.format != FORMAT:
         raise CheckpointError(
-            f"{file}: format is {content.format}, of a later version of this library; expected at most {FORMAT}. "
-            "Use that version."
+            f"{file}: format is {content.format}; expected {FORMAT}. Use the version of this library that wrote it."
         )
     return content
 
