@@ -116,9 +116,8 @@ def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
     check_kind(folder, kind)
     with locked_folder(folder, taken):
         check_kind(folder, kind)  # it may have changed before it was locked
+        refuse_links(folder, kind=kind)
         kind_file = folder / KIND_FILE
-        if kind_file.is_symlink():
-            raise DataError(f"{kind_file} is a link. Remove it, or choose another --out.")
         if not kind_file.exists():
             write_text(kind_file, kind + "\n")
         yield
@@ -208,7 +207,7 @@ def refuse_links(folder: Path, *, kind: str) -> None:
         DataError: Names the first; whoever writes it would change the file behind it.
     """
     for path in sorted(folder.glob("*")):
-        is_written = _is_part(path.name, kind) or path.name == SUMS_FILE
+        is_written = _is_part(path.name, kind) or path.name in (SUMS_FILE, KIND_FILE)
         may_be_users = path.name == "README.md"
         if path.is_symlink() and is_written and not may_be_users:
             raise DataError(
