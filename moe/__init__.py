@@ -11,13 +11,12 @@ from moe.convert.formats import conversion_report
 from moe.distributed.launch import launch
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import CheckpointError, ConfigError, DataError, DistributedError, MoEError
-from moe.models.adapters import lora_config
 from moe.models.configuration import STMoEConfig
 from moe.models.encoder import STMoEEncoderModel
 from moe.models.modeling import STMoEForConditionalGeneration, STMoEModel
 from moe.models.parallelize import shard_model
 from moe.models.presets import PRESETS
-from moe.models.subsets import select_parameters
+from moe.models.trainable_parameters import lora_config, select_parameters
 from moe.sparse.config import SparseConfig
 from moe.sparse.editing import edit_routing
 from moe.sparse.edits import DropExperts, RerouteExperts, SwapExperts

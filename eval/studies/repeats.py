@@ -15,7 +15,7 @@ from eval.studies.runs import StudyRun, parse_arm_and_seed, study_runs
 from eval.studies.scheduler import Budget, RunState, read_state, run_all
 from eval.studies.study import SettingValue, Study
 from moe.errors import ConfigError
-from moe.models.weight_checksums import weight_files
+from moe.models.weight_files import weight_files
 from moe.parsing import read_json_lines
 from moe.training.metrics import METRICS_FILE
 

@@ -18,17 +18,18 @@ from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import Mesh
 from moe.distributed.shard_slices import ShardSlices, shard_slices
 from moe.distributed.sharding import Layout, MeshCoordinate, local_shard
-from moe.errors import CheckpointError
+from moe.errors import CheckpointError, MoEError
 from moe.models.card import find_source_model
 from moe.models.configuration import STMoEConfig
-from moe.models.generation_config import load_generation_config
 from moe.models.json_files import read_json_object
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import shard_model
 from moe.models.pretrained import STMoEPreTrainedModel, refuse_not_finite
-from moe.models.weight_checksums import check_weights, check_weights_together
+from moe.models.transformers_private import load_generation_config
 from moe.models.weight_files import (
     DTYPES,
+    check_weights,
+    check_weights_together,
     describe_misfits,
     find_weight_files,
     incomplete,
@@ -65,22 +66,22 @@ def load_complete(
         CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
             of another shape; lists them.
     """
-    check_model_folder(folder)
-
-    # Our own classes check sums and shapes in `from_pretrained`; others are made to report shapes.
-    is_ours = STMoEConfig.read_raw(folder).get("model_type") == STMoEConfig.model_type
+    # Our own classes check sums in `from_pretrained`.
+    is_ours = check_model_folder(folder) == STMoEConfig.model_type
     if not is_ours and not issubclass(model_class, STMoEPreTrainedModel):
         check_weights(Path(folder))
     options["output_loading_info"] = True
-    options["ignore_mismatched_sizes"] = not is_ours
+    options["ignore_mismatched_sizes"] = True
     try:
         model, info = model_class.from_pretrained(folder, **options)
+    except MoEError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"The weights in {folder} cannot be read: a .bin file holds more than tensors, which "
             "could run code, or is torn. Give a folder with .safetensors files."
         ) from error
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
 
     misfits = describe_misfits(
@@ -119,12 +120,11 @@ def load_model_on_mesh(
         CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
             of another shape; lists them, before any memory is taken.
     """
-    check_model_folder(folder)
-    model_type = STMoEConfig.read_raw(folder).get("model_type")
+    model_type = check_model_folder(folder)
     if model_type != STMoEConfig.model_type:
         raise CheckpointError(
             f"{folder} holds a model of type {model_type!r}, and ranks read only {STMoEConfig.model_type!r}. Convert "
-            f"it once and for all: stmoe convert --from {folder} --to OUT."
+            f"it first: stmoe convert --from {folder} --to OUT."
         )
     config = config or STMoEConfig.from_pretrained(folder)
     check_weights_together(Path(folder))
@@ -173,8 +173,8 @@ def describe_shape_misfits(
     return describe_misfits(missing, unexpected, reshaped_weights(stored, expected_shapes))
 
 
-def check_model_folder(folder: Path | str) -> None:
-    """Raises when there is no model in `folder`.
+def check_model_folder(folder: Path | str) -> str:
+    """Returns the `model_type` of the model in `folder`.
 
     Raises:
         CheckpointError: When it has no config.json, or one without a `model_type`.
@@ -194,6 +194,7 @@ def check_model_folder(folder: Path | str) -> None:
         raise CheckpointError(
             f"{path}: model_type is {shown(model_type)}; expected a text such as 'st_moe'. {advice}"
         )
+    return model_type
 
 
 def _check_weights_fit(

@@ -28,8 +28,7 @@ from moe.distributed.sharding import Layout, MeshCoordinate, local_shard
 from moe.distributed.verification import gather_sha256
 from moe.models.card import model_card, write_card
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.weight_checksums import write_weight_sums
-from moe.models.weight_files import DTYPES, remove_replaced_weights
+from moe.models.weight_files import DTYPES, remove_replaced_weights, write_weight_sums
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -23,7 +23,7 @@ from moe.distributed.mesh import Mesh, MeshConfig
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
 from moe.files import cache_folder, check_kind, output_path
-from moe.models.subsets import select_parameters
+from moe.models.trainable_parameters import select_parameters
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, typed_settings
 from moe.training.finetuning import (

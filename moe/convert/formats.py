@@ -14,25 +14,33 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig
-from transformers.utils.hub import cached_file
 
 from moe.checkpoint.sharded_weights import begin_files, plan_files, stored_tensors, write_tensor
 from moe.checks import check, check_choice
 from moe.convert.hf_config import Family, to_hf_config
 from moe.convert.hf_names import hf_weight_map
 from moe.convert.hf_weights import open_hf_checkpoint
-from moe.convert.report import ConversionReport, ConvertedCheckpoint
 from moe.convert.t5x import is_t5x, open_t5x
-from moe.convert.weight_map import WeightMapping, convert_weights
+from moe.convert.weight_map import (
+    ConversionReport,
+    ConvertedCheckpoint,
+    WeightMapping,
+    convert_weights,
+)
 from moe.errors import CheckpointError
 from moe.models.checkpoint_formats import find_format
 from moe.models.configuration import STMoEConfig
-from moe.models.generation_config import load_generation_config
 from moe.models.json_files import read_json_object
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD
-from moe.models.weight_checksums import write_weight_sums
-from moe.models.weight_files import LazyTensor, check_finite, find_weight_files, open_weights
+from moe.models.transformers_private import find_file, load_generation_config
+from moe.models.weight_files import (
+    LazyTensor,
+    check_finite,
+    find_weight_files,
+    open_weights,
+    write_weight_sums,
+)
 
 Format = Literal["ours", "switch", "t5"]
 _FAMILY: Mapping[Format, Family] = {"switch": "switch_transformers", "t5": "t5"}
@@ -84,7 +92,7 @@ def open_checkpoint(source: Path | str, **settings: Any) -> ConvertedCheckpoint:
     except OSError as error:
         if error.errno is not None:
             raise
-        raise CheckpointError(str(error)) from error
+        raise CheckpointError(" ".join(str(error).split())) from error
     config = config.replaced(**settings)
 
     if find_format(raw_config) is not None:
@@ -174,12 +182,12 @@ def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> di
     """
     files: dict[str, Path] = {}
     for name in _TOKENIZER_FILES:
-        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **download)
+        path = find_file(source, name, **download)
         if path is None:
             continue
         if name.endswith(".json"):
             read_json_object(path)
-        files[name] = Path(path)
+        files[name] = path
     return files
 
 

@@ -7,10 +7,9 @@ from typing import Any, Literal, cast
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, SwitchTransformersConfig, T5Config
 
-from moe.checks import check, check_choice, check_flag, check_integer, check_number, is_kind, shown
+from moe.checks import check, check_integer, check_number, is_kind, shown
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
-from moe.models.configuration_checks import check_size
 
 Family = Literal["t5", "switch_transformers"]
 FAMILIES: Mapping[Family, type[Any]] = {
@@ -22,10 +21,7 @@ ARCHITECTURES: Mapping[Family, str] = {
     "switch_transformers": "SwitchTransformersForConditionalGeneration",
 }
 
-# ---------------------------------------------------------------------------
-# Fields
-
-_SIZE_FIELDS = (
+_SAME_FIELDS = (
     "vocab_size",
     "d_model",
     "d_kv",
@@ -35,52 +31,29 @@ _SIZE_FIELDS = (
     "num_heads",
     "relative_attention_num_buckets",
     "relative_attention_max_distance",
+    "layer_norm_epsilon",
+    "dropout_rate",
+    "use_cache",
+    "pad_token_id",
 )
-_SAME_FIELDS = (*_SIZE_FIELDS, "layer_norm_epsilon", "dropout_rate", "use_cache", "pad_token_id")
 """Fields of the same name and meaning in T5, Switch and ours."""
 
-_SWITCH_INTEGERS = (
-    "num_experts",
-    "num_selected_experts",
-    "expert_capacity",
-    "num_sparse_encoder_layers",
-    "num_sparse_decoder_layers",
-    "encoder_sparse_step",
-    "decoder_sparse_step",
-)
-_FLAGS = (
-    "is_encoder_decoder",
-    "is_gated_act",
-    "router_bias",
-    "scale_decoder_outputs",
-    "tie_word_embeddings",
-    "use_cache",
-)
-_NUMBERS = (
-    "dropout_rate",
-    "layer_norm_epsilon",
-    "initializer_factor",
-    "router_jitter_noise",
-    "router_aux_loss_coef",
-    "router_z_loss_coef",
-)
-_TEXTS = ("feed_forward_proj", "dense_act_fn", "router_type")
-_TOKEN_IDS = ("pad_token_id", "eos_token_id", "decoder_start_token_id")
-
-_READ_FIELDS = {
-    *_SAME_FIELDS,
-    *_SWITCH_INTEGERS,
-    *_NUMBERS,
-    *_TEXTS,
-    *_TOKEN_IDS,
-    "is_gated_act",
-    "router_bias",
-    "scale_decoder_outputs",
-    "tie_word_embeddings",
+_LEGACY_FIELDS = {
+    "_attn_implementation",
+    "_num_labels",
+    "add_cross_attention",
+    "auto_map",
+    "cross_attention_hidden_size",
+    "keys_to_ignore_at_inference",
+    "num_labels",
+    "sep_token_id",
+    "tf_legacy_loss",
+    "torch_dtype",
+    "torchscript",
+    "use_bfloat16",
+    "xla_device",
 }
-"""Fields that say what the model computes; the dtype does so too, under two names."""
-
-_DTYPE_FIELDS = {"dtype", "torch_dtype"}
+"""Fields that earlier versions of transformers wrote for every model, and say nothing here."""
 
 _GATED_GELU = ("gated-gelu", "gated-gelu_new", "gated-gelu_pytorch_tanh")
 
@@ -128,29 +101,6 @@ _UNREPRESENTABLE_FIELDS = {
 }
 """Fields of other models that change what is computed, or how weights are stored, unless they are empty."""
 
-_FIELDS_OF_TRANSFORMERS = set(PreTrainedConfig().to_dict()) | {
-    "_attn_implementation",
-    "_name_or_path",
-    "_num_labels",
-    "add_cross_attention",
-    "auto_map",
-    "cross_attention_hidden_size",
-    "is_decoder",
-    "is_encoder_decoder",
-    "keys_to_ignore_at_inference",
-    "model_type",
-    "num_labels",
-    "return_dict",
-    "sep_token_id",
-    "torchscript",
-    "tf_legacy_loss",
-    "use_bfloat16",
-    "xla_device",
-    *T5Config.attribute_map,
-    *GenerationConfig._get_default_generation_params(),
-}
-"""Fields of every model of transformers, which this library reads elsewhere or not at all."""
-
 
 # ---------------------------------------------------------------------------
 # From transformers' to ours
@@ -186,15 +136,31 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
                 "class."
             )
 
+    # JSON has one kind of number; their classes take no integer where a fraction may stand.
+    hf_class = FAMILIES[family]
+    model_fields = {*vars(hf_class()), "is_gated_act", "num_selected_experts", "router_type"}
+    read: dict[str, Any] = {}
+    for name in model_fields & raw.keys():
+        read[name] = raw[name]
+        field = hf_class.__dataclass_fields__.get(name)
+        if field is not None and field.type is float and is_kind(raw[name], int):
+            read[name] = float(raw[name])
+    try:
+        hf_config = hf_class.from_dict(read)
+    except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as failure:
+        reason = " ".join(str(failure.__cause__ or failure).split())
+        raise ConfigError(
+            f"transformers cannot read config.json of type {family!r}: {reason}"
+        ) from failure
+
     # The backbone.
-    hf_config = _read_hf_config(raw, family)
     fields = {name: getattr(hf_config, name) for name in _SAME_FIELDS}
     fields["feed_forward_proj"] = _feed_forward_proj(hf_config, raw.get("feed_forward_proj"))
     fields["z_loss_weight"] = 0.0
 
     # Theirs scales the deviation, ours the variance.
     factor = hf_config.initializer_factor
-    check_number("initializer_factor", factor, above=0, most=1e15, reason="weights are float32")
+    check_number("initializer_factor", factor, above=0, most=1e15)
     fields["initializer_scale"] = float(factor) ** 2
 
     # In a T5 another field tells whether the head is the embedding.
@@ -214,13 +180,9 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     fields["architectures"] = raw.get("architectures")
 
     # Fields for callers, and those that nothing is known of.
-    known = (
-        _READ_FIELDS
-        | _DTYPE_FIELDS
-        | _FIELDS_OF_TRANSFORMERS
-        | _UNREPRESENTABLE_FIELDS
-        | set(IGNORED_FIELDS)
-    )
+    known = model_fields | vars(GenerationConfig()).keys() | PreTrainedConfig().to_dict().keys()
+    known |= T5Config.attribute_map.keys() | _LEGACY_FIELDS
+    known |= _UNREPRESENTABLE_FIELDS | IGNORED_FIELDS.keys()
     for name in raw:
         if name in _CARRIED_FIELDS or name not in known:
             fields[name] = raw[name]
@@ -228,63 +190,6 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     if family == "switch_transformers":
         fields |= _sparse_fields(hf_config)
     return fields
-
-
-def _read_hf_config(raw: Mapping[str, Any], family: Family) -> Any:
-    """Returns a config.json as transformers' class of it.
-
-    Raises:
-        ConfigError: When a value is of another type than that class has, or no model could be so
-            large.
-    """
-    _check_types(raw, family)
-
-    # JSON has one kind of number; their classes take no integer where a fraction may stand.
-    fields = {name: value for name, value in raw.items() if name in _READ_FIELDS}
-    for name in _NUMBERS:
-        if name in fields:
-            fields[name] = float(fields[name])
-
-    try:
-        return FAMILIES[family].from_dict(fields)
-    except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as failure:
-        reason = " ".join(str(failure).split())
-        raise ConfigError(
-            f"config.json is no {family!r} that transformers can read: {reason}"
-        ) from failure
-
-
-def _check_types(raw: Mapping[str, Any], family: Family) -> None:
-    """Raises a ConfigError when a field is of another type than it has."""
-    for name in sorted(raw.keys() & set(_SIZE_FIELDS)):
-        # null: as many as the encoder has.
-        if name == "num_decoder_layers" and raw[name] is None:
-            continue
-        check_size(name, raw[name])
-
-    # A T5 may have such fields left over, which nothing reads.
-    if family == "switch_transformers":
-        reason = "layers and tokens are counted by it"
-        for name in _SWITCH_INTEGERS:
-            if name in raw:
-                check_integer(name, raw[name], least=0, most=2**31, reason=reason)
-
-    for name in _FLAGS:
-        if name in raw:
-            check_flag(name, raw[name])
-    for name in _TEXTS:
-        check(isinstance(raw.get(name, ""), str), name, raw.get(name), "a text")
-    if "feed_forward_proj" in raw:
-        check_choice("feed_forward_proj", raw["feed_forward_proj"], ("relu", *_GATED_GELU))
-
-    for name in _TOKEN_IDS:
-        value = raw.get(name)
-        ids = value if name == "eos_token_id" and isinstance(value, list) else [value]
-        are_ids = all(token_id is None or is_kind(token_id, int) for token_id in ids)
-        check(are_ids, name, value, "the id of a token, or null")
-    for name in _NUMBERS:
-        if name in raw:
-            check_number(name, raw[name])
 
 
 def _feed_forward_proj(hf_config: Any, written_name: str | None) -> str:
@@ -367,10 +272,10 @@ def _count_sparse_layers(
     """
     assert num_layers is not None, "their class fills it"
     step = getattr(hf_config, f"{stack}_sparse_step")
+    check_integer(f"{stack}_sparse_step", step, least=0)
     num_sparse = 0
-    for block in range(num_layers):
-        if step > 0 and (block % step == 1 or step == 1):
-            num_sparse += 1
+    if step > 0:
+        num_sparse = len(range(min(1, step - 1), num_layers, step))
 
     if num_sparse and (num_layers % num_sparse or num_layers // num_sparse != step):
         raise ConfigError(
@@ -395,7 +300,10 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
     Raises:
         ConfigError: When there is no such model; gives every reason.
     """
-    obstacles = _t5_obstacles(config) if family == "t5" else _switch_obstacles(config)
+    if family == "t5":
+        obstacles = [f"it has {config.num_experts} experts"] if config.num_experts else []
+    else:
+        obstacles = _switch_obstacles(config)
     if obstacles:
         raise ConfigError(
             f"The model cannot be written as {family!r}, whose class in transformers has no "
@@ -457,11 +365,6 @@ def _sparse_step(config: STMoEConfig, *, decoder: bool) -> int:
     """Returns the length of the stretches with one sparse layer; 0 for a dense stack."""
     num_layers, num_sparse = config.stack_sizes(decoder)
     return num_layers // num_sparse if num_sparse else 0
-
-
-def _t5_obstacles(config: STMoEConfig) -> list[str]:
-    """Returns why a model cannot be written as a T5."""
-    return [f"it has {config.num_experts} experts"] if config.num_experts else []
 
 
 def _switch_obstacles(config: STMoEConfig) -> list[str]:

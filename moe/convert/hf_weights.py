@@ -11,8 +11,7 @@ import torch
 
 from moe.convert.hf_config import FAMILIES, IGNORED_FIELDS, from_hf_config, hf_family
 from moe.convert.hf_names import hf_weight_map
-from moe.convert.report import ConvertedCheckpoint
-from moe.convert.weight_map import convert_weights
+from moe.convert.weight_map import ConvertedCheckpoint, convert_weights
 from moe.errors import CheckpointError
 from moe.models.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
 from moe.models.configuration import STMoEConfig

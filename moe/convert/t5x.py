@@ -11,8 +11,13 @@ from torch import Tensor
 
 from moe.checks import shown
 from moe.convert.hf_names import up_names, up_proj_name
-from moe.convert.report import ConvertedCheckpoint
-from moe.convert.weight_map import Stack, WeightMapping, convert_weights, stacks_of
+from moe.convert.weight_map import (
+    ConvertedCheckpoint,
+    Stack,
+    WeightMapping,
+    convert_weights,
+    stacks_of,
+)
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor

@@ -20,6 +20,7 @@ from moe.distributed.sharding import local_shard
 from moe.kernels.cpu_matmul import linear
 from moe.kernels.dropout import dropout as drop
 from moe.models.configuration import STMoEConfig
+from moe.models.transformers_private import attention_implementation
 from moe.sparse.experts import truncated_normal_
 
 
@@ -207,7 +208,7 @@ class Attention(nn.Module):
         key, value = self._keys_and_values(source, cache)  # [B, H, keys, d_kv]
 
         # transformers' registry has sdpa and what users add to it; eager is ours.
-        implementation = self.config._attn_implementation or "eager"
+        implementation = attention_implementation(self.config)
         dropout = self.dropout_rate if self.training else 0.0
         drops_on_cpu = dropout > 0 and x.device.type == "cpu" and implementation == "sdpa"
         if output_weights or drops_on_cpu:

@@ -16,6 +16,7 @@ from moe.kernels.dropout import Dropout, dropout
 from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm, mask_bias
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import check_segments, real_tokens
+from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 
 
@@ -125,7 +126,9 @@ class Block(GradientCheckpointingLayer):
         Differs: no.
     """
 
-    def __init__(self, config: STMoEConfig, layer: int, *, decoder: bool) -> None:
+    def __init__(
+        self, config: STMoEConfig, layer: int, sparse: SparseConfig | None, *, decoder: bool
+    ) -> None:
         super().__init__()
         self.dropout = Dropout(config.dropout_rate)
 
@@ -136,11 +139,11 @@ class Block(GradientCheckpointingLayer):
             self.cross_attention = Attention(config, layer=layer, cross=True)
 
         # A sparse layer takes the place of the dense one, or stands before it.
-        self.sparse = config.is_sparse_block(layer, decoder=decoder)
+        self.sparse = sparse is not None
         self.stacked = self.sparse and config.sparse_dense_stacking
-        if self.sparse:
+        if sparse is not None:
             self.sparse_norm = RMSNorm(config)
-            self.sparse_feed_forward = SparseFeedForward(config.sparse_config(decoder=decoder))
+            self.sparse_feed_forward = SparseFeedForward(sparse)
         if not self.sparse or self.stacked:
             self.feed_forward_norm = RMSNorm(config)
             self.feed_forward = FeedForward(config)
@@ -195,10 +198,14 @@ class Stack(nn.Module):
         self.decoder = decoder
         self.position_bias = RelativePositionBias(config, decoder=decoder)
 
-        num_layers, _ = config.stack_sizes(decoder)
-        self.blocks = nn.ModuleList(
-            Block(config, layer, decoder=decoder) for layer in range(num_layers)
-        )
+        # All sparse layers of a stack have the same settings.
+        num_layers, num_sparse = config.stack_sizes(decoder)
+        sparse = config.sparse_config(decoder=decoder) if num_sparse else None
+        blocks = []
+        for layer in range(num_layers):
+            is_sparse = config.is_sparse_block(layer, decoder=decoder)
+            blocks.append(Block(config, layer, sparse if is_sparse else None, decoder=decoder))
+        self.blocks = nn.ModuleList(blocks)
 
         self.final_norm = RMSNorm(config)
         self.dropout = Dropout(config.dropout_rate)

@@ -12,8 +12,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
-from moe.checks import check, is_kind, shown
-from moe.errors import ConfigError, did_you_mean
+from moe.checks import check
 from moe.files import whole_file, write_text
 from moe.models.configuration import STMoEConfig
 from moe.opening import read_regular
@@ -22,9 +21,6 @@ from moe.sparse.stats import RouterStats, summarize
 
 CARD_NAME = "README.md"
 _GENERATES = "STMoEForConditionalGeneration"
-_TEXTS = ("base_model", "license")
-_LISTS = ("language", "datasets", "metrics", "tags")
-_ARGUMENTS = (*_TEXTS, *_LISTS, "stats", "sections")
 _TAGS = ("moe", "st-moe", "mixture-of-experts", "encoder-decoder")
 _SEAL = re.compile(r"\n<!-- Written by moe, ([0-9a-f]{16}): .* -->\n")
 
@@ -63,25 +59,8 @@ def model_card(
         sections: Markdown by title: what the model was trained on, and how good it is. Without
             them the card says that it does not know.
     """
-    check(isinstance(config, STMoEConfig), "config", config, "an STMoEConfig")
-    check(isinstance(model_class, str), "model_class", model_class, "the name of a class")
-    check_card(
-        {
-            "base_model": base_model,
-            "license": license,
-            "language": language,
-            "datasets": datasets,
-            "metrics": metrics,
-            "tags": tags,
-            "stats": stats,
-            "sections": sections,
-        }
-    )
     if parameters is None:
         parameters = (config.num_parameters(), config.num_active_parameters())
-    is_pair = isinstance(parameters, tuple) and len(parameters) == 2
-    are_counts = is_pair and all(is_kind(count, int) for count in parameters)
-    check(are_counts, "parameters", parameters, "two integers: all, and those of one token")
     total, active = parameters
 
     # The header, which the hub reads.
@@ -131,48 +110,6 @@ def model_card(
         parts.append(limits)
     body = "\n".join(parts)
     return _seal(ModelCard(f"---\n{header.to_yaml()}\n---\n{body}"))
-
-
-def check_card(given: Any) -> None:
-    """Checks the arguments of `model_card` that a user gives with a model to save.
-
-    Raises:
-        ConfigError: When one is unknown or of another type than it has.
-    """
-    expected = "a mapping of the arguments of model_card, e.g. {'license': 'mit'}"
-    check(isinstance(given, Mapping), "card", given, expected)
-
-    # A misspelt name would leave its entry out in silence.
-    for name in given:
-        if name not in _ARGUMENTS:
-            raise ConfigError(
-                f"A card has no {name!r}.{did_you_mean(str(name), _ARGUMENTS)} Known: "
-                f"{', '.join(_ARGUMENTS)}."
-            )
-
-    for name in _TEXTS:
-        value = given.get(name)
-        check(value is None or isinstance(value, str), f"{name} of a card", value, "a text")
-    for name in _LISTS:
-        value = given.get(name)
-        texts = value if isinstance(value, list | tuple) else [value or ""]
-        are_texts = all(isinstance(text, str) for text in texts)
-        check(are_texts, f"{name} of a card", value, "a text, or a list of texts")
-
-    stats = given.get("stats") or {}
-    are_stats = isinstance(stats, Mapping) and set(stats) <= {"encoder", "decoder"}
-    if not are_stats or not all(isinstance(value, RouterStats) for value in stats.values()):
-        raise ConfigError(
-            f"stats of a card is {shown(stats)}; expected {{'encoder': RouterStats, "
-            "'decoder': ...}."
-        )
-    sections = given.get("sections") or {}
-    texts = sections.values() if isinstance(sections, Mapping) else [None]
-    if not all(isinstance(text, str) for text in texts):
-        raise ConfigError(
-            f"sections of a card is {shown(sections)}; expected Markdown by title, e.g. "
-            "{'Training': 'On 50M tokens of ...'}."
-        )
 
 
 # ---------------------------------------------------------------------------
@@ -293,6 +230,10 @@ def _drop_rate(
     if not stats:
         return 0.0 if config.eval_capacity_field is None else "not measured"
 
+    are_stats = isinstance(stats, Mapping) and all(
+        isinstance(value, RouterStats) for value in stats.values()
+    )
+    check(are_stats, "stats of a card", stats, "RouterStats by stack: encoder, decoder")
     fractions = {}
     for stack, stack_stats in stats.items():
         fractions[stack] = round(summarize(stack_stats)["fraction_dropped"], 6)

@@ -3,46 +3,15 @@
 The models know no other library. `moe.convert` enters its formats here when `moe` is imported.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from moe.checks import shown
 from moe.errors import ConfigError
-from moe.models.weight_files import LazyTensor
 from moe.registry import Registry
 
 OUR_MODEL_TYPE = "st_moe"
-
-
-class OpenWeights(Protocol):
-    """Opens a checkpoint as weights of ours."""
-
-    def __call__(
-        self,
-        source: Path | str,
-        raw_config: Mapping[str, Any],
-        config: Any,
-        *,
-        leave_out: Iterable[str] = (),
-        use_safetensors: bool | None = None,
-        **download: Any,
-    ) -> dict[str, LazyTensor]:
-        """Returns our weights <any>[...] by name, each of which is read when it is indexed.
-
-        Args:
-            source: Folder or hub name of the checkpoint.
-            raw_config: Content of its config.json.
-            config: STMoEConfig of the model that takes the weights.
-            leave_out: Regular expressions of our names that the model does not have.
-            use_safetensors: See `find_weight_files`.
-            download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
-
-        Raises:
-            CheckpointError: When a tensor of the checkpoint is not accounted for.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -51,11 +20,14 @@ class CheckpointFormat:
 
     Attributes:
         convert_config: Returns the fields of STMoEConfig for the content of a config.json.
-        open_weights: Returns our weights.
+        open_weights: Called as `open_weights(source, raw_config, config, leave_out=,
+            use_safetensors=, **download)`: folder or hub name, its config.json, the STMoEConfig of
+            the model, patterns of our names that the model does not have, and see
+            `find_weight_files`. Returns our weights as LazyTensors by name.
     """
 
     convert_config: Callable[[Mapping[str, Any]], dict[str, Any]]
-    open_weights: OpenWeights
+    open_weights: Callable[..., dict[str, Any]]
 
 
 CHECKPOINT_FORMATS: Registry[CheckpointFormat] = Registry("checkpoint format")

@@ -3,30 +3,30 @@
 The settings are flat, as config.json is; `sparse_config` gathers those of a sparse layer.
 """
 
-import numbers
 import os
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 
-from moe.errors import CheckpointError
+from moe.errors import ConfigError
 from moe.models.checkpoint_formats import find_format
 from moe.models.configuration_checks import (
-    FeedForward,
-    Reduction,
-    SparsePosition,
-    check_config,
+    check_dtype,
+    check_keywords,
+    check_rates,
+    check_settings,
+    check_sizes,
     check_source,
+    check_sparse_layers,
+    check_token_ids,
+    strict_config,
 )
-from moe.models.configuration_keywords import check_keywords, check_names, check_savable
-from moe.models.json_files import COPY_AGAIN, read_json_object, write_config
+from moe.models.json_files import write_config
 from moe.models.presets import PRESETS
-from moe.parsing import to_record
+from moe.models.transformers_private import PrivateConfigHooks
 from moe.sparse.all_routers import load_routers
 from moe.sparse.config import (
     BalanceScope,
@@ -41,10 +41,15 @@ from moe.sparse.config import (
     reference_fields,
 )
 
+FeedForward = Literal["gated-gelu", "relu"]
+Reduction = Literal["sum", "mean"]
+SparsePosition = Literal["last", "second"]
+
 _REFERENCE_REDUCTION: dict[str, Reduction] = {"mesh_tensorflow": "sum", "flaxformer": "mean"}
 
 
-class STMoEConfig(PreTrainedConfig):
+@strict_config
+class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[reportIncompatibleVariableOverride]
     """Configuration of an encoder-decoder Transformer with sparse feed-forward layers.
 
     The defaults are the T5-1.1 backbone and the ST-MoE router; `num_experts=0` is a dense T5. An
@@ -136,10 +141,10 @@ class STMoEConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
-    layer_norm_epsilon: float = 1e-6
-    dropout_rate: float = 0.0
-    expert_dropout_rate: float | None = None
-    initializer_scale: float = SparseConfig.initializer_scale
+    layer_norm_epsilon: float | int = 1e-6
+    dropout_rate: float | int = 0.0
+    expert_dropout_rate: float | int | None = None
+    initializer_scale: float | int = SparseConfig.initializer_scale
 
     # Where the sparse layers are.
     num_experts: int = 0
@@ -157,8 +162,8 @@ class STMoEConfig(PreTrainedConfig):
     # Fields of SparseConfig under the same names and with the same defaults.
     num_selected_experts: int = SparseConfig.num_selected_experts
     router_input: RouterInput = SparseConfig.router_input
-    capacity_factor: float | None = SparseConfig.capacity_factor
-    eval_capacity_factor: float | None = SparseConfig.eval_capacity_factor
+    capacity_factor: float | int | None = SparseConfig.capacity_factor
+    eval_capacity_factor: float | int | None = SparseConfig.eval_capacity_factor
     min_expert_capacity: int = SparseConfig.min_expert_capacity
     capacity_rounding: Rounding = SparseConfig.capacity_rounding
     expert_capacity: int | None = SparseConfig.expert_capacity
@@ -170,18 +175,18 @@ class STMoEConfig(PreTrainedConfig):
     router_z_loss_over: Positions = SparseConfig.router_z_loss_over
     dispatch: Dispatch = SparseConfig.dispatch
     expert_bias: ExpertBias = SparseConfig.expert_bias
-    router_initializer_std: float | None = SparseConfig.router_initializer_std
+    router_initializer_std: float | int | None = SparseConfig.router_initializer_std
 
     # The loss.
-    load_balance_loss_weight: float = 0.01
-    router_z_loss_weight: float = 0.001
+    load_balance_loss_weight: float | int = 0.01
+    router_z_loss_weight: float | int = 0.001
     router_loss_reduction: Reduction = "sum"
-    z_loss_weight: float = 1e-4
-    label_smoothing: float = 0.0
+    z_loss_weight: float | int = 1e-4
+    label_smoothing: float | int = 0.0
 
     # How pre-training masked its text.
-    noise_density: float | None = None
-    mean_noise_span_length: float | None = None
+    noise_density: float | int | None = None
+    mean_noise_span_length: float | int | None = None
 
     # What transformers asks of every model.
     output_router_logits: bool = True
@@ -193,27 +198,33 @@ class STMoEConfig(PreTrainedConfig):
     decoder_start_token_id: int = 0
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fills derived values and checks all of them; see the class for each field."""
+        """Fills derived values; `validate_settings` then checks all of them."""
+        for alias in self.attribute_map.keys() & kwargs.keys():
+            setattr(self, alias, kwargs.pop(alias))
         check_keywords(self, kwargs)
+        check_dtype(kwargs.get("torch_dtype") if self.dtype is None else self.dtype)
 
-        # A config.json has it, and the next one gets it anew.
+        # `to_json_file` writes it anew.
         kwargs.pop("auto_map", None)
-
-        # Derived values, and values as JSON has them.
-        for item in fields(self):
-            setattr(self, item.name, _plain_value(getattr(self, item.name)))
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_layers
-
-        check_config(self)
-        super().__post_init__(**kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute; `check_config` checks its type, whatever version of transformers runs."""
         try:
-            super().__setattr__(name, value)
-        except StrictDataclassError:
-            object.__setattr__(self, self.attribute_map.get(name, name), value)
+            super().__post_init__(**kwargs)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"transformers cannot use the config: {error}") from error
+
+    def validate_settings(self) -> None:
+        """Raises a ConfigError for a value that is out of range or contradicts another."""
+        check_sizes(self)
+        check_rates(self)
+        check_sparse_layers(self)
+
+    def validate_token_ids(self) -> None:
+        """Raises a ConfigError for a special token outside the vocabulary."""
+        check_token_ids(self)
+
+    def validate_output_attentions(self) -> None:
+        """Accepts every implementation of attention: weights are computed by the eager one."""
 
     def __eq__(self, other: object) -> bool:
         """Returns whether all settings are equal, whatever file or version they come from."""
@@ -229,9 +240,6 @@ class STMoEConfig(PreTrainedConfig):
         for name in ("_name_or_path", "transformers_version"):
             settings.pop(name, None)
         return settings
-
-    # -----------------------------------------------------------------------
-    # Ways to make one
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "STMoEConfig":
@@ -272,11 +280,8 @@ class STMoEConfig(PreTrainedConfig):
         Raises:
             ConfigError: When one is unknown or out of range.
         """
-        check_names(self, settings)
+        check_settings(self, settings)
         return type(self)(**{**self.to_dict(), **settings})
-
-    # -----------------------------------------------------------------------
-    # config.json
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -286,7 +291,6 @@ class STMoEConfig(PreTrainedConfig):
             ConfigError: When it is of another model, or has a value that this library cannot
                 represent.
         """
-        # The fields of another library's config.json are replaced by ours.
         raw, unused = cls._read(*args, **kwargs)
         checkpoint_format = find_format(raw)
         if checkpoint_format is not None:
@@ -302,8 +306,7 @@ class STMoEConfig(PreTrainedConfig):
             download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
 
         Raises:
-            CheckpointError: When the file is torn or holds no object.
-            OSError: When there is none.
+            OSError: When there is none, or it is no JSON.
         """
         return cls._read(source, **download)[0]
 
@@ -312,45 +315,16 @@ class STMoEConfig(PreTrainedConfig):
         """Returns the config.json of a folder or hub name as it is, and the arguments not used.
 
         Raises:
-            ConfigError: When the source cannot be a folder or name.
             OSError: When there is no config.json, which transformers takes for one without a field.
         """
-        # transformers reports a missing repository as an OSError without a number.
         check_source(source)
-        try:
-            raw, unused = super().get_config_dict(source, **kwargs)
-        except OSError as error:
-            if error.errno is not None or Path(source).exists():
-                raise
-            reason = " ".join(str(error).split())
-            raise OSError(
-                f"{str(source)!r} is no folder here, and the hub gives no such model: {reason} "
-                "Correct the name, or give a folder."
-            ) from error
-
+        raw, unused = super().get_config_dict(source, **kwargs)
         if not raw:
             raise OSError(
                 f"{source} holds no model: it has no config.json, or one without a field. Give "
                 "a folder made by save_pretrained, e.g. the model/ folder of a run."
             )
         return raw, unused
-
-    @classmethod
-    def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:
-        """Returns the object in a config.json; transformers reads each of them by this.
-
-        Raises:
-            CheckpointError: When the file is torn or holds something else.
-        """
-        raw = read_json_object(Path(json_file))
-        to_record(
-            list[str],
-            raw.get("configuration_files", []),
-            where=f"{json_file}: configuration_files",
-            advice=COPY_AGAIN,
-            error=CheckpointError,
-        )
-        return cls._decode_special_floats(raw)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -361,21 +335,13 @@ class STMoEConfig(PreTrainedConfig):
         Raises:
             ConfigError: When a value is out of range.
         """
+        # Fields among the arguments are validated together with those of the file.
+        names = ({item.name for item in fields(cls)} | cls.attribute_map.keys()) - {"dtype"}
+        settings = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+
         # The version marks the fields as those of a file, where unknown ones are no mistake.
-        fields_of_file = {"transformers_version": transformers_version, **config_dict}
-        return super().from_dict(fields_of_file, **kwargs)
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
-    ) -> None:
-        """Writes config.json into a folder; see `PreTrainedConfig.save_pretrained`.
-
-        Raises:
-            ConfigError: When a field was set to what could not be loaded again.
-        """
-        check_config(self)
-        check_savable(self)
-        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        version = {"transformers_version": transformers_version}
+        return super().from_dict({**version, **config_dict, **settings}, **kwargs)
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """Writes config.json, and the module by which `trust_remote_code=True` finds this library."""
@@ -391,9 +357,6 @@ class STMoEConfig(PreTrainedConfig):
     def get_text_config(self, *args: Any, **kwargs: Any) -> "STMoEConfig":
         """Returns the config itself: encoder and decoder share it."""
         return self
-
-    # -----------------------------------------------------------------------
-    # What follows from the settings
 
     def sparse_config(self, *, decoder: bool) -> SparseConfig:
         """Returns the settings of each sparse layer of a stack.
@@ -557,14 +520,3 @@ class STMoEConfig(PreTrainedConfig):
         # A norm before each layer of a block, and one at the end.
         num_norms = num_layers * (attentions + 1) + num_stacked + 1
         return total + num_norms * D
-
-
-def _plain_value(value: Any) -> Any:
-    """Returns a value as JSON has it: numbers of numpy as Python's, and mappings as a copy."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, int):
-        return float(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    return value

@@ -1,265 +1,262 @@
-"""Checks of an STMoEConfig: bounds of its fields, and fields that contradict each other.
+"""Validation of an STMoEConfig: types by `@strict`, unknown keywords, bounds, and contradictions.
 
-Each failed check is one message with the field, its value and what to do. The functions take the
-config as a PreTrainedConfig: its class calls them, and they know nothing of it but its fields.
+The functions take the config as a PreTrainedConfig, since its class calls them.
 """
 
-import copy
+import difflib
+import inspect
+import numbers
 import os
-from collections.abc import Mapping
-from typing import Literal, NamedTuple, get_args
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from transformers import PreTrainedConfig
-
-from moe.checks import check, check_choice, check_flag, check_integer, check_number, shown
-from moe.errors import ConfigError
-from moe.models.configuration_keywords import check_dtype
-from moe.sparse.all_routers import load_routers
-from moe.sparse.router_options import check_causal
-
-FeedForward = Literal["gated-gelu", "relu"]
-Reduction = Literal["sum", "mean"]
-SparsePosition = Literal["last", "second"]
-
-
-# ---------------------------------------------------------------------------
-# Bounds of our fields
-
-
-class _Bounds(NamedTuple):
-    """Smallest and largest value of an integer, and why there is a largest."""
-
-    least: int
-    most: int
-    reason: str
-
-
-_MEMORY = "no larger tensor fits into memory"
-_DEPTH = "blocks are built one by one; the deepest published Transformers have 1,000"
-_INT32 = "tokens are counted by 32-bit numbers"
-
-_SIZES = {
-    "vocab_size": _Bounds(1, 2**26, _MEMORY),
-    "d_model": _Bounds(1, 2**20, _MEMORY),
-    "d_kv": _Bounds(1, 2**20, _MEMORY),
-    "d_ff": _Bounds(1, 2**24, _MEMORY),
-    "num_layers": _Bounds(1, 1024, _DEPTH),
-    "num_decoder_layers": _Bounds(1, 1024, _DEPTH),
-    "num_heads": _Bounds(1, 2**16, _MEMORY),
-    "relative_attention_num_buckets": _Bounds(1, 2**16, _MEMORY),
-    "relative_attention_max_distance": _Bounds(1, 2**31, "positions are 32-bit numbers"),
-    "num_experts": _Bounds(0, 2**20, "each has weights of its own"),
-    "num_sparse_encoder_layers": _Bounds(0, 1024, _DEPTH),
-    "num_sparse_decoder_layers": _Bounds(0, 1024, _DEPTH),
-    "num_selected_experts": _Bounds(1, 2**20, "as many experts are possible"),
-    "group_size": _Bounds(1, 2**31, _INT32),
-    "min_expert_capacity": _Bounds(0, 2**31, _INT32),
-    "expert_capacity": _Bounds(1, 2**31, _INT32),
-}
-
-_FLAGS = (
-    "is_encoder_decoder",
-    "tie_word_embeddings",
-    "sparse_dense_stacking",
-    "output_router_logits",
-    "use_cache",
+import torch
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import (
+    StrictDataclassClassValidationError,
+    StrictDataclassFieldValidationError,
 )
+from transformers import GenerationConfig, PreTrainedConfig
 
-_CHOICES = {
-    "feed_forward_proj": FeedForward,
-    "router_loss_reduction": Reduction,
-    "sparse_position": SparsePosition,
+from moe.checks import check, check_integer, check_number, shown
+from moe.errors import ConfigError, did_you_mean
+from moe.sparse.all_routers import load_routers
+from moe.sparse.router_options import check_causal, router_options_by_name
+
+Config = TypeVar("Config", bound=type[PreTrainedConfig])
+
+LARGEST_SIZES = {
+    "vocab_size": 2**26,
+    "d_model": 2**20,
+    "d_kv": 2**20,
+    "d_ff": 2**24,
+    "num_layers": 1024,
+    "num_decoder_layers": 1024,
+    "num_heads": 2**16,
+    "relative_attention_num_buckets": 2**16,
+    "relative_attention_max_distance": 2**31,
 }
+"""Larger values are typing errors, and would fill the memory before anything else is noticed."""
 
+CARRIED_KEYWORDS = (
+    "_commit_hash",
+    "_name_or_path",
+    "auto_map",
+    "finetuning_task",
+    "prefix",
+    "quantization_config",
+    "task_specific_params",
+    "tokenizer_class",
+)
+"""Keywords that pipelines, tokenizers and quantizers read from a config, and no class declares."""
+
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+    str: "a string",
+    type(None): "None",
+}
+_MAX_LABELS = 2**20
 _MAX_PARAMETERS = 10**14
 _MAX_WEIGHT = 1e30
-_PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
 # ---------------------------------------------------------------------------
-# Fields
+# Types
 
 
-def check_config(config: PreTrainedConfig) -> None:
-    """Raises a ConfigError for a value that is out of range or contradicts another.
+def strict_config(config_class: Config) -> Config:
+    """Returns the class with transformers' `@strict`, whose errors become ConfigErrors.
 
-    Args:
-        config: An STMoEConfig.
+    Each field is checked against its annotation whenever it is set; `validate_*` methods run at the
+    end of the constructor, in `validate` and in `save_pretrained`. Numbers of numpy become Python's.
     """
-    # Each field by itself.
-    _check_inherited(config)
-    for name in _SIZES:
-        check_size(name, getattr(config, name))
-    for name in _FLAGS:
-        check_flag(name, getattr(config, name))
-    for name, choices in _CHOICES.items():
-        check_choice(name, getattr(config, name), get_args(choices))
-    _check_numbers(config)
-    _check_token_ids(config)
+    validated: Any = strict(config_class)
+    strict_setattr = validated.__setattr__
+    strict_validate = validated.validate
 
-    # Fields against each other.
-    _check_positions(config)
-    _check_sparse_layers(config)
+    def set_field(self: Any, name: str, value: object) -> None:
+        name = self.attribute_map.get(name, name)
+        try:
+            strict_setattr(self, name, _plain_value(value))
+        except StrictDataclassFieldValidationError as error:
+            expected = _describe_type(validated.__dataclass_fields__[name].type)
+            raise ConfigError(f"{name} is {shown(value)}; expected {expected}.") from error
 
-    # Sizes that are fine one by one may be too large together.
-    num_parameters = config.num_parameters()
-    if num_parameters > _MAX_PARAMETERS:
+    def validate(self: Any) -> None:
+        try:
+            strict_validate(self)
+        except StrictDataclassClassValidationError as error:
+            cause = error.__cause__
+            raise cause if isinstance(cause, ConfigError) else ConfigError(str(cause)) from error
+
+    validated.__setattr__ = set_field
+    validated.validate = validate
+    return validated
+
+
+def _plain_value(value: Any) -> Any:
+    """Returns a value as JSON has it: numbers of numpy as Python's, and mappings as a copy."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, int):
+        return float(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value
+
+
+def _describe_type(annotation: Any) -> str:
+    """Returns an annotation in words."""
+    kinds = get_args(annotation) or (annotation,)
+    if get_origin(annotation) is Literal:
+        return f"one of {', '.join(kinds)}"
+    names = []
+    for kind in kinds:
+        # An integer is a number too.
+        if kind is not int or float not in kinds:
+            names.append(_TYPE_NAMES.get(kind) or inspect.formatannotation(kind))
+    return " or ".join(names)
+
+
+# ---------------------------------------------------------------------------
+# Keywords
+
+
+def check_keywords(config: PreTrainedConfig, keywords: Mapping[str, Any]) -> None:
+    """Checks the keywords beyond the fields of a config.
+
+    In code, an unknown keyword is a mistake. A config.json, which the version of transformers in it
+    tells from code, may have fields of another library: they are kept, with a warning.
+
+    Raises:
+        ConfigError: When a keyword is unknown, or would hide a method of the config.
+    """
+    unknown = keywords.keys() - _keywords_of_transformers()
+    hiding = {name for name in unknown if hasattr(type(config), name)}
+    refuse_unknown(config, unknown if config.transformers_version is None else hiding)
+    if unknown:
+        descriptions = []
+        for name in sorted(unknown):
+            close = difflib.get_close_matches(name, _field_names(config), n=1, cutoff=0.85)
+            suggestion = f" Did you mean {close[0]!r}?" if close else ""
+            descriptions.append(f"{name} ({shown(keywords[name])}){suggestion}")
+        warnings.warn(
+            f"The config has fields that STMoEConfig does not read: {', '.join(descriptions)}. They "
+            "are kept as attributes and change nothing.",
+            stacklevel=2,
+        )
+    check_integer(
+        "num_labels", keywords.get("num_labels"), least=1, most=_MAX_LABELS, optional="None for two"
+    )
+
+
+def check_settings(config: PreTrainedConfig, settings: Iterable[str]) -> None:
+    """Raises a ConfigError for a setting that neither the config nor transformers has."""
+    known = _keywords_of_transformers() | {*_field_names(config), *config.attribute_map}
+    refuse_unknown(config, set(settings) - known)
+
+
+def refuse_unknown(config: PreTrainedConfig, unknown: set[str]) -> None:
+    """Raises a ConfigError for the first unknown keyword, with the name that was probably meant."""
+    for name in sorted(unknown):
+        # Options of a router are often given next to it.
+        routers = router_options_by_name().get(name)
+        if routers:
+            raise ConfigError(
+                f"STMoEConfig has no field {name!r}: it is an option of {', '.join(routers)}. Pass "
+                "it in router_options or decoder_router_options."
+            )
         raise ConfigError(
-            f"The model has {num_parameters:,} parameters; expected at most "
-            f"{_MAX_PARAMETERS:,} (400 TB in float32). Lower vocab_size, d_model, d_ff, "
-            "num_layers or num_experts."
+            f"STMoEConfig has no field {name!r}.{did_you_mean(name, _field_names(config))} Remove "
+            "it or correct its name."
         )
 
 
-def check_has_decoder(config: PreTrainedConfig) -> None:
-    """Raises a ConfigError for the config of an encoder alone, given to a model with a decoder."""
-    check(
-        config.is_encoder_decoder,
-        "is_encoder_decoder",
-        config.is_encoder_decoder,
-        "true: the model is an encoder and a decoder; STMoEEncoderModel is the encoder alone",
-    )
+def _keywords_of_transformers() -> set[str]:
+    """Returns the keywords that transformers' constructor reads for every model."""
+    # Fields and properties; `_attn_implementation` is set by the keyword attn_implementation.
+    names = {*CARRIED_KEYWORDS, *vars(GenerationConfig())}
+    for name in dir(PreTrainedConfig):
+        if not name.startswith("__") and not callable(getattr(PreTrainedConfig, name)):
+            names |= {name, name.removeprefix("_")}
+    return names
+
+
+def _field_names(config: PreTrainedConfig) -> list[str]:
+    return [field.name for field in fields(config)]
+
+
+# ---------------------------------------------------------------------------
+# Bounds and contradictions
 
 
 def check_source(source: object) -> None:
     """Raises a ConfigError for a value that can be neither a folder nor a name of the hub."""
     text = str(source) if isinstance(source, str | os.PathLike) else ""
     is_name = bool(text.strip()) and "\0" not in text
-    check(is_name, "The source of the model", source, "a folder, or a name of the hub")
+    check(is_name, "The source of the model", source, "a folder, or a name of the hub without NUL")
 
 
-def check_size(name: str, value: object) -> None:
-    """Raises a ConfigError unless a size of a model is an integer within its bounds.
+def check_sizes(config: PreTrainedConfig) -> None:
+    """Checks the sizes of the backbone, and that the relative position buckets can be laid out."""
+    for name, largest in LARGEST_SIZES.items():
+        check_integer(name, getattr(config, name), least=1, most=largest)
+    check_dtype(config.dtype)
+    classes = config.architectures
+    check(classes is None or isinstance(classes, list), "architectures", classes, "a list of names")
 
-    Args:
-        name: Of a field of STMoEConfig that is an integer.
-        value: Value that the user gave.
-    """
-    bounds = _SIZES[name]
-    optional = "None to follow the capacity factors" if name == "expert_capacity" else ""
-    check_integer(
-        name, value, least=bounds.least, most=bounds.most, reason=bounds.reason, optional=optional
+    # Half of the buckets are for each direction, and half of those for single distances.
+    num_buckets = config.relative_attention_num_buckets
+    check(num_buckets % 4 == 0, "relative_attention_num_buckets", num_buckets, "a multiple of 4")
+    max_distance = config.relative_attention_max_distance
+    check(
+        max_distance > num_buckets // 2,
+        "relative_attention_max_distance",
+        max_distance,
+        f"more than half of relative_attention_num_buckets, {num_buckets // 2}",
     )
 
 
-def _check_inherited(config: PreTrainedConfig) -> None:
-    """Checks the fields that every config of transformers has."""
-    check_dtype("dtype", config.dtype)
-    check_integer("chunk_size_feed_forward", config.chunk_size_feed_forward, least=0)
-    for name in ("output_hidden_states", "return_dict"):
-        if getattr(config, name) is not None:
-            check_flag(name, getattr(config, name))
-    if config.problem_type is not None:
-        check_choice("problem_type", config.problem_type, _PROBLEM_TYPES)
-
-    version = config.transformers_version
-    check(version is None or isinstance(version, str), "transformers_version", version, "a text")
-
-    classes = config.architectures
-    are_names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    expected = "a list of names of classes"
-    check(classes is None or are_names, "architectures", classes, expected)
-
-    # The numbers of labels are texts in JSON, where they are keys.
-    labels = config.id2label
-    are_numbered = isinstance(labels, Mapping) and all(map(_is_number, labels.keys()))
-    expected = "a mapping whose keys are the labels' numbers"
-    check(labels is None or are_numbered, "id2label", labels, expected)
-
-    labels = config.label2id
-    are_numbered = isinstance(labels, Mapping) and all(map(_is_number, labels.values()))
-    expected = "a mapping whose values are the labels' numbers"
-    check(labels is None or are_numbered, "label2id", labels, expected)
+def check_dtype(dtype: object) -> None:
+    """Raises a ConfigError unless a dtype is None or of floating point, as torch's or by name."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    is_floating = isinstance(found, torch.dtype) and found.is_floating_point
+    expected = "the name of a floating-point dtype of torch, e.g. float32 or bfloat16"
+    check(dtype is None or is_floating, "dtype", dtype, expected)
 
 
-def _is_number(value: object) -> bool:
-    """Returns whether a value is an integer, or the text of one as keys of JSON are."""
-    if isinstance(value, str):
-        return value.isdecimal() and len(value) < 10
-    return isinstance(value, int)
-
-
-def _check_numbers(config: PreTrainedConfig) -> None:
-    """Checks rates, weights and scales."""
+def check_rates(config: PreTrainedConfig) -> None:
+    """Checks the rates, weights and scales that are not those of a sparse layer."""
     for name in ("dropout_rate", "label_smoothing"):
         check_number(name, getattr(config, name), least=0, below=1)
-    check_number(
-        "expert_dropout_rate",
-        config.expert_dropout_rate,
-        least=0,
-        below=1,
-        optional="None for dropout_rate",
-    )
-    for name in ("capacity_factor", "eval_capacity_factor"):
-        check_number(name, getattr(config, name), above=0, optional="None to drop no token")
-
     for name in ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"):
-        check_number(
-            name,
-            getattr(config, name),
-            least=0,
-            most=_MAX_WEIGHT,
-            reason="its product with a loss is a float32",
-        )
+        check_number(name, getattr(config, name), least=0, most=_MAX_WEIGHT)
     for name in ("layer_norm_epsilon", "initializer_scale"):
-        check_number(
-            name, getattr(config, name), above=0, most=_MAX_WEIGHT, reason="weights are float32"
-        )
+        check_number(name, getattr(config, name), above=0, most=_MAX_WEIGHT)
+
     unknown = "None when unknown"
     check_number("noise_density", config.noise_density, above=0, below=1, optional=unknown)
     check_number("mean_noise_span_length", config.mean_noise_span_length, least=1, optional=unknown)
-    check_number(
-        "router_initializer_std",
-        config.router_initializer_std,
-        least=0,
-        optional="None to draw the gate like the experts",
-    )
 
 
-def _check_token_ids(config: PreTrainedConfig) -> None:
-    """Checks the ids of special tokens, of which the end token may have several."""
+def check_token_ids(config: PreTrainedConfig) -> None:
+    """Checks that the ids of special tokens are in the vocabulary."""
     expected = f"a token id below vocab_size, {config.vocab_size}"
-    for name in ("pad_token_id", "decoder_start_token_id", "bos_token_id"):
+    for name in ("pad_token_id", "decoder_start_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(config, name)
-        if name == "bos_token_id" and value is None:
-            continue
-        check(_is_token_id(value, config.vocab_size), name, value, expected)
-
-    ends = config.eos_token_id
-    if isinstance(ends, list):
-        are_ids = len(ends) > 0 and all(_is_token_id(end, config.vocab_size) for end in ends)
-    else:
-        are_ids = ends is None or _is_token_id(ends, config.vocab_size)
-    check(are_ids, "eos_token_id", ends, f"{expected}, a list of them, or None")
+        ids = value if isinstance(value, list) else [value]
+        are_ids = len(ids) > 0 and all(0 <= i < config.vocab_size for i in ids if i is not None)
+        check(are_ids, name, value, expected)
 
 
-def _is_token_id(value: object, vocab_size: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
-
-
-def _check_positions(config: PreTrainedConfig) -> None:
-    """Raises a ConfigError when the relative position buckets cannot be laid out."""
-    num_buckets = config.relative_attention_num_buckets
-    max_distance = config.relative_attention_max_distance
-
-    # Half of them is for each direction, and half of those for single distances.
-    check(
-        num_buckets >= 4 and num_buckets % 4 == 0,
-        "relative_attention_num_buckets",
-        num_buckets,
-        "a multiple of 4",
-    )
-    expected = f"more than half of relative_attention_num_buckets, {num_buckets // 2}"
-    is_beyond = max_distance > num_buckets // 2
-    check(is_beyond, "relative_attention_max_distance", max_distance, expected)
-
-
-# ---------------------------------------------------------------------------
-# Sparse layers
-
-
-def _check_sparse_layers(config: PreTrainedConfig) -> None:
+def check_sparse_layers(config: PreTrainedConfig) -> None:
     """Raises a ConfigError when numbers of experts, layers and sparse layers contradict."""
+    for name in ("num_experts", "num_sparse_encoder_layers", "num_sparse_decoder_layers"):
+        check_integer(name, getattr(config, name), least=0)
     num_sparse = config.num_sparse_encoder_layers + config.num_sparse_decoder_layers
     if (config.num_experts == 0) != (num_sparse == 0):
         raise ConfigError(
@@ -269,7 +266,7 @@ def _check_sparse_layers(config: PreTrainedConfig) -> None:
         )
 
     # A router of a decoder that has no sparse layer would do nothing.
-    _check_routers(config)
+    load_routers().get(config.router)
     for name in ("decoder_router", "decoder_router_options"):
         value = getattr(config, name)
         if value is not None and not config.num_sparse_decoder_layers:
@@ -278,56 +275,24 @@ def _check_sparse_layers(config: PreTrainedConfig) -> None:
                 "it. Leave it out, or set num_sparse_decoder_layers."
             )
 
-    _check_stack(config, "encoder", decoder=False)
-    _check_stack(config, "decoder", decoder=True)
-    if not num_sparse:
-        _check_unused(config)
-
-
-def _check_stack(config: PreTrainedConfig, stack: str, *, decoder: bool) -> None:
-    """Raises a ConfigError when the sparse layers of a stack cannot be laid out or built."""
-    num_layers, num_sparse = config.stack_sizes(decoder)
-    if not num_sparse:
-        return
-
-    if num_layers % num_sparse:
-        divisors = [number for number in range(1, num_layers + 1) if num_layers % number == 0]
-        raise ConfigError(
-            f"num_sparse_{stack}_layers is {num_sparse}, which does not divide the "
-            f"{num_layers} blocks of the {stack}. Choose one of {divisors}."
-        )
     # The encoder's router may need tokens that a decoder has not seen yet.
-    if decoder and config.decoder_router is None:
+    if config.num_sparse_decoder_layers and config.decoder_router is None:
         check_causal(config.router, "Set decoder_router to")
+    for stack, decoder in (("encoder", False), ("decoder", True)):
+        num_layers, num_sparse = config.stack_sizes(decoder)
+        if num_sparse and num_layers % num_sparse:
+            divisors = [number for number in range(1, num_layers + 1) if num_layers % number == 0]
+            raise ConfigError(
+                f"num_sparse_{stack}_layers is {num_sparse}, which does not divide the "
+                f"{num_layers} blocks of the {stack}. Choose one of {divisors}."
+            )
 
-    # The settings of a layer check themselves.
-    config.sparse_config(decoder=decoder)
-
-
-def _check_routers(config: PreTrainedConfig) -> None:
-    """Checks the names of routers and the form of their options."""
-    for name in ("router", "decoder_router"):
-        router = getattr(config, name)
-        if name == "decoder_router" and router is None:
-            continue
-        check(isinstance(router, str), name, router, "the name of a router")
-        try:
-            load_routers().get(router)
-        except ConfigError as error:
-            raise ConfigError(f"{name} is {router!r}. {error}") from error
-
-    for name in ("router_options", "decoder_router_options"):
-        options = getattr(config, name)
-        are_named = isinstance(options, Mapping) and all(isinstance(key, str) for key in options)
-        expected = "a mapping of the router's option names"
-        check(options is None or are_named, name, options, expected)
-
-
-def _check_unused(config: PreTrainedConfig) -> None:
-    """Checks the sparse settings of a dense model: somebody may add experts to it."""
-    sparse = copy.copy(config)
-    sparse.num_experts = 1
-    sparse.num_selected_experts = 1
-    sparse.router = "token_choice"
-    sparse.router_options = None
-    sparse.sparse_config(decoder=False)
+    # The settings of a sparse layer are validated where they are counted. Sizes that are fine one
+    # by one may be too large together.
+    num_parameters = config.num_parameters()
+    if num_parameters > _MAX_PARAMETERS:
+        raise ConfigError(
+            f"The model has {num_parameters:,} parameters; expected at most "
+            f"{_MAX_PARAMETERS:,} (400 TB in float32). Lower vocab_size, d_model, d_ff, "
+            "num_layers or num_experts."
+        )

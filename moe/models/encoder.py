@@ -9,11 +9,10 @@ from transformers.utils.generic import can_return_tuple
 from moe.errors import DataError
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
-from moe.models.drop_warning import can_drop_tokens, warn_of_drops
 from moe.models.inputs import check_token_ids, check_vectors, refuse_unknown_arguments
+from moe.models.model_warnings import can_drop_tokens, warn_of_drops, warn_of_quantized_projections
 from moe.models.outputs import RouterRecords, STMoEEncoderOutput, logits_by_sequence
 from moe.models.pretrained import STMoEPreTrainedModel
-from moe.models.quantized import warn_of_quantized_projections
 
 
 class STMoEEncoder(STMoEPreTrainedModel):
@@ -22,6 +21,8 @@ class STMoEEncoder(STMoEPreTrainedModel):
     main_input_name = "input_ids"
 
     def __init__(self, config: STMoEConfig) -> None:
+        # Every model has one encoder; somebody may have set fields of the config one by one.
+        config.validate()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.stack = Stack(config, decoder=False)

@@ -1,8 +1,6 @@
 """The model classes: encoder-decoder with sparse layers as transformers expects them."""
 
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -11,14 +9,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
+from moe.checks import check, shown
 from moe.errors import ConfigError, DataError
 from moe.models.attention import Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
-from moe.models.configuration_checks import check_has_decoder
-from moe.models.drop_warning import can_drop_tokens, warn_of_drops
 from moe.models.encoder import STMoEEncoder
-from moe.models.generation_config import refuse_settings_of_decoders
 from moe.models.inputs import (
     IGNORED_LABEL,
     check_labels,
@@ -34,6 +30,7 @@ from moe.models.inputs import (
     refuse_unknown_arguments,
 )
 from moe.models.losses import LossCounts, count_losses, model_losses, refuse_missing_labels
+from moe.models.model_warnings import can_drop_tokens, warn_of_drops, warn_of_quantized_projections
 from moe.models.outputs import (
     RouterRecords,
     STMoEEncoderOutput,
@@ -42,9 +39,20 @@ from moe.models.outputs import (
     logits_by_sequence,
 )
 from moe.models.pretrained import STMoEPreTrainedModel
-from moe.models.quantized import warn_of_quantized_projections
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals
+
+_GENERATION_OF_DECODERS = {
+    "token_healing": (
+        (None, False),
+        "it needs a tokenizer with a token for the beginning of a text, which encoder-decoders lack",
+    ),
+    "guidance_scale": (
+        (None, 1),
+        "an encoder-decoder would be called without the decoder's inputs",
+    ),
+}
+"""Settings of generation that transformers has for decoders alone: the values that work, and why."""
 
 _ARGUMENTS_OF_GENERATE = ("tokenizer", "assistant_tokenizer")
 """Arguments of `generate` that no step of it needs."""
@@ -57,7 +65,12 @@ class STMoEModel(STMoEPreTrainedModel):
 
     def __init__(self, config: STMoEConfig) -> None:
         super().__init__(config)
-        check_has_decoder(config)
+        check(
+            config.is_encoder_decoder,
+            "is_encoder_decoder",
+            config.is_encoder_decoder,
+            "true; STMoEEncoderModel is the encoder alone",
+        )
         self.encoder = STMoEEncoder(config)
         self.decoder = Stack(config, decoder=True)
         self.post_init()
@@ -499,7 +512,10 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 cache.
         """
         defaults = kwargs.get("generation_config") or self.generation_config
-        refuse_settings_of_decoders(kwargs, defaults)
+        for name, (working, reason) in _GENERATION_OF_DECODERS.items():
+            value = kwargs.get(name, getattr(defaults, name, None))
+            if value not in working:
+                raise ConfigError(f"{name} is {shown(value)}, but {reason}. Leave it out.")
         if kwargs.setdefault("output_router_logits", False):
             raise ConfigError(
                 "generate() has no place to return output_router_logits in. Leave it out, and "
@@ -530,15 +546,6 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             kwargs.pop(name, None)
         inputs = cast(Any, super()).prepare_inputs_for_generation(*args, **kwargs)
         return {**inputs, "decoder_drop_tokens": False}
-
-    @contextmanager
-    def _optimize_model_for_decode(self) -> Generator[None, None, None]:
-        """Leaves the experts as they are in the block.
-
-        transformers would go to batched products, which here read the weights of all experts and
-        not those of the few that a step uses.
-        """
-        yield
 
     @staticmethod
     def create_masks_for_generate(

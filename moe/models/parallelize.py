@@ -19,7 +19,6 @@ from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import STMoEPreTrainedModel
-from moe.models.tensor_parallel import set_parallel_axes
 
 
 def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
@@ -121,7 +120,7 @@ def shard_model(
     distribute_parameters(model, layouts, mesh)
 
     # The ranks with which each module computes.
-    set_parallel_axes(model, mesh.ep, mesh.tp)
+    model.set_parallel_axes(mesh.ep, mesh.tp)
 
     # A graph breaks where rows for other ranks are counted, and where ranks of tp draw their own
     # random numbers.

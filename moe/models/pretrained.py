@@ -1,6 +1,5 @@
 """The base of all models: loading, saving, initialisation, activation checkpointing."""
 
-import copy
 import os
 import tempfile
 from collections.abc import Mapping
@@ -12,19 +11,20 @@ from typing import Any, cast
 import torch
 from huggingface_hub import CommitInfo, HfApi
 from torch import nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from moe.checks import check
+from moe.distributed.mesh import ExpertAxis
 from moe.distributed.sharding import local_shard
-from moe.errors import CheckpointError, ConfigError
+from moe.errors import CheckpointError, ConfigError, MoEError
 from moe.files import refuse_links, register_folder_kind
-from moe.models.attention import Projection, RelativePositionBias, RMSNorm
+from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm
+from moe.models.blocks import FeedForward, Stack
 from moe.models.card import (
     CARD_NAME,
     add_tags,
-    check_card,
     fetch_card,
     find_source_model,
     model_card,
@@ -32,28 +32,16 @@ from moe.models.card import (
 )
 from moe.models.checkpoint_formats import CheckpointFormat, find_format
 from moe.models.configuration import STMoEConfig
-from moe.models.configuration_checks import check_config, check_source
-from moe.models.configuration_keywords import check_savable
-from moe.models.generation_config import load_generation_config
-from moe.models.implementations import (
-    check_attention,
-    dispatch_of_experts,
-    implementation_of_dispatch,
-)
 from moe.models.json_files import read_json_object
-from moe.models.quantized import warn_of_plain_experts
-from moe.models.tensor_parallel import TensorParallelMixin
-from moe.models.weight_checksums import checking_weights, forget_weight_sums, write_weight_sums
+from moe.models.model_warnings import warn_of_plain_experts
+from moe.models.transformers_private import PrivateModelHooks, load_generation_config
 from moe.models.weight_files import (
     check_finite,
-    describe_misfits,
-    find_weight_files,
-    incomplete,
-    open_weights,
-    refuse_integers,
+    checking_weights,
+    forget_weight_sums,
     remove_replaced_weights,
-    reshaped_weights,
     saved_weights,
+    write_weight_sums,
 )
 from moe.sparse.experts import Experts
 from moe.sparse.layer import SparseFeedForward
@@ -101,7 +89,7 @@ _MODULES_WITH_WEIGHTS = (Experts, Projection, RelativePositionBias, RMSNorm, Rou
 _ALIGNMENT = 64  # bytes
 
 
-class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
+class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     """Loading, saving and initialisation shared by the models.
 
     Attributes:
@@ -123,47 +111,13 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
     # Holds but on a mesh whose ranks hold different experts; see shard_model.
     _can_compile_fullgraph = True
 
-    def __init__(self, config: STMoEConfig) -> None:
-        # What was asked for by transformers' name is a setting of ours.
-        config.dispatch = dispatch_of_experts(config._experts_implementation, config.dispatch)
-
-        # from_pretrained sets fields after the config has checked them.
-        check_config(config)
-        super().__init__(config)
-
     def argument_or_config(self, name: str, argument: bool | None) -> bool:
         """Returns an argument of `forward`, or when it is None the config's field of that name."""
         return bool(getattr(self.config, name) if argument is None else argument)
 
-    # -----------------------------------------------------------------------
-    # Choices of transformers
-
-    def _check_and_adjust_attn_implementation(
-        self, attn_implementation: str | None, *args: Any, **kwargs: Any
-    ) -> str:
-        """Returns the implementation of attention that transformers takes.
-
-        Its kernels of the hub are refused here, before it looks for them.
-
-        Raises:
-            ConfigError: For kinds of attention that cannot add T5's bias of positions to the
-                scores.
-        """
-        check_attention(attn_implementation)
-        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
-
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Returns `eager`, transformers' word for a model that runs its experts itself.
-
-        Raises:
-            ConfigError: For an implementation that is not here.
-        """
-        dispatch_of_experts(requested_experts, self.config.dispatch)
+        """Returns `eager`, transformers' word for a model that runs its experts itself."""
         return "eager"
-
-    def get_experts_implementation(self) -> dict[str, str | None]:
-        """Returns transformers' name of how the experts are run, for `set_experts_implementation`."""
-        return {"": implementation_of_dispatch(self.config.dispatch)}
 
     def set_experts_implementation(
         self, experts_implementation: str | dict[str, str | None]
@@ -177,50 +131,24 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
         Raises:
             ConfigError: For another name.
         """
-        dispatch = dispatch_of_experts(experts_implementation, self.config.dispatch)
-        self.config.dispatch = dispatch
+        self.config._experts_implementation = experts_implementation
         for module in self.modules():
             if isinstance(module, SparseFeedForward):
-                module.config = replace(module.config, dispatch=dispatch)
+                module.config = replace(module.config, dispatch=self.config.dispatch)
 
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
-    ) -> nn.Embedding:
-        """Returns the embedding with another number of rows; see `PreTrainedModel`.
-
-        Raises:
-            ConfigError: When no model has so many, or the special tokens would be outside.
-        """
-        if new_num_tokens is not None:
-            resized = copy.copy(self.config)
-            resized.vocab_size = new_num_tokens
-            check_config(resized)
-        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
-
-    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
-        """Switches activation checkpointing; both public names of transformers come through here.
-
-        Raises:
-            ConfigError: When it would be reentrant, as it is by torch's default.
-        """
-        function = kwargs.get("gradient_checkpointing_func")
-        keywords = getattr(function, "keywords", {})
-        if function is not None and keywords.get("use_reentrant") is not False:
-            raise ConfigError(
-                "Activation checkpointing was asked for without use_reentrant=False: the "
-                "reentrant kind loses the gradient of the routers' losses. Add it to the "
-                "keyword arguments, or give none."
-            )
-        cast(Any, super())._set_gradient_checkpointing(*args, **kwargs)
+    def set_parallel_axes(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
+        """Tells the layers which ranks hold their other experts, heads and hidden units."""
+        for module in self.modules():
+            if isinstance(module, SparseFeedForward):
+                module.set_parallel_axes(ep, tp)
+            elif isinstance(module, Attention | FeedForward | Stack):
+                module.tp = tp
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Draws the weights of one module anew; transformers keeps those that were loaded."""
         if isinstance(module, _MODULES_WITH_WEIGHTS):
             module.reset_parameters()
-
-    # -----------------------------------------------------------------------
-    # Loading
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,26 +163,33 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
         moved to an aligned one.
 
         Raises:
-            CheckpointError: When a file is damaged, weights are of another shape or no finite
-                numbers, or tensors of a T5 or Switch are missing or unexpected.
+            CheckpointError: When weights are not those that were saved, or hold numbers that are not
+                finite, or tensors of a T5 or Switch are missing or unexpected.
             ConfigError: When its config.json holds a value that this library cannot represent.
         """
         source = pretrained_model_name_or_path
         download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
-        if source is not None:
-            check_source(source)
+        raw_config = _read_raw_config(source, download)
+        checkpoint_format = None if raw_config is None else find_format(raw_config)
         _refuse_adapter_of_other_library(source, download)
 
         with _checking_local_weights(source, download):
-            raw_config = _read_raw_config(source, download)
-            checkpoint_format = None if raw_config is None else find_format(raw_config)
-            if raw_config is not None and checkpoint_format is not None:
-                result = cls._convert(
-                    source, raw_config, checkpoint_format, *args, download=download, **kwargs
-                )
-            else:
-                cls._check_files(source, raw_config, download, kwargs)
-                result = super().from_pretrained(source, *args, **kwargs)
+            try:
+                if raw_config is not None and checkpoint_format is not None:
+                    result = cls._convert(
+                        source, raw_config, checkpoint_format, *args, download=download, **kwargs
+                    )
+                else:
+                    if raw_config is not None and cls.can_generate():
+                        kwargs.setdefault(
+                            "generation_config", load_generation_config(source, download)
+                        )
+                    result = super().from_pretrained(source, *args, **kwargs)
+            except (MoEError, OSError, ImportError):
+                raise
+            except Exception as error:
+                reason = " ".join(str(error).split())
+                raise CheckpointError(f"{source} cannot be loaded: {reason}") from error
 
         # With output_loading_info the result is a pair.
         model = result[0] if isinstance(result, tuple) else result
@@ -263,73 +198,6 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
         _align_weights(model)
         model.source_model = None if source is None else find_source_model(source)
         return result
-
-    @classmethod
-    def _check_files(
-        cls,
-        source: Any,
-        raw_config: dict[str, Any] | None,
-        download: dict[str, Any],
-        options: Mapping[str, Any],
-    ) -> None:
-        """Checks the files of a folder before transformers reads them.
-
-        Args:
-            source: The folder; names of the hub are left to transformers.
-            raw_config: Content of its config.json.
-            download: Of `options`, where files come from.
-            options: Arguments of `from_pretrained`.
-
-        Raises:
-            CheckpointError: When a file is damaged, or holds other than a model's numbers.
-            ConfigError: When a setting of generation cannot be used.
-        """
-        if source is None or raw_config is None:
-            return
-        if not (Path(source) / download.get("subfolder", "") / CONFIG_NAME).is_file():
-            return
-        if options.get("generation_config") is None:
-            load_generation_config(source, download)
-        if options.get("state_dict") is not None or options.get("gguf_file") is not None:
-            return
-
-        # What is in the files, of which only names and shapes are read.
-        paths = find_weight_files(
-            source,
-            use_safetensors=options.get("use_safetensors"),
-            variant=options.get("variant"),
-            **download,
-        )
-        stored = open_weights(paths)
-
-        # What the model expects.
-        config = options.get("config")
-        if not isinstance(config, STMoEConfig):
-            fields = {name: options[name] for name in options if name not in _DTYPES}
-            config, _ = _config_with_options(raw_config, config, fields)
-        if hasattr(config, "quantization_config") or options.get("quantization_config") is not None:
-            return
-        with torch.device("meta"):
-            expected = cls(config).state_dict()
-
-        # The file may hold the whole model and this class a part of it, or the other way round.
-        prefix = f"{cls.base_model_prefix}."
-        for name in expected.keys() - stored.keys():
-            for other_name in (f"{prefix}{name}", name.removeprefix(prefix)):
-                if other_name in stored:
-                    stored[name] = stored.pop(other_name)
-
-        # transformers would convert integers, and refuses shapes without saying what to do.
-        dtypes = {name: tensor.dtype for name, tensor in stored.items()}
-        refuse_integers(source, expected, dtypes)
-        stored_shapes = {name: tensor.shape for name, tensor in stored.items()}
-        expected_shapes = {name: tensor.shape for name, tensor in expected.items()}
-        reshaped = reshaped_weights(stored_shapes, expected_shapes)
-        if reshaped and not options.get("ignore_mismatched_sizes"):
-            missing = expected.keys() - stored.keys()
-            unexpected = stored.keys() - expected.keys()
-            misfits = describe_misfits(missing, unexpected, reshaped)
-            raise CheckpointError(incomplete(source, cls.__name__, misfits))
 
     @classmethod
     def _convert(
@@ -353,10 +221,12 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
         options = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
         dtypes = {name: options.pop(name) for name in _DTYPES if name in options}
         config = options.pop("config", None)
-        if not isinstance(config, STMoEConfig):
-            fields = checkpoint_format.convert_config(raw_config) if config is None else {}
-            config, options = _config_with_options(fields, config, {**download, **options})
-            options = {name: value for name, value in options.items() if name not in DOWNLOAD}
+        if config is None:
+            fields = checkpoint_format.convert_config(raw_config)
+            config, options = STMoEConfig.from_dict(fields, return_unused_kwargs=True, **options)
+        elif not isinstance(config, STMoEConfig):
+            read_config = cast(Any, STMoEConfig).from_pretrained
+            config, options = read_config(config, return_unused_kwargs=True, **download, **options)
 
         generation_config = options.pop("generation_config", None)
         if generation_config is None:
@@ -382,9 +252,6 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
         model.name_or_path = str(source)
         model.config.name_or_path = str(source)
         return result
-
-    # -----------------------------------------------------------------------
-    # Saving
 
     def save_pretrained(
         self,
@@ -412,9 +279,8 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
             return
 
         # Whatever is wrong is refused before anything is written.
-        text = self._card_text({} if card is None else card)
-        check_config(self.config)
-        check_savable(self.config)
+        text = self._card_text(card or {})
+        self.config.validate()
         refuse_links(folder, kind=MODEL)
 
         is_writer = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
@@ -482,8 +348,6 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
 
     def _card_text(self, card: Mapping[str, Any]) -> str:
         """Returns the model card, of the arguments given and of what the model knows."""
-        check_card(card)
-
         # A token uses K of the E experts of each layer.
         num_parameters = self.num_parameters()
         num_idle = 0
@@ -500,10 +364,6 @@ class STMoEPreTrainedModel(TensorParallelMixin, PreTrainedModel):
             parameters=(num_parameters, num_parameters - num_idle),
             **{"base_model": self.source_model, **card},
         )
-
-
-# ---------------------------------------------------------------------------
-# Checks around loading
 
 
 @torch.no_grad()
@@ -533,22 +393,6 @@ def _read_raw_config(source: Any, download: dict[str, Any]) -> dict[str, Any] | 
         return None
 
 
-def _config_with_options(
-    fields: dict[str, Any], config: Any, options: Mapping[str, Any]
-) -> tuple[STMoEConfig, dict[str, Any]]:
-    """Returns a config with those options that are fields of it, and the options that are not.
-
-    Args:
-        fields: Fields of the checkpoint's config.
-        config: Folder or name of another one that is to be taken; None for the checkpoint's.
-        options: Arguments of `from_pretrained`.
-    """
-    settings = {name: value for name, value in options.items() if name != "config"}
-    if config is not None:
-        return cast(Any, STMoEConfig).from_pretrained(config, return_unused_kwargs=True, **settings)
-    return STMoEConfig.from_dict(dict(fields), return_unused_kwargs=True, **settings)
-
-
 def _refuse_adapter_of_other_library(source: Any, download: dict[str, Any]) -> None:
     """Raises a ConfigError for PEFT adapters of a T5 or Switch, which would be drawn anew."""
     if not isinstance(source, str | os.PathLike):
@@ -557,14 +401,11 @@ def _refuse_adapter_of_other_library(source: Any, download: dict[str, Any]) -> N
     if path is None:
         return
 
-    adapter_config = read_json_object(path)
-    if (Path(source) / CONFIG_NAME).is_file():
+    # A model beside the adapters is what is loaded.
+    base = read_json_object(path).get("base_model_name_or_path")
+    if (Path(source) / CONFIG_NAME).is_file() or not base:
         return
-
-    base = adapter_config.get("base_model_name_or_path")
-    name = f"base_model_name_or_path of {path}"
-    check(base is None or isinstance(base, str), name, base, "a folder or hub name")
-    raw_config = _read_raw_config(base, download) if base else None
+    raw_config = _read_raw_config(base, download)
     if raw_config is not None and find_format(raw_config) is not None:
         raise ConfigError(
             f"{source} holds adapters of {base}, a model of another library. Load the base by "

@@ -1,8 +1,14 @@
-"""Weights in files, read one at a time: safetensors or torch's .bin, of a folder or the hub."""
+"""A model's weights in files: found, read one tensor at a time, checked against their checksums.
+
+Sources are safetensors or torch's .bin, in a folder or on the hub.
+"""
 
 import pickle
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -18,13 +24,14 @@ from transformers.utils import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers.utils.hub import get_checkpoint_shard_files
 
-from moe.checks import shown
+from moe.checksums import SUMS_FILE, Damage, find_damage, read_sums, sha256_of, write_sums
+from moe.distributed.verification import gather_damage
 from moe.errors import CheckpointError
 from moe.kernels.expert_weights import is_quantized
 from moe.models.json_files import COPY_AGAIN
-from moe.parsing import read_record, to_record
+from moe.models.transformers_private import find_file
 
 _UNREADABLE = (
     OSError,
@@ -39,6 +46,8 @@ _UNREADABLE = (
 """What torch and safetensors raise for files that are torn or hold something else."""
 
 _MAX_NAMES = 5
+_PATTERNS = ("model*.safetensors", "model*.safetensors.index*.json")
+_THREADS = 4
 
 DTYPES = {
     "U64": torch.uint64,
@@ -153,36 +162,16 @@ def _read_headers(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  no mapping
                 piece = file.get_slice(name)
-                dtype = dtype_of(piece.get_dtype(), name)
-                headers[name] = torch.empty(piece.get_shape(), dtype=dtype, device="meta")
+                dtype = piece.get_dtype()
+                if dtype not in DTYPES:
+                    raise ValueError(
+                        f"{name} is of dtype {dtype}; expected one of {', '.join(DTYPES)}"
+                    )
+                headers[name] = torch.empty(piece.get_shape(), dtype=DTYPES[dtype], device="meta")
         return headers
 
     # A .bin is a pickle; only tensors are accepted of it, and no memory is taken for them.
-    content = torch.load(path, map_location="meta", weights_only=True)
-    if not isinstance(content, dict):
-        raise TypeError(f"it holds {shown(content)}; expected tensors by name")
-    for name, value in content.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise TypeError(
-                f"it holds {shown(value)} under {shown(name)}; expected a tensor under a name"
-            )
-        headers[name] = value
-    return headers
-
-
-def dtype_of(name: str, tensor: str) -> torch.dtype:
-    """Returns the dtype that safetensors calls `name`.
-
-    Args:
-        name: Of the dtype.
-        tensor: Name of the tensor that has it, for the message.
-
-    Raises:
-        ValueError: When it is none that is read here.
-    """
-    if name not in DTYPES:
-        raise ValueError(f"{tensor} is of dtype {name}; expected one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return dict(torch.load(path, map_location="meta", weights_only=True))
 
 
 # ---------------------------------------------------------------------------
@@ -215,68 +204,33 @@ def find_weight_files(
         names += [WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
 
     for name in names:
-        path = cached_file(
-            source,
-            _with_variant(name, variant),
-            _raise_exceptions_for_missing_entries=False,
-            **download,
-        )
+        path = find_file(source, _with_variant(name, variant), **download)
         if path is None:
             continue
         if name.endswith(".json"):
             return _find_shards_of_index(source, path, download)
-        return [Path(path)]
+        return [path]
 
     raise CheckpointError(
         f"{source} has no weights: expected one of {', '.join(names)}. {COPY_AGAIN}"
     )
 
 
-def _find_shards_of_index(source: Path | str, path: str, download: Mapping[str, Any]) -> list[Path]:
-    """Returns the files that an index names: beside it, or downloaded from the hub."""
-    names = read_index(Path(path))
+def _find_shards_of_index(
+    source: Path | str, path: Path, download: Mapping[str, Any]
+) -> list[Path]:
+    """Returns the files that an index names: next to it, or downloaded from the hub."""
     try:
-        files, _ = get_checkpoint_shard_files(source, path, **download)
+        files, _ = get_checkpoint_shard_files(source, str(path), **download)
+        paths = [Path(file) for file in files or ()]
     except _UNREADABLE as error:
         raise CheckpointError(
-            f"The index of weights {path} cannot be used: {error}. {COPY_AGAIN}"
+            f"The index of weights {path} cannot be used: {_first_line(error)}. {COPY_AGAIN}"
         ) from error
-
-    # Shards of a folder lie beside their index; those of the hub are downloaded by now.
-    paths = [Path(file) for file in files or ()]
     for file in paths:
         if not file.is_file():
-            raise CheckpointError(
-                f"{file} is missing, one of the {len(names)} files in the index {path}. "
-                f"{COPY_AGAIN}"
-            )
+            raise CheckpointError(f"{file} is missing, which the index {path} names. {COPY_AGAIN}")
     return paths
-
-
-def read_index(path: Path) -> list[str]:
-    """Returns the names of the files in an index of shards.
-
-    Raises:
-        CheckpointError: When the index is damaged, or names a file in another folder.
-    """
-    index = read_record(path, dict[str, Any], advice=COPY_AGAIN, error=CheckpointError)
-    for field, kind in (("weight_map", dict[str, str]), ("metadata", dict[str, Any])):
-        to_record(
-            kind,
-            index.get(field),
-            where=f"{path}: {field}",
-            advice=COPY_AGAIN,
-            error=CheckpointError,
-        )
-
-    # A name with a folder in it could reach any file of the machine.
-    names = sorted(set(index["weight_map"].values()))
-    for name in names:
-        if not name or Path(name).name != name:
-            raise CheckpointError(
-                f"{path} names the file {shown(name)}; expected one beside it. {COPY_AGAIN}"
-            )
-    return names
 
 
 def find_shards(folder: Path, variant: str | None = None) -> list[str]:
@@ -445,3 +399,110 @@ def first_names(names: list[str]) -> str:
     if len(names) > _MAX_NAMES:
         text += f" and {len(names) - _MAX_NAMES} more"
     return text
+
+
+# ---------------------------------------------------------------------------
+# Checksums of the safetensors files and their index. Config, card and tokenizer are for users to
+# edit; a damaged text shows itself, a flipped bit of a weight does not.
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Returns the names of the files with a model's weights, and of their index."""
+    names: set[str] = set()
+    for pattern in _PATTERNS:
+        names.update(path.name for path in folder.glob(pattern) if path.is_file())
+    return sorted(names)
+
+
+def forget_weight_sums(folder: Path) -> None:
+    """Removes the checksums of weights that are about to be written; those of other files stay."""
+    if not (folder / SUMS_FILE).is_file():
+        return
+
+    # Without the sums of the weights, a file without others is removed.
+    others = _other_sums(folder)
+    if others:
+        write_sums(folder, others)
+    else:
+        (folder / SUMS_FILE).unlink()
+
+
+def write_weight_sums(folder: Path, digests: dict[str, str] | None = None) -> None:
+    """Writes the checksums of a folder's weights; does nothing when it has none.
+
+    Args:
+        folder: With the weights as they were just written.
+        digests: SHA-256 by name, of those files for which it is known.
+    """
+    known = digests or {}
+    unknown = [name for name in weight_files(folder) if name not in known]
+
+    # Hashing lets go of Python's lock.
+    with ThreadPoolExecutor(_THREADS) as pool:
+        paths = [folder / name for name in unknown]
+        computed = dict(zip(unknown, pool.map(sha256_of, paths), strict=True))
+
+    weights = {**known, **computed}
+    if weights:
+        write_sums(folder, {**_other_sums(folder), **weights})
+
+
+def check_weights(folder: Path) -> None:
+    """Raises when the weights in a folder are not those that were saved.
+
+    A folder without checksums is not checked.
+
+    Raises:
+        CheckpointError: Names the first damaged file.
+    """
+
+    def find_in_part(part: int) -> list[Damage]:
+        return list(find_damage(folder, part=part, num_parts=_THREADS))
+
+    # Each thread reads a share of the files.
+    damaged: list[Damage] = []
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for part in pool.map(find_in_part, range(_THREADS)):
+            damaged += part
+    _refuse(folder, damaged)
+
+
+@contextmanager
+def checking_weights(folder: Path) -> Iterator[None]:
+    """Runs `check_weights` beside the block, on other cores.
+
+    Damage is raised in the place of other errors, which may follow from it.
+
+    Raises:
+        CheckpointError: At the end of the block; see `check_weights`.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        check = pool.submit(check_weights, folder)
+        try:
+            yield
+        finally:
+            check.result()
+
+
+def check_weights_together(folder: Path) -> None:
+    """Runs `check_weights` with the files shared out over the ranks; every rank must call it."""
+    _refuse(folder, gather_damage(folder))
+
+
+def _other_sums(folder: Path) -> dict[str, str]:
+    """Returns the checksums in a folder that are of no weights."""
+    others: dict[str, str] = {}
+    for name, digest in (read_sums(folder) or {}).items():
+        is_weights = any(fnmatch(name, pattern) for pattern in _PATTERNS)
+        if digest and not is_weights:
+            others[name] = digest
+    return others
+
+
+def _refuse(folder: Path, damaged: Sequence[Damage]) -> None:
+    if damaged:
+        raise CheckpointError(
+            f"The model in {folder} is damaged: {damaged[0]}. Copy the whole folder again from "
+            "where it was saved; if another tool rewrote the weights on purpose, remove "
+            f"{folder / SUMS_FILE}."
+        )

@@ -7,7 +7,7 @@ what its router asks of it is in router_options.py.
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from moe.checks import check, check_field_types, check_integer, check_number, shown
 from moe.errors import ConfigError, did_you_mean
@@ -24,38 +24,33 @@ Dispatch = Literal["ragged", "static"]
 CapacityScope = Literal["group", "sequence"]
 
 _LARGEST_SIZE = 2**24
-_NO_MACHINE = "the weights of a larger layer fit on no machine"
 _MOST_TOKENS = 2**63 - 1
-_INT64 = "tokens are counted in 64 bits"
-_LARGEST_FACTOR = 1e6
 _LARGEST_SCALE = 1e6
-_OVERFLOW = "products of larger weights overflow"
-_LARGEST_MIN_CAPACITY = 2**20
 
 
-Settings = TypeVar("Settings")
+def _suggest_settings(config_class: type) -> type:
+    """Makes the constructor of a dataclass suggest the nearest name for an unknown keyword.
 
-
-def _refuse_unknown_settings(settings: type[Settings]) -> type[Settings]:
-    """Makes a dataclass raise a ConfigError with the nearest name where a keyword is no field."""
-    known = [setting.name for setting in fields(settings)]  # pyright: ignore[reportArgumentType]
-    dataclass_init = settings.__init__
+    A `__new__` would do too, but it would hide the signature of the constructor.
+    """
+    known = [setting.name for setting in fields(config_class)]
+    dataclass_init = config_class.__init__
 
     @functools.wraps(dataclass_init)
-    def init(self: Any, *args: Any, **given: Any) -> None:
-        for name in given:
+    def init(self: Any, *args: Any, **settings: Any) -> None:
+        for name in settings:
             if name not in known:
                 raise ConfigError(
-                    f"{settings.__name__} has no setting {name!r}.{did_you_mean(name, known)} "
+                    f"SparseConfig has no setting {name!r}.{did_you_mean(name, known)} "
                     f"Known: {', '.join(known)}."
                 )
-        dataclass_init(self, *args, **given)
+        dataclass_init(self, *args, **settings)
 
-    settings.__init__ = init
-    return settings
+    config_class.__init__ = init
+    return config_class
 
 
-@_refuse_unknown_settings
+@_suggest_settings
 @dataclass(frozen=True)
 class SparseConfig:
     """Settings of one sparse feed-forward layer; the defaults are the ST-MoE paper's.
@@ -153,16 +148,49 @@ class SparseConfig:
             ConfigError: When a value is out of range or contradicts another.
         """
         check_field_types(self)
-        self._check_sizes()
-        self._check_capacity()
-        self._check_initialization()
 
-        if self.num_selected_experts > self.num_experts:
+        # Bounds that no machine reaches: larger values are typing errors.
+        for name in ("d_model", "d_ff", "num_experts", "num_selected_experts"):
+            check_integer(name, getattr(self, name), least=1, most=_LARGEST_SIZE)
+        check_integer("group_size", self.group_size, least=1, most=_MOST_TOKENS)
+        check(
+            self.num_selected_experts <= self.num_experts,
+            "num_selected_experts",
+            self.num_selected_experts,
+            f"at most num_experts, {self.num_experts}",
+        )
+
+        # Slots of an expert. A fixed number and a factor that drops nothing contradict each other.
+        check_integer("min_expert_capacity", self.min_expert_capacity, least=0, most=2**31)
+        no_drops = "None to drop no token"
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            factor = getattr(self, name)
+            check_number(name, factor, above=0, most=_LARGEST_SCALE, optional=no_drops)
+        follow = "None to follow the capacity factors"
+        check_integer(
+            "expert_capacity", self.expert_capacity, least=1, most=_MOST_TOKENS, optional=follow
+        )
+        if self.expert_capacity is not None and None in (
+            self.capacity_factor,
+            self.eval_capacity_factor,
+        ):
             raise ConfigError(
-                f"num_selected_experts is {self.num_selected_experts}, but there are only {self.num_experts} "
-                f"experts. Set num_selected_experts to at most {self.num_experts}, or raise num_experts."
+                f"expert_capacity is {self.expert_capacity} and a capacity factor is None, which drops no token. "
+                "Set expert_capacity to None, or give both factors a number, which is then not used."
             )
 
+        # Dropout and initialisation. A rate of 1 would leave nothing of the hidden units.
+        check_number("expert_dropout_rate", self.expert_dropout_rate, least=0, below=1)
+        check_number("initializer_scale", self.initializer_scale, above=0, most=_LARGEST_SCALE)
+        check_number(
+            "router_initializer_std",
+            self.router_initializer_std,
+            least=0,
+            most=_LARGEST_SCALE,
+            optional="None to draw it like the experts",
+        )
+
+        # A copy, since the caller may change the mapping later.
         expected = "a mapping of the router's option names"
         check(
             isinstance(self.router_options, Mapping),
@@ -170,71 +198,8 @@ class SparseConfig:
             self.router_options,
             expected,
         )
-        # A copy, since the caller may change the mapping later.
         object.__setattr__(self, "router_options", dict(self.router_options))
         check_router(self)
-
-    def _check_sizes(self) -> None:
-        # Bounds that no machine reaches: beyond them a typing error is likelier than a wish.
-        for name in ("d_model", "d_ff", "num_experts", "num_selected_experts"):
-            value = getattr(self, name)
-            check_integer(name, value, least=1, most=_LARGEST_SIZE, reason=_NO_MACHINE)
-        check_integer("group_size", self.group_size, least=1, most=_MOST_TOKENS, reason=_INT64)
-
-    def _check_capacity(self) -> None:
-        """Checks the settings that say how many slots an expert has."""
-        check_integer(
-            "min_expert_capacity",
-            self.min_expert_capacity,
-            least=0,
-            most=_LARGEST_MIN_CAPACITY,
-            reason="every expert of every group has so many",
-        )
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            check_number(
-                name,
-                getattr(self, name),
-                above=0,
-                most=_LARGEST_FACTOR,
-                optional="None to drop no token",
-            )
-        check_integer(
-            "expert_capacity",
-            self.expert_capacity,
-            least=1,
-            most=_MOST_TOKENS,
-            reason=_INT64,
-            optional="None to follow the capacity factors",
-        )
-
-        # A fixed capacity and a factor that drops nothing contradict each other.
-        has_fixed_capacity = self.expert_capacity is not None
-        if has_fixed_capacity and None in (self.capacity_factor, self.eval_capacity_factor):
-            raise ConfigError(
-                f"expert_capacity is {self.expert_capacity}, and a capacity factor is None, which is to drop no "
-                "token. Set expert_capacity to None to follow the capacity factors, or give both factors a number: "
-                "they are then not used."
-            )
-
-    def _check_initialization(self) -> None:
-        """Checks the settings of initialisation and dropout."""
-        # A rate of 1 would leave nothing of the hidden units.
-        check_number("expert_dropout_rate", self.expert_dropout_rate, least=0, below=1)
-        check_number(
-            "initializer_scale",
-            self.initializer_scale,
-            above=0,
-            most=_LARGEST_SCALE,
-            reason=_OVERFLOW,
-        )
-        check_number(
-            "router_initializer_std",
-            self.router_initializer_std,
-            least=0,
-            most=_LARGEST_SCALE,
-            reason=_OVERFLOW,
-            optional="None to draw it like the experts",
-        )
 
     @classmethod
     def after(cls, reference: str, **overrides: Any) -> "SparseConfig":

@@ -18,7 +18,7 @@ from moe.data.span_corruption import Noise, check_noise
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, did_you_mean
 from moe.models.configuration import STMoEConfig
-from moe.models.subsets import check_subset
+from moe.models.trainable_parameters import check_subset
 from moe.optim.schedules import Schedule
 from moe.training.optim_recipe import MOST_STEPS, WHY_MOST_STEPS, OptimRecipe
 

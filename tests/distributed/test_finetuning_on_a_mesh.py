@@ -15,7 +15,7 @@ from moe.checkpoint.run_state import RunState
 from moe.checkpoint.writer import CheckpointWriter
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.pretrained import enable_activation_checkpointing
-from moe.models.subsets import SUBSETS
+from moe.models.trainable_parameters import SUBSETS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.recipe import TrainingRecipe
 from tests.distributed import stages

@@ -11,7 +11,7 @@ from transformers.distributed import DistributedConfig
 from moe import ConfigError, STMoEEncoderModel, STMoEForConditionalGeneration
 from moe.distributed.sharding import find_rule
 from moe.models.parallelize import sharding_rules
-from moe.models.tensor_parallel import check_distributed_config
+from moe.models.transformers_private import check_distributed_config
 from tests.distributed.ranks import run_ranks
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 

@@ -16,8 +16,6 @@ from transformers import Trainer, TrainingArguments
 
 import moe.models.card
 from moe import (
-    ConfigError,
-    MoEError,
     STMoEConfig,
     STMoEEncoderModel,
     STMoEForConditionalGeneration,
@@ -318,57 +316,12 @@ def test_a_card_that_was_written_in_the_folder_stays_and_is_uploaded_where_there
     assert (repo / "README.md").read_text() == (on_the_hub or OWN)
 
 
-def test_what_is_wrong_with_a_card_is_said_before_anything_is_written(tmp_path):
-    with pytest.raises(ConfigError, match=r"A card has no 'licence'. Did you mean 'license'"):
+def test_a_misspelt_entry_of_a_card_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(TypeError, match="licence"):
         tiny_model().save_pretrained(tmp_path / "a", card={"licence": "mit"})
-    with pytest.raises(ConfigError, match=r"stats of a card is .*; expected"):
-        tiny_model().save_pretrained(tmp_path / "a", card={"stats": {"stack": 1}})
     assert not list(tmp_path.iterdir())
     tiny_model().save_pretrained(tmp_path, card={"tags": "mine"})
     assert card_of(tmp_path).data.tags[-1] == "mine"
-
-
-REFUSED = [
-    *[(name, value) for name in ("license", "base_model") for value in (3, [3])],
-    *[(name, value) for name in ("language", "datasets", "metrics", "tags") for value in (3, [3])],
-    *[("stats", value) for value in (3, {"encoder": None}, {"encoder": 3}, {3: 3})],
-    *[("sections", value) for value in (3, {"a": 3})],
-]
-
-
-@pytest.mark.parametrize(("name", "value"), REFUSED, ids=str)
-def test_arguments_of_a_card_that_are_of_another_type_are_refused_by_name(name, value, tmp_path):
-    model = tiny_model()
-    with pytest.raises(ConfigError, match=f"{name} of a card is .*; expected"):
-        model_card(model.config, **{name: value})
-    with pytest.raises(ConfigError, match=f"{name} of a card is .*; expected"):
-        model.save_pretrained(tmp_path, card={name: value})
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("card", [3, 0, "mit", [], {3: 3}], ids=str)
-def test_a_card_that_is_no_mapping_of_arguments_is_refused(card, tmp_path):
-    with pytest.raises(ConfigError, match=r"card is .*; expected a mapping|A card has no 3"):
-        tiny_model().save_pretrained(tmp_path, card=card)
-    assert not list(tmp_path.iterdir())
-
-
-def test_statistics_without_values_make_no_card():
-    model = tiny_model()
-    stats = total_stats(model(**tiny_batch()).encoder_router_outputs)
-    for wrong in (stats._make(x.to("meta") for x in stats), stats._make(None for _ in stats)):
-        with pytest.raises(MoEError, match="RouterStats"):
-            model_card(model.config, stats={"encoder": wrong})
-
-
-def test_a_card_of_no_config_or_of_counts_that_are_none_is_refused():
-    config = tiny_model().config
-    for wrong in (None, 3, {}):
-        with pytest.raises(ConfigError, match=r"config is .*; expected an STMoEConfig"):
-            model_card(wrong)
-    for parameters in (3, (1,), ("a", "b"), (None, None)):
-        with pytest.raises(ConfigError, match=r"parameters is .*; expected two integers"):
-            model_card(config, parameters=parameters)
 
 
 def test_sections_say_what_a_card_cannot_know(tmp_path):
@@ -383,10 +336,3 @@ def test_sections_say_what_a_card_cannot_know(tmp_path):
     model.save_pretrained(tmp_path)
     assert "does not know" in card_of(tmp_path).text
     assert "7M tokens" not in card_of(tmp_path).text
-
-
-@pytest.mark.parametrize("sections", [["Training"], {"Training": 7}, "Training"])
-def test_sections_that_are_no_texts_by_title_are_refused(tmp_path, sections):
-    with pytest.raises(ConfigError, match=r"sections of a card is .*Markdown by title"):
-        tiny_model().save_pretrained(tmp_path, card={"sections": sections})
-    assert not (tmp_path / "config.json").exists()

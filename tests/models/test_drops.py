@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe import STMoEConfig, STMoEForConditionalGeneration
-from moe.models.drop_warning import warn_of_drops
+from moe.models.model_warnings import warn_of_drops
 from moe.parsing import read_yaml
 from moe.sparse.editing import edit_routing, sparse_layers
 from moe.sparse.edits import DropExperts
@@ -24,7 +24,9 @@ SHORT = {"capacity_factor": 0.05, "eval_capacity_factor": 0.05, "min_expert_capa
 def said(caplog):
     """Returns the texts of all warnings so far."""
     return lambda: [
-        record.getMessage() for record in caplog.records if record.name == "moe.models.drop_warning"
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "moe.models.model_warnings"
     ]
 
 

@@ -101,9 +101,7 @@ def test_torn_weights_are_one_message(folder, door):
     ):
         door(folder)
     (folder / "SHA256SUMS").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"The weights in .*model\.safetensors cannot be read: "
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*header"):
         door(folder)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from moe import CheckpointError, STMoEForConditionalGeneration
+from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.pretrained import refuse_not_finite
-from moe.models.quantized import warn_of_plain_experts
 from moe.sparse.experts import Experts
 from tests.models.int8 import Int8Weight, PackedInt8Weight
 from tests.models.tiny import tiny_batch, tiny_model

@@ -57,10 +57,7 @@ def test_an_absolute_capacity_takes_the_place_of_both_factors(training):
 
 @pytest.mark.parametrize("factor", ["capacity_factor", "eval_capacity_factor"])
 def test_an_absolute_capacity_and_none_at_all_contradict_each_other(factor):
-    with pytest.raises(
-        ConfigError,
-        match=r"expert_capacity is 3, and a capacity factor is None.* expert_capacity to",
-    ):
+    with pytest.raises(ConfigError, match=r"expert_capacity is 3 and a capacity factor is None"):
         SparseConfig(**SIZES, expert_capacity=3, **{factor: None})
 
 

@@ -15,7 +15,7 @@ from moe import (
 )
 from moe.models.attention import Attention, RelativePositionBias
 from moe.models.blocks import FeedForward
-from moe.models.subsets import SUBSETS
+from moe.models.trainable_parameters import SUBSETS
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from moe.sparse.layer import SparseFeedForward

@@ -1,0 +1,243 @@
+"""Private names of transformers that the models call or override, and its tensor parallelism.
+
+A private name may change in any release: tests/models/test_transformers_private.py says what breaks
+when one goes. Class attributes and methods by which every model of transformers declares itself,
+such as `_no_split_modules` and `_init_weights`, stand in the model classes.
+
+transformers shards parameters as it loads them; the layers compute with their shards as they do on
+a mesh of this library, see `parallelize.py`, whose rules the plan repeats.
+"""
+
+import os
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
+
+from moe.distributed.mesh import MeshConfig, MeshLimits, check_mesh
+from moe.errors import ConfigError, did_you_mean
+from moe.models.json_files import read_json_object
+from moe.sparse.config import Dispatch
+
+_OTHER_AXES = ("pp_size", "dp_replicate_size", "fsdp_size", "ep_size")
+
+
+_WITHOUT_BIAS = ("flash", "flex", "paged", "/")
+"""Parts of names of attention implementations that cannot add a bias; `/` is in names of the hub."""
+
+
+# ---------------------------------------------------------------------------
+# Files
+
+
+def find_file(source: Path | str, name: str, **download: Any) -> Path | None:
+    """Returns a file of a folder or hub name, downloaded where need be; None when there is none."""
+    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **download)
+    return None if path is None else Path(path)
+
+
+def load_generation_config(source: Path | str, download: dict[str, Any]) -> GenerationConfig:
+    """Returns the generation settings of a folder or hub name.
+
+    They are those of their own file, or else of config.json.
+
+    Raises:
+        OSError: When the file is no JSON.
+    """
+    settings: dict[str, Any] = {}
+    if find_file(source, GENERATION_CONFIG_NAME, **download) is None:
+        settings = {"config_file_name": CONFIG_NAME, "_from_model_config": True}
+    return GenerationConfig.from_pretrained(source, **settings, **download)
+
+
+def attention_implementation(config: PreTrainedConfig) -> str:
+    """Returns transformers' name of the attention that a model uses."""
+    return config._attn_implementation or "eager"
+
+
+# ---------------------------------------------------------------------------
+# Hooks of the configuration
+
+_EXPERTS_IMPLEMENTATION: dict[Dispatch, str] = {"ragged": "grouped_mm", "static": "batched_mm"}
+"""Transformers' names of how the experts are run."""
+
+
+class PrivateConfigHooks:
+    """The private methods and properties of transformers' configurations that ours overrides."""
+
+    dispatch: Dispatch
+
+    @property
+    def _experts_implementation(self) -> str:
+        """Transformers' name of `dispatch`."""
+        return _EXPERTS_IMPLEMENTATION[self.dispatch]
+
+    @_experts_implementation.setter
+    def _experts_implementation(self, implementation: Any) -> None:
+        """Sets `dispatch` by transformers' name; None and "eager" leave it as it is.
+
+        Raises:
+            ConfigError: For an implementation that is not here.
+        """
+        # transformers also takes one name for each part of a model; this model has one part.
+        name = implementation.get("") if isinstance(implementation, dict) else implementation
+        if name in (None, "eager"):
+            return
+        for dispatch, known in _EXPERTS_IMPLEMENTATION.items():
+            if name == known:
+                self.dispatch = dispatch
+                return
+        raise ConfigError(
+            f"experts_implementation is {name!r}; expected 'grouped_mm' (dispatch='ragged'), "
+            "'batched_mm' (dispatch='static'), or 'eager' for what dispatch says."
+            f"{did_you_mean(str(name), _EXPERTS_IMPLEMENTATION.values())} Experts with a capacity "
+            "have no other kernel."
+        )
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:
+        """Returns the object in a config.json; transformers reads each of them by this.
+
+        Raises:
+            CheckpointError: When the file is torn or holds something else.
+        """
+        return cast(Any, cls)._decode_special_floats(read_json_object(Path(json_file)))
+
+
+# ---------------------------------------------------------------------------
+# Hooks of the models
+
+
+class PrivateModelHooks:
+    """The private methods of transformers' models that ours override."""
+
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *args: Any, **kwargs: Any
+    ) -> str:
+        """Returns the implementation of attention that transformers takes.
+
+        Raises:
+            ConfigError: For kinds of attention that cannot add T5's bias of positions to the
+                scores; before transformers looks for kernels of the hub.
+        """
+        name = attn_implementation
+        if isinstance(name, str) and any(part in name for part in _WITHOUT_BIAS):
+            raise ConfigError(
+                f"attn_implementation is {name!r}; expected 'sdpa' or 'eager'. Every score of "
+                "attention has a trained bias of the distance added, and masks with it: flash "
+                "attention and kernels of the hub have no place for them, and flex attention "
+                "would need a kernel of its own. On a GPU 'sdpa' uses torch's memory-efficient "
+                "kernel."
+            )
+        return cast(Any, super())._check_and_adjust_attn_implementation(name, *args, **kwargs)
+
+    def _set_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
+        """Switches activation checkpointing; both public names of transformers come through here.
+
+        Raises:
+            ConfigError: When it would be reentrant, as it is by torch's default.
+        """
+        function = kwargs.get("gradient_checkpointing_func")
+        keywords = getattr(function, "keywords", {})
+        if function is not None and keywords.get("use_reentrant") is not False:
+            raise ConfigError(
+                "Activation checkpointing was asked for without use_reentrant=False: the "
+                "reentrant kind loses the gradient of the routers' losses. Add it to the "
+                "keyword arguments, or give none."
+            )
+        cast(Any, super())._set_gradient_checkpointing(*args, **kwargs)
+
+    @contextmanager
+    def _optimize_model_for_decode(self) -> Generator[None, None, None]:
+        """Leaves the experts as they are in the block.
+
+        transformers would switch to batched products, which here read the weights of all experts
+        and not those of the few that a step uses.
+        """
+        yield
+
+    def _get_static_cache_init_shape(self) -> Any:
+        """Returns None for a sharded model, whose layers make their caches for the heads they have."""
+        if (cast(Any, self)._tp_size or 1) > 1:
+            return None
+        return cast(Any, super())._get_static_cache_init_shape()
+
+    def init_parallel_plans(self) -> None:
+        """Sets transformers' plans: `tp_plan` holds the rules of the config for this model's layers."""
+        model = cast(Any, self)
+        cast(Any, super()).init_parallel_plans()
+
+        # The encoder is a model of transformers too, inside of another one.
+        plan = model._tp_plan or {}
+        if model.base_model is self:
+            plan = model.config.base_model_tp_plan
+        names = [name for name, _ in (*model.named_parameters(), *model.named_modules())]
+        generic_names = {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names}
+        model._tp_plan = {name: style for name, style in plan.items() if name in generic_names}
+
+    @classmethod
+    def maybe_distribute_model(
+        cls, model: nn.Module, distributed_config: Any, *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        """Returns the model with its parameters sharded as `distributed_config` asks for.
+
+        Raises:
+            ConfigError: When it asks for more than tensor parallelism, or for ranks that do not
+                divide the heads and hidden units.
+        """
+        if distributed_config is not None:
+            check_distributed_config(cast(Any, model).config, distributed_config)
+        distributed = cast(Any, super()).maybe_distribute_model(
+            model, distributed_config, *args, **kwargs
+        )
+        mesh = getattr(distributed, "_device_mesh", None)
+        if mesh is not None:
+            cast(Any, distributed).set_parallel_axes(None, mesh["tp"].get_group())
+        return distributed
+
+
+# ---------------------------------------------------------------------------
+# Tensor parallelism
+
+
+def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None:
+    """Refuses what transformers' `distributed_config` asks for and the model does not have.
+
+    Args:
+        config: An STMoEConfig.
+        distributed: transformers' DistributedConfig.
+
+    Raises:
+        ConfigError: For another axis than `tp`, a plan of one's own, or a number of ranks that does
+            not divide the heads and hidden units.
+    """
+    if find_spec("transformers.distributed.parallel_utils") is None:
+        raise ConfigError(
+            "Tensor parallelism by transformers needs a newer version of it, such as 5.23. "
+            "Update it, or use moe.shard_model(model, moe.build_mesh(...))."
+        )
+    for name in _OTHER_AXES:
+        size = getattr(distributed, name, None)
+        if size is not None and size > 1:
+            raise ConfigError(
+                f"distributed_config has {name} {size}, but only tp_size is supported here. "
+                "Experts over ranks, FSDP and mixtures of all: moe.shard_model(model, "
+                "moe.build_mesh(...))."
+            )
+    if isinstance(distributed.tp_plan, dict):
+        raise ConfigError(
+            "distributed_config has a tp_plan of its own, but the layers compute with the shards "
+            "of the model's plan. Give tp_size alone, or tp_plan='auto'."
+        )
+
+    # Every rank holds a part of each expert, so that their number does not matter.
+    tp = distributed.tp_size
+    limits = MeshLimits(tp, 0, config.num_heads, config.d_ff, None)
+    check_mesh(MeshConfig(tp=tp), limits)
