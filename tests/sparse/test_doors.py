@@ -42,7 +42,7 @@ def zeros(*shape):
         ({"d_ff": 2**24 + 1}, "d_ff is 16777217; expected an integer"),
         ({"num_experts": True}, "num_experts is True; expected an integer"),
         ({"num_selected_experts": "5"}, "num_selected_experts is '5'; expected an integer"),
-        ({"num_selected_experts": 7}, "only 5 experts. Set num_selected_experts to at most 5"),
+        ({"num_selected_experts": 7}, "num_selected_experts is 7; expected at most num_experts, 5"),
         ({"group_size": 1.5}, "group_size is 1.5; expected an integer"),
         ({"gated": "no"}, "gated is 'no'; expected true or false"),
         ({"decoder": 1}, "decoder is 1; expected true or false"),
