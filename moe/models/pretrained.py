@@ -1,5 +1,6 @@
 """The base of all models: loading, saving, initialisation, activation checkpointing."""
 
+import copy
 import os
 import tempfile
 from collections.abc import Mapping
@@ -135,6 +136,20 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         for module in self.modules():
             if isinstance(module, SparseFeedForward):
                 module.config = replace(module.config, dispatch=self.config.dispatch)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> nn.Embedding:
+        """Returns the embedding with another number of rows; see `PreTrainedModel`.
+
+        Raises:
+            ConfigError: When no model has so many, or the special tokens would be outside.
+        """
+        if new_num_tokens is not None:
+            resized = copy.copy(self.config)
+            resized.vocab_size = new_num_tokens
+            resized.validate()
+        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     def set_parallel_axes(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
         """Tells the layers which ranks hold their other experts, heads and hidden units."""
