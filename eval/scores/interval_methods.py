@@ -1,4 +1,5 @@
-"""95 % intervals: Wilson's for scores with bounds, the bootstrap's percentiles for all others.
+"""95 % intervals: Wilson's for scores with bounds, Bonett and Price's for differences of means,
+the bootstrap's percentiles for all others.
 
 Of 56 answers that are each right with probability 0.98, all are right in one sample of three. Every
 bootstrap draw of such a sample scores 100, and so do both percentiles. Wilson's interval still
@@ -72,6 +73,51 @@ def mean_interval(sums: NDArray[np.float64]) -> Interval | None:
     effective = p * (1 - p) / v if v > 0 else 0.0
     quantile = float(student.ppf(_UPPER, num_groups - 1))
     return _wilson(p, max(effective, least), quantile)
+
+
+def mean_difference_interval(sums: NDArray[np.float64]) -> Interval | None:
+    """Returns the t interval of a mean of paired differences after adding two groups.
+
+    One favors each system, by as much as differing groups do on average (100 points per example
+    where none differs): two systems that agree on all examples may differ on the next.
+
+    Args:
+        sums: <float64>[G, 2] sum and number of the differences in each group.
+
+    Returns:
+        The interval; None with fewer than two groups that have a difference.
+
+    Source:
+        Bonett and Price (2012), "Adjusted Wald confidence interval for a difference of binomial
+        proportions based on paired data", equal to it for single examples scored 0 or 100. Differs:
+        Student's t instead of the normal quantile; groups; scores between 0 and 100.
+    """
+    from scipy.stats import t as student
+
+    sums = sums[sums[:, 1] > 0]
+    num_groups = len(sums)
+    if num_groups < 2:
+        return None
+
+    # u: root mean square of the differences of those groups that differ.
+    d = sums[:, 0]
+    mean_size = sums[:, 1].mean()
+    differing = d[d != 0]
+    u = 100 * mean_size
+    if len(differing):
+        u = math.sqrt((differing**2).mean())
+
+    # The two added groups have the mean size.
+    d = np.append(d, [u, -u])  # [G + 2]
+    m = np.append(sums[:, 1], [mean_size, mean_size])  # [G + 2]
+    n = m.sum()
+    mean = d.sum() / n
+    errors = d - mean * m  # [G + 2]
+    stderr = math.sqrt((errors**2).sum()) / n
+
+    value = sums[:, 0].sum() / sums[:, 1].sum()
+    half = float(student.ppf(_UPPER, num_groups - 1)) * stderr
+    return Interval(float(min(mean - half, value)), float(max(mean + half, value)))
 
 
 def bounded_interval(

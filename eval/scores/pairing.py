@@ -1,8 +1,8 @@
 """Whether two systems differ on the same examples by more than chance.
 
-Two tools: the interval of their difference, from the paired bootstrap, and the paired permutation
-test, which swaps their answers group by group and gives the p-value. They are two methods: near 0.05
-one may see a difference where the other does not.
+Two tools: the interval of their difference (interval_methods.py), and the paired permutation test,
+which swaps their answers group by group and gives the p-value. They are two methods: near 0.05 one
+may see a difference where the other does not.
 """
 
 import math
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.scores.additive import ScoreOfSums
-from eval.scores.interval_methods import Interval, bounded_interval
+from eval.scores.additive import ScoreOfSums, mean_terms
+from eval.scores.interval_methods import Interval, bounded_interval, mean_difference_interval
 from eval.scores.intervals import (
     ScoredAnswers,
     bootstrap,
@@ -99,8 +99,12 @@ def compare_answers(
         return statistic_a(drawn) - statistic_b(drawn)
 
     draws = bootstrap(difference_of, len(members), seed)
-    interval = difference_interval(metric, score_a - score_b, draws, len(members))
-    difference = with_interval(score_a - score_b, draws, interval, no_spread(draws, None))
+    if metric.name in a.example_scores:  # a mean: what counts in one system counts in the other
+        gaps = a.example_scores[metric.name] - b.example_scores[metric.name]  # [N]
+        interval = mean_difference_interval(group_sums(mean_terms(gaps), members))
+    else:
+        interval = difference_interval(metric, score_a - score_b, draws, len(members))
+    difference = with_interval(score_a - score_b, draws, interval, no_spread(draws, interval))
 
     # Paired permutation test of "the two are alike".
     p_value = None
