@@ -2,7 +2,7 @@
 
 import pytest
 
-from eval import vector_baseline
+from eval.baselines import vector_classifier
 from eval.baselines.classifiers import BaselineData, baseline_outputs
 from eval.baselines.vector_classifier import STRENGTHS, Setting, classify_by_vectors
 from eval.baselines.word_vectors import build_word_vectors
@@ -55,7 +55,7 @@ def test_the_setting_is_the_best_on_dev_and_of_equals_the_simplest(vectors):
             points[Setting(0.003, has_max=True, word_share=0.5)] = 7
             return points.get(setting, 1)
 
-    best = vector_baseline._choose(Classifiers())
+    best = vector_classifier._choose(Classifiers())
     assert best == Setting(0.003, has_max=True, word_share=0.5)
     assert [setting.strength for setting in tried[: len(STRENGTHS)]] == list(STRENGTHS)
     assert tried[len(STRENGTHS) : -2] == [Setting(0.003, True), Setting(0.01, True)]

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from eval import word_vectors
+from eval.baselines import word_vectors
 from eval.baselines.word_vectors import build_word_vectors, read_word_vectors, split_words
 from moe import DataError
 from moe.data.corpus import build_corpus, save_corpus
