@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from eval import baselines
+from eval.baselines import classifiers
 from eval.baselines.classifiers import BaselineData, baseline_outputs, has_baselines
 from eval.scores.metrics import ACCURACY, ROUGE1
 from eval.task import TASKS, Example
@@ -107,7 +107,7 @@ def test_other_tasks_no_training_examples_and_huge_ones_have_no_baselines(
         assert answers(other, bodies, bodies) == {}
     assert answers(summaries, [], bodies) == {}
     monkeypatch.setattr(
-        baselines, "MAX_CHARACTERS", sum(len(example.inputs) for example in bodies) - 1
+        classifiers, "MAX_CHARACTERS", sum(len(example.inputs) for example in bodies) - 1
     )
     assert answers(summaries, bodies, bodies) == {}
 
