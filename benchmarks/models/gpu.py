@@ -17,7 +17,6 @@ from tqdm import tqdm
 from transformers import EncoderDecoderCache, StaticCache, SwitchTransformersConfig
 
 from benchmarks.layer.layer import LayerBenchmark, describe_run, format_report, measure_cases
-from benchmarks.layer.variants import on_triton
 from benchmarks.machine import save_report
 from benchmarks.models.model import ModelCase, build_ours, draw_tokens, switch_config
 from benchmarks.timing import measure_in_turn, median_ratio

@@ -184,8 +184,7 @@ def measure_setting(
             if setting.rival is None:
                 interval = metric_interval(first, metric, groups, draws)
             else:
-                value = first.score(metric) - second.score(metric)
-                interval = difference_interval(metric, value, draws, len(groups))
+                interval = difference_interval(metric, first, second, groups, draws)
             ours[metric.name].append(interval or percentile)
             percentiles[metric.name].append(percentile)
 

@@ -99,11 +99,7 @@ def compare_answers(
         return statistic_a(drawn) - statistic_b(drawn)
 
     draws = bootstrap(difference_of, len(members), seed)
-    if metric.name in a.example_scores:  # a mean: what counts in one system counts in the other
-        gaps = a.example_scores[metric.name] - b.example_scores[metric.name]  # [N]
-        interval = mean_difference_interval(group_sums(mean_terms(gaps), members))
-    else:
-        interval = difference_interval(metric, score_a - score_b, draws, len(members))
+    interval = difference_interval(metric, a, b, members, draws)
     difference = with_interval(score_a - score_b, draws, interval, no_spread(draws, interval))
 
     # Paired permutation test of "the two are alike".
@@ -135,22 +131,32 @@ def compare_answers(
 
 
 def difference_interval(
-    metric: Metric, difference: float, draws: NDArray[np.float64], num_groups: int
+    metric: Metric,
+    a: ScoredAnswers,
+    b: ScoredAnswers,
+    groups: list[NDArray[np.int64]],
+    draws: NDArray[np.float64],
 ) -> Interval | None:
-    """Returns Wilson's interval of a difference; None for the percentiles of its draws.
+    """Returns the interval of a - b; None for the percentiles of its draws.
 
     Args:
         metric: What is compared; without bounds it has no such interval.
-        difference: Score of the first system minus that of the second.
-        draws: <float64>[R] draws of the paired bootstrap. Where all are alike, nothing is known of
-            their spread, and the number of groups would say far too little.
-        num_groups: Number of groups.
+        a: N answers of the first system.
+        b: N answers of the second system.
+        groups: Numbers of the examples of each group.
+        draws: <float64>[R] draws of the paired bootstrap.
     """
+    if metric.name in a.example_scores:  # a mean: what counts in one system counts in the other
+        gaps = a.example_scores[metric.name] - b.example_scores[metric.name]  # [N]
+        return mean_difference_interval(group_sums(mean_terms(gaps), groups))
+
+    # Where all draws are alike, their spread is unknown, and the number of groups says too little.
     bounds = metric_bounds(metric)
     if bounds is None or len(draws) == 0 or np.ptp(draws) <= _TOLERANCE:
         return None
     low, high = bounds
-    return bounded_interval(difference, draws, num_groups, (low - high, high - low))
+    difference = a.score(metric) - b.score(metric)
+    return bounded_interval(difference, draws, len(groups), (low - high, high - low))
 
 
 def permutation_test(

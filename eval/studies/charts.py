@@ -21,7 +21,7 @@ def curves_chart(result: StudyResult) -> str:
     # Tokens compare runs of different batches; fine-tuning has only steps.
     has_tokens = all(run.tokens for run in result.outcomes)
     measure = result.study.measure
-    with _axes(4.2) as axes:
+    with _axes(4.2) as (figure, axes):
         axes.set_xlabel("millions of tokens" if has_tokens else "step")
         axes.set_ylabel(measure.curve or measure.metric)
         groups = by_arm_and_value(result.outcomes)
@@ -30,7 +30,7 @@ def curves_chart(result: StudyResult) -> str:
             _draw_curves(axes, name, runs, _style(number), has_tokens)
         if groups:
             axes.legend(fontsize=8)
-    return figure_svg(axes.get_figure())
+    return figure_svg(figure)
 
 
 def sweep_chart(result: StudyResult) -> str:
@@ -39,7 +39,7 @@ def sweep_chart(result: StudyResult) -> str:
     assert study.sweep is not None
     values = [value for value in study.sweep.values if isinstance(value, int | float)]
     is_numeric = len(values) == len(study.sweep.values)
-    with _axes(3.6) as axes:
+    with _axes(3.6) as (figure, axes):
         axes.set_xlabel(study.sweep.setting)
         axes.set_ylabel(study.measure.metric)
         if is_numeric and min(values) > 0:
@@ -48,13 +48,13 @@ def sweep_chart(result: StudyResult) -> str:
             runs = [run for run in result.outcomes if run.arm == arm]
             _draw_sweep(axes, arm, runs, study.sweep.values, _style(number), is_numeric)
         axes.legend(fontsize=8)
-    return figure_svg(axes.get_figure())
+    return figure_svg(figure)
 
 
 def setting_chart(result: StudyResult) -> str:
     """Returns the number of each arm over a setting of the arms; a cross marks a diverged run."""
     study = result.study
-    with _axes(4.2) as axes:
+    with _axes(4.2) as (figure, axes):
         axes.set_xlabel(study.plot_over)
         axes.set_ylabel(study.measure.metric)
 
@@ -74,7 +74,7 @@ def setting_chart(result: StudyResult) -> str:
         for number, (line, runs) in enumerate(lines.items()):
             _draw_sweep(axes, line, runs, [], _style(number), is_numeric=True)
         axes.legend(fontsize=8)
-    return figure_svg(axes.get_figure())
+    return figure_svg(figure)
 
 
 def contrasts_chart(contrasts: Sequence[ContrastResult]) -> str:
@@ -91,17 +91,18 @@ def contrasts_chart(contrasts: Sequence[ContrastResult]) -> str:
                 axes.plot([result.low, result.high], [row, row], color=colour)
         axes.set_yticks(range(len(contrasts)), list(map(contrast_name, contrasts)))
         axes.invert_yaxis()
-    return figure_svg(axes.get_figure())
+    return figure_svg(figure)
 
 
 @contextmanager
-def _axes(height: float) -> Iterator["Axes"]:
-    """Yields the axes of a new figure that is `height` inches high."""
+def _axes(height: float) -> Iterator[tuple["Figure", "Axes"]]:
+    """Yields a new figure, `height` inches high, and its axes."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
-        yield Figure(figsize=(_WIDTH, height), layout="constrained").subplots()
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        yield figure, figure.subplots()
 
 
 def contrast_name(result: ContrastResult) -> str:

@@ -8,6 +8,7 @@ seeds, not for other test examples (`eval.scores.pairing` covers those).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,7 @@ def paired_difference(
     mean = float(gaps.mean())
     if not _has_spread(a, b):
         return Difference(mean, math.nan, math.nan, math.nan)
-    test = ttest_1samp(gaps, 0.0)
+    test: Any = ttest_1samp(gaps, 0.0)
     low, high = test.confidence_interval(confidence)
     return Difference(mean, float(low), float(high), float(test.pvalue))
 
@@ -85,8 +86,8 @@ def equivalence_p(a: Sequence[float], b: Sequence[float], margin: float) -> floa
     gaps = _gaps(a, b)
     if not _has_spread(a, b):
         return math.nan
-    above = ttest_1samp(gaps, -margin, alternative="greater")
-    below = ttest_1samp(gaps, margin, alternative="less")
+    above: Any = ttest_1samp(gaps, -margin, alternative="greater")
+    below: Any = ttest_1samp(gaps, margin, alternative="less")
     return float(max(above.pvalue, below.pvalue))
 
 

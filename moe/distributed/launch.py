@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -169,15 +169,16 @@ def _read_integer(name: str, *, least: int, most: int) -> int:
 @contextlib.contextmanager
 def _default_group_timeout(timeout: timedelta) -> Iterator[None]:
     """Makes `timeout` torch's default for new groups: a DeviceMesh accepts no timeout for its own."""
-    gloo_timeout = distributed_c10d.default_pg_timeout
-    nccl_timeout = distributed_c10d.default_pg_nccl_timeout
-    distributed_c10d.default_pg_timeout = timeout
-    distributed_c10d.default_pg_nccl_timeout = timeout
+    groups: Any = distributed_c10d  # torch does not export the timeout of NCCL
+    gloo_timeout = groups.default_pg_timeout
+    nccl_timeout = groups.default_pg_nccl_timeout
+    groups.default_pg_timeout = timeout
+    groups.default_pg_nccl_timeout = timeout
     try:
         yield
     finally:
-        distributed_c10d.default_pg_timeout = gloo_timeout
-        distributed_c10d.default_pg_nccl_timeout = nccl_timeout
+        groups.default_pg_timeout = gloo_timeout
+        groups.default_pg_nccl_timeout = nccl_timeout
 
 
 def _join_ranks(world: World, timeout: float) -> None:

@@ -318,7 +318,12 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             OSError: When there is no config.json, which transformers takes for one without a field.
         """
         check_source(source)
-        raw, unused = super().get_config_dict(source, **kwargs)
+        try:
+            raw, unused = super().get_config_dict(source, **kwargs)
+        except OSError as error:
+            if error.errno is None and str(source) not in str(error):  # transformers' own, offline
+                raise OSError(f"{source}: {error}") from error
+            raise
         if not raw:
             raise OSError(
                 f"{source} holds no model: it has no config.json, or one without a field. Give "

@@ -219,7 +219,8 @@ class _Links(_Part):
             reason = f"{self.ranks} ranks, then {self.switches} switches"
             check_integer(f"{part} end", max(ends), most=num_nodes - 1, reason=reason)
             check(ends[0] != ends[1], part, f"from {ends[0]} to itself", "two different nodes")
-            for pair in (ends, ends[::-1]) if self.both_ways else (ends,):
+            backward = (link.destination, link.source)
+            for pair in (ends, backward) if self.both_ways else (ends,):
                 check(pair not in rates, part, pair, "a link that is not in the table yet")
                 rates[pair] = link.rate
 

@@ -92,9 +92,10 @@ class Adafactor(ShardedOptimizer):
             "epsilon2": epsilon2,
         }
         for name, value in settings.items():
-            may_be_zero = name in ("lr", "epsilon2", "min_dim_size_to_factor")
-            bounds = {"least": 0} if may_be_zero else {"above": 0}
-            check_number(f"{name} of adafactor", value, **bounds)
+            if name in ("lr", "epsilon2", "min_dim_size_to_factor"):
+                check_number(f"{name} of adafactor", value, least=0)
+            else:
+                check_number(f"{name} of adafactor", value, above=0)
         super().__init__(params, settings)
 
     def update(self, pending: PendingUpdate) -> SumsOverRanks:

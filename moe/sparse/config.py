@@ -7,7 +7,7 @@ what its router asks of it is in router_options.py.
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from moe.checks import check, check_field_types, check_integer, check_number, shown
 from moe.errors import ConfigError, did_you_mean
@@ -28,12 +28,15 @@ _MOST_TOKENS = 2**63 - 1
 _LARGEST_SCALE = 1e6
 
 
-def _suggest_settings(config_class: type) -> type:
+Config = TypeVar("Config")
+
+
+def _suggest_settings(config_class: type[Config]) -> type[Config]:
     """Makes the constructor of a dataclass suggest the nearest name for an unknown keyword.
 
     A `__new__` would do too, but it would hide the signature of the constructor.
     """
-    known = [setting.name for setting in fields(config_class)]
+    known = [setting.name for setting in fields(config_class)]  # pyright: ignore[reportArgumentType]
     dataclass_init = config_class.__init__
 
     @functools.wraps(dataclass_init)

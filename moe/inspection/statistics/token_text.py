@@ -182,7 +182,9 @@ class _Vocabulary(NamedTuple):
 
         # An unknown character is special to the tokenizer, but a part of a word to a reader.
         is_sentinel = [bool(_SENTINEL.fullmatch(name)) for name in names]
-        special_ids = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        special_ids = {
+            number for number in tokenizer.all_special_ids if number != tokenizer.unk_token_id
+        }
         is_special = [is_sentinel[number] or number in special_ids for number in ids]
         pieces = []
         for number, name in enumerate(names):
