@@ -11,6 +11,7 @@ from moe.inspection.figures import COLOURS, STYLE, figure_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _DASHES = ("-", "--", ":")  # one for each round of the colours
 _WIDTH = 7.8  # inches
@@ -79,7 +80,7 @@ def setting_chart(result: StudyResult) -> str:
 
 def contrasts_chart(contrasts: Sequence[ContrastResult]) -> str:
     """Returns each difference with its 95 % interval; right of zero the first arm is better."""
-    with _axes(0.9 + 0.36 * len(contrasts)) as axes:
+    with _axes(0.9 + 0.36 * len(contrasts)) as (figure, axes):
         axes.axvline(0, color="#666666", linewidth=1)
         axes.set_xlabel("how much better the first arm is, mean over seeds and 95 % interval")
 
