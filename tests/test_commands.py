@@ -198,9 +198,7 @@ def test_a_setting_of_a_conversion_is_given_once_and_is_no_option(tmp_path):
 
 
 def test_a_model_that_the_hub_does_not_give_is_named_in_one_line():
-    with pytest.raises(
-        MoEError, match=r"^'nobody/nothing' is no folder here, and the hub gives no such model"
-    ) as error:
+    with pytest.raises(MoEError, match="nobody/nothing") as error:
         convert.main(["--from", "nobody/nothing"])
     assert "\n" not in str(error.value)
 

@@ -12,6 +12,7 @@ import pytest
 
 from eval.__main__ import advice_after_interrupt, main
 from moe.cli import run_main
+from moe.files import KIND_FILE
 from tests.models.tiny import tiny_model
 from tests.processes import Command, run_command, start_torchrun
 
@@ -197,14 +198,14 @@ def test_an_empty_folder_for_reports_is_refused(command, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", ["compare a b", "harness t --model m"])
-@pytest.mark.parametrize("kind", ["recipe.yaml", "report.json", "corpus.json", "model.safetensors"])
-def test_results_are_not_mixed_with_something_else(command, kind, tmp_path, monkeypatch, capsys):
-    (tmp_path / kind).touch()
+@pytest.mark.parametrize("name", [KIND_FILE, "corpus.json", "model.safetensors"])
+def test_results_are_not_mixed_with_something_else(command, name, tmp_path, monkeypatch, capsys):
+    (tmp_path / name).write_text("training run", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["eval", *command.split(), "--out", str(tmp_path)])
     with pytest.raises(SystemExit):
         run_main(main)
     assert "would be mixed with it. Choose another --out" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == [kind]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_only_a_run_goes_on_after_it_was_stopped():

@@ -19,6 +19,7 @@ from eval.commands.compare import compare_runs
 from eval.run import evaluate, read_task
 from eval.task import TASKS
 from moe import CheckpointError, DataError
+from moe.files import KIND_FILE
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TASK = "copa"
@@ -239,12 +240,12 @@ def test_a_run_that_fails_keeps_the_report_of_an_earlier_one(folders, tmp_path):
     assert "it is kept as `report.1.json`" in (tmp_path / "out/report.md").read_text()
 
 
-@pytest.mark.parametrize("kind", ["recipe.yaml", "corpus.json", "config.json", "compare.json"])
-def test_an_evaluation_is_not_mixed_with_something_else(folders, tmp_path, kind):
-    (tmp_path / kind).touch()
+@pytest.mark.parametrize("name", [KIND_FILE, "corpus.json", "config.json"])
+def test_an_evaluation_is_not_mixed_with_something_else(folders, tmp_path, name):
+    (tmp_path / name).write_text("training run", encoding="utf-8")
     with pytest.raises(DataError, match="and an evaluation would be mixed with it"):
         evaluate({"model": folders["t5"]}, [TASK], data=FIXTURES, out=tmp_path, command="")
-    assert [path.name for path in tmp_path.iterdir()] == [kind]
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_damaged_scores_of_a_best_model_are_one_message(folders, tmp_path):

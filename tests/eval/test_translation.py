@@ -108,7 +108,7 @@ def test_two_systems_are_compared_by_their_sentences():
     worse = score_answers([BLEU], targets, answers)
     pair = compare_answers(BLEU, better, worse, groups)
     assert pair.a == pytest.approx(100)
-    assert 0 < pair.difference.low < pair.difference.value < pair.difference.high
+    assert 0 < pair.low < pair.difference < pair.high
     assert pair.p_value < 0.01
     assert pair.wins > 20
     assert pair.losses == 0

@@ -191,7 +191,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_changes(tmp_pa
     assert_same(model, optimizer, same, same_optimizer)
 
 
-def test_the_form_before_this_one_and_shards_that_cannot_be_read_are_one_message(tmp_path):
+def test_shards_and_indexes_that_cannot_be_read_are_one_message(tmp_path):
     model, optimizer, path = save(tmp_path, 1)
     shards = path / "__0_0.distcp"
     shards.write_bytes(b"x" * shards.stat().st_size)
@@ -200,10 +200,7 @@ def test_the_form_before_this_one_and_shards_that_cannot_be_read_are_one_message
     ):
         load(path, model, optimizer, verified=True)
     (path / ".metadata").unlink()
-    with pytest.raises(
-        CheckpointError,
-        match=r"step_00000001 has no index of its shards .*: it is torn, or of an earl",
-    ):
+    with pytest.raises(CheckpointError, match="step_00000001 has no index of its shards"):
         load(path, model, optimizer, verified=True)
 
 
