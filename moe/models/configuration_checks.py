@@ -25,7 +25,7 @@ from moe.errors import ConfigError, did_you_mean
 from moe.sparse.all_routers import load_routers
 from moe.sparse.router_options import check_causal, router_options_by_name
 
-Config = TypeVar("Config", bound=type[PreTrainedConfig])
+C = TypeVar("C", bound=type[PreTrainedConfig])
 
 LARGEST_SIZES = {
     "vocab_size": 2**26,
@@ -68,7 +68,7 @@ _MAX_WEIGHT = 1e30
 # Types
 
 
-def strict_config(config_class: Config) -> Config:
+def strict_config(config_class: C) -> C:
     """Returns the class with transformers' `@strict`, whose errors become ConfigErrors.
 
     Each field is checked against its annotation whenever it is set; `validate_*` methods run at the

@@ -28,10 +28,10 @@ _MOST_TOKENS = 2**63 - 1
 _LARGEST_SCALE = 1e6
 
 
-Config = TypeVar("Config")
+C = TypeVar("C")
 
 
-def _suggest_settings(config_class: type[Config]) -> type[Config]:
+def _suggest_settings(config_class: type[C]) -> type[C]:
     """Makes the constructor of a dataclass suggest the nearest name for an unknown keyword.
 
     A `__new__` would do too, but it would hide the signature of the constructor.
