@@ -123,7 +123,7 @@ def test_the_demo_makes_everything_it_says(tmp_path):
         "Sentinels",
         "Tokens by expert",
         "Evaluation",
-        "Text",
+        "Corpus",
         "unigram",
         "<extra_id_0>",
     ):

@@ -9,17 +9,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-from matplotlib import colormaps, rc_context
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 
 from moe.checks import check
 from moe.files import output_path, write_text
 from moe.inspection.statistics.document_intervals import Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 BLUE = "#0072B2"
@@ -43,8 +43,11 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def figure_svg(figure: Figure) -> str:
+def figure_svg(figure: "Figure") -> str:
     """Returns the figure as an <svg> element."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     file = io.StringIO()
     with rc_context(STYLE):
         FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
@@ -149,7 +152,7 @@ def draw_heat_maps(
     per_row = 2 if most_columns <= _MOST_COLUMNS and len(panels) > 1 else 1
     height = _ROW_HEIGHT * most_lines * most_rows + _FRAME_HEIGHT
 
-    def draw(axes: Axes, panel: HeatMap) -> None:
+    def draw(axes: "Axes", panel: HeatMap) -> None:
         _draw_heat_map(axes, panel, limits, colours)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
@@ -192,8 +195,10 @@ def draw_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> Drawin
     return draw_heat_maps([panel], label=label, x_label="expert", limits=(0.5, 1.5))
 
 
-def _draw_heat_map(axes: Axes, panel: HeatMap, limits: tuple[float, float], colours: str) -> None:
+def _draw_heat_map(axes: "Axes", panel: HeatMap, limits: tuple[float, float], colours: str) -> None:
     """Draws a heat map and the text of its cells."""
+    from matplotlib import colormaps
+
     low, high = limits
     axes.grid(visible=False)
     axes.set_facecolor("#eeeeee")
@@ -289,7 +294,7 @@ def draw_intervals(
                 series.append(row.series)
     height = _ROW_HEIGHT * most_rows * max(1.0, 0.6 * len(series)) + _FRAME_HEIGHT
 
-    def draw(axes: Axes, panel: IntervalPanel) -> None:
+    def draw(axes: "Axes", panel: IntervalPanel) -> None:
         _draw_estimates(axes, panel, series, from_zero)
         axes.set_xlabel(label)
 
@@ -305,7 +310,7 @@ def draw_intervals(
 
 
 def _draw_estimates(
-    axes: Axes, panel: IntervalPanel, series: Sequence[str], from_zero: bool
+    axes: "Axes", panel: IntervalPanel, series: Sequence[str], from_zero: bool
 ) -> None:
     """Draws the estimates of a panel, those of one name side by side."""
     # A line for each name, the first at the top.
@@ -391,7 +396,7 @@ def draw_curves(
     """
     check(bool(panels), "panels", list(panels), "at least one panel")
 
-    def draw(axes: Axes, panel: CurvePanel) -> None:
+    def draw(axes: "Axes", panel: CurvePanel) -> None:
         for number, curve in enumerate(panel.curves):
             style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "markersize": 4}
             if len(curve.x) <= _MARKED_POINTS:
@@ -420,9 +425,9 @@ def _draw_panels(
     panels: Sequence[_Panel],
     per_row: int,
     height: float,
-    draw: Callable[[Axes, _Panel], None],
+    draw: Callable[["Axes", _Panel], None],
     extra: float = 0.0,
-) -> Figure:
+) -> "Figure":
     """Returns a figure of panels with one legend for all.
 
     Args:
@@ -432,6 +437,9 @@ def _draw_panels(
         draw: Draws a panel.
         extra: Height of everything else on the figure, in inches.
     """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     num_rows = math.ceil(len(panels) / per_row)
     with rc_context(STYLE):
         size = (_WIDTH, num_rows * height + extra)

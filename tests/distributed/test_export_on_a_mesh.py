@@ -320,10 +320,8 @@ def test_what_cannot_be_read_or_written_is_one_message_on_every_rank(tmp_path):
             f"CheckpointError: The model in {tmp_path / 'torn'} cannot be loaded: "
             in said["torn"][0]
         )
-        assert (
-            f"CheckpointError: {tmp_path / 'torn index' / 'model.safetensors.index.json'}"
-            in said["torn index"][0]
-        )
+        assert said["torn index"][0].startswith("CheckpointError: ")
+        assert str(tmp_path / "torn index/model.safetensors.index.json") in said["torn index"][0]
         assert said["disk"].startswith("OSError: [Errno 27] File too large: ")
         assert "model.safetensors" in said["disk"]
         assert said["after the disk"] == []

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy.stats import rankdata
 from torch import Tensor
 
 from moe.checks import check_integer, check_number
@@ -291,6 +290,8 @@ def _answer(
 
 def _spearman(a: Tensor, b: Tensor) -> float:
     """Returns the correlation of the ranks of <any>[E] and <any>[E]; NaN where one is constant."""
+    from scipy.stats import rankdata
+
     ranks = np.stack([rankdata(a), rankdata(b)])  # [2, E]
     if (ranks.std(axis=1) == 0).any():
         return math.nan
