@@ -324,6 +324,9 @@ def output_path(
     if not str(text).strip():
         raise ConfigError(f"{option} is empty; expected a path, e.g. {option} runs/mine{suffix}.")
 
+    if "\0" in str(text):
+        raise ConfigError(f"{option} is {str(text)!r}; a path cannot hold the character NUL.")
+
     path = Path(text)
     if suffix:
         _check_suffix(path, suffix, option)
@@ -338,7 +341,7 @@ def output_path(
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{option} {path} lies below {folder}, a file. Choose another place.")
     for source in inputs:
-        if source is not None:
+        if source is not None and "\0" not in str(source):  # whoever reads it refuses a NUL
             _check_apart(path, resolved, source, option)
     _check_not_inside_a_whole(path, resolved, option)
     return path

@@ -265,8 +265,15 @@ def check_sparse_layers(config: PreTrainedConfig) -> None:
             "one at least 1 of each: set the other."
         )
 
+    for name in ("router", "decoder_router"):
+        router = getattr(config, name)
+        try:
+            if router is not None:
+                load_routers().get(router)
+        except ConfigError as error:
+            raise ConfigError(f"{name} is {router!r}. {error}") from error
+
     # A router of a decoder that has no sparse layer would do nothing.
-    load_routers().get(config.router)
     for name in ("decoder_router", "decoder_router_options"):
         value = getattr(config, name)
         if value is not None and not config.num_sparse_decoder_layers:

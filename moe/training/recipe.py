@@ -297,6 +297,8 @@ class Recipe:
                 )
         object.__setattr__(self, "model", {**self.model_defaults, **self.model})
 
+        self._check_sections()
+
         # Settings that contradict each other.
         self.build_schedule()
         rows = self.training.batch_size
@@ -308,6 +310,15 @@ class Recipe:
                 f"training.batch_size is {rows}; expected a multiple of {multiple}: {data_ranks} data ranks "
                 f"({self.mesh}) with micro-batches of {micro_rows}. Choose another batch size or mesh."
             )
+
+    def _check_sections(self) -> None:
+        """Raises a ConfigError for a section that is not a record of the type of its field."""
+        for item in dataclasses.fields(self):
+            if item.default_factory is dataclasses.MISSING or item.name == "model":
+                continue
+            kind = type(item.default_factory())
+            section = getattr(self, item.name)
+            check(isinstance(section, kind), item.name, section, f"a {kind.__name__}")
 
     def build_schedule(self) -> Schedule:
         """Returns the learning rate as a function of the step.
