@@ -275,7 +275,7 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_none_that_is_broken(
 def test_a_removed_checkpoint_is_hidden_before_a_file_of_it_goes(tmp_path, monkeypatch):
     save_at(tmp_path, 7, keep=1)
     removed = []
-    monkeypatch.setattr("moe.files.shutil.rmtree", lambda path, **_: removed.append(path))
+    monkeypatch.setattr("moe.work_folder.shutil.rmtree", lambda path, **_: removed.append(path))
     save_at(tmp_path, 14, keep=1)
     assert {path.parent.name for path in removed} == {".step_00000007.partial"}
 
