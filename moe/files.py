@@ -12,11 +12,18 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from moe.checks import check
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
 from moe.opening import open_to_write, read_regular
-from moe.work_folder import PARTIAL, REPLACED, TakenError, closed_at_the_end, lock_file, work_folder
+from moe.work_folder import (
+    PARTIAL,
+    REPLACED,
+    TakenError,
+    closed_at_the_end,
+    lock_file,
+    refuse_nul,
+    work_folder,
+)
 
 KIND_FILE = ".stmoe-folder"
 _LOCK_FILE = ".lock"
@@ -99,7 +106,7 @@ def check_kind(folder: Path, kind: str) -> None:
     Raises:
         DataError: When `folder` is a file, or a folder of another kind.
     """
-    _refuse_nul(folder)
+    refuse_nul(folder)
     assert kind in FOLDER_KINDS, f"{kind!r} is none of {FOLDER_KINDS}"
     if folder.exists() and not folder.is_dir():
         raise DataError(
@@ -152,7 +159,7 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
         DataError: With the text `taken`, when another process holds it.
         OSError: When the lock file is a link, a pipe or a device.
     """
-    _refuse_nul(folder)
+    refuse_nul(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # The lock may be a file of the user's: it is neither truncated nor removed.
     lock = open_to_write(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
@@ -420,10 +427,6 @@ def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
 def _a(kind: str) -> str:
     """Returns a kind of folder with its article."""
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
-
-
-def _refuse_nul(path: Path) -> None:
-    check("\0" not in str(path), "the path", str(path), "one without the character NUL")
 
 
 def _absolute(path: Path) -> Path:

@@ -87,9 +87,10 @@ def test_the_measurement_is_invisible(fresh):
         assert pool.submit(torch.get_num_threads).result() == threads
 
 
-def test_a_damaged_cache_is_measured_again(fresh):
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"processor": 3}'])
+def test_a_damaged_cache_is_measured_again(fresh, content):
     cache_file().parent.mkdir(parents=True)
-    cache_file().write_text('{"processor": 3}', encoding="utf-8")
+    cache_file().write_text(content, encoding="utf-8")
     choice = products_in_use()
     assert (
         json.loads(cache_file().read_text(encoding="utf-8"))["choice"]["forward"]
