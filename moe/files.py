@@ -16,7 +16,15 @@ from typing import NamedTuple
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
 from moe.opening import open_to_write, read_regular
-from moe.work_folder import PARTIAL, REPLACED, TakenError, closed_at_the_end, lock_file, work_folder
+from moe.work_folder import (
+    PARTIAL,
+    REPLACED,
+    TakenError,
+    closed_at_the_end,
+    lock_file,
+    refuse_nul,
+    work_folder,
+)
 
 KIND_FILE = ".stmoe-folder"
 _LOCK_FILE = ".lock"
@@ -81,6 +89,7 @@ def check_kind(folder: Path, kind: str) -> None:
     Raises:
         DataError: When `folder` is a file, or a folder of another kind.
     """
+    refuse_nul(folder)
     if folder.exists() and not folder.is_dir():
         raise DataError(
             f"{folder} is a file and holds something else; expected a folder for {_a(kind)}. "
@@ -131,6 +140,7 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
         DataError: With the text `taken`, when another process holds it.
         OSError: When the lock file is a link, a pipe or a device.
     """
+    refuse_nul(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # The lock may be a file of the user's: it is neither truncated nor removed.
     lock = open_to_write(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)

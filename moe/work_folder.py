@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from moe.checks import check
 from moe.errors import DataError
 from moe.opening import NoRegularFileError, open_to_write
 
@@ -40,6 +41,7 @@ def work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
     Raises:
         DataError: When another process works on it and `wait` is not set.
     """
+    refuse_nul(target)
     work, descriptor = _claim(target, wait=wait)
     with closed_at_the_end(descriptor):
         try:
@@ -54,6 +56,11 @@ def work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
                 if [path.name for path in work.iterdir()] == [_MARKER]:
                     (work / _MARKER).unlink()
                     work.rmdir()
+
+
+def refuse_nul(path: Path) -> None:
+    """Raises a ConfigError for a path that no file can have."""
+    check("\0" not in str(path), "the path", str(path), "one without the character NUL")
 
 
 def _claim(target: Path, *, wait: bool) -> tuple[Path, int]:
