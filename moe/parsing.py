@@ -50,8 +50,9 @@ def read_text(
     """
     try:
         content = path.read_bytes() if pipe and path.is_fifo() else read_regular(path)
-    except OSError as failure:
-        raise error(f"{path} cannot be read: {failure.strerror or failure}. {advice}") from failure
+    except (OSError, ValueError) as failure:  # a ValueError for NUL in the path
+        reason = getattr(failure, "strerror", None) or failure
+        raise error(f"{str(path)!r} cannot be read: {reason}. {advice}") from failure
 
     try:
         return content.decode("utf-8-sig")

@@ -172,7 +172,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     # Special tokens; the end token may stand in a list.
     ends = hf_config.eos_token_id
     fields["eos_token_id"] = ends[0] if isinstance(ends, list) and len(ends) == 1 else ends
-    start = getattr(hf_config, "decoder_start_token_id", None)
+    start = raw.get("decoder_start_token_id")
     fields["decoder_start_token_id"] = fields["pad_token_id"] if start is None else start
 
     # transformers 5 has another name for the dtype than earlier versions.
@@ -273,6 +273,8 @@ def _count_sparse_layers(
     assert num_layers is not None, "their class fills it"
     step = getattr(hf_config, f"{stack}_sparse_step")
     check_integer(f"{stack}_sparse_step", step, least=0)
+    name = f"num_sparse_{stack}_layers"
+    check_integer(name, getattr(hf_config, name), least=0)
     num_sparse = 0
     if step > 0:
         num_sparse = len(range(min(1, step - 1), num_layers, step))

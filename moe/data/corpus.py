@@ -102,7 +102,15 @@ def build_corpus(
 
     # A source is held out when its number, drawn from (seed, source), lies below the border. Each
     # side has one source at least.
-    numbers = {document.source: _split_number(document.source, seed) for document in kept}
+    try:
+        numbers = {document.source: _split_number(document.source, seed) for document in kept}
+        for document in kept:
+            document.text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"A document holds half of a surrogate pair, {error.object[error.start]!r}. Repair the text, e.g. "
+            "text.encode(errors='replace').decode()."
+        ) from error
     if len(numbers) < 2:
         raise DataError(
             f"The corpus has {len(numbers)} document(s) with text; expected at least 2, because "

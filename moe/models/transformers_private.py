@@ -22,8 +22,8 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from moe.distributed.mesh import MeshConfig, MeshLimits, check_mesh
-from moe.errors import ConfigError, did_you_mean
-from moe.models.json_files import read_json_object
+from moe.errors import CheckpointError, ConfigError, did_you_mean
+from moe.models.json_files import COPY_AGAIN, read_json_object
 from moe.sparse.config import Dispatch
 
 _OTHER_AXES = ("pp_size", "dp_replicate_size", "fsdp_size", "ep_size")
@@ -49,12 +49,17 @@ def load_generation_config(source: Path | str, download: dict[str, Any]) -> Gene
     They are those of their own file, or else of config.json.
 
     Raises:
-        OSError: When the file is no JSON.
+        CheckpointError: When the file is not a JSON object, or has a setting of a wrong type.
     """
-    settings: dict[str, Any] = {}
-    if find_file(source, GENERATION_CONFIG_NAME, **download) is None:
+    path = find_file(source, GENERATION_CONFIG_NAME, **download)
+    if path is None:
         settings = {"config_file_name": CONFIG_NAME, "_from_model_config": True}
-    return GenerationConfig.from_pretrained(source, **settings, **download)
+        return GenerationConfig.from_pretrained(source, **settings, **download)
+    read_json_object(path)
+    try:
+        return GenerationConfig.from_pretrained(source, **download)
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}. {COPY_AGAIN}") from error
 
 
 def attention_implementation(config: PreTrainedConfig) -> str:

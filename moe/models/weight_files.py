@@ -171,7 +171,10 @@ def _read_headers(path: Path) -> dict[str, Tensor]:
         return headers
 
     # A .bin is a pickle; only tensors are accepted of it, and no memory is taken for them.
-    return dict(torch.load(path, map_location="meta", weights_only=True))
+    tensors = torch.load(path, map_location="meta", weights_only=True)
+    if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
+        raise TypeError("it does not hold tensors by name")
+    return tensors
 
 
 # ---------------------------------------------------------------------------

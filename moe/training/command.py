@@ -286,6 +286,11 @@ class RecipeCommand(Generic[R]):
             if f'"{name}"' in text and name in self._settings:
                 expected = _type_phrase(self._settings[name].type)
                 return f"{name} is {_shorten(value, _LONGEST_VALUE)}; expected {expected}."
+
+        # Of a value that YAML cannot read, only a part is named.
+        for name, value in values.items():
+            if text.strip("'") in value:
+                return f"{name} is {_shorten(value, _LONGEST_VALUE)}, which cannot be read."
         return _shorten(" ".join(text.split()), _LONGEST_TEXT)
 
 

@@ -480,6 +480,11 @@ def test_several_end_tokens_are_kept(folder):
     assert load(folder).config.eos_token_id == [1, 5]
 
 
+def test_the_first_token_of_the_decoder_is_kept(folder):
+    change_config(folder, decoder_start_token_id=3)
+    assert load(folder).config.decoder_start_token_id == 3
+
+
 @needs_a_right_switch
 def test_an_untied_switch_computes_with_the_tables_of_its_stacks(tmp_path):
     theirs = their_model("Switch, untied")
