@@ -135,8 +135,10 @@ def job_folder(options: argparse.Namespace) -> Iterator[Path]:
     check_inputs(options, out / "tokenizer")
     taken = f"Another process works in {out}. Wait for it, or choose another --out."
     with claim_folder(out, "job", taken=taken):
-        settings = {name: str(value) for name, value in vars(options).items() if name != "resume"}
-        keep_settings(out, settings, options.resume)
+        settings = {name: str(value) for name, value in vars(options).items()}
+        del settings["resume"], settings["out"]  # a job may be moved
+        has_begun = (out / "tokenizer").exists()
+        keep_settings(out, settings, resume=options.resume, has_begun=has_begun)
         yield out
 
 
@@ -154,14 +156,13 @@ def pretrain_model(
         The options that name the corpus to other commands.
     """
     corpus = out / "corpus"
-    if not corpus.exists():
+    text: list[str | Path] = ["--corpus", corpus]
+    tokenizer = out / "tokenizer"
+    # A corpus without a tokenizer may come from other settings.
+    if not tokenizer.exists():
         if options.data:
             corpus_options = ("--data", *options.data)
         run("1 Corpus", "stmoe", "corpus", "--out", corpus, *corpus_options)
-
-    text: list[str | Path] = ["--corpus", corpus]
-    tokenizer = out / "tokenizer"
-    if not tokenizer.exists():
         size = ["--vocab-size", str(options.vocab_size)]
         run("2 Tokenizer", "stmoe", "tokenizer", *text, "--out", tokenizer, *size)
 

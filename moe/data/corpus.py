@@ -69,7 +69,7 @@ def build_corpus(
 
     Args:
         documents: Documents in any order; of equal paragraphs the first stays. Those of one source
-            count as one document.
+            count as one document. If there is only one, its paragraphs are the documents.
         held_out_fraction: Expected share of documents held out, between 0 and 1.
         seed: Another seed holds out other documents.
         leave_out: Sources of documents that must stay unseen: neither they nor paragraphs that they
@@ -85,6 +85,8 @@ def build_corpus(
     check_number("held_out_fraction", held_out_fraction, above=0, below=1)
     check_integer("seed", seed)
     documents = list(documents)
+    if len(documents) == 1 and not leave_out:
+        documents = _paragraph_documents(documents[0])
     sources = {document.source for document in documents}
     missing = sorted(set(leave_out) - sources)
     if missing:
@@ -114,8 +116,8 @@ def build_corpus(
     if len(numbers) < 2:
         raise DataError(
             f"The corpus has {len(numbers)} document(s) with text; expected at least 2, because "
-            "whole documents are held out. Divide the text into several files, or into lines of a "
-            ".jsonl file."
+            "whole documents are held out. Separate the paragraphs of the text by blank lines, or "
+            "divide it into several files."
         )
     ascending = sorted(numbers.values())
     border = min(max(held_out_fraction, ascending[0]), ascending[-2])
@@ -123,6 +125,13 @@ def build_corpus(
     train = [document for document in kept if numbers[document.source] > border]
     held_out = [document for document in kept if numbers[document.source] <= border]
     return Corpus(_to_dataset(train), _to_dataset(held_out), num_repeated, num_quoting)
+
+
+def _paragraph_documents(document: Document) -> list[Document]:
+    documents = []
+    for number, paragraph in enumerate(document.text.split("\n\n"), start=1):
+        documents.append(document._replace(text=paragraph, source=f"{document.source}:{number}"))
+    return documents
 
 
 def _split_number(source: str, seed: int) -> float:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from moe.checks import shown
 from moe.errors import DataError
 from moe.files import claim_folder, whole_file, write_text
 from moe.parsing import read_json_lines, read_record
@@ -12,32 +13,37 @@ from moe.training.metrics import METRICS_FILE
 JOB = "job"
 
 
-def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
+def keep_settings(folder: Path, settings: dict[str, str], *, resume: bool, has_begun: bool) -> None:
     """Writes the settings of a new job, or checks that a resumed one has the same.
 
     Args:
-        folder: Folder of the job, which holds it by `claim_folder`.
+        folder: Folder of the job, claimed by `claim_folder`.
         settings: Settings by name.
-        resume: Whether the user asked to go on.
+        resume: Whether the user gave --resume.
+        has_begun: Whether the first stage is finished. Until then other settings replace the earlier
+            ones, since they may be what made it fail.
 
     Raises:
         DataError: When the folder holds a job, and it is not resumed, has other settings, or
             settings.json is damaged.
     """
     path = folder / "settings.json"
-    # A new job.
-    if not path.exists():
+    if not path.exists() or not has_begun:
         write_text(path, json.dumps(settings))
         return
 
-    # One that is there goes on, with the same settings, or is left alone.
+    # A job resumes with the same settings.
     advice = f"Restore it, or remove {folder} to begin anew."
     before = read_record(path, dict[str, str], advice=advice)
-    if not resume or before != settings:
-        why = "with other settings" if resume else "already"
-        raise DataError(
-            f"{folder} holds a run {why}. Give --resume and the same settings, or another --out."
-        )
+    advice = "Give --resume and the same settings, or another --out."
+    changed = []
+    for name, value in settings.items():
+        if before.get(name) != value:
+            changed.append(f"{name} is {shown(value)}, was {shown(before.get(name))}")
+    if changed:
+        raise DataError(f"{folder} holds a run with other settings: {'; '.join(changed)}. {advice}")
+    if not resume:
+        raise DataError(f"{folder} holds a run already. {advice}")
 
 
 def claim_job(folder: Path) -> None:

@@ -178,9 +178,17 @@ def test_paragraphs_of_symbols_are_told_apart_and_scripts_without_case_are_kept(
     assert corpus.num_repeated == 1
 
 
-def test_one_document_cannot_be_divided():
-    with pytest.raises(DataError, match=r"has 1 document\(s\) with text; expected at least 2"):
-        build_corpus(documents(1))
+def test_the_paragraphs_of_a_single_document_are_divided():
+    text = "\n\n".join(f"Paragraph {number}." for number in NUMBERS)
+    corpus = build_corpus([Document(text, "my.txt", "my", "MIT")], 0.3)
+    divided = [*corpus.train["source"], *corpus.held_out["source"]]
+    assert sorted(divided) == sorted(f"my.txt:{n}" for n in range(1, len(NUMBERS) + 1))
+    assert corpus.held_out.num_rows > 0
+
+
+def test_one_paragraph_cannot_be_divided():
+    with pytest.raises(DataError, match=r"1 document\(s\)"):
+        build_corpus([Document("One.", "my.txt", "my", "MIT")])
     with pytest.raises(DataError, match=r"has 1 document\(s\)"):
         build_corpus(
             [Document("One.", "same.txt", "a", "MIT"), Document("Two.", "same.txt", "b", "MIT")]

@@ -76,8 +76,8 @@ def _write_texts(root: Path) -> None:
         )
     (root / "cases.json").write_text(json.dumps({"cases": [_ROW_CASE]}), encoding="utf-8")
     _write_harness_task(root / "harness_tasks")
-    (root / "job").mkdir()
-    names = ("out", "pretrain_config", "finetune_config", "vocab_size", "data")
+    (root / "job/tokenizer").mkdir(parents=True)  # a job that has begun
+    names = ("pretrain_config", "finetune_config", "vocab_size", "data")
     (root / "job/settings.json").write_text(
         json.dumps(dict.fromkeys(names, "other")), encoding="utf-8"
     )

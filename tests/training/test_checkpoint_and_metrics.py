@@ -322,21 +322,27 @@ def test_metrics_that_are_something_else_are_one_message_and_stay(tmp_path, cont
 
 
 def test_damaged_settings_of_a_job_are_one_message(tmp_path):
-    keep_settings(tmp_path, {"out": "x"}, resume=False)
+    keep_settings(tmp_path, {"out": "x"}, resume=False, has_begun=False)
     content = b'{"out": 3}'
     (tmp_path / "settings.json").write_bytes(content)
     with pytest.raises(DataError, match=r"settings\.json"):
-        keep_settings(tmp_path, {"out": "x"}, resume=True)
+        keep_settings(tmp_path, {"out": "x"}, resume=True, has_begun=True)
     assert (tmp_path / "settings.json").read_bytes() == content
 
 
 def test_a_job_with_other_settings_is_refused(tmp_path):
-    keep_settings(tmp_path, {"out": "x"}, resume=False)
-    keep_settings(tmp_path, {"out": "x"}, resume=True)
-    with pytest.raises(DataError, match="holds a run with other settings"):
-        keep_settings(tmp_path, {"out": "y"}, resume=True)
+    keep_settings(tmp_path, {"out": "x"}, resume=False, has_begun=False)
+    keep_settings(tmp_path, {"out": "x"}, resume=True, has_begun=True)
+    with pytest.raises(DataError, match="out is 'y', was 'x'"):
+        keep_settings(tmp_path, {"out": "y"}, resume=True, has_begun=True)
     with pytest.raises(DataError, match="holds a run already"):
-        keep_settings(tmp_path, {"out": "x"}, resume=False)
+        keep_settings(tmp_path, {"out": "x"}, resume=False, has_begun=True)
+
+
+def test_a_job_whose_first_stage_failed_takes_other_settings(tmp_path):
+    keep_settings(tmp_path, {"data": "too-short.txt"}, resume=False, has_begun=False)
+    keep_settings(tmp_path, {"data": "longer.txt"}, resume=False, has_begun=False)
+    keep_settings(tmp_path, {"data": "longer.txt"}, resume=True, has_begun=True)
 
 
 def test_a_run_whose_metrics_were_removed_goes_on(tmp_path):
