@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -67,28 +66,19 @@ class CheckpointWriter:
         folder: Receives a folder for each checkpoint: `step_` and 8 digits.
         keep: Number of whole checkpoints that stay, the newest.
         damaged: Checkpoints that are known to be damaged and do not count as whole.
-        timeout: How long a rank waits for the others to have written; None for torch's default.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: int,
-        damaged: Iterable[Path] = (),
-        timeout: timedelta | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, *, keep: int, damaged: Iterable[Path] = ()) -> None:
         self._folder = folder
         self._keep = keep
         self._damaged = set(damaged)
-        self._timeout = timeout
         self._group: dist.ProcessGroup | None = None
         self._running: tuple[_Save, Future[Any]] | None = None
 
     def __enter__(self) -> "CheckpointWriter":
         """Makes a process group for the background threads, and removes what killed runs left."""
         if dist.is_initialized():
-            group = dist.new_group(backend="gloo", timeout=self._timeout)
+            group = dist.new_group(backend="gloo")
             self._group = cast(dist.ProcessGroup, group)
         else:
             # torch warns at each save, in its own thread, where no caller can catch it.

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe.checkpoint.live_state import live_state, load_live_state
 from moe.checkpoint.run_state import RunState
+from moe.checkpoint.train_state import live_state, load_live_state
 from moe.data.batches_ahead import batches_ahead
 from moe.data.pipeline import BatchSource
 from moe.distributed.collectives import is_rank_zero
