@@ -86,7 +86,15 @@ def read_fields(texts: list[str]) -> dict[str, object]:
     fields: dict[str, object] = {}
     for text in texts:
         name, sign, value = text.partition("=")
-        _check_field(text, name, has_value=bool(sign))
+        if not sign or not name.isidentifier():
+            raise ConfigError(
+                f"--set is {shown(text)}; expected FIELD=VALUE, e.g. expert_capacity=64."
+            )
+        if name in OTHER_OPTIONS:
+            raise ConfigError(
+                f"--set {shown(text)}: {name} is no field of STMoEConfig. "
+                "Give it as an option of its own."
+            )
         if name in fields:
             raise ConfigError(f"--set gives {name} twice. Leave one away.")
 
@@ -95,16 +103,3 @@ def read_fields(texts: list[str]) -> dict[str, object]:
         except DataError:
             fields[name] = value
     return fields
-
-
-def _check_field(text: str, name: str, *, has_value: bool) -> None:
-    example = "Write FIELD=VALUE, e.g. expert_capacity=64."
-    if not has_value:
-        raise ConfigError(f"--set {shown(text)} has no value. {example}")
-    if not name.isidentifier():
-        raise ConfigError(f"--set {shown(text)} names no field. {example}")
-    if name in OTHER_OPTIONS:
-        raise ConfigError(
-            f"--set {shown(text)}: {name} is no field of STMoEConfig. "
-            "Give it as an option of its own."
-        )

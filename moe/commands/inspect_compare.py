@@ -6,8 +6,7 @@ stmoe inspect compare --trace runs/trace --model runs/finetune/model --out runs/
 from collections.abc import Mapping
 
 from moe.cli import Parser, path
-from moe.commands.routing_inputs import add_batches
-from moe.commands.routing_trace import add_trace, load_traced, read_again
+from moe.commands.routing_inputs import add_batches, add_trace, load_traced, read_again
 from moe.files import output_path
 from moe.inspection.ablation.loss_split import LossSplit, split_loss
 from moe.inspection.page.routing_view import routing_view

@@ -16,8 +16,8 @@ from moe.commands.routing_inputs import (
     describe_inputs,
     load_inspected,
     read_batches,
+    tokenizer_fingerprint,
 )
-from moe.commands.routing_trace import tokenizer_fingerprint
 from moe.files import check_kind, output_path
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows, loss_sentence
 from moe.parsing import printable

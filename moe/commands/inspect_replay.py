@@ -6,8 +6,7 @@ stmoe inspect replay --trace runs/trace --model runs/quantised/model
 import torch
 
 from moe.cli import Parser, path
-from moe.commands.routing_inputs import add_batches
-from moe.commands.routing_trace import add_trace, load_traced, read_again
+from moe.commands.routing_inputs import add_batches, add_trace, load_traced, read_again
 from moe.inspection.ablation.loss_split import token_losses
 from moe.inspection.tables import format_table
 from moe.tracing.replay import replay_routing

@@ -7,7 +7,7 @@ stmoe inspect report --model runs/demo/model --corpus runs/demo/corpus --out rep
 import sys
 
 from moe.commands.routing_inputs import TaskReader
-from moe.commands.verbs import Verb, verb_lines, verb_main
+from moe.commands.stmoe import Verb, verb_lines, verb_main
 
 VERBS = {
     "record": Verb("inspect_record", "write down which expert every token of a text goes to"),

@@ -1,5 +1,7 @@
-"""What the verbs of `stmoe inspect` read: texts or pairs to trace, and the model that reads them."""
+"""Inputs of the verbs of `stmoe inspect`: a model, texts or pairs to trace, or a trace and its model."""
 
+import hashlib
+import json
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import load_complete
+from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real
 from moe.data.documents import read_pairs
 from moe.data.span_corruption import DENSEST
@@ -19,6 +22,7 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import sparse_layers
 from moe.tracing.examples import (
     SourceText,
+    batches_of,
     corrupted_batches,
     describe_noise,
     generated_batches,
@@ -27,12 +31,16 @@ from moe.tracing.examples import (
 )
 from moe.tracing.recorder import TracedBatch
 from moe.tracing.texts import corpus_texts, file_texts
+from moe.tracing.trace import Trace
 
 TaskReader = Callable[[str, str], list[SourceText]]
 """Returns the pairs of a split of a task, by its name."""
 
 _LONGEST_TARGET = 256
 _LONGEST_ANSWER = 64
+_SAY_WHERE = (
+    "say where it is now: --traced-model in compare, --model in the other verbs of stmoe inspect."
+)
 
 
 class InspectedModel(NamedTuple):
@@ -188,7 +196,7 @@ def read_batches(
 
     # Texts have their spans masked; pairs are as in fine-tuning, with the sentinel that it left.
     if options.corpus or options.text:
-        texts = _read_texts(options)
+        texts = corpus_texts(options.corpus) if options.corpus else file_texts(options.text)
         noise = pretraining_noise(model.config, options.noise_density)
         batches = corrupted_batches(texts, tokenizer, noise=noise, **lengths)
     else:
@@ -209,11 +217,6 @@ def read_batches(
     return batches
 
 
-def _read_texts(options: Namespace) -> list[SourceText]:
-    """Returns the documents of a corpus' held-out part, or of the user's files."""
-    return corpus_texts(options.corpus) if options.corpus else file_texts(options.text)
-
-
 def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[SourceText]:
     """Returns the pairs of a file or of a task."""
     if options.pairs:
@@ -226,3 +229,67 @@ def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[Source
             "your own pairs by --pairs, or install a clone: pip install --editable ."
         )
     return read_task(options.task, options.split)
+
+
+# ---------------------------------------------------------------------------
+# A trace
+
+
+def add_trace(parser: Parser) -> None:
+    """Adds the options that say what is looked at."""
+    parser.add_argument(
+        "--trace", type=path, required=True, help="folder made by stmoe inspect record"
+    )
+
+
+def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) -> InspectedModel:
+    """Returns the model of a trace.
+
+    Args:
+        trace: What was recorded.
+        folder: Where the model is now; None for where it was.
+        dropless: Whether experts have room for every token, whatever the config says.
+
+    Raises:
+        DataError: When the model is gone from where it was or has changed there, or the folder has
+            another tokenizer than the trace was made with.
+    """
+    is_where_it_was = folder is None
+    if folder is None:
+        folder = Path(trace.facts.model)
+        if not trace.facts.model or not folder.is_dir():
+            where = trace.facts.model or "memory"
+            raise DataError(f"The traced model was in {where}, and is not there: {_SAY_WHERE}")
+
+    # Where it was there may be another model by now, e.g. one that was trained further.
+    inspected = load_inspected(folder, dropless=dropless)
+    recorded = trace.facts.model_fingerprint
+    if is_where_it_was and recorded not in ("", model_fingerprint(folder)):
+        raise DataError(
+            f"The model in {folder} has changed since it was traced. Record the trace again, or, if the traced model "
+            f"was moved, {_SAY_WHERE}"
+        )
+
+    # A model with the same words.
+    fingerprint = tokenizer_fingerprint(inspected.tokenizer)
+    if trace.facts.tokenizer_fingerprint not in ("", fingerprint):
+        raise DataError(
+            f"The tokenizer of {inspected.folder} is {fingerprint}, that of the trace "
+            f"{trace.facts.tokenizer_fingerprint}: the token ids would mean other words. Give the model that was "
+            "traced, or one with its tokenizer."
+        )
+    return inspected
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Returns 16 hexadecimal digits that tell what the ids of a tokenizer mean from others.
+
+    What it puts at the end of a text does not count: fine-tuning may have changed that.
+    """
+    tokens = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
+
+
+def read_again(trace: Trace, options: Namespace) -> list[TracedBatch]:
+    """Returns the examples of a trace in batches, as the options of `add_batches` say."""
+    return list(batches_of(trace, options.batch_size))

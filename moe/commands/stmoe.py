@@ -1,4 +1,4 @@
-"""The console command `stmoe`: a table of verbs, each of which is a `main` of its own.
+"""The console command `stmoe`: each verb is the `main` of a module, imported when the verb is given.
 
     stmoe pretrain --config st_moe_tiny_pretrain --corpus corpus --tokenizer tokenizer --out run
     stmoe generate --model run/model "Replace the <extra_id_0> of this sentence."
@@ -6,12 +6,30 @@
 On several devices torchrun starts it: `torchrun --nproc-per-node 4 -m stmoe pretrain ...`.
 """
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe.cli import AGAIN, RESUME
-from moe.commands.verbs import Verb, verb_lines, verb_main
+from moe.errors import ConfigError, did_you_mean
+
+_WIDTH = 11  # of the names, in --help
+
+
+class Verb(NamedTuple):
+    """A verb of a command.
+
+    Attributes:
+        module: Module in moe.commands whose `main` it runs.
+        summary: Line of --help that says what it does.
+        trains: Whether it is a training run, which resumes, and counts the seconds of its process.
+    """
+
+    module: str
+    summary: str
+    trains: bool = False
+
 
 VERBS = {
     "corpus": Verb("build_corpus", "build a corpus from your text, or from installed packages"),
@@ -71,3 +89,20 @@ def _help() -> str:
     lines = ["usage: stmoe VERB [OPTION ...]", "", *verb_lines(VERBS)]
     lines += ["", "stmoe VERB --help explains the options of a verb; stmoe --version prints ours."]
     return "\n".join(lines)
+
+
+def verb_main(command: str, name: str, verbs: Mapping[str, Verb]) -> Callable[..., None]:
+    """Returns the function that a verb of a command runs.
+
+    Raises:
+        ConfigError: When there is no such verb.
+    """
+    if name not in verbs:
+        closest = did_you_mean(name, verbs)
+        raise ConfigError(f"There is no verb {name!r}.{closest} {command} --help lists all verbs.")
+    return importlib.import_module(f"moe.commands.{verbs[name].module}").main
+
+
+def verb_lines(verbs: Mapping[str, Verb]) -> list[str]:
+    """Returns a line of --help for each verb."""
+    return [f"  {name:<{_WIDTH}}{verb.summary}" for name, verb in verbs.items()]

@@ -159,7 +159,7 @@ def test_a_setting_and_a_dtype_can_be_given_on_the_way(tmp_path):
         ConfigError, match=r"no field 'expert_capasity'.*Did you mean 'expert_capacity'"
     ):
         main([*arguments[:3], str(tmp_path / "other"), "--set", "expert_capasity=5"])
-    with pytest.raises(ConfigError, match=r"--set 'expert_capacity' has no value"):
+    with pytest.raises(ConfigError, match=r"--set is 'expert_capacity'"):
         main([*arguments[:3], str(tmp_path / "other"), "--set", "expert_capacity"])
 
 
