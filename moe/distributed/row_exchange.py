@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 
 from moe.distributed.scheduled import Execution, RankProgram, RankStep
 from moe.distributed.wait_seconds import waiting_for
-from moe.errors import ConfigError
 from moe.network.schedule import IntArray, Intervals, Schedule, bounds_of_pieces, expand
 
 
@@ -89,9 +88,6 @@ class ScheduledAllToAll:
         schedule: An all-to-all: every unit begins at one rank and ends at one.
         group: The running ranks; None for all.
         live_ranks: See `RankProgram`.
-
-    Raises:
-        ConfigError: When ranks and group do not fit, or the schedule is no all-to-all among them.
     """
 
     def __init__(
@@ -143,11 +139,7 @@ class _OneWay:
         # Units of ranks that are dead belong to no pair.
         self._pieces = np.flatnonzero(self._source >= 0)
         is_whole = (self._source < 0) == (self._destination < 0)
-        if not is_whole.all():
-            raise ConfigError(
-                f"Unit {self._bounds[int(np.argmin(is_whole))]} of the schedule begins at no rank, "
-                "or ends at none; in an all-to-all every unit does both."
-            )
+        assert is_whole.all(), "every unit of an all-to-all begins at one rank and ends at one"
 
         # Units of the pair before each piece and behind it, and units of the pair in all.
         source = self._source[self._pieces]
@@ -155,7 +147,7 @@ class _OneWay:
         num_units = np.diff(self._bounds)[self._pieces]
         units_of_pair = np.zeros(program.num_group_ranks**2, np.int64)
         np.add.at(units_of_pair, pair, num_units)
-        _require_every_pair(units_of_pair, program.num_group_ranks)
+        assert units_of_pair.all(), "rows can go from every rank to every one, also to itself"
 
         # Pieces of a pair follow each other in the order of their units.
         order = np.argsort(pair, kind="stable")
@@ -192,36 +184,15 @@ class _OneWay:
         )
 
     def _owners(self, part: Intervals) -> IntArray:
-        """Returns the rank of the group with which each piece begins or ends; -1 for none.
-
-        Raises:
-            ConfigError: When there are several.
-        """
+        """Returns the rank of the group with which each piece begins or ends; -1 for none."""
         row, piece = expand(part.low, part.high, self._bounds)
         num_owners = np.bincount(piece, minlength=len(self._bounds) - 1)
-        if (num_owners > 1).any():
-            index = int(np.argmax(num_owners > 1))
-            raise ConfigError(
-                f"Unit {self._bounds[index]} of the schedule begins or ends at "
-                f"{num_owners[index]} ranks; expected one, as in an all-to-all."
-            )
+        assert (num_owners <= 1).all(), "a unit of an all-to-all begins and ends at one rank each"
 
         # Ranks in the numbers of the group.
         owners = np.full(len(num_owners), -1, np.int64)
         owners[piece] = self._program.group_ranks[part.rank[row]]
         return owners
-
-
-def _require_every_pair(units_of_pair: IntArray, num_ranks: int) -> None:
-    """Raises a ConfigError unless rows can go from every rank of the group to every one."""
-    if units_of_pair.all():
-        return
-    pair = int(np.argmin(units_of_pair))
-    raise ConfigError(
-        f"The schedule has no units from rank {pair // num_ranks} to rank {pair % num_ranks} of "
-        "the group. Build an all-to-all with units for every pair of live ranks, also of a rank "
-        "with itself."
-    )
 
 
 def _spans(position: IntArray, is_own: NDArray[np.bool_], peer: IntArray) -> tuple[slice, ...]:

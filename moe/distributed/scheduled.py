@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe.checks import check
-from moe.errors import ConfigError, DistributedError
+from moe.errors import DistributedError
 from moe.network.schedule import IntArray, Intervals, Schedule, bounds_of_pieces, expand, intervals
 
 Placement = Callable[[IntArray], IntArray]
@@ -91,9 +90,6 @@ class RankProgram:
         group: The running ranks; None for all.
         live_ranks: Rank of the schedule for each rank of the group, if the schedule goes around
             dead ranks; None if both have the same ranks.
-
-    Raises:
-        ConfigError: If ranks and group do not fit, or a rank that is not running takes part.
     """
 
     def __init__(
@@ -108,7 +104,6 @@ class RankProgram:
         self.num_group_ranks = dist.get_world_size(group)
         self.group_ranks = _group_ranks(schedule, group, live_ranks)
         self.group_rank = dist.get_rank(group)
-        check(self.group_rank >= 0, "group", "one without this rank", "one that this rank is in")
         self.rank = int(np.flatnonzero(self.group_ranks == self.group_rank)[0])
         """This rank's number in the schedule."""
 
@@ -162,35 +157,21 @@ class RankProgram:
 def _group_ranks(
     schedule: Schedule, group: ProcessGroup | None, live_ranks: Sequence[int] | IntArray | None
 ) -> IntArray:
-    """Returns the <int64>[num_ranks] rank of the group for each rank of the schedule; -1 for none.
-
-    Raises:
-        ConfigError: If they do not fit.
-    """
+    """Returns the <int64>[num_ranks] rank of the group for each rank of the schedule; -1 for none."""
     size = dist.get_world_size(group)
     if live_ranks is None:
         live_ranks = np.arange(schedule.num_ranks)
 
+    # One rank of the schedule for each rank of the group.
     live = np.asarray(live_ranks, np.int64)
-    expected = f"a rank of the schedule for each of the {size} ranks of the group"
-    check(len(live) == size, "the number of live ranks", len(live), expected)
-    is_known = bool(((live >= 0) & (live < schedule.num_ranks)).all())
-    is_unique = len(np.unique(live)) == size
-    expected = f"different ranks from 0 to {schedule.num_ranks - 1}"
-    check(is_known and is_unique, "live_ranks", live.tolist(), expected)
-
+    assert len(live) == len(np.unique(live)) == size, f"{live} are no {size} different ranks"
     peers = np.full(schedule.num_ranks, -1, np.int64)
     peers[live] = np.arange(size)
 
     # Others would wait forever for a rank that is not running.
     table = schedule.transfers
     taking_part = np.unique(np.concatenate([table.source, table.destination]))
-    missing = taking_part[peers[taking_part] < 0]
-    if len(missing):
-        raise ConfigError(
-            f"The schedule sends to or from rank {missing[0]}, which is not among the live ranks "
-            f"{live.tolist()}. Build it for a network on which the same ranks are dead."
-        )
+    assert (peers[taking_part] >= 0).all(), "the schedule is for a network with the same live ranks"
     return peers
 
 
@@ -365,9 +346,6 @@ class ScheduledCollective:
         wire: Dtype of the messages, e.g. torch.bfloat16; None for the dtype of the sums. Units that
             several ranks end with are rounded to it on all of them.
 
-    Raises:
-        ConfigError: If ranks and group do not fit, or the wire is not a floating-point dtype.
-
     Source:
         2-D gradient summation (arXiv:1811.06992, 1909.09756) and its ways around failed chips
         (arXiv:2011.03605), as tables of transfers. Differs: float32 sums on a bfloat16 wire.
@@ -381,8 +359,7 @@ class ScheduledCollective:
         live_ranks: Sequence[int] | IntArray | None = None,
         wire: torch.dtype | None = None,
     ) -> None:
-        is_float = wire is None or wire.is_floating_point
-        check(is_float, "wire", wire, "a floating-point dtype, or None")
+        assert wire is None or wire.is_floating_point, f"the wire is {wire}"
         self._program = RankProgram(schedule, group, live_ranks=live_ranks)
         self._wire = wire
         self._shared = self._program.shared_units()
@@ -397,14 +374,10 @@ class ScheduledCollective:
                 this rank hold the sums afterwards, others hold anything.
 
         Raises:
-            ConfigError: If the tensor is not contiguous, or its dtype cannot be summed or sent in
-                the wire's dtype.
             DistributedError: If another rank is lost.
         """
-        check(x.is_contiguous(), "the strides of a tensor", x.stride(), "those of a contiguous one")
-        check(x.dtype != torch.bool, "dtype", x.dtype, "numbers")
-        fits = self._wire is None or x.is_floating_point()
-        check(fits, "dtype", x.dtype, f"a floating-point one, since the wire is {self._wire}")
+        assert x.is_contiguous() and x.dtype != torch.bool, "a buffer of numbers, in place"
+        assert self._wire is None or x.is_floating_point(), f"the wire is {self._wire}"
 
         # Narrow floats are summed in float32.
         flat = x.view(-1)
