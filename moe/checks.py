@@ -1,14 +1,23 @@
 """The check of every setting: one message with the name, the value, what was expected, and why."""
 
+import inspect
 import math
 import numbers
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moe.errors import ConfigError
 
 _SHOWN_CHARACTERS = 80
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+    str: "a string",
+    dict: "a mapping",
+}
 
 
 def check(holds: bool, name: str, value: object, expected: str) -> None:
@@ -138,6 +147,23 @@ def is_kind(value: object, kind: type) -> bool:
     if kind is int:
         return isinstance(value, numbers.Integral)
     return isinstance(value, numbers.Real) and _is_finite(value)
+
+
+def describe_type(annotation: Any, *, none: str = "None") -> str:
+    """Returns an annotation in words, e.g. `an integer or None`."""
+    origin = get_origin(annotation)
+    kinds = get_args(annotation)
+    if annotation is type(None):
+        return none
+    if origin is Literal:
+        return f"one of {', '.join(map(str, kinds))}"
+    if origin is list:
+        return f"a list, each {describe_type(kinds[0])}"
+    if origin in (UnionType, Union):
+        # An integer is a number too.
+        distinct = [kind for kind in kinds if kind is not int or float not in kinds]
+        return " or ".join(describe_type(kind, none=none) for kind in distinct)
+    return _TYPE_NAMES.get(origin or annotation) or inspect.formatannotation(annotation)
 
 
 def shown(value: object) -> str:

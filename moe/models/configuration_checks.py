@@ -4,13 +4,12 @@ The functions take the config as a PreTrainedConfig, since its class calls them.
 """
 
 import difflib
-import inspect
 import numbers
 import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -20,7 +19,7 @@ from huggingface_hub.errors import (
 )
 from transformers import GenerationConfig, PreTrainedConfig
 
-from moe.checks import check, check_integer, check_number, shown
+from moe.checks import check, check_integer, check_number, describe_type, shown
 from moe.errors import ConfigError, did_you_mean
 from moe.sparse.all_routers import load_routers
 from moe.sparse.router_options import check_causal, router_options_by_name
@@ -52,13 +51,6 @@ CARRIED_KEYWORDS = (
 )
 """Keywords that pipelines, tokenizers and quantizers read from a config, and no class declares."""
 
-_TYPE_NAMES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a finite number",
-    str: "a string",
-    type(None): "None",
-}
 _MAX_LABELS = 2**20
 _MAX_PARAMETERS = 10**14
 _MAX_WEIGHT = 1e30
@@ -83,7 +75,7 @@ def strict_config(config_class: C) -> C:
         try:
             strict_setattr(self, name, _plain_value(value))
         except StrictDataclassFieldValidationError as error:
-            expected = _describe_type(validated.__dataclass_fields__[name].type)
+            expected = describe_type(validated.__dataclass_fields__[name].type)
             raise ConfigError(f"{name} is {shown(value)}; expected {expected}.") from error
 
     def validate(self: Any) -> None:
@@ -107,19 +99,6 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     return value
-
-
-def _describe_type(annotation: Any) -> str:
-    """Returns an annotation in words."""
-    kinds = get_args(annotation) or (annotation,)
-    if get_origin(annotation) is Literal:
-        return f"one of {', '.join(kinds)}"
-    names = []
-    for kind in kinds:
-        # An integer is a number too.
-        if kind is not int or float not in kinds:
-            names.append(_TYPE_NAMES.get(kind) or inspect.formatannotation(kind))
-    return " or ".join(names)
 
 
 # ---------------------------------------------------------------------------

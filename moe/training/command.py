@@ -5,9 +5,7 @@ Every mistake is one ConfigError that names the setting, and the file in which i
 
 import argparse
 import dataclasses
-import itertools
 import re
-import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import yaml
 from jsonargparse import ArgumentParser
 
-from moe.checks import check, check_flag, shown
+from moe.checks import check, check_flag, describe_type, shown
 from moe.distributed.launch import DEFAULT_TIMEOUT, World, launch
 from moe.errors import ConfigError, MoEError, did_you_mean
 from moe.files import write_text
@@ -37,14 +35,6 @@ R = TypeVar("R", bound=Recipe)
 
 _LONGEST_VALUE = 80  # characters
 _LONGEST_TEXT = 400
-_TYPE_PHRASES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a text",
-    dict: "a mapping",
-    type(None): "null",
-}
 
 
 class Setting(NamedTuple):
@@ -147,8 +137,14 @@ class RecipeCommand(Generic[R]):
         """
         # Check names before values: of a misspelt setting the name is what the user must hear of.
         self._refuse_unknown_options(argv)
-        self._refuse_empty_paths(argv)
         arguments = self._read_files(argv)
+
+        # An empty path would mean the current folder.
+        for name, options in self._command_arguments.items():
+            if options.get("type") is Path and not arguments.values.get(name, "x").strip():
+                raise ConfigError(
+                    f"--{name} is empty; expected a path. Give one, or leave the option out."
+                )
 
         try:
             parsed = self._parser.parse_args(arguments.argv)
@@ -260,21 +256,6 @@ class RecipeCommand(Generic[R]):
                     f"{setting.name} is null; expected {kind}. Give a value, or leave the key out."
                 )
 
-    def _refuse_empty_paths(self, argv: list[str]) -> None:
-        """Raises a ConfigError for an empty path, which would mean the current folder."""
-        for before, argument in itertools.pairwise(["", *argv]):
-            # `--option=value`, or a value after its option.
-            option, has_value, value = argument.partition("=")
-            if not argument.startswith("--"):
-                option = before
-                has_value = "="
-                value = argument
-            options = self._command_arguments.get(option.removeprefix("--"), {})
-            if options.get("type") is Path and has_value and not value.strip():
-                raise ConfigError(
-                    f"{option} is empty; expected a path. Give one, or leave the option out."
-                )
-
     def _describe_wrong_type(self, text: str, values: dict[str, str]) -> str:
         """Returns what is wrong with a value in our own form: the setting, the value, its type.
 
@@ -284,7 +265,7 @@ class RecipeCommand(Generic[R]):
         """
         for name, value in values.items():
             if f'"{name}"' in text and name in self._settings:
-                expected = _type_phrase(self._settings[name].type)
+                expected = describe_type(self._settings[name].type, none="null")
                 return f"{name} is {_shorten(value, _LONGEST_VALUE)}; expected {expected}."
         return _shorten(" ".join(text.split()), _LONGEST_TEXT)
 
@@ -432,16 +413,3 @@ def _name_source(text: str, sources: dict[str, Path]) -> str:
 
 def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-def _type_phrase(kind: Any) -> str:
-    """Returns the expected type in words, e.g. `an integer or null`."""
-    origin = typing.get_origin(kind)
-    parts = typing.get_args(kind)
-    if origin is typing.Literal:
-        return f"one of {', '.join(map(str, parts))}"
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(_type_phrase(part) for part in parts)
-    if origin is list:
-        return f"a list, each {_type_phrase(parts[0])}"
-    return _TYPE_PHRASES.get(origin or kind, getattr(kind, "__name__", str(kind)))

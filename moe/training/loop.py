@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Collection, Generator
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from moe.training.planned_steps import LiveState, PlannedStep, ShareSource, live
 from moe.training.reporter import Reporter, is_due, open_metrics, warn_on_rank_zero
 from moe.training.routing_probe import PROBE_FOLDER, RoutingProbe, check_probe
 from moe.training.run import CHECKPOINTS_FOLDER, MODEL_FOLDER, RECIPE_FILE, TRAINING_RUN, Run
-from moe.training.step import StepMetrics, StepRanks, take_step
+from moe.training.step import StepRanks, take_step
 
 _MESH_SETTINGS = frozenset(f"mesh.{axis.name}" for axis in dataclasses.fields(MeshConfig))
 
@@ -149,14 +149,15 @@ def _run_steps(
         reporter.restart_clock()
         for step, shares, data_wait in reporter.measured(planned_steps):
             done = step + 1
-            with _divergence_where_not_finite(done, run.folder):
-                try:
-                    metrics = take_step(model, optimizer, run.recipe, shares, step, ranks)
-                except LostStepError:
-                    continue  # it comes again
+            try:
+                metrics = take_step(model, optimizer, run.recipe, shares, step, ranks)
 
                 # From here on the step counts as done; weights that are not finite are never saved.
-                _refuse_non_finite(metrics, done, run.folder)
+                loss = float(metrics.loss)
+                grad_norm = float(metrics.grad_norm)
+                if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                    what = f"The loss is {loss} and the gradient's norm {grad_norm} at step {done}."
+                    raise _divergence(what, run.folder)
                 reporter.count_step(data_wait)
                 reporter.report_step(done, metrics, bar)
 
@@ -165,6 +166,11 @@ def _run_steps(
                     reporter.report_dev_scores(done)
                     reporter.restart_clock()
                 reporter.report_probe(done)
+            except LostStepError:
+                continue  # it comes again
+            except NonFiniteError as error:  # inside the model
+                what = f"At step {done} training has diverged. {error}"
+                raise _divergence(what, run.folder) from error
 
             # A run that is asked to end keeps what it has done.
             signal_number = stop_requested()
@@ -209,29 +215,8 @@ def _build_optimizer(run: Run) -> torch.optim.Optimizer:
     )
 
 
-@contextmanager
-def _divergence_where_not_finite(step: int, folder: Path) -> Iterator[None]:
-    """Raises a DivergenceError for numbers inside the model that are not finite."""
-    try:
-        yield
-    except NonFiniteError as error:
-        raise _divergence(f"At step {step} training has diverged. {error}", folder) from error
-
-
-def _refuse_non_finite(metrics: StepMetrics, step: int, folder: Path) -> None:
-    """Raises a DivergenceError when training has diverged, before such weights are saved.
-
-    Earlier checkpoints stay.
-    """
-    loss = float(metrics.loss)
-    grad_norm = float(metrics.grad_norm)
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        what = f"The loss is {loss} and the gradient's norm {grad_norm} at step {step}."
-        raise _divergence(what, folder)
-
-
 def _divergence(what: str, folder: Path) -> DivergenceError:
-    """Returns the error that says how a run can go on."""
+    """Returns the error that says how a run can go on; earlier checkpoints stay."""
     return DivergenceError(
         f"{what} The checkpoints in {folder / CHECKPOINTS_FOLDER} are from before. "
         "Lower optim.lr or optim.clipping_threshold, and start a new run."

@@ -19,7 +19,6 @@ WHY_MOST_STEPS = "checkpoints are numbered with eight digits"
 _HIGHEST_RATE = 1e6
 _WHY_HIGHEST_RATE = "a step of adafactor changes a parameter by this share of itself"
 _LARGEST_DECAY = 100
-_WHY_LARGEST_DECAY = "weights shrink by lr times this share in a step"
 
 # Keywords of schedules that recipes have keys of their own for.
 _SCHEDULE_KEYS = frozenset({"lr", "warmup_steps", "total_steps"})
@@ -74,30 +73,31 @@ class OptimRecipe:
 
         check_number("optim.lr", self.lr, above=0, most=_HIGHEST_RATE, reason=_WHY_HIGHEST_RATE)
         for name in ("warmup_steps", "cooldown_steps"):
-            check_integer(
-                f"optim.{name}",
-                getattr(self, name),
-                least=0,
-                most=MOST_STEPS,
-                reason=WHY_MOST_STEPS,
-            )
-        self._check_scaling()
-        self._check_epochs()
-
+            steps = getattr(self, name)
+            check_integer(f"optim.{name}", steps, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS)
         check_number("optim.clipping_threshold", self.clipping_threshold, above=0)
-        check_number(
-            "optim.weight_decay",
-            self.weight_decay,
-            least=0,
-            most=_LARGEST_DECAY,
-            reason=_WHY_LARGEST_DECAY,
-        )
-        check_number(
-            "optim.max_grad_norm",
-            self.max_grad_norm,
-            above=0,
-            optional="null to leave gradients as they are",
-        )
+        decay = self.weight_decay
+        why = "weights shrink by lr times this share in a step"
+        check_number("optim.weight_decay", decay, least=0, most=_LARGEST_DECAY, reason=why)
+        unclipped = "null to leave gradients as they are"
+        check_number("optim.max_grad_norm", self.max_grad_norm, above=0, optional=unclipped)
+
+        # Lengths in epochs.
+        in_steps = "null for warmup_steps"
+        check_number("optim.warmup_epochs", self.warmup_epochs, least=0, optional=in_steps)
+        without = "null where nothing is in epochs"
+        check_integer("optim.epoch_examples", self.epoch_examples, least=1, optional=without)
+
+        # The rule by which the rate grows, and the batch that it starts from, go together.
+        scaling = self.lr_scaling
+        base = self.base_batch_size
+        is_rule = scaling is None or (isinstance(scaling, str) and scaling in LR_SCALINGS)
+        rules = f"{', '.join(LR_SCALINGS)}, or null for a rate as it is"
+        check(is_rule, "optim.lr_scaling", scaling, rules)
+        without = "null without optim.lr_scaling"
+        check_integer("optim.base_batch_size", base, least=1, optional=without)
+        expected = f"a batch size for lr_scaling {scaling}" if scaling else without
+        check((base is None) == (scaling is None), "optim.base_batch_size", base, expected)
 
         # What only the optimizer itself can refuse.
         for name in ("optimizer_options", "schedule_options"):
@@ -109,30 +109,6 @@ class OptimRecipe:
             weight_decay=self.weight_decay,
             options=self.optimizer_options,
         )
-
-    def _check_scaling(self) -> None:
-        """Raises a ConfigError unless the rule and the batch that it starts from go together."""
-        name = "optim.lr_scaling"
-        scaling = self.lr_scaling
-        is_rule = scaling is None or (isinstance(scaling, str) and scaling in LR_SCALINGS)
-        check(is_rule, name, scaling, f"{', '.join(LR_SCALINGS)}, or null for a rate as it is")
-
-        name = "optim.base_batch_size"
-        base = self.base_batch_size
-        check_integer(name, base, least=1, optional="null without optim.lr_scaling")
-        if scaling is None:
-            check(base is None, name, base, "null, since optim.lr_scaling is null")
-        else:
-            check(base is not None, name, base, f"a batch size for lr_scaling {scaling}")
-
-    def _check_epochs(self) -> None:
-        """Raises a ConfigError unless epochs have a length, and their length a use."""
-        check_number(
-            "optim.warmup_epochs", self.warmup_epochs, least=0, optional="null for warmup_steps"
-        )
-        name = "optim.epoch_examples"
-        examples = self.epoch_examples
-        check_integer(name, examples, least=1, optional="null where nothing is in epochs")
 
     def schedule_for(self, batch_size: int, total_steps: int) -> Schedule:
         """Returns the learning rate as a function of the step.

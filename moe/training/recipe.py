@@ -87,47 +87,25 @@ class TrainingRecipe:
     def __post_init__(self) -> None:
         check_field_types(self, prefix="training.")
 
-        # Lengths in steps.
-        for name in (
-            "steps",
-            "log_every",
-            "evaluate_every",
-            "checkpoint_every",
-            "keep_checkpoints",
-        ):
-            check_integer(
-                f"training.{name}",
-                getattr(self, name),
-                least=1,
-                most=MOST_STEPS,
-                reason=WHY_MOST_STEPS,
-            )
-        check_integer(
-            "training.held_out_batches",
-            self.held_out_batches,
-            least=0,
-            most=_MOST_HELD_OUT,
-            reason="every evaluation goes through all of them",
-        )
-
-        # The routing of a fixed text.
-        every = self.probe_every
-        check_integer(
-            "training.probe_every", every, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS
-        )
-        check_integer(
-            "training.probe_batches",
-            self.probe_batches,
-            least=1,
-            most=_MOST_PROBED,
-            reason="every probe keeps the routing of each token of them",
-        )
+        per_evaluation = "every evaluation goes through all of them"
+        per_probe = "every probe keeps the routing of each token of them"
+        bounds = {
+            "steps": (1, MOST_STEPS, WHY_MOST_STEPS),
+            "log_every": (1, MOST_STEPS, WHY_MOST_STEPS),
+            "evaluate_every": (1, MOST_STEPS, WHY_MOST_STEPS),
+            "checkpoint_every": (1, MOST_STEPS, WHY_MOST_STEPS),
+            "keep_checkpoints": (1, MOST_STEPS, WHY_MOST_STEPS),
+            "held_out_batches": (0, _MOST_HELD_OUT, per_evaluation),
+            "probe_every": (0, MOST_STEPS, WHY_MOST_STEPS),
+            "probe_batches": (1, _MOST_PROBED, per_probe),
+            "batch_size": (1, LARGEST_BATCH, WHY_LARGEST_BATCH),
+        }
+        for name, (least, most, reason) in bounds.items():
+            value = getattr(self, name)
+            check_integer(f"training.{name}", value, least=least, most=most, reason=reason)
 
         # Micro-batches share the rows of an update evenly.
         rows = self.batch_size
-        check_integer(
-            "training.batch_size", rows, least=1, most=LARGEST_BATCH, reason=WHY_LARGEST_BATCH
-        )
         micro_rows = self.micro_batch_size
         name = "training.micro_batch_size"
         check_integer(name, micro_rows, least=1, optional="null for all rows at once")
@@ -158,12 +136,9 @@ class SpanCorruptionRecipe:
 
     def __post_init__(self) -> None:
         check_workers(self.workers)
+        length = self.inputs_length
         check_integer(
-            "data.inputs_length",
-            self.inputs_length,
-            least=4,
-            most=LONGEST_ROW,
-            reason=WHY_LONGEST_ROW,
+            "data.inputs_length", length, least=4, most=LONGEST_ROW, reason=WHY_LONGEST_ROW
         )
         check_noise(Noise(self.noise_density, self.mean_noise_span_length), prefix="data.")
 
@@ -195,13 +170,8 @@ class PairsRecipe:
         check_workers(self.workers)
         check_field_types(self, prefix="data.")
         for name in ("inputs_length", "targets_length"):
-            check_integer(
-                f"data.{name}",
-                getattr(self, name),
-                least=2,
-                most=LONGEST_ROW,
-                reason=WHY_LONGEST_ROW,
-            )
+            length = getattr(self, name)
+            check_integer(f"data.{name}", length, least=2, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
 
 
 @dataclass(frozen=True)
@@ -297,7 +267,12 @@ class Recipe:
                 )
         object.__setattr__(self, "model", {**self.model_defaults, **self.model})
 
-        self._check_sections()
+        # Sections are records of the type of their field.
+        for item in dataclasses.fields(self):
+            if item.default_factory is not dataclasses.MISSING and item.name != "model":
+                kind = type(item.default_factory())
+                section = getattr(self, item.name)
+                check(isinstance(section, kind), item.name, section, f"a {kind.__name__}")
 
         # Settings that contradict each other.
         self.build_schedule()
@@ -310,15 +285,6 @@ class Recipe:
                 f"training.batch_size is {rows}; expected a multiple of {multiple}: {data_ranks} data ranks "
                 f"({self.mesh}) with micro-batches of {micro_rows}. Choose another batch size or mesh."
             )
-
-    def _check_sections(self) -> None:
-        """Raises a ConfigError for a section that is not a record of the type of its field."""
-        for item in dataclasses.fields(self):
-            if item.default_factory is dataclasses.MISSING or item.name == "model":
-                continue
-            kind = type(item.default_factory())
-            section = getattr(self, item.name)
-            check(isinstance(section, kind), item.name, section, f"a {kind.__name__}")
 
     def build_schedule(self) -> Schedule:
         """Returns the learning rate as a function of the step.
