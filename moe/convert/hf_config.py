@@ -80,26 +80,13 @@ _CARRIED_FIELDS = (
 )
 """Fields for the callers of a model, which ours has under the same names."""
 
-_UNREPRESENTABLE_FIELDS = {
-    "attn_logit_softcapping",
-    "encoder_attention_type",
-    "final_logit_softcapping",
-    "global_block_size",
-    "layer_types",
-    "local_radius",
-    "mlp_layer_types",
-    "num_key_value_heads",
-    "per_layer_config",
+_UNREPRESENTABLE_FIELDS = (
     "pruned_heads",
     "quantization_config",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
     "scalable_attention",
-    "sliding_window",
     "tie_encoder_decoder",
-}
-"""Fields of other models that change what is computed, or how weights are stored, unless they are empty."""
+)
+"""Fields that change what is computed, or how weights are stored, unless they are empty."""
 
 
 # ---------------------------------------------------------------------------
@@ -128,8 +115,8 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = hf_family(raw)
     # An empty value of these changes nothing.
-    for name in sorted(_UNREPRESENTABLE_FIELDS & raw.keys()):
-        if raw[name]:
+    for name in _UNREPRESENTABLE_FIELDS:
+        if raw.get(name):
             raise ConfigError(
                 f"config.json of type {family!r} has {name} {shown(raw[name])}, which changes "
                 "what the model computes and cannot be represented here. Load it with its own "
@@ -182,7 +169,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     # Fields for callers, and those that nothing is known of.
     known = model_fields | vars(GenerationConfig()).keys() | PreTrainedConfig().to_dict().keys()
     known |= T5Config.attribute_map.keys() | _LEGACY_FIELDS
-    known |= _UNREPRESENTABLE_FIELDS | IGNORED_FIELDS.keys()
+    known |= {*_UNREPRESENTABLE_FIELDS, *IGNORED_FIELDS}
     for name in raw:
         if name in _CARRIED_FIELDS or name not in known:
             fields[name] = raw[name]

@@ -164,9 +164,6 @@ def check_subset(subset: str) -> None:
 # ---------------------------------------------------------------------------
 # Adapters
 
-_SET_HERE = {"r", "lora_alpha", "target_modules", "target_parameters"}
-"""Fields of LoraConfig that follow from the arguments of `lora_config`."""
-
 _IGNORED_BY_EXPERTS = (
     "use_dora",
     "lora_bias",
@@ -208,8 +205,8 @@ def lora_config(
 
     Raises:
         ConfigError: When peft is not installed, the model has no such parts, nothing is asked for,
-            the rank is below 1, or an option is unknown, belongs to the arguments above, or does
-            not work on experts.
+            the rank is below 1, or an option does not work on experts.
+        TypeError: When an option is unknown to peft, or given by the arguments above.
     """
     try:
         from peft import LoraConfig
@@ -223,8 +220,13 @@ def lora_config(
     check_flag("attention", attention)
     check_integer("rank", rank, least=1)
     check_number("alpha", alpha, above=0)
-    known = LoraConfig.__dataclass_fields__.keys() - _SET_HERE
-    _check_options(options, known)
+    if "target_modules" in options:
+        raise ConfigError(
+            f"lora_config was given target_modules {options['target_modules']!r}, but chooses "
+            "by experts and attention. For some projections only, make a peft.LoraConfig with "
+            "the names of this library: T5's q, k, v and o are q_proj, k_proj, v_proj and "
+            "o_proj here; wi and wo are up_proj and down_proj."
+        )
     if experts:
         _check_options_of_experts(options)
     if isinstance(model, STMoEForConditionalGeneration):
@@ -261,25 +263,6 @@ def lora_config(
         target_parameters=sorted(expert_weights) if experts else None,
         **options,
     )
-
-
-def _check_options(options: dict[str, Any], known: set[str]) -> None:
-    """Raises a ConfigError for an option that `LoraConfig` would not understand."""
-    if "target_modules" in options:
-        raise ConfigError(
-            f"lora_config was given target_modules {options['target_modules']!r}, but chooses "
-            "by experts and attention. For some projections only, make a peft.LoraConfig with "
-            "the names of this library: T5's q, k, v and o are q_proj, k_proj, v_proj and "
-            "o_proj here; wi and wo are up_proj and down_proj."
-        )
-    # Everything else must be a field of LoraConfig.
-    for name in options:
-        if name not in known:
-            candidates = known | {"rank", "alpha", "experts", "attention"}
-            raise ConfigError(
-                f"lora_config has no option {name!r}.{did_you_mean(name, candidates)} See "
-                "peft.LoraConfig."
-            )
 
 
 def _check_options_of_experts(options: dict[str, Any]) -> None:
