@@ -20,8 +20,8 @@ from moe.distributed.shard_slices import ShardSlices, shard_slices
 from moe.distributed.sharding import Layout, MeshCoordinate, local_shard
 from moe.errors import CheckpointError, MoEError
 from moe.models.card import find_source_model
+from moe.models.checkpoint_formats import read_json_object
 from moe.models.configuration import STMoEConfig
-from moe.models.json_files import read_json_object
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import shard_model
 from moe.models.pretrained import STMoEPreTrainedModel, refuse_not_finite
@@ -31,10 +31,10 @@ from moe.models.weight_files import (
     check_weights,
     check_weights_together,
     describe_misfits,
+    describe_reshaped,
     find_weight_files,
     incomplete,
     refuse_integers,
-    reshaped_weights,
 )
 
 
@@ -85,9 +85,9 @@ def load_complete(
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
 
     misfits = describe_misfits(
-        itertools.filterfalse(begins_anew, info["missing_keys"]),
-        itertools.filterfalse(begins_anew, info["unexpected_keys"]),
-        info["mismatched_keys"],
+        sorted(itertools.filterfalse(begins_anew, info["missing_keys"])),
+        sorted(itertools.filterfalse(begins_anew, info["unexpected_keys"])),
+        sorted(itertools.starmap(describe_reshaped, info["mismatched_keys"])),
     )
     if misfits:
         raise CheckpointError(incomplete(folder, type(model).__name__, misfits))
@@ -167,10 +167,13 @@ def describe_shape_misfits(
         stored: Shapes of the stored tensors, by name.
         expected: Tensors <any>[...] of the model, by name; they need no memory.
     """
-    missing = expected.keys() - stored.keys()
-    unexpected = stored.keys() - expected.keys()
-    expected_shapes = {name: tensor.shape for name, tensor in expected.items()}
-    return describe_misfits(missing, unexpected, reshaped_weights(stored, expected_shapes))
+    reshaped = []
+    for name in sorted(stored.keys() & expected.keys()):
+        if tuple(stored[name]) != tuple(expected[name].shape):
+            reshaped.append(describe_reshaped(name, stored[name], expected[name].shape))
+    missing = sorted(expected.keys() - stored.keys())
+    unexpected = sorted(stored.keys() - expected.keys())
+    return describe_misfits(missing, unexpected, reshaped)
 
 
 def check_model_folder(folder: Path | str) -> str:

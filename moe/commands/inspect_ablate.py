@@ -5,8 +5,13 @@ stmoe inspect ablate --trace runs/trace --kind reroute --out runs/reroute.json
 """
 
 from moe.cli import Parser, integer, path
-from moe.commands.routing_inputs import add_batches, command_text
-from moe.commands.routing_trace import add_trace, load_traced, read_again
+from moe.commands.routing_inputs import (
+    add_batches,
+    add_trace,
+    command_text,
+    load_traced,
+    read_again,
+)
 from moe.files import output_path
 from moe.inspection.ablation.ablate import ablate_experts
 from moe.inspection.ablation.ablation_table import (
@@ -17,7 +22,7 @@ from moe.inspection.ablation.ablation_table import (
     verdict_table,
 )
 from moe.inspection.ablation.interventions import INTERVENTIONS
-from moe.inspection.page.ablation_file import write_ablation
+from moe.inspection.page.panel_data import write_ablation
 from moe.inspection.statistics.token_classes import classify
 from moe.inspection.tables import loss_sentence
 from moe.parsing import printable

@@ -7,12 +7,14 @@ stmoe inspect view --trace runs/trace --probe runs/pretrain/probe --ablation run
 import json
 
 from moe.cli import Parser, integer, path
-from moe.commands.routing_inputs import command_text
-from moe.commands.routing_trace import add_trace, load_traced
+from moe.commands.routing_inputs import add_trace, command_text, load_traced
 from moe.files import output_path, write_text
-from moe.inspection.page.ablation_file import read_ablation
-from moe.inspection.page.panel_data import LayerClasses
-from moe.inspection.page.panel_statistics import view_classes, view_saturation
+from moe.inspection.page.panel_data import (
+    LayerClasses,
+    read_ablation,
+    view_classes,
+    view_saturation,
+)
 from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
 from moe.inspection.statistics.routing_entropy import (

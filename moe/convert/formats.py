@@ -28,9 +28,8 @@ from moe.convert.weight_map import (
     convert_weights,
 )
 from moe.errors import CheckpointError
-from moe.models.checkpoint_formats import find_format
+from moe.models.checkpoint_formats import find_format, read_json_object
 from moe.models.configuration import STMoEConfig
-from moe.models.json_files import read_json_object
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD
 from moe.models.transformers_private import find_file, load_generation_config

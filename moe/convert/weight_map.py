@@ -14,7 +14,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import (
     LazyTensor,
-    count_by_kind,
+    describe_misfits,
     describe_reshaped,
     first_names,
     refuse_integers,
@@ -117,7 +117,7 @@ class ConversionReport:
         Raises:
             CheckpointError: Counts them and names the first.
         """
-        misfits = count_by_kind(self.missing, self.unexpected, self.reshaped)
+        misfits = describe_misfits(self.missing, self.unexpected, self.reshaped)
         if misfits:
             raise CheckpointError(
                 f"{self.source} cannot be converted: not every tensor is accounted for. "

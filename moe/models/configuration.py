@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 
 from moe.errors import ConfigError
-from moe.models.checkpoint_formats import find_format
+from moe.models.checkpoint_formats import find_format, write_config
 from moe.models.configuration_checks import (
     check_dtype,
     check_keywords,
@@ -24,7 +24,6 @@ from moe.models.configuration_checks import (
     check_token_ids,
     strict_config,
 )
-from moe.models.json_files import write_config
 from moe.models.presets import PRESETS
 from moe.models.transformers_private import PrivateConfigHooks
 from moe.sparse.all_routers import load_routers

@@ -88,44 +88,39 @@ def refuse_unknown_arguments(further: dict[str, Any], forward: Callable[..., Any
 # Tokens and vectors
 
 
-def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+def check_token_ids(name: str, ids: Tensor, vocab_size: int, *, ignored: int | None = None) -> None:
     """Refuses anything but token ids <int64 or int32>[B, L] of the vocabulary.
 
     Args:
         name: Of the argument.
         ids: Value of the argument.
         vocab_size: V; ids are from 0 to V - 1.
+        ignored: Another value that is accepted, the label of no target.
 
     Raises:
         DataError: With the value, and where it stands.
     """
-    _check_id_tensor(name, ids, "token ids")
+    is_label = ignored is not None
+    meaning = f"token ids, {ignored} for no target" if is_label else "token ids"
+    if not isinstance(ids, Tensor) or ids.dtype not in _ID_DTYPES:
+        _refuse(name, ids, f"a tensor <int64>[batch, length] of {meaning}")
+    if ids.dim() != 2:
+        _refuse(name, ids, f"{meaning} of the shape [batch, length]")
+    if ids.shape[0] == 0 or ids.shape[1] == 0:
+        _refuse_empty(name, ids)
     if not _values_are_free(ids):
         return
 
     # One pass over the values tells whether there is something to look for.
-    least, most = ids.aminmax()
+    known = ids.masked_fill(ids == ignored, 0) if is_label else ids
+    least, most = known.aminmax()
     if int(least) < 0 or int(most) >= vocab_size:
-        outside = (ids < 0) | (ids >= vocab_size)
-        _refuse_values(name, ids, outside, _expected_token_id(vocab_size))
-
-
-def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Refuses anything but labels <int64 or int32>[B, T]: token ids, and -100 for no target.
-
-    Raises:
-        DataError: With the value, and where it stands.
-    """
-    _check_id_tensor("labels", labels, "token ids, -100 for no target")
-    if not _values_are_free(labels):
-        return
-
-    least, most = labels.masked_fill(labels == IGNORED_LABEL, 0).aminmax()
-    if int(least) < 0 or int(most) >= vocab_size:
-        outside = (labels < 0) | (labels >= vocab_size)
-        outside = (labels != IGNORED_LABEL) & outside
-        expected = f"{IGNORED_LABEL} for no target, or {_expected_token_id(vocab_size)}"
-        _refuse_values("labels", labels, outside, expected)
+        expected = (
+            f"{f'{ignored} for no target, or ' if is_label else ''}a token id from 0 to "
+            f"{vocab_size - 1}. Use the model's tokenizer, or enlarge the vocabulary with "
+            "resize_token_embeddings"
+        )
+        _refuse_values(name, ids, (known < 0) | (known >= vocab_size), expected)
 
 
 def check_vectors(name: str, vectors: Tensor, d_model: int) -> None:
@@ -385,27 +380,10 @@ def check_logits_to_keep(logits_to_keep: Any, labels: Tensor | None) -> None:
 # Shared by the checks
 
 
-def _check_id_tensor(name: str, ids: Tensor, meaning: str) -> None:
-    """Raises a DataError unless there are integers [B, L], and some."""
-    if not isinstance(ids, Tensor) or ids.dtype not in _ID_DTYPES:
-        _refuse(name, ids, f"a tensor <int64>[batch, length] of {meaning}")
-    if ids.dim() != 2:
-        _refuse(name, ids, f"{meaning} of the shape [batch, length]")
-    if ids.shape[0] == 0 or ids.shape[1] == 0:
-        _refuse_empty(name, ids)
-
-
 def _values_are_free(tensor: Tensor) -> bool:
     """Returns whether looking at the values of a tensor costs and breaks nothing."""
     is_plain = type(tensor) is Tensor and tensor.device.type == "cpu"
     return is_plain and not torch.compiler.is_compiling()
-
-
-def _expected_token_id(vocab_size: int) -> str:
-    return (
-        f"a token id from 0 to {vocab_size - 1}. Use the model's tokenizer, or enlarge the "
-        "vocabulary with resize_token_embeddings"
-    )
 
 
 def _refuse_values(name: str, tensor: Tensor, invalid: Tensor, expected: str) -> NoReturn:

@@ -17,12 +17,12 @@ from moe.models.configuration import STMoEConfig
 from moe.models.encoder import STMoEEncoder
 from moe.models.inputs import (
     IGNORED_LABEL,
-    check_labels,
     check_logits_to_keep,
     check_num_items,
     check_same_batch,
     check_segments,
     check_targets,
+    check_token_ids,
     check_vectors,
     encoder_decoder_cache,
     encoder_hidden_states,
@@ -260,7 +260,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         Raises:
             DataError: When these are no labels.
         """
-        check_labels(labels, self.config.vocab_size)
+        check_token_ids("labels", labels, self.config.vocab_size, ignored=IGNORED_LABEL)
         return self._shift_right(labels, decoder_segment_ids)
 
     def _shift_right(self, labels: Tensor, decoder_segment_ids: Tensor | None) -> Tensor:
@@ -398,7 +398,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         divisors: LossCounts | Tensor | None = loss_counts
         routing_mask = None
         if labels is not None:
-            check_labels(labels, self.config.vocab_size)
+            check_token_ids("labels", labels, self.config.vocab_size, ignored=IGNORED_LABEL)
             if num_items_in_batch is not None:
                 divisors = check_num_items(num_items_in_batch, labels)
             if decoder_inputs_embeds is not None:

@@ -31,9 +31,8 @@ from moe.models.card import (
     model_card,
     write_card,
 )
-from moe.models.checkpoint_formats import CheckpointFormat, find_format
+from moe.models.checkpoint_formats import CheckpointFormat, find_format, read_json_object
 from moe.models.configuration import STMoEConfig
-from moe.models.json_files import read_json_object
 from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.transformers_private import PrivateModelHooks, load_generation_config
 from moe.models.weight_files import (

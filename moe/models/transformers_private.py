@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 
 from moe.distributed.mesh import MeshConfig, MeshLimits, check_mesh
 from moe.errors import ConfigError, did_you_mean
-from moe.models.json_files import read_json_object
+from moe.models.checkpoint_formats import read_json_object
 from moe.sparse.config import Dispatch
 
 _OTHER_AXES = ("pp_size", "dp_replicate_size", "fsdp_size", "ep_size")

@@ -30,7 +30,7 @@ from moe.checksums import SUMS_FILE, Damage, find_damage, read_sums, sha256_of, 
 from moe.distributed.verification import gather_damage
 from moe.errors import CheckpointError
 from moe.kernels.expert_weights import is_quantized
-from moe.models.json_files import COPY_AGAIN
+from moe.models.checkpoint_formats import COPY_AGAIN
 from moe.models.transformers_private import find_file
 
 _UNREADABLE = (
@@ -339,58 +339,31 @@ def incomplete(source: Path | str, kind: str, misfits: str) -> str:
     )
 
 
-def reshaped_weights(
-    stored: Mapping[str, Iterable[int]], expected: Mapping[str, Iterable[int]]
-) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Returns names of both with another shape, the shape in the file and that in the model.
-
-    Args:
-        stored: Shapes of the tensors in the file, by name.
-        expected: Shapes of the weights of the model, by name.
-    """
-    reshaped = []
-    for name in sorted(stored.keys() & expected.keys()):
-        stored_shape = tuple(stored[name])
-        expected_shape = tuple(expected[name])
-        if stored_shape != expected_shape:
-            reshaped.append((name, stored_shape, expected_shape))
-    return reshaped
-
-
 def describe_misfits(
-    missing: Iterable[str],
-    unexpected: Iterable[str],
-    reshaped: Iterable[tuple[str, Iterable[int], Iterable[int]]],
+    missing: Iterable[str], unexpected: Iterable[str], reshaped: Iterable[str]
 ) -> str:
     """Returns how many weights of a file do not fit a model, with the first names.
 
     Args:
         missing: Names that the model has and the file has not.
         unexpected: Names that the file has and the model has not.
-        reshaped: Names that both have, with the shape in the file and the shape in the model.
+        reshaped: Results of `describe_reshaped` for names that both have.
 
     Returns:
         An empty text when all fit.
     """
-    shapes = []
-    for name, stored, expected in reshaped:
-        shapes.append(describe_reshaped(name, stored, expected))
-    return count_by_kind(sorted(missing), sorted(unexpected), sorted(shapes))
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+    parts = []
+    for kind, names in kinds.items():
+        listed = list(names)
+        if listed:
+            parts.append(f"{len(listed)} {kind}: {first_names(listed)}")
+    return "; ".join(parts)
 
 
 def describe_reshaped(name: str, stored: Iterable[int], expected: Iterable[int]) -> str:
     """Returns the name of a weight with both of its shapes."""
     return f"{name} {tuple(stored)} instead of {tuple(expected)}"
-
-
-def count_by_kind(missing: list[str], unexpected: list[str], reshaped: list[str]) -> str:
-    """Returns how many weights are of each kind of misfit, with the first of each."""
-    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
-    parts = []
-    for kind, names in kinds.items():
-        if names:
-            parts.append(f"{len(names)} {kind}: {first_names(names)}")
-    return "; ".join(parts)
 
 
 def first_names(names: list[str]) -> str:

@@ -21,9 +21,8 @@ from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
 from moe.distributed.sharding import Layout, MeshCoordinate
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
-from moe.models.initial_weights import draw_weights
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.parallelize import mesh_limits, model_layouts, shard_model
+from moe.models.parallelize import draw_weights, mesh_limits, model_layouts, shard_model
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.sparse.groups import common_num_groups, tokens_per_group
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe, Recipe

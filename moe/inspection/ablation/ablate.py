@@ -15,8 +15,14 @@ from tqdm import tqdm
 from moe.checks import check, check_integer
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
-from moe.inspection.ablation.ablation_runs import Unchanged, loss_change, run_unchanged, works_on
-from moe.inspection.ablation.expert_measures import ExpertMeasures, measure_experts
+from moe.inspection.ablation.ablation_runs import (
+    ExpertMeasures,
+    Unchanged,
+    loss_change,
+    measure_experts,
+    run_unchanged,
+    works_on,
+)
 from moe.inspection.ablation.interventions import (
     INTERVENTIONS,
     AblatedLayer,

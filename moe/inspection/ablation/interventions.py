@@ -12,7 +12,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from moe.errors import DataError
 from moe.registry import Registry
 from moe.sparse.editing import (
     LayerEdit,
@@ -224,20 +223,12 @@ def replace_by_mean(
 
     Raises:
         ConfigError: When the module has no such layer.
-        DataError: When `mean_output` has another shape.
     """
     layers = sparse_layers(module)
     check_layer(key, layers, module)
     layer = layers[key]
 
-    # A mean for each expert of this layer.
-    expected = (layer.config.num_experts, layer.config.d_model)
-    if mean_output.shape != expected:
-        raise DataError(
-            f"mean_output has shape {tuple(mean_output.shape)}, but {key} has {expected[0]} experts of width "
-            f"{expected[1]}. Give the mean output of each expert, [E, D]."
-        )
-
+    assert mean_output.shape == (layer.config.num_experts, layer.config.d_model), "a mean each"
     added = Tensor()
 
     def drop(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:

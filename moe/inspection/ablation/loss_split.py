@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.inspection.ablation.expert_measures import target_losses
+from moe.inspection.ablation.ablation_runs import target_losses
 from moe.inspection.ablation.target_sets import Targets, list_targets
 from moe.inspection.statistics.document_intervals import Estimate, TokenSums, mean_over_tokens
 from moe.models.modeling import STMoEForConditionalGeneration

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from moe.checks import check, check_integer
+from moe.checks import check_integer
 from moe.errors import DataError
 from moe.files import output_path, write_text
 from moe.inspection.figures import COLOURS
@@ -60,8 +60,6 @@ _FRAME_HEIGHT = 860  # pixels, in a notebook
 # length; and the tokens of an example below which its start is not worth showing.
 _PROBED_EXAMPLES = 16
 _MARGIN = 0.99
-_SHRINKING = 0.9
-_WORTH_GROWING = 1.05
 _FEWEST_TOKENS = 16
 
 
@@ -139,7 +137,6 @@ def routing_view(
     matching = matching or {}
     if other is not None:
         _check_same_text(trace, other)
-    _check_matching(trace, other, matching)
 
     # What is counted over all tokens; a table without rows, and a point without a value, show nothing.
     traces = [trace] if other is None else [trace, other]
@@ -240,22 +237,6 @@ def _check_same_text(trace: Trace, other: Trace) -> None:
         )
 
 
-def _check_matching(
-    trace: Trace, other: Trace | None, matching: Mapping[LayerKey, Sequence[int]]
-) -> None:
-    """Raises a ConfigError unless each layer of a matching has a number for each expert."""
-    known = {} if other is None else {layer.key: layer.facts for layer in other.layers}
-    firsts = {layer.key: layer.facts for layer in trace.layers}
-    for key, numbers in matching.items():
-        expected = "layers of `other` that `trace` has too"
-        check(key in known and key in firsts, "a layer of matching", key, expected)
-        largest = firsts[key].num_experts - 1
-        num_experts = known[key].num_experts
-        fits = len(numbers) == num_experts and all(-1 <= number <= largest for number in numbers)
-        expected = f"{num_experts} numbers from -1 to {largest}, one for each expert of {layer_name(key)} of `other`"
-        check(fits, f"matching of {key}", list(numbers), expected)
-
-
 # ---------------------------------------------------------------------------
 # How much text fits
 
@@ -280,26 +261,18 @@ def _fitting_page(render: Callable[[Shown], str], trace: Trace, most_bytes: int)
             "most_bytes, or fewer classes, steps or bars."
         )
 
-    # The size of one choice says how many examples there is room for.
-    best = None
-    most_fitting = 0
-    too_many = num_examples + 1
+    # The size of a few examples says how many there is room for; some are longer than others.
     number = min(_PROBED_EXAMPLES, num_examples)
-    while number > most_fitting:
+    is_probe = True
+    while number:
         examples = torch.arange(number) * num_examples // number
         page = render(Shown(examples.tolist(), None))
         size = len(page.encode())
-        estimate = int(_MARGIN * room * number / (size - bare_size))
-        if size <= most_bytes:
-            best = page
-            most_fitting = number
-            is_close = estimate < _WORTH_GROWING * number
-            number = 0 if is_close else min(estimate, num_examples, too_many - 1)
-        else:
-            too_many = number
-            number = min(estimate, int(_SHRINKING * number))
-    if best is not None:
-        return best
+        estimate = min(num_examples, int(_MARGIN * room * number / (size - bare_size)))
+        if size <= most_bytes and not (is_probe and estimate > number):
+            return page
+        number = estimate if is_probe else min(estimate, number - 1)
+        is_probe = False
 
     # The start of the first example.
     most_tokens = max(int(trace.stack(stack).starts[1]) for stack in STACKS)
