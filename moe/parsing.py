@@ -26,8 +26,6 @@ from moe.opening import read_regular
 T = TypeVar("T")
 
 _MOST_YAML = 2**20
-_DEEPEST_YAML = 100
-_PYTHON_TAG = "tag:yaml.org,2002:python/"
 
 
 def read_text(
@@ -213,7 +211,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
             UTF-8, gives a key twice, or holds itself.
     """
     advice = "Give the path of a YAML file of `key: value` lines."
-    text = _read_settings(path, advice)
+    size = path.stat().st_size if path.is_file() else 0
+    if size > _MOST_YAML:
+        raise ConfigError(
+            f"{path} has {size:,} bytes; expected settings of at most {_MOST_YAML:,}. {advice}"
+        )
+    text = read_text(path, advice=advice, error=ConfigError)
     content = parse_yaml(text, where=str(path), advice=advice)
     if not isinstance(content, dict):
         held = "nothing" if content is None else f"a {type(content).__name__}"
@@ -234,82 +237,19 @@ def parse_yaml(text: str, *, where: str, advice: str) -> Any:
     """
     try:
         return yaml.load(text, Loader=PlainLoader)
-    except (yaml.YAMLError, ValueError) as failure:
+    except (yaml.YAMLError, ValueError, RecursionError) as failure:
         reason = " ".join(str(failure).split())
         raise ConfigError(f"{where} is not YAML of plain values: {reason}. {advice}") from failure
-
-
-def check_yaml(path: Path) -> None:
-    """Raises when a YAML file would harm the reader of another library.
-
-    A reader in C ends the process on deep nesting. What other tags and aliases stand for is left to
-    that reader.
-
-    Raises:
-        ConfigError: When it cannot be read, is no mapping, is larger than 1 MiB, nests more than
-            100 levels, or has a tag that makes an object of Python.
-    """
-    advice = "Mend the file, or move it elsewhere."
-    text = _read_settings(path, advice)
-
-    depth = 0
-    is_mapping = False
-    for event in _yaml_events(path, text, advice):
-        is_mapping |= depth == 0 and isinstance(event, yaml.MappingStartEvent)
-
-        # How deep the parts nest.
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > _DEEPEST_YAML:
-            raise ConfigError(
-                f"{path} nests more than {_DEEPEST_YAML} levels deep, as no settings do. {advice}"
-            )
-
-        # What would run code in a careless reader.
-        tag = getattr(event, "tag", None) or ""
-        if tag.startswith(_PYTHON_TAG):
-            raise ConfigError(
-                f"{path} has the tag {shown(tag)}, which makes an object of Python. {advice}"
-            )
-
-    if not is_mapping:
-        raise ConfigError(
-            f"{path} holds no mapping; expected settings as `key: value` lines. {advice}"
-        )
-
-
-def _read_settings(path: Path, advice: str) -> str:
-    """Returns the text of a file of settings, or raises a ConfigError when it is too large for one."""
-    size = path.stat().st_size if path.is_file() else 0
-    if size > _MOST_YAML:
-        raise ConfigError(
-            f"{path} has {size:,} bytes; expected settings of at most {_MOST_YAML:,}. {advice}"
-        )
-    return read_text(path, advice=advice, error=ConfigError)
-
-
-def _yaml_events(path: Path, text: str, advice: str) -> Iterator[Any]:
-    """Yields the events of a YAML text, or raises a ConfigError when it is none."""
-    try:
-        yield from yaml.parse(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError) as failure:
-        raise ConfigError(
-            f"{path} is not YAML: {' '.join(str(failure).split())}. {advice}"
-        ) from failure
 
 
 class PlainLoader(yaml.SafeLoader):
     """YAML of plain scalars, lists and mappings: no tags, dates, aliases or repeated keys."""
 
-    _depth = 0
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Reads one node.
 
         Raises:
-            ComposerError: When it is an alias, has a tag, or nests too deeply.
+            ComposerError: When it is an alias, or has a tag.
         """
         event = self.peek_event()
         mark = event.start_mark
@@ -317,13 +257,7 @@ class PlainLoader(yaml.SafeLoader):
             raise ComposerError(None, None, f"the alias *{event.anchor} is not supported", mark)
         if event.tag is not None:
             raise ComposerError(None, None, f"the tag {shown(event.tag)} is not supported", mark)
-        if self._depth == _DEEPEST_YAML:
-            raise ComposerError(None, None, f"it nests more than {_DEEPEST_YAML} levels deep", mark)
-
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Returns the mapping of a node.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe.checks import is_kind, shown
+from moe.checks import is_kind
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.errors import DataError
 from moe.files import register_folder_kind, remove_folder, whole_folder, write_text
@@ -150,16 +150,14 @@ def _read_scores(path: Path, step: int | None = None) -> DevScores | None:
     if step is None:
         advice = "Restore the file from a copy."
     content = read_json(path, advice=advice, nan=True)
-    numbers = to_record(dict[str, float], content, where=str(path), advice=advice)
+    to_record(dict[str, float], content, where=str(path), advice=advice)
 
     # The step is that of the folder, and is no score.
-    for name in ("step", "mean"):
-        if name not in numbers:
-            raise DataError(f"{path}: {name} is missing. {advice}")
-    saved_step = content.pop("step")
-    if not is_kind(saved_step, int) or saved_step < 0 or step not in (None, saved_step):
-        expected = "a number of updates" if step is None else f"{step}, as its folder"
-        raise DataError(f"{path}: step is {shown(saved_step)}; expected {expected}. {advice}")
+    saved_step = content.pop("step", None)
+    if "mean" not in content or not is_kind(saved_step, int) or step not in (None, saved_step):
+        raise DataError(
+            f"{path} holds no scores of {f'step {step}' if step else 'a step'} with their mean. {advice}"
+        )
     return DevScores(saved_step, content)
 
 

@@ -16,8 +16,7 @@ from moe.checkpoint.sharded_weights import stored_tensors, whole_slices, whole_t
 from moe.checks import shown
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import Mesh
-from moe.distributed.shard_slices import ShardSlices, shard_slices
-from moe.distributed.sharding import Layout, MeshCoordinate, local_shard
+from moe.distributed.sharding import Layout, MeshCoordinate, ShardSlices, local_shard, shard_slices
 from moe.errors import CheckpointError, MoEError
 from moe.models.card import find_source_model
 from moe.models.checkpoint_formats import read_json_object

@@ -18,13 +18,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from moe.distributed.collectives import broadcast_from_rank_zero, gather_or_raise, is_rank_zero
 from moe.distributed.mesh import Mesh
-from moe.distributed.shard_slices import (
+from moe.distributed.sharding import (
+    Layout,
+    MeshCoordinate,
     ShardSlices,
     contiguous_runs,
     is_first_replica,
+    local_shard,
     shard_slices,
 )
-from moe.distributed.sharding import Layout, MeshCoordinate, local_shard
 from moe.distributed.verification import gather_sha256
 from moe.models.card import model_card, write_card
 from moe.models.modeling import STMoEForConditionalGeneration

@@ -18,8 +18,7 @@ from transformers import GenerationConfig
 from moe.checkpoint.sharded_weights import begin_files, plan_files, stored_tensors, write_tensor
 from moe.checks import check, check_choice
 from moe.convert.hf_config import Family, to_hf_config
-from moe.convert.hf_names import hf_weight_map
-from moe.convert.hf_weights import open_hf_checkpoint
+from moe.convert.hf_weights import hf_weight_map, open_hf_checkpoint
 from moe.convert.t5x import is_t5x, open_t5x
 from moe.convert.weight_map import (
     ConversionReport,

@@ -359,22 +359,21 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
     if config.num_experts == 0:
         return ["it has no experts (write it as t5)"]
 
-    obstacles = []
-    if config.feed_forward_proj != "relu":
-        obstacles.append(f"feed_forward_proj is {config.feed_forward_proj!r}, not 'relu'")
-    if config.num_selected_experts != 1:
-        obstacles.append(f"num_selected_experts is {config.num_selected_experts}, not 1")
-    obstacles += _router_obstacles(config)
-    if config.router_input != "hidden":
-        obstacles.append(f"router_input is {config.router_input!r}, not 'hidden'")
-    if config.sparse_dense_stacking:
-        obstacles.append("sparse_dense_stacking is on")
-    if config.expert_bias != "none":
-        obstacles.append(f"expert_bias is {config.expert_bias!r}, not 'none'")
+    obstacles = _router_obstacles(config)
+    only_values = {
+        "feed_forward_proj": "relu",
+        "num_selected_experts": 1,
+        "router_input": "hidden",
+        "sparse_dense_stacking": False,
+        "expert_bias": "none",
+        "capacity_scope": "sequence",
+    }
+    for name, expected in only_values.items():
+        value = getattr(config, name)
+        if value != expected:
+            obstacles.append(f"{name} is {value!r}, not {expected!r}")
     if config.expert_capacity is None:
         obstacles.append("expert_capacity is None: its capacity is a number of slots")
-    if config.capacity_scope != "sequence":
-        obstacles.append(f"capacity_scope is {config.capacity_scope!r}, not 'sequence'")
 
     # In stretches of one or two blocks the last is where the second would be.
     longest = max(_sparse_step(config, decoder=False), _sparse_step(config, decoder=True))

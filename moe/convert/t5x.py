@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe.checks import shown
-from moe.convert.hf_names import up_names, up_proj_name
+from moe.convert.hf_weights import up_names, up_proj_name
 from moe.convert.weight_map import (
     ConvertedCheckpoint,
     Stack,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe.distributed.launch import first_line
 from moe.errors import DistributedError
 from moe.network.schedule import IntArray, Intervals, Schedule, bounds_of_pieces, expand, intervals
 
@@ -314,19 +315,16 @@ class Execution:
         """Returns the error that names the ranks with which this one was exchanging."""
         step = self._steps[index]
         peers = sorted({message.peer for message in (*step.sends, *step.receives)})
-        names = [str(self._global_rank(peer)) for peer in peers]
-        reason = str(error).strip().splitlines()
+        if self._group:  # the group of all ranks numbers them as they are
+            peers = [dist.get_global_rank(self._group, peer) for peer in peers]
+        names = ", ".join(map(str, peers))
         return DistributedError(
             f"Rank {dist.get_rank()} lost a rank in step {index + 1} of {len(self._steps)} of a "
-            f"schedule, in which it exchanges with ranks {', '.join(names)}: it ended, or did not "
+            f"schedule, in which it exchanges with ranks {names}: it ended, or did not "
             "come in time. The message of the rank that ended first says why; one without a "
             "message was killed. To go on without it, start the others with a schedule that "
-            f"declares it dead. (torch: {reason[0] if reason else type(error).__name__})"
+            f"declares it dead. (torch: {first_line(error)})"
         )
-
-    def _global_rank(self, peer: int) -> int:
-        # The group of all ranks numbers them as they are.
-        return dist.get_global_rank(self._group, peer) if self._group else peer
 
 
 # ---------------------------------------------------------------------------

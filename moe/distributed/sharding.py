@@ -4,9 +4,10 @@ A parameter is sharded over `ep` and `tp` first, then by FSDP over the data rank
 layout is plain numbers: the planner counts with the same layouts by which a run is sharded.
 """
 
+import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from moe.distributed.fsdp_exchanges import attach_exchanges
+from moe.distributed.gradient_reduction import attach_exchanges
 from moe.distributed.mesh import Mesh, MeshConfig
 from moe.distributed.wait_seconds import waiting_for
 from moe.errors import ConfigError
@@ -266,18 +267,16 @@ def distribute_parameters(module: nn.Module, layouts: Mapping[str, Layout], mesh
         layout = layouts[name]
         part = shard_over_ep_tp(parameter.detach(), layout, mesh.config, coordinate)
 
-        if _is_sharded_over_ep_tp(layout, mesh.config):
+        over_ep = layout.expert and mesh.config.ep > 1
+        over_tp = layout.tp_dim is not None and mesh.config.tp > 1
+        if over_ep or over_tp:
             part = _as_dtensor(part, layout, mesh.device_mesh)
         elif part.shape == parameter.shape:
             continue  # stays the parameter that it is, shared ones too
 
-        _set_parameter(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-
-
-def _is_sharded_over_ep_tp(layout: Layout, config: MeshConfig) -> bool:
-    over_ep = layout.expert and config.ep > 1
-    over_tp = layout.tp_dim is not None and config.tp > 1
-    return over_ep or over_tp
+        owner, _, attribute = name.rpartition(".")
+        shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        setattr(module.get_submodule(owner), attribute, shard)
 
 
 def _as_dtensor(part: Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTensor:
@@ -302,11 +301,6 @@ def _as_dtensor(part: Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTenso
         shape=torch.Size(layout.shape),
         stride=torch.empty(layout.shape, device="meta").stride(),
     )
-
-
-def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, attribute = name.rpartition(".")
-    setattr(module.get_submodule(owner), attribute, parameter)
 
 
 def shard_unit(
@@ -448,3 +442,85 @@ def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float | None) ->
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Returns float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+ShardSlices = tuple[tuple[int, int], ...]
+"""Start and end in each dimension of a whole tensor."""
+
+
+def shard_slices(layout: Layout, config: MeshConfig, coordinate: MeshCoordinate) -> ShardSlices:
+    """Returns what one rank holds of a parameter, gate and up apart.
+
+    It is what `shard_over_ep_tp` and `shard_over_fsdp` leave of the parameter.
+    """
+    slices = [(0, size) for size in layout.shape]
+
+    # ep and tp first, then FSDP within what they left.
+    if layout.expert:
+        slices[0] = _chunk(slices[0], config.ep, coordinate.ep)
+    if layout.tp_dim is not None:
+        dim = layout.tp_dim
+        slices[dim] = _chunk(slices[dim], config.tp, coordinate.tp)
+    if layout.num_shards > 1:
+        dim = layout.shard_dim
+        index = layout.shard_index(coordinate)
+        slices[dim] = _chunk(slices[dim], layout.num_shards, index)
+    return tuple(slices)
+
+
+def is_first_replica(layout: Layout, mesh: Mesh, coordinate: MeshCoordinate) -> bool:
+    """Returns whether this rank is the first of those that hold the same shard of a parameter."""
+    first_of_replicas = mesh.device_mesh.get_local_rank("dp_replicate") == 0
+
+    # An axis that does not shard the parameter holds copies of it.
+    first_of_tp = layout.tp_dim is not None or coordinate.tp == 0
+    first_of_fsdp = layout.num_shards > 1 or layout.shard_index(coordinate) == 0
+    return first_of_replicas and first_of_tp and first_of_fsdp
+
+
+def contiguous_runs(slices: ShardSlices, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the contiguous runs of elements that slices of a whole tensor consist of.
+
+    Their order is that of the shard's own elements, row by row.
+
+    Args:
+        slices: Start and end in each dimension.
+        shape: Shape of the whole tensor.
+
+    Yields:
+        Start in the whole tensor and length of each run, in elements.
+    """
+    sizes = [end - start for start, end in slices]
+    if 0 in sizes:
+        return
+
+    # From the last sharded dimension on all elements of a run are neighbours.
+    last_sharded = 0
+    for dim, size in enumerate(sizes):
+        if size != shape[dim]:
+            last_sharded = dim
+    length = math.prod(sizes[last_sharded:])
+
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    starts = [start for start, _ in slices]
+    first = _element_offset(starts, strides)
+
+    # One run for each index into the dimensions before.
+    outer_ranges = map(range, sizes[:last_sharded])
+    for index in itertools.product(*outer_ranges):
+        yield first + _element_offset(index, strides), length
+
+
+def _element_offset(index: Sequence[int], strides: Sequence[int]) -> int:
+    """Returns how many elements of a tensor lie before an index into its first dimensions."""
+    offset = 0
+    for position, stride in zip(index, strides, strict=False):
+        offset += position * stride
+    return offset
+
+
+def _chunk(whole: tuple[int, int], num_chunks: int, index: int) -> tuple[int, int]:
+    """Returns start and end of one chunk of what lies between two ends."""
+    first, last = whole
+    start, end = chunk_range(last - first, num_chunks, index)
+    return first + start, first + end

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe.checksums import Damage, find_damage, sha256_of
-from moe.distributed.collectives import gather_or_raise
+from moe.distributed.collectives import gather_or_raise, has_ranks
 
 
 def gather_damage(folder: Path) -> list[Damage]:
@@ -54,7 +54,4 @@ def gather_sha256(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    """Returns this process's rank and how many there are."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
+    return (dist.get_rank(), dist.get_world_size()) if has_ranks() else (0, 1)

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from moe.checkpoint.best_model import score_model
 from moe.checkpoint.final_model import export_model
 from moe.distributed.collectives import is_rank_zero
-from moe.distributed.mesh import Mesh
 from moe.distributed.replica_groups import ReplicaSeconds
 from moe.distributed.wait_seconds import Waits
 from moe.training.heldout_loss import evaluate_held_out
@@ -61,7 +60,8 @@ class Reporter:
         self._probe = probe
         self._description = description
         self._health = RouterHealth(layer_keys(run.built.model.config))
-        self._ranks = _rank_clock(run.built.mesh, waits)
+        mesh = run.built.mesh
+        self._ranks = RankClock(mesh, waits) if mesh else None
         self._stragglers = StragglerWatch()
         path = run.folder / TIMELINE_FILE if writer else None
         self._timeline = Timeline(path, first_step, started=process_start)
@@ -212,11 +212,6 @@ class Reporter:
         started = time.perf_counter()
         yield
         self._timeline.write_evaluation(step, time.perf_counter() - started)
-
-
-def _rank_clock(mesh: Mesh | None, waits: Waits) -> RankClock | None:
-    """Returns the clock of this rank; None where there is no other."""
-    return RankClock(mesh, waits) if mesh else None
 
 
 def open_metrics(folder: Path, first_step: int) -> AbstractContextManager[MetricsWriter | None]:

@@ -126,7 +126,7 @@ def test_every_reason_against_the_format_is_in_one_error(tmp_path):
         "feed_forward_proj is 'gated-gelu', not 'relu'",
         "num_selected_experts is 2, not 1",
         "the router is token_choice, not switch",
-        "sparse_dense_stacking is on",
+        "sparse_dense_stacking is True, not False",
         "expert_bias is 'additive'",
         "expert_capacity is None",
         "capacity_scope is 'group', not 'sequence'",

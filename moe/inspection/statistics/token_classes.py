@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check, check_choice
-from moe.errors import ConfigError, DataError
+from moe.errors import ConfigError
 from moe.inspection.statistics import word_lists
 from moe.inspection.statistics.token_text import TokenText, is_all_marks, read_tokens
 from moe.inspection.statistics.word_lists import plain_form
@@ -96,8 +96,7 @@ def classify(
     Raises:
         ConfigError: When there is no such class, one is named twice, or the encoder's targets are
             asked for.
-        DataError: When the tokenizer is not the model's or marks no words, or a class returns
-            something other than <bool>[N].
+        DataError: When the tokenizer is not the model's or marks no words.
     """
     # The classes that were asked for.
     names = tuple(names)
@@ -108,11 +107,8 @@ def classify(
     # Each classifies the whole text.
     ids = token_ids(stack, tokens)
     text = read_tokens(tokenizer, ids, stack.example)
-    rows = []
-    for name, function in zip(names, functions, strict=True):
-        members = function(text)
-        _check_members(name, members, len(text.ids))
-        rows.append(members)
+    rows = [function(text) for function in functions]
+    assert all(row.dtype == torch.bool for row in rows), "a class is a mask of the tokens"
     return TokenClasses(names, torch.stack(rows))
 
 
@@ -143,18 +139,6 @@ def token_ids(stack: StackTrace, tokens: str) -> Tensor:
             "the trace, or tokens='input'."
         )
     return stack.targets.long()
-
-
-def _check_members(name: str, members: object, num_tokens: int) -> None:
-    """Raises a DataError unless a class returned <bool>[N]."""
-    got = type(members).__name__
-    if isinstance(members, Tensor):
-        if members.dtype == torch.bool and members.shape == (num_tokens,):
-            return
-        got = f"{members.dtype} {list(members.shape)}"
-    raise DataError(
-        f"The token class {name!r} returned {got}; expected torch.bool [{num_tokens}], one value for each token."
-    )
 
 
 # ---------------------------------------------------------------------------
