@@ -58,7 +58,7 @@ def measure_experts(
     sums: dict[LayerKey, _Sums] = {}
     num_targets = 0
     for batch in batches:
-        # The gradient of the outputs of all layers, and of nothing else.
+        # Gradients of the layers' outputs only.
         with observe_layers(model) as observations:
             output = model(**batch, use_cache=False)
         losses = target_losses(output, batch)
@@ -100,13 +100,13 @@ def target_losses(output: STMoEOutput, batch: Batch) -> Tensor:
 
 
 class Observation:
-    """What one sparse layer did in a forward pass.
+    """Plan, input and output of one sparse layer in a forward pass.
 
     Attributes:
         plan: The plan that it carried out.
         tokens: <any float>[B, L, D] its input.
-        nudge: <any float>[B, L, D] zeros that were added to its output, whose gradient is that of
-            the output; made only where gradients are.
+        nudge: <any float>[B, L, D] zeros added to its output, so that their gradient is that of the
+            output; set only when gradients are computed.
     """
 
     plan: DispatchPlan
@@ -136,7 +136,7 @@ class Observation:
 def observe_layers(
     model: STMoEForConditionalGeneration,
 ) -> Iterator[Mapping[LayerKey, Observation]]:
-    """Gives an observation of each sparse layer, which the forward pass inside the block fills."""
+    """Yields an observation for each sparse layer, filled by the forward pass inside the block."""
     layers = sparse_layers(model)
     observations = {key: Observation() for key in layers}
     edits: dict[LayerKey, PlanEdit] = {}
@@ -188,7 +188,7 @@ def _sum_rows(layer: SparseFeedForward, observation: Observation, gradient: Tens
 
 
 class Unchanged(NamedTuple):
-    """A batch, and what the model does with it when nothing is ablated.
+    """A batch, and the outputs of the model on it without ablation.
 
     Attributes:
         batch: The batch.
@@ -207,11 +207,11 @@ class Unchanged(NamedTuple):
 
 @torch.inference_mode()
 def run_unchanged(model: STMoEForConditionalGeneration, batch: Batch) -> Unchanged:
-    """Returns what a model in evaluation mode does with a batch."""
+    """Returns the outputs of a model in evaluation mode on a batch."""
     with observe_layers(model) as observations:
         output: STMoEOutput = model(**batch, use_cache=False, output_hidden_states=True)
 
-    # What later passes start from.
+    # Starting points of later passes.
     memory = output.encoder_last_hidden_state
     hidden_states: dict[Stack, Sequence[Tensor]] = {
         "encoder": output.encoder_hidden_states or (),
@@ -241,15 +241,15 @@ def loss_change(
     Args:
         model: In evaluation mode.
         key: Name of the layer that is ablated.
-        unchanged: The batch, and what the model does with it.
-        ablation: The context that ablates something in that layer, and nowhere else.
+        unchanged: Outputs on the batch without ablation.
+        ablation: Context that ablates something in this layer only.
     """
-    # Blocks before the layer do what they did without the ablation.
+    # Blocks before the layer compute the same as without the ablation.
     stack, _ = key
     skipped = _blocks_before(model, key)
     hidden = unchanged.hidden_states[stack][len(skipped)]
 
-    # The encoder does too, where the layer is one of the decoder.
+    # So does the encoder, if the layer is in the decoder.
     arguments: dict[str, Any] = {**unchanged.batch, "use_cache": False}
     if stack == "decoder":
         arguments["encoder_outputs"] = unchanged.encoder_outputs
@@ -276,13 +276,13 @@ def _blocks_before(model: STMoEForConditionalGeneration, key: LayerKey) -> list[
 
 @contextmanager
 def _skip_blocks(blocks: Sequence[nn.Module], hidden: Tensor) -> Iterator[None]:
-    """Lets blocks return <float>[B, L, D] at once, which they would otherwise compute again."""
+    """Makes blocks return the known <float>[B, L, D] without computing it again."""
     output = BlockOutput(hidden=hidden, router=None, self_weights=None, cross_weights=None)
 
     def skip(*_: object) -> BlockOutput:
         return output
 
-    # An attribute of a module comes before the method of its class.
+    # An attribute of a module hides the method of its class.
     earlier = [vars(block).get("forward") for block in blocks]
     for block in blocks:
         block.forward = skip

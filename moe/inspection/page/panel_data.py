@@ -31,7 +31,7 @@ from moe.tracing.trace import STACKS, Trace, layer_name
 
 
 class ClassRow(NamedTuple):
-    """Where the tokens of one class go in one layer.
+    """Experts of the tokens of one class in one layer.
 
     Attributes:
         name: Name of the class, e.g. `punctuation`.
@@ -39,7 +39,7 @@ class ClassRow(NamedTuple):
         shares: E shares of the class's tokens; their sum is 1.
         lifts: E ratios of these shares to the experts' shares of all tokens; 1 is no preference.
         p_values: E p-values of the lifts, corrected for the number of cells.
-        entropy: Entropy of the shares in nats; None for no column of it.
+        entropy: Entropy of the shares in nats; None to leave the column out.
     """
 
     name: str
@@ -58,12 +58,12 @@ class LayerClasses(NamedTuple):
 
 
 class SaturationPoint(NamedTuple):
-    """How far a layer's choices were the last checkpoint's, at one step.
+    """Agreement of a layer's choices at one step with those of the last checkpoint.
 
     Attributes:
         key: The layer.
         step: Training step of the checkpoint.
-        value: 1 where all choices are the same, 0 where as many are as by chance.
+        value: 1 if all choices agree, 0 if as many agree as by chance.
     """
 
     key: LayerKey
@@ -72,7 +72,7 @@ class SaturationPoint(NamedTuple):
 
 
 class AblationBar(NamedTuple):
-    """What an expert's ablation does to the loss.
+    """Effect of an expert's ablation on the loss.
 
     Attributes:
         key: The layer.
@@ -80,8 +80,8 @@ class AblationBar(NamedTuple):
         effect: Change of the loss in nats per token; above 0 the model needs the expert.
         low: Lower end of its interval.
         high: Upper end of its interval.
-        verdict: What was shown, in words.
-        edit: What was done to the expert, e.g. `drop`.
+        verdict: Conclusion in words.
+        edit: Name of the intervention, e.g. `drop`.
     """
 
     key: LayerKey
@@ -102,7 +102,7 @@ def check_statistics(
     """Raises a ConfigError unless the statistics are of layers and experts of the trace.
 
     Args:
-        trace: What the page shows.
+        trace: The trace on the page.
         classes: Class tables.
         saturation: Points of the curves.
         ablation: Bars.
@@ -123,12 +123,12 @@ def check_statistics(
 def view_classes(
     trace: Trace, tokenizer: PreTrainedTokenizerFast, *, num_permutations: int = 1000, seed: int = 0
 ) -> list[LayerClasses]:
-    """Returns classes by experts of every layer: of tokens, and kinds of text where there are several.
+    """Returns class tables of every layer: classes of tokens, and kinds of text if there are several.
 
-    The decoder's classes are of the tokens that it reads.
+    The decoder's classes are those of its input tokens.
 
     Args:
-        trace: Where the tokens went.
+        trace: A trace of the model.
         tokenizer: The model's.
         num_permutations: Number of shuffles behind each p-value.
         seed: Seed of the shuffles.
@@ -149,7 +149,7 @@ def view_classes(
 
         rows: dict[LayerKey, list[ClassRow]] = {layer.key: [] for layer in part.layers}
         for classes in groups:
-            # All layers of a stack are shuffled alike, so that p-values hold for all of them together.
+            # All layers of a stack are shuffled alike, so that p-values hold for all of them jointly.
             p_values: dict[LayerKey, list[list[float]]] = {}
             if has_p_values:
                 places = token_places(trace, stack)
@@ -179,7 +179,7 @@ def view_classes(
 
 
 def view_saturation(folder: Path) -> list[SaturationPoint]:
-    """Returns how the choices of a training run came to be those of its last probe.
+    """Returns the agreement of the choices of a training run with those of its last probe.
 
     Args:
         folder: The folder `probe` of a run.
@@ -217,7 +217,7 @@ def ablation_bars(ablation: Ablation) -> list[AblationBar]:
     for top in top_effects(ablation, n=len(effects)):
         purposes[top.effect.key, top.effect.expert] = f"for: {top.purpose}"
 
-    # Every expert, whether an effect was shown or not.
+    # Every expert, even without a significant effect.
     bars = []
     for effect in effects:
         verdict = purposes.get((effect.key, effect.expert), "no effect was shown")
@@ -250,7 +250,7 @@ class _Effect(BaseModel, frozen=True):
 
 
 class _Ablation(BaseModel, frozen=True):
-    """What the view shows of the file; its other fields are for people."""
+    """The fields that the view reads; the others are for people."""
 
     intervention: str
     inputs_fingerprint: str

@@ -1,4 +1,4 @@
-"""Classes of tokens, as functions: what a token is, without a tagger.
+"""Classes of tokens as functions of their text, without a tagger.
 
 A class is a function from the text of N tokens to <bool>[N]; a new one is one function:
 
@@ -46,17 +46,17 @@ DEFAULT_CLASSES = (
     "word start",
     "word inside",
 )
-"""The first that a token is of tells most of it; the last two take every other piece of a word."""
+"""Most specific first; the last two cover every other piece of a word."""
 
 TOKENS = ("input", "target")
 
 
 class TokenClasses(NamedTuple):
-    """Which of N tokens are of which of C classes; classes may overlap.
+    """Members of C classes among N tokens; classes may overlap.
 
     Attributes:
         names: The C names.
-        members: <bool>[C, N] which tokens are of each.
+        members: <bool>[C, N] tokens of each class.
     """
 
     names: tuple[str, ...]
@@ -73,7 +73,7 @@ class TokenClasses(NamedTuple):
 
     @property
     def first(self) -> Tensor:
-        """Returns <int64>[N]: the first class that each token is of; C where it is of none."""
+        """Returns <int64>[N]: the first class of each token; C for tokens of no class."""
         of_none = torch.ones_like(self.members[:1])
         return torch.cat([self.members, of_none]).int().argmax(dim=0)
 
@@ -98,7 +98,7 @@ def classify(
             asked for.
         DataError: When the tokenizer is not the model's or marks no words.
     """
-    # The classes that were asked for.
+    # The requested classes.
     names = tuple(names)
     is_list = bool(names) and len(set(names)) == len(names)
     check(is_list, "names of classes", names, "at least one name, and none twice")
@@ -239,10 +239,10 @@ for _name, _words in word_lists.BY_CLASS.items():
 
 @TOKEN_CLASSES.register("proper name")
 def is_proper_name(text: TokenText) -> Tensor:
-    """Returns <bool>[N]: begins with a capital where no sentence starts, and is rarely without.
+    """Returns <bool>[N]: is capitalized where no sentence starts, and rarely in lower case.
 
-    The form in small letters must be rarer than a third of it in the same tokens. After a sentinel
-    it is not known whether a sentence starts, so that nothing there is called a name.
+    The lower-case form must be less than a third as frequent in the same tokens. After a sentinel it
+    is unknown whether a sentence starts, so no word there counts as a name.
     """
     may_be_name = text.of_words(_has_capital) & ~text.starts_sentence  # [N]
 
