@@ -75,7 +75,7 @@ def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> di
 
     Args:
         model: With whole parameters.
-        config: Of the model.
+        config: Config of the model.
         mesh: Sizes of the mesh.
 
     Raises:
@@ -89,7 +89,7 @@ def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> di
 
 
 def rule_names(model: STMoEPreTrainedModel) -> dict[str, str]:
-    """Returns the name of each parameter's rule, which says its kind, by the parameter's name.
+    """Returns the name of each parameter's rule, i.e. its kind, by the parameter's name.
 
     Args:
         model: With parameters whole or on a mesh.
@@ -134,7 +134,7 @@ def shard_model(
     # The ranks with which each module computes.
     model.set_parallel_axes(mesh.ep, mesh.tp)
 
-    # A graph breaks where rows for other ranks are counted, and where ranks of tp draw their own
+    # The graph breaks where rows for other ranks are counted, and where ranks of tp draw their own
     # random numbers.
     config = model.config
     counts_rows = mesh.ep is not None and config.dispatch == "ragged"
@@ -155,16 +155,15 @@ def _shard_over_data_ranks(
     for name, parameter in model.named_parameters():
         dims[parameter] = layouts[name].shard_dim
 
-    # From the inside out: FSDP leaves out what belongs to a unit already.
+    # From the inside out: FSDP skips parameters that already belong to a unit.
     for module in model.modules():
         if isinstance(module, Stack):
             for block in module.blocks:
                 _shard_block(cast(Block, block), mesh, dims, bfloat16)
     shard_unit(model, mesh, dims, experts=False, bfloat16=False)
 
-    # Of all that the model returns, only the router's logits by sequence are views of a tensor that
-    # has a gradient. What FSDP2 warns of, that somebody writes into them before the backward pass,
-    # nothing here does.
+    # The router's logits by sequence are views of a tensor with a gradient. FSDP2 warns that writing
+    # into them before the backward pass is an error, which nothing here does.
     message = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view tensor"
     warnings.filterwarnings("ignore", message, UserWarning)
 
@@ -176,7 +175,7 @@ def _shard_block(block: Block, mesh: Mesh, dims: dict[nn.Parameter, int], bfloat
         if mesh.experts.size() > 1:
             shard_unit(layer.experts, mesh, dims, experts=True, bfloat16=bfloat16)
 
-        # A router is a unit of its own only where it must stay wider than its block.
+        # A router is a unit of its own only if it must stay wider than its block.
         has_gate = next(layer.router.parameters(), None) is not None
         if bfloat16 and has_gate:
             shard_unit(layer.router, mesh, dims, experts=False, bfloat16=False)
@@ -193,15 +192,15 @@ def draw_weights(
 ) -> None:
     """Draws every parameter anew and resets buffers.
 
-    Beside its shards a rank holds one module's weights at a time. Of stacked experts it draws only
-    its own, one after the other.
+    Besides its shards, a rank holds one module's weights at a time. It draws only its own experts,
+    one at a time.
 
     Args:
-        module: Whose leaves know `reset_parameters`; whole, or sharded over a mesh.
-        seed: Another seed is another model.
+        module: Its leaves have `reset_parameters`; whole, or sharded over a mesh.
+        seed: Another seed gives another model.
         layouts: Layout of each parameter by name.
         mesh: Sizes of the mesh.
-        coordinate: Where this rank stands on the mesh.
+        coordinate: Coordinate of this rank on the mesh.
     """
     for path, leaf in module.named_modules():
         if not hasattr(leaf, "reset_parameters"):

@@ -62,12 +62,12 @@ class Selection(NamedTuple):
 
     @property
     def num_trainable(self) -> int:
-        """How many train in all."""
+        """Number of trainable parameters."""
         return sum(self.trainable.values())
 
     @property
     def num_total(self) -> int:
-        """How many there are."""
+        """Number of parameters."""
         return sum(self.total.values())
 
     def __str__(self) -> str:
@@ -86,9 +86,9 @@ class Selection(NamedTuple):
 
 
 def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
-    """Lets one subset of the parameters train, freezes the others, and returns their numbers.
+    """Trains one subset of the parameters, freezes the others, and returns their numbers.
 
-    Call it before the optimizer is made. The model may lie on a mesh. The subsets, and what the
+    Call it before building the optimizer. The model may lie on a mesh. The subsets, and what the
     paper found on SuperGLUE with each:
 
     - `all`: every parameter.
@@ -106,8 +106,7 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
         subset: One of the names above.
 
     Raises:
-        ConfigError: When there is no such subset, or the model has nothing that it would train or
-            freeze.
+        ConfigError: When there is no such subset, or it would train or freeze nothing of the model.
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.2 and figure 5. Differs: the paper does not say where norms,
@@ -121,7 +120,7 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
             "are attached."
         )
 
-    # The sharding rules cover every parameter, and name its kind.
+    # The sharding rules give the kind of every parameter.
     kinds = {name: _KIND_OF_RULE[rule] for name, rule in rule_names(model).items()}
     chosen = SUBSETS[subset]
     present = set(kinds.values())
@@ -267,7 +266,7 @@ def lora_config(
 
 def _check_options_of_experts(options: dict[str, Any]) -> None:
     """Raises a ConfigError for an option that does not work on stacked parameters."""
-    # Stacked parameters are no modules, at which PEFT looks for these.
+    # PEFT applies these to modules only, and stacked parameters are none.
     ignored = [name for name in _IGNORED_BY_EXPERTS if options.get(name)]
     if ignored:
         settings = ", ".join(f"{name} {options[name]!r}" for name in ignored)
