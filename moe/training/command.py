@@ -1,6 +1,6 @@
-"""From a command line and recipe files to a recipe.
+"""Reads a recipe from a command line and recipe files.
 
-Every mistake is one ConfigError that names the setting, and the file in which it stands.
+Every mistake is one ConfigError that names the setting, and the file that contains it.
 """
 
 import argparse
@@ -58,8 +58,8 @@ class _Arguments(NamedTuple):
 
     Attributes:
         argv: The arguments, each file replaced by its settings with those of its parents.
-        sources: File that gave a setting, by dotted name, for those that no later argument gives.
-        values: What the user wrote for a setting, in a file or as an argument.
+        sources: File of each setting by dotted name, unless a later argument overrides it.
+        values: Text of each setting, from a file or an argument.
     """
 
     argv: list[str]
@@ -85,7 +85,7 @@ class RecipeCommand(Generic[R]):
         self._mappings = {name for name, item in self._settings.items() if _is_mapping(item.type)}
         self._command_arguments: dict[str, dict[str, Any]] = {}
 
-        # Names that a misspelt one may have meant: settings, and options of routers and optimizers.
+        # Suggestions for misspelt names: settings, and options of routers and optimizers.
         self._suggestions = set(self._settings)
         for name in self._mappings:
             for option in optim_options(name) or router_options_by_name():
@@ -135,7 +135,7 @@ class RecipeCommand(Generic[R]):
             ConfigError: When a key is unknown, a value has the wrong type or is impossible, or a
                 file is unreadable.
         """
-        # Check names before values: of a misspelt setting the name is what the user must hear of.
+        # Check names before values, so that a misspelt setting is reported by its name.
         self._refuse_unknown_options(argv)
         arguments = self._read_files(argv)
 
@@ -205,7 +205,7 @@ class RecipeCommand(Generic[R]):
                 previous = ""
                 continue
 
-            # A setting that is typed after a file is no longer the file's.
+            # A setting typed after a file overrides the file's.
             if option.startswith("--"):
                 typed = option.removeprefix("--")
                 arguments.values[typed] = value
@@ -257,11 +257,11 @@ class RecipeCommand(Generic[R]):
                 )
 
     def _describe_wrong_type(self, text: str, values: dict[str, str]) -> str:
-        """Returns what is wrong with a value in our own form: the setting, the value, its type.
+        """Returns the message for a value of a wrong type: the setting, the value, the expected type.
 
         Args:
             text: jsonargparse's message, of several lines, which names the setting in quotes.
-            values: What the user wrote for each setting.
+            values: Text of each setting.
         """
         for name, value in values.items():
             if f'"{name}"' in text and name in self._settings:
@@ -352,7 +352,7 @@ def _attribute_help(cls: Any) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------
-# Checks, and what messages say
+# Checks and messages
 
 
 def _is_mapping(kind: Any) -> bool:
@@ -367,7 +367,7 @@ def _leaves(
 
     Args:
         mapping: Settings of a file.
-        leaves: Names whose value is a mapping itself.
+        leaves: Names of settings whose value is a mapping.
         prefix: Put before every name in `mapping`.
     """
     if prefix and not mapping:
@@ -383,9 +383,9 @@ def _check_argument(name: str, value: object, options: dict[str, Any]) -> None:
     """Raises a ConfigError when a file gives one of the command's own arguments a wrong value.
 
     Args:
-        name: Argument, as messages name it.
+        name: Name of the argument in messages.
         value: Value in the file.
-        options: Options of the argument, as `argparse` has them.
+        options: Options of the argument, as in `argparse`.
     """
     # A flag is true or false, and a required argument is not null.
     if options.get("action") == "store_true":
@@ -406,7 +406,7 @@ def _check_argument(name: str, value: object, options: dict[str, Any]) -> None:
 
 
 def _name_source(text: str, sources: dict[str, Path]) -> str:
-    """Puts the file that gave a setting before a message that begins with the setting's name."""
+    """Prefixes a message that starts with a setting's name with the file that contains the setting."""
     name = text.partition(" ")[0]
     return f"{sources[name]}: {text}" if name in sources else text
 

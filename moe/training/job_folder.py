@@ -13,12 +13,12 @@ JOB = "job"
 
 
 def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
-    """Writes the settings of a new job, or checks that a resumed one has the same.
+    """Writes the settings of a new job, or checks that a resumed one has the same settings.
 
     Args:
-        folder: Folder of the job, which holds it by `claim_folder`.
+        folder: Folder of the job, locked by `claim_folder`.
         settings: Settings by name.
-        resume: Whether the user asked to go on.
+        resume: Whether the user asked to resume.
 
     Raises:
         DataError: When the folder holds a job, and it is not resumed, has other settings, or
@@ -30,7 +30,7 @@ def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
         write_text(path, json.dumps(settings))
         return
 
-    # One that is there goes on, with the same settings, or is left alone.
+    # An existing job is resumed with the same settings, or left alone.
     advice = f"Restore it, or remove {folder} to begin anew."
     before = read_record(path, dict[str, str], advice=advice)
     if not resume or before != settings:
@@ -41,7 +41,7 @@ def keep_settings(folder: Path, settings: dict[str, str], resume: bool) -> None:
 
 
 def claim_job(folder: Path) -> None:
-    """Makes the folder of several runs, and marks it as one; each run holds a folder of its own.
+    """Makes and marks the folder of several runs, each of which has its own folder.
 
     Raises:
         DataError: When the folder holds something else.
