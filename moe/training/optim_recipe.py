@@ -1,7 +1,4 @@
-"""The part of a recipe that says how weights change: optimizer and learning rate.
-
-Read beside recipe.py, whose recipes hold it.
-"""
+"""The optimizer and learning rate of a recipe; a section of the recipes in recipe.py."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +17,7 @@ _HIGHEST_RATE = 1e6
 _WHY_HIGHEST_RATE = "a step of adafactor changes a parameter by this share of itself"
 _LARGEST_DECAY = 100
 
-# Keywords of schedules that recipes have keys of their own for.
+# Keywords of schedules for which recipes have their own keys.
 _SCHEDULE_KEYS = frozenset({"lr", "warmup_steps", "total_steps"})
 
 
@@ -31,18 +28,18 @@ class OptimRecipe:
     Attributes:
         optimizer: `adafactor` (the paper's), `adamw`, whose rate is absolute, or for large batches
             `lamb` or `lars`, whose rates are relative to the norm of each matrix.
-        optimizer_options: Settings of that optimizer alone, by name; see moe/optim/optimizers.py.
+        optimizer_options: Settings of that optimizer only, by name; see moe/optim/optimizers.py.
         schedule: Shape of the learning rate: `rsqrt` (constant, then 1 / sqrt(step)), `constant`,
             `linear`, `polynomial` or `exponential`.
-        schedule_options: Settings of that schedule alone, by name; see moe/optim/schedules.py. One
-            in steps, as decay_steps, may be given in epochs, as decay_epochs.
+        schedule_options: Settings of that schedule only, by name; see moe/optim/schedules.py. A
+            length in steps such as decay_steps may be given in epochs as decay_epochs.
         lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the highest rate is
             lr / sqrt(warmup_steps).
-        lr_scaling: How the rate grows with the batch from that of base_batch_size: `linear` or by
-            the square root, `sqrt`; null for not at all.
-        base_batch_size: Sequences in an update for which lr was found.
+        lr_scaling: How the rate grows with the batch size relative to base_batch_size: `linear`, or
+            `sqrt` for the square root; null for no scaling.
+        base_batch_size: Sequences in an update for which lr was tuned.
         warmup_steps: Steps of constant (`rsqrt`) or linearly rising rate (the others).
-        warmup_epochs: The same in epochs, in the place of warmup_steps; null for none.
+        warmup_epochs: The same in epochs, instead of warmup_steps; null for none.
         epoch_examples: Sequences in an epoch.
         cooldown_steps: Last steps, over which the rate falls linearly to zero.
         clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper
@@ -99,7 +96,7 @@ class OptimRecipe:
         expected = f"a batch size for lr_scaling {scaling}" if scaling else without
         check((base is None) == (scaling is None), "optim.base_batch_size", base, expected)
 
-        # What only the optimizer itself can refuse.
+        # The optimizer checks its own options.
         for name in ("optimizer_options", "schedule_options"):
             options = getattr(self, name)
             check(isinstance(options, dict), f"optim.{name}", options, "a mapping of options")
@@ -118,8 +115,7 @@ class OptimRecipe:
             total_steps: Updates in the run.
 
         Raises:
-            ConfigError: When an option is unknown or out of range, or a length in epochs is beyond
-                all runs.
+            ConfigError: When an option is unknown or out of range, or a length in epochs is too long.
         """
         lr = self.lr
         if self.lr_scaling is not None and self.base_batch_size is not None:
@@ -139,7 +135,7 @@ class OptimRecipe:
             warmup_steps = self._steps("optim.warmup_epochs", self.warmup_epochs, batch_size)
         options = self._options_in_steps(option_names(make, _SCHEDULE_KEYS), batch_size)
 
-        # A maker that needs the length of the run says so by its keyword.
+        # Schedules that need the length of the run have a keyword for it.
         place = "optim.schedule_options"
         check_options(place, self.schedule, make, options, _SCHEDULE_KEYS)
         settings: dict[str, Any] = {"lr": lr, "warmup_steps": warmup_steps, **options}
@@ -175,7 +171,7 @@ class OptimRecipe:
         return options
 
     def _steps(self, name: str, epochs: Any, batch_size: int) -> float:
-        """Returns the steps of so many epochs."""
+        """Returns the number of steps in a number of epochs."""
         if self.epoch_examples is None:
             raise ConfigError(
                 f"{name} is in epochs, but optim.epoch_examples is null. Say how many sequences an "
