@@ -1,4 +1,4 @@
-"""stmoe convert: a checkpoint once and for all, T5, Switch and T5X to ours, ours to T5 and Switch.
+"""stmoe convert: converts checkpoints of T5, Switch and T5X to ours, and ours to T5 and Switch.
 
 stmoe convert --from google/switch-base-8 --to runs/switch-base-8
 stmoe convert --from runs/switch-base-8 --to runs/theirs --format switch
@@ -46,7 +46,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> None:
-    """Converts a checkpoint and says what became of every tensor."""
+    """Converts a checkpoint and reports on every tensor."""
     options = build_parser().parse_args(argv)
     fields = read_fields(options.set)
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
             f"--to {target} exists already. Give the name of a new folder, or remove it."
         )
 
-    # The folder appears when it is whole: weights, tokenizer, config and checksums.
+    # The folder appears when it is complete: weights, tokenizer, config and checksums.
     with whole_folder(target, kind="model") as folder:
         report = convert_checkpoint(
             options.source,

@@ -1,4 +1,4 @@
-r"""stmoe inspect ablate: what the loss becomes without each expert, and what experts are for.
+r"""stmoe inspect ablate: the loss without each expert, and the classes of tokens that experts serve.
 
 stmoe inspect ablate --trace runs/trace --out runs/ablation.json
 stmoe inspect ablate --trace runs/trace --kind reroute --out runs/reroute.json
@@ -31,19 +31,19 @@ from moe.tracing.trace_file import read_trace
 
 def build_parser() -> Parser:
     """Returns what reads the command line."""
-    parser = Parser(prog="stmoe inspect ablate", description="Takes experts away, one by one.")
+    parser = Parser(prog="stmoe inspect ablate", description="Ablates experts one by one.")
     add_trace(parser)
     parser.add_argument("--model", type=path, help="folder of the model (that of the trace)")
     parser.add_argument("--out", required=True, help="the .json file to write")
     kinds = INTERVENTIONS.names()
     parser.add_argument(
-        "--kind", choices=kinds, default="drop", help="what is done to an expert (drop)"
+        "--kind", choices=kinds, default="drop", help="intervention on an expert (drop)"
     )
     parser.add_argument(
         "--seed",
         type=integer(least=0),
         default=0,
-        help="of the random choices that are taken away beside (0)",
+        help="seed of the random choices that are ablated for comparison (0)",
     )
     add_batches(parser)
     return parser
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
     trace = read_trace(options.trace)
     inspected = load_traced(trace, options.model, dropless=options.dropless)
 
-    # Classes of the tokens to be predicted, whose loss changes, and of those that encoders read.
+    # Classes of target tokens, whose loss changes, and of encoder tokens.
     tokenizer = inspected.tokenizer
     targets = classify(trace.decoder, tokenizer, tokens="target")
     read = classify(trace.encoder, tokenizer)
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
         seed=options.seed,
     )
 
-    # All of it is kept; what was shown is printed.
+    # The file holds all results; only significant ones are printed.
     write_ablation(ablation, trace, out, command_text("ablate", argv))
     print(loss_sentence(trace))
     print(effect_table(ablation))

@@ -1,4 +1,4 @@
-r"""stmoe inspect replay: the loss of a model with the routing that a trace holds.
+r"""stmoe inspect replay: the loss of a model with the routing of a trace.
 
 stmoe inspect replay --trace runs/trace --model runs/quantised/model
 """
@@ -26,7 +26,7 @@ def build_parser() -> Parser:
         "--weights",
         choices=("recompute", "replay"),
         default="recompute",
-        help="whether the router weighs the choices anew (recompute), or the recorded gates hold",
+        help="recompute the weights of the choices (default), or replay the recorded ones",
     )
     add_batches(parser)
     return parser
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     model = load_traced(trace, options.model, dropless=options.dropless).model
     batches = read_again(trace, options)
 
-    # The same batches twice: as the router says, and as the trace says.
+    # The same batches twice: with the router's own choices, and with those of the trace.
     own = token_losses(model, batches)
     with replay_routing(model, trace, weights=options.weights):
         replayed = token_losses(model, batches)

@@ -47,7 +47,7 @@ def build_parser() -> Parser:
         "--permutations",
         type=integer(least=19),
         default=1000,
-        help="shuffles that p-values are made of (1000)",
+        help="number of shuffles for p-values (1000)",
     )
     return parser
 
@@ -144,7 +144,7 @@ def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
             "tokens of one document are not independent."
         )
 
-    # Of the experts beyond chance, the one of the largest lift.
+    # Of the significant experts, the one with the largest lift.
     cells = []
     for table in classes:
         for row in table.rows:
@@ -152,7 +152,7 @@ def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
             if not shown:
                 continue
 
-            # Shown to be avoided is not shown to be preferred.
+            # A significant expert may also be avoided.
             expert = max(shown, key=lambda number: row.lifts[number])
             if row.lifts[expert] <= 1:
                 continue

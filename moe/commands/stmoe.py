@@ -23,7 +23,7 @@ class Verb(NamedTuple):
     Attributes:
         module: Module in moe.commands whose `main` it runs.
         summary: Line of --help that says what it does.
-        trains: Whether it is a training run, which resumes, and counts the seconds of its process.
+        trains: Whether it is a training run, which can be resumed and counts its seconds.
     """
 
     module: str
@@ -35,10 +35,10 @@ VERBS = {
     "corpus": Verb("build_corpus", "build a corpus from your text, or from installed packages"),
     "tokenizer": Verb("train_tokenizer", "train a SentencePiece vocabulary on a corpus"),
     "recipes": Verb("recipes", "list the recipes that --config knows by name"),
-    "plan": Verb("plan", "say what a run needs on a mesh, without any device"),
+    "plan": Verb("plan", "compute the needs of a run on a mesh, without any device"),
     "pretrain": Verb("pretrain", "pre-train a model by span corruption", trains=True),
     "finetune": Verb("finetune", "fine-tune a model on pairs of texts", trains=True),
-    "goodput": Verb("goodput", "say what the seconds of a run went into"),
+    "goodput": Verb("goodput", "show how the seconds of a run were spent"),
     "generate": Verb("generate", "answer texts with a model"),
     "inspect": Verb("inspect_router", "see, replay and edit what the routers of a model do"),
     "convert": Verb("convert", "convert a checkpoint of T5, Switch, T5X or ours"),
@@ -55,9 +55,9 @@ def main(
 
     Args:
         argv: The verb and its options.
-        read_tasks: Tells the verb about tasks; None where there are none.
-        process_start: When this process started, in seconds since 1970, if it exists for this
-            command alone.
+        read_tasks: Reads the tasks of the repository; None if there are none.
+        process_start: When this process started, in seconds since 1970, if it serves only this
+            command.
 
     Raises:
         ConfigError: When there is no such verb.
