@@ -1,7 +1,7 @@
-"""The index and the shards of a checkpoint, read without running any code that is in them.
+"""Reads the index and the shards of a checkpoint without running any code in them.
 
-torch.distributed.checkpoint keeps the index as a pickle, which could call any function. Here it may
-only name the classes that an index consists of, and its content is checked before it is used.
+torch.distributed.checkpoint stores the index as a pickle, which could call any function. Here it may
+only name the classes of an index, and its content is checked before it is used.
 """
 
 import pickle
@@ -21,8 +21,8 @@ from moe.checkpoint.integrity import INDEX_FILE
 from moe.errors import CheckpointError
 from moe.opening import open_to_read
 
-# What the index of a real checkpoint names. BytesStorageMetadata is left out on purpose: torch
-# unpickles such entries.
+# Names in the index of a real checkpoint. BytesStorageMetadata is left out on purpose: torch would
+# unpickle such entries.
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ADMITTED = {
     ("torch", "Size"),
@@ -40,18 +40,18 @@ _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 
 
 class _ForbiddenNameError(Exception):
-    """A pickle names something that no index consists of."""
+    """A pickle contains a name that is not part of any index."""
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Reads the index of a checkpoint, and refuses any other name before it is even imported.
+    """Reads the index of a checkpoint, and refuses any other name before importing it.
 
-    It is Python's own form of the class: that in C makes room for any number that a damaged byte
-    gives as the position of a value, and the machine ends the process for the memory that it takes.
+    It uses the Python implementation: for a damaged position of a value, the one in C allocates so
+    much memory that the system kills the process.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns a class that an index consists of.
+        """Returns a class that is part of an index.
 
         Raises:
             _ForbiddenNameError: For any other name.
@@ -68,12 +68,12 @@ class _IndexUnpickler(pickle._Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader of checkpoints, with an index that cannot run anything."""
+    """torch's reader of checkpoints, with a safe index."""
 
     index_error: CheckpointError | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Returns the index; keeps the reason why it cannot, which torch 2.11 loses."""
+        """Returns the index; stores the error, which torch 2.11 loses."""
         try:
             index = read_index(Path(self.path))
         except CheckpointError as error:
@@ -87,8 +87,8 @@ def read_index(path: Path) -> Metadata:
     """Returns the index of the checkpoint at `path`.
 
     Raises:
-        CheckpointError: When there is none, it is damaged, or it names anything that no index
-            consists of, as a file does that was made to run code.
+        CheckpointError: When there is none, it is damaged, or it contains names that are not part of
+            an index, as a file made to run code does.
     """
     file = path / INDEX_FILE
     try:

@@ -1,4 +1,4 @@
-"""The optimizer's state of an earlier run, kept for fine-tuning.
+"""Loads the optimizer's state of an earlier run for fine-tuning.
 
 The paper calls it the optimizer's slots, and finds that keeping it is better than fresh state.
 """
@@ -27,16 +27,16 @@ def load_optimizer_state(
     layouts: Mapping[str, Layout],
     name: str,
 ) -> None:
-    """Gives a new optimizer the state at the end of an earlier run, for the parameters that train.
+    """Loads the final optimizer state of an earlier run, for the parameters that train.
 
-    Adafactor's count of steps comes with its moments: at a count of 0 it would forget them in one
+    This includes Adafactor's count of steps: with a count of 0 it would forget its moments in one
     step.
 
     Args:
         folder: Checkpoints of that run.
         model: With the weights that the run ended with, on any mesh; every rank must call it.
         optimizer: Optimizer of the parameters that train.
-        layouts: Where each parameter lies.
+        layouts: Layout of each parameter.
         name: Name of the optimizer, as in a recipe.
 
     Raises:

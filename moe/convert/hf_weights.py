@@ -1,7 +1,7 @@
 """Checkpoints of transformers' T5 and Switch as weights of ours, read when they are asked for.
 
-One table of names serves loading and writing. The last lines enter both families into the registry
-that `from_pretrained` asks.
+One table of names serves loading and writing. The last lines register both families for
+`from_pretrained`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -142,7 +142,7 @@ def open_hf_checkpoint(
         source: The folder or name.
         raw_config: Content of its config.json.
         config: Of our model.
-        leave_out: Patterns of our names that are not wanted.
+        leave_out: Patterns of our names to leave out.
         use_safetensors: See `find_weight_files`.
         download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
 
@@ -165,7 +165,7 @@ def open_hf_checkpoint(
         if name in IGNORED_FIELDS:
             ignored[f"{name} of config.json"] = IGNORED_FIELDS[name]
 
-    # The table that the stacks compute with takes the place of the shared one.
+    # The table with which the stacks compute replaces the shared one.
     weight_map = []
     for mapping in hf_weight_map(config, family):
         if mapping.parts == (_SHARED,):
@@ -185,7 +185,7 @@ def open_hf_weights(
     use_safetensors: bool | None = None,
     **download: Any,
 ) -> dict[str, LazyTensor]:
-    """Returns the weights of a T5 or Switch as ours <any>[...] by name; see `OpenWeights`."""
+    """Returns the weights of a T5 or Switch as ours <any>[...] by name; see `open_hf_checkpoint`."""
     checkpoint = open_hf_checkpoint(
         source, raw_config, config, leave_out=leave_out, use_safetensors=use_safetensors, **download
     )
@@ -198,12 +198,11 @@ def open_hf_weights(
 
 
 class _Embeddings(NamedTuple):
-    """The tensors of a checkpoint once its embedding is known.
+    """The tensors of a checkpoint, and which of them is the embedding.
 
     Attributes:
-        stored: Tensors <any>[...] by name; copies with other numbers than the embedding have
-            another name.
-        name: Of the embedding.
+        stored: Tensors <any>[...] by name; tables that differ from the embedding are renamed.
+        name: Name of the embedding.
         ignored: Names that are not needed, with the reason.
     """
 
@@ -217,22 +216,21 @@ def _resolve_embeddings(
 ) -> _Embeddings:
     """Returns the tensors of a T5 or Switch with one embedding among them.
 
-    A stack computes with a table of its own when one is stored, and with the shared one when not.
+    A stack computes with its own table if one is stored, and with the shared one otherwise.
 
     Args:
         stored: Tensors <any>[...] of the checkpoint by name.
         config: Of our model.
         source: The folder or hub name, for messages.
-        head_is_embedding: Whether a head that is not stored is the embedding, though its input is
-            not scaled.
+        head_is_embedding: Whether a missing head is the embedding, although its input is not scaled.
 
     Raises:
         CheckpointError: When the stacks, or a stack and a tied head, compute with different tables.
 
     Source:
-        transformers 5.23.0: what is tied by the config, and stored with other numbers, is not tied.
+        transformers 5.23.0: tensors tied by the config but stored with other numbers are not tied.
     """
-    # A copy, for entries are renamed and added.
+    # Copied, since entries are renamed and added.
     stored = dict(stored)
     ignored: dict[str, str] = {}
     if _UNUSED in stored:
@@ -241,7 +239,7 @@ def _resolve_embeddings(
     if not tables:
         return _Embeddings(stored, _SHARED, ignored)
 
-    # The table that each part of the original computes with.
+    # The table of each part of the original.
     shared = tables[0]
     encoder = _ENCODER_TABLE if _ENCODER_TABLE in stored else shared
     decoder = _DECODER_TABLE if _DECODER_TABLE in stored else shared
@@ -269,7 +267,7 @@ def _resolve_embeddings(
 
 
 def _two_tables(source: str, first: str, first_table: str, second: str, second_table: str) -> str:
-    """Returns why a model with two different embeddings is refused."""
+    """Returns the message for a model with two different embeddings."""
     return (
         f"{source} cannot be converted: its own class computes the {first} with {first_table} "
         f"and the {second} with {second_table}, whose numbers differ; here they share one "
