@@ -24,7 +24,7 @@ SCORES_FILE = "scores.json"
 BEST_MODEL = register_folder_kind("best model", markers=[SCORES_FILE], parts=[SCORES_FILE, "model"])
 
 DevEvaluation = Callable[[Path, Path], dict[str, float]]
-"""Maps (folder of a model, folder for its answers) to scores in 0..100 by `TASK/METRIC` and their `mean`, on every rank."""
+"""Maps (folder of a model, folder for its answers) to scores in 0..100 by `TASK/METRIC`, and their `mean`."""
 
 
 @dataclass(frozen=True)

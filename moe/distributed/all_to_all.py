@@ -1,12 +1,12 @@
 """All-to-all exchange of token rows between the ranks that share the experts of a layer.
 
 An exchange of rows is two autograd nodes: the first issues the all-to-all, the second waits for it.
-Whatever the forward pass does between the two overlaps with the transfer. The backward pass makes
-the reverse exchange in the same way.
+Work of the forward pass between the two overlaps with the transfer. The backward pass does the
+reverse exchange in the same way.
 
-Where the expert axis spans several nodes an exchange has two steps: every row goes to the rank of
-its own node that has the destination's local index, then straight to the destination's node. Where
-a recipe names a schedule, rows travel by it in the place of torch's all-to-all.
+If the expert axis spans several nodes, an exchange has two steps: every row goes to the rank in its
+own node with the destination's local index, then directly to the destination's node. If a recipe
+names a schedule, rows travel by it instead of torch's all-to-all.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -30,12 +30,12 @@ class _Transfer(NamedTuple):
     """An all-to-all under way.
 
     Attributes:
-        sent: <any>[M, ...] what leaves: the thread that sends it reads it until `wait`, and freeing
-            its object meanwhile races with that (pytorch/pytorch issue 75529).
-        buffer: <any>[N, ...] what arrives; not to be read before `wait`.
+        sent: <any>[M, ...] rows that leave: the sending thread reads them until `wait`, so they must
+            not be freed before (pytorch/pytorch issue 75529).
+        buffer: <any>[N, ...] rows that arrive; not to be read before `wait`.
         work: torch's handle of the collective.
         group: The ranks.
-        order: <int64>[N] place of each arriving row, for rows that come back; None for the order
+        order: <int64>[N] position of each arriving row, for rows that come back; None for the order
             of arrival.
     """
 
@@ -59,7 +59,7 @@ class AllToAllStep(NamedTuple):
 
     Attributes:
         group: Ranks that take part.
-        send_order: <int64>[N] row to send as the n-th; None for the order that the rows have.
+        send_order: <int64>[N] row to send as the n-th; None for the given order.
         send_splits: Rows for each rank of the group; None when all ranks get equally many.
         receive_splits: Rows from each rank of the group; None likewise.
     """
@@ -74,7 +74,7 @@ class AllToAllStep(NamedTuple):
 
         Args:
             x: <any>[N, ...] rows, sorted by the rank that they go to.
-            reverse: Sends rows back to where the step brought them from.
+            reverse: Whether to send rows back to their origin.
         """
         send_splits = self.send_splits
         receive_splits = self.receive_splits
@@ -106,8 +106,8 @@ class ScheduledStep(NamedTuple):
     """One all-to-all of a schedule.
 
     Attributes:
-        there: The way of the rows.
-        back: The way back.
+        there: Route of the rows.
+        back: Route back.
     """
 
     there: BlockRoute
@@ -122,7 +122,7 @@ class ScheduledStep(NamedTuple):
 Route: TypeAlias = tuple[AllToAllStep | ScheduledStep, ...]
 """How rows get from rank to rank: one step, or two, inside the node first.
 
-Rows leave sorted by the rank that they go to, and arrive sorted by the rank that they are from.
+Rows leave sorted by their destination rank, and arrive sorted by their origin rank.
 """
 
 
@@ -205,12 +205,12 @@ class DirectCounts(NamedTuple):
 
 
 class ScheduledCounts(NamedTuple):
-    """The counts of all ranks, on their way to all: whom rows pass must know their number.
+    """The counts of all ranks, on their way to all: ranks that pass rows on must know their number.
 
     Attributes:
         exchange: The schedule by which rows travel.
         group: The ranks.
-        sent: <int64>[ep, E / ep] rows that this rank sends; lives until `work` is done.
+        sent: <int64>[ep, E / ep] rows that this rank sends; must live until `work` is done.
         counts: <int64>[ep, ep, E / ep] rows by origin, destination and expert there; not to be
             read before `work` is done.
         work: torch's handle of the collective.
@@ -241,7 +241,7 @@ def _scheduled_route(exchange: ScheduledAllToAll, counts: IntArray) -> Route:
 
 
 def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
-    """Tells every rank how many rows it will get; issues the exchange and does not wait for it.
+    """Tells every rank how many rows it will receive; issues the exchange without waiting for it.
 
     Args:
         counts: <int64>[E] rows for each expert; the first E / ep experts live on the first rank.
@@ -268,7 +268,7 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
 
 
 def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
-    """Returns the route of rows of which every rank gets an equal share; waits for nothing.
+    """Returns the route of rows of which every rank gets an equal share; does not wait.
 
     Args:
         axis: The ranks.
@@ -363,7 +363,7 @@ class _Issue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        # The last that the backward pass does for this exchange: gradients of the rows are there.
+        # The end of this exchange in the backward pass: gradients of the rows have arrived.
         with record_function(f"moe.{ctx.exchange.name}.backward.wait"):
             return ctx.exchange.gradients.wait(), None
 
@@ -406,10 +406,10 @@ def send_rows(x: Tensor, route: Route, name: str, *, reverse: bool = False) -> P
 
     Args:
         x: <float>[N, D] rows in the order of the route.
-        route: Where they go.
+        route: Their route.
         name: Name of the profiler's ranges: `moe.{name}` issues, `moe.{name}.wait` waits,
             `.backward` the same backwards.
-        reverse: Sends rows back to where the route brought them from.
+        reverse: Whether to send rows back to their origin.
     """
     exchange = _Exchange(
         rows=_OneWay(route, reverse=reverse),

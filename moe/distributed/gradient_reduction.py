@@ -67,7 +67,7 @@ class GradientReduction:
             if scatters:
                 schedule = reduce_scatter_of(schedule, live_ranks)
 
-            # On a narrower wire only what travels is rounded, and what replicas share.
+            # On a narrower wire, only messages and units shared by replicas are rounded.
             self._collectives[key] = ScheduledCollective(
                 schedule,
                 group,
@@ -83,16 +83,16 @@ def attach_exchanges(
     replicas: ProcessGroup,
     gradients: GradientReduction | None,
 ) -> None:
-    """Makes a unit of FSDP exchange so.
+    """Sets the exchanges of a unit of FSDP.
 
     Args:
-        unit: Sums gradients and divides them by nothing; with `gradients` it is sharded over
-            `shards` alone.
+        unit: Sums gradients without dividing them; with `gradients` it is sharded over `shards`
+            only.
         shards: Ranks that hold its shards.
         replicas: Ranks that hold the same shard as this one.
         gradients: Sums them by a schedule; None for torch's own collectives.
     """
-    # Parameters, where more than one rank has a part of them.
+    # Parameters, if more than one rank has a part of them.
     if dist.get_world_size(shards) > 1:
         unit.set_custom_all_gather(AllGather())  # pyright: ignore[reportArgumentType]
 
@@ -105,10 +105,10 @@ def attach_exchanges(
 
 
 class _Memory:
-    """How all of them get memory for what FSDP hands over or takes back."""
+    """Allocates memory for the tensors that FSDP passes and receives."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory of a size, not filled."""
+        """Returns uninitialised memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -128,13 +128,13 @@ class AllGather(_Memory):
 
 
 class ReplicaSum:
-    """What FSDP calls when a shard of gradients is to be summed over replicas, or has been.
+    """FSDP calls it when a shard of gradients is to be summed over replicas, or has been summed.
 
-    Torch's own sum lies between the reduce-scatter and this call; a schedule's is made here.
+    Torch's own sum lies between the reduce-scatter and this call; a schedule's happens here.
 
     Args:
         group: The replicas.
-        gradients: Sums gradients by a schedule; None where torch has done it.
+        gradients: Sums gradients by a schedule; None if torch sums them.
     """
 
     def __init__(self, group: ProcessGroup, gradients: GradientReduction | None) -> None:
@@ -143,7 +143,7 @@ class ReplicaSum:
         self._mark: Mark | None = None
 
     def begin(self, device: torch.device) -> None:
-        """Remembers that torch sums from now on."""
+        """Marks the start of torch's sum."""
         self._mark = begin_wait(self._group, device)
 
     def __call__(self, x: Tensor) -> None:
@@ -160,7 +160,7 @@ class ReduceScatter(_Memory):
     """Sums the gradients of a unit and leaves each rank its shard of them.
 
     Args:
-        replica_sum: What comes next.
+        replica_sum: The next sum.
         gradients: Sums gradients by a schedule; None for torch's own reduce-scatter.
     """
 
@@ -169,8 +169,8 @@ class ReduceScatter(_Memory):
         self._gradients = gradients
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory; of a unit that one rank holds whole, torch goes on with the replicas."""
-        # Nothing else says when that begins: of the two calls the last one counts.
+        """Returns memory; for a unit held by one rank, torch then sums over replicas."""
+        # No other call marks the start of that sum; the last of two calls counts.
         memory = super().allocate(size, dtype=dtype, device=device)
         self._replica_sum.begin(device)
         return memory
@@ -192,5 +192,5 @@ class ReduceScatter(_Memory):
             else:
                 output_tensor.copy_(self._gradients.reduce_scatter(input_tensor, group))
 
-        # What torch does next is the sum over replicas.
+        # Next, torch sums over replicas.
         self._replica_sum.begin(input_tensor.device)
