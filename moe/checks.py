@@ -1,24 +1,33 @@
-"""The check of every setting: one message with the name, the value, what was expected, and why."""
+"""Checks of settings, with one form of message: the name, the value, the expectation, and why."""
 
+import inspect
 import math
 import numbers
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moe.errors import ConfigError
 
 _SHOWN_CHARACTERS = 80
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+    str: "a string",
+    dict: "a mapping",
+}
 
 
 def check(holds: bool, name: str, value: object, expected: str) -> None:
     """Raises unless a setting holds.
 
     Args:
-        holds: Whether it does.
-        name: Of the setting, as the user writes it.
-        value: What the user gave.
-        expected: What was expected instead, e.g. `an integer of at least 1`.
+        holds: The condition.
+        name: Name of the setting, as the user writes it.
+        value: Given value.
+        expected: Description of valid values, e.g. `an integer of at least 1`.
 
     Raises:
         ConfigError: `NAME is VALUE; expected EXPECTED.`
@@ -36,18 +45,18 @@ def check_integer(
     reason: str = "",
     optional: str = "",
 ) -> None:
-    """Raises unless a setting is an integer, and no bool, within its bounds.
+    """Raises unless a setting is an integer (not a bool) within its bounds.
 
     Args:
-        name: Of the setting.
-        value: What the user gave.
-        least: Smallest value that is accepted.
-        most: Largest value that is accepted; give the reason too.
-        reason: Why there is an upper bound, e.g. `a batch is drawn at once`.
-        optional: What None stands for, e.g. `null for all`; empty where None is refused.
+        name: Name of the setting.
+        value: Given value.
+        least: Smallest valid value.
+        most: Largest valid value; also give the reason.
+        reason: Reason for an upper bound, e.g. `a batch is drawn at once`.
+        optional: Meaning of None, e.g. `null for all`; empty if None is invalid.
 
     Raises:
-        ConfigError: When it is something else.
+        ConfigError: When it is invalid.
     """
     if value is None and optional:
         return
@@ -68,20 +77,20 @@ def check_number(
     reason: str = "",
     optional: str = "",
 ) -> None:
-    """Raises unless a setting is a finite real number, and no bool, within its bounds.
+    """Raises unless a setting is a finite real number (not a bool) within its bounds.
 
     Args:
-        name: Of the setting.
-        value: What the user gave.
-        least: Smallest value that is accepted.
-        above: Largest value that is too small; in the place of `least`.
-        most: Largest value that is accepted.
-        below: Smallest value that is too large; in the place of `most`.
-        reason: Why the bound is there, where the name does not say it.
-        optional: What None stands for; empty where None is refused.
+        name: Name of the setting.
+        value: Given value.
+        least: Smallest valid value.
+        above: Exclusive lower bound, instead of `least`.
+        most: Largest valid value.
+        below: Exclusive upper bound, instead of `most`.
+        reason: Reason for the bound, unless obvious.
+        optional: Meaning of None; empty if None is invalid.
 
     Raises:
-        ConfigError: When it is something else.
+        ConfigError: When it is invalid.
     """
     if value is None and optional:
         return
@@ -98,16 +107,16 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raises a ConfigError unless a setting is True or False: the text "no" is as true as "yes"."""
+    """Raises a ConfigError unless a setting is True or False; the text "no" would be true, too."""
     check(isinstance(value, bool), name, value, "true or false")
 
 
 def check_field_types(settings: object, *, prefix: str = "") -> None:
-    """Checks the fields of a dataclass that are a choice of texts or a flag, by their annotations.
+    """Checks the `Literal` and `bool` fields of a dataclass by their annotations.
 
     Args:
         settings: A dataclass.
-        prefix: Put before the names in messages, e.g. `training.`.
+        prefix: Prefix of the names in messages, e.g. `training.`.
 
     Raises:
         ConfigError: When a `Literal` field holds another value, or a `bool` field no bool.
@@ -128,10 +137,10 @@ def is_kind(value: object, kind: type) -> bool:
     """Returns whether `value` is a bool, an integer or a finite number.
 
     Args:
-        value: Anything; a bool is no number here, an integer is a finite number too.
+        value: Anything; a bool is not a number here, but an integer is a finite number.
         kind: `bool`, `int` or `float`.
     """
-    # A bool is an int to Python, and never one to a user.
+    # In Python a bool is an int, but not for users.
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
 
@@ -140,8 +149,25 @@ def is_kind(value: object, kind: type) -> bool:
     return isinstance(value, numbers.Real) and _is_finite(value)
 
 
+def describe_type(annotation: Any, *, none: str = "None") -> str:
+    """Returns an annotation in words, e.g. `an integer or None`."""
+    origin = get_origin(annotation)
+    kinds = get_args(annotation)
+    if annotation is type(None):
+        return none
+    if origin is Literal:
+        return f"one of {', '.join(map(str, kinds))}"
+    if origin is list:
+        return f"a list, each {describe_type(kinds[0])}"
+    if origin in (UnionType, Union):
+        # An integer is a number too.
+        distinct = [kind for kind in kinds if kind is not int or float not in kinds]
+        return " or ".join(describe_type(kind, none=none) for kind in distinct)
+    return _TYPE_NAMES.get(origin or annotation) or inspect.formatannotation(annotation)
+
+
 def shown(value: object) -> str:
-    """Returns a value as it stands in a message: its repr, shortened where it is long."""
+    """Returns the text of a value in messages: its repr, shortened if it is long."""
     try:
         text = repr(value).replace("\n", " ")
     except ValueError:  # Python refuses to write integers of more than 4,300 digits

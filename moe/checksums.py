@@ -1,7 +1,7 @@
-"""Checksums of a folder: the SHA-256 of each file as it was written, by which damage is noticed.
+"""Checksums of a folder: the SHA-256 of each file as it was written, to detect damage.
 
-`SHA256SUMS` has the format of coreutils, so `sha256sum --check SHA256SUMS` does what
-`find_damage` does.
+`SHA256SUMS` has the format of coreutils, so `sha256sum --check SHA256SUMS` does the same as
+`find_damage`.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ _CHUNK = 2**20  # bytes read at once
 
 
 class Damage(NamedTuple):
-    """A file that is not what was written.
+    """A file that differs from what was written.
 
     Attributes:
-        name: Of the file in its folder.
-        reason: What is wrong, e.g. `is missing` or `has another SHA-256 than it was written with`.
+        name: Name of the file in its folder.
+        reason: The damage, e.g. `is missing` or `has another SHA-256 than it was written with`.
     """
 
     name: str
@@ -42,8 +42,8 @@ def write_sums(folder: Path, digests: Mapping[str, str] | None = None) -> None:
     """Writes the checksums of a folder's files.
 
     Args:
-        folder: Complete but for this file.
-        digests: SHA-256 by the file's name relative to the folder; None for those of all files.
+        folder: Folder that is complete except for this file.
+        digests: SHA-256 by the file's name relative to the folder; None to compute all.
     """
     if digests is None:
         digests = {name: sha256_of(folder / name) for name in _files_below(folder)}
@@ -57,7 +57,7 @@ def write_sums(folder: Path, digests: Mapping[str, str] | None = None) -> None:
 def read_sums(folder: Path) -> dict[str, str] | None:
     """Returns the SHA-256 of each file of a folder by name; None when it has no checksums.
 
-    A line that is damaged itself gives its name an empty checksum, which no file has.
+    A damaged line yields an empty checksum, which no file has.
     """
     try:
         text = read_regular(folder / SUMS_FILE).decode(errors="replace")
@@ -78,9 +78,9 @@ def find_damage(
 
     Args:
         folder: Folder with or without a file of checksums.
-        names: Files to look at, of those that have a checksum; None for all.
-        part: Which of `num_parts` equal shares of the files to look at, from 0.
-        num_parts: Number of shares, e.g. of ranks that each read one.
+        names: Files to check, of those with a checksum; None for all.
+        part: Which of `num_parts` equal shares of the files to check, from 0.
+        num_parts: Number of shares, e.g. the number of ranks.
     """
     try:
         digests = read_sums(folder)
@@ -110,17 +110,17 @@ def refuse_damage(folder: Path, names: Iterable[str], *, advice: str) -> bool:
 
     Args:
         folder: Folder with or without a file of checksums.
-        names: Files that are read from it; each should have a checksum.
-        advice: What the user can do.
+        names: Files to read; each should have a checksum.
+        advice: Advice for the user.
 
     Raises:
-        DataError: When one is damaged, or has no checksum where others have; names it.
+        DataError: When one is damaged, or has no checksum although others do; names it.
     """
     digests = read_sums(folder)
     if digests is None:
         return False
 
-    # Damaged, or not known to the checksums.
+    # Damaged files, and those without a checksum.
     read_names = set(names)
     damaged = find_damage(folder, read_names)
     for name in sorted(read_names - digests.keys()):
@@ -145,7 +145,7 @@ def _files_below(folder: Path) -> list[str]:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Returns 16 hexadecimal digits that tell the model of a folder from others."""
+    """Returns 16 hexadecimal digits that identify the model in a folder."""
     files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin"))
     digest = hashlib.sha256()
     for path in (*files, folder / "config.json"):

@@ -1,4 +1,4 @@
-"""Shared by all commands: option types that check their value, and how a command ends."""
+"""Shared by all commands: option types that check their value, and the exit of a command."""
 
 import argparse
 import errno
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
                 f"There is no option {unknown[1]}.{closest} --help lists all of them."
             )
 
-        # argparse puts the option before "is VALUE; expected ...", the message of the types below.
+        # argparse prefixes "is VALUE; expected ...", the message of the types below, with the option.
         text = message.removeprefix("argument ").replace(": is ", " is ", 1)
         raise ConfigError(f"{text.rstrip('.')}. --help explains all options.")
 
@@ -104,7 +104,7 @@ def word(text: str) -> str:
 
 
 def _parsed(kind: Callable[[str], Any], text: str) -> Any:
-    """Returns the number in a text, or the text itself if it is no number."""
+    """Returns the number in a text, or the text itself if it is not a number."""
     try:
         return kind(text)
     except ValueError:
@@ -120,7 +120,7 @@ def _refuse(check_value: Callable[..., None], value: object, **bounds: Any) -> N
 
 
 # ---------------------------------------------------------------------------
-# How a command ends
+# Exit of a command
 
 
 def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> None:

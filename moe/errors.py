@@ -7,11 +7,11 @@ from collections.abc import Iterable
 class MoEError(Exception):
     """Any error that this library raises on purpose.
 
-    Its text says what is wrong, with which value, what was expected, and what to do.
+    Its text names the problem, the value, the expectation, and the fix.
     """
 
     exit_code = 2
-    """Of a command that ends with this error."""
+    """Exit code of a command that ends with this error."""
 
 
 class ConfigError(MoEError, ValueError):
@@ -40,11 +40,11 @@ class DivergenceError(CheckpointError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has ended work in order: what was done is kept.
+    """A signal has ended the work in order, and results are kept.
 
     Args:
-        text: What was kept, and where.
-        signal_number: The signal; a command ends with exit code 128 more.
+        text: Message on what was kept, and where.
+        signal_number: The signal; the exit code of a command is 128 plus this number.
     """
 
     def __init__(self, text: str, signal_number: int) -> None:
@@ -53,7 +53,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class DistributedError(MoEError, RuntimeError):
-    """Ranks do not find each other, or one is lost on the way."""
+    """Ranks do not find each other, or one is lost later."""
 
 
 def is_panic(error: BaseException) -> bool:
@@ -67,7 +67,7 @@ def is_panic(error: BaseException) -> bool:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns `" Did you mean 'x'?"` for the closest known name, or "" when none is close.
 
-    A private name is never suggested, nor the one that was given.
+    It never suggests private names or `name` itself.
     """
     others = [other for other in known if not other.startswith("_") and other != name]
     matches = difflib.get_close_matches(str(name), others, n=1, cutoff=0.5)

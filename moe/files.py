@@ -1,8 +1,8 @@
-"""Files and folders that are whole or absent, and that say what they are.
+"""Files and folders that are whole or absent, and folders marked with their kind.
 
-A folder that appears at once (a corpus, a tokenizer, a model, a checkpoint) is filled by
-`whole_folder`; one that grows (a run, an evaluation) is held by `claim_folder`. Both refuse a
-folder of another kind. Whoever writes a kind of folder registers it.
+Folders that appear at once (a corpus, a tokenizer, a model, a checkpoint) are made by
+`whole_folder`; folders that grow (a run, an evaluation) are locked by `claim_folder`. Both refuse a
+folder of another kind. Modules that write a kind of folder register it.
 """
 
 import os
@@ -34,9 +34,9 @@ class FolderKind(NamedTuple):
     """A kind of folder that appears at once.
 
     Attributes:
-        markers: Files by which a folder of this kind is known.
-        parts: Patterns of all the names it is written with, whatever its checksums say: users may
-            edit some of the files, and the checksums themselves may be damaged.
+        markers: Files that identify a folder of this kind.
+        parts: Patterns of the names of all its files. Checksums do not suffice: users may edit some
+            of the files, and the checksums themselves may be damaged.
     """
 
     markers: tuple[str, ...]
@@ -47,18 +47,18 @@ _KINDS: dict[str, FolderKind] = {}
 
 
 def register_folder_kind(kind: str, *, markers: Sequence[str], parts: Sequence[str]) -> str:
-    """Makes a kind of folder known, and returns its name; see `FolderKind`."""
+    """Registers a kind of folder, and returns its name; see `FolderKind`."""
     _KINDS[kind] = FolderKind(tuple(markers), tuple(parts))
     return kind
 
 
 # ---------------------------------------------------------------------------
-# What a folder is
+# Kinds of folders
 
 
 def kind_of(folder: Path) -> str | None:
-    """Returns the kind of a folder, e.g. `corpus`; None when it is none of this library's."""
-    # A folder that grows holds a file with its kind.
+    """Returns the kind of a folder, e.g. `corpus`; None if it is not from this library."""
+    # A folder that grows contains a file with its kind.
     try:
         kind = read_regular(folder / KIND_FILE).decode(errors="replace").strip()
     except OSError:
@@ -66,8 +66,8 @@ def kind_of(folder: Path) -> str | None:
     if kind:
         return kind
 
-    # Others are known by their markers. Of several kinds it is the one that explains most files: a
-    # model's folder holds a tokenizer, too.
+    # Others are recognized by their markers. Of several kinds, the one that explains most files wins: a
+    # model's folder contains a tokenizer, too.
     most_parts = 0
     best_kind = None
     for kind, (markers, _) in _KINDS.items():
@@ -80,11 +80,11 @@ def kind_of(folder: Path) -> str | None:
 
 
 def check_kind(folder: Path, kind: str) -> None:
-    """Raises when `folder` holds something of another kind than what is to be written there.
+    """Raises when `folder` holds something of another kind than will be written there.
 
     Args:
-        folder: Target of the writing; may be absent.
-        kind: What is to be written, e.g. `training run`.
+        folder: Target folder; may be absent.
+        kind: Kind of folder to write, e.g. `training run`.
 
     Raises:
         DataError: When `folder` is a file, or a folder of another kind.
@@ -116,15 +116,15 @@ def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
 
     Args:
         folder: New, empty, of the same kind, or without anything of this library.
-        kind: What it is, e.g. `training run`.
-        taken: What the user is told when another process holds the folder.
+        kind: Kind of the folder, e.g. `training run`.
+        taken: Message if another process holds the folder.
 
     Raises:
         DataError: When the folder is of another kind, or another process holds it.
     """
     check_kind(folder, kind)
     with locked_folder(folder, taken):
-        check_kind(folder, kind)  # it may have changed before it was locked
+        check_kind(folder, kind)  # it may have changed before the lock
         refuse_links(folder, kind=kind)
         kind_file = folder / KIND_FILE
         if not kind_file.exists():
@@ -142,7 +142,7 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
     """
     refuse_nul(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # The lock may be a file of the user's: it is neither truncated nor removed.
+    # The lock file may be the user's: it is neither truncated nor removed.
     lock = open_to_write(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
     with closed_at_the_end(lock):
         if not lock_file(lock, wait=False):
@@ -156,23 +156,23 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
 
 @contextmanager
 def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
-    """Gives an empty sibling folder to fill; when the block ends well, it becomes `target`.
+    """Yields an empty sibling folder, which becomes `target` if the block ends without an error.
 
     If the process is killed, `target` is unchanged, and the next run removes the hidden work folder
     beside it. An earlier folder of the same kind is replaced; anything else is left alone.
 
     Args:
         target: The folder to make.
-        kind: What it is, e.g. `corpus`; see `register_folder_kind`.
+        kind: Kind of the folder, e.g. `corpus`; see `register_folder_kind`.
 
     Raises:
-        DataError: When `target` is something else, holds files that such a folder was not written
-            with, or another process is writing it.
+        DataError: When `target` is something else or contains other files, or another process is
+            writing it.
     """
     target = _absolute(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with work_folder(target, wait=False) as work:
-        # Only now does no other process rename the target.
+        # From now on, no other process renames the target.
         check_replaceable(target, kind=kind)
         partial = work / PARTIAL
         partial.mkdir()
@@ -189,8 +189,7 @@ def check_replaceable(target: Path, *, kind: str) -> None:
     """Raises when replacing `target` would delete anything but a folder of this kind.
 
     Raises:
-        DataError: When `target` is a file, a folder of another kind, or holds files that it was not
-            written with.
+        DataError: When `target` is a file, a folder of another kind, or contains other files.
     """
     check_kind(target, kind)
     if not target.exists():
@@ -201,7 +200,7 @@ def check_replaceable(target: Path, *, kind: str) -> None:
             "Choose another --out, or change to another folder."
         )
 
-    # A file that was not written with the folder is the user's.
+    # Other files are the user's.
     unknown_files = _unknown_files(target, kind)
     if unknown_files:
         raise DataError(
@@ -211,10 +210,10 @@ def check_replaceable(target: Path, *, kind: str) -> None:
 
 
 def refuse_links(folder: Path, *, kind: str) -> None:
-    """Raises when a file of a folder, of a kind that is about to be written there, is a link.
+    """Raises when a file in a folder that will be written is a link.
 
     Raises:
-        DataError: Names the first; whoever writes it would change the file behind it.
+        DataError: Names the first; writing it would change the file behind it.
     """
     for path in sorted(folder.glob("*")):
         is_written = _is_part(path.name, kind) or path.name in (SUMS_FILE, KIND_FILE)
@@ -227,7 +226,7 @@ def refuse_links(folder: Path, *, kind: str) -> None:
 
 
 def _unknown_files(folder: Path, kind: str) -> list[str]:
-    """Returns the names in a folder that it was not written with, sorted."""
+    """Returns the sorted names in a folder that are not part of its kind."""
     names = {path.name for path in folder.iterdir()} - {SUMS_FILE, KIND_FILE, _LOCK_FILE}
     if kind_of(folder) is None:
         return sorted(names)
@@ -242,21 +241,21 @@ def _is_part(name: str, kind: str) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder, or a link to one; killed at any moment, it leaves it whole or absent.
+    """Removes a folder, or a link to one; if killed, it leaves the folder whole or absent.
 
-    What a killed process leaves is a hidden work folder; see `remove_leftovers`.
+    A killed process leaves a hidden work folder; see `remove_leftovers`.
     """
     with work_folder(folder, wait=False) as work:
         folder.rename(work / "removed")
 
 
 def remove_leftovers(folder: Path, pattern: str = "*") -> None:
-    """Removes what killed processes left of `whole_folder`, `whole_file` and `remove_folder`.
+    """Removes remains of killed `whole_folder`, `whole_file` and `remove_folder`.
 
-    What was being replaced is put back. What another process writes, or is not ours, stays.
+    Folders that were being replaced are restored. Work of other processes, and of users, stays.
 
     Args:
-        folder: Parent of the folders in question.
+        folder: Parent of the folders.
         pattern: Pattern of their names, e.g. `step_*`.
     """
     for work in folder.glob(f".{pattern}.partial*"):
@@ -268,12 +267,12 @@ def remove_leftovers(folder: Path, pattern: str = "*") -> None:
 
 @contextmanager
 def whole_file(target: Path) -> Iterator[Path]:
-    """Gives a path to write to; when the block ends well, that file becomes `target`.
+    """Yields a path to write to; the file becomes `target` if the block ends without an error.
 
-    Of two that write the same file at once the second waits for the first.
+    If two processes write the same file at once, the second waits for the first.
 
     Raises:
-        DataError: When a pipe or a device lies there.
+        DataError: When a pipe or a device is there.
     """
     with only_writer(target) as partial:
         yield partial
@@ -282,12 +281,12 @@ def whole_file(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def only_writer(target: Path) -> Iterator[Path]:
-    """Gives a path to write to, which the block may rename to `target`; else it is removed.
+    """Yields a temporary path, deleted unless the block renames it to `target`.
 
-    Who writes the same file at once waits, and may then find it written.
+    Other processes that write the same file wait, and may then find it written.
 
     Raises:
-        DataError: When a pipe or a device lies there.
+        DataError: When a pipe or a device is there.
     """
     if target.exists() and not target.is_file() and not target.is_dir():
         raise DataError(
@@ -300,7 +299,7 @@ def only_writer(target: Path) -> Iterator[Path]:
 
 
 def cache_folder() -> Path:
-    """Returns where is kept what can be made again: `~/.cache/stmoe`, or by `XDG_CACHE_HOME`."""
+    """Returns the cache folder: `~/.cache/stmoe`, or according to `XDG_CACHE_HOME`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stmoe"
 
 
@@ -317,19 +316,19 @@ def output_path(
     option: str = "--out",
     inputs: Iterable[Path | str | None] = (),
 ) -> Path:
-    """Returns where a command is to write, from what the user gave.
+    """Returns the output path of a command, checked.
 
     Args:
         text: Path of a folder, or with `suffix` of a file.
-        suffix: Ending that the file must have, e.g. `.html`, so that no file of another kind is
+        suffix: Required ending of the file, e.g. `.html`, so that no file of another kind is
             overwritten.
-        option: Name of the option, for the message.
-        inputs: Files and folders that are read, and must not be written to; None for one that is
-            not given.
+        option: Name of the option, for messages.
+        inputs: Files and folders that are read and must not be overwritten; None for options that
+            are not given.
 
     Raises:
-        ConfigError: When it is empty, no possible path, has another ending, or lies in what is read
-            or in a folder that is finished.
+        ConfigError: When it is empty, impossible, has another ending, or lies in an input or a
+            finished folder.
     """
     if not str(text).strip():
         raise ConfigError(f"{option} is empty; expected a path, e.g. {option} runs/mine{suffix}.")
@@ -341,7 +340,7 @@ def output_path(
     if suffix:
         _check_suffix(path, suffix, option)
 
-    # Links are followed: what counts is where the bytes would land.
+    # Links are followed: the final location counts.
     resolved = Path(os.path.realpath(path))
     if not resolved.name:
         raise ConfigError(
@@ -351,7 +350,7 @@ def output_path(
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{option} {path} lies below {folder}, a file. Choose another place.")
     for source in inputs:
-        if source is not None and "\0" not in str(source):  # whoever reads it refuses a NUL
+        if source is not None and "\0" not in str(source):  # its reader refuses a NUL
             _check_apart(path, resolved, source, option)
     _check_not_inside_a_whole(path, resolved, option)
     return path
@@ -371,7 +370,7 @@ def _check_suffix(path: Path, suffix: str, option: str) -> None:
 
 
 def _check_apart(path: Path, resolved: Path, source: Path | str, option: str) -> None:
-    """Raises a ConfigError when a path is what is read, or lies in it."""
+    """Raises a ConfigError when a path is an input, or lies in one."""
     resolved_source = Path(os.path.realpath(source))
     if resolved == resolved_source:
         relation = "is"
@@ -386,7 +385,7 @@ def _check_apart(path: Path, resolved: Path, source: Path | str, option: str) ->
 
 
 def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
-    """Raises a ConfigError when a path lies in a folder that is finished, or in a part of one."""
+    """Raises a ConfigError when a path lies in a finished folder, or in a part of one."""
     for folder in (resolved, *resolved.parents):
         kind = kind_of(folder.parent)
         if kind is None:

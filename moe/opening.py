@@ -11,7 +11,7 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
 class NoRegularFileError(OSError):
-    """A folder, a pipe or a device lies where a file is expected, or a link where none may be."""
+    """A folder, a pipe or a device instead of a file, or a link where none is allowed."""
 
 
 def open_to_read(path: Path | str, flags: int = os.O_RDONLY) -> int:
@@ -29,7 +29,7 @@ def open_to_write(path: Path | str, flags: int) -> int:
     """Returns a descriptor of a regular file, never through a link; the `opener` of `open`.
 
     Raises:
-        OSError: When a link, a folder, a pipe or a device lies there.
+        OSError: When it is a link, a folder, a pipe or a device.
     """
     try:
         return _checked(os.open(path, flags | _NO_LINK | _NO_WAIT, 0o666), path)
@@ -43,7 +43,7 @@ def open_to_write(path: Path | str, flags: int) -> int:
 
 
 def check_regular(path: Path) -> None:
-    """Raises an OSError unless a regular file lies at `path`, before another library opens it."""
+    """Raises an OSError unless `path` is a regular file, before another library opens it."""
     os.close(open_to_read(path))
 
 

@@ -1,8 +1,7 @@
-"""Reads JSON, JSON lines and YAML into values and typed records, or refuses them with one message;
-`to_json` is the reverse.
+"""Reads JSON, JSON lines and YAML into values and typed records; `to_json` is the reverse.
 
-Nothing that is read here runs code: bytes that are not UTF-8, deep nesting and unexpected types all
-end in an error of this library.
+Reading never runs code: bytes that are not UTF-8, deep nesting and unexpected types all raise an
+error of this library.
 """
 
 import math
@@ -26,8 +25,6 @@ from moe.opening import read_regular
 T = TypeVar("T")
 
 _MOST_YAML = 2**20
-_DEEPEST_YAML = 100
-_PYTHON_TAG = "tag:yaml.org,2002:python/"
 
 
 def read_text(
@@ -41,12 +38,12 @@ def read_text(
 
     Args:
         path: The file.
-        advice: What the user can do when it is missing or cannot be read.
+        advice: Advice for the user if it is missing or cannot be read.
         error: Class of the error.
-        pipe: Whether it may be a pipe: of data that the user names, not of a file in a folder.
+        pipe: Whether it may be a pipe, as for data named by the user.
 
     Raises:
-        MoEError: When the file is missing, a device, or is not UTF-8; says at which byte and line.
+        MoEError: When the file is missing, a device, or not UTF-8; names the byte and line.
     """
     try:
         content = path.read_bytes() if pipe and path.is_fifo() else read_regular(path)
@@ -57,7 +54,7 @@ def read_text(
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as failure:
-        # The first byte that is wrong, and where it stands.
+        # The first invalid byte, and its position.
         line = content.count(b"\n", 0, failure.start) + 1
         raise error(
             f"{path} is not UTF-8: byte 0x{content[failure.start]:02x} at offset {failure.start} (line {line}). "
@@ -78,13 +75,12 @@ def parse_json(
     Args:
         text: The JSON.
         where: File and line, for the message.
-        advice: What the user can do.
+        advice: Advice for the user.
         error: Class of the error.
-        nan: Whether NaN and Infinity, which JSON does not have, are numbers, as Python writes them.
+        nan: Whether NaN and Infinity, which Python writes but JSON lacks, are numbers.
 
     Raises:
-        MoEError: When the text is no JSON, or nests deeper or has longer numbers than anything of
-            use.
+        MoEError: When the text is not JSON, nests too deeply, or has too long numbers.
     """
     try:
         return from_json(text.encode(), allow_inf_nan=nan)
@@ -116,20 +112,19 @@ def read_json_lines(
     nan: bool = False,
     pipe: bool = False,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields each line of a JSONL file: its number, from 1, and its object.
+    """Yields the number, from 1, and the object of each line of a JSONL file.
 
     Empty lines are skipped.
 
     Args:
         path: The file.
         advice: What the user can do.
-        torn_end: Whether a last line that is no object is left out, as in a file to which a run
-            still appends.
+        torn_end: Whether to skip a torn last line, as in a file to which a run still appends.
         nan: Whether NaN and Infinity are numbers.
         pipe: See `read_text`.
 
     Raises:
-        DataError: When the file cannot be read, or a line is no JSON object; names the line.
+        DataError: When the file cannot be read, or a line is not a JSON object; names the line.
     """
     text = read_text(path, advice=advice, pipe=pipe)
     lines = text.split("\n")  # a text may hold other line separators
@@ -164,18 +159,18 @@ def to_record(
     """Returns a typed record of plain values.
 
     Args:
-        kind: A NamedTuple, dataclass, TypedDict or any type that pydantic knows; bounds stand in
-            its annotations as `Annotated[int, Field(ge=0)]`.
-        value: What was read.
+        kind: A NamedTuple, dataclass, TypedDict or any type that pydantic knows; annotations such as
+            `Annotated[int, Field(ge=0)]` give bounds.
+        value: Plain values, e.g. from JSON.
         where: File and line, for the message.
-        advice: What the user can do.
+        advice: Advice for the user.
         error: Class of the error.
 
     Raises:
         MoEError: When fields are missing, unknown or of another type; names the first with its
             value.
     """
-    # Pydantic would take a list for a NamedTuple.
+    # Pydantic would accept a list for a NamedTuple.
     if hasattr(kind, "_fields") and not isinstance(value, dict):
         raise error(
             f"{where}: its content is {shown(value)}; expected an object with fields. {advice}"
@@ -184,7 +179,7 @@ def to_record(
     try:
         return _reader(kind).validate_python(value, strict=True)
 
-    # Name the first of all mistakes.
+    # Report the first mistake.
     except ValidationError as failure:
         first = failure.errors(include_url=False)[0]
         name = ".".join(str(part) for part in first["loc"]) or "its content"
@@ -210,11 +205,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Returns the settings in a YAML file.
 
     Raises:
-        ConfigError: When there is no such file, it is a pipe, larger than 1 MiB, no YAML mapping in
-            UTF-8, gives a key twice, or holds itself.
+        ConfigError: When there is no such file, or it is a pipe, larger than 1 MiB, not a YAML
+            mapping in UTF-8, or repeats a key.
     """
     advice = "Give the path of a YAML file of `key: value` lines."
-    text = _read_settings(path, advice)
+    size = path.stat().st_size if path.is_file() else 0
+    if size > _MOST_YAML:
+        raise ConfigError(
+            f"{path} has {size:,} bytes; expected settings of at most {_MOST_YAML:,}. {advice}"
+        )
+    text = read_text(path, advice=advice, error=ConfigError)
     content = parse_yaml(text, where=str(path), advice=advice)
     if not isinstance(content, dict):
         held = "nothing" if content is None else f"a {type(content).__name__}"
@@ -228,89 +228,26 @@ def parse_yaml(text: str, *, where: str, advice: str) -> Any:
     Args:
         text: The YAML.
         where: File or option, for the message.
-        advice: What the user can do.
+        advice: Advice for the user.
 
     Raises:
         ConfigError: When the text is not YAML, gives a key twice, or has a tag or an alias.
     """
     try:
         return yaml.load(text, Loader=PlainLoader)
-    except (yaml.YAMLError, ValueError) as failure:
+    except (yaml.YAMLError, ValueError, RecursionError) as failure:
         reason = " ".join(str(failure).split())
         raise ConfigError(f"{where} is not YAML of plain values: {reason}. {advice}") from failure
-
-
-def check_yaml(path: Path) -> None:
-    """Raises when a YAML file would harm the reader of another library.
-
-    A reader in C ends the process on deep nesting. What other tags and aliases stand for is left to
-    that reader.
-
-    Raises:
-        ConfigError: When it cannot be read, is no mapping, is larger than 1 MiB, nests more than
-            100 levels, or has a tag that makes an object of Python.
-    """
-    advice = "Mend the file, or move it elsewhere."
-    text = _read_settings(path, advice)
-
-    depth = 0
-    is_mapping = False
-    for event in _yaml_events(path, text, advice):
-        is_mapping |= depth == 0 and isinstance(event, yaml.MappingStartEvent)
-
-        # How deep the parts nest.
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-        if depth > _DEEPEST_YAML:
-            raise ConfigError(
-                f"{path} nests more than {_DEEPEST_YAML} levels deep, as no settings do. {advice}"
-            )
-
-        # What would run code in a careless reader.
-        tag = getattr(event, "tag", None) or ""
-        if tag.startswith(_PYTHON_TAG):
-            raise ConfigError(
-                f"{path} has the tag {shown(tag)}, which makes an object of Python. {advice}"
-            )
-
-    if not is_mapping:
-        raise ConfigError(
-            f"{path} holds no mapping; expected settings as `key: value` lines. {advice}"
-        )
-
-
-def _read_settings(path: Path, advice: str) -> str:
-    """Returns the text of a file of settings, or raises a ConfigError when it is too large for one."""
-    size = path.stat().st_size if path.is_file() else 0
-    if size > _MOST_YAML:
-        raise ConfigError(
-            f"{path} has {size:,} bytes; expected settings of at most {_MOST_YAML:,}. {advice}"
-        )
-    return read_text(path, advice=advice, error=ConfigError)
-
-
-def _yaml_events(path: Path, text: str, advice: str) -> Iterator[Any]:
-    """Yields the events of a YAML text, or raises a ConfigError when it is none."""
-    try:
-        yield from yaml.parse(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, ValueError) as failure:
-        raise ConfigError(
-            f"{path} is not YAML: {' '.join(str(failure).split())}. {advice}"
-        ) from failure
 
 
 class PlainLoader(yaml.SafeLoader):
     """YAML of plain scalars, lists and mappings: no tags, dates, aliases or repeated keys."""
 
-    _depth = 0
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Reads one node.
 
         Raises:
-            ComposerError: When it is an alias, has a tag, or nests too deeply.
+            ComposerError: When it is an alias, or has a tag.
         """
         event = self.peek_event()
         mark = event.start_mark
@@ -318,13 +255,7 @@ class PlainLoader(yaml.SafeLoader):
             raise ComposerError(None, None, f"the alias *{event.anchor} is not supported", mark)
         if event.tag is not None:
             raise ComposerError(None, None, f"the tag {shown(event.tag)} is not supported", mark)
-        if self._depth == _DEEPEST_YAML:
-            raise ComposerError(None, None, f"it nests more than {_DEEPEST_YAML} levels deep", mark)
-
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Returns the mapping of a node.
@@ -347,7 +278,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def _plain_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Returns what tells numbers, booleans and null from text, by first character.
+    """Returns the patterns of numbers, booleans and null by first character.
 
     Dates, merge keys (`<<`) and the value key (`=`) stay text.
     """
@@ -363,7 +294,7 @@ PlainLoader.yaml_implicit_resolvers = _plain_resolvers()
 
 @cache
 def _reader(kind: Any) -> TypeAdapter[Any]:
-    """Returns what reads records of a type; making one takes longer than using it."""
+    """Returns the reader of records of a type, which is slow to build."""
     return TypeAdapter(kind)
 
 
@@ -372,13 +303,13 @@ def _reader(kind: Any) -> TypeAdapter[Any]:
 
 
 def to_json(value: Any) -> Any:
-    """Returns a record as plain values: what `json.dumps` writes and other programs read.
+    """Returns a record as plain values for JSON.
 
-    Numbers that are not finite become None, which JSON knows. Bytes of paths that are not UTF-8
-    become escapes, so that every text can be encoded.
+    Numbers that are not finite become None. Bytes of paths that are not UTF-8 become escapes, so that
+    every text can be encoded.
 
     Args:
-        value: A record, or what a field of a record holds.
+        value: A record, or the value of a field.
     """
     if is_dataclass(value):
         return _fields_to_json(value)

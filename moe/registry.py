@@ -1,4 +1,4 @@
-"""A table of named values that a new file can add to without an edit elsewhere."""
+"""A table of named values that a new file can extend without edits elsewhere."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Named values of one kind; asking for an unknown name says which one was probably meant."""
+    """Named values of one kind; an unknown name raises an error with the closest name."""
 
     def __init__(self, kind: str, *, base: type | None = None) -> None:
         """Makes an empty table.
 
         Args:
             kind: Noun for its values in error messages, e.g. "router".
-            base: Class that they must be subclasses of; None where they are not classes.
+            base: Required base class; None if the values are not classes.
         """
         self.kind = kind
         self._base = base
@@ -27,7 +27,7 @@ class Registry(Generic[T]):
         """Stores `value` under `name` and returns it.
 
         Raises:
-            ConfigError: When the name is taken, or the value is no class of this kind.
+            ConfigError: When the name is taken, or the value is not a class of this kind.
         """
         self._check_class(name, value)
         is_name = isinstance(name, str) and name.strip() != ""
@@ -50,7 +50,7 @@ class Registry(Generic[T]):
             )
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Returns a decorator that stores what it decorates under `name`."""
+        """Returns a decorator that stores the decorated value under `name`."""
 
         def store(value: T) -> T:
             return self.add(name, value)

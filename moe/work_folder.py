@@ -1,8 +1,8 @@
 """Hidden folders in which files and folders are made before they appear under their name.
 
-`target` is made inside `.target.partial` beside it, which holds our marker. A link, a file, or a
+`target` is made inside `.target.partial` next to it, which contains our marker. A link, a file, or a
 folder without the marker under that name belongs to the user: it is left alone, and
-`.target.partial2` is used instead. See `moe.files` for what is built on them.
+`.target.partial2` is used instead. `moe.files` builds on them.
 """
 
 import os
@@ -30,9 +30,9 @@ class TakenError(DataError):
 
 @contextmanager
 def work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
-    """Makes the work folder of a target, which this process alone uses, and removes it at the end.
+    """Makes the work folder of a target for this process only, and removes it at the end.
 
-    What a killed process has left in it is removed first, and what it was replacing is put back.
+    Remains of a killed process in it are removed first, and the target it was replacing is restored.
 
     Args:
         target: File or folder to be made; its parent exists.
@@ -59,7 +59,7 @@ def work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
 
 
 def refuse_nul(path: Path) -> None:
-    """Raises a ConfigError for a path that no file can have."""
+    """Raises a ConfigError for a path with the character NUL."""
     check("\0" not in str(path), "the path", str(path), "one without the character NUL")
 
 
@@ -117,14 +117,14 @@ def _is_users(work: Path) -> bool:
 
 
 def _put_back(work: Path, target: Path) -> None:
-    """Puts back what a process was replacing that was killed or failed before it was done."""
+    """Restores what a killed or failed process was replacing."""
     replaced = work / REPLACED
     if replaced.exists() and not os.path.lexists(target):
         replaced.rename(target)
 
 
 def _remove_content(work: Path) -> None:
-    """Removes everything in a work folder but the marker, as far as it can be removed."""
+    """Removes everything in a work folder except the marker, as far as possible."""
     for path in work.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -162,7 +162,7 @@ _locks: set[int] = set()
 
 @contextmanager
 def closed_at_the_end(descriptor: int) -> Iterator[None]:
-    """Closes a lock after the block, and in forks: one that outlives its parent would hold it."""
+    """Closes a lock after the block, and in forks, which would hold it after their parent ends."""
     _locks.add(descriptor)
     try:
         yield

@@ -36,7 +36,7 @@ from moe.inspection.ablation.ablation_table import (
 from moe.inspection.ablation.loss_split import mean_change, token_losses
 from moe.inspection.ablation.target_sets import list_targets
 from moe.inspection.figures import HeatMap, IntervalPanel, Row, draw_heat_maps, draw_intervals
-from moe.inspection.page.panel_statistics import ablation_bars
+from moe.inspection.page.panel_data import ablation_bars
 from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.statistics.permutations import (

@@ -33,7 +33,7 @@ from moe.inspection.figures import (
     draw_intervals,
     draw_load,
 )
-from moe.inspection.page.panel_statistics import view_classes
+from moe.inspection.page.panel_data import view_classes
 from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.coactivation import coactivation, layer_flows
 from moe.inspection.statistics.document_intervals import Estimate

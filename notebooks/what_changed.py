@@ -26,8 +26,7 @@ from pathlib import Path
 import torch
 
 from moe.checksums import model_fingerprint
-from moe.commands.routing_inputs import load_inspected
-from moe.commands.routing_trace import tokenizer_fingerprint
+from moe.commands.routing_inputs import load_inspected, tokenizer_fingerprint
 from moe.inspection.ablation.loss_split import mean_change, split_loss, token_losses
 from moe.inspection.ablation.target_sets import list_targets
 from moe.inspection.figures import (
@@ -40,7 +39,7 @@ from moe.inspection.figures import (
     draw_heat_maps,
     draw_intervals,
 )
-from moe.inspection.page.panel_statistics import view_saturation
+from moe.inspection.page.panel_data import view_saturation
 from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.document_intervals import Estimate, TokenSums, mean_over_tokens
 from moe.inspection.statistics.matching import match_traces

@@ -191,7 +191,7 @@ def test_a_setting_of_a_conversion_is_given_once_and_is_no_option(tmp_path):
     for given, message in (
         (["a=1", "a=2"], "gives a twice"),
         (["form=t5"], "form is no field of STMoEConfig"),
-        (["=1"], "names no field"),
+        (["=1"], "expected FIELD=VALUE"),
     ):
         with pytest.raises(ConfigError, match=message):
             convert.main(["--from", str(tmp_path), "--set", *given])

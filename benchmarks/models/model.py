@@ -27,7 +27,7 @@ from transformers import (
 from benchmarks.machine import describe_machine, machine_line, save_report
 from benchmarks.timing import measure_in_turn, median_ratio, ratio_range
 from moe.convert.hf_config import from_hf_config
-from moe.convert.hf_names import hf_weight_map
+from moe.convert.hf_weights import hf_weight_map
 from moe.errors import ConfigError
 from moe.inspection.tables import format_table
 from moe.kernels.host_memory import keep_freed_memory

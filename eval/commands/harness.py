@@ -29,7 +29,6 @@ from moe.cli import integer, path
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
 from moe.inspection.tables import format_table
-from moe.parsing import check_yaml
 
 BATCH_SIZE = 32
 
@@ -221,9 +220,6 @@ def _task_manager(names: Sequence[str], include_path: Path | None) -> Any:
         raise ConfigError(
             f"--include-path {include_path} is no folder. Give one with the YAML files of tasks."
         )
-    if include_path is not None:
-        for file in sorted(include_path.rglob("*.yaml")):
-            check_yaml(file)
 
     # The package's own tasks are many files to read, so first without them.
     manager = None

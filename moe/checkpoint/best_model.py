@@ -1,8 +1,8 @@
 """The best model of a run: dev scores at every evaluation, and the model with the best mean.
 
-What is scored is the saved model: it is written to a folder, read back by the evaluation, on
-whatever ranks, and either kept as the best or removed. Scores are kept by step: a run that was
-killed and takes the same steps again reads them.
+The saved model is scored: it is written to a folder, read back by the evaluation on any ranks, and
+either kept as the best or removed. Scores are stored by step: a run that was killed and repeats its
+steps reads them.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe.checks import is_kind, shown
+from moe.checks import is_kind
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.errors import DataError
 from moe.files import register_folder_kind, remove_folder, whole_folder, write_text
@@ -24,7 +24,7 @@ SCORES_FILE = "scores.json"
 BEST_MODEL = register_folder_kind("best model", markers=[SCORES_FILE], parts=[SCORES_FILE, "model"])
 
 DevEvaluation = Callable[[Path, Path], dict[str, float]]
-"""(folder of a model, folder for its answers) to scores in 0..100 by `TASK/METRIC`, and their `mean`; on every rank."""
+"""Maps (folder of a model, folder for its answers) to scores in 0..100 by `TASK/METRIC`, and their `mean`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DevScores:
 
     @property
     def mean(self) -> float:
-        """The score by which the best model is chosen."""
+        """Score by which the best model is chosen."""
         return self.scores["mean"]
 
     def to_json(self) -> dict[str, Any]:
@@ -65,12 +65,12 @@ def score_model(
     candidate = folder / DEV_FOLDER / "model"
     scores_file = folder / DEV_FOLDER / f"step_{step:08d}" / SCORES_FILE
 
-    # What a killed run has left of a model would be mixed with the next.
+    # Remains of a model from a killed run would be mixed with the next.
     broadcast_from_rank_zero(lambda: _remove_model(candidate))
 
     earlier = broadcast_from_rank_zero(lambda: _read_scores(scores_file, step))
 
-    # A step that was scored before is not scored again.
+    # A step is scored only once.
     if earlier is None:
         export(candidate)
         scores = DevScores(step, evaluate(candidate, scores_file.parent))
@@ -79,7 +79,7 @@ def score_model(
     broadcast_from_rank_zero(lambda: _write_scores(scores_file, scores))
 
     if broadcast_from_rank_zero(lambda: _is_best(folder, scores)):
-        # A run that was killed before its scored model became the best has it no longer.
+        # A run that was killed before its scored model became the best no longer has the model.
         if earlier is not None:
             export(candidate)
         broadcast_from_rank_zero(lambda: _promote(folder, scores))
@@ -89,10 +89,9 @@ def score_model(
 
 
 def remove_scores(folder: Path) -> None:
-    """Removes scores and best model of a run that begins at its first step.
+    """Removes scores and best model of a run that starts at its first step.
 
-    They are of other settings, or will be found again. Answers stay: each file of them says which
-    model gave them.
+    They are of other settings, or will be recomputed. Answers stay: each file names its model.
     """
     for path in (folder / DEV_FOLDER).glob(f"step_*/{SCORES_FILE}"):
         path.unlink()
@@ -116,7 +115,7 @@ def best_and_last(folder: Path) -> tuple[DevScores, DevScores]:
             f"{folder / DEV_FOLDER} holds no {SCORES_FILE}, so there is no summary of this run. Restore the folder, or "
             "train again with another --out."
         )
-    # Of equal means the first, as `score_model` keeps it.
+    # The first of equal means, as in `score_model`.
     best = max(scores_by_step, key=lambda scores: scores.mean)
     return best, scores_by_step[-1]
 
@@ -139,7 +138,7 @@ def _read_scores(path: Path, step: int | None = None) -> DevScores | None:
 
     Args:
         path: The file.
-        step: Step that it must be of; None for any.
+        step: Expected step; None for any.
 
     Raises:
         DataError: When it is damaged, or of another step.
@@ -150,16 +149,14 @@ def _read_scores(path: Path, step: int | None = None) -> DevScores | None:
     if step is None:
         advice = "Restore the file from a copy."
     content = read_json(path, advice=advice, nan=True)
-    numbers = to_record(dict[str, float], content, where=str(path), advice=advice)
+    to_record(dict[str, float], content, where=str(path), advice=advice)
 
-    # The step is that of the folder, and is no score.
-    for name in ("step", "mean"):
-        if name not in numbers:
-            raise DataError(f"{path}: {name} is missing. {advice}")
-    saved_step = content.pop("step")
-    if not is_kind(saved_step, int) or saved_step < 0 or step not in (None, saved_step):
-        expected = "a number of updates" if step is None else f"{step}, as its folder"
-        raise DataError(f"{path}: step is {shown(saved_step)}; expected {expected}. {advice}")
+    # The step is not a score.
+    saved_step = content.pop("step", None)
+    if "mean" not in content or not is_kind(saved_step, int) or step not in (None, saved_step):
+        raise DataError(
+            f"{path} holds no scores of {f'step {step}' if step else 'a step'} with their mean. {advice}"
+        )
     return DevScores(saved_step, content)
 
 

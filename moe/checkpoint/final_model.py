@@ -21,7 +21,7 @@ from moe.parsing import read_json
 
 
 def damage_of_model(folder: Path) -> str | None:
-    """Returns why the model in a folder is not whole; None when it is, and its run is complete.
+    """Returns why the model in a folder is incomplete; None if its run is complete.
 
     Every rank must call it: each reads a share of the weights.
     """
@@ -33,12 +33,12 @@ def damage_of_model(folder: Path) -> str | None:
 
 
 def _missing_part(folder: Path) -> str | None:
-    """Returns what a folder lacks of a model and its tokenizer; None when all is there."""
+    """Returns which part of a model and its tokenizer is missing in a folder; None if complete."""
 
     def has_one_of(*names: str) -> bool:
         return any((folder / name).is_file() for name in names)
 
-    # In the order in which a reader would stumble: configuration, tokenizer, weights.
+    # In reading order: configuration, tokenizer, weights.
     if not (folder / CONFIG_NAME).is_file():
         return f"{CONFIG_NAME} is missing"
     try:
@@ -69,7 +69,7 @@ def export_model(
         tokenizer: Saved beside the model.
 
     Raises:
-        DataError: When something else lies there.
+        DataError: When something else is there.
         OSError: When the disk is full or fails on any rank.
     """
     with enter_on_rank_zero(lambda: whole_folder(folder, kind="model")) as partial:

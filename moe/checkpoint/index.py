@@ -1,11 +1,12 @@
-"""The index and the shards of a checkpoint, read without running any code that is in them.
+"""Reads the index and the shards of a checkpoint without running any code in them.
 
-torch.distributed.checkpoint keeps the index as a pickle, which could call any function. Here it may
-only name the classes that an index consists of, and its content is checked before it is used.
+torch.distributed.checkpoint stores the index as a pickle, which could call any function. Here it may
+only name the classes of an index, and its content is checked before it is used.
 """
 
 import pickle
 import warnings
+from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import Any, cast
 
@@ -13,20 +14,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from moe.checkpoint.integrity import INDEX_FILE
 from moe.errors import CheckpointError
 from moe.opening import open_to_read
 
-# What the index of a real checkpoint names. BytesStorageMetadata is left out on purpose: torch
-# unpickles such entries.
+# Names in the index of a real checkpoint. BytesStorageMetadata is left out on purpose: torch would
+# unpickle such entries.
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ADMITTED = {
     ("torch", "Size"),
@@ -44,18 +40,18 @@ _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 
 
 class _ForbiddenNameError(Exception):
-    """A pickle names something that no index consists of."""
+    """A pickle contains a name that is not part of any index."""
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Reads the index of a checkpoint, and refuses any other name before it is even imported.
+    """Reads the index of a checkpoint, and refuses any other name before importing it.
 
-    It is Python's own form of the class: that in C makes room for any number that a damaged byte
-    gives as the position of a value, and the machine ends the process for the memory that it takes.
+    It uses the Python implementation: for a damaged position of a value, the one in C allocates so
+    much memory that the system kills the process.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns a class that an index consists of.
+        """Returns a class that is part of an index.
 
         Raises:
             _ForbiddenNameError: For any other name.
@@ -72,12 +68,12 @@ class _IndexUnpickler(pickle._Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader of checkpoints, with an index that cannot run anything."""
+    """torch's reader of checkpoints, with a safe index."""
 
     index_error: CheckpointError | None = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Returns the index; keeps the reason why it cannot, which torch 2.11 loses."""
+        """Returns the index; stores the error, which torch 2.11 loses."""
         try:
             index = read_index(Path(self.path))
         except CheckpointError as error:
@@ -91,13 +87,24 @@ def read_index(path: Path) -> Metadata:
     """Returns the index of the checkpoint at `path`.
 
     Raises:
-        CheckpointError: When there is none, it is damaged, or it names anything that no index
-            consists of, as a file does that was made to run code.
+        CheckpointError: When there is none, it is damaged, or it contains names that are not part of
+            an index, as a file made to run code does.
     """
     file = path / INDEX_FILE
     try:
         with open(file, "rb", opener=open_to_read) as stream:
-            index = _IndexUnpickler(stream).load()
+            index: Metadata = _IndexUnpickler(stream).load()
+
+        # Tensors have shapes, and each piece of one lies in a file of this checkpoint, as it is.
+        for name, entry in index.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise ValueError(f"{name} is no tensor")
+            _require_counts(name, entry.size)
+        for location in index.storage_data.values():
+            name = location.relative_path
+            if name != PurePath(name).name or location.transform_descriptors:
+                raise ValueError(f"a shard is {name}, which is no plain file of the checkpoint")
+            _require_counts(name, (location.offset, location.length))
     except _ForbiddenNameError as error:
         raise CheckpointError(
             f"{file} names {error}, which no index of a checkpoint does: it may have been made to run code, and "
@@ -108,12 +115,6 @@ def read_index(path: Path) -> Metadata:
             f"{path} has no index of its shards ({INDEX_FILE}: {type(error).__name__}: {error}): it is torn. "
             "Resume from another checkpoint, or start a new run."
         ) from error
-
-    reason = _find_anomaly(index)
-    if reason:
-        raise CheckpointError(
-            f"{file} is damaged: {reason}. Go on from another checkpoint, or restore the file from a copy."
-        )
     return index
 
 
@@ -155,40 +156,6 @@ def cause_of(failed: CheckpointException) -> tuple[int, BaseException]:
     return ranks[0], failed.failures[ranks[0]][0]
 
 
-def _find_anomaly(index: Any) -> str:
-    """Returns what in an index is not as torch writes it; an empty text when all is."""
-    if not isinstance(index, Metadata):
-        return f"it holds a {type(index).__name__}"
-    entries = getattr(index, "state_dict_metadata", None)
-    pieces = getattr(index, "storage_data", None)
-    if not isinstance(entries, dict) or not isinstance(pieces, dict):
-        return "it has no list of tensors"
-
-    # Tensors: each has a shape, and so has each of its chunks.
-    for name, entry in entries.items():
-        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
-            return f"the entry {name!r} is no tensor"
-        sizes = [getattr(entry, "size", None)]
-        for chunk in getattr(entry, "chunks", None) or ():
-            sizes += [getattr(chunk, "sizes", None), getattr(chunk, "offsets", None)]
-        if not all(_is_shape(size) for size in sizes):
-            return f"the tensor {name} has no shape"
-
-    # Pieces: each lies in a file of the checkpoint, at a position, and as it is.
-    for piece, location in pieces.items():
-        file = getattr(location, "relative_path", None)
-        is_file_name = isinstance(file, str) and file == PurePath(file).name
-        if not isinstance(piece, MetadataIndex) or not is_file_name:
-            return f"a shard is {file!r}, which is no file of the checkpoint"
-        offset = getattr(location, "offset", None)
-        length = getattr(location, "length", None)
-        if not _is_shape((offset, length)):
-            return f"a piece of {file} has no position in it"
-        if getattr(location, "transform_descriptors", None):
-            return f"a piece of {file} is encoded"
-    return ""
-
-
-def _is_shape(sizes: Any) -> bool:
-    """Returns whether this is a tuple of integers that are not negative."""
-    return isinstance(sizes, tuple) and all(type(size) is int and size >= 0 for size in sizes)
+def _require_counts(name: str, numbers: Iterable[int]) -> None:
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{name} has the sizes {numbers}")

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are whole, and which one to go on from: the newest without damage."""
+"""Finds the checkpoint to continue from: the newest of a run without damage."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ _SHARD_NAME = re.compile(r"__\d+_\d+\.distcp")
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Returns where below `folder` the checkpoint after `step` updates lies."""
+    """Returns the folder of the checkpoint after `step` updates."""
     return folder / f"step_{step:08d}"
 
 
@@ -32,12 +32,12 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Returns the updates behind a checkpoint, by the name of its folder."""
+    """Returns the number of updates of a checkpoint, from the name of its folder."""
     return int(path.name.removeprefix("step_"))
 
 
 def visible_damage(path: Path) -> Damage | None:
-    """Returns what is wrong with a checkpoint; None when nothing is, as far as shards are not read."""
+    """Returns the damage of a checkpoint that is visible without reading shards; None for none."""
     if not path.is_dir():
         return Damage(path.name, "is no folder")
     try:
@@ -47,7 +47,7 @@ def visible_damage(path: Path) -> Damage | None:
         reason = reason.removesuffix(" Go on from another checkpoint.").removesuffix(".")
         return Damage(STATE_FILE, reason)
 
-    # The folder has the name of the step that it holds.
+    # The folder is named after its step.
     if state.step != step_of(path):
         return Damage(STATE_FILE, f"says step {state.step}, and its folder is {path.name}")
 
@@ -74,7 +74,7 @@ def visible_damage(path: Path) -> Damage | None:
 
 
 def first_damage(path: Path) -> Damage | None:
-    """Returns what is wrong with a checkpoint, by reading every file; None when nothing is.
+    """Returns the first damage of a checkpoint, reading every file; None for none.
 
     Every rank must call it: each reads a share of the files.
     """
@@ -93,16 +93,16 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, dict[Path, Damage]]:
-    """Returns the newest whole checkpoint below `folder`, and those newer ones that are damaged.
+    """Returns the newest whole checkpoint below `folder`, and the newer damaged ones.
 
-    Every rank must call it. A line on stderr names each damaged one that is passed over.
+    Every rank must call it. A line on stderr names each damaged one that is skipped.
 
     Args:
         folder: Folder of the checkpoints; may be absent.
         advice: What the user can do when all are damaged.
 
     Returns:
-        The checkpoint, None when there are none at all; what is wrong with each newer one.
+        The checkpoint, or None if there are none at all; the damage of each newer one.
 
     Raises:
         CheckpointError: When there are checkpoints and all are damaged; lists them.
@@ -134,7 +134,7 @@ def holds_only_checkpoint_files(path: Path) -> bool:
 
 
 def _warn_of_damaged(damaged: Mapping[Path, Damage], chosen: Path) -> None:
-    """Prints which checkpoints are damaged, and which is taken instead."""
+    """Prints which checkpoints are damaged, and which one is used instead."""
     if not is_rank_zero():
         return
     for path, damage in damaged.items():

@@ -1,4 +1,4 @@
-"""Loading a model that must be complete: every weight is the folder's, or the folder is refused."""
+"""Loads models completely: every weight comes from the folder, or the folder is refused."""
 
 import itertools
 import pickle
@@ -16,12 +16,11 @@ from moe.checkpoint.sharded_weights import stored_tensors, whole_slices, whole_t
 from moe.checks import shown
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import Mesh
-from moe.distributed.shard_slices import ShardSlices, shard_slices
-from moe.distributed.sharding import Layout, MeshCoordinate, local_shard
+from moe.distributed.sharding import Layout, MeshCoordinate, ShardSlices, local_shard, shard_slices
 from moe.errors import CheckpointError, MoEError
 from moe.models.card import find_source_model
+from moe.models.checkpoint_formats import read_json_object
 from moe.models.configuration import STMoEConfig
-from moe.models.json_files import read_json_object
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import shard_model
 from moe.models.pretrained import STMoEPreTrainedModel, refuse_not_finite
@@ -31,10 +30,10 @@ from moe.models.weight_files import (
     check_weights,
     check_weights_together,
     describe_misfits,
+    describe_reshaped,
     find_weight_files,
     incomplete,
     refuse_integers,
-    reshaped_weights,
 )
 
 
@@ -49,17 +48,16 @@ def load_complete(
     begins_anew: Callable[[str], bool] = _no_tensor,
     **options: Any,
 ) -> Any:
-    """Returns the model of a folder, each of whose weights fits.
+    """Returns the model of a folder, all of whose weights fit.
 
-    `from_pretrained` alone draws weights that the folder lacks at random and leaves out those that
-    it does not know, with a warning: right for giving a model a new head, wrong for whoever trains
-    on or measures what was saved.
+    `from_pretrained` alone initialises missing weights at random and skips unknown ones, with a
+    warning: right for a new head, wrong for training or measuring a saved model.
 
     Args:
-        model_class: Any class of transformers with `from_pretrained`, an Auto class too.
+        model_class: Any class of transformers with `from_pretrained`, including Auto classes.
         folder: A model saved by `save_pretrained`.
-        begins_anew: Whether a tensor of this name may be missing, and then begins at zero, or may
-            be left out.
+        begins_anew: Whether a tensor of this name may be missing, and then starts at zero, or be
+            left out.
         options: Further arguments of `from_pretrained`.
 
     Raises:
@@ -85,9 +83,9 @@ def load_complete(
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
 
     misfits = describe_misfits(
-        itertools.filterfalse(begins_anew, info["missing_keys"]),
-        itertools.filterfalse(begins_anew, info["unexpected_keys"]),
-        info["mismatched_keys"],
+        sorted(itertools.filterfalse(begins_anew, info["missing_keys"])),
+        sorted(itertools.filterfalse(begins_anew, info["unexpected_keys"])),
+        sorted(itertools.starmap(describe_reshaped, info["mismatched_keys"])),
     )
     if misfits:
         raise CheckpointError(incomplete(folder, type(model).__name__, misfits))
@@ -103,10 +101,10 @@ def load_model_on_mesh(
     gather: bool = True,
     begins_anew: Callable[[str], bool] = _no_tensor,
 ) -> tuple[STMoEForConditionalGeneration, dict[str, Layout]]:
-    """Returns the model of a folder sharded over a mesh, and where each parameter lies.
+    """Returns the model of a folder sharded over a mesh, and the layouts of its parameters.
 
-    Equal to `load_complete` and then `shard_model`, but a rank reads and holds nothing beside its
-    own shards.
+    Equivalent to `load_complete` followed by `shard_model`, but a rank reads and holds only its own
+    shards.
 
     Args:
         folder: A model saved by `save_pretrained` or `write_model`, which all ranks see.
@@ -118,7 +116,7 @@ def load_model_on_mesh(
 
     Raises:
         CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
-            of another shape; lists them, before any memory is taken.
+            of another shape; lists them, before any memory is allocated.
     """
     model_type = check_model_folder(folder)
     if model_type != STMoEConfig.model_type:
@@ -134,7 +132,7 @@ def load_model_on_mesh(
             model = STMoEForConditionalGeneration(config)
         _check_weights_fit(folder, model, saved, begins_anew)
 
-        # Sharded while it has no memory, so that a rank takes no more than its shards.
+        # Sharded before it has memory, so that a rank allocates only its shards.
         torch.nn.Module.to(model, dtype=_float_dtype(config, saved))
         layouts = shard_model(model, mesh, bfloat16=bfloat16, gather=gather)
         model.to_empty(device=local_device(mesh.device_mesh.device_type))
@@ -161,16 +159,19 @@ def load_model_on_mesh(
 def describe_shape_misfits(
     stored: Mapping[str, Iterable[int]], expected: Mapping[str, Tensor]
 ) -> str:
-    """Returns which stored tensors are not those that a model has; an empty text when all fit.
+    """Returns which stored tensors do not fit a model; an empty text if all fit.
 
     Args:
         stored: Shapes of the stored tensors, by name.
         expected: Tensors <any>[...] of the model, by name; they need no memory.
     """
-    missing = expected.keys() - stored.keys()
-    unexpected = stored.keys() - expected.keys()
-    expected_shapes = {name: tensor.shape for name, tensor in expected.items()}
-    return describe_misfits(missing, unexpected, reshaped_weights(stored, expected_shapes))
+    reshaped = []
+    for name in sorted(stored.keys() & expected.keys()):
+        if tuple(stored[name]) != tuple(expected[name].shape):
+            reshaped.append(describe_reshaped(name, stored[name], expected[name].shape))
+    missing = sorted(expected.keys() - stored.keys())
+    unexpected = sorted(stored.keys() - expected.keys())
+    return describe_misfits(missing, unexpected, reshaped)
 
 
 def check_model_folder(folder: Path | str) -> str:
@@ -186,8 +187,8 @@ def check_model_folder(folder: Path | str) -> str:
             "folder of a run."
         )
 
-    # Without a type every setting would be at its default, and a model of another size would be
-    # built first.
+    # Without a type every setting would have its default, and a model of another size would be built
+    # first.
     advice = "Copy the whole folder again from where it was saved."
     model_type = read_json_object(path, advice=advice).get("model_type")
     if not isinstance(model_type, str):
@@ -203,7 +204,7 @@ def _check_weights_fit(
     saved: dict[str, Any],
     begins_anew: Callable[[str], bool],
 ) -> None:
-    """Raises unless the files hold exactly the tensors of a model, as numbers of floating point.
+    """Raises unless the files hold exactly the tensors of a model, with floating-point weights.
 
     Raises:
         CheckpointError: Lists what does not fit.
@@ -215,7 +216,7 @@ def _check_weights_fit(
         dtypes[name] = DTYPES.get(piece.get_dtype())
         shapes[name] = piece.get_shape()
 
-    # Integers would be taken for the numbers themselves.
+    # Integers would be read as if they were the weights.
     refuse_integers(folder, expected, dtypes)
     for name in expected.keys() ^ shapes.keys():
         if begins_anew(name):
@@ -235,7 +236,7 @@ def local_device(device_type: str) -> torch.device:
 
 @contextmanager
 def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
-    """Gives the tensors of a folder by name, as safetensors' slices: nothing of them is read yet.
+    """Yields the tensors of a folder by name, as safetensors' slices that are not read yet.
 
     Raises:
         CheckpointError: When files are missing or torn.
@@ -254,7 +255,7 @@ def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _float_dtype(config: STMoEConfig, saved: dict[str, Any]) -> torch.dtype:
-    """Returns the dtype of floating-point weights: the config's, or that in which they are saved."""
+    """Returns the dtype of floating-point weights: that of the config, or else of the files."""
     if config.dtype is not None:
         return getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
     for piece in saved.values():
@@ -269,8 +270,8 @@ def _read_slices(saved: Any, slices: ShardSlices, target: Tensor) -> None:
     """Fills a tensor with a part of a saved one.
 
     Args:
-        saved: The saved tensor; gate and up may stand in one dimension, [..., 2F, D].
-        slices: The part; with gate and up apart, [..., 2, F, D], one dimension more than saved.
+        saved: The saved tensor; gate and up may share one dimension, [..., 2F, D].
+        slices: The part; with gate and up apart, [..., 2, F, D], it has one dimension more.
         target: <any>[...] of the shape of the part.
     """
     if len(slices) == len(saved.get_shape()):

@@ -1,4 +1,4 @@
-"""The optimizer's state of an earlier run, kept for fine-tuning.
+"""Loads the optimizer's state of an earlier run for fine-tuning.
 
 The paper calls it the optimizer's slots, and finds that keeping it is better than fresh state.
 """
@@ -8,37 +8,16 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from typing_extensions import TypedDict
 
 from moe.checkpoint.index import read_into, read_shapes
 from moe.checkpoint.integrity import newest_whole_checkpoint
-from moe.checkpoint.run_state import STATE_FILE, load_state
+from moe.checkpoint.run_state import load_state
 from moe.checkpoint.train_state import fresh_state, optimizer_tensors, parameter_of, set_numbers
 from moe.checkpoint.writer import refuse_misfits
 from moe.distributed.sharding import Layout
 from moe.errors import CheckpointError
-from moe.parsing import to_record
 
 _ADVICE = "or start without optimizer state: --optimizer_state reset."
-
-
-class _TrainingSettings(TypedDict):
-    """The settings of a recipe's `training` that optimizer state depends on."""
-
-    steps: int
-
-
-class _OptimSettings(TypedDict):
-    """Those of `optim`."""
-
-    optimizer: str
-
-
-class _Settings(TypedDict):
-    """Those of a recipe."""
-
-    training: _TrainingSettings
-    optim: _OptimSettings
 
 
 def load_optimizer_state(
@@ -48,16 +27,16 @@ def load_optimizer_state(
     layouts: Mapping[str, Layout],
     name: str,
 ) -> None:
-    """Gives a new optimizer the state at the end of an earlier run, for the parameters that train.
+    """Loads the final optimizer state of an earlier run, for the parameters that train.
 
-    Adafactor's count of steps comes with its moments: at a count of 0 it would forget them in one
+    This includes Adafactor's count of steps: with a count of 0 it would forget its moments in one
     step.
 
     Args:
         folder: Checkpoints of that run.
         model: With the weights that the run ended with, on any mesh; every rank must call it.
         optimizer: Optimizer of the parameters that train.
-        layouts: Where each parameter lies.
+        layouts: Layout of each parameter.
         name: Name of the optimizer, as in a recipe.
 
     Raises:
@@ -68,7 +47,13 @@ def load_optimizer_state(
         ST-MoE (arXiv:2202.08906) table 20: 86.9 with slots kept and 85.9 with new ones, for the
         best sparse setting.
     """
-    path = _last_checkpoint(folder)
+    advice = f"Restore their files from a copy, {_ADVICE}"
+    path, _ = newest_whole_checkpoint(folder, advice=advice)
+    if path is None:
+        raise CheckpointError(
+            f"{folder} holds no checkpoint whose optimizer state could be kept. Give the model/ folder of a run that "
+            f"still has its checkpoints beside it, {_ADVICE}"
+        )
     _check_settings(path, name)
 
     # State of parameters that are frozen now stays in the file.
@@ -91,44 +76,15 @@ def load_optimizer_state(
     set_numbers(model, optimizer, state)
 
 
-def _last_checkpoint(folder: Path) -> Path:
-    """Returns the newest whole checkpoint of a run.
-
-    Raises:
-        CheckpointError: When there is none.
-    """
-    advice = f"Restore their files from a copy, {_ADVICE}"
-    path, _ = newest_whole_checkpoint(folder, advice=advice)
-    if path is None:
-        raise CheckpointError(
-            f"{folder} holds no checkpoint whose optimizer state could be kept. Give the model/ folder of a run that "
-            f"still has its checkpoints beside it, {_ADVICE}"
-        )
-    return path
-
-
 def _check_settings(path: Path, name: str) -> None:
-    """Raises unless a checkpoint is of its run's last step and of the optimizer `name`.
-
-    Raises:
-        CheckpointError: When it is not, or its state.json is damaged.
-    """
-    # What the checkpoint says of its run, of which two settings count here.
+    """Raises a CheckpointError unless a checkpoint is of its run's last step and of this optimizer."""
     state = load_state(path)
-    settings = to_record(
-        _Settings,
-        state.recipe,
-        where=f"{path / STATE_FILE}: recipe",
-        advice=f"Restore it, {_ADVICE}",
-        error=CheckpointError,
-    )
-
-    steps = settings["training"]["steps"]
+    steps = state.recipe["training"]["steps"]
     if steps != state.step:
         raise CheckpointError(
             f"{path} is not of the last step, {steps}, as the model is. Finish that run, {_ADVICE}"
         )
-    earlier_name = settings["optim"]["optimizer"]
+    earlier_name = state.recipe["optim"]["optimizer"]
     if earlier_name != name:
         raise CheckpointError(
             f"{path} has optimizer state of {earlier_name}, not of {name}. Set optim.optimizer to {earlier_name}, "

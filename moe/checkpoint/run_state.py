@@ -22,13 +22,13 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class RunState(NamedTuple):
-    """The state of a run after some steps, beside weights and the optimizer's state.
+    """The state of a run after some steps, apart from weights and the optimizer's state.
 
     Attributes:
         step: Updates so far; also the position in the data.
         fingerprint: Fingerprint of the data, see `BatchSource`.
         recipe: All settings as plain values.
-        products: Which library did which product of a CPU; None on an accelerator.
+        products: Library used for each product on a CPU; None on an accelerator.
     """
 
     step: int
@@ -60,7 +60,7 @@ class StateFile(NamedTuple):
 
 
 def write_state(folder: Path, state: RunState) -> None:
-    """Writes state.json into a checkpoint that is complete but for it and the checksums."""
+    """Writes state.json into a checkpoint that lacks only it and the checksums."""
     sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     versions = {"torch": str(torch.__version__), "transformers": transformers.__version__}
     content = StateFile(**state._asdict(), sizes=sizes, versions=versions, format=FORMAT)
@@ -95,12 +95,12 @@ def load_state(path: Path) -> RunState:
 def check_same_run(
     path: Path, saved: RunState, current: RunState, changeable: frozenset[str]
 ) -> None:
-    """Refuses to go on with other data or settings than a checkpoint was made with.
+    """Refuses to continue with other data or settings than those of a checkpoint.
 
     Args:
         path: The checkpoint, for the message.
         saved: State in the checkpoint.
-        current: State that the command asks for.
+        current: State according to the command.
         changeable: Dotted names of settings that may differ.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A model on a mesh to the files of `save_pretrained`, written by all ranks at once.
+"""Writes a model on a mesh as `save_pretrained` does, by all ranks at once.
 
 The files are laid out and their headers written first; then every rank writes its own part of each
 tensor at its position.
@@ -18,13 +18,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from moe.distributed.collectives import broadcast_from_rank_zero, gather_or_raise, is_rank_zero
 from moe.distributed.mesh import Mesh
-from moe.distributed.shard_slices import (
+from moe.distributed.sharding import (
+    Layout,
+    MeshCoordinate,
     ShardSlices,
     contiguous_runs,
     is_first_replica,
+    local_shard,
     shard_slices,
 )
-from moe.distributed.sharding import Layout, MeshCoordinate, local_shard
 from moe.distributed.verification import gather_sha256
 from moe.models.card import model_card, write_card
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -39,7 +41,7 @@ class WeightsFile(NamedTuple):
     Attributes:
         name: Name of the file.
         header: Its first bytes.
-        starts: Byte at which each tensor starts, by name.
+        starts: First byte of each tensor, by name.
         size: Bytes of the whole file.
     """
 
@@ -50,10 +52,10 @@ class WeightsFile(NamedTuple):
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and persistent buffers <any>[...] by name, as they lie on this rank.
+    """Returns the parameters and persistent buffers <any>[...] of this rank by name.
 
-    Tied ones are there once, under their first name. FSDP lets go of what it has gathered, so that
-    each is the shard that the optimizer knows.
+    Tied ones appear once, under their first name. FSDP frees what it has gathered, so that each is
+    the shard that the optimizer knows.
     """
     state = model.state_dict()
     first_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
@@ -61,11 +63,11 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_tensors(config: object, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors <any>[...] without memory, each of the shape that it has in one process.
+    """Returns tensors <any>[...] without memory, with their shapes in a single process.
 
     Args:
         config: Configuration of the model.
-        tensors: What `stored_tensors` returned of it, <any>[...].
+        tensors: Result of `stored_tensors`, <any>[...].
     """
     with torch.device("meta"):
         whole = STMoEForConditionalGeneration(config).state_dict()  # pyright: ignore[reportArgumentType]
@@ -94,10 +96,10 @@ def write_model(
 
     Args:
         model: Whole, or sharded by `shard_model`.
-        layouts: Where each parameter lies.
-        folder: A folder that exists, on a file system that all ranks see: they write into the same
+        layouts: Layout of each parameter.
+        folder: An existing folder on a file system that all ranks see: they write into the same
             files.
-        mesh: Mesh that the model is sharded over; None for one process.
+        mesh: Mesh over which the model is sharded; None for one process.
         max_shard_size: Bytes of a file, see `save_pretrained`.
 
     Raises:
@@ -136,7 +138,7 @@ def plan_files(
     Args:
         whole: Tensors <any>[...] by name; they need no memory.
         max_shard_size: Bytes of a file.
-        parameters: Names of those that are no buffers; None for all.
+        parameters: Names of those that are not buffers; None for all.
     """
     split = split_torch_state_dict_into_shards(
         dict(whole), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
@@ -158,7 +160,7 @@ def plan_files(
 
 
 def begin_files(folder: Path, files: Iterable[WeightsFile], index: str | None) -> None:
-    """Writes the headers of files and their index, and makes room for the numbers.
+    """Writes the headers of files and their index, and reserves space for the tensors.
 
     Weights of an earlier save are removed.
 
@@ -173,7 +175,7 @@ def begin_files(folder: Path, files: Iterable[WeightsFile], index: str | None) -
         written.add(SAFE_WEIGHTS_INDEX_NAME)
     remove_replaced_weights(folder, written)
 
-    # A file that ends in a hole takes no room on the disk before it is filled.
+    # A file that ends in a hole uses no disk space before it is filled.
     for file in files:
         with (folder / file.name).open("wb") as stream:
             stream.write(file.header)
@@ -199,7 +201,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def plan_file(name: str, tensors: Mapping[str, Tensor]) -> WeightsFile:
-    """Returns the layout of a safetensors file, as the library safetensors lays one out.
+    """Returns the layout of a safetensors file, the same as that of the library safetensors.
 
     Args:
         name: Name of the file.
@@ -241,7 +243,7 @@ def _write_parts(
 ) -> None:
     """Writes this rank's part of every tensor of a file.
 
-    Of ranks that hold the same part the first writes it; what all ranks hold, rank zero writes.
+    The first rank with a part writes it; rank zero writes what all ranks hold.
     """
     descriptor = os.open(path, os.O_WRONLY)
     try:
@@ -249,7 +251,7 @@ def _write_parts(
             local = local_shard(tensors[name].detach())
             layout = layouts.get(name)
 
-            # A parameter on a mesh is written by the ranks together, anything else by rank zero.
+            # All ranks write parameters on a mesh, rank zero anything else.
             if layout is not None and mesh is not None:
                 coordinate = MeshCoordinate.of(mesh)
                 if not is_first_replica(layout, mesh, coordinate):
@@ -279,16 +281,16 @@ def _write_slices(
         descriptor: The file.
         name: Name of the tensor.
         local: <any>[...] the part.
-        slices: Where it lies in the whole tensor.
+        slices: Its position in the whole tensor.
         shape: Shape of the whole tensor.
-        start: Byte of the file at which the whole tensor starts.
+        start: First byte of the whole tensor in the file.
     """
     sizes = [end - start for start, end in slices]
     assert local.numel() == math.prod(sizes), (
         f"{name}: {tuple(local.shape)} here, but {sizes} by its layout"
     )
 
-    # The elements of a run follow each other in the part and in the file.
+    # The elements of a run are contiguous in the part and in the file.
     data = _bytes_of(local)
     done = 0
     for offset, length in contiguous_runs(slices, shape):
@@ -301,7 +303,7 @@ def _write_slices(
 def _write_at(descriptor: int, data: memoryview, position: int) -> None:
     """Writes all of `data` at a position of a file.
 
-    Not through mapped memory, where a full disk kills the process.
+    Memory mapping is not used: with it, a full disk kills the process.
     """
     while data:
         written = os.pwrite(descriptor, data, position)

@@ -1,7 +1,7 @@
 """The train state of a checkpoint: tensors of model and optimizer, by names alike on every mesh.
 
-Parameters and buffers stand under their names, the optimizer's state under `optimizer/NAME/KEY`.
-Gate and up are apart, as on a mesh; see Layout. DTensors say which part of it all a rank has.
+Parameters and buffers have their own names, the optimizer's state has `optimizer/NAME/KEY`. Gate and
+up are apart, as on a mesh; see Layout. DTensors tell which part of a tensor a rank has.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from moe.checkpoint.sharded_weights import stored_tensors
-from moe.distributed.sharding import Layout
+from moe.distributed.sharding import Layout, local_shard
 
 OPTIMIZER = "optimizer/"
 
-# The one state of an optimizer that has a number for each row of a parameter: Adafactor's second
-# moments with the last dimension summed out.
+# The only optimizer state with a number for each row of a parameter: Adafactor's second moments,
+# summed over the last dimension.
 _ROW_STATE = "v_row"
 
 
@@ -36,7 +36,7 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Returns the optimizer's state <any>[...] as `optimizer/NAME/KEY`; numbers as <any>[].
 
-    Call `model_tensors` first: only then parameters are those that the optimizer knows.
+    Call `model_tensors` first: only then are the parameters those that the optimizer knows.
     """
     tensors = {}
     for name, parameter in model.named_parameters():
@@ -54,7 +54,7 @@ def optimizer_tensors(
 
 
 def parameter_of(key: str) -> str:
-    """Returns the parameter that a checkpoint's `optimizer/NAME/KEY` belongs to.
+    """Returns the parameter of a checkpoint's entry `optimizer/NAME/KEY`.
 
     An empty string for other entries.
     """
@@ -65,11 +65,10 @@ def parameter_of(key: str) -> str:
 def fresh_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]
 ) -> Iterator[None]:
-    """Gives the optimizer state of exactly the named parameters, to be loaded into.
+    """Gives the optimizer state for exactly the named parameters, as a target for loading.
 
-    State that is missing is made by a step of zero gradients at rate zero, which every optimizer
-    knows how to take and which changes no weight. An error in the block puts back what the
-    optimizer had.
+    Missing state is created by a step with zero gradients at rate zero, which works for every
+    optimizer and changes no weight. After an error in the block the earlier state is restored.
     """
     parameters = dict(model.named_parameters())
     earlier: dict[Tensor, Any] = {}
@@ -77,7 +76,7 @@ def fresh_state(
         if parameter in optimizer.state:
             earlier[parameter] = optimizer.state[parameter]
 
-    # Parameters that are to have state and have none yet.
+    # Parameters that need state and have none yet.
     without_state = set()
     for name, parameter in parameters.items():
         if name in names and not earlier.get(parameter):
@@ -85,7 +84,7 @@ def fresh_state(
     if without_state:
         _take_empty_step(optimizer, without_state)
 
-    # And those that have some and are to have none.
+    # Parameters that have state and should have none.
     for name, parameter in parameters.items():
         if name not in names:
             optimizer.state.pop(parameter, None)
@@ -101,7 +100,7 @@ def fresh_state(
 def set_numbers(
     model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Mapping[str, Tensor]
 ) -> None:
-    """Sets the plain numbers of the optimizer's state from <any>[]; tensors were loaded in place."""
+    """Sets the plain numbers of the optimizer's state from <any>[]; tensors are loaded in place."""
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
@@ -110,21 +109,60 @@ def set_numbers(
                 state[key] = type(value)(number)
 
 
+# ---------------------------------------------------------------------------
+# Without a file: a replica group that comes back takes the state from one that is alive, rank by
+# rank of the same mesh.
+
+
+def live_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout]
+) -> dict[str, Tensor]:
+    """Returns this rank's shards <any>[...] of weights and optimizer state by name; no copies."""
+    tensors = {**model_tensors(model, layouts), **optimizer_tensors(model, optimizer, layouts)}
+    return {name: local_shard(tensor).detach() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def load_live_state(
+    state: Mapping[str, Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layouts: Mapping[str, Layout],
+) -> None:
+    """Loads the result of `live_state` on the same rank of an equal mesh.
+
+    Args:
+        state: <any>[...] by name.
+        model: Of the same configuration.
+        optimizer: Optimizer of its parameters, before the first step or after.
+        layouts: Layout of each parameter.
+    """
+    weights = model_tensors(model, layouts)
+    with_state = {parameter_of(name) for name in state if name.startswith(OPTIMIZER)}
+    with fresh_state(model, optimizer, with_state):
+        numbers = optimizer_tensors(model, optimizer, layouts)
+        targets = {**weights, **numbers}
+        assert targets.keys() == state.keys(), "groups of one recipe have the same tensors"
+        for name, target in targets.items():
+            local_shard(target).copy_(state[name])
+    set_numbers(model, optimizer, numbers)
+
+
 def _unpack(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns <any>[...] in the shape that it has on a mesh, gate and up apart; a view."""
+    """Returns <any>[...] in its shape on a mesh, gate and up apart; a view."""
     return x if tuple(x.shape) == shape else x.view(shape)
 
 
 def _take_empty_step(optimizer: torch.optim.Optimizer, parameters: set[nn.Parameter]) -> None:
-    """Takes a step of zero gradients at rate zero with these parameters alone."""
-    # Gradients and rates as they are now, for afterwards.
+    """Takes a step with zero gradients at rate zero for these parameters only."""
+    # Save gradients and rates to restore them afterwards.
     grads: dict[nn.Parameter, Tensor | None] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grads[parameter] = parameter.grad
     rates = [group["lr"] for group in optimizer.param_groups]
 
-    # Zero gradients for these, none for the others, and no rate: no weight changes.
+    # Zero gradients for these, none for the others, and a rate of zero: no weight changes.
     for parameter in grads:
         parameter.grad = torch.zeros_like(parameter) if parameter in parameters else None
     for group in optimizer.param_groups:

@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or absent: ranks write their shards aside, then the folder appears.
+"""Writes checkpoints that are whole or absent: the folder appears when all shards are written.
 
 A checkpoint is the train state of train_state.py in the format of torch.distributed.checkpoint, a
 file state.json, and the checksums of all files. All randomness of a run is a function of its seed
-and step, and so is the position in data and schedule: the step is all that is kept of them.
+and step, and so is the position in data and schedule: only the step is stored.
 """
 
 import os
@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -56,39 +55,30 @@ CHECKPOINT = register_folder_kind(
 class CheckpointWriter:
     """Writes checkpoints below a folder, one at a time, and keeps the newest.
 
-    A kill of any rank at any moment, or a full disk, leaves the earlier ones as they were. Every
-    rank must enter, save and wait alike; `folder` must be one that all of them see.
+    If any rank is killed at any moment, or the disk is full, earlier checkpoints stay unchanged.
+    Every rank must enter, save and wait alike; all of them must see `folder`.
 
     Example:
         with CheckpointWriter(folder, keep=2) as writer:
             writer.save(model, optimizer, layouts, RunState(step, fingerprint, recipe))
 
     Args:
-        folder: Receives a folder for each checkpoint: `step_` and 8 digits.
-        keep: Number of whole checkpoints that stay, the newest.
-        damaged: Checkpoints that are known to be damaged and do not count as whole.
-        timeout: How long a rank waits for the others to have written; None for torch's default.
+        folder: Parent folder of the checkpoints, `step_` and 8 digits each.
+        keep: Number of newest whole checkpoints that are kept.
+        damaged: Checkpoints known to be damaged, which do not count as whole.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: int,
-        damaged: Iterable[Path] = (),
-        timeout: timedelta | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, *, keep: int, damaged: Iterable[Path] = ()) -> None:
         self._folder = folder
         self._keep = keep
         self._damaged = set(damaged)
-        self._timeout = timeout
         self._group: dist.ProcessGroup | None = None
         self._running: tuple[_Save, Future[Any]] | None = None
 
     def __enter__(self) -> "CheckpointWriter":
-        """Makes a process group for the background threads, and removes what killed runs left."""
+        """Makes a process group for the background threads, and removes remains of killed runs."""
         if dist.is_initialized():
-            group = dist.new_group(backend="gloo", timeout=self._timeout)
+            group = dist.new_group(backend="gloo")
             self._group = cast(dist.ProcessGroup, group)
         else:
             # torch warns at each save, in its own thread, where no caller can catch it.
@@ -99,9 +89,9 @@ class CheckpointWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits for the last checkpoint.
 
-        After an error in the block, which is then what counts, it raises none of its own.
+        After an error in the block, errors of the checkpoint are suppressed.
         """
-        # The group of the background threads ends with them, whatever happened.
+        # The group of the background threads ends in any case.
         try:
             if kind is None:
                 self.wait()
@@ -120,18 +110,18 @@ class CheckpointWriter:
         layouts: Mapping[str, Layout],
         state: RunState,
     ) -> Path:
-        """Copies the train state, begins to write it in the background, and returns where to.
+        """Copies the train state, starts to write it in the background, and returns the target.
 
-        Waits for the save before, if that is still running. When all ranks have written, the
-        checkpoint appears and all but the newest are removed.
+        Waits for the previous save if it is still running. When all ranks have written, the
+        checkpoint appears and old ones are removed.
 
         Raises:
-            DataError: When something else lies where the checkpoint should be.
-            Others: Those of `wait`, for the save before.
+            DataError: When something else is in the place of the checkpoint.
+            Others: Those of `wait`, for the previous save.
         """
         self.wait()
 
-        # On rank zero the folder is filled aside; closing `folder_context` lets it appear.
+        # Rank zero holds a work folder; closing `folder_context` renames it to the target.
         target = checkpoint_folder(self._folder, state.step)
         folder_context = ExitStack()
 
@@ -169,14 +159,14 @@ class CheckpointWriter:
 
         Raises:
             OSError: When the disk is full or fails on any rank; names the checkpoint.
-            CheckpointError: When it failed otherwise, e.g. because a rank died.
+            CheckpointError: When it fails otherwise, e.g. because a rank died.
         """
         if self._running is None:
             return
         (target, folder_context), future = self._running
         self._running = None
         try:
-            # Empty when all went well; after a failure it removes the folder.
+            # Empty after success; after a failure it removes the folder.
             with folder_context:
                 future.result()
         except CheckpointException as failed:
@@ -192,9 +182,8 @@ class _Save(NamedTuple):
     """A save in the background.
 
     Attributes:
-        target: Where the checkpoint will appear.
-        folder_context: Holds the folder that is being filled; when it is closed, that becomes
-            `target`.
+        target: Final folder of the checkpoint.
+        folder_context: Holds the work folder, which becomes `target` when it is closed.
     """
 
     target: Path
@@ -230,8 +219,8 @@ class _Writer(FileSystemWriter):
         """Writes this rank's shards and computes their checksums.
 
         Raises:
-            OSError: When the disk fails; torch says RuntimeError, and the reason would be lost on
-                the way to others.
+            OSError: When the disk fails; torch raises a RuntimeError, which would lose the reason on
+                the way to other ranks.
         """
         try:
             pieces = super().write_data(plan, planner).wait()
@@ -252,7 +241,7 @@ class _Writer(FileSystemWriter):
         return written
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Writes index, state.json and checksums, lets the checkpoint appear, and removes old ones."""
+        """Writes index, state.json and checksums, renames the folder, and removes old checkpoints."""
         super().finish(metadata, [written.pieces for written in results])
         write_state(self._partial, self._state)
 
@@ -266,7 +255,7 @@ class _Writer(FileSystemWriter):
                 digests[file.name] = sha256_of(file)
         write_sums(self._partial, digests)
 
-        # All of it is on the disk before the checkpoint has its name.
+        # Everything is on the disk before the checkpoint gets its name.
         for path in (self._partial / STATE_FILE, self._partial / SUMS_FILE, self._partial):
             _flush(path)
         self._save.folder_context.close()
@@ -284,16 +273,16 @@ def load_checkpoint(
     *,
     verified: bool = False,
 ) -> None:
-    """Loads a checkpoint, made on whatever mesh, into `model` and `optimizer`.
+    """Loads a checkpoint, made on any mesh, into `model` and `optimizer`.
 
-    Every rank must call it; it reads what it holds. Parameters whose state the checkpoint has not,
-    since they never had a gradient, start fresh.
+    Every rank must call it and reads its own shards. Parameters without state in the checkpoint,
+    since they never had a gradient, start with fresh state.
 
     Args:
         path: The checkpoint.
-        model: On the mesh that training goes on with.
+        model: On the mesh of further training.
         optimizer: Optimizer of its parameters, before the first step or after.
-        layouts: Where each parameter lies.
+        layouts: Layout of each parameter.
         verified: Whether `newest_whole_checkpoint` has just read every file of it.
 
     Raises:
@@ -335,7 +324,7 @@ def refuse_misfits(
     Args:
         path: The checkpoint.
         kind: `model` or `optimizer`.
-        subject: Begins the list of what does not fit, e.g. `Weights`.
+        subject: Start of the list of misfits, e.g. `Weights`.
         saved: Shapes of the checkpoint's tensors, by name.
         expected: Tensors <any>[...] of the run, by name.
 
@@ -358,7 +347,7 @@ def _not_written(target: Path, reason: str) -> CheckpointError:
 
 
 def _remove_torn(target: Path) -> None:
-    """Removes what a removal that was killed half-way has left: files without state and index."""
+    """Removes the remains of an interrupted removal: files without state and index."""
     if target.is_dir() and kind_of(target) is None and holds_only_checkpoint_files(target):
         remove_folder(target)
 
@@ -367,8 +356,8 @@ def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
     """Removes checkpoints, whole or damaged, that are older than the newest `keep` whole ones.
 
     Args:
-        newest: The checkpoint that was just written; those of later steps are left alone.
-        keep: Number of whole checkpoints that stay.
+        newest: The checkpoint just written; those of later steps are left alone.
+        keep: Number of whole checkpoints that are kept.
         damaged: Checkpoints that do not count as whole.
     """
     checkpoints: list[Path] = []
@@ -382,7 +371,7 @@ def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
     if len(whole) < keep:
         return
 
-    # Of a damaged one nothing is removed that was not written with a checkpoint.
+    # Of a damaged one, only files of a checkpoint are removed.
     oldest_kept = whole[-keep]
     for path in checkpoints[: checkpoints.index(oldest_kept)]:
         if path in whole or holds_only_checkpoint_files(path):

@@ -1,4 +1,4 @@
-"""stmoe convert: a checkpoint once and for all, T5, Switch and T5X to ours, ours to T5 and Switch.
+"""stmoe convert: converts checkpoints of T5, Switch and T5X to ours, and ours to T5 and Switch.
 
 stmoe convert --from google/switch-base-8 --to runs/switch-base-8
 stmoe convert --from runs/switch-base-8 --to runs/theirs --format switch
@@ -46,7 +46,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> None:
-    """Converts a checkpoint and says what became of every tensor."""
+    """Converts a checkpoint and reports on every tensor."""
     options = build_parser().parse_args(argv)
     fields = read_fields(options.set)
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
             f"--to {target} exists already. Give the name of a new folder, or remove it."
         )
 
-    # The folder appears when it is whole: weights, tokenizer, config and checksums.
+    # The folder appears when it is complete: weights, tokenizer, config and checksums.
     with whole_folder(target, kind="model") as folder:
         report = convert_checkpoint(
             options.source,
@@ -86,7 +86,15 @@ def read_fields(texts: list[str]) -> dict[str, object]:
     fields: dict[str, object] = {}
     for text in texts:
         name, sign, value = text.partition("=")
-        _check_field(text, name, has_value=bool(sign))
+        if not sign or not name.isidentifier():
+            raise ConfigError(
+                f"--set is {shown(text)}; expected FIELD=VALUE, e.g. expert_capacity=64."
+            )
+        if name in OTHER_OPTIONS:
+            raise ConfigError(
+                f"--set {shown(text)}: {name} is no field of STMoEConfig. "
+                "Give it as an option of its own."
+            )
         if name in fields:
             raise ConfigError(f"--set gives {name} twice. Leave one away.")
 
@@ -95,16 +103,3 @@ def read_fields(texts: list[str]) -> dict[str, object]:
         except DataError:
             fields[name] = value
     return fields
-
-
-def _check_field(text: str, name: str, *, has_value: bool) -> None:
-    example = "Write FIELD=VALUE, e.g. expert_capacity=64."
-    if not has_value:
-        raise ConfigError(f"--set {shown(text)} has no value. {example}")
-    if not name.isidentifier():
-        raise ConfigError(f"--set {shown(text)} names no field. {example}")
-    if name in OTHER_OPTIONS:
-        raise ConfigError(
-            f"--set {shown(text)}: {name} is no field of STMoEConfig. "
-            "Give it as an option of its own."
-        )

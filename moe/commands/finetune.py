@@ -46,8 +46,8 @@ class FinetuningData(NamedTuple):
     Attributes:
         train: Input and target texts of the training split, by task.
         dev_pairs: Input and target texts of all validation splits, for the held-out loss.
-        build_dev_scorer: Takes the ranks of a run, the sizes of its mesh and the mesh; returns the
-            function that scores a model on the validation splits. None without tasks.
+        build_dev_scorer: Returns the function that scores a model on the validation splits, given
+            the ranks of a run, the sizes of its mesh and the mesh. None without tasks.
     """
 
     train: dict[str, list[tuple[str, str]]]
@@ -188,9 +188,9 @@ def main(
 
     Args:
         argv: The command line, without the program.
-        read_tasks: Reads tasks; None where there are none, so that pairs of texts are needed.
-        process_start: When this process started, in seconds since 1970, if it exists for this
-            command alone.
+        read_tasks: Reads tasks; None if there are none, so that pairs of texts are needed.
+        process_start: When this process started, in seconds since 1970, if it serves only this
+            command.
     """
     with finetune_command().launch(argv) as (world, recipe, arguments):
         recipe = choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))

@@ -13,7 +13,7 @@ from moe.training.timeline import Goodput, measure_goodput, read_timeline
 
 def main(argv: list[str]) -> None:
     """Prints the goodput of each given run."""
-    parser = Parser(prog="stmoe goodput", description="Says what the seconds of a run went into.")
+    parser = Parser(prog="stmoe goodput", description="Shows how the seconds of a run were spent.")
     parser.add_argument("runs", type=path, nargs="+", help="folders of runs")
     options = parser.parse_args(argv)
     tables = [show_goodput(measure_goodput(read_timeline(run)), str(run)) for run in options.runs]

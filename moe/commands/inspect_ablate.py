@@ -1,12 +1,17 @@
-r"""stmoe inspect ablate: what the loss becomes without each expert, and what experts are for.
+r"""stmoe inspect ablate: the loss without each expert, and the classes of tokens that experts serve.
 
 stmoe inspect ablate --trace runs/trace --out runs/ablation.json
 stmoe inspect ablate --trace runs/trace --kind reroute --out runs/reroute.json
 """
 
 from moe.cli import Parser, integer, path
-from moe.commands.routing_inputs import add_batches, command_text
-from moe.commands.routing_trace import add_trace, load_traced, read_again
+from moe.commands.routing_inputs import (
+    add_batches,
+    add_trace,
+    command_text,
+    load_traced,
+    read_again,
+)
 from moe.files import output_path
 from moe.inspection.ablation.ablate import ablate_experts
 from moe.inspection.ablation.ablation_table import (
@@ -17,7 +22,7 @@ from moe.inspection.ablation.ablation_table import (
     verdict_table,
 )
 from moe.inspection.ablation.interventions import INTERVENTIONS
-from moe.inspection.page.ablation_file import write_ablation
+from moe.inspection.page.panel_data import write_ablation
 from moe.inspection.statistics.token_classes import classify
 from moe.inspection.tables import loss_sentence
 from moe.parsing import printable
@@ -26,19 +31,19 @@ from moe.tracing.trace_file import read_trace
 
 def build_parser() -> Parser:
     """Returns what reads the command line."""
-    parser = Parser(prog="stmoe inspect ablate", description="Takes experts away, one by one.")
+    parser = Parser(prog="stmoe inspect ablate", description="Ablates experts one by one.")
     add_trace(parser)
     parser.add_argument("--model", type=path, help="folder of the model (that of the trace)")
     parser.add_argument("--out", required=True, help="the .json file to write")
     kinds = INTERVENTIONS.names()
     parser.add_argument(
-        "--kind", choices=kinds, default="drop", help="what is done to an expert (drop)"
+        "--kind", choices=kinds, default="drop", help="intervention on an expert (drop)"
     )
     parser.add_argument(
         "--seed",
         type=integer(least=0),
         default=0,
-        help="of the random choices that are taken away beside (0)",
+        help="seed of the random choices that are ablated for comparison (0)",
     )
     add_batches(parser)
     return parser
@@ -51,7 +56,7 @@ def main(argv: list[str]) -> None:
     trace = read_trace(options.trace)
     inspected = load_traced(trace, options.model, dropless=options.dropless)
 
-    # Classes of the tokens to be predicted, whose loss changes, and of those that encoders read.
+    # Classes of target tokens, whose loss changes, and of encoder tokens.
     tokenizer = inspected.tokenizer
     targets = classify(trace.decoder, tokenizer, tokens="target")
     read = classify(trace.encoder, tokenizer)
@@ -64,7 +69,7 @@ def main(argv: list[str]) -> None:
         seed=options.seed,
     )
 
-    # All of it is kept; what was shown is printed.
+    # The file holds all results; only significant ones are printed.
     write_ablation(ablation, trace, out, command_text("ablate", argv))
     print(loss_sentence(trace))
     print(effect_table(ablation))

@@ -6,8 +6,7 @@ stmoe inspect compare --trace runs/trace --model runs/finetune/model --out runs/
 from collections.abc import Mapping
 
 from moe.cli import Parser, path
-from moe.commands.routing_inputs import add_batches
-from moe.commands.routing_trace import add_trace, load_traced, read_again
+from moe.commands.routing_inputs import add_batches, add_trace, load_traced, read_again
 from moe.files import output_path
 from moe.inspection.ablation.loss_split import LossSplit, split_loss
 from moe.inspection.page.routing_view import routing_view
@@ -45,7 +44,6 @@ def build_parser() -> Parser:
 
 def main(argv: list[str]) -> None:
     """Prints why the losses differ, and writes the view of both."""
-    # What can be refused before a model is loaded.
     options = build_parser().parse_args(argv)
     inputs = [options.trace, options.model, options.traced_model]
     out = output_path(options.out, suffix=".html", inputs=inputs)
@@ -63,7 +61,7 @@ def main(argv: list[str]) -> None:
         print(f"{printable(traced.facts.model)}: {loss_sentence(traced)}")
     print()
 
-    # Two runs have no common numbers: each expert goes by that of its partner in the first model.
+    # Expert numbers differ between runs: each expert gets the number of its partner in the first model.
     matchings = match_traces(recorded, other)
     print(agreement_table(recorded, other, matchings))
     matching = {key: numbers_in_first(of_layer) for key, of_layer in matchings.items()}
@@ -101,11 +99,11 @@ def numbers_in_first(matching: ExpertMatching) -> list[int]:
 def agreement_table(
     first: Trace, second: Trace, matchings: Mapping[LayerKey, ExpertMatching]
 ) -> str:
-    """Returns how far the routing of two models is the same, layer by layer, as text."""
+    """Returns how far the routing of two models agrees, layer by layer, as text."""
     rows = []
     for layer, other in zip(first.layers, second.layers, strict=True):
         num_experts = layer.facts.num_experts
-        # Under equal numbers, and under the best renumbering.
+        # With equal numbers, and with the best renumbering.
         agreement = choice_agreement(layer.first, other.first, num_experts)
         matching = matchings[layer.key]
         partners = " ".join(str(partner + 1) for partner in matching.partner.tolist())

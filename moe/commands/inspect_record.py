@@ -1,4 +1,4 @@
-r"""stmoe inspect record: writes down which expert every token goes to.
+r"""stmoe inspect record: records the experts of every token.
 
 stmoe inspect record --model runs/demo/pretrain/model --corpus runs/demo/corpus --out runs/trace
 stmoe inspect record --model runs/demo/pretrain/model --text news=a.txt code=b.md --best 4 --out runs/trace
@@ -16,8 +16,8 @@ from moe.commands.routing_inputs import (
     describe_inputs,
     load_inspected,
     read_batches,
+    tokenizer_fingerprint,
 )
-from moe.commands.routing_trace import tokenizer_fingerprint
 from moe.files import check_kind, output_path
 from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows, loss_sentence
 from moe.parsing import printable
@@ -36,14 +36,14 @@ def build_parser() -> Parser:
         "--best",
         type=integer(least=0),
         default=0,
-        help="also keep the probabilities of so many best experts (0)",
+        help="number of best experts whose probabilities are recorded, too (0)",
     )
     add_inputs(parser)
     return parser
 
 
 def main(argv: list[str], read_task: TaskReader | None = None) -> None:
-    """Records, and prints what the routers did.
+    """Records the routing, and prints statistics of the routers.
 
     Args:
         argv: The options.
@@ -51,13 +51,13 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     """
     options = build_parser().parse_args(argv)
 
-    # What can be refused before a model is loaded.
+    # Refuse what can be refused before the model is loaded.
     check_noise_density(options)
     inputs = [options.model, options.corpus, options.pairs]
     out = output_path(options.out, inputs=inputs)
     check_kind(out, "trace")
 
-    # Where the trace will come from.
+    # The provenance of the trace.
     inspected = load_inspected(options.model, dropless=options.dropless)
     batches = read_batches(options, inspected, read_task)
     provenance = Provenance(
@@ -75,7 +75,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         provenance=provenance,
     )
 
-    # What the routers did, and how much of it there is.
+    # Statistics of the routers, and the size of the trace.
     trace = read_trace(out)
     num_tokens = trace.encoder.ids.numel() + trace.decoder.ids.numel()
     megabytes = (out / TENSORS_FILE).stat().st_size / 1e6

@@ -1,4 +1,4 @@
-r"""stmoe inspect replay: the loss of a model with the routing that a trace holds.
+r"""stmoe inspect replay: the loss of a model with the routing of a trace.
 
 stmoe inspect replay --trace runs/trace --model runs/quantised/model
 """
@@ -6,8 +6,7 @@ stmoe inspect replay --trace runs/trace --model runs/quantised/model
 import torch
 
 from moe.cli import Parser, path
-from moe.commands.routing_inputs import add_batches
-from moe.commands.routing_trace import add_trace, load_traced, read_again
+from moe.commands.routing_inputs import add_batches, add_trace, load_traced, read_again
 from moe.inspection.ablation.loss_split import token_losses
 from moe.inspection.tables import format_table
 from moe.tracing.replay import replay_routing
@@ -27,7 +26,7 @@ def build_parser() -> Parser:
         "--weights",
         choices=("recompute", "replay"),
         default="recompute",
-        help="whether the router weighs the choices anew (recompute), or the recorded gates hold",
+        help="recompute the weights of the choices (default), or replay the recorded ones",
     )
     add_batches(parser)
     return parser
@@ -40,7 +39,7 @@ def main(argv: list[str]) -> None:
     model = load_traced(trace, options.model, dropless=options.dropless).model
     batches = read_again(trace, options)
 
-    # The same batches twice: as the router says, and as the trace says.
+    # The same batches twice: with the router's own choices, and with those of the trace.
     own = token_losses(model, batches)
     with replay_routing(model, trace, weights=options.weights):
         replayed = token_losses(model, batches)

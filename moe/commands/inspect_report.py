@@ -1,4 +1,4 @@
-r"""stmoe inspect report: explains a model's routers on held-out text, by tables and a page.
+r"""stmoe inspect report: explains a model's routers on held-out text by tables and a page.
 
 stmoe inspect report --model runs/demo/pretrain/model --corpus runs/demo/corpus --out report.html \
         [--metrics pretrain=runs/demo/pretrain/metrics.jsonl ...] \
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     """Traces held-out text and writes the report."""
     options = build_parser().parse_args(argv)
 
-    # What can be refused before a model is loaded.
+    # Refuse what can be refused before the model is loaded.
     out = page_path(options.out, inputs=[options.model, options.corpus, options.evaluation])
     stages = read_stages(options.metrics)
     evaluation = None if options.evaluation is None else read_evaluation(options.evaluation)
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> None:
     trace = record_routing(model, traced_batches(batches))
     counts = count_tokens(trace, model.config.vocab_size)
 
-    # What the page says it was made from.
+    # The provenance of the page.
     masks = f"{describe_noise(noise, model.config)}; seed {_SEED}"
     fingerprint = model_fingerprint(options.model)
     recipe = find_recipe(options.model)
@@ -155,7 +155,7 @@ def main(argv: list[str]) -> None:
 
 
 def library_versions() -> dict[str, str]:
-    """Returns the versions of Python, of this library and of what it computes with."""
+    """Returns the versions of Python, this library, torch and transformers."""
     versions = {"python": platform.python_version()}
     for name in ("stmoe", "torch", "transformers"):
         try:
@@ -169,9 +169,8 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
     """Returns where the page goes.
 
     Raises:
-        ConfigError: When it is no path of an .html file, or it would be mixed with a model or what
-            else is finished.
-        DataError: When something else than a page of this command lies there.
+        ConfigError: When it is not the path of an .html file, or lies in a finished folder.
+        DataError: When anything but a page of this command lies there.
     """
     page = output_path(text, suffix=".html", inputs=inputs)
 

@@ -7,15 +7,15 @@ stmoe inspect report --model runs/demo/model --corpus runs/demo/corpus --out rep
 import sys
 
 from moe.commands.routing_inputs import TaskReader
-from moe.commands.verbs import Verb, verb_lines, verb_main
+from moe.commands.stmoe import Verb, verb_lines, verb_main
 
 VERBS = {
-    "record": Verb("inspect_record", "write down which expert every token of a text goes to"),
+    "record": Verb("inspect_record", "record the experts of every token of a text"),
     "view": Verb(
         "inspect_view", "show a trace: an interactive page, and tables with their significance"
     ),
     "ablate": Verb(
-        "inspect_ablate", "say what the loss becomes without each expert, and what experts are for"
+        "inspect_ablate", "measure the loss without each expert, and what each expert serves"
     ),
     "compare": Verb("inspect_compare", "compare the routing of two models on the text of a trace"),
     "replay": Verb("inspect_replay", "run a model with the routing of a trace"),

@@ -7,12 +7,14 @@ stmoe inspect view --trace runs/trace --probe runs/pretrain/probe --ablation run
 import json
 
 from moe.cli import Parser, integer, path
-from moe.commands.routing_inputs import command_text
-from moe.commands.routing_trace import add_trace, load_traced
+from moe.commands.routing_inputs import add_trace, command_text, load_traced
 from moe.files import output_path, write_text
-from moe.inspection.page.ablation_file import read_ablation
-from moe.inspection.page.panel_data import LayerClasses
-from moe.inspection.page.panel_statistics import view_classes, view_saturation
+from moe.inspection.page.panel_data import (
+    LayerClasses,
+    read_ablation,
+    view_classes,
+    view_saturation,
+)
 from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
 from moe.inspection.statistics.routing_entropy import (
@@ -45,7 +47,7 @@ def build_parser() -> Parser:
         "--permutations",
         type=integer(least=19),
         default=1000,
-        help="shuffles that p-values are made of (1000)",
+        help="number of shuffles for p-values (1000)",
     )
     return parser
 
@@ -142,7 +144,7 @@ def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
             "tokens of one document are not independent."
         )
 
-    # Of the experts beyond chance, the one of the largest lift.
+    # Of the significant experts, the one with the largest lift.
     cells = []
     for table in classes:
         for row in table.rows:
@@ -150,7 +152,7 @@ def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
             if not shown:
                 continue
 
-            # Shown to be avoided is not shown to be preferred.
+            # A significant expert may also be avoided.
             expert = max(shown, key=lambda number: row.lifts[number])
             if row.lifts[expert] <= 1:
                 continue

@@ -1,11 +1,11 @@
-"""stmoe plan: what a run needs on a mesh, computed without any device.
+"""stmoe plan: the needs of a run on a mesh, computed without any device.
 
     stmoe plan --preset st-moe-32b --mesh.ep 64 --mesh.tp 16 --training.batch_size 2048 --memory 80GiB
     stmoe plan --config recipes/st_moe_tiny_pretrain.yaml --suggest 8 --memory 16GiB
 
 It prints the memory of a rank, the arithmetic, and the bytes on each axis of the mesh. The settings
-are those of `stmoe pretrain`. --suggest ranks the meshes of so many ranks: those that fit into memory
-first, then by the time that they send.
+are those of `stmoe pretrain`. --suggest N ranks the meshes of N ranks: those that fit into memory
+first, then by their time for communication.
 
     stmoe plan --preset st-moe-32b --mesh.ep 64 --mesh.tp 16 --training.batch_size 2048 \
         --network recipes/networks/tpu_v3_pod.yaml --place tp=4x4,ep=8x8 --dead 260,261,292,293
@@ -13,7 +13,7 @@ first, then by the time that they send.
     stmoe plan --preset st-moe-l --mesh.dp_replicate 8 --mesh.ep 16 --training.batch_size 2048 --mtbf 3h
 
 With a mean time between failures it prints the goodput of each way to survive them. On a network it
-times every collective with its best schedule, and shows what dead ranks cost. See
+times every collective with its best schedule, and shows the cost of dead ranks. See
 docs/guides/network.md.
 """
 
@@ -58,7 +58,7 @@ _NEED_NETWORK = ("place", "dead", "page", "measure")
 
 
 def add_preset(argv: list[str]) -> list[str]:
-    """Returns the arguments behind the settings of `--preset`, so that those given win."""
+    """Returns the settings of `--preset` followed by the arguments, so that arguments win."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", nargs="?")
     preset = parser.parse_known_args(argv)[0].preset
@@ -86,12 +86,12 @@ def read_workload(recipe: PretrainRecipe) -> Workload:
 
 def plan_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
-    command = RecipeCommand(PretrainRecipe, "Says what a run needs on a mesh.")
+    command = RecipeCommand(PretrainRecipe, "Computes the needs of a run on a mesh.")
     presets = ", ".join(PRESETS.names())
     command.add_argument("--preset", type=str, help=f"published size to start from: {presets}")
     command.add_argument("--memory", type=str, help="memory of a device, e.g. 80GiB")
     command.add_argument(
-        "--suggest", type=int, help="rank the meshes of so many ranks; needs --memory"
+        "--suggest", type=int, help="number of ranks whose meshes are ranked; needs --memory"
     )
 
     # Failures.
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> None:
             print(f"\n{show_survivals(recipe.mesh, costs, ways)}")
         return
 
-    # All meshes of so many ranks.
+    # All meshes of a number of ranks.
     if memory is None or arguments.suggest < 1:
         raise ConfigError(
             "--suggest needs a number of ranks above 0, and --memory of a device, e.g. 80GiB."

@@ -144,8 +144,8 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
 
     Args:
         argv: The command line, without the program.
-        process_start: When this process started, in seconds since 1970, if it exists for this
-            command alone.
+        process_start: When this process started, in seconds since 1970, if it serves only this
+            command.
     """
     with pretrain_command().launch(argv) as (world, recipe, arguments):
         # Refuse what can be refused before any data are read.

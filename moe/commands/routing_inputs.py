@@ -1,5 +1,7 @@
-"""What the verbs of `stmoe inspect` read: texts or pairs to trace, and the model that reads them."""
+"""Inputs of the verbs of `stmoe inspect`: a model, texts or pairs to trace, or a trace and its model."""
 
+import hashlib
+import json
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import load_complete
+from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real
 from moe.data.documents import read_pairs
 from moe.data.span_corruption import DENSEST
@@ -19,6 +22,7 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import sparse_layers
 from moe.tracing.examples import (
     SourceText,
+    batches_of,
     corrupted_batches,
     describe_noise,
     generated_batches,
@@ -27,12 +31,16 @@ from moe.tracing.examples import (
 )
 from moe.tracing.recorder import TracedBatch
 from moe.tracing.texts import corpus_texts, file_texts
+from moe.tracing.trace import Trace
 
 TaskReader = Callable[[str, str], list[SourceText]]
 """Returns the pairs of a split of a task, by its name."""
 
 _LONGEST_TARGET = 256
 _LONGEST_ANSWER = 64
+_SAY_WHERE = (
+    "say where it is now: --traced-model in compare, --model in the other verbs of stmoe inspect."
+)
 
 
 class InspectedModel(NamedTuple):
@@ -48,7 +56,7 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
 
     Args:
         folder: Folder of a model with its tokenizer.
-        dropless: Whether experts have room for every token, whatever the config says.
+        dropless: Whether experts have unlimited capacity, whatever the config says.
 
     Raises:
         CheckpointError: When the model is missing or damaged.
@@ -76,7 +84,7 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
 
 
 def add_inputs(parser: Parser) -> None:
-    """Adds the options that say what is traced."""
+    """Adds the options for what is traced."""
     sources = parser.add_mutually_exclusive_group(required=True)
     sources.add_argument(
         "--corpus",
@@ -93,7 +101,7 @@ def add_inputs(parser: Parser) -> None:
     )
     sources.add_argument("--task", help="a task of eval/, in the repository; see --split")
 
-    # How much of it, and how.
+    # Amount and processing.
     parser.add_argument("--split", default="validation", help="split of the task (validation)")
     parser.add_argument(
         "--generate",
@@ -114,7 +122,7 @@ def add_inputs(parser: Parser) -> None:
 
 
 def add_noise_density(parser: Parser) -> None:
-    """Adds the option that says how much text is masked."""
+    """Adds the option for the share of masked text."""
     density = real(above=0, most=DENSEST)
     parser.add_argument(
         "--noise-density",
@@ -124,7 +132,7 @@ def add_noise_density(parser: Parser) -> None:
 
 
 def add_batches(parser: Parser) -> None:
-    """Adds the options that say how a model reads examples."""
+    """Adds the options for how a model reads examples."""
     parser.add_argument(
         "--batch-size",
         type=integer(least=1),
@@ -151,7 +159,7 @@ def check_noise_density(options: Namespace) -> None:
 
 
 def describe_inputs(options: Namespace, config: STMoEConfig) -> str:
-    """Returns what is traced, in words."""
+    """Returns a description of what is traced."""
     masks = describe_noise(pretraining_noise(config, options.noise_density), config)
     if options.corpus:
         text = f"held-out text of {options.corpus}, {masks}"
@@ -167,16 +175,16 @@ def describe_inputs(options: Namespace, config: STMoEConfig) -> str:
 def read_batches(
     options: Namespace, inspected: InspectedModel, read_task: TaskReader | None
 ) -> Iterator[TracedBatch]:
-    """Yields the batches that the options of `add_inputs` ask for.
+    """Yields the batches for the options of `add_inputs`.
 
     Args:
-        options: What was parsed.
-        inspected: The model that reads them.
-        read_task: Reads a task of eval/; None where there is none, as in the installed command.
+        options: Parsed options.
+        inspected: The model that reads the batches.
+        read_task: Reads a task of eval/; None in the installed command, which has none.
 
     Raises:
-        ConfigError: When a task is asked for where there is none, or a number is out of range.
-        DataError: When a file is missing or no text.
+        ConfigError: When a task is given where there are none, or a number is out of range.
+        DataError: When a file is missing or not text.
     """
     model = inspected.model
     tokenizer = inspected.tokenizer
@@ -186,9 +194,9 @@ def read_batches(
         "most_examples": options.examples,
     }
 
-    # Texts have their spans masked; pairs are as in fine-tuning, with the sentinel that it left.
+    # Spans of texts are masked; pairs are as in fine-tuning, with its sentinel if it used one.
     if options.corpus or options.text:
-        texts = _read_texts(options)
+        texts = corpus_texts(options.corpus) if options.corpus else file_texts(options.text)
         noise = pretraining_noise(model.config, options.noise_density)
         batches = corrupted_batches(texts, tokenizer, noise=noise, **lengths)
     else:
@@ -203,15 +211,10 @@ def read_batches(
             **lengths,
         )
 
-    # The decoder reads what the model says itself.
+    # The decoder reads the model's own answers.
     if options.generate:
         batches = generated_batches(model, batches, max_tokens=_LONGEST_ANSWER)
     return batches
-
-
-def _read_texts(options: Namespace) -> list[SourceText]:
-    """Returns the documents of a corpus' held-out part, or of the user's files."""
-    return corpus_texts(options.corpus) if options.corpus else file_texts(options.text)
 
 
 def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[SourceText]:
@@ -226,3 +229,67 @@ def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[Source
             "your own pairs by --pairs, or install a clone: pip install --editable ."
         )
     return read_task(options.task, options.split)
+
+
+# ---------------------------------------------------------------------------
+# A trace
+
+
+def add_trace(parser: Parser) -> None:
+    """Adds the option for the trace."""
+    parser.add_argument(
+        "--trace", type=path, required=True, help="folder made by stmoe inspect record"
+    )
+
+
+def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) -> InspectedModel:
+    """Returns the model of a trace.
+
+    Args:
+        trace: The trace.
+        folder: Where the model is now; None for where it was.
+        dropless: Whether experts have unlimited capacity, whatever the config says.
+
+    Raises:
+        DataError: When the model is gone from where it was or has changed there, or the folder has
+            another tokenizer than the trace was made with.
+    """
+    is_where_it_was = folder is None
+    if folder is None:
+        folder = Path(trace.facts.model)
+        if not trace.facts.model or not folder.is_dir():
+            where = trace.facts.model or "memory"
+            raise DataError(f"The traced model was in {where}, and is not there: {_SAY_WHERE}")
+
+    # The folder may contain another model by now, e.g. one that was trained further.
+    inspected = load_inspected(folder, dropless=dropless)
+    recorded = trace.facts.model_fingerprint
+    if is_where_it_was and recorded not in ("", model_fingerprint(folder)):
+        raise DataError(
+            f"The model in {folder} has changed since it was traced. Record the trace again, or, if the traced model "
+            f"was moved, {_SAY_WHERE}"
+        )
+
+    # Token ids must mean the same.
+    fingerprint = tokenizer_fingerprint(inspected.tokenizer)
+    if trace.facts.tokenizer_fingerprint not in ("", fingerprint):
+        raise DataError(
+            f"The tokenizer of {inspected.folder} is {fingerprint}, that of the trace "
+            f"{trace.facts.tokenizer_fingerprint}: the token ids would mean other words. Give the model that was "
+            "traced, or one with its tokenizer."
+        )
+    return inspected
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Returns 16 hexadecimal digits that identify the meaning of a tokenizer's ids.
+
+    Tokens that it appends to a text do not count: fine-tuning may have changed them.
+    """
+    tokens = json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
+
+
+def read_again(trace: Trace, options: Namespace) -> list[TracedBatch]:
+    """Returns the examples of a trace in batches, according to the options of `add_batches`."""
+    return list(batches_of(trace, options.batch_size))

@@ -1,4 +1,4 @@
-"""The console command `stmoe`: a table of verbs, each of which is a `main` of its own.
+"""The console command `stmoe`: each verb is the `main` of a module, imported when the verb is given.
 
     stmoe pretrain --config st_moe_tiny_pretrain --corpus corpus --tokenizer tokenizer --out run
     stmoe generate --model run/model "Replace the <extra_id_0> of this sentence."
@@ -6,21 +6,39 @@
 On several devices torchrun starts it: `torchrun --nproc-per-node 4 -m stmoe pretrain ...`.
 """
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe.cli import AGAIN, RESUME
-from moe.commands.verbs import Verb, verb_lines, verb_main
+from moe.errors import ConfigError, did_you_mean
+
+_WIDTH = 11  # of the names, in --help
+
+
+class Verb(NamedTuple):
+    """A verb of a command.
+
+    Attributes:
+        module: Module in moe.commands whose `main` it runs.
+        summary: Line of --help that says what it does.
+        trains: Whether it is a training run, which can be resumed and counts its seconds.
+    """
+
+    module: str
+    summary: str
+    trains: bool = False
+
 
 VERBS = {
     "corpus": Verb("build_corpus", "build a corpus from your text, or from installed packages"),
     "tokenizer": Verb("train_tokenizer", "train a SentencePiece vocabulary on a corpus"),
     "recipes": Verb("recipes", "list the recipes that --config knows by name"),
-    "plan": Verb("plan", "say what a run needs on a mesh, without any device"),
+    "plan": Verb("plan", "compute the needs of a run on a mesh, without any device"),
     "pretrain": Verb("pretrain", "pre-train a model by span corruption", trains=True),
     "finetune": Verb("finetune", "fine-tune a model on pairs of texts", trains=True),
-    "goodput": Verb("goodput", "say what the seconds of a run went into"),
+    "goodput": Verb("goodput", "show how the seconds of a run were spent"),
     "generate": Verb("generate", "answer texts with a model"),
     "inspect": Verb("inspect_router", "see, replay and edit what the routers of a model do"),
     "convert": Verb("convert", "convert a checkpoint of T5, Switch, T5X or ours"),
@@ -37,9 +55,9 @@ def main(
 
     Args:
         argv: The verb and its options.
-        read_tasks: Tells the verb about tasks; None where there are none.
-        process_start: When this process started, in seconds since 1970, if it exists for this
-            command alone.
+        read_tasks: Reads the tasks of the repository; None if there are none.
+        process_start: When this process started, in seconds since 1970, if it serves only this
+            command.
 
     Raises:
         ConfigError: When there is no such verb.
@@ -71,3 +89,20 @@ def _help() -> str:
     lines = ["usage: stmoe VERB [OPTION ...]", "", *verb_lines(VERBS)]
     lines += ["", "stmoe VERB --help explains the options of a verb; stmoe --version prints ours."]
     return "\n".join(lines)
+
+
+def verb_main(command: str, name: str, verbs: Mapping[str, Verb]) -> Callable[..., None]:
+    """Returns the function that a verb of a command runs.
+
+    Raises:
+        ConfigError: When there is no such verb.
+    """
+    if name not in verbs:
+        closest = did_you_mean(name, verbs)
+        raise ConfigError(f"There is no verb {name!r}.{closest} {command} --help lists all verbs.")
+    return importlib.import_module(f"moe.commands.{verbs[name].module}").main
+
+
+def verb_lines(verbs: Mapping[str, Verb]) -> list[str]:
+    """Returns a line of --help for each verb."""
+    return [f"  {name:<{_WIDTH}}{verb.summary}" for name, verb in verbs.items()]

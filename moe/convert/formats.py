@@ -1,4 +1,4 @@
-"""One checkpoint written in another format, tensor by tensor.
+"""Writes a checkpoint in another format, tensor by tensor.
 
 Sources are transformers' T5 and Switch, T5X and ours; formats are ours and transformers' two.
 """
@@ -18,8 +18,7 @@ from transformers import GenerationConfig
 from moe.checkpoint.sharded_weights import begin_files, plan_files, stored_tensors, write_tensor
 from moe.checks import check, check_choice
 from moe.convert.hf_config import Family, to_hf_config
-from moe.convert.hf_names import hf_weight_map
-from moe.convert.hf_weights import open_hf_checkpoint
+from moe.convert.hf_weights import hf_weight_map, open_hf_checkpoint
 from moe.convert.t5x import is_t5x, open_t5x
 from moe.convert.weight_map import (
     ConversionReport,
@@ -28,9 +27,8 @@ from moe.convert.weight_map import (
     convert_weights,
 )
 from moe.errors import CheckpointError
-from moe.models.checkpoint_formats import find_format
+from moe.models.checkpoint_formats import find_format, read_json_object
 from moe.models.configuration import STMoEConfig
-from moe.models.json_files import read_json_object
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD
 from moe.models.transformers_private import find_file, load_generation_config
@@ -59,7 +57,7 @@ _TOKENIZER_FILES = (
 
 
 def conversion_report(source: Path | str, **settings: Any) -> ConversionReport:
-    """Returns what becomes of every tensor of a T5, Switch or T5X checkpoint; converts nothing.
+    """Returns how every tensor of a T5, Switch or T5X checkpoint would be converted.
 
     Args:
         source: A folder, or a name of the hub.
@@ -74,7 +72,7 @@ def conversion_report(source: Path | str, **settings: Any) -> ConversionReport:
 
 
 def open_checkpoint(source: Path | str, **settings: Any) -> ConvertedCheckpoint:
-    """Returns any checkpoint that this library reads, ours too, as weights of ours.
+    """Returns any checkpoint that this library reads, including ours, as weights of ours.
 
     See `conversion_report` for the arguments and errors.
     """
@@ -125,13 +123,13 @@ def convert_checkpoint(
         source: A folder of T5, Switch, T5X or ours, or a name of the hub.
         folder: Exists, and is empty.
         form: `ours`, or `switch` or `t5` for transformers' own classes.
-        dtype: Of the floating-point weights; None for the source's.
+        dtype: Dtype of the floating-point weights; None for the source's.
         max_shard_size: Bytes of a file, see `save_pretrained`.
         settings: Fields of STMoEConfig that differ from the source's; `revision`, `token`,
             `cache_dir` and the like.
 
     Returns:
-        What became of every tensor of the source.
+        How every tensor of the source was converted.
 
     Raises:
         ConfigError: When the model cannot be written as `form`; gives every reason.
@@ -141,7 +139,7 @@ def convert_checkpoint(
     expected = "a torch.dtype such as torch.bfloat16, or None"
     check(dtype is None or isinstance(dtype, torch.dtype), "dtype", dtype, expected)
 
-    # The model, and the files that lie beside it.
+    # The model, and the files next to it.
     download = {name: value for name, value in settings.items() if name in DOWNLOAD}
     checkpoint = open_checkpoint(source, **settings)
     checkpoint.report.refuse_unexplained()
@@ -178,7 +176,7 @@ def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> di
     """Returns the files of a model's tokenizer by name.
 
     Raises:
-        CheckpointError: When one of JSON is torn, or holds no object.
+        CheckpointError: When a JSON file is torn, or holds no object.
     """
     files: dict[str, Path] = {}
     for name in _TOKENIZER_FILES:
@@ -192,7 +190,7 @@ def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> di
 
 
 def _float_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype:
-    """Returns the dtype of the first weight of floating point."""
+    """Returns the dtype of the first floating-point weight."""
     for weight in weights.values():
         if weight.is_floating_point():
             return weight.dtype
@@ -200,7 +198,7 @@ def _float_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype:
 
 
 def _cast(weight: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """Returns a weight <any>[...] that is read as `dtype` if it is of floating point."""
+    """Returns a weight <any>[...] that is read as `dtype` if it is floating-point."""
     if not weight.is_floating_point():
         return weight
 
@@ -220,20 +218,20 @@ def write_weights(
     """Writes weights as `save_pretrained` does, reading them one after the other.
 
     Args:
-        folder: Where.
+        folder: Target folder.
         weights: <any>[...] by name.
         max_shard_size: Bytes of a file.
         source: Folder or hub name of the weights, for messages.
 
     Raises:
-        CheckpointError: When a weight of `source` holds NaN or infinity, or does so as the dtype
-            that was asked for.
+        CheckpointError: When a weight of `source` holds NaN or infinity, or does in the requested
+            dtype.
     """
     empty = {name: weight.empty() for name, weight in weights.items()}
     files, index = plan_files(empty, max_shard_size)
     begin_files(folder, files, index)
 
-    # The file of each tensor, and the byte at which it starts.
+    # The file of each tensor, and its first byte.
     positions: dict[str, tuple[Path, int]] = {}
     for file in files:
         for name, start in file.starts.items():
@@ -270,7 +268,7 @@ def _hf_weights(checkpoint: ConvertedCheckpoint, family: Family) -> dict[str, La
 
 
 class _WeightSplitter:
-    """Splits our weights into parts, and keeps those of the last: they are asked for in order."""
+    """Splits our weights into parts, and keeps only those of the last weight, as they are read in order."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
@@ -278,7 +276,7 @@ class _WeightSplitter:
     def read(self, mapping: WeightMapping, weight: LazyTensor, name: str) -> Tensor:
         """Returns the part <any>[...] called `name` of our weight."""
         if name not in self._parts:
-            # Let go of the last weight before the next is read.
+            # Free the last weight before reading the next.
             self._parts = {}
             self._parts = mapping.split(weight.read())
         return self._parts[name]

@@ -1,4 +1,4 @@
-"""The config.json of transformers' T5 and Switch, and ours: every field is mapped or refused."""
+"""Maps the config.json of transformers' T5 and Switch to ours and back, field by field."""
 
 import math
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ _LEGACY_FIELDS = {
     "use_bfloat16",
     "xla_device",
 }
-"""Fields that earlier versions of transformers wrote for every model, and say nothing here."""
+"""Fields that earlier versions of transformers wrote for every model, without meaning here."""
 
 _GATED_GELU = ("gated-gelu", "gated-gelu_new", "gated-gelu_pytorch_tanh")
 
@@ -66,7 +66,7 @@ IGNORED_FIELDS: Mapping[str, str] = {
     "router_dtype": "routing is always in float32",
     "router_ignore_padding_tokens": "transformers does not read it, and padding is never routed here",
 }
-"""Fields that say nothing about what the model computes, with the reason."""
+"""Fields without effect on what the model computes, with the reason."""
 
 _CARRIED_FIELDS = (
     "bos_token_id",
@@ -78,28 +78,15 @@ _CARRIED_FIELDS = (
     "task_specific_params",
     "tokenizer_class",
 )
-"""Fields for the callers of a model, which ours has under the same names."""
+"""Fields for the callers of a model, with the same names in ours."""
 
-_UNREPRESENTABLE_FIELDS = {
-    "attn_logit_softcapping",
-    "encoder_attention_type",
-    "final_logit_softcapping",
-    "global_block_size",
-    "layer_types",
-    "local_radius",
-    "mlp_layer_types",
-    "num_key_value_heads",
-    "per_layer_config",
+_UNREPRESENTABLE_FIELDS = (
     "pruned_heads",
     "quantization_config",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
     "scalable_attention",
-    "sliding_window",
     "tie_encoder_decoder",
-}
-"""Fields of other models that change what is computed, or how weights are stored, unless they are empty."""
+)
+"""Fields that change what is computed, or how weights are stored, unless they are empty."""
 
 
 # ---------------------------------------------------------------------------
@@ -116,9 +103,8 @@ def hf_family(raw_config: Mapping[str, Any]) -> Family:
 def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of STMoEConfig that compute what a T5 or Switch model does.
 
-    Its config.json is read by transformers' own class, so that defaults and what follows from other
-    fields are that class's. Fields that nothing is known of, which that class does not read either,
-    are among the result.
+    Its config.json is read by transformers' own class, which sets defaults and derived fields. The
+    result includes unknown fields, which that class does not read either.
 
     Args:
         raw: Content of the config.json.
@@ -127,16 +113,16 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: When it has a value of another type, or one that this library cannot represent.
     """
     family = hf_family(raw)
-    # An empty value of these changes nothing.
-    for name in sorted(_UNREPRESENTABLE_FIELDS & raw.keys()):
-        if raw[name]:
+    # Empty values of these change nothing.
+    for name in _UNREPRESENTABLE_FIELDS:
+        if raw.get(name):
             raise ConfigError(
                 f"config.json of type {family!r} has {name} {shown(raw[name])}, which changes "
                 "what the model computes and cannot be represented here. Load it with its own "
                 "class."
             )
 
-    # JSON has one kind of number; their classes take no integer where a fraction may stand.
+    # JSON has one kind of number, but their classes accept no integer for a float.
     hf_class = FAMILIES[family]
     model_fields = {*vars(hf_class()), "is_gated_act", "num_selected_experts", "router_type"}
     read: dict[str, Any] = {}
@@ -163,7 +149,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     check_number("initializer_factor", factor, above=0, most=1e15)
     fields["initializer_scale"] = float(factor) ** 2
 
-    # In a T5 another field tells whether the head is the embedding.
+    # In a T5, another field says whether the head is the embedding.
     if family == "t5":
         fields["tie_word_embeddings"] = hf_config.scale_decoder_outputs
     else:
@@ -179,10 +165,10 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     fields["dtype"] = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
     fields["architectures"] = raw.get("architectures")
 
-    # Fields for callers, and those that nothing is known of.
+    # Fields for callers, and unknown ones.
     known = model_fields | vars(GenerationConfig()).keys() | PreTrainedConfig().to_dict().keys()
     known |= T5Config.attribute_map.keys() | _LEGACY_FIELDS
-    known |= _UNREPRESENTABLE_FIELDS | IGNORED_FIELDS.keys()
+    known |= {*_UNREPRESENTABLE_FIELDS, *IGNORED_FIELDS}
     for name in raw:
         if name in _CARRIED_FIELDS or name not in known:
             fields[name] = raw[name]
@@ -201,7 +187,7 @@ def _feed_forward_proj(hf_config: Any, written_name: str | None) -> str:
         written_name: Name in config.json; None when it has none.
 
     Raises:
-        ConfigError: When we have none, or the name is of another layer.
+        ConfigError: When there is none, or the name is of another layer.
     """
     gated = getattr(hf_config, "is_gated_act", False)
     activation = hf_config.dense_act_fn
@@ -238,7 +224,7 @@ def _sparse_fields(hf_config: SwitchTransformersConfig) -> dict[str, Any]:
                 "cannot be represented."
             )
 
-    # Their class builds layers by the step, and does not read the number of layers.
+    # Their class places sparse layers by the step, and ignores their number.
     num_encoder = _count_sparse_layers(hf_config, "encoder", hf_config.num_layers)
     num_decoder = _count_sparse_layers(hf_config, "decoder", hf_config.num_decoder_layers)
 
@@ -265,10 +251,10 @@ def _sparse_fields(hf_config: SwitchTransformersConfig) -> dict[str, Any]:
 def _count_sparse_layers(
     hf_config: SwitchTransformersConfig, stack: str, num_layers: int | None
 ) -> int:
-    """Returns how many sparse layers transformers builds in a stack, whatever config.json counts.
+    """Returns how many sparse layers transformers builds in a stack, whatever config.json says.
 
     Raises:
-        ConfigError: When they do not stand in equal stretches.
+        ConfigError: When they do not divide the stack into equal stretches.
     """
     assert num_layers is not None, "their class fills it"
     step = getattr(hf_config, f"{stack}_sparse_step")
@@ -374,24 +360,23 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
     if config.num_experts == 0:
         return ["it has no experts (write it as t5)"]
 
-    obstacles = []
-    if config.feed_forward_proj != "relu":
-        obstacles.append(f"feed_forward_proj is {config.feed_forward_proj!r}, not 'relu'")
-    if config.num_selected_experts != 1:
-        obstacles.append(f"num_selected_experts is {config.num_selected_experts}, not 1")
-    obstacles += _router_obstacles(config)
-    if config.router_input != "hidden":
-        obstacles.append(f"router_input is {config.router_input!r}, not 'hidden'")
-    if config.sparse_dense_stacking:
-        obstacles.append("sparse_dense_stacking is on")
-    if config.expert_bias != "none":
-        obstacles.append(f"expert_bias is {config.expert_bias!r}, not 'none'")
+    obstacles = _router_obstacles(config)
+    only_values = {
+        "feed_forward_proj": "relu",
+        "num_selected_experts": 1,
+        "router_input": "hidden",
+        "sparse_dense_stacking": False,
+        "expert_bias": "none",
+        "capacity_scope": "sequence",
+    }
+    for name, expected in only_values.items():
+        value = getattr(config, name)
+        if value != expected:
+            obstacles.append(f"{name} is {value!r}, not {expected!r}")
     if config.expert_capacity is None:
         obstacles.append("expert_capacity is None: its capacity is a number of slots")
-    if config.capacity_scope != "sequence":
-        obstacles.append(f"capacity_scope is {config.capacity_scope!r}, not 'sequence'")
 
-    # In stretches of one or two blocks the last is where the second would be.
+    # In stretches of one or two blocks, the last block is also the second.
     longest = max(_sparse_step(config, decoder=False), _sparse_step(config, decoder=True))
     if config.sparse_position != "second" and longest > 2:
         obstacles.append(f"sparse_position is {config.sparse_position!r}, not 'second'")

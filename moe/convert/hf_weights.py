@@ -1,6 +1,7 @@
 """Checkpoints of transformers' T5 and Switch as weights of ours, read when they are asked for.
 
-The last lines enter both families into the registry that `from_pretrained` asks.
+One table of names serves loading and writing. The last lines register both families for
+`from_pretrained`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,13 +10,115 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe.convert.hf_config import FAMILIES, IGNORED_FIELDS, from_hf_config, hf_family
-from moe.convert.hf_names import hf_weight_map
-from moe.convert.weight_map import ConvertedCheckpoint, convert_weights
+from moe.convert.hf_config import FAMILIES, IGNORED_FIELDS, Family, from_hf_config, hf_family
+from moe.convert.weight_map import (
+    ConvertedCheckpoint,
+    Stack,
+    WeightMapping,
+    convert_weights,
+    stacks_of,
+)
 from moe.errors import CheckpointError
 from moe.models.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor, find_weight_files, open_weights
+
+
+def hf_weight_map(config: STMoEConfig, family: Family) -> list[WeightMapping]:
+    """Returns our weights with their names in transformers' T5 and Switch.
+
+    Args:
+        config: Of our model.
+        family: Which of both.
+
+    Source:
+        transformers 5.23.0 models/t5, models/switch_transformers.
+    """
+    weight_map = [WeightMapping("model.encoder.embed_tokens.weight", ("shared.weight",))]
+    for stack in stacks_of(config):
+        ours = stack.name
+        theirs = stack.other_name
+
+        # The first block holds the table that all of them use.
+        table = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        weight_map.append(WeightMapping(f"{ours}.position_bias.table", (table,)))
+        for number in range(stack.num_blocks):
+            weight_map += _block(config, family, stack, number)
+        norm = f"{theirs}.final_layer_norm.weight"
+        weight_map.append(WeightMapping(f"{ours}.final_norm.weight", (norm,)))
+
+    if not config.tie_word_embeddings:
+        weight_map.append(WeightMapping("lm_head.weight", ("lm_head.weight",)))
+    return weight_map
+
+
+def _block(config: STMoEConfig, family: Family, stack: Stack, number: int) -> list[WeightMapping]:
+    """Returns the weights of a block: attention, then a dense or a sparse feed-forward layer."""
+    ours = f"{stack.name}.blocks.{number}"
+    theirs = f"{stack.other_name}.block.{number}.layer"
+
+    # The layers of a block are numbered, and a decoder has one more.
+    weight_map = _attention(f"{ours}.self_attention", f"{theirs}.0", "SelfAttention")
+    layer = f"{theirs}.1"
+    if stack.decoder:
+        weight_map += _attention(f"{ours}.cross_attention", f"{theirs}.1", "EncDecAttention")
+        layer = f"{theirs}.2"
+
+    # The feed-forward layer comes last; T5 and Switch name its module differently.
+    if config.is_sparse_block(number, decoder=stack.decoder):
+        return weight_map + _sparse_feed_forward(config, ours, layer)
+    module = f"{layer}.DenseReluDense" if family == "t5" else f"{layer}.mlp"
+    return weight_map + _feed_forward(config, ours, layer, module)
+
+
+def _attention(ours: str, layer: str, module: str) -> list[WeightMapping]:
+    weight_map = [WeightMapping(f"{ours}_norm.weight", (f"{layer}.layer_norm.weight",))]
+    for letter in "qkvo":
+        theirs = f"{layer}.{module}.{letter}.weight"
+        weight_map.append(WeightMapping(f"{ours}.{letter}_proj.weight", (theirs,)))
+    return weight_map
+
+
+def _feed_forward(config: STMoEConfig, ours: str, layer: str, module: str) -> list[WeightMapping]:
+    up = tuple(f"{module}.{name}.weight" for name in up_names(config))
+    down = (f"{module}.wo.weight",)
+    return [
+        WeightMapping(f"{ours}.feed_forward_norm.weight", (f"{layer}.layer_norm.weight",)),
+        WeightMapping(f"{ours}.feed_forward.up_proj.weight", up),
+        WeightMapping(f"{ours}.feed_forward.down_proj.weight", down),
+    ]
+
+
+def _sparse_feed_forward(config: STMoEConfig, ours: str, layer: str) -> list[WeightMapping]:
+    """Returns the weights of a sparse layer, whose experts are stacked here and single there."""
+    # Expert by expert, the gate before the rest.
+    ups: list[str] = []
+    downs: list[str] = []
+    for number in range(config.num_experts):
+        expert = f"{layer}.mlp.experts.expert_{number}"
+        ups += [f"{expert}.{name}.weight" for name in up_names(config)]
+        downs.append(f"{expert}.wo.weight")
+
+    E = config.num_experts
+    sparse = f"{ours}.sparse_feed_forward"
+    gate = f"{layer}.mlp.router.classifier.weight"
+    return [
+        WeightMapping(f"{ours}.sparse_norm.weight", (f"{layer}.layer_norm.weight",)),
+        WeightMapping(f"{sparse}.router.gate", (gate,)),
+        WeightMapping(f"{sparse}.experts.{up_proj_name(config)}", tuple(ups), E),
+        WeightMapping(f"{sparse}.experts.down_proj", tuple(downs), E),
+    ]
+
+
+def up_names(config: STMoEConfig) -> tuple[str, ...]:
+    """Returns the names of the projections into the hidden units, the gate first."""
+    return ("wi_0", "wi_1") if config.feed_forward_proj == "gated-gelu" else ("wi",)
+
+
+def up_proj_name(config: STMoEConfig) -> str:
+    """Returns our name of the experts' projection into the hidden units."""
+    return "gate_up_proj" if config.feed_forward_proj == "gated-gelu" else "up_proj"
+
 
 _SHARED = "shared.weight"
 _ENCODER_TABLE = "encoder.embed_tokens.weight"
@@ -39,7 +142,7 @@ def open_hf_checkpoint(
         source: The folder or name.
         raw_config: Content of its config.json.
         config: Of our model.
-        leave_out: Patterns of our names that are not wanted.
+        leave_out: Patterns of our names to leave out.
         use_safetensors: See `find_weight_files`.
         download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
 
@@ -62,7 +165,7 @@ def open_hf_checkpoint(
         if name in IGNORED_FIELDS:
             ignored[f"{name} of config.json"] = IGNORED_FIELDS[name]
 
-    # The table that the stacks compute with takes the place of the shared one.
+    # The table with which the stacks compute replaces the shared one.
     weight_map = []
     for mapping in hf_weight_map(config, family):
         if mapping.parts == (_SHARED,):
@@ -82,7 +185,7 @@ def open_hf_weights(
     use_safetensors: bool | None = None,
     **download: Any,
 ) -> dict[str, LazyTensor]:
-    """Returns the weights of a T5 or Switch as ours <any>[...] by name; see `OpenWeights`."""
+    """Returns the weights of a T5 or Switch as ours <any>[...] by name; see `open_hf_checkpoint`."""
     checkpoint = open_hf_checkpoint(
         source, raw_config, config, leave_out=leave_out, use_safetensors=use_safetensors, **download
     )
@@ -95,12 +198,11 @@ def open_hf_weights(
 
 
 class _Embeddings(NamedTuple):
-    """The tensors of a checkpoint once its embedding is known.
+    """The tensors of a checkpoint, and which of them is the embedding.
 
     Attributes:
-        stored: Tensors <any>[...] by name; copies with other numbers than the embedding have
-            another name.
-        name: Of the embedding.
+        stored: Tensors <any>[...] by name; tables that differ from the embedding are renamed.
+        name: Name of the embedding.
         ignored: Names that are not needed, with the reason.
     """
 
@@ -114,22 +216,21 @@ def _resolve_embeddings(
 ) -> _Embeddings:
     """Returns the tensors of a T5 or Switch with one embedding among them.
 
-    A stack computes with a table of its own when one is stored, and with the shared one when not.
+    A stack computes with its own table if one is stored, and with the shared one otherwise.
 
     Args:
         stored: Tensors <any>[...] of the checkpoint by name.
         config: Of our model.
         source: The folder or hub name, for messages.
-        head_is_embedding: Whether a head that is not stored is the embedding, though its input is
-            not scaled.
+        head_is_embedding: Whether a missing head is the embedding, although its input is not scaled.
 
     Raises:
         CheckpointError: When the stacks, or a stack and a tied head, compute with different tables.
 
     Source:
-        transformers 5.23.0: what is tied by the config, and stored with other numbers, is not tied.
+        transformers 5.23.0: tensors tied by the config but stored with other numbers are not tied.
     """
-    # A copy, for entries are renamed and added.
+    # Copied, since entries are renamed and added.
     stored = dict(stored)
     ignored: dict[str, str] = {}
     if _UNUSED in stored:
@@ -138,7 +239,7 @@ def _resolve_embeddings(
     if not tables:
         return _Embeddings(stored, _SHARED, ignored)
 
-    # The table that each part of the original computes with.
+    # The table of each part of the original.
     shared = tables[0]
     encoder = _ENCODER_TABLE if _ENCODER_TABLE in stored else shared
     decoder = _DECODER_TABLE if _DECODER_TABLE in stored else shared
@@ -166,7 +267,7 @@ def _resolve_embeddings(
 
 
 def _two_tables(source: str, first: str, first_table: str, second: str, second_table: str) -> str:
-    """Returns why a model with two different embeddings is refused."""
+    """Returns the message for a model with two different embeddings."""
     return (
         f"{source} cannot be converted: its own class computes the {first} with {first_table} "
         f"and the {second} with {second_table}, whose numbers differ; here they share one "

@@ -1,4 +1,4 @@
-"""Checkpoints of T5X: a msgpack tree whose leaves are arrays, or say where tensorstore finds them."""
+"""Checkpoints of T5X: a msgpack tree whose leaves are arrays or references to tensorstore files."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe.checks import shown
-from moe.convert.hf_names import up_names, up_proj_name
+from moe.convert.hf_weights import up_names, up_proj_name
 from moe.convert.weight_map import (
     ConvertedCheckpoint,
     Stack,
@@ -38,7 +38,7 @@ _DAMAGE = (
     OverflowError,
     MemoryError,
 )
-"""What msgpack, tensorstore and torch raise for files that are torn or hold something else."""
+"""Exceptions of msgpack, tensorstore and torch for files that are torn or hold something else."""
 
 _SCANNED = r"subblock_|^(en|de)coder/((en|de)coder|layers)/"
 
@@ -55,13 +55,12 @@ def is_t5x(folder: Path | str) -> bool:
 def open_t5x(folder: Path | str, **settings: Any) -> ConvertedCheckpoint:
     """Returns a checkpoint of T5X as a model of ours; tensors are read when they are indexed.
 
-    The architecture follows from names and shapes. Settings that do not follow from them are
-    defaults: of a model with experts the conventions of Flaxformer, and the router `switch` where
-    experts are not gated.
+    The architecture follows from names and shapes. Other settings have defaults: with experts the
+    conventions of Flaxformer, and the router `switch` if experts are not gated.
 
     Args:
-        folder: With the msgpack file `checkpoint`.
-        settings: Fields of STMoEConfig that are known better.
+        folder: Folder with the msgpack file `checkpoint`.
+        settings: Fields of STMoEConfig that override them.
 
     Raises:
         ConfigError: When the architecture cannot be represented, or tensorstore and msgpack are not
@@ -71,7 +70,7 @@ def open_t5x(folder: Path | str, **settings: Any) -> ConvertedCheckpoint:
     folder = Path(folder)
     tree = _read_tree(folder / _FILE)
 
-    # Beside the weights, `target`, the tree has the state of the optimizer.
+    # Besides the weights, `target`, the tree contains the optimizer's state.
     root = tree.get("optimizer", tree) if isinstance(tree, Mapping) else None
     if not isinstance(root, Mapping) or not isinstance(root.get("target"), Mapping):
         raise CheckpointError(
@@ -92,7 +91,7 @@ def open_t5x(folder: Path | str, **settings: Any) -> ConvertedCheckpoint:
 
 
 def _read_tree(path: Path) -> object:
-    """Returns the content of a msgpack file: a tree, when flax wrote it.
+    """Returns the content of a msgpack file: a tree if flax wrote it.
 
     Raises:
         CheckpointError: When it is torn.
@@ -133,12 +132,12 @@ def _read_array(msgpack: Any, kind: int, data: bytes) -> object:
     if kind not in (_NDARRAY, _SCALAR):
         return data
 
-    # flax writes shape, dtype and bytes as a message of their own.
+    # flax writes shape, dtype and bytes as a nested message.
     shape, dtype_name, buffer = msgpack.unpackb(data, raw=True, strict_map_key=False)
     if isinstance(dtype_name, bytes):
         dtype_name = dtype_name.decode()
     dtype = _find_dtype(dtype_name)
-    # torch makes no tensor of an empty buffer.
+    # torch makes no tensor from an empty buffer.
     if not buffer:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(bytearray(buffer), dtype=dtype).reshape(tuple(shape))
@@ -188,7 +187,7 @@ def _lazy_tensor(folder: Path, name: str, leaf: Any) -> LazyTensor:
 
 
 def _join_chunks(folder: Path, name: str, leaf: Mapping[str, Any]) -> Tensor:
-    """Returns an array <any>[...] that flax wrote in chunks, for it was larger than 2 GB."""
+    """Returns an array <any>[...] larger than 2 GB, which flax writes in chunks."""
     try:
         shape = _list_of(leaf["shape"])
         chunks = map(torch.flatten, _list_of(leaf["chunks"]))
@@ -200,7 +199,7 @@ def _join_chunks(folder: Path, name: str, leaf: Mapping[str, Any]) -> Tensor:
 
 
 def _list_of(tree: Mapping[str, Any]) -> list[Any]:
-    """Returns a list, which flax writes as a tree with the branches 0, 1, 2 and so on."""
+    """Returns a list, which flax writes as a tree with branches 0, 1, 2 and so on."""
     return [tree[str(number)] for number in range(len(tree))]
 
 
@@ -208,7 +207,7 @@ def _open_zarr(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
     """Returns the tensor <any>[...] of a tensorstore spec."""
     tensorstore: Any = _import_optional("tensorstore")
 
-    # The spec names the folder in which it was written; the arrays were copied with it.
+    # The spec names the original folder, but the arrays were copied with it.
     kvstore = spec["kvstore"]
     written_path = str(kvstore.get("path", "") if isinstance(kvstore, Mapping) else kvstore)
     path = folder / Path(written_path.rstrip("/")).name
@@ -239,14 +238,14 @@ def _open_zarr(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
 def _infer_config(
     shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]
 ) -> STMoEConfig:
-    """Returns the configuration that tensors of these shapes are of.
+    """Returns the configuration of a model with tensors of these shapes.
 
     Args:
-        shapes: By the tensors' names below `target`.
-        settings: Fields of STMoEConfig that are known better.
+        shapes: Shapes by the tensors' names below `target`.
+        settings: Fields of STMoEConfig that override it.
 
     Raises:
-        CheckpointError: When a tensor that it needs is missing.
+        CheckpointError: When a required tensor is missing.
         ConfigError: When it cannot be represented.
     """
     scanned = next((name for name in shapes if re.search(_SCANNED, name)), None)
@@ -269,14 +268,14 @@ def _infer_config(
     fields["num_sparse_encoder_layers"] = sum(encoder.values())
     fields["num_sparse_decoder_layers"] = sum(decoder.values())
     fields["sparse_dense_stacking"] = any("/extra_mlp/" in name for name in shapes)
-    # Ungated experts are those of Switch, which chooses one.
+    # Ungated experts are those of Switch, which selects one.
     if fields["feed_forward_proj"] == "relu":
         fields["router"] = "switch"
     router = {**fields, **settings}.get("router")
     if router is not None and ROUTER_REQUIREMENTS.get(router).single:
         fields["num_selected_experts"] = 1
 
-    # The position of the sparse block is the one that gives the blocks of the checkpoint.
+    # Find the position of the sparse block that matches the checkpoint.
     for position in ("last", "second"):
         all_settings = {**fields, "sparse_position": position, **settings}
         config = STMoEConfig.after("flaxformer", **all_settings)
@@ -293,7 +292,7 @@ def _infer_config(
 
 
 def _backbone_fields(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Returns the fields of STMoEConfig that dense models have too, but for the blocks."""
+    """Returns the fields of STMoEConfig that dense models have, too, except for the blocks."""
     vocab_size, d_model = _shape(shapes, r"token_embedder/embedding")
     num_heads, num_buckets = _shape(shapes, r"encoder/relpos_bias/rel_embedding")
     width = _shape(shapes, r"encoder/layers_\d+/attention/query/kernel")[-1]
@@ -312,7 +311,7 @@ def _backbone_fields(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def _matches(config: STMoEConfig, blocks: Mapping[int, bool], *, decoder: bool) -> bool:
-    """Returns whether a stack has its sparse blocks where a checkpoint has them."""
+    """Returns whether the sparse blocks of a stack match those of a checkpoint."""
     built = [config.is_sparse_block(block, decoder=decoder) for block in blocks]
     return built == list(blocks.values())
 
@@ -322,7 +321,7 @@ def _sparse_blocks(blocks: Mapping[int, bool]) -> list[int]:
 
 
 def _shape(shapes: Mapping[str, tuple[int, ...]], pattern: str) -> tuple[int, ...]:
-    """Returns the shape of the first tensor whose name fits a pattern.
+    """Returns the shape of the first tensor whose name matches a pattern.
 
     Raises:
         CheckpointError: When there is none.
@@ -436,5 +435,5 @@ def _scale(name: str, norm: str) -> WeightMapping:
 
 
 def _kernels(name: str, *layers: str) -> WeightMapping:
-    """Returns a weight that is made of the kernels of these layers, which are transposed there."""
+    """Returns a weight made of the kernels of these layers, which T5X stores transposed."""
     return WeightMapping(name, tuple(f"{layer}/kernel" for layer in layers), transposed=True)

@@ -1,4 +1,4 @@
-"""The tensors of another library that each of our weights is made of, and what became of each."""
+"""Maps each of our weights to tensors of another library, and reports on every tensor."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import (
     LazyTensor,
-    count_by_kind,
+    describe_misfits,
     describe_reshaped,
     first_names,
     refuse_integers,
@@ -22,13 +22,13 @@ from moe.models.weight_files import (
 
 
 class WeightMapping(NamedTuple):
-    """One of our weights and the tensors of another library that it is made of.
+    """One of our weights and its parts, which are tensors of another library.
 
     Attributes:
-        name: Ours, in STMoEForConditionalGeneration.
-        parts: Names of those tensors, expert by expert, of each expert the gate before the rest.
+        name: Our name, in STMoEForConditionalGeneration.
+        parts: Names of those tensors, expert by expert, with the gate of each expert first.
         num_experts: Experts that are stacked along a new first dimension; 0 for none.
-        transposed: Whether the last two dimensions of the parts are the other way round.
+        transposed: Whether the last two dimensions of the parts are swapped.
     """
 
     name: str
@@ -41,8 +41,8 @@ class WeightMapping(NamedTuple):
 
         Args:
             parts: Tensors <any>[...] in the order of `self.parts`.
-            shape: Of our tensor.
-            dtype: Of our tensor.
+            shape: Shape of our tensor.
+            dtype: Dtype of our tensor.
         """
         joined = torch.empty(tuple(shape), dtype=dtype)
         for part, piece in zip(parts, self.pieces(joined), strict=True):
@@ -58,7 +58,7 @@ class WeightMapping(NamedTuple):
         experts = tensor.unbind(0) if self.num_experts else [tensor]
         pieces_per_expert = len(self.parts) // max(self.num_experts, 1)
         for expert in experts:
-            # The gate stands above the rest, in one tensor.
+            # The gate precedes the rest in one tensor.
             pieces = expert.chunk(pieces_per_expert, dim=-2) if pieces_per_expert > 1 else [expert]
             for piece in pieces:
                 yield piece.transpose(-1, -2) if self.transposed else piece
@@ -92,16 +92,16 @@ def stacks_of(config: STMoEConfig) -> tuple[Stack, Stack]:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What became of every tensor of another library's checkpoint.
+    """Report on every tensor of another library's checkpoint.
 
     Attributes:
         source: The folder or hub name.
-        mapped: Names of the source by ours.
-        ignored: Names of the source that are not needed, each with the reason; fields of
-            config.json too.
-        missing: Names that the model needs and the source has not.
-        unexpected: Names of the source that nothing is known of.
-        reshaped: Names of the source, with the shape in it and the shape of the model.
+        mapped: Names in the source by our name.
+        ignored: Names in the source that are not needed, with the reasons; also fields of
+            config.json.
+        missing: Names that the model needs and the source lacks.
+        unexpected: Unknown names in the source.
+        reshaped: Names in the source with their shapes there and in the model.
     """
 
     source: str
@@ -117,7 +117,7 @@ class ConversionReport:
         Raises:
             CheckpointError: Counts them and names the first.
         """
-        misfits = count_by_kind(self.missing, self.unexpected, self.reshaped)
+        misfits = describe_misfits(self.missing, self.unexpected, self.reshaped)
         if misfits:
             raise CheckpointError(
                 f"{self.source} cannot be converted: not every tensor is accounted for. "
@@ -133,14 +133,14 @@ class ConversionReport:
             f"{len(self.ignored)} ignored"
         ]
 
-        # Reasons in the order in which they came up.
+        # Reasons in order of appearance.
         names_by_reason: dict[str, list[str]] = {}
         for name, reason in self.ignored.items():
             names_by_reason.setdefault(reason, []).append(name)
         for reason, names in names_by_reason.items():
             lines.append(f"  ignored, {reason}: {first_names(names)}")
 
-        # What stands in the way of the conversion, one name a line.
+        # Obstacles to the conversion, one name per line.
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "reshaped": self.reshaped}
         for kind, names in kinds.items():
             lines += [f"  {kind}: {name}" for name in names]
@@ -151,9 +151,9 @@ class ConvertedCheckpoint(NamedTuple):
     """A checkpoint as a model of ours.
 
     Attributes:
-        config: Of the model.
-        weights: Ours by name <any>[...]; each is read, and joined of its parts, when it is indexed.
-        report: What became of every tensor.
+        config: Config of the model.
+        weights: Our weights <any>[...] by name; each is read and joined from its parts when indexed.
+        report: Report on every tensor.
     """
 
     config: STMoEConfig
@@ -170,17 +170,17 @@ def convert_weights(
     ignored: Mapping[str, str],
     leave_out: Iterable[str] = (),
 ) -> ConvertedCheckpoint:
-    """Returns stored tensors as weights of ours, and what became of each.
+    """Returns stored tensors as weights of ours, with a report on each.
 
     Args:
         source: The folder or hub name, for messages.
-        config: Of our model.
+        config: Config of our model.
         weight_map: Our weights and the names of their parts.
         stored: Tensors <any>[...] of the source by name.
-        ignored: Names of the source that no weight of ours needs, with the reason.
-        leave_out: Patterns of our names that are not wanted.
+        ignored: Names in the source that none of our weights needs, with the reasons.
+        leave_out: Patterns of our names to leave out.
     """
-    # Shapes of our weights; no memory is taken for them.
+    # Shapes of our weights, without memory.
     with torch.device("meta"):
         expected = STMoEForConditionalGeneration(config).state_dict()
 
@@ -190,7 +190,7 @@ def convert_weights(
     for mapping in weight_map:
         known |= set(mapping.parts)
 
-        # A class that is a part of the whole model.
+        # The class may be only a part of the whole model.
         if any(re.search(pattern, mapping.name) for pattern in leave_out):
             for part in mapping.parts:
                 if part in stored:
@@ -205,7 +205,7 @@ def convert_weights(
         report.mapped[mapping.name] = mapping.parts
         weights[mapping.name] = _join_parts(mapping, expected[mapping.name], stored, report)
 
-    # Tensors that no weight of ours needs.
+    # Tensors that none of our weights needs.
     report.unexpected.extend(name for name in stored if name not in known)
     return ConvertedCheckpoint(config, weights, report)
 
@@ -216,7 +216,7 @@ def _join_parts(
     stored: Mapping[str, LazyTensor],
     report: ConversionReport,
 ) -> LazyTensor:
-    """Returns our weight, joined of its parts when it is indexed; reports parts of another shape.
+    """Returns our weight, joined from its parts when indexed; reports parts of another shape.
 
     Args:
         mapping: Names of its parts.
@@ -225,7 +225,7 @@ def _join_parts(
         report: Gains the parts of another shape.
 
     Raises:
-        CheckpointError: When a part holds integers in the place of floating-point numbers.
+        CheckpointError: When a part holds integers instead of floating-point numbers.
     """
     parts = [stored[name] for name in mapping.parts]
     pieces = mapping.pieces(expected)

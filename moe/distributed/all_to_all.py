@@ -1,15 +1,15 @@
 """All-to-all exchange of token rows between the ranks that share the experts of a layer.
 
 An exchange of rows is two autograd nodes: the first issues the all-to-all, the second waits for it.
-Whatever the forward pass does between the two overlaps with the transfer. The backward pass makes
-the reverse exchange in the same way.
+Work of the forward pass between the two overlaps with the transfer. The backward pass does the
+reverse exchange in the same way.
 
-Where the expert axis spans several nodes an exchange has two steps: every row goes to the rank of
-its own node that has the destination's local index, then straight to the destination's node. Where
-a recipe names a schedule, rows travel by it in the place of torch's all-to-all.
+If the expert axis spans several nodes, an exchange has two steps: every row goes to the rank in its
+own node with the destination's local index, then directly to the destination's node. If a recipe
+names a schedule, rows travel by it instead of torch's all-to-all.
 """
 
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,30 +21,37 @@ from torch.profiler import record_function
 
 from moe.distributed.collectives import all_gather_flat
 from moe.distributed.mesh import ExpertAxis
-from moe.distributed.row_exchange import BlockRoute, ScheduledAllToAll
+from moe.distributed.row_exchange import BlockRoute, PendingBlocks, ScheduledAllToAll
 from moe.distributed.wait_seconds import waiting_for
 from moe.network.schedule import IntArray
 
 
-class Transfer(Protocol):
-    """Rows under way."""
+class _Transfer(NamedTuple):
+    """An all-to-all under way.
+
+    Attributes:
+        sent: <any>[M, ...] rows that leave: the sending thread reads them until `wait`, so they must
+            not be freed before (pytorch/pytorch issue 75529).
+        buffer: <any>[N, ...] rows that arrive; not to be read before `wait`.
+        work: torch's handle of the collective.
+        group: The ranks.
+        order: <int64>[N] position of each arriving row, for rows that come back; None for the order
+            of arrival.
+    """
+
+    sent: Tensor
+    buffer: Tensor
+    work: Any
+    group: ProcessGroup
+    order: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Returns the rows <any>[N, ...] that arrive here."""
-        ...
-
-
-class RouteStep(Protocol):
-    """A step of a route: an exchange that takes rows, or brings them back."""
-
-    def issue(self, x: Tensor, *, reverse: bool) -> Transfer:
-        """Sends rows <any>[N, ...] and does not wait for those that arrive.
-
-        Args:
-            x: <any>[N, ...] rows, sorted by the rank that they go to.
-            reverse: Sends rows back to where the step brought them from.
-        """
-        ...
+        """Returns <any>[N, ...] the rows, when all are there."""
+        with waiting_for(self.group, self.buffer.device):
+            self.work.wait()
+        if self.order is None:
+            return self.buffer
+        return torch.empty_like(self.buffer).index_copy_(0, self.order, self.buffer)
 
 
 class AllToAllStep(NamedTuple):
@@ -52,7 +59,7 @@ class AllToAllStep(NamedTuple):
 
     Attributes:
         group: Ranks that take part.
-        send_order: <int64>[N] row to send as the n-th; None for the order that the rows have.
+        send_order: <int64>[N] row to send as the n-th; None for the given order.
         send_splits: Rows for each rank of the group; None when all ranks get equally many.
         receive_splits: Rows from each rank of the group; None likewise.
     """
@@ -62,8 +69,13 @@ class AllToAllStep(NamedTuple):
     send_splits: list[int] | None = None
     receive_splits: list[int] | None = None
 
-    def issue(self, x: Tensor, *, reverse: bool) -> Transfer:
-        """Sends rows <any>[N, ...]; see `RouteStep`."""
+    def issue(self, x: Tensor, *, reverse: bool) -> _Transfer:
+        """Sends rows and does not wait for those that arrive.
+
+        Args:
+            x: <any>[N, ...] rows, sorted by the rank that they go to.
+            reverse: Whether to send rows back to their origin.
+        """
         send_splits = self.send_splits
         receive_splits = self.receive_splits
         if reverse:
@@ -94,39 +106,27 @@ class ScheduledStep(NamedTuple):
     """One all-to-all of a schedule.
 
     Attributes:
-        there: The way of the rows.
-        back: The way back.
+        there: Route of the rows.
+        back: Route back.
     """
 
     there: BlockRoute
     back: BlockRoute
 
-    def issue(self, x: Tensor, *, reverse: bool) -> Transfer:
-        """Sends rows <any>[N, ...]; see `RouteStep`."""
+    def issue(self, x: Tensor, *, reverse: bool) -> PendingBlocks:
+        """Sends rows <any>[N, ...]; see `AllToAllStep.issue`."""
         route = self.back if reverse else self.there
         return route.issue(x)
 
 
-Route: TypeAlias = tuple[RouteStep, ...]
+Route: TypeAlias = tuple[AllToAllStep | ScheduledStep, ...]
 """How rows get from rank to rank: one step, or two, inside the node first.
 
-Rows leave sorted by the rank that they go to, and arrive sorted by the rank that they are from.
+Rows leave sorted by their destination rank, and arrive sorted by their origin rank.
 """
 
 
-class PendingCounts(Protocol):
-    """Numbers of rows on their way to the ranks that will receive those rows."""
-
-    def wait(self) -> tuple[Tensor, Route]:
-        """Returns how many rows come from each rank, and the route on which they travel.
-
-        Returns:
-            <int64>[ep, E / ep] rows that arrive here, by origin and expert; and the route.
-        """
-        ...
-
-
-class _PendingCounts(NamedTuple):
+class DirectCounts(NamedTuple):
     """Numbers of rows on their way to the ranks that will receive those rows.
 
     Attributes:
@@ -141,10 +141,14 @@ class _PendingCounts(NamedTuple):
     axis: ExpertAxis
     sent: Tensor
     relayed: Tensor | None
-    transfer: Transfer
+    transfer: _Transfer | PendingBlocks
 
     def wait(self) -> tuple[Tensor, Route]:
-        """Returns the rows that arrive and their route; see `PendingCounts`."""
+        """Returns how many rows come from each rank, and the route on which they travel.
+
+        Returns:
+            <int64>[ep, E / ep] rows that arrive here, by origin and expert; and the route.
+        """
         with record_function("moe.counts.wait"):
             received = self.transfer.wait()  # [ep, E / ep]
 
@@ -200,13 +204,13 @@ class _PendingCounts(NamedTuple):
         return inside, across
 
 
-class _ScheduledCounts(NamedTuple):
-    """The counts of all ranks, on their way to all: whom rows pass must know their number.
+class ScheduledCounts(NamedTuple):
+    """The counts of all ranks, on their way to all: ranks that pass rows on must know their number.
 
     Attributes:
         exchange: The schedule by which rows travel.
         group: The ranks.
-        sent: <int64>[ep, E / ep] rows that this rank sends; lives until `work` is done.
+        sent: <int64>[ep, E / ep] rows that this rank sends; must live until `work` is done.
         counts: <int64>[ep, ep, E / ep] rows by origin, destination and expert there; not to be
             read before `work` is done.
         work: torch's handle of the collective.
@@ -219,7 +223,7 @@ class _ScheduledCounts(NamedTuple):
     work: Any
 
     def wait(self) -> tuple[Tensor, Route]:
-        """Returns the rows that arrive and their route; see `PendingCounts`."""
+        """Returns the rows that arrive and their route; see `DirectCounts.wait`."""
         with record_function("moe.counts.wait"):
             with waiting_for(self.group, self.counts.device):
                 self.work.wait()
@@ -228,13 +232,16 @@ class _ScheduledCounts(NamedTuple):
             return received, _scheduled_route(self.exchange, rows_of_blocks.cpu().numpy())
 
 
+PendingCounts: TypeAlias = DirectCounts | ScheduledCounts
+
+
 def _scheduled_route(exchange: ScheduledAllToAll, counts: IntArray) -> Route:
     """Returns the route of blocks of <int64>[ep, ep] rows."""
     return (ScheduledStep(exchange.route(counts), exchange.route_back(counts)),)
 
 
 def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
-    """Tells every rank how many rows it will get; issues the exchange and does not wait for it.
+    """Tells every rank how many rows it will receive; issues the exchange without waiting for it.
 
     Args:
         counts: <int64>[E] rows for each expert; the first E / ep experts live on the first rank.
@@ -247,21 +254,21 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
             everyone = sent.new_empty(axis.size * axis.size, sent.shape[1])
             work = all_gather_flat(everyone, sent, axis.group, async_op=True)
             counts_of_all = everyone.view(axis.size, *sent.shape)  # [ep, ep, E / ep]
-            return _ScheduledCounts(axis.exchange, axis.group, sent, counts_of_all, work)
+            return ScheduledCounts(axis.exchange, axis.group, sent, counts_of_all, work)
 
         # Every rank sends one row of counts to every other: splits are known.
         steps = equal_route(axis, axis.size, counts.device)
         transfer = steps[0].issue(sent, reverse=False)
         if len(steps) == 1:
-            return _PendingCounts(axis, sent, None, transfer)
+            return DirectCounts(axis, sent, None, transfer)
 
         relayed = transfer.wait()  # [ep, E / ep]
         transfer = steps[1].issue(relayed, reverse=False)
-        return _PendingCounts(axis, sent, relayed, transfer)
+        return DirectCounts(axis, sent, relayed, transfer)
 
 
 def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
-    """Returns the route of rows of which every rank gets an equal share; waits for nothing.
+    """Returns the route of rows of which every rank gets an equal share; does not wait.
 
     Args:
         axis: The ranks.
@@ -307,41 +314,13 @@ def _transpose_blocks(lengths: Tensor, num_rows: int) -> Tensor:
     return torch.arange(shift.numel(), device=device) + shift
 
 
-class _Transfer(NamedTuple):
-    """An all-to-all under way.
-
-    Attributes:
-        sent: <any>[M, ...] what leaves: the thread that sends it reads it until `wait`, and freeing
-            its object meanwhile races with that (pytorch/pytorch issue 75529).
-        buffer: <any>[N, ...] what arrives; not to be read before `wait`.
-        work: torch's handle of the collective.
-        group: The ranks.
-        order: <int64>[N] place of each arriving row, for rows that come back; None for the order
-            of arrival.
-    """
-
-    sent: Tensor
-    buffer: Tensor
-    work: Any
-    group: ProcessGroup
-    order: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """Returns <any>[N, ...] the rows, when all are there."""
-        with waiting_for(self.group, self.buffer.device):
-            self.work.wait()
-        if self.order is None:
-            return self.buffer
-        return torch.empty_like(self.buffer).index_copy_(0, self.order, self.buffer)
-
-
 class _OneWay:
     """Rows along a route, or back along it; the last step runs until `wait`."""
 
     def __init__(self, route: Route, *, reverse: bool) -> None:
         self._steps = route[::-1] if reverse else route
         self._reverse = reverse
-        self._transfer: Transfer | None = None
+        self._transfer: _Transfer | PendingBlocks | None = None
 
     def issue(self, x: Tensor) -> None:
         """Sends rows <any>[N, ...]."""
@@ -384,7 +363,7 @@ class _Issue(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        # The last that the backward pass does for this exchange: gradients of the rows are there.
+        # The end of this exchange in the backward pass: gradients of the rows have arrived.
         with record_function(f"moe.{ctx.exchange.name}.backward.wait"):
             return ctx.exchange.gradients.wait(), None
 
@@ -427,10 +406,10 @@ def send_rows(x: Tensor, route: Route, name: str, *, reverse: bool = False) -> P
 
     Args:
         x: <float>[N, D] rows in the order of the route.
-        route: Where they go.
+        route: Their route.
         name: Name of the profiler's ranges: `moe.{name}` issues, `moe.{name}.wait` waits,
             `.backward` the same backwards.
-        reverse: Sends rows back to where the route brought them from.
+        reverse: Whether to send rows back to their origin.
     """
     exchange = _Exchange(
         rows=_OneWay(route, reverse=reverse),

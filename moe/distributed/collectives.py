@@ -1,6 +1,6 @@
 """Collectives: sums over ranks, and steps that all ranks take or none.
 
-With one rank they change nothing.
+With one rank they have no effect.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,19 +23,18 @@ T = TypeVar("T")
 def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None) -> list[T]:
     """Calls a function on every rank and returns all results, in the order of the ranks.
 
-    No rank goes on before all have called it. A rank on which it failed raises its own error; the
-    others raise a copy of the error of the first rank that failed. Results are pickled: keep them
-    small.
+    It returns when all ranks have called it. A rank on which the function fails raises its own
+    error; the others raise a copy of the error of the first rank that failed. Results are pickled:
+    keep them small.
 
     Args:
-        function: What this rank does; it may differ from rank to rank, but must not wait for other
-            ranks itself where it can fail.
+        function: May differ from rank to rank, but if it can fail, it must not wait for other ranks.
         group: Ranks that take part; None for all.
     """
     if not has_ranks():
         return [function()]
 
-    # A failure waits here until the others are told.
+    # Keep a failure until the others know of it.
     own_error: Exception | None = None
     try:
         outcome = (function(), None)
@@ -46,7 +45,7 @@ def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
 
-    # The own error first: it has its traceback, and may be of a class that does not travel.
+    # This rank's own error first: it has a traceback, and its class may not be picklable.
     if own_error is not None:
         raise own_error
     for _, error in outcomes:
@@ -58,7 +57,7 @@ def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None
 def _picklable(error: Exception) -> Exception:
     """Returns an error that other ranks can raise.
 
-    Our own errors and those of the disk stay what they are; of others only the text travels.
+    Our own errors and those of the disk keep their class; of others only the text is sent.
     """
     if isinstance(error, MoEError | OSError):
         return error
@@ -66,7 +65,7 @@ def _picklable(error: Exception) -> Exception:
 
 
 def has_ranks() -> bool:
-    """Returns whether there are other processes to talk to, or could be."""
+    """Returns whether a process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -84,7 +83,7 @@ def broadcast_from_rank_zero(function: Callable[[], T]) -> T:
     if not has_ranks():
         return function()
 
-    # The other ranks wait in the broadcast below, whatever happens on rank 0.
+    # The other ranks wait in the broadcast below, even if rank 0 fails.
     outcome: list[Any] = [None, None]  # result and error
     if dist.get_rank() == 0:
         try:
@@ -103,8 +102,8 @@ def broadcast_from_rank_zero(function: Callable[[], T]) -> T:
 def enter_on_rank_zero(make: Callable[[], AbstractContextManager[T]]) -> Iterator[T]:
     """Enters a context on rank 0 for all ranks; its value and its errors reach every rank.
 
-    Such a context is a lock on a folder, or a folder that appears when it is whole. Every rank must
-    call it. When the block ends well, no rank goes on before rank 0 has left the context.
+    An example is a lock on a folder, or a folder that appears when it is whole. Every rank must call
+    it. When the block ends without an error, all ranks wait until rank 0 has left the context.
 
     Args:
         make: Makes the context manager; runs on rank 0 only. What it yields is pickled.
@@ -121,7 +120,7 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Returns the sum of <any>[...] over the ranks of a group, without gradient.
 
     Args:
-        x: <any>[...] this rank's part; left as it is.
+        x: <any>[...] this rank's part; not changed.
         group: Ranks that take part; None for all.
     """
     if not has_ranks():
@@ -138,7 +137,7 @@ def sum_each_over_ranks(
     """Returns the sum of each tensor over the ranks of a group; one exchange for each dtype.
 
     Args:
-        values: <any>[...] this rank's parts; left as they are.
+        values: <any>[...] this rank's parts; not changed.
         group: Ranks that take part; None for all.
     """
     return sum_each(values, partial(sum_over_ranks, group=group))
@@ -148,7 +147,7 @@ def sum_each(values: Sequence[Tensor], sum_one: Callable[[Tensor], Tensor]) -> l
     """Returns the sum of each tensor; `sum_one` is called once for each dtype.
 
     Args:
-        values: <any>[...] this rank's parts; left as they are.
+        values: <any>[...] this rank's parts; not changed.
         sum_one: Returns the sum of a flat tensor <any>[N] over ranks.
     """
     indices_by_dtype: dict[torch.dtype, list[int]] = {}
@@ -186,9 +185,9 @@ def reduce_scatter_flat(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
 
 
 def copy_to_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Returns <float>[...] as it is; its gradient is summed over the tensor-parallel ranks.
+    """Returns <float>[...] unchanged; its gradient is summed over the tensor-parallel ranks.
 
-    Stands before layers of which every rank computes a shard.
+    It precedes layers of which every rank computes a shard.
 
     Source:
         Megatron-LM (arXiv:1909.08053) §3, the operator f. `reduce_from_tp_region` is its g.
@@ -197,9 +196,9 @@ def copy_to_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def reduce_from_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Returns the sum of <float>[...] over the tensor-parallel ranks; its gradient stays as it is.
+    """Returns the sum of <float>[...] over the tensor-parallel ranks; its gradient is unchanged.
 
-    Stands after layers of which every rank computed a shard; see `copy_to_tp_region`.
+    It follows layers of which every rank computes a shard; see `copy_to_tp_region`.
     """
     return x if group is None else _ReduceFromTpRegion.apply(x, group)
 
@@ -212,7 +211,7 @@ class _CopyToTpRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        # Each rank has the gradient that its own shard of the layers gives.
+        # Each rank has the gradient of its own shard of the layers.
         with record_function("moe.tp.backward"):
             return sum_over_ranks(grad_outputs[0].contiguous(), ctx.group), None
 
@@ -220,7 +219,7 @@ class _CopyToTpRegion(torch.autograd.Function):
 class _ReduceFromTpRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        # Each rank has the part of the output that its own shard of the layers gives.
+        # Each rank has the partial output of its own shard of the layers.
         with record_function("moe.tp.forward"):
             return sum_over_ranks(x.contiguous(), group)
 

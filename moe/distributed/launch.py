@@ -1,4 +1,4 @@
-"""How ranks meet and part: torchrun's variables become a world, failures one message."""
+"""Joins and leaves the ranks started by torchrun; failures become one message."""
 
 import contextlib
 import os
@@ -36,12 +36,12 @@ _LOST_RANK = re.compile(r"gloo[/:]|NCCL|c10d|Connection (closed|reset) by peer|B
 
 
 class World(NamedTuple):
-    """The processes of a run, as one of them sees them.
+    """The processes of a run, as seen by one of them.
 
     Attributes:
-        rank: This one's number.
-        size: How many there are; 1 when torchrun did not start this process.
-        local_rank: This one's number on its machine; its GPU has the same.
+        rank: Number of this process.
+        size: Number of processes; 1 if torchrun did not start this process.
+        local_rank: Number of this process on its machine, and of its GPU.
         device_type: `cuda` or `cpu`, for `build_mesh`.
         timeout: Seconds that it waits for others.
     """
@@ -53,7 +53,7 @@ class World(NamedTuple):
     timeout: float = DEFAULT_TIMEOUT
 
     def print_on_rank_zero(self, text: str) -> None:
-        """Prints a line for people, once for all ranks."""
+        """Prints a line, once for all ranks."""
         if self.rank == 0:
             print(text, flush=True)  # noqa: T201
 
@@ -68,7 +68,7 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
     printed once; the others exit with code 2.
 
     Args:
-        timeout: Seconds to wait for other ranks; more than a rank may work while others wait.
+        timeout: Seconds to wait for other ranks; must exceed any work of one rank while others wait.
 
     Yields:
         The world.
@@ -99,7 +99,7 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
             yield world
             failed = False
         except (MoEError, OSError) as error:
-            # A rank that lost another says so itself; one rank reports what all ranks raise.
+            # A rank that lost another reports it itself; an error of all ranks is reported once.
             if not isinstance(error, DistributedError) and _another_rank_raised(error):
                 raise SystemExit(2) from error
             raise
@@ -197,7 +197,7 @@ def _join_ranks(world: World, timeout: float) -> None:
         if world.rank != 0 or agent_keeps_store:
             _wait_for_listener(deadline)
 
-        # A peer that accepts the connection and stays silent is given up, too.
+        # A peer that accepts the connection but does not respond times out, too.
         remaining = max(_RETRY_INTERVAL, deadline - time.monotonic())
         init = partial(
             _init_process_group,
@@ -256,8 +256,8 @@ def _init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=exchange_timeout
     )
 
-    # No rank continues before all are connected: if one failed now, it would close what another
-    # still connects to.
+    # No rank continues before all are connected: if one failed now, it would close connections that
+    # others are still opening.
     if store.add("moe/connected", 1) == size:
         store.set("moe/all_connected", "1")
     store.wait(["moe/all_connected"], rendezvous_timeout)
@@ -279,7 +279,7 @@ def _call_with_timeout(function: Callable[[], T], timeout: float) -> T:
         except Exception as error:
             result.set_exception(error)
 
-    # A daemon does not keep the process alive when the call never returns.
+    # A daemon thread does not keep the process alive if the call never returns.
     threading.Thread(target=call, daemon=True).start()
     try:
         return result.result(timeout + _TIMEOUT_SLACK)
@@ -307,7 +307,7 @@ def _leave_ranks(world: World, timeout: float, *, failed: bool) -> None:
             store.set("moe/parted", "1")
         store.wait(["moe/parted"], timedelta(seconds=timeout))
 
-    # After a failure a running exchange may never end: it gets a few seconds.
+    # After a failure a running exchange may never end, so it gets a few seconds.
     shutdown = threading.Thread(target=dist.destroy_process_group, daemon=True)
     shutdown.start()
     shutdown.join(_SHUTDOWN_AFTER_FAILURE if failed else None)

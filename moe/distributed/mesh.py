@@ -1,7 +1,7 @@
 """The device mesh: which ranks hold which part of a model and of a batch.
 
-Its sizes are checked before any rank exists. sharding.py places parameters on it, all_to_all.py
-exchanges rows over its `ep` axis.
+Its sizes are checked before ranks exist. sharding.py places parameters on it, all_to_all.py exchanges
+rows over its `ep` axis.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from moe.kernels.torch_private import flatten_mesh_axes, join_meshes, split_mesh
 from moe.network.algorithms import ALL_REDUCE, ALL_TO_ALL
 
 AXES = ("dp_replicate", "dp_shard", "ep", "tp")
-"""Axes of every mesh, from the slowest network to the fastest: neighbouring ranks are of one `tp`."""
+"""Axes of every mesh, from the slowest network to the fastest: neighbouring ranks share one `tp`."""
 
 LostReplicaPolicy = Literal["constant_work", "shrink"]
 
@@ -36,9 +36,7 @@ _WHY_MAX_RANKS = "no cluster has more devices"
 _NUM_SUGGESTIONS = 3
 
 _UNITS_OF_PAIR = 2520
-"""Units of a block of rows: any schedule that sends a part of a block one way and the rest another
-can take a half, a third and so on.
-"""
+"""Units of a block of rows, divisible by 2 to 10, so that schedules can split blocks evenly."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +47,20 @@ class MeshConfig:
 
     Attributes:
         dp_replicate: Replicas of everything; their gradients are all-reduced.
-        dp_shard: Data ranks over which parameters are sharded beside `ep`.
+        dp_shard: Data ranks over which parameters are sharded, besides `ep`.
         ep: Ranks that share the experts of a layer, E / ep each. Dense parameters are sharded over
             dp_shard x ep.
-        tp: Ranks that share one data rank's attention heads and hidden units, also those inside an
-            expert.
+        tp: Ranks that share the attention heads and hidden units of one data rank, including those
+            of experts.
         ep_nodes: Nodes that an `ep` axis spans; more than 1 exchanges tokens inside nodes first,
             then across.
         gradient_reduction: Schedule by which gradients are summed, e.g. `ring`, `torus 4x4` or
             `ring 4x4 without 5,6 in bfloat16`: an algorithm, the grid of the ranks of an axis, its
             dead ranks, and what travels. Null for torch's own collectives.
         expert_exchange: Schedule by which rows travel over `ep`, likewise. Null for torch's own.
-        on_lost_replica: What becomes of a step when one of the `dp_replicate` replicas is lost, each
-            of which is launched by itself: `constant_work` has the others take its rows over,
-            `shrink` leaves them out. Null launches all ranks together, and the run ends.
+        on_lost_replica: What happens when one of the `dp_replicate` replicas, which are launched
+            separately, is lost in a step: with `constant_work` the others take over its rows, with
+            `shrink` they are left out. Null launches all ranks together, and the run ends.
 
     Source:
         ST-MoE (arXiv:2202.08906) §5: an outer x inner x model mesh; 2-D gradient summation
@@ -83,7 +81,7 @@ class MeshConfig:
             value = getattr(self, name)
             check_integer(f"mesh.{name}", value, least=1, most=_MAX_RANKS, reason=_WHY_MAX_RANKS)
 
-        # Each axis may be small enough and their product not.
+        # The product of valid axes may be too large.
         at_most = f"at most {_MAX_RANKS:,} ranks in all ({_WHY_MAX_RANKS})"
         check(self.num_ranks <= _MAX_RANKS, "mesh", self, at_most)
 
@@ -140,21 +138,21 @@ class MeshConfig:
 
     @property
     def launched(self) -> "MeshConfig":
-        """Mesh of the ranks that one launch starts: one replica where replicas may be lost, else all."""
+        """Mesh of the ranks of one launch: one replica if replicas may be lost, else all."""
         if self.on_lost_replica is None:
             return self
         return replace(self, dp_replicate=1, on_lost_replica=None)
 
     @property
     def gradient_schedule(self) -> ScheduleChoice | None:
-        """What `gradient_reduction` names; None for torch's own."""
+        """Schedule named by `gradient_reduction`; None for torch's own."""
         if self.gradient_reduction is None:
             return None
         return parse_schedule("mesh.gradient_reduction", self.gradient_reduction, ALL_REDUCE)
 
     @property
     def exchange_schedule(self) -> ScheduleChoice | None:
-        """What `expert_exchange` names; None for torch's own."""
+        """Schedule named by `expert_exchange`; None for torch's own."""
         if self.expert_exchange is None:
             return None
         return parse_schedule("mesh.expert_exchange", self.expert_exchange, ALL_TO_ALL)
@@ -175,15 +173,14 @@ class MeshConfig:
 
 
 class MeshLimits(NamedTuple):
-    """What the axes of a mesh must divide.
+    """Numbers that the axes of a mesh must divide.
 
     Attributes:
-        num_ranks: Ranks that there are.
+        num_ranks: Number of ranks.
         num_experts: Experts of a sparse layer, E; 0 for none.
         num_heads: Attention heads, H.
         d_ff: Hidden units of a feed-forward layer, F.
-        num_groups: Groups that tokens of a forward pass are routed in, of all data ranks together;
-            None if unknown.
+        num_groups: Groups of tokens in a forward pass of all data ranks together; None if unknown.
     """
 
     num_ranks: int
@@ -210,20 +207,20 @@ def check_mesh(config: MeshConfig, limits: MeshLimits) -> None:
 
 
 def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) -> list[MeshConfig]:
-    """Returns every mesh of `limits.num_ranks` ranks that fits, the nearest to a given one first.
+    """Returns every mesh of `limits.num_ranks` ranks that fits, nearest to a given one first.
 
-    Two meshes are near when the factors by which their axes differ are small: the distance is the
-    sum of the logarithms of these factors.
+    The distance of two meshes is the sum of the absolute logarithms of the factors by which their
+    axes differ.
 
     Args:
-        limits: What the axes must divide.
-        nearest_to: Mesh to compare with; None for that of one rank.
+        limits: Numbers that the axes must divide.
+        nearest_to: Mesh to compare with; None for a mesh of one rank.
     """
     target = nearest_to or MeshConfig()
     num_ranks = limits.num_ranks
     check_integer("The number of ranks", num_ranks, least=1, most=_MAX_RANKS, reason=_WHY_MAX_RANKS)
 
-    # An axis that cannot have some size on its own cannot have it beside others either.
+    # A size that an axis cannot have alone is also impossible in combination.
     ep_sizes = [ep for ep in divisors(num_ranks) if _experts_divide(limits, ep)]
     tp_sizes = [tp for tp in divisors(num_ranks) if _heads_and_units_divide(limits, tp)]
 
@@ -232,7 +229,7 @@ def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) ->
         if num_ranks % (ep * tp):
             continue
 
-        # What is left of the ranks is dp_replicate x dp_shard.
+        # The remaining ranks are dp_replicate x dp_shard.
         num_dp_ranks = num_ranks // (ep * tp)
         for dp_replicate in divisors(num_dp_ranks):
             mesh = MeshConfig(
@@ -252,7 +249,7 @@ def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) ->
             total += abs(math.log(factor))
         return total
 
-    # The second sort is stable: of equally near meshes the smaller one stays first.
+    # The second sort is stable: of equally near meshes, the smaller one comes first.
     meshes.sort(key=_size_order)
     meshes.sort(key=distance)
     return meshes
@@ -270,7 +267,7 @@ def divisors(number: int) -> list[int]:
         if number % divisor:
             continue
 
-        # Divisors come in pairs, but for the root of a square.
+        # Divisors come in pairs, except for the root of a square.
         small.append(divisor)
         if divisor * divisor != number:
             large.append(number // divisor)
@@ -316,10 +313,10 @@ class ExpertAxis(NamedTuple):
     """The ranks that share the experts of a layer.
 
     Attributes:
-        size: How many.
-        group: All of them.
-        intra_node: Those of this node; None for an exchange of one step.
-        inter_node: Those with this rank's local index in all nodes; None likewise.
+        size: Number of ranks.
+        group: All ranks.
+        intra_node: Ranks of this node; None for an exchange of one step.
+        inter_node: Ranks with this rank's local index in all nodes; None likewise.
         exchange: Schedule by which rows travel; None for torch's own all-to-all.
     """
 
@@ -336,13 +333,14 @@ class Mesh(NamedTuple):
     Attributes:
         config: Its sizes.
         device_mesh: With the axes `AXES`.
-        dense: What dense parameters are sharded over: dp_replicate, and dp_shard x ep in one axis.
-        experts: What experts are sharded over beside ep and tp: dp_replicate and dp_shard.
-        ep: Ranks that exchange rows; None when all experts are here.
+        dense: Mesh over which dense parameters are sharded: dp_replicate, and dp_shard x ep as one
+            axis.
+        experts: Mesh over which experts are sharded besides ep and tp: dp_replicate and dp_shard.
+        ep: Ranks that exchange rows; None if all experts are on this rank.
         data: Ranks that hold other rows of a batch, with the same coordinate on `tp`.
-        tp: Ranks that hold the same rows; None when that is this rank alone.
-        data_rank: Which rows this rank holds.
-        replica: Those of `data` that hold one copy of the model between them.
+        tp: Ranks that hold the same rows; None if that is only this rank.
+        data_rank: Number of this rank's share of rows.
+        replica: Ranks of `data` that together hold one copy of the model.
         gradients: Sums gradients by a schedule; None for torch's own.
     """
 
@@ -378,14 +376,14 @@ class Mesh(NamedTuple):
 def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
     """Returns the mesh over all ranks; every rank must call it.
 
-    One process that has not joined others makes a process group of itself, which `launch` ends.
+    A single process that has not joined others makes its own process group, which `launch` ends.
 
     Args:
         config: Sizes.
         device_type: `cpu` or `cuda`.
 
     Raises:
-        ConfigError: When there are more or fewer ranks than the mesh has, or no such devices.
+        ConfigError: When the number of ranks differs from the mesh, or there are no such devices.
     """
     check_choice("device_type", device_type, ("cpu", "cuda"))
     num_running = dist.get_world_size() if dist.is_initialized() else 1
@@ -396,7 +394,7 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
             f"mesh of {num_running}."
         )
 
-    # torch would look for the variables of torchrun.
+    # Otherwise torch would look for the variables of torchrun.
     if not dist.is_initialized():
         if "WORLD_SIZE" in os.environ:
             raise ConfigError(
@@ -432,7 +430,7 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
 
 
 def _expert_axis(config: MeshConfig, ep: DeviceMesh) -> ExpertAxis | None:
-    """Returns the ranks of this rank's `ep` axis; None when it is this rank alone."""
+    """Returns the ranks of this rank's `ep` axis; None if that is only this rank."""
     if config.ep == 1:
         return None
     choice = config.exchange_schedule
@@ -444,7 +442,7 @@ def _expert_axis(config: MeshConfig, ep: DeviceMesh) -> ExpertAxis | None:
     if config.ep_nodes == 1:
         return ExpertAxis(config.ep, ep.get_group())
 
-    # Neighbouring ranks are of one node: the outer half of the axis crosses nodes.
+    # Neighbouring ranks share a node: the outer part of the axis crosses nodes.
     sizes = (config.ep_nodes, config.ep // config.ep_nodes)
     levels = split_mesh_axis(ep, sizes, ("ep_inter_node", "ep_intra_node"))
     return ExpertAxis(

@@ -1,7 +1,7 @@
 """Random numbers on tensor-parallel ranks: independent for shards, equal for everything else.
 
-Ranks of `tp` see the same tokens, and their default generators have the same state, so that the
-residual stream's dropout is equal on all of them. Each rank holds other hidden units and attention
+Ranks of `tp` see the same tokens, and their default generators have the same state, so that dropout
+of the residual stream is equal on all of them. Each rank has different hidden units and attention
 heads, whose dropout must be independent.
 """
 
@@ -22,14 +22,14 @@ def tp_random_numbers(
     """Returns a context in which each tensor-parallel rank draws its own random numbers.
 
     A rank seeds its default generators with one draw of the CPU's generator plus its rank, and
-    restores them afterwards. So all ranks leave the context in the same state, and no further state
-    has to be saved: activation checkpointing and resumed runs, which restore or seed the default
-    generators, draw the same numbers again. torch.compile breaks the graph here.
+    restores them afterwards. All ranks leave the context in the same state, and no further state must
+    be saved: activation checkpointing and resumed runs, which restore or seed the default generators,
+    draw the same numbers again. torch.compile breaks the graph here.
 
     Args:
         group: Tensor-parallel ranks; None for one process, for which nothing changes.
         device: Device of the activations.
-        rate: Dropout rate inside the context; 0 changes nothing.
+        rate: Dropout rate inside the context; nothing changes for 0.
 
     Source:
         Megatron-LM `CudaRNGStatesTracker.fork`. Differs: the tracker keeps a second generator

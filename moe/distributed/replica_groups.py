@@ -1,10 +1,9 @@
 """Replica groups that may be lost while a run goes on: quorum, sums and healing by torchft.
 
-A replica group is what one launch starts: a mesh of its own that holds one copy of the model with
-all its experts. The groups meet before each step. Those present share the batch and sum their
-gradients; the step counts only if every sum came through. A group that has fallen behind receives
-the state of one that has not. This module sees tensors and ranks only: its caller says what the
-state is.
+A replica group is a separate launch: a mesh with one copy of the model and all its experts. The
+groups meet before each step. Those present share the batch and sum their gradients; the step counts
+only if every sum succeeds. A group that has fallen behind receives the state of one that has not.
+This module handles only tensors and ranks: its caller defines the state.
 """
 
 import logging
@@ -28,17 +27,17 @@ from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError, DistributedError, MoEError
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
-"""Variable with the address of the lighthouse, at which groups meet."""
+"""Variable with the address of the lighthouse, where groups meet."""
 
 GROUP_ID = "REPLICA_GROUP_ID"
-"""Variable with the number of a group; groups take their shares of a batch in its order."""
+"""Variable with the number of a group, which orders the groups' shares of a batch."""
 
 _DEFAULT_PORT = 29510
 _MOST_LOST_IN_A_ROW = 50
 
 
 class LostStepError(Exception):
-    """A group was lost during a step: nothing of it counts, and it is taken again."""
+    """A group was lost during a step, which does not count and is repeated."""
 
 
 class LiveGroups(NamedTuple):
@@ -46,8 +45,8 @@ class LiveGroups(NamedTuple):
 
     Attributes:
         step: Number of the step, from 0.
-        number: This group's, among them.
-        num_live: How many they are.
+        number: Number of this group among them.
+        num_live: Number of groups.
     """
 
     step: int
@@ -56,10 +55,10 @@ class LiveGroups(NamedTuple):
 
 
 class ReplicaSeconds(NamedTuple):
-    """What lost groups have cost this group.
+    """Cost of lost groups for this group.
 
     Attributes:
-        live: Groups that took the last step.
+        live: Number of groups in the last step.
         meeting: Seconds of waiting for the others before steps, without healing.
         healing: Seconds of waiting before steps in which this group was healed.
         lost: Seconds in steps that were lost.
@@ -76,11 +75,11 @@ class ReplicaSeconds(NamedTuple):
 
 
 # ---------------------------------------------------------------------------
-# Who takes which part of a batch
+# Shares of a batch
 
 
 def deal_all_shares(live: LiveGroups, num_groups: int) -> list[int]:
-    """Returns this group's shares of a batch; the groups that are left take all shares."""
+    """Returns this group's shares of a batch; the remaining groups take all shares."""
     return list(range(live.number, num_groups, live.num_live))
 
 
@@ -105,7 +104,7 @@ def find_replica_groups(config: MeshConfig, world: World) -> "ReplicaGroups | No
     if config.on_lost_replica is None:
         return None
 
-    # What torchft tells of every step; RUST_LOG=info shows it.
+    # Hide torchft's messages on every step; RUST_LOG=info shows them.
     os.environ.setdefault("RUST_LOG", "error")
     try:
         import torchft  # noqa: F401  only whether it is there
@@ -126,7 +125,7 @@ def find_replica_groups(config: MeshConfig, world: World) -> "ReplicaGroups | No
 
 
 class ReplicaGroups:
-    """The replica groups of a run, as one rank of one of them sees them.
+    """The replica groups of a run, as seen by one rank of one of them.
 
     Args:
         config: Mesh of the whole run; `dp_replicate` is the number of groups.
@@ -150,23 +149,23 @@ class ReplicaGroups:
     def joined(
         self, step: int, save: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
     ) -> Iterator[None]:
-        """Stays in touch with the other groups inside the block.
+        """Keeps contact with the other groups inside the block.
 
         Args:
-            step: Updates that this group has behind it.
+            step: Updates of this group so far.
             save: Returns the state after the updates so far, for a group that is behind.
-            load: Takes such a state over.
+            load: Loads such a state.
         """
         from torchft.manager import Manager
 
-        # Its traces of every lost group say less than one line.
+        # Hide its tracebacks for every lost group.
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
 
         def load_healed(state: dict[str, Any]) -> None:
             load(state)
             self._is_healed = True
 
-        # Where the ranks of this group meet, and others find it.
+        # Address at which the ranks of this group meet and others find it.
         host = _address_towards(self._lighthouse)
         port = broadcast_from_rank_zero(lambda: self._open_store(host))
         self._group = _build_group(self._world.device_type, self._timeout)
@@ -188,7 +187,7 @@ class ReplicaGroups:
                 replica_id=os.environ.get(GROUP_ID, ""),
                 hostname=host,
                 checkpoint_transport=_build_transport(host, self._timeout),
-                # All groups draw the same first weights.
+                # All groups draw the same initial weights.
                 init_sync=False,
             )
         except (RuntimeError, TimeoutError) as error:
@@ -201,13 +200,13 @@ class ReplicaGroups:
             self._manager.shutdown(wait=False)
 
     def begin_step(self) -> LiveGroups:
-        """Meets the other groups and returns who takes which step.
+        """Meets the other groups and returns the next step and its groups.
 
-        A group that is behind has taken over the state of another when this returns.
+        Afterwards, a group that was behind has the state of another.
 
         Raises:
             LostStepError: When a group is lost meanwhile.
-            DistributedError: When the lighthouse does not answer, or step after step is lost.
+            DistributedError: When the lighthouse does not answer, or many consecutive steps are lost.
         """
         started = time.perf_counter()
         self._is_healed = False
@@ -215,12 +214,12 @@ class ReplicaGroups:
         try:
             self._manager.start_quorum()
         except MoEError:
-            raise  # of the run, about the state of another group
+            raise  # an error of the run about the state of another group
         except (RuntimeError, TimeoutError) as error:
             raise self._did_not_meet(error) from error
         self._refuse_errors()
 
-        # Who is there in this step.
+        # Groups in this step.
         number = self._manager.participating_rank()
         assert number is not None, "every group takes part once it is healed"
         live = LiveGroups(self._manager.current_step(), number, self._manager.num_participants())
@@ -233,12 +232,12 @@ class ReplicaGroups:
     def shares(self, live: LiveGroups) -> list[int]:
         """Returns which shares of the batch, 0 to `num_groups` - 1, this group takes.
 
-        A spare computes as a group does that it could replace; what it sends is zero.
+        A spare computes the share of a group that it could replace, but contributes zeros.
         """
         return self._deal_shares(live, self.num_groups) or [live.number % self.num_groups]
 
     def sum_each(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the sum of each tensor <any>[...] over the groups; values are left as they are.
+        """Returns the sum of each tensor <any>[...] over the groups; values are not changed.
 
         Raises:
             LostStepError: When a group is lost meanwhile.
@@ -264,14 +263,14 @@ class ReplicaGroups:
         """Returns when the ranks of this group agree that the step counts.
 
         Raises:
-            LostStepError: When it does not.
+            LostStepError: When it does not count.
         """
         if not self._should_commit():
             self._lose_step()
         self._lost_in_a_row = 0
 
     def take_seconds(self) -> ReplicaSeconds:
-        """Returns what losses have cost since the last call, and begins anew."""
+        """Returns the cost of losses since the last call, and resets it."""
         seconds = self._seconds
         self._seconds = ReplicaSeconds(live=seconds.live)
         return seconds
@@ -282,9 +281,9 @@ class ReplicaGroups:
         return total
 
     def _refuse_errors(self) -> None:
-        """Gives the step up where an exchange of any rank of this group has failed.
+        """Aborts the step if an exchange of any rank of this group has failed.
 
-        The ranks agree first: they exchange among each other in a step, and must leave it together.
+        The ranks agree first: they exchange with each other in a step, and must leave it together.
         """
         has_failed = self._manager.errored() is not None
         if self._world.size > 1:
@@ -324,7 +323,7 @@ class ReplicaGroups:
             lost=seconds.lost + lost, lost_steps=seconds.lost_steps + 1
         )
 
-        # Then nothing was lost that comes back: the groups do not reach each other.
+        # After many lost steps in a row, the groups cannot reach each other.
         self._lost_in_a_row += 1
         if self._lost_in_a_row == _MOST_LOST_IN_A_ROW:
             raise DistributedError(
@@ -343,7 +342,7 @@ class ReplicaGroups:
             self._seconds = seconds._replace(meeting=seconds.meeting + duration)
 
     def _open_store(self, host: str) -> int:
-        """Opens the store in which ranks and groups find each other, and returns its port."""
+        """Opens the store through which ranks and groups find each other, and returns its port."""
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
         )
@@ -351,11 +350,11 @@ class ReplicaGroups:
 
 
 # ---------------------------------------------------------------------------
-# What torchft is made of
+# Parts of torchft
 
 
 def _build_group(device_type: str, timeout: timedelta) -> Any:
-    """Returns the process group, made anew at every change, that sums over the groups."""
+    """Returns the process group for sums over the groups, which is rebuilt at every change."""
     from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
     group_types = {"cpu": ProcessGroupGloo, "cuda": ProcessGroupNCCL}
@@ -363,7 +362,7 @@ def _build_group(device_type: str, timeout: timedelta) -> Any:
 
 
 def _build_transport(host: str, timeout: timedelta) -> Any:
-    """Returns what sends a state to a group that is behind."""
+    """Returns the transport of a state to a group that is behind."""
     from torchft.checkpointing import HTTPTransport
 
     class Transport(HTTPTransport[Any]):
@@ -374,7 +373,7 @@ def _build_transport(host: str, timeout: timedelta) -> Any:
             return f"http://{host}:{port}/checkpoint/"
 
         def recv_checkpoint(self, *arguments: Any, **options: Any) -> Any:
-            # The state is copied into the model, and nobody writes into what was received.
+            # The received state is only read.
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The given buffer is not writable")
                 return super().recv_checkpoint(*arguments, **options)
@@ -386,16 +385,16 @@ def _build_transport(host: str, timeout: timedelta) -> Any:
 
 
 def _say_nothing(*_: object) -> None:
-    """Stands for the line that Python's server prints of every request."""
+    """Replaces the line that Python's server prints for every request."""
 
 
 def _address_towards(lighthouse: str) -> str:
-    """Returns the address of this machine in the network in which the lighthouse is.
+    """Returns the address of this machine in the network of the lighthouse.
 
-    Names of machines are often known to themselves alone, as in containers.
+    Host names are often unknown to other machines, e.g. in containers.
 
     Raises:
-        DistributedError: When the lighthouse's name is not known.
+        DistributedError: When the name of the lighthouse is unknown.
     """
     parts = urlparse(lighthouse)
     try:
@@ -403,7 +402,7 @@ def _address_towards(lighthouse: str) -> str:
             parts.hostname, parts.port or _DEFAULT_PORT, type=socket.SOCK_DGRAM
         )
 
-        # A datagram socket sends nothing by being connected.
+        # Connecting a datagram socket sends nothing.
         family, kind, protocol, _, address = addresses[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)

@@ -1,8 +1,8 @@
-"""All-to-alls of a schedule for rows of tokens: blocks of any sizes, also of none.
+"""All-to-alls of token rows by a schedule: blocks of any size, including empty ones.
 
-In a schedule of `moe.network` the units are those of all pairs of ranks. A block of rows takes the
-units of its pair, and a rank's buffer holds only what the rank sends, receives or passes on: never
-the blocks of all pairs.
+The units of a schedule of `moe.network` belong to pairs of ranks. A block of rows uses the units of
+its pair, and a rank's buffer holds only rows that the rank sends, receives or passes on, never the
+blocks of all pairs.
 
 Before: `scheduled`, which runs the steps. Next: `all_to_all`, which ties an exchange to autograd.
 """
@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 
 from moe.distributed.scheduled import Execution, RankProgram, RankStep
 from moe.distributed.wait_seconds import waiting_for
-from moe.errors import ConfigError
 from moe.network.schedule import IntArray, Intervals, Schedule, bounds_of_pieces, expand
 
 
@@ -29,7 +28,7 @@ class PendingBlocks(NamedTuple):
         group: The ranks.
         execution: The steps.
         buffer: <any>[N, ...] all rows that pass through this rank.
-        arriving: Rows of the buffer that are for this rank, sorted by the rank they are from.
+        arriving: Rows of the buffer for this rank, sorted by their origin rank.
     """
 
     group: ProcessGroup | None
@@ -38,7 +37,7 @@ class PendingBlocks(NamedTuple):
     arriving: tuple[slice, ...]
 
     def wait(self) -> Tensor:
-        """Returns the rows <any>[M, ...] that arrive here, sorted by the rank they are from."""
+        """Returns the rows <any>[M, ...] that arrive here, sorted by their origin rank."""
         with waiting_for(self.group, self.buffer.device):
             self.execution.wait()
         if len(self.arriving) == 1:
@@ -47,14 +46,14 @@ class PendingBlocks(NamedTuple):
 
 
 class BlockRoute(NamedTuple):
-    """An exchange of blocks of given sizes, as one rank sees it.
+    """An exchange of blocks of given sizes, as seen by one rank.
 
     Attributes:
         group: The ranks.
-        steps: What this rank does.
+        steps: Steps of this rank.
         num_rows: Rows of its buffer.
-        leaving: Rows of the buffer for its own rows, sorted by the rank that they go to.
-        arriving: Rows of the buffer for what it receives, sorted by the rank they are from.
+        leaving: Rows of the buffer that it sends, sorted by their destination rank.
+        arriving: Rows of the buffer that it receives, sorted by their origin rank.
     """
 
     group: ProcessGroup | None
@@ -64,11 +63,11 @@ class BlockRoute(NamedTuple):
     arriving: tuple[slice, ...]
 
     def issue(self, x: Tensor) -> PendingBlocks:
-        """Sends rows <any>[N, ...], sorted by the rank that they go to.
+        """Sends rows <any>[N, ...], sorted by their destination rank.
 
-        Steps after the first wait for `wait`, since each needs what the one before has brought.
+        Steps after the first run in `wait`, since each needs the rows of the one before.
         """
-        # The own rows take their places in the buffer.
+        # Copy this rank's rows into the buffer.
         buffer = x.new_empty(self.num_rows, *x.shape[1:])
         start = 0
         for span in self.leaving:
@@ -77,7 +76,7 @@ class BlockRoute(NamedTuple):
             start = stop
         assert start == len(x), f"{len(x)} rows for a route of {start}"
 
-        # The first step goes out at once.
+        # The first step is sent at once.
         execution = Execution(self.steps, buffer, self.group)
         return PendingBlocks(self.group, execution, buffer, self.arriving)
 
@@ -86,12 +85,9 @@ class ScheduledAllToAll:
     """An all-to-all schedule that is ready to exchange blocks of rows of any sizes.
 
     Args:
-        schedule: An all-to-all: every unit begins at one rank and ends at one.
+        schedule: An all-to-all: every unit starts at one rank and ends at one.
         group: The running ranks; None for all.
         live_ranks: See `RankProgram`.
-
-    Raises:
-        ConfigError: When ranks and group do not fit, or the schedule is no all-to-all among them.
     """
 
     def __init__(
@@ -108,18 +104,18 @@ class ScheduledAllToAll:
         """Returns the exchange of blocks of some sizes.
 
         Args:
-            counts: <int64>[n, n] rows that each rank of the group sends to each other one; the
-                same on all ranks.
+            counts: <int64>[n, n] rows that each rank of the group sends to each other; the same on
+                all ranks.
         """
         return self._there.route(counts)
 
     def route_back(self, counts: IntArray) -> BlockRoute:
-        """Returns the exchange that takes all blocks back to where `route` took them from."""
+        """Returns the exchange that returns all blocks of `route` to their origin."""
         return self._back.route(counts.T)
 
 
 class _OneWay:
-    """One direction of an all-to-all: where the units of each pair lie.
+    """One direction of an all-to-all: the positions of the units of each pair.
 
     Args:
         program: This rank's rows of the schedule.
@@ -130,12 +126,12 @@ class _OneWay:
         schedule = program.schedule
         rows = program.rows
 
-        # Pieces that no interval of this rank, and no block, divides.
+        # Pieces that are not divided by any interval of this rank or any block.
         self._bounds = bounds_of_pieces((rows, schedule.before, schedule.after))
         self._source = self._owners(schedule.before)
         self._destination = self._owners(schedule.after)
 
-        # What this rank begins or ends with, or passes on.
+        # Pieces that this rank sends, receives or passes on.
         me = program.group_rank
         self._is_touched = (self._source == me) | (self._destination == me)
         self._is_touched[expand(rows.low, rows.high, self._bounds)[1]] = True
@@ -143,19 +139,15 @@ class _OneWay:
         # Units of ranks that are dead belong to no pair.
         self._pieces = np.flatnonzero(self._source >= 0)
         is_whole = (self._source < 0) == (self._destination < 0)
-        if not is_whole.all():
-            raise ConfigError(
-                f"Unit {self._bounds[int(np.argmin(is_whole))]} of the schedule begins at no rank, "
-                "or ends at none; in an all-to-all every unit does both."
-            )
+        assert is_whole.all(), "every unit of an all-to-all begins at one rank and ends at one"
 
-        # Units of the pair before each piece and behind it, and units of the pair in all.
+        # Units of the pair before and after each piece, and in total.
         source = self._source[self._pieces]
         pair = source * program.num_group_ranks + self._destination[self._pieces]
         num_units = np.diff(self._bounds)[self._pieces]
         units_of_pair = np.zeros(program.num_group_ranks**2, np.int64)
         np.add.at(units_of_pair, pair, num_units)
-        _require_every_pair(units_of_pair, program.num_group_ranks)
+        assert units_of_pair.all(), "rows can go from every rank to every one, also to itself"
 
         # Pieces of a pair follow each other in the order of their units.
         order = np.argsort(pair, kind="stable")
@@ -173,7 +165,7 @@ class _OneWay:
         first = block * self._start_in_pair // self._pair_units
         last = block * self._end_in_pair // self._pair_units
 
-        # Only what this rank touches has a place in its buffer.
+        # Only pieces that this rank touches have a place in its buffer.
         num_rows = np.zeros(len(self._bounds) - 1, np.int64)
         num_rows[self._pieces] = last - first
         num_rows[~self._is_touched] = 0
@@ -192,19 +184,10 @@ class _OneWay:
         )
 
     def _owners(self, part: Intervals) -> IntArray:
-        """Returns the rank of the group with which each piece begins or ends; -1 for none.
-
-        Raises:
-            ConfigError: When there are several.
-        """
+        """Returns the rank of the group at which each piece starts or ends; -1 for none."""
         row, piece = expand(part.low, part.high, self._bounds)
         num_owners = np.bincount(piece, minlength=len(self._bounds) - 1)
-        if (num_owners > 1).any():
-            index = int(np.argmax(num_owners > 1))
-            raise ConfigError(
-                f"Unit {self._bounds[index]} of the schedule begins or ends at "
-                f"{num_owners[index]} ranks; expected one, as in an all-to-all."
-            )
+        assert (num_owners <= 1).all(), "a unit of an all-to-all begins and ends at one rank each"
 
         # Ranks in the numbers of the group.
         owners = np.full(len(num_owners), -1, np.int64)
@@ -212,20 +195,8 @@ class _OneWay:
         return owners
 
 
-def _require_every_pair(units_of_pair: IntArray, num_ranks: int) -> None:
-    """Raises a ConfigError unless rows can go from every rank of the group to every one."""
-    if units_of_pair.all():
-        return
-    pair = int(np.argmin(units_of_pair))
-    raise ConfigError(
-        f"The schedule has no units from rank {pair // num_ranks} to rank {pair % num_ranks} of "
-        "the group. Build an all-to-all with units for every pair of live ranks, also of a rank "
-        "with itself."
-    )
-
-
 def _spans(position: IntArray, is_own: NDArray[np.bool_], peer: IntArray) -> tuple[slice, ...]:
-    """Returns where the own pieces lie in the buffer, sorted by the other rank of their pair."""
+    """Returns the positions of this rank's pieces in the buffer, sorted by the other rank of their pair."""
     pieces = np.flatnonzero(is_own)
     pieces = pieces[np.argsort(peer[pieces], kind="stable")]
 

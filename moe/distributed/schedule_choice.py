@@ -1,4 +1,4 @@
-"""The schedule that a recipe names: an algorithm, a grid of ranks, its dead ranks, the wire.
+"""The schedule named by a recipe: an algorithm, a grid of ranks, its dead ranks, the wire format.
 
     ring                                        a ring of all ranks
     torus 4x4                                   ranks numbered row by row on a grid of 4 rows of 4
@@ -74,13 +74,13 @@ class ScheduleChoice:
             )
 
     def topology(self, size: int) -> Topology:
-        """Returns a network of so many ranks: the grid, or a ring without one. Its rates do not matter."""
+        """Returns a network of `size` ranks: the grid, or a ring without one. Its rates do not matter."""
         shape = self.shape or (size,)
         whole = grid(shape, wraps=True, bandwidth=1.0, latency=0.0)
         return whole.without(self.dead) if self.dead else whole
 
     def build(self, size: int, num_units: int) -> Schedule:
-        """Returns the schedule for a group of so many ranks."""
+        """Returns the schedule for a group of `size` ranks."""
         return self.algorithm.build(self.topology(size), num_units)
 
 

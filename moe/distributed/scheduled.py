@@ -1,12 +1,12 @@
 """Runs schedules of `moe.network` on running ranks, point to point, over any backend.
 
 A rank keeps its own rows of a schedule and sends, receives and adds step by step. There is no
-barrier: a rank continues when what it sends is on its way and what it receives has arrived.
-Everything that one rank sends to another in a step is one message.
+barrier: a rank continues when its messages are sent and those for it have arrived. All data from one
+rank to another in a step is one message.
 
-Sums are float32 for narrower floats, and in the payload's own dtype otherwise. On a narrower wire
-(bfloat16) the rank that sums a unit would keep more digits than it sends: units that several ranks
-end with are rounded on all of them, so that replicas stay bit-equal.
+Narrow floats are summed in float32, others in their own dtype. On a narrower wire (bfloat16) the rank
+that sums a unit would keep more digits than it sends: units that several ranks end with are rounded
+on all of them, so that replicas stay bit-equal.
 
 Before: `moe.network`. Next: `gradient_reduction` sums the gradients of FSDP with it, `row_exchange`
 exchanges rows of tokens.
@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe.checks import check
-from moe.errors import ConfigError, DistributedError
+from moe.distributed.launch import first_line
+from moe.errors import DistributedError
 from moe.network.schedule import IntArray, Intervals, Schedule, bounds_of_pieces, expand, intervals
 
 Placement = Callable[[IntArray], IntArray]
-"""Gives the element of a rank's buffer at which each of some units begins."""
+"""Returns the first element in a rank's buffer of each of some units."""
 
 
 class Message(NamedTuple):
-    """What goes between this rank and another one in one step.
+    """Data between this rank and another one in one step.
 
     Attributes:
         peer: The other rank's number in the group.
@@ -49,8 +49,8 @@ class Arrival(NamedTuple):
     Attributes:
         message: Index of the message that brings it.
         part: Elements of the message.
-        span: Elements of the buffer that it goes to.
-        adds: Whether it is added to them; else it is copied over them.
+        span: Elements of the buffer to which it is written.
+        adds: Whether it is added to them instead of overwriting them.
     """
 
     message: int
@@ -60,12 +60,12 @@ class Arrival(NamedTuple):
 
 
 class RankStep(NamedTuple):
-    """What one rank does in one step.
+    """One step of one rank.
 
     Attributes:
         sends: A message for each rank that it sends to.
         receives: A message for each rank that it receives from.
-        arrivals: What it does with them, in the order of the schedule's rows.
+        arrivals: Destinations of received data, in the order of the schedule's rows.
     """
 
     sends: tuple[Message, ...]
@@ -87,13 +87,10 @@ class RankProgram:
     """The rows of a schedule that one rank of a group takes part in.
 
     Args:
-        schedule: What all ranks do.
+        schedule: Schedule of all ranks.
         group: The running ranks; None for all.
-        live_ranks: Rank of the schedule for each rank of the group, if the schedule goes around
-            dead ranks; None if both have the same ranks.
-
-    Raises:
-        ConfigError: If ranks and group do not fit, or a rank that is not running takes part.
+        live_ranks: Rank in the schedule of each rank of the group, if the schedule avoids dead
+            ranks; None if both have the same ranks.
     """
 
     def __init__(
@@ -108,7 +105,6 @@ class RankProgram:
         self.num_group_ranks = dist.get_world_size(group)
         self.group_ranks = _group_ranks(schedule, group, live_ranks)
         self.group_rank = dist.get_rank(group)
-        check(self.group_rank >= 0, "group", "one without this rank", "one that this rank is in")
         self.rank = int(np.flatnonzero(self.group_ranks == self.group_rank)[0])
         """This rank's number in the schedule."""
 
@@ -116,10 +112,10 @@ class RankProgram:
         self.rows = table.select((table.source == self.rank) | (table.destination == self.rank))
 
     def steps(self, place: Placement) -> list[RankStep]:
-        """Returns what this rank does, step by step, without the steps in which it takes no part.
+        """Returns the steps of this rank, without steps in which it does nothing.
 
         Args:
-            place: Where units lie in this rank's buffer.
+            place: Positions of units in this rank's buffer.
         """
         # Rows are sorted by step.
         steps: list[RankStep] = []
@@ -139,14 +135,14 @@ class RankProgram:
         bounds = bounds_of_pieces([after])
         row, piece = expand(after.low, after.high, bounds)
 
-        # Pieces of this rank that others have too.
+        # Pieces of this rank that others also have.
         num_holders = np.bincount(piece)
         is_own = after.rank[row] == self.rank
         shared = piece[is_own & (num_holders[piece] > 1)]
         return intervals(self.rank, bounds[shared], bounds[shared + 1])
 
     def _rows_in_elements(self, place: Placement) -> Iterable[_Row]:
-        """Yields the rows that move any element."""
+        """Yields the rows that move at least one element."""
         rows = self.rows
         sends = rows.source == self.rank
         peers = self.group_ranks[np.where(sends, rows.destination, rows.source)]
@@ -162,35 +158,21 @@ class RankProgram:
 def _group_ranks(
     schedule: Schedule, group: ProcessGroup | None, live_ranks: Sequence[int] | IntArray | None
 ) -> IntArray:
-    """Returns the <int64>[num_ranks] rank of the group for each rank of the schedule; -1 for none.
-
-    Raises:
-        ConfigError: If they do not fit.
-    """
+    """Returns the <int64>[num_ranks] rank of the group for each rank of the schedule; -1 for none."""
     size = dist.get_world_size(group)
     if live_ranks is None:
         live_ranks = np.arange(schedule.num_ranks)
 
+    # One rank of the schedule for each rank of the group.
     live = np.asarray(live_ranks, np.int64)
-    expected = f"a rank of the schedule for each of the {size} ranks of the group"
-    check(len(live) == size, "the number of live ranks", len(live), expected)
-    is_known = bool(((live >= 0) & (live < schedule.num_ranks)).all())
-    is_unique = len(np.unique(live)) == size
-    expected = f"different ranks from 0 to {schedule.num_ranks - 1}"
-    check(is_known and is_unique, "live_ranks", live.tolist(), expected)
-
+    assert len(live) == len(np.unique(live)) == size, f"{live} are no {size} different ranks"
     peers = np.full(schedule.num_ranks, -1, np.int64)
     peers[live] = np.arange(size)
 
     # Others would wait forever for a rank that is not running.
     table = schedule.transfers
     taking_part = np.unique(np.concatenate([table.source, table.destination]))
-    missing = taking_part[peers[taking_part] < 0]
-    if len(missing):
-        raise ConfigError(
-            f"The schedule sends to or from rank {missing[0]}, which is not among the live ranks "
-            f"{live.tolist()}. Build it for a network on which the same ranks are dead."
-        )
+    assert (peers[taking_part] >= 0).all(), "the schedule is for a network with the same live ranks"
     return peers
 
 
@@ -208,7 +190,7 @@ def _rank_step(rows: Sequence[_Row]) -> RankStep:
             _append_span(spans_to.setdefault(row.peer, []), row.span)
             continue
 
-        # Where the row lies in its message.
+        # Position of the row in its message.
         _append_span(spans_from.setdefault(row.peer, []), row.span)
         index = index_of.setdefault(row.peer, len(index_of))
         if index == len(lengths):
@@ -243,10 +225,10 @@ class Execution:
     """Steps running on a buffer; the first is issued at once, the others by `wait`.
 
     Args:
-        steps: What this rank does.
-        buffer: <any>[N, ...] spans count its first dimension; changes until `wait` returns.
+        steps: Steps of this rank.
+        buffer: <any>[N, ...] spans count its first dimension; it changes until `wait` returns.
         group: The ranks; None for all.
-        wire: Dtype that travels; None for that of the buffer.
+        wire: Dtype of messages; None for that of the buffer.
     """
 
     def __init__(
@@ -278,13 +260,13 @@ class Execution:
             self._finish(index)
 
     def _issue(self, index: int) -> None:
-        """Sends what this step reads of the buffer; nothing of it is written before `_finish`."""
+        """Sends the messages of a step; the buffer is not written before `_finish`."""
         step = self._steps[index]
         shape = self._buffer.shape[1:]
         self._received = []
         self._sent = []
 
-        # Messages arrive beside the buffer, which this step still reads.
+        # Messages arrive outside of the buffer, which this step still reads.
         operations: list[dist.P2POp] = []
         for message in step.receives:
             scratch = self._buffer.new_empty(message.num_elements, *shape, dtype=self._wire)
@@ -303,7 +285,7 @@ class Execution:
             raise self._lost_rank(index, error) from error
 
     def _finish(self, index: int) -> None:
-        """Waits for the messages of a step, then writes what has arrived."""
+        """Waits for the messages of a step, then writes them to the buffer."""
         try:
             for work in self._works:
                 work.wait()
@@ -324,7 +306,7 @@ class Execution:
 
     def _content(self, message: Message) -> Tensor:
         """Returns a message: a view of the buffer where it is one span of the same dtype."""
-        # Only rows that are apart must be put together.
+        # Only separate rows must be concatenated.
         parts = [self._buffer[span] for span in message.spans]
         content = parts[0] if len(parts) == 1 else torch.cat(parts)
         return content.to(self._wire)
@@ -333,19 +315,16 @@ class Execution:
         """Returns the error that names the ranks with which this one was exchanging."""
         step = self._steps[index]
         peers = sorted({message.peer for message in (*step.sends, *step.receives)})
-        names = [str(self._global_rank(peer)) for peer in peers]
-        reason = str(error).strip().splitlines()
+        if self._group:  # the group of all ranks numbers them as they are
+            peers = [dist.get_global_rank(self._group, peer) for peer in peers]
+        names = ", ".join(map(str, peers))
         return DistributedError(
             f"Rank {dist.get_rank()} lost a rank in step {index + 1} of {len(self._steps)} of a "
-            f"schedule, in which it exchanges with ranks {', '.join(names)}: it ended, or did not "
+            f"schedule, in which it exchanges with ranks {names}: it ended, or did not "
             "come in time. The message of the rank that ended first says why; one without a "
             "message was killed. To go on without it, start the others with a schedule that "
-            f"declares it dead. (torch: {reason[0] if reason else type(error).__name__})"
+            f"declares it dead. (torch: {first_line(error)})"
         )
-
-    def _global_rank(self, peer: int) -> int:
-        # The group of all ranks numbers them as they are.
-        return dist.get_global_rank(self._group, peer) if self._group else peer
 
 
 # ---------------------------------------------------------------------------
@@ -359,14 +338,11 @@ class ScheduledCollective:
     elements of a tensor are spread evenly over the schedule's units.
 
     Args:
-        schedule: What all ranks do.
+        schedule: Schedule of all ranks.
         group: The running ranks; None for all.
         live_ranks: See `RankProgram`.
         wire: Dtype of the messages, e.g. torch.bfloat16; None for the dtype of the sums. Units that
             several ranks end with are rounded to it on all of them.
-
-    Raises:
-        ConfigError: If ranks and group do not fit, or the wire is not a floating-point dtype.
 
     Source:
         2-D gradient summation (arXiv:1811.06992, 1909.09756) and its ways around failed chips
@@ -381,8 +357,7 @@ class ScheduledCollective:
         live_ranks: Sequence[int] | IntArray | None = None,
         wire: torch.dtype | None = None,
     ) -> None:
-        is_float = wire is None or wire.is_floating_point
-        check(is_float, "wire", wire, "a floating-point dtype, or None")
+        assert wire is None or wire.is_floating_point, f"the wire is {wire}"
         self._program = RankProgram(schedule, group, live_ranks=live_ranks)
         self._wire = wire
         self._shared = self._program.shared_units()
@@ -397,14 +372,10 @@ class ScheduledCollective:
                 this rank hold the sums afterwards, others hold anything.
 
         Raises:
-            ConfigError: If the tensor is not contiguous, or its dtype cannot be summed or sent in
-                the wire's dtype.
             DistributedError: If another rank is lost.
         """
-        check(x.is_contiguous(), "the strides of a tensor", x.stride(), "those of a contiguous one")
-        check(x.dtype != torch.bool, "dtype", x.dtype, "numbers")
-        fits = self._wire is None or x.is_floating_point()
-        check(fits, "dtype", x.dtype, f"a floating-point one, since the wire is {self._wire}")
+        assert x.is_contiguous() and x.dtype != torch.bool, "a buffer of numbers, in place"
+        assert self._wire is None or x.is_floating_point(), f"the wire is {self._wire}"
 
         # Narrow floats are summed in float32.
         flat = x.view(-1)
@@ -417,14 +388,14 @@ class ScheduledCollective:
             self._steps_by_size[num_elements] = steps
         Execution(steps, buffer, self._program.group, self._wire).wait()
 
-        # The rank that made a sum has it in the precision of the others.
+        # The rank that made a sum gets it in the precision of the others.
         if self._wire is not None and self._wire != buffer.dtype:
             self._round_shared(buffer)
         if buffer.dtype != x.dtype:
             flat.copy_(buffer)
 
     def _round_shared(self, buffer: Tensor) -> None:
-        """Rounds units that other ranks end with too to the wire's dtype."""
+        """Rounds units that other ranks also end with to the wire's dtype."""
         place = self._placement(buffer.numel())
         low = place(self._shared.low).tolist()
         high = place(self._shared.high).tolist()
@@ -433,7 +404,7 @@ class ScheduledCollective:
             part.copy_(part.to(self._wire))
 
     def _placement(self, num_elements: int) -> Placement:
-        """Returns the element at which each unit begins; units are spread evenly over the tensor."""
+        """Returns the first element of each unit; units are spread evenly over the tensor."""
         num_units = max(self._program.schedule.num_units, 1)
         whole, rest = divmod(num_elements, num_units)
 

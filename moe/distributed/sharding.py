@@ -1,12 +1,13 @@
-"""Which parameter lies where on a mesh: named rules, the layouts that follow, and torch's FSDP2.
+"""Sharding of parameters over a mesh: named rules, the layouts that follow, and torch's FSDP2.
 
 A parameter is sharded over `ep` and `tp` first, then by FSDP over the data ranks that share it. A
-layout is plain numbers: the planner counts with the same layouts by which a run is sharded.
+layout consists of plain numbers: the planner uses the same layouts as a run.
 """
 
+import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,22 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from moe.distributed.fsdp_exchanges import attach_exchanges
+from moe.distributed.gradient_reduction import attach_exchanges
 from moe.distributed.mesh import Mesh, MeshConfig
 from moe.distributed.wait_seconds import waiting_for
 from moe.errors import ConfigError
 
 
 class Rule(NamedTuple):
-    """Where parameters of one kind lie.
+    """Sharding of parameters of one kind.
 
     Attributes:
         name: Name of the kind.
-        pattern: Regular expression that the whole name of a parameter matches.
-        tp_dim: Dimension, from the end, that `tp` shards; None for a copy on each rank of it.
+        pattern: Regular expression that matches the whole name of a parameter.
+        tp_dim: Dimension, from the end, that `tp` shards; None for a copy on each rank.
         expert: Whether dimension 0 counts experts, which `ep` shards.
-        packed: Whether the second-last dimension is gate above up, 2F: on a mesh it is stored as
-            two dimensions, 2 and F, so that F can be sharded.
+        packed: Whether the second-last dimension is gate and up, 2F: on a mesh it is stored as two
+            dimensions, 2 and F, so that F can be sharded.
     """
 
     name: str
@@ -42,13 +43,13 @@ class Rule(NamedTuple):
 
 
 class MeshCoordinate(NamedTuple):
-    """Where a rank stands on the axes that shard a parameter.
+    """Coordinate of a rank on the axes that shard parameters.
 
     Attributes:
-        ep: On `ep`.
-        tp: On `tp`.
-        dense_shard: Among the ranks that dense parameters are sharded over.
-        expert_shard: Among those that experts are sharded over beside `ep`.
+        ep: Coordinate on `ep`.
+        tp: Coordinate on `tp`.
+        dense_shard: Number among the ranks over which dense parameters are sharded.
+        expert_shard: Number among the ranks over which experts are sharded besides `ep`.
     """
 
     ep: int
@@ -69,14 +70,14 @@ class MeshCoordinate(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where one parameter lies.
+    """Sharding of one parameter.
 
     Attributes:
         rule: Name of the rule.
-        shape: Shape of the whole parameter as it is stored on a mesh, gate and up apart.
+        shape: Shape of the whole parameter as stored on a mesh, gate and up apart.
         expert: Whether `ep` shards dimension 0.
         tp_dim: Dimension that `tp` shards; None for none.
-        num_shards: Ranks that FSDP shards it over; 1 when FSDP does not shard it.
+        num_shards: Ranks over which FSDP shards it; 1 if FSDP does not shard it.
         shard_dim: Dimension that FSDP shards.
         num_replicas: Data ranks that hold each shard.
     """
@@ -95,7 +96,7 @@ class Layout(NamedTuple):
         return ("dp_shard",) if self.expert else ("dp_shard", "ep")
 
     def gathered_shape(self, config: MeshConfig) -> tuple[int, ...]:
-        """Returns the shape with which a rank computes: sharded over ep and tp only."""
+        """Returns the shape in computation: sharded over ep and tp only."""
         sizes = list(self.shape)
         if self.expert:
             sizes[0] //= config.ep
@@ -111,7 +112,7 @@ class Layout(NamedTuple):
         return tuple(sizes)
 
     def shard_index(self, coordinate: MeshCoordinate) -> int:
-        """Returns a rank's number among those that FSDP shards the parameter over."""
+        """Returns a rank's number among those over which FSDP shards the parameter."""
         return coordinate.expert_shard if self.expert else coordinate.dense_shard
 
 
@@ -138,24 +139,24 @@ def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
 def find_layout(
     name: str, shape: Sequence[int], rules: Iterable[Rule], config: MeshConfig
 ) -> Layout:
-    """Returns where the parameter `name` of shape `shape` lies.
+    """Returns the layout of the parameter `name` of shape `shape`.
 
     Raises:
         ConfigError: When no rule covers it.
     """
     rule = find_rule(name, shape, rules)
 
-    # Gate above up, [..., 2F, D], is stored as [..., 2, F, D].
+    # Gate and up, [..., 2F, D], are stored as [..., 2, F, D].
     sizes = list(shape)
     if rule.packed:
         sizes[-2:] = [2, sizes[-2] // 2, sizes[-1]]
 
-    # Rules count dimensions from the end, where packing changes nothing.
+    # Rules count dimensions from the end, which packing does not change.
     tp_dim = None
     if rule.tp_dim is not None and config.tp > 1:
         tp_dim = len(sizes) + rule.tp_dim
 
-    # FSDP shards dense parameters over dp_shard x ep; experts lie on their rank of `ep` already.
+    # FSDP shards dense parameters over dp_shard x ep; experts are already on their rank of `ep`.
     num_shards = config.dp_shard
     if not rule.expert:
         num_shards *= config.ep
@@ -175,8 +176,8 @@ def find_layout(
 def _choose_shard_dim(layout: Layout, config: MeshConfig) -> int:
     """Returns the dimension that FSDP shards: the first that it shards evenly, else 0.
 
-    Tried are 0, the last and the others; a dimension that `tp` shards comes after all of them,
-    since sharding it again would take it out of order.
+    The order is 0, the last and the others; a dimension that `tp` shards comes last, since sharding
+    it again would change the order of elements.
     """
     sizes = layout.gathered_shape(config)
     last = len(sizes) - 1
@@ -205,7 +206,7 @@ def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
 
 
 def pack(x: Tensor, layout: Layout) -> Tensor:
-    """Returns <any>[...] in the shape that it has on a mesh, gate and up apart; a view."""
+    """Returns <any>[...] in its shape on a mesh, gate and up apart; a view."""
     return x.view(layout.shape)
 
 
@@ -215,15 +216,15 @@ def shard_over_ep_tp(
     """Returns the part of a whole parameter with which one rank computes; a view.
 
     Args:
-        whole: <any>[...] the parameter as it is in one process.
-        layout: Where it lies.
+        whole: <any>[...] the parameter in a single process.
+        layout: Its layout.
         config: Sizes of the mesh.
         coordinate: The rank's.
 
     Returns:
         <any>[...] of the layout's gathered shape.
     """
-    # Both axes divide their dimension; `check_mesh` saw to that.
+    # Both axes divide their dimension, as `check_mesh` ensures.
     part = pack(whole, layout)
     if layout.expert:
         num_local_experts = layout.shape[0] // config.ep
@@ -235,7 +236,7 @@ def shard_over_ep_tp(
 
 
 def shard_over_fsdp(part: Tensor, layout: Layout, coordinate: MeshCoordinate) -> Tensor:
-    """Returns FSDP's shard of what `shard_over_ep_tp` returned, <any>[...]; a view."""
+    """Returns FSDP's shard of a result of `shard_over_ep_tp`, <any>[...]; a view."""
     if layout.num_shards == 1:
         return part
     size = part.shape[layout.shard_dim]
@@ -246,7 +247,7 @@ def shard_over_fsdp(part: Tensor, layout: Layout, coordinate: MeshCoordinate) ->
 def local_shard(x: Tensor) -> Tensor:
     """Returns this rank's shard <any>[...] of a tensor; keeps the gradient.
 
-    A tensor that is on no mesh is its own shard.
+    A tensor outside of a mesh is its own shard.
     """
     return x.to_local() if isinstance(x, DTensor) else x
 
@@ -254,10 +255,10 @@ def local_shard(x: Tensor) -> Tensor:
 def distribute_parameters(module: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
     """Replaces each parameter by this rank's shard over ep and tp, one after the other.
 
-    Each whole parameter is let go of before the next one is sharded.
+    Each whole parameter is freed before the next one is sharded.
 
     Args:
-        module: With whole parameters, equal on all ranks, or on the meta device.
+        module: Module with whole parameters, equal on all ranks, or on the meta device.
         layouts: Layouts by name of parameter.
         mesh: The ranks.
     """
@@ -266,18 +267,16 @@ def distribute_parameters(module: nn.Module, layouts: Mapping[str, Layout], mesh
         layout = layouts[name]
         part = shard_over_ep_tp(parameter.detach(), layout, mesh.config, coordinate)
 
-        if _is_sharded_over_ep_tp(layout, mesh.config):
+        over_ep = layout.expert and mesh.config.ep > 1
+        over_tp = layout.tp_dim is not None and mesh.config.tp > 1
+        if over_ep or over_tp:
             part = _as_dtensor(part, layout, mesh.device_mesh)
         elif part.shape == parameter.shape:
-            continue  # stays the parameter that it is, shared ones too
+            continue  # keeps the parameter, which may be shared
 
-        _set_parameter(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-
-
-def _is_sharded_over_ep_tp(layout: Layout, config: MeshConfig) -> bool:
-    over_ep = layout.expert and config.ep > 1
-    over_tp = layout.tp_dim is not None and config.tp > 1
-    return over_ep or over_tp
+        owner, _, attribute = name.rpartition(".")
+        shard = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        setattr(module.get_submodule(owner), attribute, shard)
 
 
 def _as_dtensor(part: Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTensor:
@@ -286,14 +285,14 @@ def _as_dtensor(part: Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTenso
     if layout.tp_dim is not None:
         on_tp = Shard(layout.tp_dim)
 
-    # Experts lie on both axes, dense parameters are the same on all ranks of `ep`.
+    # Experts are sharded on both axes, dense parameters are equal on all ranks of `ep`.
     axes: tuple[str, ...] = ("tp",)
     placements = [on_tp]
     if layout.expert:
         axes = ("ep", "tp")
         placements = [Shard(0), on_tp]
 
-    # A copy, so that the whole parameter can be let go of.
+    # Copied, so that the whole parameter can be freed.
     return DTensor.from_local(
         part.clone(memory_format=torch.contiguous_format),
         device_mesh[axes],
@@ -302,11 +301,6 @@ def _as_dtensor(part: Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTenso
         shape=torch.Size(layout.shape),
         stride=torch.empty(layout.shape, device="meta").stride(),
     )
-
-
-def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, attribute = name.rpartition(".")
-    setattr(module.get_submodule(owner), attribute, parameter)
 
 
 def shard_unit(
@@ -319,19 +313,18 @@ def shard_unit(
 ) -> None:
     """Makes a module one unit of FSDP.
 
-    Its parameters are gathered for its forward and its backward pass, and its gradients are summed
-    over data ranks; both apart from those of units inside it.
+    Its parameters are gathered for its forward and backward passes, and its gradients are summed over
+    data ranks, both separately from units inside it.
 
     Args:
         module: Becomes the unit.
         mesh: The ranks.
         shard_dims: Dimension in which each parameter is sharded.
         experts: Whether the unit holds experts, which are sharded over dp_shard only.
-        bfloat16: Whether parameters are gathered in bfloat16; gradients are summed in their own
-            precision all the same.
+        bfloat16: Whether parameters are gathered in bfloat16; gradients are summed in float32.
     """
-    # With one replica the mesh of the unit is its sharding axis alone: plain FSDP, not HSDP. So it
-    # is where a schedule sums over replicas.
+    # With one replica the mesh of the unit is only its sharding axis: plain FSDP, not HSDP. The same
+    # holds if a schedule sums over replicas.
     whole_mesh = mesh.experts if experts else mesh.dense
     shards = whole_mesh[cast(Any, whole_mesh.mesh_dim_names)[1]]
     has_replicas = mesh.config.dp_replicate > 1 and mesh.gradients is None
@@ -344,7 +337,7 @@ def shard_unit(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
 
-    # Experts that no other data rank holds have nothing to gather.
+    # Experts held by no other data rank need no gathering.
     ignored: set[nn.Parameter] = set()
     if not experts:
         ignored = {p for p in module.parameters() if _has_one_data_rank(p, mesh)}
@@ -357,7 +350,7 @@ def shard_unit(
         ignored_params=ignored,
     )
 
-    # Losses are divided by the counts of all ranks already: gradients are summed, not averaged.
+    # Losses are already divided by the counts of all ranks: gradients are summed, not averaged.
     unit = cast(FSDPModule, module)
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
@@ -365,7 +358,7 @@ def shard_unit(
 
 
 def _has_one_data_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
-    """Returns whether a parameter is an expert's that no other data rank holds."""
+    """Returns whether a parameter is of experts that no other data rank holds."""
     if not isinstance(parameter, DTensor):
         return False
     axes = cast(Any, parameter.device_mesh.mesh_dim_names)
@@ -375,7 +368,7 @@ def _has_one_data_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
 def sum_gradients_now(module: nn.Module, is_last: bool) -> None:
     """Tells FSDP whether the next backward pass is the last of an update.
 
-    Only then gradients are summed over ranks.
+    Only then are gradients summed over ranks.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(is_last)
@@ -392,7 +385,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    # A rank without any gradient takes part all the same.
+    # A rank without any gradient takes part, too.
     num_ranks = 1
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         num_ranks = dist.get_world_size()
@@ -429,7 +422,7 @@ def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float | None) ->
     """Returns the norm of the gradient <float>[] before it is scaled down to `max_norm`.
 
     Args:
-        parameters: Those whose gradients are clipped, as torch does it.
+        parameters: Parameters whose gradients are clipped as in torch.
         max_norm: Largest norm afterwards; None scales nothing.
     """
     parameters = list(parameters)
@@ -448,3 +441,85 @@ def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float | None) ->
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Returns float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+ShardSlices = tuple[tuple[int, int], ...]
+"""Start and end in each dimension of a whole tensor."""
+
+
+def shard_slices(layout: Layout, config: MeshConfig, coordinate: MeshCoordinate) -> ShardSlices:
+    """Returns what one rank holds of a parameter, gate and up apart.
+
+    It equals the result of `shard_over_ep_tp` and `shard_over_fsdp`.
+    """
+    slices = [(0, size) for size in layout.shape]
+
+    # ep and tp first, then FSDP within what they left.
+    if layout.expert:
+        slices[0] = _chunk(slices[0], config.ep, coordinate.ep)
+    if layout.tp_dim is not None:
+        dim = layout.tp_dim
+        slices[dim] = _chunk(slices[dim], config.tp, coordinate.tp)
+    if layout.num_shards > 1:
+        dim = layout.shard_dim
+        index = layout.shard_index(coordinate)
+        slices[dim] = _chunk(slices[dim], layout.num_shards, index)
+    return tuple(slices)
+
+
+def is_first_replica(layout: Layout, mesh: Mesh, coordinate: MeshCoordinate) -> bool:
+    """Returns whether this rank is the first of those that hold the same shard of a parameter."""
+    first_of_replicas = mesh.device_mesh.get_local_rank("dp_replicate") == 0
+
+    # An axis that does not shard the parameter holds copies of it.
+    first_of_tp = layout.tp_dim is not None or coordinate.tp == 0
+    first_of_fsdp = layout.num_shards > 1 or layout.shard_index(coordinate) == 0
+    return first_of_replicas and first_of_tp and first_of_fsdp
+
+
+def contiguous_runs(slices: ShardSlices, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the contiguous runs of elements that slices of a whole tensor consist of.
+
+    Their order is that of the shard's own elements, row by row.
+
+    Args:
+        slices: Start and end in each dimension.
+        shape: Shape of the whole tensor.
+
+    Yields:
+        Start in the whole tensor and length of each run, in elements.
+    """
+    sizes = [end - start for start, end in slices]
+    if 0 in sizes:
+        return
+
+    # From the last sharded dimension on all elements of a run are neighbours.
+    last_sharded = 0
+    for dim, size in enumerate(sizes):
+        if size != shape[dim]:
+            last_sharded = dim
+    length = math.prod(sizes[last_sharded:])
+
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    starts = [start for start, _ in slices]
+    first = _element_offset(starts, strides)
+
+    # One run for each index into the dimensions before.
+    outer_ranges = map(range, sizes[:last_sharded])
+    for index in itertools.product(*outer_ranges):
+        yield first + _element_offset(index, strides), length
+
+
+def _element_offset(index: Sequence[int], strides: Sequence[int]) -> int:
+    """Returns the number of elements before an index into the first dimensions of a tensor."""
+    offset = 0
+    for position, stride in zip(index, strides, strict=False):
+        offset += position * stride
+    return offset
+
+
+def _chunk(whole: tuple[int, int], num_chunks: int, index: int) -> tuple[int, int]:
+    """Returns start and end of one chunk of what lies between two ends."""
+    first, last = whole
+    start, end = chunk_range(last - first, num_chunks, index)
+    return first + start, first + end

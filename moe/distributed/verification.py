@@ -1,4 +1,4 @@
-"""Checksums of a folder that all ranks see: the ranks share the reading, and all learn the result."""
+"""Checksums of a folder that all ranks see: each reads a part, and all get the result."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from moe.checksums import Damage, find_damage, sha256_of
-from moe.distributed.collectives import gather_or_raise
+from moe.distributed.collectives import gather_or_raise, has_ranks
 
 
 def gather_damage(folder: Path) -> list[Damage]:
@@ -21,7 +21,7 @@ def gather_damage(folder: Path) -> list[Damage]:
 
     damage_by_rank = gather_or_raise(find_share)
 
-    # A damaged file of checksums is found by every rank.
+    # Every rank finds a damaged file of checksums.
     damaged: set[Damage] = set()
     for damage in damage_by_rank:
         damaged.update(damage)
@@ -44,7 +44,7 @@ def gather_sha256(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
     digests_by_rank = gather_or_raise(read_digests)
 
-    # Files were dealt out in turn, like cards.
+    # Files were assigned in turn.
     digests: dict[str, str] = {}
     for other_rank, rank_digests in enumerate(digests_by_rank):
         rank_names = all_names[other_rank::num_ranks]
@@ -54,7 +54,4 @@ def gather_sha256(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    """Returns this process's rank and how many there are."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    return dist.get_rank(), dist.get_world_size()
+    return (dist.get_rank(), dist.get_world_size()) if has_ranks() else (0, 1)

@@ -1,9 +1,9 @@
 """Seconds that this rank waits for others, by the group of ranks with which it exchanges.
 
-Ranks that train together need equally long for a step: a slow one is found by its waiting least.
-The exchanges of this library say when they begin to wait and when they are done; nothing is counted
-unless `measured_waits` is entered. On a GPU events of its streams are compared, which costs the
-host as little; what a transfer needs counts as waiting too.
+Ranks that train together take equally long for a step: a slow one waits least. The exchanges of this
+library mark the start and end of waiting; nothing is counted outside of `measured_waits`. On a GPU,
+events of its streams are compared, which costs the host little; the time of transfers counts as
+waiting, too.
 """
 
 import time
@@ -21,7 +21,7 @@ class Mark(NamedTuple):
 
     Attributes:
         group: Name of the group of ranks.
-        device: Where the exchange runs.
+        device: Device of the exchange.
         time: Seconds, or an event of a GPU's stream.
     """
 
@@ -31,7 +31,7 @@ class Mark(NamedTuple):
 
 
 class Waits:
-    """Adds up what this rank has waited."""
+    """Sums the waiting time of this rank."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -47,12 +47,11 @@ class Waits:
             self._add_seconds(mark.group, now - mark.time)
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds by name of the group since the last call, and begins anew."""
+        """Returns the seconds by name of the group since the last call, and resets them."""
         for group, start, end in self._events:
             end.synchronize()
             self._add_seconds(group, start.elapsed_time(end) / 1000)
 
-        # From here on anew.
         seconds = self._seconds
         self._seconds = {}
         self._events = []
@@ -63,13 +62,13 @@ class Waits:
 
 
 _waits: Waits | None = None
-"""What counts at present; None when nothing does."""
+"""Counts at present; None outside of `measured_waits`."""
 
 
 @contextmanager
 def measured_waits() -> Iterator[Waits]:
-    """Counts what this process waits inside the block."""
-    # Whoever counted before goes on afterwards.
+    """Counts the waiting of this process inside the block."""
+    # An outer block continues afterwards.
     global _waits
     earlier = _waits
     _waits = Waits()
@@ -95,11 +94,11 @@ def end_wait(mark: Mark | None) -> None:
 class waiting_for:  # noqa: N801  used as a function
     """Counts a block as waiting for the ranks of a group.
 
-    A class, since a generator's context costs twice as much, and a step has dozens of them.
+    It is a class, since a generator's context costs twice as much, and a step has dozens of them.
 
     Args:
         group: The ranks; None for all.
-        device: Where the exchange runs.
+        device: Device of the exchange.
     """
 
     __slots__ = ("_device", "_group", "_mark")

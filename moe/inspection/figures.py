@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind people tell apart.
+# Okabe and Ito's colours, which colour-blind people can distinguish.
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREEN = "#009E73"
 PINK = "#CC79A7"
 GREY = "#666666"
 COLOURS = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", "#E69F00", GREY)
-"""The order in which lines of a figure take them."""
+"""In the order in which lines of a figure use them."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -81,10 +81,10 @@ class Drawing:
         """Writes the figure, whole or not at all, and returns where it is.
 
         Args:
-            path: The .svg file; one that is there is replaced.
+            path: The .svg file; an existing one is replaced.
 
         Raises:
-            ConfigError: When it is no path of an .svg file, or lies in a folder that is finished.
+            ConfigError: When it is not the path of an .svg file, or lies in a finished folder.
         """
         file = output_path(path, suffix=".svg", option="path")
         write_text(file, self.svg)
@@ -106,7 +106,7 @@ class HeatMap(NamedTuple):
         rows: Names of the R rows, the upper one first.
         columns: Names of the C columns.
         values: R rows of C values; NaN is a cell without colour.
-        texts: What is written into the cells; empty for nothing.
+        texts: Texts of the cells; empty for none.
     """
 
     title: str
@@ -131,7 +131,7 @@ def draw_heat_maps(
         panels: The heat maps.
         label: Label of the colour scale, with its unit.
         x_label: Label of the columns.
-        limits: Values of the deepest colours at both ends; more extreme ones look like them.
+        limits: Values of the deepest colours at both ends; more extreme ones look the same.
         y_label: Label of the rows.
         colours: Name of a colour map of matplotlib.
 
@@ -142,7 +142,7 @@ def draw_heat_maps(
     low, high = limits
     check(low < high, "limits", limits, "two numbers, the smaller one first")
 
-    # Narrow ones are drawn side by side; a row is as high as the text of its cells.
+    # Narrow heat maps are drawn side by side; a row is as high as the text of its cells.
     most_columns = max(len(panel.columns) for panel in panels)
     most_rows = max(len(panel.rows) for panel in panels)
     most_lines = 1
@@ -175,12 +175,12 @@ def draw_heat_maps(
 def draw_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> Drawing:
     """Returns a heat map of the load over the even load: a row for each layer, a column for each expert.
 
-    The colours are the same in every figure: white is even, the deepest are half and less, and 1.5
-    times and more.
+    The colours are the same in every figure: white is even, the deepest are half or less and 1.5
+    times or more.
 
     Args:
         names: Names of the layers.
-        shares: Each expert's share of the slots that were asked for, for each layer.
+        shares: For each layer, each expert's share of the requested slots.
     """
     num_experts = max(map(len, shares))
     over_even = []
@@ -275,7 +275,7 @@ def draw_intervals(
     Args:
         panels: The estimates.
         label: Label of the values, with their unit.
-        from_zero: Whether they are bars that begin at 0, or points.
+        from_zero: Whether to draw bars that start at 0 instead of points.
 
     Raises:
         ConfigError: When there is no panel, or one has no estimate.
@@ -320,7 +320,7 @@ def _draw_estimates(
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_ylim(len(names) - 0.4, -0.6)
 
-    # What values are compared with.
+    # Reference lines.
     if from_zero:
         axes.axvline(0, color="black", linewidth=0.8)
     if panel.line is not None:
@@ -360,7 +360,7 @@ def _draw_estimates(
 
 
 class Curve(NamedTuple):
-    """A line of a panel: its name, and where it goes."""
+    """A line of a panel: its name and points."""
 
     name: str
     x: Sequence[float]
@@ -403,7 +403,7 @@ def draw_curves(
                 style["marker"] = _MARKERS[number % len(_MARKERS)]
             axes.plot(curve.x, curve.y, label=curve.name, **style)
 
-        # Axes are alike in all panels.
+        # All panels have the same axes.
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         if log_x:

@@ -14,7 +14,7 @@ from moe.sparse.stats import RouterStats, summarize
 from moe.tracing.trace import LayerTrace, Trace, layer_name
 
 _SMOOTHING = 20
-"""Pseudo-occurrences, routed as all tokens are, that lift adds to each token: a rare token then needs more evidence."""
+"""Pseudo-occurrences, routed like all tokens, that lift adds to each token: a rare token then needs more evidence."""
 
 MIN_OCCURRENCES = 10
 """Tokens with fewer occurrences have no preferred expert, as in OLMoE (arXiv:2409.02060)."""
@@ -34,7 +34,7 @@ HEALTH_HEADER = [
 
 
 class LayerCounts(NamedTuple):
-    """What one sparse layer's router did, by token id.
+    """First choices of one sparse layer by token id, and its statistics.
 
     Attributes:
         key: The layer: its stack, and its number there from 0.
@@ -52,7 +52,7 @@ RoutingCounts = tuple[LayerCounts, ...]
 
 
 def count_tokens(trace: Trace, vocab_size: int) -> RoutingCounts:
-    """Returns the counts of all tokens of a trace; of the decoder's, those that it reads.
+    """Returns the counts of all tokens of a trace; the decoder's are its input tokens.
 
     Source:
         ST-MoE (arXiv:2202.08906) §7: tokens by expert and layer.
@@ -116,8 +116,8 @@ def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
     """Returns how much an expert prefers each token, 1 for no preference.
 
     It is the expert's share of the token over its share q of all tokens, as if the token had been
-    seen 20 times more and routed as all tokens are: (k / q + 20) / (n + 20) for k of n occurrences.
-    Without that every token that never goes elsewhere has 1 / q, whether it was seen once or a
+    seen 20 times more and routed like all tokens: (k / q + 20) / (n + 20) for k of n occurrences.
+    Without this, a token that never goes elsewhere would have 1 / q, whether it was seen once or a
     thousand times.
 
     Args:
@@ -193,9 +193,7 @@ def routing_entropy(counts: Tensor, tokens: Tensor) -> float:
 
 
 def load_shares(layer: LayerCounts) -> list[float]:
-    """Returns each expert's share of the slots that were asked for, before capacity; their sum is
-    1.
-    """
+    """Returns each expert's share of the requested slots, before capacity; they sum to 1."""
     load = layer.stats.expert_load.double()  # [E]
     return (load / load.sum().clamp(min=1)).tolist()
 
@@ -259,9 +257,9 @@ def unigram_entropy(targets: Tensor) -> float:
 
 
 def loss_sentence(trace: Trace) -> str:
-    """Returns the loss of the traced model beside the unigram entropy, with a warning if it is higher.
+    """Returns the loss of the traced model next to the unigram entropy, with a warning if it is higher.
 
-    There is no warning on a short text: so few tokens give too low an entropy.
+    There is no warning for a short text, whose entropy is estimated too low.
     """
     loss = trace.facts.loss
     targets = trace.decoder.targets

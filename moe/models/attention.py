@@ -151,9 +151,9 @@ def relative_position_bucket(
 class Attention(nn.Module):
     """Multi-head attention without biases, and without 1/√d_kv at run time.
 
-    The initialisation of the query holds that factor. Where a position bias is trained on a CPU,
+    The initialisation of the query contains that factor. When a position bias is trained on a CPU,
     torch's `sdpa` runs no fused kernel: `eager` is then as fast in float32 and two to three times
-    as fast in bfloat16. Where attention drops on a CPU, it is `eager` in any case, which draws its
+    as fast in bfloat16. With dropout on a CPU, attention is always `eager`, which draws random
     numbers faster.
     """
 
@@ -194,8 +194,8 @@ class Attention(nn.Module):
                 positions and masks. None for nothing.
             memory: <float>[B, M, D] encoder output; cross-attention only.
             cache: Keys and values of earlier steps, extended by this call.
-            output_weights: Whether to return the weights. Fused attention has none, so that this
-                call is then eager.
+            output_weights: Whether to return the weights. Fused attention does not compute them,
+                so this call is then eager.
 
         Returns:
             <float>[B, L, D], and <float>[B, H, L, keys] or None.
@@ -278,7 +278,7 @@ def eager_attention(
         dropout: Share of the weights that is dropped in training.
         scaling: Factor of the scores.
     """
-    # In float16 the sum with a mask would be -inf, and NaN where all keys are masked.
+    # In float16 the sum with a mask would be -inf, and NaN when all keys are masked.
     scores = query @ key.transpose(-1, -2) * scaling  # [B, H, L, keys]
     scores = scores.to(torch.promote_types(query.dtype, torch.float32))
     if attention_mask is not None:
@@ -291,11 +291,11 @@ def eager_attention(
 
 
 def mask_bias(bias: Tensor, allowed: Tensor | None) -> Tensor:
-    """Returns a bias <float>[.., L, keys] with the lowest number where attention is forbidden.
+    """Returns a bias <float>[.., L, keys] with the lowest number where attention is not allowed.
 
     Args:
         bias: <float>[.., L, keys] added to the scores.
-        allowed: <bool>[.., L, keys] which key each query may see; None for all.
+        allowed: <bool>[.., L, keys] keys that each query may attend to; None for all.
     """
     if allowed is None:
         return bias

@@ -138,7 +138,7 @@ class Block(GradientCheckpointingLayer):
             self.cross_attention_norm = RMSNorm(config)
             self.cross_attention = Attention(config, layer=layer, cross=True)
 
-        # A sparse layer takes the place of the dense one, or stands before it.
+        # A sparse layer replaces the dense one, or precedes it.
         self.sparse = sparse is not None
         self.stacked = self.sparse and config.sparse_dense_stacking
         if sparse is not None:
@@ -150,7 +150,7 @@ class Block(GradientCheckpointingLayer):
 
     def forward(self, x: Tensor, context: Context) -> BlockOutput:
         """Returns the residual stream after the block, for <float>[B, L, D] before it."""
-        # What only some blocks return.
+        # Only some blocks return these.
         router = None
         cross_weights = None
         attention: dict[str, Any] = {
@@ -230,7 +230,7 @@ class Stack(nn.Module):
         output_attentions: bool = False,
         output_hidden_states: bool = False,
     ) -> StackOutput:
-        """Returns the last hidden states, the records of the routers, and what else is asked for.
+        """Returns the last hidden states, the records of the routers, and other requested outputs.
 
         Args:
             x: <float>[B, L, D] embedded tokens.
@@ -252,10 +252,9 @@ class Stack(nn.Module):
             output_hidden_states: Whether to return the residual stream before each block.
 
         Raises:
-            DataError: When a mask or segments have another type or shape, or values that nothing
-                stands for.
+            DataError: When a mask or segments have another type, shape or range of values.
         """
-        # Where the tokens stand behind those of the cache. The length of a static cache is a tensor.
+        # Positions of the tokens after those of the cache. The length of a static cache is a tensor.
         batch, length = x.shape[:2]
         past = 0
         num_keys = length
@@ -279,7 +278,7 @@ class Stack(nn.Module):
         if routing_mask is None:
             routing_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
 
-        # Which key each query may see. One new token sees all of a cache that holds no free position.
+        # Keys that each query may see. One new token sees the whole cache if no position is free.
         causal = None
         fixed_size = cache is not None and cache.is_compileable
         if self.decoder and (length > 1 or fixed_size):
@@ -353,7 +352,7 @@ def _token_mask(
     """Returns <bool>[B, keys]: which tokens are real; None when all are.
 
     Args:
-        prefix: Of the arguments' names, for messages.
+        prefix: Prefix of the arguments' names in messages.
         mask: <int64 or bool>[B, keys] real tokens; None for those with a segment.
         segment_ids: <int64>[B, keys] example of each token, 0 for padding.
         shape: B and the number of keys.
@@ -383,7 +382,7 @@ def _causal(queries: Tensor, num_keys: int) -> Tensor:
 
 
 def _all_of(*masks: Tensor | None) -> Tensor | None:
-    """Returns the conjunction of the masks that are there; None when there is none."""
+    """Returns the conjunction of the masks that are not None; None if all are."""
     conjunction = None
     for mask in masks:
         if mask is None:

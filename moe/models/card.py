@@ -41,23 +41,23 @@ def model_card(
 ) -> str:
     """Returns the text of a model's README.md.
 
-    It holds only facts that are given, or follow from the config.
+    It contains only given facts and those that follow from the config.
 
     Args:
-        config: Of the model.
+        config: Config of the model.
         model_class: Name of its class.
-        parameters: All, and those that one token uses; None counts those of the whole model from
-            the config.
+        parameters: Total, and used by one token; None computes those of the whole model from the
+            config.
         base_model: Name on the hub of the model that this one comes from.
         license: Its identifier on the hub.
         language: ISO codes.
         datasets: Names on the hub.
         metrics: Names on the hub.
-        tags: Beside those of every card.
+        tags: Further tags, besides those of every card.
         stats: Statistics of the routers in an evaluation, by stack: `encoder`, `decoder`; see
             `total_stats`.
-        sections: Markdown by title: what the model was trained on, and how good it is. Without
-            them the card says that it does not know.
+        sections: Markdown by title, e.g. on training data and quality. Without them the card says
+            that these are unknown.
     """
     if parameters is None:
         parameters = (config.num_parameters(), config.num_active_parameters())
@@ -117,10 +117,9 @@ def model_card(
 
 
 def write_card(folder: Path | str, text: str) -> None:
-    """Writes README.md into a folder, unless one lies there that somebody else wrote or changed.
+    """Writes README.md into a folder, unless the user wrote or changed the one in it.
 
-    A card of ours that nobody changed is replaced; tags, which the hub and transformers add, are
-    kept.
+    An unchanged card of ours is replaced; tags, which the hub and transformers add, are kept.
     """
     path = Path(folder) / CARD_NAME
     if _belongs_to_user(path):
@@ -148,9 +147,9 @@ def add_tags(folder: Path | str, tags: Sequence[str]) -> None:
 
 
 def fetch_card(repo_id: str, folder: Path, token: str | bool | None = None) -> bool:
-    """Returns whether a repository on the hub has a card, and puts it into a folder.
+    """Returns whether a repository on the hub has a card, and copies it into a folder.
 
-    A card of somebody else that lies in the folder stays.
+    A card of the user's in the folder stays.
     """
     try:
         fetched = hf_hub_download(repo_id, CARD_NAME, token=token)
@@ -166,7 +165,7 @@ def fetch_card(repo_id: str, folder: Path, token: str | bool | None = None) -> b
 
 
 def read_card(path: Path) -> Any:
-    """Returns the ModelCard in a file; None when there is none, or no header that can be read."""
+    """Returns the ModelCard in a file; None when there is none with a readable header."""
     try:
         has_header = read_regular(path).startswith(b"---")
         return ModelCard.load(path) if has_header else None
@@ -190,13 +189,13 @@ def find_source_model(name_or_path: Path | str) -> str | None:
 
 
 def _seal(card: ModelCard) -> str:
-    """Returns a card with a last line that shows whether more than its tags was changed since."""
+    """Returns a card with a last line by which later changes, except of tags, are noticed."""
     rule = "rewritten when the model is saved, unless anything but the tags was changed"
     return f"{card}\n<!-- Written by moe, {_digest(card)}: {rule} -->\n"
 
 
 def _belongs_to_user(path: Path) -> bool:
-    """Returns whether there is a card that, but for its tags, is not as it was written here."""
+    """Returns whether there is a card that, apart from tags, differs from what was written here."""
     if not path.exists():
         return False
     card = read_card(path)
@@ -226,7 +225,7 @@ def _digest(card: ModelCard) -> str:
 def _drop_rate(
     config: STMoEConfig, stats: Mapping[str, RouterStats] | None
 ) -> float | str | dict[str, float]:
-    """Returns the fraction of tokens dropped in evaluation, by stack, as far as it is known."""
+    """Returns the fraction of tokens dropped in evaluation by stack, if known."""
     if not stats:
         return 0.0 if config.eval_capacity_field is None else "not measured"
 
@@ -316,7 +315,7 @@ def _how_to_use(model_class: str) -> str:
 
 
 def _limits(config: STMoEConfig, *, is_described: bool) -> str:
-    """Returns the section on what not to expect; empty where nothing is known."""
+    """Returns the section on limits; empty if there are none."""
     limits = []
     if not is_described:
         limits.append(

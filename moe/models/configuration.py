@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers import __version__ as transformers_version
 
 from moe.errors import ConfigError
-from moe.models.checkpoint_formats import find_format
+from moe.models.checkpoint_formats import find_format, write_config
 from moe.models.configuration_checks import (
     check_dtype,
     check_keywords,
@@ -24,7 +24,6 @@ from moe.models.configuration_checks import (
     check_token_ids,
     strict_config,
 )
-from moe.models.json_files import write_config
 from moe.models.presets import PRESETS
 from moe.models.transformers_private import PrivateConfigHooks
 from moe.sparse.all_routers import load_routers
@@ -82,11 +81,11 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             transformers' Switch (the only one where a stretch is one block).
         sparse_dense_stacking: Whether a dense feed-forward layer follows each sparse one.
         router: Name in ROUTERS of the encoder's router.
-        router_options: Its settings by name; those not named are at their defaults. None names none.
+        router_options: Its settings by name; others have their defaults. None for no settings.
         decoder_router: The decoder's router; None for the same.
         decoder_router_options: Its settings; None for those of the encoder when it is the same,
             else the defaults.
-        num_selected_experts: See `SparseConfig` for this and for the fields that follow, up to
+        num_selected_experts: See `SparseConfig` for this and the following fields, up to
             `router_initializer_std`.
         load_balance_loss_weight: Factor of the balance loss.
         router_z_loss_weight: Factor of the router z-loss; independent of the other.
@@ -96,12 +95,12 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         label_smoothing: Probability that targets give to all tokens in equal parts; in training
             mode alone.
         noise_density: Share of the tokens that span corruption masked in pre-training; None when
-            unknown. The model does not read it or the next field: tools that show the model more
-            such text do.
+            unknown. The model reads neither this nor the next field: they tell tools how to mask
+            text for this model.
         mean_noise_span_length: Mean length of a masked span in tokens; None when unknown.
-        output_router_logits: Whether outputs have the records of the routers.
+        output_router_logits: Whether outputs contain the records of the routers.
         pad_token_id: Id of padding.
-        eos_token_id: Id or ids at which generation ends; None for none.
+        eos_token_id: Id or ids that end generation; None for none.
         bos_token_id: Kept for tokenizers and harnesses; nothing here reads it.
         decoder_start_token_id: Id before the first target.
 
@@ -188,7 +187,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     noise_density: float | int | None = None
     mean_noise_span_length: float | int | None = None
 
-    # What transformers asks of every model.
+    # Settings that transformers expects of every model.
     output_router_logits: bool = True
     use_cache: bool = True
     is_encoder_decoder: bool = True
@@ -227,7 +226,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         """Accepts every implementation of attention: weights are computed by the eager one."""
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether all settings are equal, whatever file or version they come from."""
+        """Returns whether all settings are equal, regardless of their file or version."""
         if not isinstance(other, STMoEConfig):
             return NotImplemented
         return self._settings() == other._settings()
@@ -235,7 +234,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     __hash__ = None
 
     def _settings(self) -> dict[str, Any]:
-        """Returns what config.json holds, without the name of the model and the version."""
+        """Returns the content of config.json without the name of the model and the version."""
         settings = self.to_dict()
         for name in ("_name_or_path", "transformers_version"):
             settings.pop(name, None)
@@ -306,7 +305,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
 
         Raises:
-            OSError: When there is none, or it is no JSON.
+            OSError: When there is none, or it is not JSON.
         """
         return cls._read(source, **download)[0]
 
@@ -315,7 +314,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         """Returns the config.json of a folder or hub name as it is, and the arguments not used.
 
         Raises:
-            OSError: When there is no config.json, which transformers takes for one without a field.
+            OSError: When there is no config.json, which transformers treats as an empty one.
         """
         check_source(source)
         try:
@@ -412,10 +411,10 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Transformers' names of how each parameter is sharded over tensor-parallel ranks.
+        """Transformers' plan for sharding each parameter over tensor-parallel ranks.
 
-        Every rank has some of the heads, of the position biases and of the hidden units; embedding,
-        head, norms and routers are whole. They are the layouts of `sharding_rules`.
+        Every rank has a part of the heads, position biases and hidden units; embedding, head, norms
+        and routers are whole. The layouts are those of `sharding_rules`.
         """
         gated = self.feed_forward_proj == "gated-gelu"
         styles = {
@@ -473,15 +472,15 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     def num_active_parameters(self) -> int:
         """Returns the parameters that one token uses: all dense ones, and K of every E experts.
 
-        Where experts choose their tokens, a token has as many experts as the capacity factor on
-        average, not K.
+        If experts choose their tokens, a token has on average as many experts as the capacity
+        factor, not K.
         """
         return self._count_parameters(self._active_experts)
 
     def num_active_stack_parameters(self, *, decoder: bool) -> int:
-        """Returns those of `num_active_parameters` that are in encoder or decoder.
+        """Returns the active parameters of the encoder or the decoder.
 
-        The embedding and the head are in neither.
+        The embedding and the head belong to neither.
         """
         return self._count_stack_parameters(self._active_experts, decoder=decoder)
 
@@ -500,7 +499,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         return total
 
     def _count_stack_parameters(self, experts_per_layer: int, *, decoder: bool) -> int:
-        """Returns the parameters of encoder or decoder, likewise."""
+        """Returns the parameters of the encoder or the decoder, likewise."""
         D = self.d_model
         F = self.d_ff
         attention = 4 * D * self.num_heads * self.d_kv  # query, key, value, output

@@ -1,16 +1,15 @@
 """Validation of an STMoEConfig: types by `@strict`, unknown keywords, bounds, and contradictions.
 
-The functions take the config as a PreTrainedConfig, since its class calls them.
+The functions take a PreTrainedConfig, since STMoEConfig imports this module.
 """
 
 import difflib
-import inspect
 import numbers
 import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -20,7 +19,7 @@ from huggingface_hub.errors import (
 )
 from transformers import GenerationConfig, PreTrainedConfig
 
-from moe.checks import check, check_integer, check_number, shown
+from moe.checks import check, check_integer, check_number, describe_type, shown
 from moe.errors import ConfigError, did_you_mean
 from moe.sparse.all_routers import load_routers
 from moe.sparse.router_options import check_causal, router_options_by_name
@@ -38,7 +37,7 @@ LARGEST_SIZES = {
     "relative_attention_num_buckets": 2**16,
     "relative_attention_max_distance": 2**31,
 }
-"""Larger values are typing errors, and would fill the memory before anything else is noticed."""
+"""Larger values are typing errors, and would exhaust memory before anything else fails."""
 
 CARRIED_KEYWORDS = (
     "_commit_hash",
@@ -50,15 +49,8 @@ CARRIED_KEYWORDS = (
     "task_specific_params",
     "tokenizer_class",
 )
-"""Keywords that pipelines, tokenizers and quantizers read from a config, and no class declares."""
+"""Keywords that pipelines, tokenizers and quantizers read from a config, but no class declares."""
 
-_TYPE_NAMES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a finite number",
-    str: "a string",
-    type(None): "None",
-}
 _MAX_LABELS = 2**20
 _MAX_PARAMETERS = 10**14
 _MAX_WEIGHT = 1e30
@@ -83,7 +75,7 @@ def strict_config(config_class: C) -> C:
         try:
             strict_setattr(self, name, _plain_value(value))
         except StrictDataclassFieldValidationError as error:
-            expected = _describe_type(validated.__dataclass_fields__[name].type)
+            expected = describe_type(validated.__dataclass_fields__[name].type)
             raise ConfigError(f"{name} is {shown(value)}; expected {expected}.") from error
 
     def validate(self: Any) -> None:
@@ -109,19 +101,6 @@ def _plain_value(value: Any) -> Any:
     return value
 
 
-def _describe_type(annotation: Any) -> str:
-    """Returns an annotation in words."""
-    kinds = get_args(annotation) or (annotation,)
-    if get_origin(annotation) is Literal:
-        return f"one of {', '.join(kinds)}"
-    names = []
-    for kind in kinds:
-        # An integer is a number too.
-        if kind is not int or float not in kinds:
-            names.append(_TYPE_NAMES.get(kind) or inspect.formatannotation(kind))
-    return " or ".join(names)
-
-
 # ---------------------------------------------------------------------------
 # Keywords
 
@@ -129,8 +108,8 @@ def _describe_type(annotation: Any) -> str:
 def check_keywords(config: PreTrainedConfig, keywords: Mapping[str, Any]) -> None:
     """Checks the keywords beyond the fields of a config.
 
-    In code, an unknown keyword is a mistake. A config.json, which the version of transformers in it
-    tells from code, may have fields of another library: they are kept, with a warning.
+    In code, an unknown keyword is a mistake. A config.json, recognized by its transformers version,
+    may contain fields of another library: they are kept, with a warning.
 
     Raises:
         ConfigError: When a keyword is unknown, or would hide a method of the config.
@@ -155,13 +134,13 @@ def check_keywords(config: PreTrainedConfig, keywords: Mapping[str, Any]) -> Non
 
 
 def check_settings(config: PreTrainedConfig, settings: Iterable[str]) -> None:
-    """Raises a ConfigError for a setting that neither the config nor transformers has."""
+    """Raises a ConfigError for a setting unknown to both the config and transformers."""
     known = _keywords_of_transformers() | {*_field_names(config), *config.attribute_map}
     refuse_unknown(config, set(settings) - known)
 
 
 def refuse_unknown(config: PreTrainedConfig, unknown: set[str]) -> None:
-    """Raises a ConfigError for the first unknown keyword, with the name that was probably meant."""
+    """Raises a ConfigError for the first unknown keyword, with the closest name."""
     for name in sorted(unknown):
         # Options of a router are often given next to it.
         routers = router_options_by_name().get(name)
@@ -195,7 +174,7 @@ def _field_names(config: PreTrainedConfig) -> list[str]:
 
 
 def check_source(source: object) -> None:
-    """Raises a ConfigError for a value that can be neither a folder nor a name of the hub."""
+    """Raises a ConfigError for a value that is neither a folder nor a hub name."""
     text = str(source) if isinstance(source, str | os.PathLike) else ""
     is_name = bool(text.strip()) and "\0" not in text
     check(is_name, "The source of the model", source, "a folder, or a name of the hub without NUL")
@@ -209,7 +188,7 @@ def check_sizes(config: PreTrainedConfig) -> None:
     classes = config.architectures
     check(classes is None or isinstance(classes, list), "architectures", classes, "a list of names")
 
-    # Half of the buckets are for each direction, and half of those for single distances.
+    # Each direction has half of the buckets, and half of those hold single distances.
     num_buckets = config.relative_attention_num_buckets
     check(num_buckets % 4 == 0, "relative_attention_num_buckets", num_buckets, "a multiple of 4")
     max_distance = config.relative_attention_max_distance
@@ -230,7 +209,7 @@ def check_dtype(dtype: object) -> None:
 
 
 def check_rates(config: PreTrainedConfig) -> None:
-    """Checks the rates, weights and scales that are not those of a sparse layer."""
+    """Checks the rates, weights and scales outside of sparse layers."""
     for name in ("dropout_rate", "label_smoothing"):
         check_number(name, getattr(config, name), least=0, below=1)
     for name in ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"):
@@ -273,7 +252,7 @@ def check_sparse_layers(config: PreTrainedConfig) -> None:
         except ConfigError as error:
             raise ConfigError(f"{name} is {router!r}. {error}") from error
 
-    # A router of a decoder that has no sparse layer would do nothing.
+    # A router has no effect in a decoder without sparse layers.
     for name in ("decoder_router", "decoder_router_options"):
         value = getattr(config, name)
         if value is not None and not config.num_sparse_decoder_layers:
@@ -294,8 +273,8 @@ def check_sparse_layers(config: PreTrainedConfig) -> None:
                 f"{num_layers} blocks of the {stack}. Choose one of {divisors}."
             )
 
-    # The settings of a sparse layer are validated where they are counted. Sizes that are fine one
-    # by one may be too large together.
+    # Counting the parameters validates the settings of sparse layers. Sizes that are valid alone
+    # may be too large together.
     num_parameters = config.num_parameters()
     if num_parameters > _MAX_PARAMETERS:
         raise ConfigError(

@@ -21,7 +21,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
     main_input_name = "input_ids"
 
     def __init__(self, config: STMoEConfig) -> None:
-        # Every model has one encoder; somebody may have set fields of the config one by one.
+        # Every model has one encoder. Fields of the config may have been set one by one.
         config.validate()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.d_model)
@@ -57,12 +57,11 @@ class STMoEEncoder(STMoEPreTrainedModel):
                 config's choice.
             return_dict: False for a tuple of the fields that are not None; None for the config's
                 choice.
-            further: None: an argument of another name is refused, but for those that change nothing
-                here.
+            further: Arguments of other names, which are refused unless they change nothing here.
 
         Raises:
             DataError: When not exactly one of `input_ids` and `inputs_embeds` is given, or an input
-                has another type or shape, or values that nothing stands for.
+                has another type, shape or range of values.
             ConfigError: When an argument is unknown.
         """
         refuse_unknown_arguments(further, type(self).forward)
@@ -102,10 +101,10 @@ class STMoEEncoder(STMoEPreTrainedModel):
         Args:
             ids: <int64>[B, L] token ids; None for vectors.
             vectors: <float>[B, L, D] in place of the ids.
-            prefix: Of the arguments' names, `decoder_` for the decoder's.
+            prefix: Prefix of the arguments' names, `decoder_` for the decoder.
 
         Raises:
-            DataError: When not exactly one of both is given, or it is nothing of the kind.
+            DataError: When not exactly one of both is given, or it has another type or shape.
         """
         if (ids is None) == (vectors is None):
             given = "neither" if ids is None else "both"
@@ -120,7 +119,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
             return self.embed_tokens(ids)
 
         assert vectors is not None, "exactly one of both is given"
-        # Under autocast they may come in another dtype than the residual stream has.
+        # Under autocast their dtype may differ from that of the residual stream.
         check_vectors(f"{prefix}inputs_embeds", vectors, self.config.d_model)
         return vectors.to(self.embed_tokens.weight.dtype)
 

@@ -1,8 +1,7 @@
-"""Checks of the inputs of a forward, once and before anything is computed.
+"""Checks the inputs of a forward once, before anything is computed.
 
-Types and shapes are always checked. Values are checked where that is free: in tensors that lie in
-the memory of the host, outside of compiling and tracing. A GPU is never waited for, with one
-exception: masks of floating point numbers.
+Types and shapes are always checked. Values are checked where that is free: in CPU tensors, outside of
+compiling and tracing. Only masks of floating-point numbers make a GPU wait.
 """
 
 import math
@@ -47,10 +46,10 @@ _UNSUPPORTED_ARGUMENTS = {
     "cross_attn_head_mask": _HEADS,
     "shift_labels": "labels are not shifted; give them as labels",
 }
-"""Arguments of other models of transformers, and why these have none; None may stand for any of them."""
+"""Arguments of other models of transformers, and why these models lack them; None is accepted for any."""
 
 _IGNORED_ARGUMENTS = ("cache_position",)
-"""Arguments that change nothing: they follow from others."""
+"""Arguments without effect, since they follow from others."""
 
 
 # ---------------------------------------------------------------------------
@@ -61,12 +60,12 @@ def refuse_unknown_arguments(further: dict[str, Any], forward: Callable[..., Any
     """Refuses keyword arguments that a forward does not have.
 
     Args:
-        further: Arguments that were given beside those of the signature.
-        forward: Whose signature it is.
+        further: Arguments that are not in the signature.
+        forward: The method with that signature.
 
     Raises:
-        ConfigError: With the reason where transformers' models have the argument, else with the
-            nearest name.
+        ConfigError: With the reason if models of transformers have the argument, else with the
+            closest name.
     """
     # Callers of transformers pass all of their arguments, with None for those not given.
     for name, value in further.items():
@@ -88,44 +87,39 @@ def refuse_unknown_arguments(further: dict[str, Any], forward: Callable[..., Any
 # Tokens and vectors
 
 
-def check_token_ids(name: str, ids: Tensor, vocab_size: int) -> None:
+def check_token_ids(name: str, ids: Tensor, vocab_size: int, *, ignored: int | None = None) -> None:
     """Refuses anything but token ids <int64 or int32>[B, L] of the vocabulary.
 
     Args:
         name: Of the argument.
         ids: Value of the argument.
         vocab_size: V; ids are from 0 to V - 1.
+        ignored: Another value that is accepted, the label of no target.
 
     Raises:
         DataError: With the value, and where it stands.
     """
-    _check_id_tensor(name, ids, "token ids")
+    is_label = ignored is not None
+    meaning = f"token ids, {ignored} for no target" if is_label else "token ids"
+    if not isinstance(ids, Tensor) or ids.dtype not in _ID_DTYPES:
+        _refuse(name, ids, f"a tensor <int64>[batch, length] of {meaning}")
+    if ids.dim() != 2:
+        _refuse(name, ids, f"{meaning} of the shape [batch, length]")
+    if ids.shape[0] == 0 or ids.shape[1] == 0:
+        _refuse_empty(name, ids)
     if not _values_are_free(ids):
         return
 
     # One pass over the values tells whether there is something to look for.
-    least, most = ids.aminmax()
+    known = ids.masked_fill(ids == ignored, 0) if is_label else ids
+    least, most = known.aminmax()
     if int(least) < 0 or int(most) >= vocab_size:
-        outside = (ids < 0) | (ids >= vocab_size)
-        _refuse_values(name, ids, outside, _expected_token_id(vocab_size))
-
-
-def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Refuses anything but labels <int64 or int32>[B, T]: token ids, and -100 for no target.
-
-    Raises:
-        DataError: With the value, and where it stands.
-    """
-    _check_id_tensor("labels", labels, "token ids, -100 for no target")
-    if not _values_are_free(labels):
-        return
-
-    least, most = labels.masked_fill(labels == IGNORED_LABEL, 0).aminmax()
-    if int(least) < 0 or int(most) >= vocab_size:
-        outside = (labels < 0) | (labels >= vocab_size)
-        outside = (labels != IGNORED_LABEL) & outside
-        expected = f"{IGNORED_LABEL} for no target, or {_expected_token_id(vocab_size)}"
-        _refuse_values("labels", labels, outside, expected)
+        expected = (
+            f"{f'{ignored} for no target, or ' if is_label else ''}a token id from 0 to "
+            f"{vocab_size - 1}. Use the model's tokenizer, or enlarge the vocabulary with "
+            "resize_token_embeddings"
+        )
+        _refuse_values(name, ids, (known < 0) | (known >= vocab_size), expected)
 
 
 def check_vectors(name: str, vectors: Tensor, d_model: int) -> None:
@@ -178,8 +172,8 @@ def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tenso
         shape: B and the number of keys.
 
     Raises:
-        DataError: When it has another shape, or values of which nobody knows whether they mean a
-            token, such as the 0 and -inf of a mask that is added to the scores of attention.
+        DataError: When it has another shape, or values that are not known to mean a token, such as
+            the 0 and -inf of a mask that is added to attention scores.
     """
     if mask is None:
         return None
@@ -212,12 +206,12 @@ def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tenso
 
 
 def pad_decoder_mask(mask: Tensor | None, num_tokens: int) -> Tensor | None:
-    """Returns a decoder mask <any>[B, T], in which tokens beyond the end of a short one are padding.
+    """Returns a decoder mask <any>[B, T]; tokens beyond the end of a shorter mask are padding.
 
-    transformers reads short masks in this way.
+    transformers treats short masks in this way.
 
     Args:
-        mask: <any>[B, at most T] or any other value, which is returned as it is.
+        mask: <any>[B, at most T] or any other value, which is returned unchanged.
         num_tokens: T, number of the decoder's tokens.
     """
     if not isinstance(mask, Tensor) or mask.dim() != 2:
@@ -228,12 +222,12 @@ def pad_decoder_mask(mask: Tensor | None, num_tokens: int) -> Tensor | None:
 
 
 def _check_ones_and_zeros(name: str, mask: Tensor) -> None:
-    """Raises a DataError when a mask <any real>[B, keys] is known to hold another number."""
+    """Raises a DataError if a mask <any real>[B, keys] is known to hold another number."""
     if mask.dtype == torch.bool:
         return
 
-    # A compiled graph cannot look at values. In a mask of floats 0 is padding in one convention
-    # and a token in the other: that must not go unseen.
+    # A compiled graph cannot look at values. In a mask of floats, 0 means padding in one convention
+    # and a token in the other, which must not go unnoticed.
     floating = mask.is_floating_point()
     if torch.compiler.is_compiling():
         if floating:
@@ -243,7 +237,7 @@ def _check_ones_and_zeros(name: str, mask: Tensor) -> None:
             _refuse(name, mask, expected)
         return
 
-    # For the same reason a mask of floats is looked at on any device that has values.
+    # For the same reason a mask of floats is checked on any device with values.
     if _values_are_free(mask) or (floating and mask.device.type != "meta"):
         invalid = (mask != 0) & (mask != 1)
         if bool(invalid.any()):
@@ -274,10 +268,10 @@ def encoder_hidden_states(encoder_outputs: Any) -> Tensor:
 
 
 def encoder_decoder_cache(past_key_values: Any) -> EncoderDecoderCache | None:
-    """Returns a cache for a decoder with cross-attention; one for self-attention gets a partner.
+    """Returns a cache for a decoder with cross-attention; wraps one for self-attention.
 
     Raises:
-        DataError: When it is no cache of transformers.
+        DataError: When it is not a cache of transformers.
     """
     if past_key_values is None or isinstance(past_key_values, EncoderDecoderCache):
         return past_key_values
@@ -327,11 +321,11 @@ def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
     """Returns the number of targets of a whole batch <any>[] on the device of the labels.
 
     Args:
-        num_items: A number, or a tensor that holds one; 0 only where there is no target.
-        labels: <int64>[B, T] of the part at hand.
+        num_items: A number, or a tensor with one number; 0 only if there is no target.
+        labels: <int64>[B, T] of this part of the batch.
 
     Raises:
-        DataError: When it is no number, or not above 0 although there are targets.
+        DataError: When it is not a number, or not above 0 although there are targets.
     """
     expected = "the number of targets of the whole batch, an integer above 0"
     if isinstance(num_items, Tensor):
@@ -385,27 +379,10 @@ def check_logits_to_keep(logits_to_keep: Any, labels: Tensor | None) -> None:
 # Shared by the checks
 
 
-def _check_id_tensor(name: str, ids: Tensor, meaning: str) -> None:
-    """Raises a DataError unless there are integers [B, L], and some."""
-    if not isinstance(ids, Tensor) or ids.dtype not in _ID_DTYPES:
-        _refuse(name, ids, f"a tensor <int64>[batch, length] of {meaning}")
-    if ids.dim() != 2:
-        _refuse(name, ids, f"{meaning} of the shape [batch, length]")
-    if ids.shape[0] == 0 or ids.shape[1] == 0:
-        _refuse_empty(name, ids)
-
-
 def _values_are_free(tensor: Tensor) -> bool:
-    """Returns whether looking at the values of a tensor costs and breaks nothing."""
+    """Returns whether reading the values of a tensor is free and safe."""
     is_plain = type(tensor) is Tensor and tensor.device.type == "cpu"
     return is_plain and not torch.compiler.is_compiling()
-
-
-def _expected_token_id(vocab_size: int) -> str:
-    return (
-        f"a token id from 0 to {vocab_size - 1}. Use the model's tokenizer, or enlarge the "
-        "vocabulary with resize_token_embeddings"
-    )
 
 
 def _refuse_values(name: str, tensor: Tensor, invalid: Tensor, expected: str) -> NoReturn:
@@ -423,7 +400,7 @@ def _refuse_empty(name: str, tensor: Tensor) -> NoReturn:
 
 
 def _refuse(name: str, value: Any, expected: str) -> NoReturn:
-    """Raises a DataError with the value that was given and the one that was expected."""
+    """Raises a DataError with the given and the expected value."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         given = f"a tensor <{dtype}>{list(value.shape)}"

@@ -25,8 +25,8 @@ class StackCounts(NamedTuple):
     Attributes:
         tokens: <int64>[] real tokens.
         load_balance: <int64>[] divisor of the sums of the balance loss: groups that hold a real
-            token, or tokens when the scope is wider than a group; with `balance_over`
-            `all_positions` all groups or positions.
+            token, or tokens if the scope is wider than a group; all groups or positions with
+            `balance_over` `all_positions`.
         router_z: <int64>[] tokens that the z-loss is the mean over.
     """
 
@@ -166,11 +166,11 @@ def model_losses(
 ) -> Losses:
     """Returns the training loss and its parts.
 
-    transformers' Trainer knows of a whole batch only its number of targets. Given that number
-    alone, a group's router losses weigh as much as its sequences' share of those targets, so that
+    transformers' Trainer knows only the number of targets of a whole batch. Given that number
+    alone, a group's router losses are weighted by its sequences' share of those targets, so that
     they add up over the parts of a batch too; with equally long groups and targets that is the
-    plain mean. A balance loss of a scope wider than a group is then that of the part at hand, and
-    weighs as its share.
+    plain mean. A balance loss with a scope wider than a group is then that of this part of the
+    batch, weighted by its share.
 
     Args:
         config: Gives the weights, and whether the routers' losses are summed over layers.
@@ -256,18 +256,17 @@ def _share_of_targets(
 
 
 def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
-    """Refuses a training step from which transformers' Trainer took the labels away.
+    """Refuses a training step from which transformers' Trainer removed the labels.
 
     It does so for its own label smoothing and for a `compute_loss_func`, and then computes the loss
-    from nothing but logits.
+    from logits alone.
 
     Args:
-        config: Of the model.
-        decoder_masked: Whether a mask gives the decoder's padding all the same.
+        config: Config of the model.
+        decoder_masked: Whether a mask tells the decoder's padding without labels.
 
     Raises:
-        ConfigError: When losses that have a weight would be left out in silence, or padding would
-            be routed.
+        ConfigError: When weighted losses would be left out silently, or padding would be routed.
     """
     # A model without experts has one auxiliary loss.
     names = ["z_loss_weight"]

@@ -1,4 +1,4 @@
-"""Warnings about a model: tokens dropped in evaluation, experts that a quantiser left as they were."""
+"""Warnings about a model: tokens dropped in evaluation, and experts that a quantiser skipped."""
 
 import warnings
 import weakref
@@ -38,7 +38,7 @@ class _DropMessage:
 def can_drop_tokens(model: PreTrainedModel) -> bool:
     """Returns whether a forward of `model` is evaluation with a capacity.
 
-    In training the metrics report the drops; in evaluation nothing but a warning does.
+    In training the metrics report drops; in evaluation only a warning does.
     """
     return not model.training and model.config.eval_capacity_field is not None
 
@@ -48,12 +48,12 @@ def warn_of_drops(
 ) -> None:
     """Warns once for each model when a sparse layer dropped more than 1 % of the real tokens.
 
-    It waits for the device, unless nothing could be dropped, as in decoding with a cache. Compiled
-    graphs and CUDA graphs leave it out, and of several ranks the first one warns. What an edit of
-    the routing drops is wanted, and no capacity is to blame.
+    It waits for the device, unless nothing can be dropped, as in decoding with a cache. Compiled
+    graphs and CUDA graphs skip it, and only the first rank warns. Drops by an edit of the routing
+    are intended and not reported.
 
     Args:
-        model: Tells models apart.
+        model: Identifies the model.
         config: Of the model.
         stack: The stack that ran.
         routers: Of one forward of it.
@@ -90,24 +90,24 @@ def warn_of_drops(
 
 
 def _is_in_graph(routers: Sequence[RouterOutput]) -> bool:
-    """Returns whether a graph is being made of what runs now, by a compiler or of CUDA's kernels."""
+    """Returns whether the current call is being compiled or captured into a CUDA graph."""
     is_cuda = any(router.router_logits.is_cuda for router in routers)
     is_captured = is_cuda and torch.cuda.is_current_stream_capturing()
     return is_captured or torch.compiler.is_compiling()
 
 
 def _is_edited(stack: Stack) -> bool:
-    """Returns whether somebody edits the plans of a sparse layer; see `moe.sparse.editing`."""
+    """Returns whether the plans of a sparse layer are edited; see `moe.sparse.editing`."""
     modules = stack.modules()
     layers = [module for module in modules if isinstance(module, SparseFeedForward)]
     return any(layer.plan_edits for layer in layers)
 
 
 def warn_of_plain_experts(model: PreTrainedModel) -> None:
-    """Warns when a quantised model holds stacked experts that its quantiser did not reach.
+    """Warns when a quantised model has stacked experts that its quantiser skipped.
 
-    Quantisers replace linear modules, and experts are stacked parameters: in a large model nearly
-    all of it.
+    Quantisers replace linear modules, but experts are stacked parameters: nearly all of a large
+    model.
 
     Args:
         model: Just loaded; one that is not quantised is left alone.
@@ -147,5 +147,5 @@ def _warn_of_plain_experts(model: PreTrainedModel) -> None:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Returns whether a weight is of floating-point numbers, and no stand-in for them."""
+    """Returns whether a weight holds floating-point numbers and is not quantised."""
     return weight.is_floating_point() and not is_quantized(weight)

@@ -17,12 +17,12 @@ from moe.models.configuration import STMoEConfig
 from moe.models.encoder import STMoEEncoder
 from moe.models.inputs import (
     IGNORED_LABEL,
-    check_labels,
     check_logits_to_keep,
     check_num_items,
     check_same_batch,
     check_segments,
     check_targets,
+    check_token_ids,
     check_vectors,
     encoder_decoder_cache,
     encoder_hidden_states,
@@ -52,7 +52,7 @@ _GENERATION_OF_DECODERS = {
         "an encoder-decoder would be called without the decoder's inputs",
     ),
 }
-"""Settings of generation that transformers has for decoders alone: the values that work, and why."""
+"""Settings of generation that transformers has for decoders only: the values that work, and why."""
 
 _ARGUMENTS_OF_GENERATE = ("tokenizer", "assistant_tokenizer")
 """Arguments of `generate` that no step of it needs."""
@@ -119,9 +119,9 @@ class STMoEModel(STMoEPreTrainedModel):
         Raises:
             ConfigError: When a cache is to be used with activation checkpointing in training, or an
                 argument is unknown.
-            DataError: When an input has another type or shape, or values that nothing stands for.
+            DataError: When an input has another type, shape or range of values.
         """
-        # What was asked for; None leaves it to the config.
+        # Requested outputs; None leaves them to the config.
         refuse_unknown_arguments(further, type(self).forward)
         warn_of_quantized_projections(self, cast(Block, self.decoder.blocks[0]))
         past_key_values = encoder_decoder_cache(past_key_values)
@@ -152,8 +152,8 @@ class STMoEModel(STMoEPreTrainedModel):
         check_vectors("encoder_outputs", memory, self.config.d_model)
         check_same_batch(embedded, memory)
 
-        # A cache that was asked for is one to decode with, and drops no token. The config's own
-        # wish for one lets the same call route as it would without.
+        # A requested cache means decoding, which drops no token. A cache that only the config asks
+        # for does not change the routing of this call.
         drop_tokens = decoder_drop_tokens and not use_cache and past_key_values is None
         if use_cache is None:
             outside_training = not self.training and not torch.compiler.is_exporting()
@@ -201,7 +201,7 @@ class STMoEModel(STMoEPreTrainedModel):
         )
 
     def _refuse_cache_of_checkpointing(self, cache_is_wanted: bool | None) -> None:
-        """Raises a ConfigError when a cache would be extended twice."""
+        """Raises a ConfigError if a cache would be extended twice."""
         checkpointed = cast(Block, self.decoder.blocks[0]).gradient_checkpointing
         if cache_is_wanted and self.training and checkpointed:
             raise ConfigError(
@@ -260,7 +260,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         Raises:
             DataError: When these are no labels.
         """
-        check_labels(labels, self.config.vocab_size)
+        check_token_ids("labels", labels, self.config.vocab_size, ignored=IGNORED_LABEL)
         return self._shift_right(labels, decoder_segment_ids)
 
     def _shift_right(self, labels: Tensor, decoder_segment_ids: Tensor | None) -> Tensor:
@@ -370,18 +370,16 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             logits_to_keep: Number of last positions whose logits are returned, 0 for all, or
                 <int64>[positions] their indices; without labels.
             return_dict: False for a tuple of what is there; None for the config's choice.
-            further: None: an argument of another name is refused, but for those that change nothing
-                here.
+            further: Arguments of other names, which are refused unless they change nothing here.
 
         Raises:
             DataError: When neither inputs nor outputs of the encoder, or neither decoder inputs nor
-                labels, are given; when one has another type or shape, or values that nothing stands
-                for.
+                labels, are given; when one has another type, shape or range of values.
             ConfigError: When the model is a replica of torch.nn.DataParallel, or the Trainer took
                 the labels of a training step away (see `refuse_missing_labels`), or an argument is
                 unknown.
         """
-        # Calls that would compute something else than was meant.
+        # Refuse calls that would not compute what the caller means.
         refuse_unknown_arguments(further, type(self).forward)
         self._refuse_replica()
         if labels is None and num_items_in_batch is not None and self.training:
@@ -394,11 +392,11 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         check_logits_to_keep(logits_to_keep, labels)
         output_routers = self.argument_or_config("output_router_logits", output_router_logits)
 
-        # Labels make the decoder's inputs, and tell its tokens from padding, where nothing else does.
+        # Labels give the decoder's inputs and padding, unless other arguments do.
         divisors: LossCounts | Tensor | None = loss_counts
         routing_mask = None
         if labels is not None:
-            check_labels(labels, self.config.vocab_size)
+            check_token_ids("labels", labels, self.config.vocab_size, ignored=IGNORED_LABEL)
             if num_items_in_batch is not None:
                 divisors = check_num_items(num_items_in_batch, labels)
             if decoder_inputs_embeds is not None:
@@ -431,7 +429,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         )
         logits = self._vocabulary_logits(outputs.last_hidden_state, logits_to_keep)
 
-        # What the routers did; over a scope wider than this call, their losses follow from totals.
+        # Records of the routers; if the scope is wider than this call, losses follow from totals.
         encoder_routers = tuple(outputs.encoder_router_outputs or ())
         decoder_routers = tuple(outputs.decoder_router_outputs or ())
         if loss_counts is not None and loss_counts.balance_totals is not None:
@@ -459,7 +457,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             losses = parts._asdict()
             losses["loss"] = losses.pop("total")
 
-        # The losses needed the routers' records; the output has them where they were asked for.
+        # The losses need the routers' records; the output has them only on request.
         router_fields: dict[str, Any] = {}
         if output_routers:
             router_fields = {
@@ -503,13 +501,11 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         return self.lm_head(hidden)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns generated tokens, or transformers' record of them; arguments and results are its
-        own.
+        """Returns generated tokens, or transformers' record of them, as in transformers.
 
         Raises:
-            ConfigError: When the routers' logits are asked for, which that record has no place for,
-                or what transformers has for decoders alone: token healing, guidance, a quantized
-                cache.
+            ConfigError: When the routers' logits are requested, which that record cannot hold, or
+                features that transformers has for decoders only: token healing and guidance.
         """
         defaults = kwargs.get("generation_config") or self.generation_config
         for name, (working, reason) in _GENERATION_OF_DECODERS.items():
@@ -539,8 +535,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Returns the arguments of a decoding step, which drops no token of the decoder.
 
-        transformers hands all that `generate` was given on to the model, tokenizers for stop
-        strings among it.
+        transformers passes all arguments of `generate` to the model, including tokenizers for stop
+        strings.
         """
         for name in _ARGUMENTS_OF_GENERATE:
             kwargs.pop(name, None)

@@ -27,8 +27,8 @@ for record in (*_RECORDS_OF_A_LAYER, *_RECORDS_OF_A_MODEL):
 class RouterRecords(Sequence[RouterOutput]):
     """Records of the routers of a stack, one for each sparse layer.
 
-    Not a tuple on purpose: transformers compares, gathers and truncates what it finds in tuples by
-    the sequences of the batch, and a record is of groups of sequences.
+    Not a tuple on purpose: transformers compares, gathers and truncates tuples by the sequences of
+    the batch, but a record covers groups of sequences.
     """
 
     def __init__(self, records: Iterable[RouterOutput]) -> None:
@@ -63,7 +63,7 @@ class RouterRecords(Sequence[RouterOutput]):
         return f"RouterRecords({list(self._records)!r})"
 
 
-# torch's trees see a list of records, so that compiled graphs and hooks reach their tensors.
+# For torch's trees it is a list of records, so that compiled graphs and hooks reach their tensors.
 def _flatten_records(records: RouterRecords) -> tuple[list[Any], None]:
     return list(records), None
 
@@ -156,7 +156,7 @@ class STMoEOutput(ModelOutput):
     Attributes:
         loss: <float32>[] total that is minimised: cross-entropy and weighted auxiliary losses.
         logits: <float>[B, T, V].
-        past_key_values: See `STMoEModelOutput` for this and all that is not named here.
+        past_key_values: See `STMoEModelOutput` for this and all fields not listed here.
         ce_loss: <float32>[] cross-entropy alone, in nats for each target token.
         z_loss: <float32>[] of the vocabulary logits, unweighted.
         load_balance_loss: <float32>[] sum or mean over sparse layers, unweighted.

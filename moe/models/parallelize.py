@@ -1,24 +1,36 @@
-"""A model on a mesh: layouts of its parameters, process groups of its modules, units of FSDP."""
+"""A model on a mesh: layouts of its parameters, process groups, units of FSDP, and initial weights.
 
+Initial weights are a function of a seed and a parameter's name: the same on every mesh.
+"""
+
+import hashlib
 import warnings
+from collections.abc import Mapping
 from typing import cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moe.checks import check
 from moe.distributed.mesh import Mesh, MeshConfig, MeshLimits
 from moe.distributed.sharding import (
     Layout,
+    MeshCoordinate,
     Rule,
+    chunk_range,
     distribute_parameters,
     find_layout,
     find_rule,
+    local_shard,
+    shard_over_ep_tp,
+    shard_over_fsdp,
     shard_unit,
 )
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import STMoEPreTrainedModel
+from moe.sparse.experts import Experts
 
 
 def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
@@ -63,7 +75,7 @@ def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> di
 
     Args:
         model: With whole parameters.
-        config: Of the model.
+        config: Config of the model.
         mesh: Sizes of the mesh.
 
     Raises:
@@ -77,7 +89,7 @@ def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> di
 
 
 def rule_names(model: STMoEPreTrainedModel) -> dict[str, str]:
-    """Returns the name of each parameter's rule, which says its kind, by the parameter's name.
+    """Returns the name of each parameter's rule, i.e. its kind, by the parameter's name.
 
     Args:
         model: With parameters whole or on a mesh.
@@ -122,7 +134,7 @@ def shard_model(
     # The ranks with which each module computes.
     model.set_parallel_axes(mesh.ep, mesh.tp)
 
-    # A graph breaks where rows for other ranks are counted, and where ranks of tp draw their own
+    # The graph breaks where rows for other ranks are counted, and where ranks of tp draw their own
     # random numbers.
     config = model.config
     counts_rows = mesh.ep is not None and config.dispatch == "ragged"
@@ -143,16 +155,15 @@ def _shard_over_data_ranks(
     for name, parameter in model.named_parameters():
         dims[parameter] = layouts[name].shard_dim
 
-    # From the inside out: FSDP leaves out what belongs to a unit already.
+    # From the inside out: FSDP skips parameters that already belong to a unit.
     for module in model.modules():
         if isinstance(module, Stack):
             for block in module.blocks:
                 _shard_block(cast(Block, block), mesh, dims, bfloat16)
     shard_unit(model, mesh, dims, experts=False, bfloat16=False)
 
-    # Of all that the model returns, only the router's logits by sequence are views of a tensor that
-    # has a gradient. What FSDP2 warns of, that somebody writes into them before the backward pass,
-    # nothing here does.
+    # The router's logits by sequence are views of a tensor with a gradient. FSDP2 warns that writing
+    # into them before the backward pass is an error, which nothing here does.
     message = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view tensor"
     warnings.filterwarnings("ignore", message, UserWarning)
 
@@ -164,8 +175,115 @@ def _shard_block(block: Block, mesh: Mesh, dims: dict[nn.Parameter, int], bfloat
         if mesh.experts.size() > 1:
             shard_unit(layer.experts, mesh, dims, experts=True, bfloat16=bfloat16)
 
-        # A router is a unit of its own only where it must stay wider than its block.
+        # A router is a unit of its own only if it must stay wider than its block.
         has_gate = next(layer.router.parameters(), None) is not None
         if bfloat16 and has_gate:
             shard_unit(layer.router, mesh, dims, experts=False, bfloat16=False)
     shard_unit(block, mesh, dims, experts=False, bfloat16=bfloat16)
+
+
+@torch.no_grad()
+def draw_weights(
+    module: nn.Module,
+    seed: int,
+    layouts: Mapping[str, Layout],
+    mesh: MeshConfig,
+    coordinate: MeshCoordinate,
+) -> None:
+    """Draws every parameter anew and resets buffers.
+
+    Besides its shards, a rank holds one module's weights at a time. It draws only its own experts,
+    one at a time.
+
+    Args:
+        module: Its leaves have `reset_parameters`; whole, or sharded over a mesh.
+        seed: Another seed gives another model.
+        layouts: Layout of each parameter by name.
+        mesh: Sizes of the mesh.
+        coordinate: Coordinate of this rank on the mesh.
+    """
+    for path, leaf in module.named_modules():
+        if not hasattr(leaf, "reset_parameters"):
+            continue
+
+        shards: dict[str, Tensor] = {}
+        leaf_layouts: dict[str, Layout] = {}
+        for name, parameter in leaf.named_parameters(recurse=False):
+            shards[name] = local_shard(parameter)
+            if f"{path}.{name}" in layouts:
+                leaf_layouts[name] = layouts[f"{path}.{name}"]
+
+        # A head that is the embedding has no layout of its own.
+        if not leaf_layouts:
+            continue
+        if isinstance(leaf, Experts):
+            _draw_experts(leaf, shards, leaf_layouts, f"{seed}/{path}", mesh, coordinate)
+            continue
+        for name, weight in _draw(leaf, leaf_layouts, f"{seed}/{path}").items():
+            _copy_shard(weight, shards[name], leaf_layouts[name], mesh, coordinate)
+
+
+def _draw_experts(
+    experts: Experts,
+    shards: dict[str, Tensor],
+    layouts: dict[str, Layout],
+    seed: str,
+    mesh: MeshConfig,
+    coordinate: MeshCoordinate,
+) -> None:
+    """Fills the shards of stacked experts; each expert is drawn from a seed of its own."""
+    num_local = layouts["down_proj"].shape[0] // mesh.ep
+
+    # Layouts of a single expert: not over ep, and over FSDP only where that shards within experts.
+    single_layouts: dict[str, Layout] = {}
+    for name, layout in layouts.items():
+        single_layouts[name] = layout._replace(
+            shape=(1, *layout.shape[1:]),
+            expert=False,
+            num_shards=1 if layout.shard_dim == 0 else layout.num_shards,
+        )
+    single_coordinate = coordinate._replace(dense_shard=coordinate.expert_shard)
+
+    for expert in range(num_local):
+        number = coordinate.ep * num_local + expert
+        weights = _draw(experts, single_layouts, f"{seed}/{number}")
+        for name, weight in weights.items():
+            # Where FSDP shards the experts themselves, some belong to other ranks.
+            start = 0
+            end = num_local
+            if layouts[name].shard_dim == 0:
+                num_shards = layouts[name].num_shards
+                start, end = chunk_range(num_local, num_shards, coordinate.expert_shard)
+            if start <= expert < end:
+                shard = shards[name][expert - start]
+                _copy_shard(weight, shard, single_layouts[name], mesh, single_coordinate)
+
+
+def _copy_shard(
+    weight: Tensor, shard: Tensor, layout: Layout, mesh: MeshConfig, coordinate: MeshCoordinate
+) -> None:
+    """Copies this rank's part of a whole weight <float>[...] into its shard <float>[...]."""
+    part = shard_over_ep_tp(weight, layout, mesh, coordinate)
+    part = shard_over_fsdp(part, layout, coordinate)
+    shard.copy_(part.reshape(shard.shape))
+
+
+def _draw(leaf: nn.Module, layouts: Mapping[str, Layout], seed: str) -> dict[str, Tensor]:
+    """Returns fresh whole parameters <float>[...] of a leaf by name; the leaf keeps its own."""
+    whole: dict[str, nn.Parameter] = {}
+    for name, layout in layouts.items():
+        empty = local_shard(leaf.get_parameter(name)).new_empty(layout.shape)
+        whole[name] = nn.Parameter(empty)
+    devices = [parameter.device for parameter in whole.values() if parameter.is_cuda]
+
+    # The leaf draws its weights itself, with whole parameters for its shards.
+    shards = dict(leaf._parameters)
+    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
+    with torch.random.fork_rng(devices=devices[:1]):
+        torch.manual_seed(number)
+        try:
+            leaf._parameters.update(whole)
+            leaf.reset_parameters()  # pyright: ignore[reportCallIssue]  # found by the caller
+        finally:
+            leaf._parameters.update(shards)
+    return {name: parameter.detach() for name, parameter in whole.items()}

@@ -31,9 +31,8 @@ from moe.models.card import (
     model_card,
     write_card,
 )
-from moe.models.checkpoint_formats import CheckpointFormat, find_format
+from moe.models.checkpoint_formats import CheckpointFormat, find_format, read_json_object
 from moe.models.configuration import STMoEConfig
-from moe.models.json_files import read_json_object
 from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.transformers_private import PrivateModelHooks, load_generation_config
 from moe.models.weight_files import (
@@ -78,10 +77,10 @@ DOWNLOAD = (
     "subfolder",
     "token",
 )
-"""Arguments that say where a file of the hub comes from."""
+"""Arguments that locate a file of the hub."""
 
 _DTYPES = ("dtype", "torch_dtype")
-"""Arguments that are of the weights, and no fields of the config; "auto" stands for the files'."""
+"""Arguments for the weights, which are no fields of the config; "auto" means the dtype in the files."""
 
 _COMMIT_OPTIONS = ("commit_message", "commit_description", "create_pr", "revision")
 
@@ -94,8 +93,8 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     """Loading, saving and initialisation shared by the models.
 
     Attributes:
-        source_model: Name on the hub of the model that this one was loaded from, or that its
-            folder's card calls its base.
+        source_model: Hub name of the model that this one was loaded from, or of the base model in
+            its folder's card.
     """
 
     source_model: str | None = None
@@ -106,10 +105,10 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = ["Block"]
 
-    # Of a model that is loaded in float16, whose routers compute in float32 all the same.
+    # In a model loaded in float16, routers still compute in float32.
     _keep_in_fp32_modules = ["router"]
 
-    # Holds but on a mesh whose ranks hold different experts; see shard_model.
+    # False on a mesh whose ranks hold different experts; see shard_model.
     _can_compile_fullgraph = True
 
     def argument_or_config(self, name: str, argument: bool | None) -> bool:
@@ -117,17 +116,17 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         return bool(getattr(self.config, name) if argument is None else argument)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """Returns `eager`, transformers' word for a model that runs its experts itself."""
+        """Returns `eager`, which means that the model runs its experts itself."""
         return "eager"
 
     def set_experts_implementation(
         self, experts_implementation: str | dict[str, str | None]
     ) -> None:
-        """Runs the experts in another way, as the field `dispatch` does; their numbers stay.
+        """Sets how the experts are run, as the field `dispatch` does; results stay the same.
 
         Args:
             experts_implementation: `grouped_mm` for dispatch `ragged`, `batched_mm` for `static`,
-                or `eager` for the way it is.
+                or `eager` for no change.
 
         Raises:
             ConfigError: For another name.
@@ -143,7 +142,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         """Returns the embedding with another number of rows; see `PreTrainedModel`.
 
         Raises:
-            ConfigError: When no model has so many, or the special tokens would be outside.
+            ConfigError: When there are too many, or the special tokens would be outside.
         """
         if new_num_tokens is not None:
             resized = copy.copy(self.config)
@@ -152,7 +151,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     def set_parallel_axes(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
-        """Tells the layers which ranks hold their other experts, heads and hidden units."""
+        """Tells the layers which ranks hold the other experts, heads and hidden units."""
         for module in self.modules():
             if isinstance(module, SparseFeedForward):
                 module.set_parallel_axes(ep, tp)
@@ -167,7 +166,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model of a folder or hub name, which computes bit for bit what was saved.
+        """Returns the model of a folder or hub name, which computes bit for bit as when it was saved.
 
         A T5 or Switch of transformers is converted as it is read, one shard at a time, and refused
         unless every one of its tensors is accounted for; see `conversion_report`. `save_pretrained`
@@ -178,9 +177,9 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         moved to an aligned one.
 
         Raises:
-            CheckpointError: When weights are not those that were saved, or hold numbers that are not
-                finite, or tensors of a T5 or Switch are missing or unexpected.
-            ConfigError: When its config.json holds a value that this library cannot represent.
+            CheckpointError: When weights are not those that were saved or not finite, or tensors of a
+                T5 or Switch are missing or unexpected.
+            ConfigError: When its config.json has a value that this library cannot represent.
         """
         source = pretrained_model_name_or_path
         download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
@@ -232,7 +231,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
                     f"another library that is converted. Leave {name} out."
                 )
 
-        # The dtype is of the weights, and no field of the config.
+        # The dtype is an argument for the weights, not a field of the config.
         options = {name: value for name, value in kwargs.items() if name not in DOWNLOAD}
         dtypes = {name: options.pop(name) for name in _DTYPES if name in options}
         config = options.pop("config", None)
@@ -278,7 +277,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     ) -> None:
         """Saves config, weights and a model card, README.md.
 
-        A card that somebody else wrote or changed stays.
+        A card that the user wrote or changed stays.
 
         Args:
             save_directory: The folder.
@@ -293,7 +292,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
             self._save_and_push(folder, card, args, kwargs)
             return
 
-        # Whatever is wrong is refused before anything is written.
+        # Refuse what is wrong before anything is written.
         text = self._card_text(card or {})
         self.config.validate()
         refuse_links(folder, kind=MODEL)
@@ -302,7 +301,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         adapters_only = getattr(self, "_hf_peft_config_loaded", False)
         writes_weights = is_writer and not adapters_only
 
-        # Killed from here on, the folder holds no checksums rather than wrong ones.
+        # If killed from here on, the folder has no checksums rather than wrong ones.
         if writes_weights:
             forget_weight_sums(folder)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -342,7 +341,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         tags = kwargs.pop("tags", None) or []
         token = kwargs.get("token")
 
-        # Of several ranks one talks to the hub.
+        # Only one rank talks to the hub.
         is_writer = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
         if not is_writer:
             self.save_pretrained(folder, *args, card=card, **kwargs)
@@ -362,7 +361,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         )
 
     def _card_text(self, card: Mapping[str, Any]) -> str:
-        """Returns the model card, of the arguments given and of what the model knows."""
+        """Returns the model card from the given arguments and the facts of the model."""
         # A token uses K of the E experts of each layer.
         num_parameters = self.num_parameters()
         num_idle = 0
@@ -391,32 +390,32 @@ def refuse_not_finite(model: nn.Module, source: Any) -> None:
 
 
 def _align_weights(model: nn.Module) -> None:
-    """Moves weights on a CPU to addresses by which products do not depend on the file."""
+    """Moves weights on a CPU to aligned addresses, so that products do not depend on the file."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
 
 
 def _read_raw_config(source: Any, download: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the config.json of a folder or hub name as it is; None when there is none."""
+    """Returns the raw config.json of a folder or hub name; None when there is none."""
     if source is None:
         return None
     try:
         return STMoEConfig.read_raw(source, **download)
     except OSError:
-        # An adapter, or nothing; transformers raises the error.
+        # It may be an adapter; transformers raises the error if it is nothing.
         return None
 
 
 def _refuse_adapter_of_other_library(source: Any, download: dict[str, Any]) -> None:
-    """Raises a ConfigError for PEFT adapters of a T5 or Switch, which would be drawn anew."""
+    """Raises a ConfigError for PEFT adapters of a T5 or Switch, whose base would be drawn anew."""
     if not isinstance(source, str | os.PathLike):
         return
     path = find_adapter_config_file(str(source), **download)
     if path is None:
         return
 
-    # A model beside the adapters is what is loaded.
+    # A model next to the adapters is loaded in any case.
     base = read_json_object(path).get("base_model_name_or_path")
     if (Path(source) / CONFIG_NAME).is_file() or not base:
         return
@@ -430,7 +429,7 @@ def _refuse_adapter_of_other_library(source: Any, download: dict[str, Any]) -> N
 
 
 def _checking_local_weights(source: Any, download: dict[str, Any]) -> AbstractContextManager[None]:
-    """Returns a context that checks the weights of a folder beside the block; see `check_weights`."""
+    """Returns a context that checks the weights of a folder in the background; see `check_weights`."""
     if isinstance(source, str | os.PathLike):
         folder = Path(source) / (download.get("subfolder") or "")
         if folder.is_dir():

@@ -62,12 +62,12 @@ class Selection(NamedTuple):
 
     @property
     def num_trainable(self) -> int:
-        """How many train in all."""
+        """Number of trainable parameters."""
         return sum(self.trainable.values())
 
     @property
     def num_total(self) -> int:
-        """How many there are."""
+        """Number of parameters."""
         return sum(self.total.values())
 
     def __str__(self) -> str:
@@ -86,9 +86,9 @@ class Selection(NamedTuple):
 
 
 def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
-    """Lets one subset of the parameters train, freezes the others, and returns their numbers.
+    """Trains one subset of the parameters, freezes the others, and returns their numbers.
 
-    Call it before the optimizer is made. The model may lie on a mesh. The subsets, and what the
+    Call it before building the optimizer. The model may lie on a mesh. The subsets, and what the
     paper found on SuperGLUE with each:
 
     - `all`: every parameter.
@@ -106,8 +106,7 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
         subset: One of the names above.
 
     Raises:
-        ConfigError: When there is no such subset, or the model has nothing that it would train or
-            freeze.
+        ConfigError: When there is no such subset, or it would train or freeze nothing of the model.
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.2 and figure 5. Differs: the paper does not say where norms,
@@ -121,7 +120,7 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
             "are attached."
         )
 
-    # The sharding rules cover every parameter, and name its kind.
+    # The sharding rules give the kind of every parameter.
     kinds = {name: _KIND_OF_RULE[rule] for name, rule in rule_names(model).items()}
     chosen = SUBSETS[subset]
     present = set(kinds.values())
@@ -164,9 +163,6 @@ def check_subset(subset: str) -> None:
 # ---------------------------------------------------------------------------
 # Adapters
 
-_SET_HERE = {"r", "lora_alpha", "target_modules", "target_parameters"}
-"""Fields of LoraConfig that follow from the arguments of `lora_config`."""
-
 _IGNORED_BY_EXPERTS = (
     "use_dora",
     "lora_bias",
@@ -208,8 +204,8 @@ def lora_config(
 
     Raises:
         ConfigError: When peft is not installed, the model has no such parts, nothing is asked for,
-            the rank is below 1, or an option is unknown, belongs to the arguments above, or does
-            not work on experts.
+            the rank is below 1, or an option does not work on experts.
+        TypeError: When an option is unknown to peft, or given by the arguments above.
     """
     try:
         from peft import LoraConfig
@@ -223,8 +219,13 @@ def lora_config(
     check_flag("attention", attention)
     check_integer("rank", rank, least=1)
     check_number("alpha", alpha, above=0)
-    known = LoraConfig.__dataclass_fields__.keys() - _SET_HERE
-    _check_options(options, known)
+    if "target_modules" in options:
+        raise ConfigError(
+            f"lora_config was given target_modules {options['target_modules']!r}, but chooses "
+            "by experts and attention. For some projections only, make a peft.LoraConfig with "
+            "the names of this library: T5's q, k, v and o are q_proj, k_proj, v_proj and "
+            "o_proj here; wi and wo are up_proj and down_proj."
+        )
     if experts:
         _check_options_of_experts(options)
     if isinstance(model, STMoEForConditionalGeneration):
@@ -263,28 +264,9 @@ def lora_config(
     )
 
 
-def _check_options(options: dict[str, Any], known: set[str]) -> None:
-    """Raises a ConfigError for an option that `LoraConfig` would not understand."""
-    if "target_modules" in options:
-        raise ConfigError(
-            f"lora_config was given target_modules {options['target_modules']!r}, but chooses "
-            "by experts and attention. For some projections only, make a peft.LoraConfig with "
-            "the names of this library: T5's q, k, v and o are q_proj, k_proj, v_proj and "
-            "o_proj here; wi and wo are up_proj and down_proj."
-        )
-    # Everything else must be a field of LoraConfig.
-    for name in options:
-        if name not in known:
-            candidates = known | {"rank", "alpha", "experts", "attention"}
-            raise ConfigError(
-                f"lora_config has no option {name!r}.{did_you_mean(name, candidates)} See "
-                "peft.LoraConfig."
-            )
-
-
 def _check_options_of_experts(options: dict[str, Any]) -> None:
     """Raises a ConfigError for an option that does not work on stacked parameters."""
-    # Stacked parameters are no modules, at which PEFT looks for these.
+    # PEFT applies these to modules only, and stacked parameters are none.
     ignored = [name for name in _IGNORED_BY_EXPERTS if options.get(name)]
     if ignored:
         settings = ", ".join(f"{name} {options[name]!r}" for name in ignored)

@@ -1,11 +1,11 @@
 """Private names of transformers that the models call or override, and its tensor parallelism.
 
 A private name may change in any release: tests/models/test_transformers_private.py says what breaks
-when one goes. Class attributes and methods by which every model of transformers declares itself,
-such as `_no_split_modules` and `_init_weights`, stand in the model classes.
+when one disappears. Class attributes and methods by which every model of transformers declares
+itself, such as `_no_split_modules` and `_init_weights`, are in the model classes.
 
-transformers shards parameters as it loads them; the layers compute with their shards as they do on
-a mesh of this library, see `parallelize.py`, whose rules the plan repeats.
+transformers shards parameters as it loads them; the layers compute with their shards as on a mesh
+of this library, see `parallelize.py`, whose rules the plan repeats.
 """
 
 import os
@@ -23,14 +23,14 @@ from transformers.utils.hub import cached_file
 
 from moe.distributed.mesh import MeshConfig, MeshLimits, check_mesh
 from moe.errors import CheckpointError, ConfigError, did_you_mean
-from moe.models.json_files import COPY_AGAIN, read_json_object
+from moe.models.checkpoint_formats import COPY_AGAIN, read_json_object
 from moe.sparse.config import Dispatch
 
 _OTHER_AXES = ("pp_size", "dp_replicate_size", "fsdp_size", "ep_size")
 
 
 _WITHOUT_BIAS = ("flash", "flex", "paged", "/")
-"""Parts of names of attention implementations that cannot add a bias; `/` is in names of the hub."""
+"""Parts of names of attention implementations that cannot add a bias; `/` occurs in hub names."""
 
 
 # ---------------------------------------------------------------------------
@@ -38,7 +38,7 @@ _WITHOUT_BIAS = ("flash", "flex", "paged", "/")
 
 
 def find_file(source: Path | str, name: str, **download: Any) -> Path | None:
-    """Returns a file of a folder or hub name, downloaded where need be; None when there is none."""
+    """Returns a file of a folder or hub name, downloaded if necessary; None when there is none."""
     path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **download)
     return None if path is None else Path(path)
 
@@ -46,7 +46,7 @@ def find_file(source: Path | str, name: str, **download: Any) -> Path | None:
 def load_generation_config(source: Path | str, download: dict[str, Any]) -> GenerationConfig:
     """Returns the generation settings of a folder or hub name.
 
-    They are those of their own file, or else of config.json.
+    They are read from their own file, or else from config.json.
 
     Raises:
         CheckpointError: When the file is not a JSON object, or has a setting of a wrong type.
@@ -213,14 +213,14 @@ class PrivateModelHooks:
 
 
 def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None:
-    """Refuses what transformers' `distributed_config` asks for and the model does not have.
+    """Refuses parallelism in transformers' `distributed_config` that the model does not support.
 
     Args:
         config: An STMoEConfig.
         distributed: transformers' DistributedConfig.
 
     Raises:
-        ConfigError: For another axis than `tp`, a plan of one's own, or a number of ranks that does
+        ConfigError: For another axis than `tp`, a plan by the user, or a number of ranks that does
             not divide the heads and hidden units.
     """
     if find_spec("transformers.distributed.parallel_utils") is None:
@@ -242,7 +242,7 @@ def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None
             "of the model's plan. Give tp_size alone, or tp_plan='auto'."
         )
 
-    # Every rank holds a part of each expert, so that their number does not matter.
+    # Every rank holds a part of each expert, so their number does not matter.
     tp = distributed.tp_size
     limits = MeshLimits(tp, 0, config.num_heads, config.d_ff, None)
     check_mesh(MeshConfig(tp=tp), limits)

@@ -1,6 +1,6 @@
-"""A model's weights in files: found, read one tensor at a time, checked against their checksums.
+"""Files of a model's weights: found, read one tensor at a time, and checked against checksums.
 
-Sources are safetensors or torch's .bin, in a folder or on the hub.
+They are safetensors or torch's .bin files, in a folder or on the hub.
 """
 
 import pickle
@@ -30,7 +30,7 @@ from moe.checksums import SUMS_FILE, Damage, find_damage, read_sums, sha256_of, 
 from moe.distributed.verification import gather_damage
 from moe.errors import CheckpointError
 from moe.kernels.expert_weights import is_quantized
-from moe.models.json_files import COPY_AGAIN
+from moe.models.checkpoint_formats import COPY_AGAIN
 from moe.models.transformers_private import find_file
 
 _UNREADABLE = (
@@ -43,7 +43,7 @@ _UNREADABLE = (
     EOFError,
     SafetensorError,
 )
-"""What torch and safetensors raise for files that are torn or hold something else."""
+"""Exceptions of torch and safetensors for files that are torn or hold something else."""
 
 _MAX_NAMES = 5
 _PATTERNS = ("model*.safetensors", "model*.safetensors.index*.json")
@@ -62,7 +62,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Names of safetensors, in the order in which it lays tensors into a file."""
+"""Names of safetensors, in the order of tensors in a file."""
 
 _CHECKED_FOR_NAN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -74,7 +74,7 @@ _CHECKED_FOR_NAN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class LazyTensor:
     """A tensor <any>[...] of known shape and dtype whose numbers are read when it is indexed.
 
-    It has what transformers asks of the values of a state dict: `dtype`, `is_floating_point` and
+    It has what transformers needs of the values of a state dict: `dtype`, `is_floating_point` and
     `[...]`.
     """
 
@@ -98,7 +98,7 @@ class LazyTensor:
 
 
 class _FileReader:
-    """Reads tensors of files, and keeps only the last file open: one shard of many in memory."""
+    """Reads tensors of files, and keeps only the last file open: one shard in memory."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -117,7 +117,7 @@ class _FileReader:
 def _open_file(path: Path) -> Callable[[str], Tensor]:
     """Returns a function from names to tensors of a file; nothing is read yet.
 
-    Of a .bin file of before torch 1.6, which is no zip file, everything is.
+    A .bin file older than torch 1.6, which is not a zip file, is read completely.
     """
     if path.suffix == ".safetensors":
         return safe_open(path, framework="pt").get_tensor
@@ -150,7 +150,7 @@ def open_weights(paths: Iterable[Path]) -> dict[str, LazyTensor]:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the text of an error without the advice that torch gives after it."""
+    """Returns the text of an error without the advice that torch appends."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0]
 
@@ -188,11 +188,11 @@ def find_weight_files(
     variant: str | None = None,
     **download: Any,
 ) -> list[Path]:
-    """Returns the files of a model's weights, downloaded where need be.
+    """Returns the files of a model's weights, downloaded if necessary.
 
     Args:
         source: A folder or a name of the hub.
-        use_safetensors: None takes safetensors before .bin; True and False only one of them.
+        use_safetensors: None prefers safetensors to .bin; True and False accept only one of them.
         variant: Word in the files' names, as in transformers.
         download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
 
@@ -222,7 +222,7 @@ def find_weight_files(
 def _find_shards_of_index(
     source: Path | str, path: Path, download: Mapping[str, Any]
 ) -> list[Path]:
-    """Returns the files that an index names: next to it, or downloaded from the hub."""
+    """Returns the files listed in an index: next to it, or downloaded from the hub."""
     try:
         files, _ = get_checkpoint_shard_files(source, str(path), **download)
         paths = [Path(file) for file in files or ()]
@@ -237,7 +237,7 @@ def _find_shards_of_index(
 
 
 def find_shards(folder: Path, variant: str | None = None) -> list[str]:
-    """Returns the names of the files in a folder that hold a part of a model each."""
+    """Returns the names of the files in a folder that each hold a part of a model."""
     # model-00001-of-00002.safetensors
     stem, ending = _with_variant(SAFE_WEIGHTS_NAME, variant).rsplit(".", 1)
     pattern = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}\.{ending}")
@@ -247,7 +247,7 @@ def find_shards(folder: Path, variant: str | None = None) -> list[str]:
 def saved_weights(folder: Path, variant: str | None = None) -> list[str]:
     """Returns the names of the files that transformers has just saved into a folder.
 
-    Of earlier shards it leaves none.
+    It removes earlier shards.
     """
     shards = find_shards(folder, variant)
     other = SAFE_WEIGHTS_INDEX_NAME if shards else SAFE_WEIGHTS_NAME
@@ -257,10 +257,10 @@ def saved_weights(folder: Path, variant: str | None = None) -> list[str]:
 def remove_replaced_weights(
     folder: Path, written: Container[str], variant: str | None = None
 ) -> None:
-    """Removes weights of an earlier save, which would be read in the place of the new ones.
+    """Removes weights of an earlier save, which would be read instead of the new ones.
 
     Args:
-        folder: Of a model.
+        folder: Folder of a model.
         written: Names of the safetensors files of the new save, and of its index when there is one.
         variant: See `find_weight_files`.
     """
@@ -286,12 +286,12 @@ def _with_variant(name: str, variant: str | None) -> str:
 def refuse_integers(
     source: Path | str, expected: Mapping[str, Tensor], stored: Mapping[str, torch.dtype | None]
 ) -> None:
-    """Raises when a weight of floating point is stored as integers, which are no such numbers.
+    """Raises when a floating-point weight is stored as integers.
 
     Args:
         source: The folder or hub name.
         expected: Tensors <any>[...] of a model by name; they need no memory.
-        stored: Dtype of each stored tensor by name; None for one that torch has not.
+        stored: Dtype of each stored tensor by name; None for one unknown to torch.
 
     Raises:
         CheckpointError: Names the first.
@@ -310,14 +310,14 @@ def check_finite(name: str, weight: Tensor, source: Path | str) -> None:
     """Raises when a weight holds NaN or infinity.
 
     Args:
-        name: Of the weight.
-        weight: <any>[...] its numbers; of one that torchao quantised, its scales are checked.
+        name: Name of the weight.
+        weight: <any>[...] its numbers; if torchao quantised it, its scales are checked.
         source: The folder or hub name.
 
     Raises:
         CheckpointError: Names the weight, with its least and largest number.
     """
-    # What a quantised weight stands for is finite when its scales are, and it knows few operations.
+    # A quantised weight is finite if its scales are, and supports few operations.
     if is_quantized(weight):
         weight = getattr(weight, "scale", torch.empty(0))
     if weight.dtype not in _CHECKED_FOR_NAN or weight.numel() == 0:
@@ -335,65 +335,38 @@ def check_finite(name: str, weight: Tensor, source: Path | str) -> None:
 
 
 def incomplete(source: Path | str, kind: str, misfits: str) -> str:
-    """Returns the message of a folder whose weights are not those of a class, and what to do."""
+    """Returns the message for a folder whose weights do not fit a class."""
     return (
         f"{source} is no complete {kind}. Weights {misfits}. Copy the whole folder again from "
         "where it was saved, or give another; if config.json was edited, undo that."
     )
 
 
-def reshaped_weights(
-    stored: Mapping[str, Iterable[int]], expected: Mapping[str, Iterable[int]]
-) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Returns names of both with another shape, the shape in the file and that in the model.
-
-    Args:
-        stored: Shapes of the tensors in the file, by name.
-        expected: Shapes of the weights of the model, by name.
-    """
-    reshaped = []
-    for name in sorted(stored.keys() & expected.keys()):
-        stored_shape = tuple(stored[name])
-        expected_shape = tuple(expected[name])
-        if stored_shape != expected_shape:
-            reshaped.append((name, stored_shape, expected_shape))
-    return reshaped
-
-
 def describe_misfits(
-    missing: Iterable[str],
-    unexpected: Iterable[str],
-    reshaped: Iterable[tuple[str, Iterable[int], Iterable[int]]],
+    missing: Iterable[str], unexpected: Iterable[str], reshaped: Iterable[str]
 ) -> str:
     """Returns how many weights of a file do not fit a model, with the first names.
 
     Args:
         missing: Names that the model has and the file has not.
         unexpected: Names that the file has and the model has not.
-        reshaped: Names that both have, with the shape in the file and the shape in the model.
+        reshaped: Results of `describe_reshaped` for names that both have.
 
     Returns:
         An empty text when all fit.
     """
-    shapes = []
-    for name, stored, expected in reshaped:
-        shapes.append(describe_reshaped(name, stored, expected))
-    return count_by_kind(sorted(missing), sorted(unexpected), sorted(shapes))
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
+    parts = []
+    for kind, names in kinds.items():
+        listed = list(names)
+        if listed:
+            parts.append(f"{len(listed)} {kind}: {first_names(listed)}")
+    return "; ".join(parts)
 
 
 def describe_reshaped(name: str, stored: Iterable[int], expected: Iterable[int]) -> str:
     """Returns the name of a weight with both of its shapes."""
     return f"{name} {tuple(stored)} instead of {tuple(expected)}"
-
-
-def count_by_kind(missing: list[str], unexpected: list[str], reshaped: list[str]) -> str:
-    """Returns how many weights are of each kind of misfit, with the first of each."""
-    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
-    parts = []
-    for kind, names in kinds.items():
-        if names:
-            parts.append(f"{len(names)} {kind}: {first_names(names)}")
-    return "; ".join(parts)
 
 
 def first_names(names: list[str]) -> str:
@@ -418,7 +391,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def forget_weight_sums(folder: Path) -> None:
-    """Removes the checksums of weights that are about to be written; those of other files stay."""
+    """Removes the checksums of weights before they are written; those of other files stay."""
     if not (folder / SUMS_FILE).is_file():
         return
 
@@ -434,13 +407,13 @@ def write_weight_sums(folder: Path, digests: dict[str, str] | None = None) -> No
     """Writes the checksums of a folder's weights; does nothing when it has none.
 
     Args:
-        folder: With the weights as they were just written.
+        folder: Folder with the weights just written.
         digests: SHA-256 by name, of those files for which it is known.
     """
     known = digests or {}
     unknown = [name for name in weight_files(folder) if name not in known]
 
-    # Hashing lets go of Python's lock.
+    # Hashing releases Python's lock.
     with ThreadPoolExecutor(_THREADS) as pool:
         paths = [folder / name for name in unknown]
         computed = dict(zip(unknown, pool.map(sha256_of, paths), strict=True))
@@ -472,9 +445,9 @@ def check_weights(folder: Path) -> None:
 
 @contextmanager
 def checking_weights(folder: Path) -> Iterator[None]:
-    """Runs `check_weights` beside the block, on other cores.
+    """Runs `check_weights` during the block, on other cores.
 
-    Damage is raised in the place of other errors, which may follow from it.
+    Damage is raised instead of other errors, which may follow from it.
 
     Raises:
         CheckpointError: At the end of the block; see `check_weights`.
@@ -488,12 +461,12 @@ def checking_weights(folder: Path) -> Iterator[None]:
 
 
 def check_weights_together(folder: Path) -> None:
-    """Runs `check_weights` with the files shared out over the ranks; every rank must call it."""
+    """Runs `check_weights` with the files divided over the ranks; every rank must call it."""
     _refuse(folder, gather_damage(folder))
 
 
 def _other_sums(folder: Path) -> dict[str, str]:
-    """Returns the checksums in a folder that are of no weights."""
+    """Returns the checksums in a folder of files that are not weights."""
     others: dict[str, str] = {}
     for name, digest in (read_sums(folder) or {}).items():
         is_weights = any(fnmatch(name, pattern) for pattern in _PATTERNS)

@@ -1,4 +1,4 @@
-"""From a recipe and the running ranks to a model: the mesh checked and built, weights drawn or read.
+"""Builds a model from a recipe on the running ranks: checks and builds the mesh, draws or reads weights.
 
 `stmoe pretrain` builds a new model, `stmoe finetune` loads a pretrained one; loop.py trains it.
 """
@@ -21,19 +21,18 @@ from moe.distributed.mesh import Mesh, MeshConfig, build_mesh, check_mesh
 from moe.distributed.sharding import Layout, MeshCoordinate
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
-from moe.models.initial_weights import draw_weights
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.parallelize import mesh_limits, model_layouts, shard_model
+from moe.models.parallelize import draw_weights, mesh_limits, model_layouts, shard_model
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.sparse.groups import common_num_groups, tokens_per_group
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe, Recipe
 from moe.training.step import check_groups
 
-# What pre-training that continues from a model may change: routers choose by the scores of the same
-# gate, each in its own way.
+# Fields that continued pre-training may change: routers differ in how they use the scores of the same
+# gate.
 _MAY_CHANGE = FinetuneRecipe.model_fields | {"router", "decoder_router"}
 
-# They say how fresh weights are drawn, and none are.
+# They only affect how fresh weights are drawn.
 _WITHOUT_EFFECT = frozenset({"initializer_scale", "router_initializer_std"})
 
 
@@ -42,7 +41,7 @@ class BuiltModel(NamedTuple):
 
     Attributes:
         model: The model; on a mesh this rank's shards of it.
-        layouts: Where each parameter lies, by name.
+        layouts: Layout of each parameter by name.
         mesh: None for one process.
     """
 
@@ -60,12 +59,12 @@ def check_run_fits(
         recipe: Gives the mesh and the sizes of batches.
         config: Configuration of the model.
         num_ranks: Ranks that this launch has started.
-        lengths: Tokens of a row in the encoder and the decoder; None when batches differ.
+        lengths: Tokens of a row in the encoder and the decoder; None if batches differ.
 
     Raises:
         ConfigError: With the numbers and what would fit.
     """
-    # Replicas that may be lost are launched by themselves.
+    # Replicas that may be lost are launched separately.
     num_ranks *= recipe.mesh.num_ranks // recipe.mesh.launched.num_ranks
 
     is_sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
@@ -90,13 +89,13 @@ def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedToke
 
     Args:
         folder: A model saved by `save_pretrained`.
-        config: Of the recipe, which describes the whole model.
-        tokenizer: Of the run.
+        config: Config of the recipe, which describes the whole model.
+        tokenizer: Tokenizer of the run.
 
     Raises:
         CheckpointError: When the folder holds no model.
-        ConfigError: When the recipe describes another architecture, or the tokenizer is another;
-            names what differs.
+        ConfigError: When the recipe has another architecture or the run another tokenizer; names
+            what differs.
     """
     check_model_folder(folder)
     saved = STMoEConfig.from_pretrained(folder)
@@ -112,7 +111,7 @@ def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedToke
             f"{'; '.join(differing)}. Give the recipe that it was trained with, or these settings."
         )
 
-    # With another vocabulary, every row of the embedding would stand for another word.
+    # With another vocabulary, every row of the embedding would mean another word.
     if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
             f"The tokenizer is not that of the model in {folder}, whose embeddings belong to its "
@@ -121,7 +120,7 @@ def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedToke
 
 
 def build_new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> BuiltModel:
-    """Returns a model with initial weights, which depend on the seed alone and not on the mesh."""
+    """Returns a model with initial weights, which depend on the seed but not on the mesh."""
     with torch.device("meta"):
         model = STMoEForConditionalGeneration(config)
 
@@ -137,7 +136,7 @@ def build_new_model(recipe: Recipe, config: STMoEConfig, device_type: str) -> Bu
         coordinate = MeshCoordinate.of(mesh)
         layouts = shard_model(model, mesh, bfloat16=_in_bfloat16(recipe))
 
-    # Only now is memory taken, and only for this rank's shards.
+    # Memory is allocated only now, and only for this rank's shards.
     model.to_empty(device=local_device(device_type))
     model.tie_weights()
     draw_weights(model, recipe.seed, layouts, mesh_config, coordinate)
@@ -150,14 +149,14 @@ def load_pretrained_model(
 ) -> BuiltModel:
     """Returns the model of a folder with the settings of `config`.
 
-    What only one kind of router counts begins at zero where the folder's routers were of another.
+    Counters of routers start at zero where the folder's routers were of another kind.
 
     Raises:
         CheckpointError: When the folder's weights are not complete.
     """
     begins_anew = _state_of_changed_routers(STMoEConfig.from_pretrained(folder), config)
 
-    # On a mesh a rank reads its own shards alone.
+    # On a mesh, a rank reads only its own shards.
     if recipe.mesh.launched.num_ranks == 1:
         mesh = None
         model = load_complete(
@@ -177,7 +176,7 @@ def load_pretrained_model(
 
 
 def _state_of_changed_routers(saved: STMoEConfig, config: STMoEConfig) -> Callable[[str], bool]:
-    """Returns whether a tensor counts what routers have done that only one of two models has."""
+    """Returns the predicate for counters of those routers whose kind changes."""
     changed: list[str] = []
     if saved.router != config.router:
         changed.append(".encoder.")
@@ -196,7 +195,7 @@ def _in_bfloat16(recipe: Recipe) -> bool:
 
 
 def _set_up_passes(model: STMoEForConditionalGeneration, recipe: Recipe) -> None:
-    """Makes the model's passes keep activations, and be compiled, as the recipe says."""
+    """Sets up activation checkpointing and compilation as the recipe says."""
     if recipe.training.activation_checkpointing:
         enable_activation_checkpointing(model, {"use_reentrant": False})
     if recipe.training.compile:

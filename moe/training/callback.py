@@ -1,6 +1,6 @@
-"""A callback of transformers' Trainer: logs the parts of the loss and what the routers did.
+"""A callback of transformers' Trainer: logs the parts of the loss and statistics of the routers.
 
-Routers that balance themselves learn from their load through it, as `train_step` has it.
+Through it, routers that balance themselves learn from their load, as in `train_step`.
 """
 
 import warnings
@@ -32,19 +32,18 @@ _NEEDED = {"input_ids", "labels"}
 class RouterStatsCallback(TrainerCallback):
     """Adds the parts of the loss and the routers' statistics to the log of transformers' Trainer.
 
-    The log, its history and all that is written of it then hold, beside `loss`, the cross-entropy
-    `ce_loss` and the vocabulary's `z_loss`, both as means over the updates since the last log, and
-    `router/{encoder,decoder}/...`, exactly added up over the same updates, micro-batches, layers
-    and processes. Reporters put `train/` before names.
+    Besides `loss`, the log and its history then contain the cross-entropy `ce_loss` and the
+    vocabulary's `z_loss`, both as means over the updates since the last log, and
+    `router/{encoder,decoder}/...`, summed exactly over the same updates, micro-batches, layers and
+    processes. Reporters prefix names with `train/`.
 
     A router that learns from its load, such as `bias_balanced`, does so only with this callback,
-    and not when frozen. With a `compute_loss_func` of the Trainer, the model sees no labels, and
-    the log has the routers' part alone.
+    and not when frozen. With a `compute_loss_func` of the Trainer, the model gets no labels, and
+    the log contains only the routers' part.
 
-    A layer whose experts die or whose drops rise is warned of once, through Python's logging. With
-    `probe_every` the routing of a fixed text is kept in `output_dir/probe`, see
-    moe/tracing/probe_file.py, and its numbers stand in the log as `probe/...`; a router that
-    saturates is warned of then.
+    It warns once, through Python's logging, of a layer whose experts die or whose drops rise. With
+    `probe_every` it also stores the routing of a fixed text in `output_dir/probe`, see
+    moe/tracing/probe_file.py, logs its numbers as `probe/...`, and warns of routers that saturate.
 
     Example:
         trainer = Seq2SeqTrainer(model, args, train_dataset=data, callbacks=[RouterStatsCallback()])
@@ -91,10 +90,10 @@ class RouterStatsCallback(TrainerCallback):
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Begins to watch the model.
+        """Starts to watch the model.
 
         Raises:
-            ConfigError: When the model is not one of this library, or has nothing to probe.
+            ConfigError: When the model is not one of this library, or has no sparse layer to probe.
             DataError: When the probes of another training would be lost.
         """
         if not hasattr(model, "sparse_layers"):
@@ -102,7 +101,7 @@ class RouterStatsCallback(TrainerCallback):
                 f"RouterStatsCallback was given to a Trainer of {type(model).__name__}; expected a model with sparse "
                 "layers of this library, STMoEForConditionalGeneration. Leave the callback out for other models."
             )
-        # Reporters that the Trainer makes itself come before any callback.
+        # Reporters created by the Trainer itself come before any callback.
         if args.report_to:
             warnings.warn(
                 f"The reporters of report_to={args.report_to} log before RouterStatsCallback adds its numbers and "
@@ -123,12 +122,12 @@ class RouterStatsCallback(TrainerCallback):
             self._begin_probe(folder, model, state.global_step)
 
     def _begin_probe(self, folder: Path, model: Any, step: int) -> None:
-        """Prepares the probes of a training that has `step` updates behind it."""
+        """Prepares the probes of a training after `step` updates."""
         has_layers = bool(model.sparse_layers())
         expected = "0 for a model without sparse layers"
         check(has_layers, "probe_every", self._probe_every, expected)
 
-        # A training that begins anew would remove them.
+        # A training from the start would remove them.
         is_taken = broadcast_from_rank_zero(lambda: has_probes(folder))
         if is_taken and not step:
             raise DataError(
@@ -146,7 +145,7 @@ class RouterStatsCallback(TrainerCallback):
         )
         self._probe.begin(step)
 
-        # The first one is of the model before any update.
+        # The first probe is of the model before any update.
         if not step:
             self._probe.record(0)
 
@@ -167,13 +166,13 @@ class RouterStatsCallback(TrainerCallback):
         self._since_update = []
         self._num_updates += 1
 
-        # A probe every so often, and at the end.
+        # Probes are due at intervals, and at the end.
         step = state.global_step
         is_due = self._probe_every and step % self._probe_every == 0
         if self._probe and (is_due or step == state.max_steps):
             scores = self._probe.record(step).scores
 
-            # The next log says after which update it was taken.
+            # The next log contains its step.
             self._probe_values = probe_values(scores)
             self._probe_values["probe/step"] = step
             if is_rank_zero():
@@ -188,14 +187,14 @@ class RouterStatsCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Adds the numbers to a log of the training loss, and begins to count anew.
+        """Adds the numbers to a log of the training loss, and resets the sums.
 
-        Every process must log, since they add their numbers up.
+        Every process must log, since their numbers are summed.
         """
         if logs is None:
             return
 
-        # What was probed since the last log, of whatever kind this log is.
+        # Every kind of log gets the probes since the last one.
         logs.update(self._probe_values)
         state.log_history[-1].update(self._probe_values)
         self._probe_values = {}
@@ -232,7 +231,7 @@ class RouterStatsCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leaves the model as it was."""
+        """Restores the model."""
         self._stop_watching()
 
     @torch.no_grad()
@@ -263,7 +262,7 @@ class RouterStatsCallback(TrainerCallback):
 
 
 class GivenBatches:
-    """Batches that are there already, as a source of them."""
+    """A source of given batches."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
@@ -280,7 +279,7 @@ class GivenBatches:
 def _request_router_outputs(
     model: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Asks for the routers' outputs in a training step; a forward pre-hook of the model."""
+    """Requests the routers' outputs in a training step; a forward pre-hook of the model."""
     if model.training:
         arguments = {**arguments, "output_router_logits": True}
     return inputs, arguments

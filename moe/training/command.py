@@ -1,13 +1,11 @@
-"""From a command line and recipe files to a recipe.
+"""Reads a recipe from a command line and recipe files.
 
-Every mistake is one ConfigError that names the setting, and the file in which it stands.
+Every mistake is one ConfigError that names the setting, and the file that contains it.
 """
 
 import argparse
 import dataclasses
-import itertools
 import re
-import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import yaml
 from jsonargparse import ArgumentParser
 
-from moe.checks import check, check_flag, shown
+from moe.checks import check, check_flag, describe_type, shown
 from moe.distributed.launch import DEFAULT_TIMEOUT, World, launch
 from moe.errors import ConfigError, MoEError, did_you_mean
 from moe.files import write_text
@@ -37,14 +35,6 @@ R = TypeVar("R", bound=Recipe)
 
 _LONGEST_VALUE = 80  # characters
 _LONGEST_TEXT = 400
-_TYPE_PHRASES = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a text",
-    dict: "a mapping",
-    type(None): "null",
-}
 
 
 class Setting(NamedTuple):
@@ -68,8 +58,8 @@ class _Arguments(NamedTuple):
 
     Attributes:
         argv: The arguments, each file replaced by its settings with those of its parents.
-        sources: File that gave a setting, by dotted name, for those that no later argument gives.
-        values: What the user wrote for a setting, in a file or as an argument.
+        sources: File of each setting by dotted name, unless a later argument overrides it.
+        values: Text of each setting, from a file or an argument.
     """
 
     argv: list[str]
@@ -95,7 +85,7 @@ class RecipeCommand(Generic[R]):
         self._mappings = {name for name, item in self._settings.items() if _is_mapping(item.type)}
         self._command_arguments: dict[str, dict[str, Any]] = {}
 
-        # Names that a misspelt one may have meant: settings, and options of routers and optimizers.
+        # Suggestions for misspelt names: settings, and options of routers and optimizers.
         self._suggestions = set(self._settings)
         for name in self._mappings:
             for option in optim_options(name) or router_options_by_name():
@@ -145,10 +135,16 @@ class RecipeCommand(Generic[R]):
             ConfigError: When a key is unknown, a value has the wrong type or is impossible, or a
                 file is unreadable.
         """
-        # Check names before values: of a misspelt setting the name is what the user must hear of.
+        # Check names before values, so that a misspelt setting is reported by its name.
         self._refuse_unknown_options(argv)
-        self._refuse_empty_paths(argv)
         arguments = self._read_files(argv)
+
+        # An empty path would mean the current folder.
+        for name, options in self._command_arguments.items():
+            if options.get("type") is Path and not arguments.values.get(name, "x").strip():
+                raise ConfigError(
+                    f"--{name} is empty; expected a path. Give one, or leave the option out."
+                )
 
         try:
             parsed = self._parser.parse_args(arguments.argv)
@@ -209,7 +205,7 @@ class RecipeCommand(Generic[R]):
                 previous = ""
                 continue
 
-            # A setting that is typed after a file is no longer the file's.
+            # A setting typed after a file overrides the file's.
             if option.startswith("--"):
                 typed = option.removeprefix("--")
                 arguments.values[typed] = value
@@ -260,31 +256,16 @@ class RecipeCommand(Generic[R]):
                     f"{setting.name} is null; expected {kind}. Give a value, or leave the key out."
                 )
 
-    def _refuse_empty_paths(self, argv: list[str]) -> None:
-        """Raises a ConfigError for an empty path, which would mean the current folder."""
-        for before, argument in itertools.pairwise(["", *argv]):
-            # `--option=value`, or a value after its option.
-            option, has_value, value = argument.partition("=")
-            if not argument.startswith("--"):
-                option = before
-                has_value = "="
-                value = argument
-            options = self._command_arguments.get(option.removeprefix("--"), {})
-            if options.get("type") is Path and has_value and not value.strip():
-                raise ConfigError(
-                    f"{option} is empty; expected a path. Give one, or leave the option out."
-                )
-
     def _describe_wrong_type(self, text: str, values: dict[str, str]) -> str:
-        """Returns what is wrong with a value in our own form: the setting, the value, its type.
+        """Returns the message for a value of a wrong type: the setting, the value, the expected type.
 
         Args:
             text: jsonargparse's message, of several lines, which names the setting in quotes.
-            values: What the user wrote for each setting.
+            values: Text of each setting.
         """
         for name, value in values.items():
             if f'"{name}"' in text and name in self._settings:
-                expected = _type_phrase(self._settings[name].type)
+                expected = describe_type(self._settings[name].type, none="null")
                 return f"{name} is {_shorten(value, _LONGEST_VALUE)}; expected {expected}."
 
         # Of a value that YAML cannot read, only a part is named.
@@ -376,7 +357,7 @@ def _attribute_help(cls: Any) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------
-# Checks, and what messages say
+# Checks and messages
 
 
 def _is_mapping(kind: Any) -> bool:
@@ -391,7 +372,7 @@ def _leaves(
 
     Args:
         mapping: Settings of a file.
-        leaves: Names whose value is a mapping itself.
+        leaves: Names of settings whose value is a mapping.
         prefix: Put before every name in `mapping`.
     """
     if prefix and not mapping:
@@ -407,9 +388,9 @@ def _check_argument(name: str, value: object, options: dict[str, Any]) -> None:
     """Raises a ConfigError when a file gives one of the command's own arguments a wrong value.
 
     Args:
-        name: Argument, as messages name it.
+        name: Name of the argument in messages.
         value: Value in the file.
-        options: Options of the argument, as `argparse` has them.
+        options: Options of the argument, as in `argparse`.
     """
     # A flag is true or false, and a required argument is not null.
     if options.get("action") == "store_true":
@@ -430,23 +411,10 @@ def _check_argument(name: str, value: object, options: dict[str, Any]) -> None:
 
 
 def _name_source(text: str, sources: dict[str, Path]) -> str:
-    """Puts the file that gave a setting before a message that begins with the setting's name."""
+    """Prefixes a message that starts with a setting's name with the file that contains the setting."""
     name = text.partition(" ")[0]
     return f"{sources[name]}: {text}" if name in sources else text
 
 
 def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-def _type_phrase(kind: Any) -> str:
-    """Returns the expected type in words, e.g. `an integer or null`."""
-    origin = typing.get_origin(kind)
-    parts = typing.get_args(kind)
-    if origin is typing.Literal:
-        return f"one of {', '.join(map(str, parts))}"
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(_type_phrase(part) for part in parts)
-    if origin is list:
-        return f"a list, each {_type_phrase(parts[0])}"
-    return _TYPE_PHRASES.get(origin or kind, getattr(kind, "__name__", str(kind)))

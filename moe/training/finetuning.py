@@ -1,6 +1,6 @@
-"""Fine-tuning after the paper: where a run starts, which settings it changes, and what it trains on.
+"""Fine-tuning after the paper: the initial weights, the changed settings, and the data of a run.
 
-Which parameters train is chosen by `select_parameters`, in moe/models/subsets.py.
+`select_parameters` in moe/models/trainable_parameters.py chooses which parameters train.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def finetuning_overrides(**changes: Any) -> dict[str, Any]:
         model = STMoEForConditionalGeneration.from_pretrained(folder, **overrides)
 
     Args:
-        changes: Fields of STMoEConfig that belong to no weight, e.g. `dropout_rate` (0.1),
+        changes: Fields of STMoEConfig that do not affect weights, e.g. `dropout_rate` (0.1),
             `expert_dropout_rate` (0.4), `capacity_factor`, `eval_capacity_factor`,
             `load_balance_loss_weight`; others stay as the model has them.
 
@@ -48,7 +48,7 @@ def finetuning_overrides(**changes: Any) -> dict[str, Any]:
 def choose_data(
     recipe: FinetuneRecipe, task: str | None, train: Path | None, typed: Collection[str]
 ) -> FinetuneRecipe:
-    """Returns the recipe with the tasks that the run trains on; none of them for pairs of texts.
+    """Returns the recipe with the tasks that the run trains on; without tasks for pairs of texts.
 
     Args:
         recipe: May name a mixture of tasks.
@@ -57,10 +57,9 @@ def choose_data(
         typed: Names of the settings on the command line; they win over those of a recipe.
 
     Raises:
-        ConfigError: When there is nothing to train on, or more than one thing, or a setting that
-            changes nothing.
+        ConfigError: When there is not exactly one source of data, or a setting has no effect.
     """
-    # Of several things to train on, those that are typed win over those of the recipe.
+    # Data given on the command line override those of the recipe.
     options = {"task": task, "train": train, "mixture.tasks": recipe.mixture.tasks}
     given = [name for name, value in options.items() if value not in (None, [])]
     chosen = [name for name in given if name in typed] or given
@@ -70,7 +69,7 @@ def choose_data(
             f"{found} given to train on; expected one of --task, --train and mixture.tasks."
         )
 
-    # Pairs of texts are no task: settings of a mixture would do nothing.
+    # Pairs of texts are not a task: settings of a mixture have no effect.
     if chosen == ["train"]:
         idle = sorted(name for name in typed if name.startswith("mixture."))
         if idle:
@@ -90,7 +89,7 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
 
     Raises:
         CheckpointError: When there is no model in the folder.
-        ConfigError: When a capacity factor is given that the model's absolute capacity makes idle.
+        ConfigError: When a capacity factor has no effect because of the model's absolute capacity.
     """
     try:
         check_model_folder(folder)
@@ -102,7 +101,7 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
             "--optimizer_state reset."
         ) from None
 
-    # A capacity in slots, the model's or the recipe's, makes a factor idle.
+    # With a capacity in slots, from the model or the recipe, a factor has no effect.
     config = STMoEConfig.from_pretrained(folder)
     idle = [name for name in ("capacity_factor", "eval_capacity_factor") if name in recipe.model]
     if idle and recipe.model.get("expert_capacity", config.expert_capacity) is not None:
@@ -123,8 +122,8 @@ def load_for_finetuning(
 
     Args:
         folder: A model saved by `save_pretrained`.
-        recipe: `init` says whether weights are the folder's or fresh ones, drawn from `seed`.
-        config: What `finetuning_config` returned.
+        recipe: `init` says whether weights are the folder's or drawn from `seed`.
+        config: Result of `finetuning_config`.
         device_type: `cpu` or `cuda`.
 
     Raises:
@@ -138,16 +137,16 @@ def load_for_finetuning(
 def remember_sentinels(
     model: STMoEForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, sentinels: Sentinels
 ) -> PreTrainedTokenizerFast:
-    """Lets model and tokenizer, once saved, treat inputs as in fine-tuning, whoever uses them.
+    """Makes the saved model and tokenizer treat inputs as in fine-tuning.
 
-    With `one` the returned tokenizer puts the first sentinel at the end of every input, and the
-    model begins every generation with it, by `generation_config.forced_bos_token_id`; decoding
-    skips it as any special token. The tokenizer ends targets like inputs, though training put the
-    sentinel before them: labels are made by `PairSource`.
+    With `one` the returned tokenizer appends the first sentinel to every input, and the model starts
+    every generation with it, by `generation_config.forced_bos_token_id`; decoding skips it like any
+    special token. The tokenizer ends targets like inputs, although training puts the sentinel before
+    them: labels are made by `PairSource`.
 
     Args:
         model: Its generation settings are changed.
-        tokenizer: Stays as it is.
+        tokenizer: Not changed.
         sentinels: `one` or `none`, as in the data.
     """
     assert model.generation_config is not None, "the model generates"

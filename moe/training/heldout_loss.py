@@ -1,4 +1,4 @@
-"""Held-out loss: in total, and on text tokens beside the unigram entropy of the same tokens."""
+"""Held-out loss: in total, and on text tokens next to the unigram entropy of the same tokens."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class HeldOut(NamedTuple):
     """Held-out batches of a run.
 
     Attributes:
-        source: Batches that training never sees; the first `num_batches` are used each time.
+        source: Batches that training never sees; each evaluation uses the first `num_batches`.
         num_batches: Number of batches in an evaluation.
         ids: Tells text from sentinels and the end token.
     """
@@ -27,7 +27,7 @@ class HeldOut(NamedTuple):
 
 
 class TokenLosses(NamedTuple):
-    """The N target tokens of one batch or of several, those of -100 left out.
+    """The N target tokens of one batch or several, without labels of -100.
 
     Attributes:
         losses: <float64>[N] cross-entropy in nats.
@@ -50,7 +50,7 @@ def evaluate_held_out(
 ) -> dict[str, float]:
     """Returns the held-out numbers, the same on every rank of a mesh.
 
-    The model is in evaluation mode meanwhile.
+    The model evaluates; its training mode is restored.
 
     Args:
         model: Whole, or sharded over `mesh`.
@@ -62,12 +62,12 @@ def evaluate_held_out(
         `heldout/loss`: cross-entropy in nats for each target token. `heldout/text_loss`: the same
         over text tokens, without sentinels and the end token, which are easy to guess.
         `heldout/unigram_entropy`: entropy in nats of the frequencies of those text tokens
-        themselves, a bound that no unigram model beats. `heldout/token_accuracy`: share of target
+        themselves, which no unigram model beats. `heldout/token_accuracy`: share of target
         tokens that are the most probable.
     """
     tokens = _evaluate_batches(model, held_out, mesh, bfloat16)
 
-    # Sums and counts of this rank's rows add up over ranks; means do not.
+    # Sums and counts add up over ranks; means do not.
     text = is_text(tokens.labels, held_out.ids)
     sums = torch.stack([tokens.losses.sum(), tokens.losses[text].sum(), tokens.hits.double().sum()])
     text_counts = torch.bincount(tokens.labels[text], minlength=model.config.vocab_size)  # [V]

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM while a run trains: it finishes the step, writes a checkpoint, and then ends.
+"""Ctrl-C and SIGTERM during training: the run finishes its step, writes a checkpoint, and ends.
 
 Schedulers send SIGTERM some time before they take a machine away. Ranks get the signal at different
-moments, some perhaps never, and must all end after the same step.
+times, some perhaps never, but must all end after the same step.
 """
 
 import os
@@ -18,19 +18,19 @@ import torch.distributed as dist
 from moe.distributed.collectives import has_ranks
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What asks a run to end."""
+"""Signals that ask a run to end."""
 
 _MESSAGE = b"\nThe run ends after this step, with a checkpoint. A second signal ends it at once, without.\n"
 
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], int | None]]:
-    """Holds signals that ask the run to end back until the yielded function is asked for them.
+    """Defers signals that ask the run to end, and yields a function that returns them.
 
     The function returns the number of a signal that any rank has received, else None. All ranks
     must call it after the same steps, and all get the same answer. A second signal ends the process
-    at once; in a notebook or at a prompt Ctrl-C raises a KeyboardInterrupt instead. What the starter
-    wants ignored, as `nohup` does, stays ignored.
+    at once; in a notebook or at a prompt, Ctrl-C raises a KeyboardInterrupt instead. Signals that
+    were ignored before, as under `nohup`, stay ignored.
     """
     request = _StopRequest()
 
@@ -48,7 +48,7 @@ def stop_requests() -> Iterator[Callable[[], int | None]]:
 
 
 class _StopRequest:
-    """Remembers the first signal until it is asked for."""
+    """Remembers the first signal."""
 
     def __init__(self) -> None:
         self._received: int | None = None
@@ -63,7 +63,7 @@ class _StopRequest:
         os.write(2, _MESSAGE)
 
     def received_by_any_rank(self) -> int | None:
-        """Returns the number of the signal; of two that ranks have received, the larger one."""
+        """Returns the number of the signal; the largest if ranks have received several."""
         if not has_ranks():
             return self._received
         number = torch.tensor(self._received or 0)
@@ -72,7 +72,7 @@ class _StopRequest:
 
 
 def _act_at_once(number: int) -> None:
-    """Ends the process as a signal does that nobody handles."""
+    """Ends the process like an unhandled signal."""
     is_interactive = hasattr(sys, "ps1")
     if number == signal.SIGINT and is_interactive:
         raise KeyboardInterrupt

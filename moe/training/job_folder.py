@@ -47,7 +47,7 @@ def keep_settings(folder: Path, settings: dict[str, str], *, resume: bool, has_b
 
 
 def claim_job(folder: Path) -> None:
-    """Makes the folder of several runs, and marks it as one; each run holds a folder of its own.
+    """Makes and marks the folder of several runs, each of which has its own folder.
 
     Raises:
         DataError: When the folder holds something else.

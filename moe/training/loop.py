@@ -1,9 +1,9 @@
-"""The training loop: one for pre-training and fine-tuning, interrupted and resumed at will."""
+"""The training loop of pre-training and fine-tuning, which can be interrupted and resumed."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Collection, Generator
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,11 +32,11 @@ from moe.training.planned_steps import LiveState, PlannedStep, ShareSource, live
 from moe.training.reporter import Reporter, is_due, open_metrics, warn_on_rank_zero
 from moe.training.routing_probe import PROBE_FOLDER, RoutingProbe, check_probe
 from moe.training.run import CHECKPOINTS_FOLDER, MODEL_FOLDER, RECIPE_FILE, TRAINING_RUN, Run
-from moe.training.step import StepMetrics, StepRanks, take_step
+from moe.training.step import StepRanks, take_step
 
 _MESH_SETTINGS = frozenset(f"mesh.{axis.name}" for axis in dataclasses.fields(MeshConfig))
 
-# Settings that a resumed run may have changed: no loss depends on them.
+# Settings that a resumed run may change: no loss depends on them.
 _CHANGEABLE_SETTINGS = _MESH_SETTINGS.union(
     {
         "training.activation_checkpointing",
@@ -66,21 +66,21 @@ def train(
 
     Args:
         run: What to train.
-        resume: Goes on from the newest whole checkpoint in the folder, or from the start when there
-            is none; the losses that follow are bit-identical to those of a run that was never
-            stopped (same machine, threads and mesh).
+        resume: Whether to continue from the newest whole checkpoint in the folder, or from the start
+            if there is none; losses are then bit-identical to those of a run that was never stopped
+            (same machine, threads and mesh).
         description: Label of the progress bar.
-        process_start: When this process started, in seconds since 1970, if it exists for this run
-            alone: its seconds are then counted from there to its exit.
+        process_start: When this process started, in seconds since 1970, if it serves only this run:
+            its seconds are then counted from its start to its exit.
 
     Raises:
-        DataError: When the folder holds a run and `resume` is not given, something else than a run,
-            or probes of another text, or another process writes to it.
+        DataError: When the folder holds a run and `resume` is not given, anything but a run, or
+            probes of another text, or another process writes to it.
         CheckpointError: When all checkpoints are damaged, the checkpoint belongs to other settings
             or data, the optimizer state to another optimizer or model, or loss or gradient is not
             finite.
         Interrupted: After Ctrl-C or SIGTERM: the step is finished, and its checkpoint is whole.
-        ConfigError: When the recipe's numbers do not go together.
+        ConfigError: When the recipe's numbers contradict each other.
     """
     model_folder = run.folder / MODEL_FOLDER
     model, layouts, mesh = run.built
@@ -96,7 +96,7 @@ def train(
             keep_freed_memory()
             use_products(broadcast_from_rank_zero(products_in_use))
 
-        # Model and optimizer as they were after the last step that is saved, or as they begin.
+        # Model and optimizer as of the last saved step, or initial ones.
         optimizer = _build_optimizer(run)
         first_step = _restore_state(run, optimizer, start)
         probe = _begin_probe(run, first_step)
@@ -115,7 +115,7 @@ def train(
             _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
         _print_on_rank_zero(reporter.summary())
 
-        # The model's folder is what tells a complete run from one that was stopped.
+        # The model's folder marks a run as complete.
         export_model(model, layouts, mesh, model_folder, run.tokenizer)
         reporter.end()
     return model_folder
@@ -138,7 +138,7 @@ def _run_steps(
     training = run.recipe.training
     ranks = StepRanks(mesh, run.replicas)
 
-    # A held-out loss before any update is what the others are compared with; so is a probe.
+    # The baseline of held-out losses and probes is before any update.
     model.train()
     if first_step == 0:
         reporter.report_held_out(0)
@@ -149,14 +149,15 @@ def _run_steps(
         reporter.restart_clock()
         for step, shares, data_wait in reporter.measured(planned_steps):
             done = step + 1
-            with _divergence_where_not_finite(done, run.folder):
-                try:
-                    metrics = take_step(model, optimizer, run.recipe, shares, step, ranks)
-                except LostStepError:
-                    continue  # it comes again
+            try:
+                metrics = take_step(model, optimizer, run.recipe, shares, step, ranks)
 
                 # From here on the step counts as done; weights that are not finite are never saved.
-                _refuse_non_finite(metrics, done, run.folder)
+                loss = float(metrics.loss)
+                grad_norm = float(metrics.grad_norm)
+                if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+                    what = f"The loss is {loss} and the gradient's norm {grad_norm} at step {done}."
+                    raise _divergence(what, run.folder)
                 reporter.count_step(data_wait)
                 reporter.report_step(done, metrics, bar)
 
@@ -165,8 +166,13 @@ def _run_steps(
                     reporter.report_dev_scores(done)
                     reporter.restart_clock()
                 reporter.report_probe(done)
+            except LostStepError:
+                continue  # it comes again
+            except NonFiniteError as error:  # inside the model
+                what = f"At step {done} training has diverged. {error}"
+                raise _divergence(what, run.folder) from error
 
-            # A run that is asked to end keeps what it has done.
+            # A run that is asked to end saves its work.
             signal_number = stop_requested()
             saves = is_due(done, training.checkpoint_every, training.steps)
             if saves or signal_number is not None:
@@ -209,29 +215,8 @@ def _build_optimizer(run: Run) -> torch.optim.Optimizer:
     )
 
 
-@contextmanager
-def _divergence_where_not_finite(step: int, folder: Path) -> Iterator[None]:
-    """Raises a DivergenceError for numbers inside the model that are not finite."""
-    try:
-        yield
-    except NonFiniteError as error:
-        raise _divergence(f"At step {step} training has diverged. {error}", folder) from error
-
-
-def _refuse_non_finite(metrics: StepMetrics, step: int, folder: Path) -> None:
-    """Raises a DivergenceError when training has diverged, before such weights are saved.
-
-    Earlier checkpoints stay.
-    """
-    loss = float(metrics.loss)
-    grad_norm = float(metrics.grad_norm)
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        what = f"The loss is {loss} and the gradient's norm {grad_norm} at step {step}."
-        raise _divergence(what, folder)
-
-
 def _divergence(what: str, folder: Path) -> DivergenceError:
-    """Returns the error that says how a run can go on."""
+    """Returns the error that says how to continue a run; earlier checkpoints stay."""
     return DivergenceError(
         f"{what} The checkpoints in {folder / CHECKPOINTS_FOLDER} are from before. "
         "Lower optim.lr or optim.clipping_threshold, and start a new run."
@@ -251,8 +236,8 @@ class _Start(NamedTuple):
     """Where a run begins.
 
     Attributes:
-        checkpoint: Checkpoint to go on from; None to begin at the first step.
-        damaged: Newer checkpoints that were passed over.
+        checkpoint: Checkpoint to continue from; None to start at the first step.
+        damaged: Newer checkpoints that were skipped.
     """
 
     checkpoint: Path | None = None
@@ -296,7 +281,7 @@ def _find_start(run: Run) -> _Start | None:
 
 
 def _restore_state(run: Run, optimizer: torch.optim.Optimizer, start: _Start) -> int:
-    """Loads what a run begins with into model and optimizer, and returns its first step."""
+    """Loads the initial state of a run into model and optimizer, and returns its first step."""
     model, layouts, _ = run.built
     if start.checkpoint is not None:
         load_checkpoint(start.checkpoint, model, optimizer, layouts, verified=True)
@@ -314,7 +299,7 @@ def _restore_state(run: Run, optimizer: torch.optim.Optimizer, start: _Start) ->
 
 
 def _begin_probe(run: Run, first_step: int) -> RoutingProbe | None:
-    """Returns what probes the run from `first_step` on; None when nothing does.
+    """Returns the probe of the run from `first_step` on; None if it is not probed.
 
     Raises:
         DataError: When earlier probes of the run could not be compared with those to come.
@@ -353,7 +338,7 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
 
 
 def _run_state(run: Run, step: int) -> RunState:
-    """Returns what a checkpoint of the run after `step` updates says."""
+    """Returns the state of the run after `step` updates, for a checkpoint."""
     recipe = dataclasses.asdict(run.recipe)
     products = products_in_use() if run.built.model.device.type == "cpu" else None
     return RunState(step, run.source.fingerprint, recipe, products)
@@ -364,7 +349,7 @@ def _run_state(run: Run, step: int) -> RunState:
 
 
 def _hold_run_folder(folder: Path, resume: bool) -> AbstractContextManager[None]:
-    """Returns the lock on a run's folder; it goes with the process, however that ends.
+    """Returns the lock on a run's folder, which ends with the process.
 
     Raises:
         DataError: When the folder holds a run that would be lost, or another process holds it.
@@ -375,11 +360,11 @@ def _hold_run_folder(folder: Path, resume: bool) -> AbstractContextManager[None]
 
 
 def refuse_to_overwrite(folder: Path, resume: bool) -> None:
-    """Raises when a folder holds a run that would be lost, or something else than a run.
+    """Raises when a folder holds a run that would be lost, or anything but a run.
 
     Args:
         folder: Folder of the new run; may be absent.
-        resume: Whether the run in it goes on.
+        resume: Whether the run in it is resumed.
 
     Raises:
         DataError: Names what to do instead.

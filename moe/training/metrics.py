@@ -1,6 +1,6 @@
-"""The metrics of a run: one JSON object a line in metrics.jsonl, and the same for TensorBoard.
+"""The metrics of a run: one JSON object per line in metrics.jsonl, and the same for TensorBoard.
 
-With several ranks their seconds are in rank_seconds.jsonl: a list for each column, by rank.
+With several ranks, rank_seconds.jsonl holds their seconds: a list by rank for each column.
 """
 
 import json
@@ -33,10 +33,10 @@ _DIGITS_OF_SECONDS = 6
 
 
 class Histogram(NamedTuple):
-    """How many of something lie in each bucket.
+    """Counts by bucket.
 
     Attributes:
-        edges: Where the buckets begin, ascending, and where the last one ends.
+        edges: Starts of the buckets, ascending, and the end of the last one.
         counts: One for each bucket.
     """
 
@@ -47,10 +47,10 @@ class Histogram(NamedTuple):
 def step_values(
     metrics: StepMetrics, tokens_per_second: float, data_wait: float
 ) -> dict[str, float]:
-    """Returns the numbers of one update under the names that logs have.
+    """Returns the numbers of one update under their names in logs.
 
     Args:
-        metrics: What `take_step` returned.
+        metrics: Result of `take_step`.
         tokens_per_second: Over the steps since the last log.
         data_wait: Seconds for which one of these steps waited for its batch, on average.
     """
@@ -71,7 +71,7 @@ def step_values(
 
 
 def replica_values(seconds: ReplicaSeconds) -> dict[str, float]:
-    """Returns what lost replica groups have cost under the names that logs have."""
+    """Returns the cost of lost replica groups under its names in logs."""
     return {
         "replicas/live": seconds.live,
         "replicas/meeting_seconds": seconds.meeting,
@@ -87,8 +87,7 @@ class MetricsWriter:
 
     Args:
         folder: Folder of the run.
-        step: Updates that the run has behind it; lines of later ones, and a torn last line, are
-            removed.
+        step: Updates so far; lines of later ones, and a torn last line, are removed.
 
     Raises:
         DataError: When another line is torn or has no step; names file and line.
@@ -101,7 +100,7 @@ class MetricsWriter:
         self._rank_lines: _GrowingFile | None = None
         self._step = step
 
-        # TensorBoard forgets what a killed run has written after this step.
+        # TensorBoard discards what a killed run has written after this step.
         purge_step = step + 1 if step else None
         self._board = _Board(folder / "tensorboard", purge_step=purge_step)
 
@@ -117,14 +116,14 @@ class MetricsWriter:
         for name, seconds in columns.items():
             rounded[name] = [round(value, _DIGITS_OF_SECONDS) for value in seconds]
 
-        # One process has no such file.
+        # A single process has no such file.
         if self._rank_lines is None:
             self._rank_lines = _open_lines(self._rank_path, self._step)
         line = json.dumps({"step": step, **rounded}) + "\n"
         self._rank_lines.write(line.encode())
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Writes histograms to TensorBoard alone."""
+        """Writes histograms, to TensorBoard only."""
         self._board.write_histograms(step, histograms)
 
     def __enter__(self) -> Self:
@@ -143,7 +142,7 @@ class MetricsWriter:
 
 
 def _open_lines(path: Path, step: int) -> "_GrowingFile":
-    """Returns a file of lines; those of an earlier run stay that were measured until `step`."""
+    """Returns a file of lines; lines of an earlier run until `step` stay."""
     earlier = _lines_until(path, step) if step and path.exists() else []
     write_text(path, "".join(json.dumps(line) + "\n" for line in earlier))
     return _GrowingFile(path)
@@ -159,26 +158,26 @@ def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
                 f"{path}, line {number} has no step (it is {shown(line_step)}). Restore the file, or remove that line."
             )
 
-        # Later lines are of steps that the run takes again.
+        # Later lines are of steps that will be repeated.
         if line_step <= step:
             lines.append(line)
     return lines
 
 
 class _Board:
-    """A file of events for TensorBoard; every write is on its way to the disk when it returns.
+    """A file of events for TensorBoard; every write has reached the file when it returns.
 
-    TensorBoard's own writer is a thread: on a full disk its traceback comes between the lines of a
-    run, and the run hears of it later or never.
+    TensorBoard's own writer is a thread: on a full disk it prints a traceback between the lines of a
+    run, and the run learns of the failure late or never.
 
     Args:
-        folder: Receives the file.
-        purge_step: Step from which on TensorBoard is to forget earlier files; None for none.
+        folder: Folder of the file.
+        purge_step: Step from which TensorBoard discards earlier files; None for none.
     """
 
     def __init__(self, folder: Path, *, purge_step: int | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # The name begins as TensorBoard expects, and no other process has the same.
+        # The name starts as TensorBoard expects, and is unique to the process.
         process = f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         self._file = _GrowingFile(folder / f"events.out.tfevents.{int(time.time()):010d}.{process}")
         self._records = RecordWriter(self._file)
@@ -210,8 +209,8 @@ class _Board:
 
 
 def _histogram_proto(histogram: Histogram) -> HistogramProto:
-    """Returns a histogram as TensorBoard has it; its sums are those of the buckets' middles."""
-    # All of a bucket count as lying in its middle.
+    """Returns a histogram for TensorBoard; its sums assume the middles of the buckets."""
+    # All values of a bucket count as its middle.
     total = 0.0
     total_squares = 0.0
     buckets = pairwise(histogram.edges)
@@ -231,7 +230,7 @@ def _histogram_proto(histogram: Histogram) -> HistogramProto:
 
 
 class _GrowingFile:
-    """A file whose every write is complete when it returns, or an OSError with its name."""
+    """A file whose writes are complete when they return, or raise an OSError with its name."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -239,7 +238,7 @@ class _GrowingFile:
 
     def write(self, data: bytes) -> None:
         """Appends all of `data`."""
-        # An unbuffered file may take a part only.
+        # An unbuffered file may write only a part.
         try:
             while data:
                 data = data[self._file.write(data) :]

@@ -1,7 +1,4 @@
-"""The part of a recipe that says how weights change: optimizer and learning rate.
-
-Read beside recipe.py, whose recipes hold it.
-"""
+"""The optimizer and learning rate of a recipe; a section of the recipes in recipe.py."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,9 +16,8 @@ WHY_MOST_STEPS = "checkpoints are numbered with eight digits"
 _HIGHEST_RATE = 1e6
 _WHY_HIGHEST_RATE = "a step of adafactor changes a parameter by this share of itself"
 _LARGEST_DECAY = 100
-_WHY_LARGEST_DECAY = "weights shrink by lr times this share in a step"
 
-# Keywords of schedules that recipes have keys of their own for.
+# Keywords of schedules for which recipes have their own keys.
 _SCHEDULE_KEYS = frozenset({"lr", "warmup_steps", "total_steps"})
 
 
@@ -32,18 +28,18 @@ class OptimRecipe:
     Attributes:
         optimizer: `adafactor` (the paper's), `adamw`, whose rate is absolute, or for large batches
             `lamb` or `lars`, whose rates are relative to the norm of each matrix.
-        optimizer_options: Settings of that optimizer alone, by name; see moe/optim/optimizers.py.
+        optimizer_options: Settings of that optimizer only, by name; see moe/optim/optimizers.py.
         schedule: Shape of the learning rate: `rsqrt` (constant, then 1 / sqrt(step)), `constant`,
             `linear`, `polynomial` or `exponential`.
-        schedule_options: Settings of that schedule alone, by name; see moe/optim/schedules.py. One
-            in steps, as decay_steps, may be given in epochs, as decay_epochs.
+        schedule_options: Settings of that schedule only, by name; see moe/optim/schedules.py. A
+            length in steps such as decay_steps may be given in epochs as decay_epochs.
         lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the highest rate is
             lr / sqrt(warmup_steps).
-        lr_scaling: How the rate grows with the batch from that of base_batch_size: `linear` or by
-            the square root, `sqrt`; null for not at all.
-        base_batch_size: Sequences in an update for which lr was found.
+        lr_scaling: How the rate grows with the batch size relative to base_batch_size: `linear`, or
+            `sqrt` for the square root; null for no scaling.
+        base_batch_size: Sequences in an update for which lr was tuned.
         warmup_steps: Steps of constant (`rsqrt`) or linearly rising rate (the others).
-        warmup_epochs: The same in epochs, in the place of warmup_steps; null for none.
+        warmup_epochs: The same in epochs, instead of warmup_steps; null for none.
         epoch_examples: Sequences in an epoch.
         cooldown_steps: Last steps, over which the rate falls linearly to zero.
         clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper
@@ -74,32 +70,33 @@ class OptimRecipe:
 
         check_number("optim.lr", self.lr, above=0, most=_HIGHEST_RATE, reason=_WHY_HIGHEST_RATE)
         for name in ("warmup_steps", "cooldown_steps"):
-            check_integer(
-                f"optim.{name}",
-                getattr(self, name),
-                least=0,
-                most=MOST_STEPS,
-                reason=WHY_MOST_STEPS,
-            )
-        self._check_scaling()
-        self._check_epochs()
-
+            steps = getattr(self, name)
+            check_integer(f"optim.{name}", steps, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS)
         check_number("optim.clipping_threshold", self.clipping_threshold, above=0)
-        check_number(
-            "optim.weight_decay",
-            self.weight_decay,
-            least=0,
-            most=_LARGEST_DECAY,
-            reason=_WHY_LARGEST_DECAY,
-        )
-        check_number(
-            "optim.max_grad_norm",
-            self.max_grad_norm,
-            above=0,
-            optional="null to leave gradients as they are",
-        )
+        decay = self.weight_decay
+        why = "weights shrink by lr times this share in a step"
+        check_number("optim.weight_decay", decay, least=0, most=_LARGEST_DECAY, reason=why)
+        unclipped = "null to leave gradients as they are"
+        check_number("optim.max_grad_norm", self.max_grad_norm, above=0, optional=unclipped)
 
-        # What only the optimizer itself can refuse.
+        # Lengths in epochs.
+        in_steps = "null for warmup_steps"
+        check_number("optim.warmup_epochs", self.warmup_epochs, least=0, optional=in_steps)
+        without = "null where nothing is in epochs"
+        check_integer("optim.epoch_examples", self.epoch_examples, least=1, optional=without)
+
+        # The rule by which the rate grows, and the batch that it starts from, go together.
+        scaling = self.lr_scaling
+        base = self.base_batch_size
+        is_rule = scaling is None or (isinstance(scaling, str) and scaling in LR_SCALINGS)
+        rules = f"{', '.join(LR_SCALINGS)}, or null for a rate as it is"
+        check(is_rule, "optim.lr_scaling", scaling, rules)
+        without = "null without optim.lr_scaling"
+        check_integer("optim.base_batch_size", base, least=1, optional=without)
+        expected = f"a batch size for lr_scaling {scaling}" if scaling else without
+        check((base is None) == (scaling is None), "optim.base_batch_size", base, expected)
+
+        # The optimizer checks its own options.
         for name in ("optimizer_options", "schedule_options"):
             options = getattr(self, name)
             check(isinstance(options, dict), f"optim.{name}", options, "a mapping of options")
@@ -110,30 +107,6 @@ class OptimRecipe:
             options=self.optimizer_options,
         )
 
-    def _check_scaling(self) -> None:
-        """Raises a ConfigError unless the rule and the batch that it starts from go together."""
-        name = "optim.lr_scaling"
-        scaling = self.lr_scaling
-        is_rule = scaling is None or (isinstance(scaling, str) and scaling in LR_SCALINGS)
-        check(is_rule, name, scaling, f"{', '.join(LR_SCALINGS)}, or null for a rate as it is")
-
-        name = "optim.base_batch_size"
-        base = self.base_batch_size
-        check_integer(name, base, least=1, optional="null without optim.lr_scaling")
-        if scaling is None:
-            check(base is None, name, base, "null, since optim.lr_scaling is null")
-        else:
-            check(base is not None, name, base, f"a batch size for lr_scaling {scaling}")
-
-    def _check_epochs(self) -> None:
-        """Raises a ConfigError unless epochs have a length, and their length a use."""
-        check_number(
-            "optim.warmup_epochs", self.warmup_epochs, least=0, optional="null for warmup_steps"
-        )
-        name = "optim.epoch_examples"
-        examples = self.epoch_examples
-        check_integer(name, examples, least=1, optional="null where nothing is in epochs")
-
     def schedule_for(self, batch_size: int, total_steps: int) -> Schedule:
         """Returns the learning rate as a function of the step.
 
@@ -142,8 +115,7 @@ class OptimRecipe:
             total_steps: Updates in the run.
 
         Raises:
-            ConfigError: When an option is unknown or out of range, or a length in epochs is beyond
-                all runs.
+            ConfigError: When an option is unknown or out of range, or a length in epochs is too long.
         """
         lr = self.lr
         if self.lr_scaling is not None and self.base_batch_size is not None:
@@ -163,7 +135,7 @@ class OptimRecipe:
             warmup_steps = self._steps("optim.warmup_epochs", self.warmup_epochs, batch_size)
         options = self._options_in_steps(option_names(make, _SCHEDULE_KEYS), batch_size)
 
-        # A maker that needs the length of the run says so by its keyword.
+        # Schedules that need the length of the run have a keyword for it.
         place = "optim.schedule_options"
         check_options(place, self.schedule, make, options, _SCHEDULE_KEYS)
         settings: dict[str, Any] = {"lr": lr, "warmup_steps": warmup_steps, **options}
@@ -199,7 +171,7 @@ class OptimRecipe:
         return options
 
     def _steps(self, name: str, epochs: Any, batch_size: int) -> float:
-        """Returns the steps of so many epochs."""
+        """Returns the number of steps in a number of epochs."""
         if self.epoch_examples is None:
             raise ConfigError(
                 f"{name} is in epochs, but optim.epoch_examples is null. Say how many sequences an "

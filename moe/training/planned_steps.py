@@ -1,8 +1,8 @@
 """Planned steps: which step comes next, and which rows of its batch this rank computes.
 
-On one mesh every step follows the last and the rows stay the same. Where replica groups may be
-lost, they meet before each step: the groups that are left share the rows, a lost step is repeated,
-and a healed group continues where the others are.
+On one mesh every step follows the last and the rows stay the same. Replica groups that may be lost
+meet before each step: the remaining groups share the rows, a lost step is repeated, and a healed
+group continues where the others are.
 """
 
 import sys
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe.checkpoint.live_state import live_state, load_live_state
 from moe.checkpoint.run_state import RunState
+from moe.checkpoint.train_state import live_state, load_live_state
 from moe.data.batches_ahead import batches_ahead
 from moe.data.pipeline import BatchSource
 from moe.distributed.collectives import is_rank_zero
@@ -30,7 +30,7 @@ class PlannedStep(NamedTuple):
 
     Attributes:
         step: Its number, from 0.
-        shares: This rank's parts of the batch.
+        shares: This rank's shares of the batch.
         data_wait: Seconds spent waiting for them.
     """
 
@@ -112,7 +112,7 @@ def live_steps(
         replicas: The groups.
         source: Makes batches.
         state: State that a group that is behind takes over.
-        steps: Steps that this group still has to take.
+        steps: Remaining steps of this group.
     """
     mesh = state.built.mesh
     with ExitStack() as stack:

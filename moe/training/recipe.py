@@ -26,7 +26,7 @@ Precision = Literal["float32", "bfloat16"]
 Init = Literal["pretrained", "scratch"]
 OptimizerState = Literal["reset", "keep"]
 
-# Fields of STMoEConfig itself, without those of transformers and those that no recipe's `model` sets.
+# Fields that STMoEConfig itself defines, except those that no recipe's `model` may set.
 _NOT_SETTINGS = {
     "use_cache",
     "is_encoder_decoder",
@@ -54,19 +54,18 @@ class TrainingRecipe:
         micro_batch_size: Sequences in a forward pass of one rank; less needs less memory and
             changes no result. Null for all.
         precision: `bfloat16` computes in autocast; parameters, router and losses stay float32. On a
-            mesh parameters travel in bfloat16, gradients in float32.
+            mesh parameters are exchanged in bfloat16, gradients in float32.
         activation_checkpointing: Whether a block keeps only its input and runs again in the
             backward pass.
-        compile: Whether `torch.compile` makes the model's passes into larger operations: a step of
-            a small model takes a fifth less on a CPU with a C++ compiler, after a minute of
-            compilation, and its results differ by rounding.
+        compile: Whether to use `torch.compile`: a step of a small model takes a fifth less time on a
+            CPU with a C++ compiler, after a minute of compilation; results differ by rounding.
         log_every: Steps from one line of metrics to the next.
         evaluate_every: Steps from one held-out evaluation to the next.
         held_out_batches: Batches in a held-out evaluation; 0 for no evaluation.
         probe_every: Steps from one record of the routing of held-out text to the next, see
             moe/training/routing_probe.py; 0 for none.
         probe_batches: Batches of that text.
-        checkpoint_every: Steps from one checkpoint to the next: what a crash may cost.
+        checkpoint_every: Steps from one checkpoint to the next, which a crash may cost.
         keep_checkpoints: Newest checkpoints that stay on disk.
     """
 
@@ -87,47 +86,25 @@ class TrainingRecipe:
     def __post_init__(self) -> None:
         check_field_types(self, prefix="training.")
 
-        # Lengths in steps.
-        for name in (
-            "steps",
-            "log_every",
-            "evaluate_every",
-            "checkpoint_every",
-            "keep_checkpoints",
-        ):
-            check_integer(
-                f"training.{name}",
-                getattr(self, name),
-                least=1,
-                most=MOST_STEPS,
-                reason=WHY_MOST_STEPS,
-            )
-        check_integer(
-            "training.held_out_batches",
-            self.held_out_batches,
-            least=0,
-            most=_MOST_HELD_OUT,
-            reason="every evaluation goes through all of them",
-        )
-
-        # The routing of a fixed text.
-        every = self.probe_every
-        check_integer(
-            "training.probe_every", every, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS
-        )
-        check_integer(
-            "training.probe_batches",
-            self.probe_batches,
-            least=1,
-            most=_MOST_PROBED,
-            reason="every probe keeps the routing of each token of them",
-        )
+        per_evaluation = "every evaluation goes through all of them"
+        per_probe = "every probe keeps the routing of each token of them"
+        bounds = {
+            "steps": (1, MOST_STEPS, WHY_MOST_STEPS),
+            "log_every": (1, MOST_STEPS, WHY_MOST_STEPS),
+            "evaluate_every": (1, MOST_STEPS, WHY_MOST_STEPS),
+            "checkpoint_every": (1, MOST_STEPS, WHY_MOST_STEPS),
+            "keep_checkpoints": (1, MOST_STEPS, WHY_MOST_STEPS),
+            "held_out_batches": (0, _MOST_HELD_OUT, per_evaluation),
+            "probe_every": (0, MOST_STEPS, WHY_MOST_STEPS),
+            "probe_batches": (1, _MOST_PROBED, per_probe),
+            "batch_size": (1, LARGEST_BATCH, WHY_LARGEST_BATCH),
+        }
+        for name, (least, most, reason) in bounds.items():
+            value = getattr(self, name)
+            check_integer(f"training.{name}", value, least=least, most=most, reason=reason)
 
         # Micro-batches share the rows of an update evenly.
         rows = self.batch_size
-        check_integer(
-            "training.batch_size", rows, least=1, most=LARGEST_BATCH, reason=WHY_LARGEST_BATCH
-        )
         micro_rows = self.micro_batch_size
         name = "training.micro_batch_size"
         check_integer(name, micro_rows, least=1, optional="null for all rows at once")
@@ -144,8 +121,8 @@ class SpanCorruptionRecipe:
             follows.
         noise_density: Share of tokens that are masked.
         mean_noise_span_length: Mean length of a masked span in tokens.
-        workers: Processes of every rank that make batches ahead of the steps; no number changes a
-            batch. 0 makes them between the steps; null for one to each four cores of a rank.
+        workers: Processes of every rank that make batches ahead of the steps, without effect on
+            batches. 0 makes them between the steps; null for one per four cores of a rank.
 
     Source:
         ST-MoE (arXiv:2202.08906) §6.1: 512 and 114 tokens; T5's span corruption.
@@ -158,12 +135,9 @@ class SpanCorruptionRecipe:
 
     def __post_init__(self) -> None:
         check_workers(self.workers)
+        length = self.inputs_length
         check_integer(
-            "data.inputs_length",
-            self.inputs_length,
-            least=4,
-            most=LONGEST_ROW,
-            reason=WHY_LONGEST_ROW,
+            "data.inputs_length", length, least=4, most=LONGEST_ROW, reason=WHY_LONGEST_ROW
         )
         check_noise(Noise(self.noise_density, self.mean_noise_span_length), prefix="data.")
 
@@ -176,9 +150,8 @@ class PairsRecipe:
         inputs_length: Encoder tokens of a row; longer inputs are truncated.
         targets_length: Decoder tokens of a row; longer targets are truncated.
         pack: Whether several examples share a row; they do not see each other.
-        sentinels: `one` ends every input and begins every target with the first sentinel, as
-            pre-training does; the saved model and tokenizer do the same by themselves. `none`
-            leaves the texts alone.
+        sentinels: `one` ends every input and starts every target with the first sentinel, as in
+            pre-training; the saved model and tokenizer do so, too. `none` leaves texts unchanged.
         workers: Processes of every rank that make batches ahead; see `SpanCorruptionRecipe`.
 
     Source:
@@ -195,33 +168,27 @@ class PairsRecipe:
         check_workers(self.workers)
         check_field_types(self, prefix="data.")
         for name in ("inputs_length", "targets_length"):
-            check_integer(
-                f"data.{name}",
-                getattr(self, name),
-                least=2,
-                most=LONGEST_ROW,
-                reason=WHY_LONGEST_ROW,
-            )
+            length = getattr(self, name)
+            check_integer(f"data.{name}", length, least=2, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
 
 
 @dataclass(frozen=True)
 class MixtureRecipe:
-    """Tasks to fine-tune on together, how many labels they have, and how much of their dev splits is
-    scored.
+    """Tasks to fine-tune on together, their number of training examples, and their dev evaluation.
 
     Attributes:
-        tasks: Names of tasks of eval/; none for pairs of texts of your own.
-        folder: Holds a folder of rows for each task, called as the task is; null for the tasks' own
-            sources, the hub.
-        train_examples: Most training examples of each task, a random subset that the run's seed
-            draws; of one seed the 250 are among the 1,000. Null for all.
-        maximum: Cap of a task's number of training examples, to which its share is proportional;
+        tasks: Names of tasks of eval/; none for your own pairs of texts.
+        folder: Folder with a subfolder of rows named after each task; null for the tasks' own
+            sources on the hub.
+        train_examples: Maximum number of training examples of each task, a random subset drawn by
+            the run's seed; smaller subsets are contained in larger ones. Null for all.
+        maximum: Cap on a task's number of training examples, to which its share is proportional;
             null for no cap.
-        temperature: The capped number counts as its power of 1 / temperature: more than 1 makes
+        temperature: The capped number is raised to the power 1 / temperature: values above 1 make
             the tasks' shares more equal.
-        dev_examples: Most examples of each task's dev split that are answered by generation at
-            every evaluation, so that the best model stays beside the last; null for all, 0 for no
-            such evaluation.
+        dev_examples: Maximum number of examples of each task's dev split that are answered by
+            generation at every evaluation, to keep the best model as well as the last; null for
+            all, 0 for no such evaluation.
 
     Source:
         ST-MoE (arXiv:2202.08906) §6.1: proportional to the examples, at most 65,536 a task; T5
@@ -236,7 +203,7 @@ class MixtureRecipe:
     dev_examples: int | None = 0
 
     def __post_init__(self) -> None:
-        # Names alone: what tasks there are is known to eval/, which is not imported here.
+        # Only the type of names is checked: eval/, which knows the tasks, is not imported here.
         tasks = self.tasks
         are_names = isinstance(tasks, list) and all(
             isinstance(name, str) and name for name in tasks
@@ -273,9 +240,9 @@ class Recipe:
     """
 
     model_defaults: ClassVar[Mapping[str, Any]] = _ARCHITECTURE
-    """Value of each model field that the recipe does not give; fields without one stay as the model has them."""
+    """Defaults of model fields; fields without a default keep the model's value."""
     model_fields: ClassVar[frozenset[str]] = frozenset(_ARCHITECTURE)
-    """Model fields that a recipe of this kind may give."""
+    """Model fields that a recipe of this kind may set."""
 
     seed: int = 0
     model: dict[str, Any] = field(default_factory=dict)
@@ -297,7 +264,12 @@ class Recipe:
                 )
         object.__setattr__(self, "model", {**self.model_defaults, **self.model})
 
-        self._check_sections()
+        # Sections are records of the type of their field.
+        for item in dataclasses.fields(self):
+            if item.default_factory is not dataclasses.MISSING and item.name != "model":
+                kind = type(item.default_factory())
+                section = getattr(self, item.name)
+                check(isinstance(section, kind), item.name, section, f"a {kind.__name__}")
 
         # Settings that contradict each other.
         self.build_schedule()
@@ -310,15 +282,6 @@ class Recipe:
                 f"training.batch_size is {rows}; expected a multiple of {multiple}: {data_ranks} data ranks "
                 f"({self.mesh}) with micro-batches of {micro_rows}. Choose another batch size or mesh."
             )
-
-    def _check_sections(self) -> None:
-        """Raises a ConfigError for a section that is not a record of the type of its field."""
-        for item in dataclasses.fields(self):
-            if item.default_factory is dataclasses.MISSING or item.name == "model":
-                continue
-            kind = type(item.default_factory())
-            section = getattr(self, item.name)
-            check(isinstance(section, kind), item.name, section, f"a {kind.__name__}")
 
     def build_schedule(self) -> Schedule:
         """Returns the learning rate as a function of the step.
@@ -361,17 +324,16 @@ _FINETUNE_OPTIM = OptimRecipe(schedule="constant", lr=1e-3, warmup_steps=1_000)
 class FinetuneRecipe(Recipe):
     """Fine-tuning on pairs of texts; defaults are the paper's.
 
-    The model's architecture is that of the model it starts from: only settings without weights can
-    be given.
+    The architecture is that of the initial model: only settings without weights can be changed.
 
     Attributes:
         init: `pretrained` starts from the model's weights, `scratch` from fresh ones of the same
             architecture.
-        parameters: What trains: `all`, `non_moe`, `moe`, `attention`, `ffn` or `router_frozen`; see
+        parameters: Trainable parameters: `all`, `non_moe`, `moe`, `attention`, `ffn` or `router_frozen`; see
             `select_parameters`.
-        optimizer_state: `keep` starts with the optimizer's state (its slots) of the pre-training
-            run, whose checkpoints lie beside the model's folder, and is better in the paper;
-            `reset` starts with none and needs the model alone. The schedule begins anew either way.
+        optimizer_state: `keep` starts with the optimizer's state (its slots) from the pre-training
+            run, whose checkpoints must be next to the model's folder, and is better in the paper;
+            `reset` starts without and needs only the model. The schedule restarts either way.
         mixture: The tasks, and how often each is drawn.
         data: How rows are made of pairs.
 
@@ -427,7 +389,7 @@ class FinetuneRecipe(Recipe):
         check(is_text, "parameters", self.parameters, "the name of a subset")
         check_subset(self.parameters)
 
-        # Weights drawn anew have no optimizer state that could be kept.
+        # Fresh weights have no optimizer state to keep.
         state = self.optimizer_state
         check_choice("optimizer_state", state, get_args(OptimizerState))
         goes_with_init = state == "reset" or self.init == "pretrained"

@@ -1,4 +1,4 @@
-"""Recipe files: settings in YAML, on top of those of the parent that a file names with `extends:`.
+"""Recipe files: settings in YAML that override those of the parent named by `extends:`.
 
     # recipes/mine.yaml: the base recipe with smaller batches
     extends: st_moe_base_pretrain.yaml
@@ -28,8 +28,8 @@ class RecipeFile(NamedTuple):
     Attributes:
         path: The file.
         settings: Its nested settings, without `extends`.
-        node: The same as YAML nodes, which keep how a value is written: some readers tell `1e-3`
-            from `"1e-3"`.
+        node: The same as YAML nodes, which preserve how a value is written: some readers distinguish
+            `1e-3` from `"1e-3"`.
     """
 
     path: Path
@@ -66,7 +66,7 @@ def find_recipe(name: str) -> Path:
 
 
 def read_recipe_files(path: Path) -> list[RecipeFile]:
-    """Returns a recipe file and those that it extends: the file first, its farthest parent last.
+    """Returns a recipe file and its parents, the most distant one last.
 
     Raises:
         ConfigError: When a file cannot be read, its parent does not exist, or it extends itself,
@@ -93,7 +93,7 @@ def merged_text(files: list[RecipeFile]) -> str:
     Args:
         files: What `read_recipe_files` returned.
     """
-    # From the farthest parent to the file itself, each on top of the one before.
+    # From the most distant parent to the file itself, each overrides the previous one.
     node = files[-1].node
     for file in reversed(files[:-1]):
         node = _merge(node, file.node)

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: metrics.jsonl, timeline.jsonl, the progress bar, warnings.
+"""Reports of a run while it trains: metrics.jsonl, timeline.jsonl, the progress bar, warnings.
 
 The loop (loop.py) calls it after every step.
 """
@@ -16,7 +16,6 @@ from tqdm import tqdm
 from moe.checkpoint.best_model import score_model
 from moe.checkpoint.final_model import export_model
 from moe.distributed.collectives import is_rank_zero
-from moe.distributed.mesh import Mesh
 from moe.distributed.replica_groups import ReplicaSeconds
 from moe.distributed.wait_seconds import Waits
 from moe.training.heldout_loss import evaluate_held_out
@@ -36,14 +35,13 @@ class Reporter:
     Every rank measures; rank zero writes and warns.
 
     Args:
-        run: What is trained.
-        writer: Writes metrics; None on other ranks than zero.
+        run: The run.
+        writer: Writes metrics; None on ranks other than zero.
         probe: Records the routing of a text; None for none.
-        waits: Counts what this rank waits for others.
+        waits: Measures how long this rank waits for others.
         description: Label of the progress bar.
-        first_step: Updates that the run has behind it.
-        process_start: When this process started, in seconds since 1970, if it exists for this run
-            alone.
+        first_step: Updates so far.
+        process_start: When this process started, in seconds since 1970, if it serves only this run.
     """
 
     def __init__(
@@ -61,7 +59,8 @@ class Reporter:
         self._probe = probe
         self._description = description
         self._health = RouterHealth(layer_keys(run.built.model.config))
-        self._ranks = _rank_clock(run.built.mesh, waits)
+        mesh = run.built.mesh
+        self._ranks = RankClock(mesh, waits) if mesh else None
         self._stragglers = StragglerWatch()
         path = run.folder / TIMELINE_FILE if writer else None
         self._timeline = Timeline(path, first_step, started=process_start)
@@ -71,7 +70,7 @@ class Reporter:
         self.restart_clock()
 
     def progress_bar(self, first_step: int) -> "tqdm[NoReturn]":
-        """Returns a progress bar over the steps; on other ranks than zero it shows nothing."""
+        """Returns a progress bar over the steps; only rank zero shows it."""
         return tqdm(
             total=self._run.recipe.training.steps,
             initial=first_step,
@@ -82,14 +81,14 @@ class Reporter:
         )
 
     def restart_clock(self) -> None:
-        """Begins to count tokens and seconds anew, after something that is not training."""
+        """Resets the counts of tokens and seconds, after anything that is not training."""
         self._started = time.perf_counter()
         self._tokens = 0.0
         self._data_seconds = 0.0
         self._num_steps = 0
 
     def count_step(self, data_wait: float) -> None:
-        """Counts an update, which ends now, and the seconds for which it waited for its batch."""
+        """Counts an update, which ends now, and its seconds of waiting for the batch."""
         self._data_seconds += data_wait
         self._num_steps += 1
         self._timeline.count_step(time.perf_counter() - self._step_started, data_wait)
@@ -121,11 +120,11 @@ class Reporter:
             bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
             self.restart_clock()
 
-        # A replica group that was healed has skipped some.
+        # A healed replica group has skipped steps.
         bar.update(step - bar.n)
 
     def _report_seconds(self, step: int) -> None:
-        """Writes what the seconds since the last call went into."""
+        """Writes how the seconds since the last call were spent."""
         seconds = ReplicaSeconds()
         if self._writer is not None and self._run.replicas is not None:
             seconds = self._run.replicas.take_seconds()
@@ -193,7 +192,7 @@ class Reporter:
         self.restart_clock()
 
     def summary(self) -> str:
-        """Returns what the seconds of this process went into, as a line."""
+        """Returns a line on how the seconds of this process were spent."""
         goodput = self._timeline.goodput()
         noun = "step" if goodput.steps == 1 else "steps"
         return (
@@ -214,13 +213,8 @@ class Reporter:
         self._timeline.write_evaluation(step, time.perf_counter() - started)
 
 
-def _rank_clock(mesh: Mesh | None, waits: Waits) -> RankClock | None:
-    """Returns the clock of this rank; None where there is no other."""
-    return RankClock(mesh, waits) if mesh else None
-
-
 def open_metrics(folder: Path, first_step: int) -> AbstractContextManager[MetricsWriter | None]:
-    """Returns the writer of metrics on rank zero, nothing on the others."""
+    """Returns the writer of metrics on rank zero, and None on the others."""
     if is_rank_zero():
         return MetricsWriter(folder, first_step)
     return nullcontext()
@@ -233,5 +227,5 @@ def warn_on_rank_zero(text: str) -> None:
 
 
 def is_due(step: int, every: int, last_step: int) -> bool:
-    """Returns whether something happens after `step` updates: every so often, and at the end."""
+    """Returns whether `step` is a multiple of `every`, or the last step."""
     return step % every == 0 or step == last_step

@@ -1,7 +1,7 @@
 """Warnings of a training run: experts that die, routers that saturate, drops that rise.
 
-The training loop and RouterStatsCallback tell it what they log; each layer is warned of once for
-each kind.
+The training loop and RouterStatsCallback pass it what they log; each layer is reported once for each
+kind of trouble.
 """
 
 import logging
@@ -21,11 +21,12 @@ from moe.tracing.trace import layer_name
 
 logger = logging.getLogger(__name__)
 
-# Logs in a row without a token after which an expert is dead; drops are compared over as many.
+# Number of consecutive logs without a token after which an expert is dead; drops are compared over
+# as many.
 NUM_LOGS = 10
 
-# Choices in an even share of those logs, from which on an expert without any is no accident: where
-# all are equally probable, it has none with the probability e^-20.
+# Choices in an even share of those logs above which an expert without any is no accident: if all
+# experts were equally probable, it would have none with probability e^-20.
 FAIR_SHARE = 20
 
 # Largest |logit| of a healthy router. From 128 on bfloat16 steps by 1: 128.5 is 128, and beside ten
@@ -37,8 +38,8 @@ MAX_LOGIT = 128.0
 # Source: ST-MoE (arXiv:2202.08906), table 5: 10 to 15 %.
 TOLERATED_DROPS = 0.15
 
-# How much more must be dropped than before: this factor, and so many standard errors of the mean,
-# which the spread between logs gives.
+# How much drops must rise: by this factor, and by this many standard errors of the mean, estimated
+# from the spread between logs.
 RISE = 1.1
 STANDARD_ERRORS = 4
 
@@ -48,7 +49,7 @@ Trouble = Literal["dead", "saturated", "drops"]
 
 
 class RouterHealth:
-    """Watches the sparse layers of a model that is trained, and warns through Python's logging.
+    """Watches the sparse layers of a model in training, and warns through Python's logging.
 
     Args:
         layers: Names of the sparse layers, see `layer_keys`.
@@ -62,11 +63,11 @@ class RouterHealth:
             self._logs[key] = deque(maxlen=2 * NUM_LOGS)
 
     def observe(self, step: int, stats: Sequence[RouterStats]) -> None:
-        """Looks at the statistics of a log.
+        """Checks the statistics of a log.
 
         Args:
             step: Updates so far.
-            stats: Of each layer in training, over one update or several.
+            stats: Statistics of each layer in training, over one update or several.
         """
         new_logs = _read_logs(stats)
         for (key, logs), log in zip(self._logs.items(), new_logs, strict=True):
@@ -75,7 +76,7 @@ class RouterHealth:
             self._look_for_rising_drops(key, step)
 
     def observe_logits(self, step: int, max_logits: Mapping[LayerKey, float]) -> None:
-        """Looks at the largest |logit| of each layer after `step` updates."""
+        """Checks the largest |logit| of each layer after `step` updates."""
         for key, value in max_logits.items():
             if value <= MAX_LOGIT:
                 continue
@@ -92,7 +93,7 @@ class RouterHealth:
         if len(logs) < NUM_LOGS:
             return
 
-        # Experts without a token, where even a small part of a fair share would be some.
+        # Experts without a token, if a fair share would be enough to expect some.
         load = torch.stack([load for _, load in logs]).sum(dim=0)  # [E]
         num_experts = load.numel()
         fair_share = float(load.sum()) / num_experts

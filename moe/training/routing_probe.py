@@ -1,7 +1,7 @@
-"""The probe of a run: where the tokens of a fixed text go, recorded every so many updates.
+"""The probe of a run: the routing of a fixed text, recorded at regular intervals.
 
-The training loop and RouterStatsCallback record it; moe/tracing/probe_file.py keeps and reads it.
-A probe changes nothing of the run: no weight, no mode, no generator of random numbers.
+The training loop and RouterStatsCallback record it; moe/tracing/probe_file.py stores and reads it.
+A probe does not affect the run: it changes no weight, mode or random number generator.
 """
 
 import math
@@ -45,7 +45,7 @@ class LayerScores(NamedTuple):
     """The scores of one router over the text.
 
     Attributes:
-        stats: Sums and counts, as of any evaluation.
+        stats: Sums and counts, as in any evaluation.
         max_logit: <float64>[] largest |logit| of a real token.
         logit_counts: <int64>[34] tokens by their largest |logit|.
         entropy_counts: <int64>[32] tokens by the entropy of their probabilities, in equal steps
@@ -63,7 +63,7 @@ Scores = Mapping[LayerKey, LayerScores]
 
 
 class ProbeResult(NamedTuple):
-    """What a probe found, over all ranks.
+    """The result of a probe, over all ranks.
 
     Attributes:
         choices: See `Probe`.
@@ -75,11 +75,11 @@ class ProbeResult(NamedTuple):
 
 
 def check_probe(recipe: Recipe, config: STMoEConfig, source: BatchSource | None) -> None:
-    """Refuses to probe where there is nothing to probe.
+    """Refuses a probe if there is nothing to probe.
 
     Args:
-        recipe: Says how often the run is to be probed.
-        config: Of the model.
+        recipe: Says how often the run is probed.
+        config: Config of the model.
         source: The text; None for none.
 
     Raises:
@@ -106,7 +106,7 @@ def check_probe(recipe: Recipe, config: STMoEConfig, source: BatchSource | None)
 
 
 class RoutingProbe:
-    """Records the routing of a fixed text again and again, and keeps it in a folder.
+    """Records the routing of a fixed text repeatedly, and stores it in a folder.
 
     Every rank calls it; rank zero writes.
 
@@ -114,9 +114,9 @@ class RoutingProbe:
         folder: The folder `probe` of a run.
         model: Whole, or sharded over `mesh`.
         source: Its first batches are the text.
-        num_batches: How many of them.
-        text: What the text is, in words.
-        mesh: The ranks that share each batch; None where each process reads all of it.
+        num_batches: Number of those batches.
+        text: Description of the text.
+        mesh: The ranks that share each batch; None if each process reads all of it.
         bfloat16: Whether to compute in autocast, as the model is trained.
     """
 
@@ -191,7 +191,7 @@ def _record_rows(
     choices = []
     scores: dict[LayerKey, LayerScores] = {}
 
-    # The recorder keeps where tokens go; the logits are seen on their way.
+    # The recorder stores the routing; a hook collects the logits.
     def add_scores(model: nn.Module, inputs: tuple[Any, ...], output: STMoEOutput) -> None:
         routers = router_outputs(output)
         for key, router in zip(keys, routers, strict=True):
@@ -218,7 +218,7 @@ def _ordered_choices(key: LayerKey, rows: Mapping[str, Tensor]) -> Tensor:
     first = rows[f"{stack}.{layer}.first"]  # [N]
     choices = expert.masked_fill(state == NOT_REQUESTED, -1)
 
-    # Where tokens choose, a plan has this order already; where experts do, that of experts.
+    # If tokens choose, a plan has this order already; if experts choose, it has that of experts.
     is_first = choices == first[:, None]
     place = torch.where(is_first, 0, 1).masked_fill(choices < 0, 2)
     return choices.gather(1, place.argsort(dim=1, stable=True))
@@ -277,7 +277,7 @@ def _add_scores(a: LayerScores, b: LayerScores) -> LayerScores:
 
 
 def _join(parts: Sequence[tuple[list[dict[LayerKey, Tensor]], Scores]]) -> ProbeResult:
-    """Returns what all ranks recorded, in the order in which one process would have."""
+    """Returns the records of all ranks, in the order of a single process."""
     choices: dict[LayerKey, Tensor] = {}
     scores: dict[LayerKey, LayerScores] = {}
     for key in parts[0][1]:
@@ -297,7 +297,7 @@ def _join(parts: Sequence[tuple[list[dict[LayerKey, Tensor]], Scores]]) -> Probe
 def probe_values(scores: Scores) -> dict[str, float]:
     """Returns `probe/{stack}/{layer}/...` for each sparse layer, layers counted from 0.
 
-    They are those of `router_values`, of the text in evaluation, and `max_logit`.
+    They are those of `router_values` for the text in evaluation mode, and `max_logit`.
     """
     values: dict[str, float] = {}
     for (stack, layer), layer_scores in scores.items():
@@ -321,7 +321,7 @@ def probe_histograms(scores: Scores) -> dict[str, Histogram]:
     """Returns the histograms of each sparse layer.
 
     Returns:
-        `probe/{stack}/{layer}/load`: choices that asked for each expert, expert e around e.
+        `probe/{stack}/{layer}/load`: requests of each expert, expert e in the bucket around e.
         `.../token_max_logit`: tokens by their largest |logit|. `.../token_entropy`: tokens by the
         entropy of their probabilities, in nats.
     """
@@ -335,7 +335,7 @@ def probe_histograms(scores: Scores) -> dict[str, Histogram]:
         edges = [expert - 0.5 for expert in range(num_experts + 1)]
         histograms[f"{name}/load"] = Histogram(edges, load.tolist())
 
-        # What lies beyond the edges counts in the first bucket and in the last.
+        # Values beyond the edges count in the first and the last bucket.
         edges = [0.0, *_LOGIT_EDGES, 2 * _LOGIT_EDGES[-1]]
         counts = layer_scores.logit_counts.tolist()
         histograms[f"{name}/token_max_logit"] = Histogram(edges, counts)

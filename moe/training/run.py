@@ -1,4 +1,4 @@
-"""A run: all that the training loop is given, and what lies in its folder."""
+"""A run: the inputs of the training loop, and the files in its folder."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -20,25 +20,25 @@ RECIPE_FILE = "recipe.yaml"
 
 
 class Run(NamedTuple):
-    """Everything that a run is made of.
+    """All parts of a run.
 
     Attributes:
-        folder: Receives metrics.jsonl, timeline.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml, with
-            several ranks rank_seconds.jsonl, and in the end model/; on several machines it lies on
-            a file system that all of them see.
+        folder: Folder of metrics.jsonl, timeline.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml,
+            with several ranks rank_seconds.jsonl, and in the end model/; it must be on a file system
+            that all machines see.
         recipe: All settings.
         built: The model with its initial weights, on its device or mesh.
         tokenizer: Saved beside the model.
         source: Training batches.
-        held_out: Batches for the held-out loss; None for no such measure.
-        earlier_checkpoints: Folder of the checkpoints of an earlier run, whose optimizer state the
-            first step starts with; None for fresh state.
-        dev: Scores models at every evaluation; the best stays in best/, see best_model.py. None
+        held_out: Batches for the held-out loss; None for no held-out loss.
+        earlier_checkpoints: Folder of the checkpoints of an earlier run, with whose optimizer state
+            the run starts; None for fresh state.
+        dev: Scores models at every evaluation; the best is kept in best/, see best_model.py. None
             for no scores.
-        probe_source: Held-out batches, not packed, of which the first are probed; None for none.
+        probe_source: Unpacked held-out batches, the first of which are probed; None for none.
         workers: Processes that make batches ahead; see `batches_ahead`.
-        replicas: Replica groups that take every step with this one, each with a folder of its own;
-            None where no replica may be lost.
+        replicas: Replica groups that take every step with this one, each with its own folder; None
+            if no replica may be lost.
     """
 
     folder: Path

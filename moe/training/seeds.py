@@ -24,10 +24,10 @@ NOTE = (
 
 
 def seed_runs(recipe: R, seeds: Sequence[int] | None, out: Path) -> list[tuple[R, Path]]:
-    """Returns recipe and folder of each run: `out` itself without seeds, else out/seed-N.
+    """Returns the recipe and folder of each run: `out` itself without seeds, else out/seed-N.
 
     Raises:
-        ConfigError: When a seed is repeated or out of range, or there is an empty list of them.
+        ConfigError: When a seed is repeated or out of range, or the list is empty.
     """
     if seeds is None:
         return [(recipe, out)]
@@ -42,7 +42,7 @@ def write_summary(out: Path, runs: Sequence[tuple[Recipe, Path]]) -> str:
     """Writes the scores of finished runs to summary.json and summary.md, and returns the latter.
 
     Args:
-        out: Folder that receives both files.
+        out: Folder of both files.
         runs: Recipe and folder of each run.
     """
     scores = [best_and_last(folder) for _, folder in runs]

@@ -33,7 +33,7 @@ _LayerTotals = tuple[BalanceTotals, ...]
 
 
 class StepMetrics(NamedTuple):
-    """What one update did, summed over all ranks.
+    """Metrics of one update, summed over all ranks.
 
     Attributes:
         loss: <float32>[] total that was minimised.
@@ -43,7 +43,7 @@ class StepMetrics(NamedTuple):
         tokens: <int64>[] real tokens of encoder inputs and targets.
         encoder_stats: The encoder's routers, added up over layers; None without sparse layers.
         decoder_stats: The same for the decoder.
-        layer_stats: The same of each sparse layer, the encoder's first.
+        layer_stats: The same for each sparse layer, the encoder's first.
     """
 
     loss: Tensor
@@ -57,10 +57,10 @@ class StepMetrics(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A part of a batch that is computed as one data rank does.
+    """The part of a batch of one data rank.
 
     Attributes:
-        data_rank: Number of the part; the random numbers of its passes follow from it.
+        data_rank: Number of the data rank, from which the random numbers of its passes follow.
         batch: Its rows, on the model's device.
     """
 
@@ -69,11 +69,11 @@ class Share(NamedTuple):
 
 
 class StepRanks(NamedTuple):
-    """All that take a step together: the ranks of a mesh, and replica groups that may be lost.
+    """The ranks that take a step together: those of a mesh, and replica groups that may be lost.
 
     Attributes:
-        mesh: Mesh that `shard_model` has sharded the model over; None for one process.
-        replicas: The replica groups, each of which has such a mesh; None where all is one mesh.
+        mesh: Mesh over which `shard_model` has sharded the model; None for one process.
+        replicas: The replica groups, each of which has such a mesh; None for a single mesh.
     """
 
     mesh: Mesh | None = None
@@ -81,21 +81,21 @@ class StepRanks(NamedTuple):
 
     @property
     def config(self) -> MeshConfig:
-        """Sizes of the mesh of all of them."""
+        """Sizes of the mesh of all ranks."""
         config = self.mesh.config if self.mesh else MeshConfig()
         if self.replicas is None:
             return config
         return dataclasses.replace(config, dp_replicate=self.replicas.num_groups)
 
     def sum_each(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the sum of each tensor <any>[...] over all that hold other rows of the batch."""
+        """Returns the sum of each tensor <any>[...] over all ranks with other rows of the batch."""
         sums = list(values)
         if self.mesh:
             sums = sum_each_over_ranks(sums, self.mesh.data)
         return self.replicas.sum_each(sums) if self.replicas else sums
 
     def sum_gradients(self, model: STMoEForConditionalGeneration) -> None:
-        """Sums gradients over the replica groups; inside a mesh the backward pass has done so."""
+        """Sums gradients over the replica groups; the backward pass has summed them inside a mesh."""
         if self.replicas is None:
             return
         grads = [parameter.grad for parameter in model.parameters()]
@@ -184,7 +184,7 @@ def take_step(
         recipe: Gives schedule, micro-batch size, precision and clipping.
         shares: Parts of the batch of the whole update that are this rank's.
         step: Number of the update, from 0.
-        ranks: All that take the step.
+        ranks: The ranks that take the step.
 
     Raises:
         ConfigError: When the micro-batch size would change which tokens are routed together.
@@ -196,8 +196,8 @@ def take_step(
     counts = sum_counts(counts, ranks.sum_each)
     work = _split_shares(model, shares, recipe, counts, ranks)
 
-    # f_i, the share of the tokens that chose expert i, over more than one pass: the choices of all
-    # passes must be known before the first loss.
+    # If f_i, the share of tokens that chose expert i, spans several passes, the choices of all passes
+    # must be known before the first loss.
     scope = model.config.balance_scope
     num_passes = len(work[0].micro_batches) * num_scope_ranks(scope, ranks.config)
     if scope in ("ranks", "global") and num_passes > 1:
@@ -257,7 +257,7 @@ def split_batch(
     num_rows = batch["labels"].shape[0]
     micro_batch_size = micro_batch_size or num_rows
 
-    # Tokens must not be routed together with others because a batch is split.
+    # Splitting a batch must not change which tokens are routed together.
     if group_size is not None:
         lengths = [batch[name].shape[1] for name in ("input_ids", "labels")]
         check_groups(lengths, num_rows * data_ranks, micro_batch_size, group_size)
@@ -277,7 +277,7 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
         group_size: Most tokens that are routed together.
 
     Raises:
-        ConfigError: Names a `group_size` that goes with the split.
+        ConfigError: Names a `group_size` that fits the split.
     """
     if has_same_groups(lengths, batch_size, rows, group_size):
         return
@@ -334,8 +334,7 @@ def _forward_passes(
 ) -> Iterator[STMoEOutput]:
     """Yields the output of each micro-batch; every call draws the same random numbers.
 
-    Outputs leave the region of autocast: a backward pass inside it would round the router's
-    gradient.
+    They are yielded outside of autocast, in which a backward pass would round the router's gradient.
     """
     device_type = model.device.type
     bfloat16 = recipe.training.precision == "bfloat16"
@@ -361,7 +360,7 @@ def _backward_passes(passes: Iterator[STMoEOutput]) -> _BatchResult:
         assert output.loss is not None and output.ce_loss is not None, "a batch has labels"
         output.loss.backward()
 
-        # Without their graphs, which would keep the activations of all micro-batches.
+        # Detached: their graphs would keep the activations of all micro-batches.
         losses.append(output.loss.detach())
         ce_losses.append(output.ce_loss.detach())
         stats = [router.stats for router in router_outputs(output)]
@@ -383,7 +382,7 @@ def _with_balance_totals(
         passes = _forward_passes(model, [share], recipe, step, ranks.config)
         totals_by_share.append(_add_balance_totals(passes))
 
-    # Of all rows for the scope `global`; of a share, on all ranks of its replica, for `ranks`.
+    # Scope `global` covers all rows; `ranks` covers a share on all ranks of its replica.
     if scope == "global":
         totals = _add_layer_totals(totals_by_share)
         totals_by_share = [_sum_balance_totals(totals, ranks.sum_each)] * len(work)
@@ -445,7 +444,7 @@ def router_outputs(output: STMoEOutput) -> tuple[RouterOutput, ...]:
 def update_routers(layers: Sequence[SparseFeedForward], stats: Sequence[RouterStats]) -> None:
     """Lets each router that learns from its load see the statistics of an update.
 
-    A router whose parameters are frozen stays as it is.
+    Routers with frozen parameters are not changed.
 
     Args:
         layers: Sparse layers of a model, the encoder's first.

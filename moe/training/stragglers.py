@@ -1,12 +1,12 @@
-"""Which rank holds the others up: seconds of own work and of waiting, of every rank, by axis.
+"""Which rank delays the others: seconds of work and of waiting of every rank, by axis.
 
-Ranks that train together need equally long for a step: a slow one works while the others wait for
-it. What a rank waits is counted where it exchanges (moe/distributed/wait_seconds.py); the rest of its
-steps is its own work, batches included. Every log interval the ranks tell each other a few numbers.
+Ranks that train together take equally long for a step: a slow one works while the others wait for it.
+Waiting is measured where a rank exchanges (moe/distributed/wait_seconds.py); the rest of its steps is
+its own work, including batches. The ranks exchange a few numbers every log interval.
 
 Source:
     PowerAI DDL (arXiv:1708.02188), whose product lists seconds by dimension and replaces a rank
-    that was slow in three checks. Differs: names it, and replaces nothing.
+    that was slow in three checks. Differs: only names it.
 """
 
 import statistics
@@ -22,16 +22,16 @@ from moe.distributed.wait_seconds import Waits, group_name
 
 WORK = "work"
 OTHER_AXIS = "all"
-"""What waits for all ranks, or all data ranks, are listed under."""
+"""Name under which waiting for all ranks, or all data ranks, is listed."""
 
 NUM_TIMES = 3
-"""Intervals running in which a rank must be the slowest before it is named."""
+"""Consecutive intervals in which a rank must be the slowest before it is named."""
 
 _LEAST_SHARE = 0.1
-"""Of the interval: what a slow rank must cost the others."""
+"""Share of the interval that a slow rank must cost the others."""
 
 _LEAST_SPREADS = 5.0
-"""Of the others' median distance from their median: less is noise."""
+"""Multiple of the others' median distance from their median below which a delay is noise."""
 
 
 class RankSeconds(NamedTuple):
@@ -45,7 +45,7 @@ class RankSeconds(NamedTuple):
 
     @property
     def work(self) -> list[float]:
-        """Seconds of own work of each rank."""
+        """Seconds of work of each rank."""
         return self.columns[WORK]
 
     @property
@@ -66,7 +66,7 @@ class RankSeconds(NamedTuple):
     @property
     def has_straggler(self) -> bool:
         """Whether the slowest rank works longer than the others by more than noise."""
-        # How far the others are from each other.
+        # Spread of the others.
         median = self.median_of_others
         distances = [abs(seconds - median) for seconds in self._others()]
         noise = _LEAST_SPREADS * statistics.median(distances)
@@ -83,7 +83,7 @@ class RankClock:
 
     Args:
         mesh: The ranks.
-        waits: Counts what this rank waits.
+        waits: Measures how long this rank waits.
     """
 
     def __init__(self, mesh: Mesh, waits: Waits) -> None:
@@ -94,18 +94,17 @@ class RankClock:
         self._started = time.perf_counter()
 
     def begin_step(self) -> None:
-        """Begins to measure; what was waited before is no part of the step."""
+        """Starts to measure; waiting before is not part of the step."""
         self._waits.take()
         self._started = time.perf_counter()
 
     def end_step(self) -> None:
-        """Counts the step: what was not waited was work."""
-        # What is not waited is work.
+        """Counts the step: time without waiting is work."""
         total = time.perf_counter() - self._started
         waits = self._waits.take()
         self._seconds[WORK] += total - sum(waits.values())
 
-        # Groups that are no axis sum over all ranks, or all data ranks.
+        # Groups that are not an axis consist of all ranks, or all data ranks.
         for group, seconds in waits.items():
             axis = self._axis_of_group.get(group, OTHER_AXIS)
             self._seconds[axis] += seconds
@@ -123,20 +122,20 @@ class RankClock:
 
 
 class StragglerWatch:
-    """Names the rank that was slowest several intervals running."""
+    """Names the rank that was slowest in several consecutive intervals."""
 
     def __init__(self) -> None:
         self._rank = -1
         self._times = 0
 
     def observe(self, seconds: RankSeconds) -> int | None:
-        """Returns the rank that is slow now as it was before; None for none."""
-        # One interval without ends a run of them.
+        """Returns the rank that has been slow for several intervals; None for none."""
+        # An interval without a straggler resets the count.
         if not seconds.has_straggler:
             self._times = 0
             return None
 
-        # So does another rank.
+        # So does a different rank.
         if seconds.slowest != self._rank:
             self._times = 0
         self._rank = seconds.slowest
@@ -151,7 +150,7 @@ class StragglerWatch:
 
 def straggler_text(seconds: RankSeconds, step: int) -> str:
     """Returns the warning that names the slowest rank."""
-    # The axis on which most is waited.
+    # The axis with the longest waiting.
     rank = seconds.slowest
     waits = {}
     for axis, column in seconds.columns.items():
@@ -167,7 +166,7 @@ def straggler_text(seconds: RankSeconds, step: int) -> str:
 
 
 def metric_values(seconds: RankSeconds, straggler: int | None) -> dict[str, float]:
-    """Returns the numbers of an interval under the names that logs have."""
+    """Returns the numbers of an interval under their names in logs."""
     values = {
         "ranks/slowest": float(seconds.slowest),
         "ranks/slowest_work_seconds": max(seconds.work),
@@ -193,7 +192,7 @@ def _axes_by_group(mesh: Mesh) -> dict[str, str]:
         nodes = (mesh.ep.intra_node, mesh.ep.inter_node)
         groups["ep"] += [group for group in nodes if group is not None]
 
-    # Where two axes are one group, the first gives the name.
+    # If two axes are one group, the first gives the name.
     axes: dict[str, str] = {}
     for axis, axis_groups in groups.items():
         for group in axis_groups:

@@ -1,8 +1,8 @@
-"""What the seconds of a run went into: timeline.jsonl, and the goodput that follows from it.
+"""How the seconds of a run were spent: timeline.jsonl, and the goodput that follows from it.
 
-Each process of a run appends a line when it starts, one at every log interval and one when it ends;
-nothing is ever removed, so that the work that a crash has cost can be counted. The time of a command
-counts from its first line of Python, before torch is imported, to the exit of the process.
+Each process of a run appends a line when it starts, at every log interval, and when it ends; nothing
+is ever removed, so that work lost in a crash can be counted. The time of a command counts from its
+first line of Python, before torch is imported, to the exit of the process.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ class TimelineEvent(NamedTuple):
     """A line of timeline.jsonl.
 
     Attributes:
-        event: `start` of a process, `steps` that it took since its last line, an `evaluation`, or
-            the `end` of the run and of its process.
+        event: `start` of a process, `steps` since its last line, an `evaluation`, or the `end` of
+            the run and of its process.
         time: Seconds since 1970.
-        step: Updates that the run has behind it.
+        step: Updates so far.
         num_steps: Updates since the last line of steps.
-        seconds: In them, with all waiting; in the evaluation; or from the start of the process
-            until its model and data are loaded.
-        data_wait: Of which it waited for batches.
-        meeting: Of which it waited for other replica groups.
-        healing: Of which it took over the state of another group.
-        lost: Beside `seconds`: in steps that were lost with a group, and taken again.
-        healed: How often it took over such a state.
+        seconds: Seconds of these steps, including waiting; of the evaluation; or from the start of
+            the process until its model and data are loaded.
+        data_wait: Part of `seconds` spent waiting for batches.
+        meeting: Part of `seconds` spent waiting for other replica groups.
+        healing: Part of `seconds` spent taking over the state of another group.
+        lost: Further seconds, in steps that were lost with a group and repeated.
+        healed: Number of states taken over.
     """
 
     event: Literal["start", "steps", "evaluation", "end"]
@@ -62,9 +62,9 @@ class Timeline:
 
     Args:
         path: The file; None on ranks that do not write.
-        step: Updates that the run has behind it.
-        started: Seconds since 1970 when the process started, if it exists for this run alone; None
-            to begin now.
+        step: Updates so far.
+        started: Seconds since 1970 when the process started, if it serves only this run; None to
+            start now.
     """
 
     def __init__(self, path: Path | None, step: int, *, started: float | None = None) -> None:
@@ -91,8 +91,8 @@ class Timeline:
         """Writes the updates since the last line.
 
         Args:
-            step: Updates that the run has behind it.
-            replicas: What living with losses has cost meanwhile.
+            step: Updates so far.
+            replicas: Cost of lost replica groups in the meantime.
         """
         event = TimelineEvent(
             event="steps",
@@ -112,17 +112,17 @@ class Timeline:
         self._data_wait = 0.0
 
     def write_evaluation(self, step: int, seconds: float) -> None:
-        """Writes that an evaluation after `step` updates took so many seconds, and ends now."""
+        """Writes that an evaluation after `step` updates ends now, with its seconds."""
         self._append(TimelineEvent("evaluation", time.time(), step, seconds=seconds))
 
     def end(self) -> None:
         """Writes that the run, or its process, ends now."""
-        # A full disk or a removed folder is no reason for a complete run to fail.
+        # A complete run must not fail because of a full disk or a removed folder.
         with contextlib.suppress(OSError):
             self._append(TimelineEvent("end", time.time(), self._step))
 
     def goodput(self) -> "Goodput":
-        """Returns what the seconds of this process went into; its `steps` are those it took."""
+        """Returns how the seconds of this process were spent; `steps` are its own."""
         return self._goodput._replace(total=time.time() - self._started)
 
     def _append(self, event: TimelineEvent) -> None:
@@ -139,7 +139,7 @@ class Timeline:
 
 
 def _drop_torn_end(path: Path) -> None:
-    """Removes a last line that a process could not finish, on a full disk for one."""
+    """Removes a last line that a process could not finish, e.g. on a full disk."""
     with open(path, "r+b", opener=open_to_write) as file:
         file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -149,21 +149,21 @@ def _drop_torn_end(path: Path) -> None:
 
 
 class Goodput(NamedTuple):
-    """What the seconds of a run went into.
+    """How the seconds of a run were spent.
 
     Attributes:
-        steps: Updates that the run has behind it.
-        starts: How often it was started.
-        total: From the first start to the last line, which a process writes as it exits.
-        useful: In steps that count.
-        redone: In steps that had to be taken again after a crash.
-        down: From the last line of a process to the start of the next.
-        loading: From the start of a process until its model and data are loaded.
-        data_wait: Waiting for batches.
-        meeting: Waiting for other replica groups before a step.
-        healing: Taking over the state of another group.
-        lost: In steps that were lost with a group.
-        evaluation: In held-out losses, dev scores and probes.
+        steps: Updates so far.
+        starts: Number of starts.
+        total: Seconds from the first start to the last line, which a process writes as it exits.
+        useful: Seconds in steps that count.
+        redone: Seconds in steps that were repeated after a crash.
+        down: Seconds from the last line of a process to the start of the next.
+        loading: Seconds from the start of a process until its model and data are loaded.
+        data_wait: Seconds of waiting for batches.
+        meeting: Seconds of waiting for other replica groups before a step.
+        healing: Seconds of taking over the state of another group.
+        lost: Seconds in steps that were lost with a group.
+        evaluation: Seconds in held-out losses, dev scores and probes.
     """
 
     steps: int
@@ -181,7 +181,7 @@ class Goodput(NamedTuple):
 
     @property
     def other(self) -> float:
-        """Checkpoints, the final model, exit."""
+        """Seconds in checkpoints, the final model, and exit."""
         parts = self[self._fields.index("useful") :]
         return max(0.0, self.total - sum(parts))
 
@@ -197,7 +197,7 @@ class Goodput(NamedTuple):
 
     @property
     def data_wait_share(self) -> float:
-        """Share of the seconds of steps in which they waited for batches."""
+        """Share of the seconds of steps spent waiting for batches."""
         steps = self.useful + self.redone + self.data_wait + self.meeting + self.healing
         return self.data_wait / steps if steps else 0.0
 
@@ -206,7 +206,7 @@ def read_timeline(folder: Path) -> list[TimelineEvent]:
     """Returns the timeline of a run.
 
     Raises:
-        DataError: When there is none, or a line is not one; names it.
+        DataError: When there is none, or a line is damaged; names it.
     """
     path = folder / TIMELINE_FILE
     advice = "Give the folder of a run that this version has trained."
@@ -220,13 +220,13 @@ def read_timeline(folder: Path) -> list[TimelineEvent]:
 
 
 def measure_goodput(events: Sequence[TimelineEvent]) -> Goodput:
-    """Returns what the seconds of a run went into."""
+    """Returns how the seconds of a run were spent."""
     starts = sum(event.event == "start" for event in events)
     total = events[-1].time - events[0].time
     goodput = Goodput(events[-1].step, starts, total)
     for index, event in enumerate(events):
         if event.event == "start":
-            # Nobody was there since the last line.
+            # No process was running since the last line.
             before = events[index - 1].time if index else event.time
             down = max(0.0, event.time - before)
             goodput = goodput._replace(down=goodput.down + down)
@@ -235,7 +235,7 @@ def measure_goodput(events: Sequence[TimelineEvent]) -> Goodput:
 
 
 def _add_event(goodput: Goodput, event: TimelineEvent, kept: float = 1.0) -> Goodput:
-    """Returns the goodput with the seconds of an event; of its steps a share was kept."""
+    """Returns the goodput with the seconds of an event, of whose steps the share `kept` counts."""
     if event.event == "start":
         return goodput._replace(loading=goodput.loading + event.seconds)
     if event.event == "evaluation":
@@ -254,7 +254,7 @@ def _add_event(goodput: Goodput, event: TimelineEvent, kept: float = 1.0) -> Goo
 
 
 def _kept_share(events: Sequence[TimelineEvent], index: int) -> float:
-    """Returns the share of an event's steps that no later process took again."""
+    """Returns the share of an event's steps that no later process repeated."""
     event = events[index]
     first_again = event.step
     for later in range(index + 1, len(events)):
@@ -265,7 +265,7 @@ def _kept_share(events: Sequence[TimelineEvent], index: int) -> float:
 
 
 def _goes_on_at(events: Sequence[TimelineEvent], start: int) -> int:
-    """Returns the updates behind a process when it took its first step."""
+    """Returns the number of updates before the first step of a process."""
     for following in events[start + 1 :]:
         if following.event == "start":
             break

@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from moe.distributed.mesh import MeshConfig
-from moe.distributed.shard_slices import contiguous_runs, shard_slices
-from moe.distributed.sharding import MeshCoordinate, find_layout, shard_over_ep_tp, shard_over_fsdp
+from moe.distributed.sharding import (
+    MeshCoordinate,
+    contiguous_runs,
+    find_layout,
+    shard_over_ep_tp,
+    shard_over_fsdp,
+    shard_slices,
+)
 from moe.models.parallelize import model_layouts, sharding_rules
 from tests.models.tiny import tiny_model
 

@@ -443,24 +443,6 @@ def test_models_that_read_different_texts_are_refused(trace):
         view_of(trace, other=tiny_trace(1))
 
 
-@pytest.mark.parametrize(
-    ("matching", "text"),
-    [
-        ({("encoder", 5): [0]}, "a layer of matching is .*; expected layers of `other`"),
-        ({("encoder", 0): [0, 1]}, r"matching of \('encoder', 0\) is \[0, 1\]; expected 7 numbers"),
-        (
-            {("encoder", 0): [0, 1, 2, 3, 4, 5, 7]},
-            "matching of .* is .*7.*; expected 7 numbers from -1 to 6",
-        ),
-    ],
-)
-def test_a_matching_of_other_experts_is_refused(trace, matching, text):
-    with pytest.raises(ConfigError, match=text):
-        view_of(trace, other=trace, matching=matching)
-    with pytest.raises(ConfigError, match="a layer of matching"):
-        view_of(trace, matching=matching)
-
-
 # ---------------------------------------------------------------------------
 # Wrong input
 
@@ -483,14 +465,6 @@ def test_a_dense_model_has_nothing_to_show():
             "expert of an ablation is 7; .* 0 to 6",
         ),
         ({"saturation": [SaturationPoint(("encoder", 2), 0, 0)]}, "a layer of saturation is"),
-        (
-            {"classes": [LayerClasses(("encoder", 0), [ClassRow("x", 1, [1.0], [1.0], [1.0])])]},
-            "shares of the class 'x' is .*; expected 7 values, one for each expert of encoder 1",
-        ),
-        (
-            {"classes": [LayerClasses(("encoder", 0), [])] * 2},
-            "classes is .*; expected at most one table for each layer",
-        ),
     ],
 )
 def test_statistics_of_other_layers_or_experts_are_refused(trace, given, text):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe.inspection.page.visible_text import START, visible_text, visible_tokens
+from moe.inspection.page.trace_content import START, visible_text, visible_tokens
 from tests.inspection.tiny_view import tiny_tokenizer
 
 

@@ -167,7 +167,7 @@ def test_active_parameters_count_two_of_the_experts():
             {**SPARSE, "router_options": {"jiter": 0.1}},
             "Router 'token_choice' has no option 'jiter'",
         ),
-        ({**SPARSE, "router_options": "all"}, "router_options is 'all'; expected dict"),
+        ({**SPARSE, "router_options": "all"}, "router_options is 'all'; expected a mapping"),
         (
             {**SPARSE, "decoder_router": "batch_prioritized"},
             "'batch_prioritized' cannot be used in a decoder",

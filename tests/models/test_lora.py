@@ -202,8 +202,6 @@ def test_what_cannot_be_attached_is_refused():
         ({"experts": False, "attention": False}, "asked for no adapters"),
         ({"rank": 0}, "rank is 0; expected an integer of at least 1"),
         ({"lora_dropout": 0.1}, "cannot drop inputs. Set it to 0"),
-        ({"alhpa": 3}, r"no option 'alhpa'\. Did you mean 'alpha'"),
-        ({"r": 3}, "no option 'r'"),
         (
             {"target_modules": ["q", "v"]},
             "T5's q, k, v and o are q_proj, k_proj, v_proj and o_proj here",
@@ -211,6 +209,9 @@ def test_what_cannot_be_attached_is_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             lora_config(tiny_model(), **arguments)
+    for name in ("alhpa", "r"):
+        with pytest.raises(TypeError, match=f"keyword argument '{name}'"):
+            lora_config(tiny_model(), **{name: 3})
     assert lora_config(tiny_model(), experts=False, lora_dropout=0.1).lora_dropout == 0.1
     with pytest.raises(
         ConfigError,

@@ -1,1 +1,1 @@
-"""What experts do: taken away, one by one."""
+"""Ablation: the loss without each expert, one at a time."""

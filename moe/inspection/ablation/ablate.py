@@ -15,8 +15,14 @@ from tqdm import tqdm
 from moe.checks import check, check_integer
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
-from moe.inspection.ablation.ablation_runs import Unchanged, loss_change, run_unchanged, works_on
-from moe.inspection.ablation.expert_measures import ExpertMeasures, measure_experts
+from moe.inspection.ablation.ablation_runs import (
+    ExpertMeasures,
+    Unchanged,
+    loss_change,
+    measure_experts,
+    run_unchanged,
+    works_on,
+)
 from moe.inspection.ablation.interventions import (
     INTERVENTIONS,
     AblatedLayer,
@@ -45,8 +51,8 @@ class LayerAblation(NamedTuple):
         sets: Names of the sets.
         num_tokens: <float64>[C, G] target tokens of each set.
         change: <float64>[E, C, G] change of their loss, in nats.
-        random_change: <float64>[E, C, G] the same when as many choices, drawn at random in each
-            sequence, are ablated in place of the expert's.
+        random_change: <float64>[E, C, G] change when as many choices, drawn at random in each
+            sequence, are ablated instead of the expert's.
         chosen_tokens: <float64>[E, G] target tokens that the expert works on; in the encoder those
             of sequences in which it works on an input token.
         chosen_change: <float64>[E, G] change of their loss.
@@ -71,7 +77,7 @@ class Ablation(NamedTuple):
     """The ablation of every expert of some layers.
 
     Attributes:
-        intervention: Name of what was done.
+        intervention: Name of the intervention.
         loss: Mean loss of the target tokens before, in nats.
         num_targets: Number of target tokens, N.
         num_documents: Number of documents, G.
@@ -111,12 +117,12 @@ def ablate_experts(
         batches: Examples with labels, on the model's device; see `traced_batches`.
         classes: <bool>[N] by name: which of the target tokens are of the class, in the order of
             `Trace.decoder`. Classes may overlap; {} for none.
-        intervention: What is done to an expert, a name in INTERVENTIONS.
-        input_classes: <bool>[M] by name: the same of the encoder's tokens, in the order of
+        intervention: Name in INTERVENTIONS of the change to each expert.
+        input_classes: <bool>[M] by name: likewise for the encoder's tokens, in the order of
             `Trace.encoder`. Experts of the encoder get a set `sequences with NAME` for each: all
             targets of sequences that hold such a token. None for the sequences whose targets hold
             one of `classes`.
-        calibration: Batches that mean outputs are of; None for `batches`.
+        calibration: Batches over which mean outputs are taken; None for `batches`.
         layers: Names of the layers; None for all.
         seed: Seed of the random choices.
         progress: Whether to show a progress bar.
@@ -131,7 +137,7 @@ def ablate_experts(
     check_integer("seed", seed, least=0)
     keys = _checked_keys(model, layers)
 
-    # What the loss is split by.
+    # Sets of target tokens by which the loss is split.
     batches = list(batches)
     targets = list_targets(batches)
     sets = {
@@ -208,7 +214,7 @@ def _checked_keys(
 
 
 class _Table(NamedTuple):
-    """A layer, the sets <bool>[C, N] that its sums are of, and the sums, which are added to."""
+    """A layer, its sets of target tokens <bool>[C, N], and the sums so far."""
 
     layer: AblatedLayer
     masks: Tensor
@@ -254,11 +260,11 @@ def _fill_tables(
     seed: int,
     bar: "tqdm[NoReturn]",
 ) -> float:
-    """Adds what every ablation does to the tables; returns the mean loss without any."""
+    """Adds the effect of every ablation to the tables; returns the mean loss without ablation."""
     total_loss = 0.0
     start = 0
     for number, (traced, size) in enumerate(zip(batches, targets.sizes, strict=True)):
-        # The targets of this batch among those of all.
+        # Targets of this batch.
         part = slice(start, start + size)
         start += size
         document = targets.document[part]
@@ -291,7 +297,7 @@ def _ablate_layer(
         unchanged: The batch, and what the model does with it.
         document: <int64>[n] document of each target.
         table: The layer; masks <bool>[C, n] of the batch.
-        kind: What is done.
+        kind: The intervention.
         lot: Seed of the random choices.
         bar: Counts the experts.
     """

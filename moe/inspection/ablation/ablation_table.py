@@ -1,7 +1,7 @@
-"""What an ablation has shown: effects with intervals, and whether an expert is for a class.
+"""Results of an ablation: effects with intervals, and whether an expert serves a class of tokens.
 
-Comes after `ablate`. All intervals of a column hold together: each is
-as wide as Bonferroni asks for the number of rows, so that in 95 % of all tables none is wrong.
+Comes after `ablate`. The intervals of a column hold simultaneously: they are Bonferroni-corrected
+for the number of rows, so that 95 % of all tables contain no wrong interval.
 """
 
 import math
@@ -40,11 +40,11 @@ class ExpertEffect(NamedTuple):
         expert: Number of the expert, from 0.
         load: Its accepted choices.
         effect: Change of the mean loss of all target tokens.
-        where_chosen: The same of the tokens that it works on; see `LayerAblation`.
-        elsewhere: The same of all other tokens, which feel it by attention alone.
-        over_random: `effect` less that of as many random choices.
+        where_chosen: Change for the tokens that it works on; see `LayerAblation`.
+        elsewhere: Change for all other tokens, which it affects through attention only.
+        over_random: `effect` minus the effect of as many random choices.
         peer: The expert of nearest load.
-        over_peer: `effect` less that of the peer.
+        over_peer: `effect` minus the effect of the peer.
         estimate: First-order estimate of dropping the expert.
     """
 
@@ -70,9 +70,9 @@ class ClassVerdict(NamedTuple):
         num_tokens: Target tokens of the class.
         num_documents: Documents that hold one.
         effect: Change of the mean loss of the class when the expert is ablated.
-        over_others: `effect` less the change on all other target tokens.
-        over_random: `effect` less the change by as many random choices, on the same tokens.
-        over_peer: `effect` less the change by the expert of nearest load, on the same tokens.
+        over_others: `effect` minus the change on all other target tokens.
+        over_random: `effect` minus the change by as many random choices, on the same tokens.
+        over_peer: `effect` minus the change by the expert of nearest load, on the same tokens.
         answer: See `class_verdicts`.
     """
 
@@ -105,8 +105,8 @@ class RankCorrelation(NamedTuple):
 
     Attributes:
         key: Name of the layer.
-        load: With the load; NaN where all experts are alike.
-        estimate: With the first-order estimate, likewise.
+        load: Correlation with the load; NaN where all experts are alike.
+        estimate: Correlation with the first-order estimate, likewise.
     """
 
     key: LayerKey
@@ -123,7 +123,7 @@ def expert_effects(ablation: Ablation, *, confidence: float = CONFIDENCE) -> lis
 
     Args:
         ablation: From `ablate_experts`.
-        confidence: Probability that all intervals of one kind hold.
+        confidence: Probability that all intervals of a column hold.
     """
     check_number("confidence", confidence, above=0, below=1)
     num_experts = sum(layer.load.numel() for layer in ablation.layers)
@@ -208,13 +208,13 @@ def class_verdicts(
       or above that by as many random choices. This is the upper half of an equivalence test.
     - `yes`: otherwise, if the change on the class is above 0, above that on all other tokens, and
       above that by as many random choices.
-    - `not shown`: all else.
+    - `not shown`: otherwise.
 
-    Each comparison is by its interval over documents (`document_intervals`), two-sided and of the
+    Each comparison uses a two-sided interval over documents (`document_intervals`) with
     confidence 1 - (1 - confidence) / cells, where cells are all experts of all layers times their
     classes (Bonferroni). So the probability that any `yes` of the table is wrong is at most
-    1 - confidence, and the same of any `no` where the changes of documents are not very skewed:
-    where they were, with a margin of 0, a wrong `no` stood in up to 26 % of simulated tables.
+    1 - confidence; the same holds for `no` unless the changes of documents are very skewed: with
+    skewed changes and a margin of 0, up to 26 % of simulated tables contained a wrong `no`.
 
     Args:
         ablation: From `ablate_experts`.

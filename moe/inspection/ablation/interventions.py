@@ -1,6 +1,6 @@
-"""What is done to an expert to see what it is for: drop, reroute, mean, swap.
+"""Interventions on an expert that show what it contributes: drop, reroute, mean, swap.
 
-Each is done to the choices of an expert, or to as many at random; `ablate` runs them over all experts.
+Each applies to the choices of an expert, or to as many random ones; `ablate` runs them over all experts.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +12,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from moe.errors import DataError
 from moe.registry import Registry
 from moe.sparse.editing import (
     LayerEdit,
@@ -90,7 +89,7 @@ Context = AbstractContextManager[None]
 
 
 class AblatedLayer(NamedTuple):
-    """A sparse layer, and what an intervention may need to know of it.
+    """A sparse layer with the statistics that interventions need.
 
     Attributes:
         module: The model that it is in.
@@ -106,14 +105,14 @@ class AblatedLayer(NamedTuple):
 
 
 class Intervention(ABC):
-    """Something that is done to an expert at evaluation; registered in INTERVENTIONS."""
+    """A change to an expert during evaluation; registered in INTERVENTIONS."""
 
     @abstractmethod
     def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
-        """Returns the context in which it is done to some accepted choices."""
+        """Returns the context in which the intervention applies to some accepted choices."""
 
     def to_expert(self, layer: AblatedLayer, expert: int) -> Context:
-        """Returns the context in which it is done to an expert: to all choices of it."""
+        """Returns the context in which the intervention applies to all choices of an expert."""
         return self.to_choices(layer, choices_of(expert))
 
 
@@ -121,7 +120,7 @@ INTERVENTIONS: Registry[Intervention] = Registry("intervention")
 
 
 class Drop(Intervention):
-    """The output is 0 and all weights stay, as when the expert is full: what it contributes."""
+    """The output becomes 0 and all weights stay, as if the expert were full: shows its contribution."""
 
     def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
         """Returns the context in which choices are dropped."""
@@ -133,7 +132,7 @@ class Drop(Intervention):
 
 
 class Reroute(Intervention):
-    """Tokens choose again among the other experts, as after pruning: what its loss costs.
+    """Tokens choose again among the other experts, as after pruning: shows the cost of its loss.
 
     Without the expert the others' probabilities are larger. A router whose weights are plain
     probabilities then changes the weights of tokens that never chose it, too.
@@ -149,7 +148,7 @@ class Reroute(Intervention):
 
 
 class Mean(Intervention):
-    """The output is its mean over calibration batches: what it tells tokens apart by."""
+    """The output becomes its mean over calibration batches: shows how it distinguishes tokens."""
 
     def to_choices(self, layer: AblatedLayer, choices: ChoiceMask) -> Context:
         """Returns the context in which the outputs of choices are the means of their experts."""
@@ -157,7 +156,7 @@ class Mean(Intervention):
 
 
 class Swap(Intervention):
-    """The tokens go to the expert's peer, with the weights that they had: whether it is special.
+    """The tokens go to the expert's peer with unchanged weights: shows whether it is special.
 
     The peer's own tokens stay where they are, so that nothing but the expert is ablated;
     `moe.sparse.edits.SwapExperts` exchanges two experts.
@@ -175,7 +174,7 @@ class Swap(Intervention):
         return edit_routing(layer.module, {layer.key: swap})
 
 
-# Whoever adds one has it in all tables and commands.
+# An intervention added here appears in all tables and commands.
 INTERVENTIONS.add("drop", Drop())
 INTERVENTIONS.add("reroute", Reroute())
 INTERVENTIONS.add("mean", Mean())
@@ -224,20 +223,12 @@ def replace_by_mean(
 
     Raises:
         ConfigError: When the module has no such layer.
-        DataError: When `mean_output` has another shape.
     """
     layers = sparse_layers(module)
     check_layer(key, layers, module)
     layer = layers[key]
 
-    # A mean for each expert of this layer.
-    expected = (layer.config.num_experts, layer.config.d_model)
-    if mean_output.shape != expected:
-        raise DataError(
-            f"mean_output has shape {tuple(mean_output.shape)}, but {key} has {expected[0]} experts of width "
-            f"{expected[1]}. Give the mean output of each expert, [E, D]."
-        )
-
+    assert mean_output.shape == (layer.config.num_experts, layer.config.d_model), "a mean each"
     added = Tensor()
 
     def drop(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.inspection.ablation.expert_measures import target_losses
+from moe.inspection.ablation.ablation_runs import target_losses
 from moe.inspection.ablation.target_sets import Targets, list_targets
 from moe.inspection.statistics.document_intervals import Estimate, TokenSums, mean_over_tokens
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -24,10 +24,10 @@ class LossSplit(NamedTuple):
 
     Attributes:
         first: Mean loss of the first model's target tokens, in nats.
-        second: The same of the second model.
-        replayed: The same of the second model with the routing of the first.
-        routing: second - replayed: what the second model loses by its own routing.
-        weights: replayed - first: what it loses by its other weights.
+        second: Mean loss of the second model.
+        replayed: Mean loss of the second model with the routing of the first.
+        routing: second - replayed: the loss due to its own routing.
+        weights: replayed - first: the loss due to its other weights.
     """
 
     first: float
@@ -54,14 +54,14 @@ def split_loss(
     Args:
         first: The model that was traced.
         second: Another one with the same sparse layers.
-        trace: What the first model did with the batches.
+        trace: Routing of the first model on the batches.
         batches: The examples of the trace, on the device of both models.
         expert_map: See `replay_routing`.
         confidence: Share of intervals that hold the truth.
 
     Raises:
-        DataError: When the models have other layers than the trace, the batches are none of it, or
-            there is no target.
+        DataError: When the models have other layers than the trace, the batches are not those of the
+            trace, or there is no target.
     """
     # The same targets three times; differences are of single tokens.
     targets = list_targets(batches)

@@ -1,4 +1,4 @@
-"""Sets of target tokens by class, and the document of each: what an ablation is split by.
+"""Sets of target tokens by class, and the document of each, by which an ablation is split.
 
 Comes before `ablation`.
 """
@@ -25,7 +25,7 @@ class Targets(NamedTuple):
         example: <int64>[N] number of the example of each.
         document: <int64>[N] number of the document of each, from 0.
         sizes: How many of them each batch has.
-        input_example: <int64>[M] number of the example of each token of the encoder.
+        input_example: <int64>[M] number of the example of each encoder token.
         num_examples: Number of examples.
         num_documents: Number of documents, G.
     """
@@ -78,13 +78,13 @@ def list_targets(batches: Sequence[TracedBatch]) -> Targets:
             numbers.append(number_of_document.setdefault(name, new_number))
         document = torch.tensor(numbers)  # [B]
 
-        # Of each token of the rows.
+        # The same for each target token.
         is_target = labels != IGNORED_LABEL  # [B, T]
         row, _ = is_target.nonzero(as_tuple=True)
         examples.append(example[row])
         documents.append(document[row])
 
-        # The same of the encoder's tokens, all of which are real without a mask.
+        # The same for encoder tokens, which are all real if there is no mask.
         no_padding = torch.ones_like(batch["input_ids"])
         input_mask = batch.get("attention_mask", no_padding)
         input_row, _ = input_mask.cpu().nonzero(as_tuple=True)
@@ -124,7 +124,7 @@ def token_sets(targets: Targets, classes: Mapping[str, Tensor]) -> TargetSets:
 def sequence_sets(
     targets: Targets, classes: Mapping[str, Tensor], input_classes: Mapping[str, Tensor] | None
 ) -> TargetSets:
-    """Returns the sets of `classes`, and those of all targets of sequences that hold a class.
+    """Returns the sets of `classes`, and for each class all targets of sequences that contain it.
 
     An expert of the encoder changes all targets of a sequence, through cross-attention.
 

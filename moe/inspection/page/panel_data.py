@@ -1,20 +1,37 @@
-"""What the routing view shows beside a trace: classes, saturation, ablation, as plain numbers.
+"""The panels of the routing view beside the text: classes, saturation and ablation, as plain numbers.
 
-Other modules compute them; `routing_view` draws what it is given. A number that is not finite
-means "not known".
+Computed from a trace, from the probes of a run, and by `stmoe inspect ablate`, whose file is written
+and read here. `routing_view` draws them. A number that is not finite means "not known".
 """
 
+import json
+import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import BaseModel
+from transformers import PreTrainedTokenizerFast
+
 from moe.checks import check
+from moe.errors import DataError
+from moe.files import write_text
+from moe.inspection.ablation.ablate import Ablation
+from moe.inspection.ablation.ablation_table import class_verdicts, expert_effects, top_effects
 from moe.inspection.statistics.document_intervals import Estimate
-from moe.sparse.editing import LayerKey
-from moe.tracing.trace import Trace, layer_name
+from moe.inspection.statistics.permutations import LEAST_DOCUMENTS, token_places
+from moe.inspection.statistics.routing_entropy import class_entropy
+from moe.inspection.statistics.saturation import Snapshot, saturation_curve
+from moe.inspection.statistics.specialization import class_table, specialization_test
+from moe.inspection.statistics.token_classes import classify, domain_classes
+from moe.parsing import read_record, to_json
+from moe.sparse.editing import LayerKey, Stack
+from moe.tracing.probe_file import read_probe_facts, read_probes
+from moe.tracing.trace import STACKS, Trace, layer_name
 
 
 class ClassRow(NamedTuple):
-    """Where the tokens of one class go in one layer.
+    """Experts of the tokens of one class in one layer.
 
     Attributes:
         name: Name of the class, e.g. `punctuation`.
@@ -22,7 +39,7 @@ class ClassRow(NamedTuple):
         shares: E shares of the class's tokens; their sum is 1.
         lifts: E ratios of these shares to the experts' shares of all tokens; 1 is no preference.
         p_values: E p-values of the lifts, corrected for the number of cells.
-        entropy: Entropy of the shares in nats; None for no column of it.
+        entropy: Entropy of the shares in nats; None to leave the column out.
     """
 
     name: str
@@ -41,12 +58,12 @@ class LayerClasses(NamedTuple):
 
 
 class SaturationPoint(NamedTuple):
-    """How far a layer's choices were the last checkpoint's, at one step.
+    """Agreement of a layer's choices at one step with those of the last checkpoint.
 
     Attributes:
         key: The layer.
         step: Training step of the checkpoint.
-        value: 1 where all choices are the same, 0 where as many are as by chance.
+        value: 1 if all choices agree, 0 if as many agree as by chance.
     """
 
     key: LayerKey
@@ -55,7 +72,7 @@ class SaturationPoint(NamedTuple):
 
 
 class AblationBar(NamedTuple):
-    """What an expert's ablation does to the loss.
+    """Effect of an expert's ablation on the loss.
 
     Attributes:
         key: The layer.
@@ -63,8 +80,8 @@ class AblationBar(NamedTuple):
         effect: Change of the loss in nats per token; above 0 the model needs the expert.
         low: Lower end of its interval.
         high: Upper end of its interval.
-        verdict: What was shown, in words.
-        edit: What was done to the expert, e.g. `drop`.
+        verdict: Conclusion in words.
+        edit: Name of the intervention, e.g. `drop`.
     """
 
     key: LayerKey
@@ -85,35 +102,216 @@ def check_statistics(
     """Raises a ConfigError unless the statistics are of layers and experts of the trace.
 
     Args:
-        trace: What the page shows.
-        classes: Class tables; at most one for each layer.
+        trace: The trace on the page.
+        classes: Class tables.
         saturation: Points of the curves.
         ablation: Bars.
     """
     num_experts = {layer.key: layer.facts.num_experts for layer in trace.layers}
     expected = f"a layer of the trace: {', '.join(map(str, num_experts))}"
-    for name, values in {
-        "classes": classes,
-        "saturation": saturation,
-        "ablation": ablation,
-    }.items():
+    statistics = {"classes": classes, "saturation": saturation, "ablation": ablation}
+    for name, values in statistics.items():
         for value in values:
             check(value.key in num_experts, f"a layer of {name}", value.key, expected)
-
-    # The page has one table for each layer, with a number for each expert.
-    keys = [table.key for table in classes]
-    check(len(set(keys)) == len(keys), "classes", keys, "at most one table for each layer")
-    for table in classes:
-        expected = (
-            f"{num_experts[table.key]} values, one for each expert of {layer_name(table.key)}"
-        )
-        for row in table.rows:
-            for name in ("shares", "lifts", "p_values"):
-                values = getattr(row, name)
-                fits = len(values) == num_experts[table.key]
-                check(fits, f"{name} of the class {row.name!r}", list(values), expected)
 
     for bar in ablation:
         largest = num_experts[bar.key] - 1
         expected = f"an expert of {layer_name(bar.key)}, from 0 to {largest}"
         check(0 <= bar.expert <= largest, "expert of an ablation", bar.expert, expected)
+
+
+def view_classes(
+    trace: Trace, tokenizer: PreTrainedTokenizerFast, *, num_permutations: int = 1000, seed: int = 0
+) -> list[LayerClasses]:
+    """Returns class tables of every layer: classes of tokens, and kinds of text if there are several.
+
+    The decoder's classes are those of its input tokens.
+
+    Args:
+        trace: A trace of the model.
+        tokenizer: The model's.
+        num_permutations: Number of shuffles behind each p-value.
+        seed: Seed of the shuffles.
+
+    Raises:
+        DataError: When the tokenizer is not the model's or marks no words.
+    """
+    has_p_values = trace.document.unique().numel() >= LEAST_DOCUMENTS
+    tables = []
+    for stack in STACKS:
+        part = trace.stack(stack)
+        if not part.layers:
+            continue
+        document = trace.document[part.example]
+        groups = [classify(part, tokenizer)]
+        if len(trace.facts.domains) > 1:
+            groups.append(domain_classes(trace, stack))
+
+        rows: dict[LayerKey, list[ClassRow]] = {layer.key: [] for layer in part.layers}
+        for classes in groups:
+            # All layers of a stack are shuffled alike, so that p-values hold for all of them jointly.
+            p_values: dict[LayerKey, list[list[float]]] = {}
+            if has_p_values:
+                places = token_places(trace, stack)
+                tests = specialization_test(
+                    part.layers, classes, places, num_permutations=num_permutations, seed=seed
+                )
+                p_values = {test.layer: test.p_value.tolist() for test in tests}
+
+            for layer in part.layers:
+                table = class_table(layer, classes)
+                unknown = [[math.nan] * layer.facts.num_experts] * len(classes.names)
+                p_values_of_layer = p_values.get(layer.key, unknown)
+                for number, name in enumerate(classes.names):
+                    entropy = class_entropy(layer, classes.members[number], document)
+                    rows[layer.key].append(
+                        ClassRow(
+                            name=name,
+                            num_tokens=int(table.tokens[number]),
+                            shares=table.share[number].tolist(),
+                            lifts=table.lift[number].tolist(),
+                            p_values=p_values_of_layer[number],
+                            entropy=Estimate(entropy.value, entropy.low, entropy.high),
+                        )
+                    )
+        tables += [LayerClasses(key, of_layer) for key, of_layer in rows.items()]
+    return tables
+
+
+def view_saturation(folder: Path) -> list[SaturationPoint]:
+    """Returns the agreement of the choices of a training run with those of its last probe.
+
+    Args:
+        folder: The folder `probe` of a run.
+
+    Raises:
+        DataError: When it has fewer than two probes, or one is damaged.
+    """
+    facts = read_probe_facts(folder)
+    num_experts: dict[LayerKey, int] = {
+        (layer.stack, layer.layer): layer.num_experts for layer in facts.layers
+    }
+
+    # The first column of a probe's choices is the first choice.
+    snapshots = []
+    for probe in read_probes(folder):
+        snapshots.append(
+            Snapshot(
+                step=probe.step,
+                inputs_fingerprint=facts.text_fingerprint,
+                num_experts=num_experts,
+                first={key: choices[:, 0] for key, choices in probe.choices.items()},
+                choices=probe.choices,
+            )
+        )
+    points = []
+    for point in saturation_curve(snapshots):
+        points.append(SaturationPoint(point.layer, point.step, point.first.corrected))
+    return points
+
+
+def ablation_bars(ablation: Ablation) -> list[AblationBar]:
+    """Returns the effect of each expert's ablation, the largest first."""
+    effects = expert_effects(ablation)
+    purposes = {}
+    for top in top_effects(ablation, n=len(effects)):
+        purposes[top.effect.key, top.effect.expert] = f"for: {top.purpose}"
+
+    # Every expert, even without a significant effect.
+    bars = []
+    for effect in effects:
+        verdict = purposes.get((effect.key, effect.expert), "no effect was shown")
+        bars.append(
+            AblationBar(
+                effect.key,
+                effect.expert,
+                *effect.effect,
+                verdict=verdict,
+                edit=ablation.intervention,
+            )
+        )
+    bars.sort(key=lambda bar: bar.effect, reverse=True)
+    return bars
+
+
+_ADVICE = "Make it again: `stmoe inspect ablate`."
+
+
+class _Effect(BaseModel, frozen=True):
+    """An `AblationBar`; None for an end of its interval that is not known."""
+
+    stack: Stack
+    layer: int
+    expert: int
+    effect: float
+    low: float | None
+    high: float | None
+    verdict: str
+
+
+class _Ablation(BaseModel, frozen=True):
+    """The fields that the view reads; the others are for people."""
+
+    intervention: str
+    inputs_fingerprint: str
+    effects: list[_Effect]
+
+
+def write_ablation(ablation: Ablation, trace: Trace, path: Path, command: str = "") -> None:
+    """Writes an ablation on the examples of a trace, whole or not at all; experts count from 0."""
+    effects = []
+    for bar in ablation_bars(ablation):
+        stack, layer = bar.key
+        fields = bar._asdict()
+        del fields["key"], fields["edit"]
+        effects.append({"stack": stack, "layer": layer, **fields})
+
+    verdicts = []
+    for verdict in class_verdicts(ablation):
+        stack, layer = verdict.key
+        fields = verdict._asdict()
+        kept = {name: fields[name] for name in ("expert", "token_class", "num_tokens")}
+        answer = {"effect": verdict.effect.value, "answer": verdict.answer}
+        verdicts.append({"stack": stack, "layer": layer, **kept, **answer})
+
+    # JSON has no infinity: an end that is not known is null.
+    content = {
+        "intervention": ablation.intervention,
+        "loss": ablation.loss,
+        "num_targets": ablation.num_targets,
+        "num_documents": ablation.num_documents,
+        "inputs_fingerprint": trace.facts.inputs_fingerprint,
+        "model": trace.facts.model,
+        "command": command,
+        "effects": effects,
+        "verdicts": verdicts,
+    }
+    write_text(path, json.dumps(to_json(content), indent=1) + "\n")
+
+
+def read_ablation(path: Path, trace: Trace) -> list[AblationBar]:
+    """Returns the effects of an ablation of the examples of a trace.
+
+    Raises:
+        DataError: When the file is not an ablation, or is of other examples.
+    """
+    content = read_record(path, _Ablation, advice=_ADVICE)
+    if content.inputs_fingerprint != trace.facts.inputs_fingerprint:
+        raise DataError(
+            f"{path} is of inputs {content.inputs_fingerprint[:12]}, the trace of "
+            f"{trace.facts.inputs_fingerprint[:12]}. {_ADVICE}"
+        )
+    bars = []
+    for effect in content.effects:
+        bars.append(
+            AblationBar(
+                key=(effect.stack, effect.layer),
+                expert=effect.expert,
+                effect=effect.effect,
+                low=-math.inf if effect.low is None else effect.low,
+                high=math.inf if effect.high is None else effect.high,
+                verdict=effect.verdict,
+                edit=content.intervention,
+            )
+        )
+    return bars

@@ -58,7 +58,7 @@ class Stage(NamedTuple):
         return None
 
     def made(self, folder: Path) -> bool:
-        """Returns whether the model in a folder is that of this run."""
+        """Returns whether this run made the model in a folder."""
         run = self.path.absolute().parent
         return folder.absolute() in (run / "model", run / "best/model")
 
@@ -71,7 +71,7 @@ def read_stages(arguments: Sequence[str]) -> list[Stage]:
 
     Raises:
         ConfigError: When one has no name or no file, or two have the same name.
-        DataError: When a file is no metrics.jsonl of one run; names the line.
+        DataError: When a file is not the metrics.jsonl of one run; names the line.
     """
     stages: dict[str, Stage] = {}
     for argument in arguments:
@@ -128,7 +128,7 @@ def _read_metrics(path: Path) -> list[Line]:
 # ---------------------------------------------------------------------------
 # An evaluation
 
-# In percent, and down to -100 for a correlation; what is beyond is damage, but for rounding.
+# In percent, down to -100 for a correlation; values beyond the range (except for rounding) are damage.
 Percent = Annotated[float, Field(ge=-100.001, le=100.001)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -149,7 +149,7 @@ class Score(BaseModel, frozen=True):
 
 
 class SystemScores(BaseModel, frozen=True):
-    """What a system, i.e. a model or a baseline, scored in one way of answering."""
+    """Scores of a system, i.e. a model or a baseline, in one mode of answering."""
 
     name: str
     mode: str
@@ -182,7 +182,7 @@ class FailedTask(BaseModel, frozen=True):
 
 
 class Evaluation(BaseModel, frozen=True):
-    """What a page shows of the report.json of `python -m eval run`; its other fields are not read."""
+    """The fields of the report.json of `python -m eval run` that the page shows."""
 
     models: dict[str, EvaluatedModel]
     tasks: list[TaskScores]
@@ -191,7 +191,7 @@ class Evaluation(BaseModel, frozen=True):
 
 
 def read_evaluation(path: Path) -> Evaluation:
-    """Returns an evaluation as the page shows it.
+    """Returns the evaluation in a report.json.
 
     Args:
         path: Its report.json, or the folder that contains it.

@@ -1,4 +1,4 @@
-"""Sentences of the page on routers: each is made from numbers of a trace, of metrics or of an evaluation."""
+"""Sentences of the page on routers, from the numbers of a trace, of metrics or of an evaluation."""
 
 import math
 
@@ -14,7 +14,7 @@ _LARGEST_EXPONENT = 700.0  # of e, below the largest float
 
 
 def size_sentence(config: STMoEConfig) -> str:
-    """Returns what the model is."""
+    """Returns the sizes of the model as a sentence."""
     if config.expert_capacity is not None:
         capacity = f"{config.expert_capacity} slots of an expert in each {config.capacity_scope}"
     else:
@@ -35,7 +35,7 @@ def _capacity_factor(factor: float | None) -> str:
 
 def batches_sentence(source: SpanCorruptionSource, num_batches: int) -> str:
     """Returns how many batches were traced, and how much of the text they cover."""
-    # Examples repeat, under other masks, once all chunks of the text were used.
+    # Examples repeat with other masks once all chunks of the text are used.
     num_examples = num_batches * source.batch_size
     num_chunks = source.num_examples
     coverage = f"{num_examples:,} of the {num_chunks:,} examples that this text gives, each once"
@@ -105,7 +105,7 @@ def _held_out(line: Line) -> str:
 
 
 def loss_sentence(line: Line) -> str:
-    """Returns what a held-out loss on text means, in numbers of equally likely tokens."""
+    """Returns a held-out loss on text as a number of equally likely tokens."""
     loss = line["heldout/text_loss"]
     if not math.isfinite(loss):
         return "That is no finite number."
@@ -142,8 +142,8 @@ def model_sentences(fingerprint: str, evaluation: Evaluation) -> list[str]:
 
 
 def system_comparisons(task: TaskScores) -> list[str]:
-    """Returns how the first system differs, in its first metric, from those that answered as it did
-    and from the baselines.
+    """Returns how the first system's first metric differs from the baselines and from systems with the
+    same mode of answering.
     """
     first = task.systems[0]
     ours = first.scores[0]
@@ -153,7 +153,7 @@ def system_comparisons(task: TaskScores) -> list[str]:
         if other.mode not in (first.mode, "baseline") or theirs.metric != ours.metric:
             continue
 
-        # Without intervals nothing can be said.
+        # Scores without intervals cannot be compared.
         overlap = ours.overlaps(theirs)
         if overlap is None or ours.value is None or theirs.value is None:
             continue

@@ -1,6 +1,6 @@
-"""report.html: what the routers of a model did on a text, how it was trained, and how well it answers.
+"""report.html: the routing of a model on a text, its training, and its evaluation.
 
-A panel whose numbers were not given is left out.
+Panels without data are left out.
 """
 
 import math
@@ -36,7 +36,7 @@ from moe.sparse.stats import summarize
 from moe.tracing.trace import layer_name
 
 GENERATOR = "stmoe inspect_router"
-"""Tells a page of this library from other HTML files."""
+"""Marks a page of this library among HTML files."""
 
 # Tokens listed for an expert; fewer where the page would be too long to read.
 _LISTED_TOKENS = 12
@@ -72,8 +72,8 @@ def write_report(
         tokenizer: Names the tokens.
         counts: Counts of the tokens of held-out batches.
         folder: Folder of the model.
-        fingerprint: Tells the model's files from those of others; an evaluation has the same one.
-        facts: Names and texts of what was traced, in which `names` in backquotes are set as code.
+        fingerprint: Identifies the model's files; an evaluation records the same one.
+        facts: Names and texts about the trace; `names` in backquotes are set as code.
         recipe_text: The recipe of the model's run; empty where none is known.
         corpus_table: Documents, characters and licences of the corpus.
         stages: Metrics of runs; may be empty.
@@ -122,7 +122,7 @@ def _cards(
     counts: RoutingCounts, folder: Path, stages: Sequence[Stage], evaluation: Evaluation | None
 ) -> list[tuple[str, str]]:
     """Returns the most important numbers of routers, training and evaluation, each with its meaning."""
-    # Routers: of all layers together, and of the worst.
+    # Routers: all layers together, and the worst one.
     summaries = [summarize(layer.stats) for layer in counts]
     num_experts = sum(layer.first_choice.shape[1] for layer in counts)
     num_dead = sum(summary["dead_experts"] for summary in summaries)
@@ -162,7 +162,7 @@ def _cards(
 
 
 def _sentinel_row(tokenizer: PreTrainedTokenizerFast, layer: LayerCounts) -> list[str]:
-    """Returns how many sentinels and text tokens a layer saw, and over how many experts they spread."""
+    """Returns the number of sentinels and text tokens of a layer, and over how many experts they spread."""
     # Sentinels have the highest ids; text is below them, without the special tokens.
     counts = layer.first_choice  # [V, E]
     ids = SpecialIds.of(tokenizer)
@@ -208,7 +208,7 @@ def _expert_rows(
 
 def _run(config: STMoEConfig, folder: Path, stage: Stage) -> Mapping[str, object]:
     """Returns the figures of a run and its last measurements, as the template reads them."""
-    # The traced model tells how many experts there are; another run may have others.
+    # The number of experts is known only for the run of the traced model.
     made_model = stage.made(folder)
     figures = []
     losses = _curves(stage.lines, _LOSSES)

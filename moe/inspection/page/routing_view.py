@@ -1,6 +1,6 @@
-"""The routing view: one interactive page on where the tokens of a text went.
+"""The routing view: one interactive page on the routing of a text.
 
-It needs no other file and no network, and shows itself in a notebook.
+It needs no other file and no network, and notebooks display it.
 """
 
 import base64
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from moe.checks import check, check_integer
+from moe.checks import check_integer
 from moe.errors import DataError
 from moe.files import output_path, write_text
 from moe.inspection.figures import COLOURS
@@ -60,14 +60,12 @@ _FRAME_HEIGHT = 860  # pixels, in a notebook
 # length; and the tokens of an example below which its start is not worth showing.
 _PROBED_EXAMPLES = 16
 _MARGIN = 0.99
-_SHRINKING = 0.9
-_WORTH_GROWING = 1.05
 _FEWEST_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class RoutingView:
-    """A page; in a notebook it shows itself.
+    """A page, which notebooks display.
 
     Attributes:
         html: The whole page.
@@ -79,10 +77,10 @@ class RoutingView:
         """Writes the page, whole or not at all, and returns where it is.
 
         Args:
-            path: The .html file; one that is there is replaced.
+            path: The .html file; an existing one is replaced.
 
         Raises:
-            ConfigError: When it is no path of an .html file, or lies in a folder that is finished.
+            ConfigError: When it is not the path of an .html file, or lies in a finished folder.
         """
         page = output_path(path, suffix=".html", option="path")
         write_text(page, self.html)
@@ -108,19 +106,19 @@ def routing_view(
     title: str = "",
     most_bytes: int = MOST_BYTES,
 ) -> RoutingView:
-    """Returns the page on a trace; a panel whose numbers are not given is left out.
+    """Returns the page on a trace; panels without data are left out.
 
-    As many examples are shown as fit, evenly chosen; tables and totals are of all.
+    It shows as many evenly chosen examples as fit; tables and totals cover all of them.
 
     Args:
-        trace: What the model did; recorded with `num_best` it has probabilities to show.
+        trace: Trace of the model; with `num_best` it also has probabilities to show.
         tokenizer: Names the tokens.
-        other: What another model did with the same text, to show beside it.
+        other: Trace of another model on the same text, to show beside it.
         matching: For layers of the other model, the number that each expert has in the first model,
-            -1 for none. Without it experts of the same number are the same.
+            -1 for none. By default experts of the same number correspond.
         classes: Class by expert.
-        saturation: How choices approached those of the last checkpoint.
-        ablation: What the ablation of experts does to the loss, in the order to be shown.
+        saturation: Agreement of choices with those of the last checkpoint.
+        ablation: Effects of the ablation of experts on the loss, in display order.
         title: Heading of the page; by default it names the model.
         most_bytes: Largest size of the page.
 
@@ -129,7 +127,7 @@ def routing_view(
         DataError: When there is no sparse layer, the other model read another text, or not even the
             start of one example fits.
     """
-    # What can be refused before anything is built.
+    # Refuse what can be refused before anything is built.
     check_integer("most_bytes", most_bytes, least=1)
     if not trace.layers:
         raise DataError(
@@ -139,9 +137,8 @@ def routing_view(
     matching = matching or {}
     if other is not None:
         _check_same_text(trace, other)
-    _check_matching(trace, other, matching)
 
-    # What is counted over all tokens; a table without rows, and a point without a value, show nothing.
+    # Totals over all tokens; tables without rows and points without a value are left out.
     traces = [trace] if other is None else [trace, other]
     models = [model_totals(trace, {})]
     if other is not None:
@@ -165,7 +162,7 @@ def routing_view(
     }
     panels = [name for name, content in contents.items() if content]
 
-    # Only this script may run, and nothing may be loaded.
+    # The page may run only this script, and load nothing.
     templates = files("moe.inspection").joinpath("templates")
     script = "".join(templates.joinpath(name).read_text(encoding="utf-8") for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -200,7 +197,7 @@ def _title(traces: Sequence[Trace]) -> str:
 
 
 def _facts(trace: Trace) -> list[tuple[str, str]]:
-    """Returns names and texts of what is known of a trace."""
+    """Returns the known facts of a trace as names and texts."""
     facts = trace.facts
     layers = []
     for layer in trace.layers:
@@ -220,7 +217,7 @@ def _facts(trace: Trace) -> list[tuple[str, str]]:
         ("recorded by", facts.command),
         ("with", f"stmoe {facts.library}"),
     ]
-    # An unknown fact has no row.
+    # Unknown facts have no row.
     return [(name, printable(text)) for name, text in rows if text]
 
 
@@ -238,22 +235,6 @@ def _check_same_text(trace: Trace, other: Trace) -> None:
             f"examples with the hashes {trace.facts.inputs_fingerprint[:12]} and "
             f"{other.facts.inputs_fingerprint[:12]}. Trace both with the same examples and the same tokenizer."
         )
-
-
-def _check_matching(
-    trace: Trace, other: Trace | None, matching: Mapping[LayerKey, Sequence[int]]
-) -> None:
-    """Raises a ConfigError unless each layer of a matching has a number for each expert."""
-    known = {} if other is None else {layer.key: layer.facts for layer in other.layers}
-    firsts = {layer.key: layer.facts for layer in trace.layers}
-    for key, numbers in matching.items():
-        expected = "layers of `other` that `trace` has too"
-        check(key in known and key in firsts, "a layer of matching", key, expected)
-        largest = firsts[key].num_experts - 1
-        num_experts = known[key].num_experts
-        fits = len(numbers) == num_experts and all(-1 <= number <= largest for number in numbers)
-        expected = f"{num_experts} numbers from -1 to {largest}, one for each expert of {layer_name(key)} of `other`"
-        check(fits, f"matching of {key}", list(numbers), expected)
 
 
 # ---------------------------------------------------------------------------
@@ -280,26 +261,18 @@ def _fitting_page(render: Callable[[Shown], str], trace: Trace, most_bytes: int)
             "most_bytes, or fewer classes, steps or bars."
         )
 
-    # The size of one choice says how many examples there is room for.
-    best = None
-    most_fitting = 0
-    too_many = num_examples + 1
+    # The size of a few examples says how many there is room for; some are longer than others.
     number = min(_PROBED_EXAMPLES, num_examples)
-    while number > most_fitting:
+    is_probe = True
+    while number:
         examples = torch.arange(number) * num_examples // number
         page = render(Shown(examples.tolist(), None))
         size = len(page.encode())
-        estimate = int(_MARGIN * room * number / (size - bare_size))
-        if size <= most_bytes:
-            best = page
-            most_fitting = number
-            is_close = estimate < _WORTH_GROWING * number
-            number = 0 if is_close else min(estimate, num_examples, too_many - 1)
-        else:
-            too_many = number
-            number = min(estimate, int(_SHRINKING * number))
-    if best is not None:
-        return best
+        estimate = min(num_examples, int(_MARGIN * room * number / (size - bare_size)))
+        if size <= most_bytes and not (is_probe and estimate > number):
+            return page
+        number = estimate if is_probe else min(estimate, number - 1)
+        is_probe = False
 
     # The start of the first example.
     most_tokens = max(int(trace.stack(stack).starts[1]) for stack in STACKS)

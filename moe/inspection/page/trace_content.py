@@ -1,12 +1,13 @@
-"""From a trace to the JSON that the script of the routing view reads.
+"""Converts a trace to the JSON that the script of the routing view reads.
 
-Totals are of all tokens; only tokens that are shown one by one may be fewer. Their numbers are
-packed: one byte each mostly, in base64. templates/view_data.js unpacks them.
+Totals cover all tokens; not all tokens may be shown one by one. Their numbers are packed, mostly one
+byte each, in base64; templates/view_data.js unpacks them.
 """
 
 import base64
 import json
 import math
+import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,10 +18,72 @@ from einops import rearrange
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from moe.inspection.page.visible_text import START, visible_tokens
 from moe.parsing import printable
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import ACCEPTED, NOT_REQUESTED, STACKS, LayerTrace, StackTrace, Trace
+
+START = -1
+"""Stands for the first token of a decoder, which has the id of padding."""
+
+_START_NAME = "<start>"
+_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark
+_SPACE = "\N{OPEN BOX}"
+_MOST_CHARACTERS = 200
+
+# Control, format, surrogate, private and unassigned characters; separators.
+_UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"}
+
+
+def visible_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """Returns tokens as texts; one that begins a word begins with a space.
+
+    Args:
+        tokenizer: Names the tokens; an id that it does not know is shown as a number.
+        ids: Token ids, or START.
+    """
+    texts = []
+    for token_id in ids:
+        if token_id == START:
+            texts.append(_START_NAME)
+            continue
+
+        # A model may have more ids than its tokenizer has tokens.
+        known = token_id < len(tokenizer)
+        name = tokenizer.convert_ids_to_tokens(token_id) if known else None
+        texts.append(f"<id {token_id}>" if name is None else visible_text(str(name)))
+    return texts
+
+
+def visible_text(token: str) -> str:
+    """Returns a token with every character made visible.
+
+    A mark at the start of a word becomes a space; spaces elsewhere, control characters and those
+    that change the direction of a text become symbols; a combining character that comes first gets
+    a dotted circle as its base.
+    """
+    begins_word = token.startswith(_WORD_START) and token != _WORD_START
+    characters = token[1:] if begins_word else token
+    text = "".join(map(_visible_character, characters[:_MOST_CHARACTERS]))
+    if len(characters) > _MOST_CHARACTERS:
+        text += "…"
+
+    if not text:
+        text = "⟨empty⟩"
+    if unicodedata.category(text[0]).startswith("M"):
+        text = "◌" + text
+    return " " + text if begins_word else text
+
+
+def _visible_character(character: str) -> str:
+    code = ord(character)
+    if character in (" ", _WORD_START):
+        return _SPACE
+    if code < 0x20:
+        return chr(0x2400 + code)  # the block of control pictures
+    if unicodedata.category(character) in _UNSEEN:
+        return f"⟨U+{code:04X}⟩"
+    return character
+
 
 Json = dict[str, Any]
 """An object of the page's JSON; docstrings list its fields."""
@@ -44,11 +107,11 @@ _ESCAPED = {
 
 
 class Shown(NamedTuple):
-    """Which tokens are shown one by one.
+    """Tokens that are shown one by one.
 
     Attributes:
         examples: Numbers of the examples.
-        most_tokens: The first tokens of each that are shown, in each stack; None for all.
+        most_tokens: Number of first tokens of each that are shown, in each stack; None for all.
     """
 
     examples: Sequence[int]
@@ -65,10 +128,10 @@ def shown_content(
     tokenizer: PreTrainedTokenizerBase,
     shown: Shown,
 ) -> Json:
-    """Returns the tokens that are shown, and what the layers of one or two models did with them.
+    """Returns the shown tokens, and their routing in the layers of one or two models.
 
-    `texts` and `ids` are of distinct tokens, `stacks` refer to them. `examples` are numbers from 0;
-    `documents` and `domains` are of these examples. `models` are the totals with `tokens` beside.
+    `texts` and `ids` list distinct tokens, to which `stacks` refer. `examples` are numbers from 0,
+    with their `documents` and `domains`. `models` are the totals, with `tokens` added.
 
     Args:
         traces: One trace per model, of the same text.
@@ -87,7 +150,7 @@ def shown_content(
     if isinstance(pad_id, int):
         ids["decoder"] = ids["decoder"].masked_fill(ids["decoder"] == pad_id, START)
 
-    # Each distinct token has its text once.
+    # Each distinct token is listed once.
     used = torch.cat([ids["encoder"], ids["decoder"], targets]).unique()  # [T]
     stacks = []
     for name in STACKS:
@@ -142,11 +205,11 @@ def _shown_lengths(stack: StackTrace, shown: Shown) -> Tensor:
 
 
 def _layer_tokens(layer: LayerTrace, rows: Tensor) -> Json:
-    """Returns what a layer did with <int64>[N] rows of its stack, R requested choices together.
+    """Returns the routing of <int64>[N] rows of a layer's stack, with R requested choices in all.
 
-    - num_choices: [N] choices of each token that were requested.
-    - expert: [R] their experts; of each token the first choice first.
-    - weight: [R] 0 for refused; else 1 + 254 of the combine weight over `largest_weight`.
+    - num_choices: [N] number of requested choices of each token.
+    - expert: [R] their experts; the first choice of each token comes first.
+    - weight: [R] 0 if refused; else 1 + 254 times the combine weight over `largest_weight`.
     - num_best: M; 0 where no probabilities were recorded.
     - best_expert: [N * M] experts of highest probability, the highest first.
     - best_prob: [N * M] their probabilities, 255 for 1.
@@ -156,7 +219,7 @@ def _layer_tokens(layer: LayerTrace, rows: Tensor) -> Json:
     gate = layer.gate[rows]  # [N, K]
     requested = state != NOT_REQUESTED
 
-    # Of each token first the first choice, then the other requests in their order.
+    # The first choice of each token, then its other requests in their order.
     is_other = (expert != layer.first[rows, None]).long()  # [N, K]
     order = (is_other + 2 * ~requested).argsort(dim=1, stable=True)  # [N, K]
     expert = expert.gather(1, order)
@@ -187,10 +250,10 @@ def _layer_tokens(layer: LayerTrace, rows: Tensor) -> Json:
 
 
 def model_totals(trace: Trace, matching: Mapping[LayerKey, Sequence[int]]) -> Json:
-    """Returns what the layers of a model did with all tokens.
+    """Returns the totals of a model's layers over all tokens.
 
     Args:
-        trace: What the model did.
+        trace: Trace of the model.
         matching: For its layers, the number that each expert has in the first model, -1 for none.
     """
     layers = []
@@ -225,9 +288,9 @@ def model_totals(trace: Trace, matching: Mapping[LayerKey, Sequence[int]]) -> Js
 
 
 def _flow(layer: LayerTrace, next_layer: LayerTrace) -> Json:
-    """Returns how tokens flow from first choices in a layer to those in the next.
+    """Returns the flow of tokens from first choices in a layer to those in the next.
 
-    - nodes, next_nodes: Experts of each layer that have a node; -1 is all others, -2 no expert.
+    - nodes, next_nodes: Experts of each layer with a node; -1 is all others, -2 no expert.
     - counts: Tokens from each node to each.
     - next_experts: For each expert of the first layer the most frequent next ones, with counts.
     """
@@ -291,7 +354,7 @@ def _nodes(layer: LayerTrace) -> list[int]:
 
 
 def _node_of(nodes: list[int], num_experts: int) -> Tensor:
-    """Returns <int64>[E + 1]: the index of each expert's node, last of no expert."""
+    """Returns <int64>[E + 1]: the index of each expert's node; the last is for no expert."""
     rest = nodes.index(_REST) if _REST in nodes else 0
     node_of = torch.full((num_experts + 1,), rest)
     for index, node in enumerate(nodes):
@@ -303,7 +366,7 @@ def _node_of(nodes: list[int], num_experts: int) -> Tensor:
 def agreements(
     trace: Trace, other: Trace, matching: Mapping[LayerKey, Sequence[int]]
 ) -> list[Json]:
-    """Returns how two models agree on first choices, in the layers that both have.
+    """Returns how far two models agree on first choices in their common layers.
 
     `same` of `num_tokens` have the same expert; `by_chance` is the share that would if the choices
     of the models were independent.
@@ -312,7 +375,7 @@ def agreements(
         trace: Trace of the first model.
         other: Trace of the second model on the same text.
         matching: For layers of the second, the number that each expert has in the first, -1 for
-            none; layers that it lacks have the same numbers.
+            none; experts of layers not listed have the same numbers.
     """
     layers = {layer.key: layer for layer in trace.layers}
     rows = []
@@ -325,7 +388,7 @@ def agreements(
         shares = counts.sum(dim=1).double() / max(1, num_tokens)  # [E + 1]
         other_shares = counts.sum(dim=0).double() / max(1, num_tokens)  # [F]
 
-        # Over experts that are the same in both.
+        # Experts that correspond in both models.
         same = 0
         by_chance = 0.0
         for expert, number in enumerate(matching.get(second.key, range(len(other_shares)))):
@@ -373,7 +436,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         value = getattr(value, "_asdict")()  # noqa: B009
 
-    # What holds other values; arrays, tensors and their numbers become Python's.
+    # Arrays, tensors and their numbers become Python's; containers are converted recursively.
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         value = value.tolist()
     if isinstance(value, dict):
@@ -381,7 +444,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return list(map(_plain, value))
 
-    # On a page more digits would be noise.
+    # More digits would be noise on a page.
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     return value

@@ -1,4 +1,4 @@
-"""Which experts go together: in one layer, and from one layer to the next.
+"""Which experts are chosen together: in one layer, and from one layer to the next.
 
 Comes after permutations.py and contingency.py.
 """
@@ -33,9 +33,9 @@ class Coactivation(NamedTuple):
 
     Attributes:
         layer: Its stack and number.
-        counts: <int64>[E, E] tokens that asked for both experts; on the diagonal, for the one.
-        share: <float64>[E, E] of the tokens that asked for the row's expert, those that asked for the
-            column's too; NaN in the row of an expert that none asked for.
+        counts: <int64>[E, E] tokens that request both experts; on the diagonal, that one.
+        share: <float64>[E, E] share of the tokens requesting the row's expert that also request the
+            column's; NaN in the row of an expert that no token requests.
         preference: <float64>[E, E] counts over what experts that combine at random, each as often as
             it does, would have; 1 is no preference, NaN on the diagonal and for experts in no pair.
         even_share: (K - 1) / (E - 1): the share at even load without preference.
@@ -114,9 +114,9 @@ class Flow(NamedTuple):
         next_layer: The other's.
         counts: <int64>[E, E'] tokens by their first choices in both.
         share: <float64>[E, E'] P(j in the next layer | i in this one); NaN in the row of an expert
-            that none chose.
+            that no token chose.
         mutual_information: In nats.
-        information: Share of the entropy of the next layer's routing that this one's tells: I / H.
+        information: Share of the entropy of the next layer's routing that this one's explains: I / H.
             NaN where the next layer has one expert.
         chance: Its mean over shuffles.
         p_value: Share of shuffles with as much.
@@ -145,7 +145,7 @@ def layer_flows(
     Args:
         stack: The stack's part of a trace.
         places: Positions of its tokens, see `token_places`.
-        null: What is exchanged; see `moe.inspection.statistics.permutations`.
+        null: Null hypothesis; see `moe.inspection.statistics.permutations`.
         num_permutations: Shuffles.
         seed: Seed of the shuffles.
 
@@ -173,7 +173,7 @@ def layer_flows(
         )
         tables = torch.stack([table[:-1] for (table,) in draws])  # [R, E, E']
 
-        # What the row, this layer's expert, tells of the column.
+        # How much the row, this layer's expert, explains of the column.
         information = normalized_information(tables.mT).round(decimals=12)
         p_value = share_at_least(information, information[:1])
 

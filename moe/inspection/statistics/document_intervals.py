@@ -3,7 +3,7 @@
 Comes before `ablation_table`. Tokens of a document depend on each other, so a document is the unit.
 
 Why t and not a bootstrap: a claim about one of hundreds of cells needs a confidence far beyond 95 %,
-which takes a bootstrap many thousands of draws; and with few documents its intervals are too narrow.
+for which a bootstrap needs many thousands of draws; and with few documents its intervals are too narrow.
 The t interval assumes that document means are nearly normal. Changes of loss are skewed to the right,
 so with few documents its upper end is too low and its lower end is safe: effects are not claimed too
 often, but may be ruled out too often.
@@ -36,7 +36,7 @@ class Estimate(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """Estimates, and what their intervals are made of.
+    """Estimates with standard errors, from which their intervals follow.
 
     Attributes:
         value: <float64>[...] NaN where there is no token.
@@ -62,11 +62,11 @@ class Estimates(NamedTuple):
 
 
 class TokenSums(NamedTuple):
-    """Sums over some tokens of each of G documents, that a mean is made of.
+    """Sums over some tokens of each of G documents, of which a mean is computed.
 
     Attributes:
         sums: <float64>[..., G].
-        counts: <float64>[..., G] tokens, of a shape that fits.
+        counts: <float64>[..., G] number of tokens, of a broadcastable shape.
     """
 
     sums: Tensor
@@ -79,10 +79,10 @@ def mean_over_tokens(tokens: TokenSums) -> Estimates:
 
 
 def difference_of_means(a: TokenSums, b: TokenSums) -> Estimates:
-    """Returns the mean over the tokens of `a` less that of `b`, which are of the same documents.
+    """Returns the mean over the tokens of `a` minus that of `b`, which are of the same documents.
 
-    What a document has in common in both cancels. The degrees of freedom are those of the one that
-    fewer documents hold tokens of.
+    Effects of a document that both share cancel. The degrees of freedom are those of the set with
+    tokens in fewer documents.
     """
     num_documents = torch.minimum((a.counts > 0).sum(dim=-1), (b.counts > 0).sum(dim=-1))
     return _jackknife(_leave_one_out(a) - _leave_one_out(b), num_documents)
@@ -119,7 +119,7 @@ def _jackknife(values: Tensor, num_documents: Tensor) -> Estimates:
 
     Args:
         values: The mean over all documents, then without each one.
-        num_documents: <int64>[...] documents that the spread is known from.
+        num_documents: <int64>[...] documents from which the spread is estimated.
     """
     value = values[..., 0]
     num_documents = num_documents.expand(value.shape)

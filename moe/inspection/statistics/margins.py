@@ -1,4 +1,4 @@
-"""How close choices are: the gap to the next expert, and what noise changes."""
+"""How close choices are: the gap to the next expert, and how many choices noise changes."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ VARIANCES = (0.25, 0.5, 1.0, 2.0)
 
 
 class Margins(NamedTuple):
-    """The gap in probability between the last expert that a token may have and the next one.
+    """The gap in probability between the last expert that a token may choose and the next one.
 
     Attributes:
         layer: Stack and number.
@@ -70,14 +70,14 @@ def choice_margins(layer: LayerTrace) -> Margins:
 
 
 class NoiseStability(NamedTuple):
-    """What noise at the input of one layer's router changes.
+    """How many choices noise at the input of one layer's router changes.
 
     Attributes:
         layer: Stack and number.
         variance: Variance of the noise relative to that of the token's hidden state.
         tokens: Real tokens that were routed.
-        kept: Share of the requests that stay; NaN without requests.
-        first_kept: Share of those tokens whose first choice stays.
+        kept: Share of the requests that stay the same; NaN without requests.
+        first_kept: Share of those tokens whose first choice stays the same.
     """
 
     layer: LayerKey
@@ -161,8 +161,8 @@ def _count_changes(
     args: tuple[Any, ...],
     scores: RouterScores,
 ) -> None:
-    """Adds to the counts what each noise changes: a hook after a router's forward."""
-    # What the router did, and how far its input's numbers spread.
+    """Adds the choices that each noise changes to the counts; a hook after a router's forward."""
+    # The plan without noise, and the standard deviation of the input.
     inputs: RouterInputs = args[0]
     tokens = inputs.tokens
     plan = _assigned(router, scores, inputs)

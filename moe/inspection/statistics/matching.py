@@ -1,7 +1,7 @@
-"""Experts of one model that do the work of another's: matched by the tokens that they share.
+"""Matches the experts of two models by the tokens that they share.
 
-Between seeds and models, experts have no common names. Comes after saturation.py, which compares
-models whose experts have.
+Expert numbers mean nothing across seeds and models. Comes after saturation.py, which compares
+models whose experts correspond by number.
 """
 
 import math
@@ -17,11 +17,11 @@ from moe.tracing.trace import LayerTrace, Trace, layer_name
 
 
 class ExpertMatching(NamedTuple):
-    """The experts of one layer of a model beside those of another.
+    """The experts of one layer of a model matched with those of another model.
 
     Attributes:
         counts: <int64>[E, E'] tokens by their first choices in both.
-        partner: <int64>[E] the other model's expert of each; -1 for none, where it has fewer.
+        partner: <int64>[E] the other model's matching expert; -1 for none, when it has fewer.
         agreement: Share of tokens whose experts are partners; NaN without tokens. Matching makes it
             as large as can be, so that it is above 1 / E by chance, too.
         adjusted_rand: Agreement of the two groupings of tokens beyond chance, whatever the experts

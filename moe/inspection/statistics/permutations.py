@@ -1,4 +1,4 @@
-"""Null distributions: tokens whose experts are shuffled, so that a measure can be compared with chance.
+"""Null distributions: a measure on tokens with shuffled experts, to compare it with chance.
 
 Comes before specialization.py and coactivation.py, which count on shuffled tokens.
 """
@@ -49,7 +49,7 @@ def token_places(trace: Trace, stack: Stack) -> TokenPlaces:
 class Shuffle(ABC):
     """A way to give tokens the experts of other tokens, so that only chance relates them.
 
-    Subclass it for another null: a test assumes that whatever a draw may exchange is exchangeable.
+    Subclass it for another null hypothesis: under it, whatever a draw exchanges is exchangeable.
     """
 
     def __init__(self, places: TokenPlaces) -> None:
@@ -57,15 +57,15 @@ class Shuffle(ABC):
 
     @abstractmethod
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Returns <int64>[N]: for each token, the token whose expert it is given."""
+        """Returns <int64>[N]: for each token, the token whose expert it gets."""
 
 
 class TokenShuffle(Shuffle):
-    """Exchanges tokens within deciles of their position, whatever document they are of.
+    """Exchanges tokens within deciles of their position, regardless of their documents.
 
-    Its null: given the decile, each token is routed for itself. Where tokens of a document are more
-    alike than others, in class and in routing, it takes that for a relation, and its p-values are
-    too small. In 200 simulated traces of 40 documents of 50 tokens without any relation it gave
+    Null hypothesis: given the decile, tokens are routed independently. If tokens of a document are
+    more alike than others, in class and in routing, it mistakes that for a relation, and its
+    p-values are too small. In 200 simulated traces of 40 documents of 50 tokens without any relation it gave
     p <= 0.05 in 60 % where each document had its own mix of classes and its own of experts, in 76 %
     where tokens followed their neighbours; `DocumentShuffle` in 5 % of both.
     """
@@ -88,17 +88,17 @@ class TokenShuffle(Shuffle):
 
 
 class DocumentShuffle(Shuffle):
-    """Exchanges whole documents: a token is given the expert of the token at its place in another.
+    """Exchanges whole documents: a token gets the expert of the token at the same place in another.
 
-    Ten to twenty documents of similar length exchange their places at random. Past the end of the
-    document that a document is given, it takes the one that that is given, and so on: so tokens keep
-    their position, and neighbours in a document stay neighbours.
+    Ten to twenty documents of similar length are permuted at random. Where the document assigned to
+    a document is too short, the one assigned to that continues, and so on: tokens keep their
+    position, and neighbours in a document stay neighbours.
 
-    Its null: a document's routing has nothing to do with that document's text. Within a document
-    tokens may depend on each other as they like, and on their position. With 40 documents its
-    p-values are right; with 12 of unequal lengths up to 12 % were at 0.05 or below. A class that
-    has the same positions in all documents, as the end of texts that were cut to one length, has
-    p = 1: whether experts are for it or for its position cannot be told.
+    Null hypothesis: a document's routing does not depend on its text. Within a document, tokens may
+    depend on each other and on their position. With 40 documents its p-values are right; with 12 of
+    unequal lengths, up to 12 % were at 0.05 or below. A class that has the same positions in all
+    documents, such as the end of texts truncated to one length, has p = 1: experts for the class
+    cannot be told from experts for its position.
     """
 
     def __init__(self, places: TokenPlaces) -> None:
@@ -138,14 +138,14 @@ class DocumentShuffle(Shuffle):
         self._by_circle = self._circle.argsort(kind="stable")
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Returns <int64>[N]: for each token, the one at its place in another document."""
+        """Returns <int64>[N]: for each token, the one at the same place in another document."""
         # Documents change places within their circle.
         key = generator.random(len(self._circle))
         shuffled = np.lexsort((key, self._circle))
         given = np.empty_like(shuffled)
-        given[self._by_circle] = shuffled  # [D] the document whose experts each is given
+        given[self._by_circle] = shuffled  # [D] the document whose experts each gets
 
-        # Where that one is too short, the one that it is given in turn; in the end, itself.
+        # Where that one is too short, the one assigned to it, and so on; in the end, the document itself.
         source = np.empty_like(self._document)
         tokens = np.arange(len(source))
         other = given[self._document]
@@ -208,7 +208,7 @@ def shuffled_tables(
         rows: <int64>[N] row that each token counts in.
         num_rows: R.
         layers: Layers of one stack; their first choices are the columns.
-        shuffle: What is exchanged, in all layers alike.
+        shuffle: The null hypothesis; all layers are shuffled alike.
         num_permutations: Number of shuffles.
         seed: Seed of the shuffles.
 
@@ -222,7 +222,7 @@ def shuffled_tables(
         last = layer.facts.num_experts
         columns.append(np.where(first < 0, last, first))
 
-    # Each token itself, and then each shuffle; counting cells is all that one costs.
+    # First each token itself, then the shuffles; a shuffle costs only the counting of cells.
     generator = np.random.default_rng(seed)
     for number in range(num_permutations + 1):
         source = shuffle.draw(generator) if number else np.arange(len(rows))

@@ -1,4 +1,4 @@
-"""Entropy of the routing of a class of tokens: how many experts share it.
+"""Entropy of the routing of a class of tokens: over how many experts it is spread.
 
 Comes after token_classes.py. Hard counts of first choices, before capacity.
 """
@@ -21,12 +21,12 @@ from moe.tracing.trace import STACKS, LayerTrace, Trace
 
 
 class EntropyEstimate(NamedTuple):
-    """An entropy in nats, and how sure it is.
+    """An entropy in nats with its interval.
 
     Attributes:
         value: With Miller and Madow's correction, (experts - 1) / (2 tokens), and at most ln E; NaN
             without tokens.
-        plug_in: Without it.
+        plug_in: Without the correction.
         low: Lower end of the interval over documents; NaN with fewer than two documents.
         high: Its upper end.
         tokens: Tokens of the class that chose an expert.
@@ -64,7 +64,7 @@ class SentinelEntropy(NamedTuple):
 def sentinel_entropies(
     trace: Trace, tokenizer: PreTrainedTokenizerFast, *, confidence: float = 0.95
 ) -> list[SentinelEntropy]:
-    """Returns how sentinels are routed, and how all tokens are, in each sparse layer.
+    """Returns the routing entropy of sentinels and of all tokens in each sparse layer.
 
     The decoder's tokens are its inputs.
 
@@ -87,7 +87,7 @@ def sentinel_entropies(
         if not part.layers:
             continue
 
-        # Two classes of its tokens: sentinels and all.
+        # Sentinels, and all tokens.
         classes = classify(part, tokenizer, ["sentinel"])
         is_sentinel = classes.of("sentinel")
         is_token = torch.ones_like(is_sentinel)
@@ -143,7 +143,7 @@ def class_entropy(
     by_document.index_add_(0, row, chosen[is_counted])  # [D, E]
     counts = by_document.sum(dim=0)  # [E]
 
-    # The estimate in the middle of its interval, as far as entropies go.
+    # The interval is symmetric, but within the range of entropies.
     value = float(corrected_entropy(counts))
     most = math.log(len(counts))
     half = math.nan

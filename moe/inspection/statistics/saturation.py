@@ -1,6 +1,6 @@
-"""Router saturation: when a router's choices become those that it ends with.
+"""Router saturation: how early in training a router's choices become its final ones.
 
-Measures of two sets of choices, and the curve over a sequence of traces of the same tokens.
+Agreement of two sets of choices, and its curve over a sequence of traces of the same tokens.
 """
 
 import math
@@ -18,15 +18,15 @@ from moe.tracing.trace import Trace
 
 
 class Agreement(NamedTuple):
-    """How much of the choices of tokens is the same in two sets of choices.
+    """How far two sets of choices of the same tokens agree.
 
     Attributes:
         share: Mean over tokens of the experts chosen in both, over those chosen; NaN without tokens.
         chance: What the share would be if experts were drawn evenly: K / E.
         corrected: (share - chance) / (1 - chance): 0 by even chance, 1 for the same choices.
-        load_chance: What it would be if tokens exchanged their choices: above `chance` where a few
-            experts have most of the load, even if no token's choice means anything.
-        load_corrected: The same correction with that; for one choice, Cohen's kappa. NaN where
+        load_chance: What the share would be if tokens exchanged their choices: above `chance` when a
+            few experts have most of the load, even if choices do not depend on tokens.
+        load_corrected: `share` corrected for `load_chance`; for one choice, Cohen's kappa. NaN when
             chance alone gives 1.
     """
 
@@ -38,14 +38,14 @@ class Agreement(NamedTuple):
 
 
 def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
-    """Returns how much of two sets of choices of the same tokens is the same.
+    """Returns how far two sets of choices of the same tokens agree.
 
-    A token that has more choices in one of them counts by the greater number; one that has none in
-    both does not count.
+    If a token has more choices in one set, the larger number counts; tokens without choices in both
+    are left out.
 
     Args:
         a: <any integer>[N] or [N, K] expert of each choice, -1 for none.
-        b: <any integer>[N] or [N, K] the same of the other.
+        b: <any integer>[N] or [N, K] expert of each choice in the other set.
         num_experts: E.
 
     Raises:
@@ -54,7 +54,7 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
     Source:
         OLMoE (arXiv:2409.02060) eq. 5.
     """
-    # Who chose whom.
+    # Experts chosen by each token.
     chosen_a = one_hot_choices(a, num_experts)  # [N, E]
     chosen_b = one_hot_choices(b, num_experts)
     if len(chosen_a) != len(chosen_b):
@@ -88,7 +88,7 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
 
 
 def _corrected(share: float, chance: float) -> float:
-    """Returns (share - chance) / (1 - chance); NaN where chance gives all."""
+    """Returns (share - chance) / (1 - chance); NaN when chance is 1."""
     return (share - chance) / (1 - chance) if chance < 1 else math.nan
 
 
@@ -101,7 +101,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         step: Training step.
-        inputs_fingerprint: Tells the text from others; see `TraceFacts`.
+        inputs_fingerprint: Identifies the text; see `TraceFacts`.
         num_experts: E of each layer.
         first: <any integer>[N] first choices in each layer, -1 for none.
         choices: <any integer>[N, K] all choices; the first ones alone where no more were kept.
@@ -126,7 +126,7 @@ def snapshot(step: int, trace: Trace) -> Snapshot:
 
 
 class SaturationPoint(NamedTuple):
-    """How much one layer chose at one step as it did at the last.
+    """Agreement of one layer's choices at one step with those at the last.
 
     Attributes:
         step: Training step.
@@ -142,7 +142,7 @@ class SaturationPoint(NamedTuple):
 
 
 def saturation_curve(snapshots: Sequence[Snapshot]) -> list[SaturationPoint]:
-    """Returns how each layer's choices come to be those of the last snapshot, step by step.
+    """Returns the agreement of each layer's choices with those of the last snapshot, step by step.
 
     Args:
         snapshots: At least two, by rising step, of the same text.

@@ -1,4 +1,4 @@
-"""What an expert is for: classes of tokens by expert, and whether that is more than chance.
+"""Specialization of experts: classes of tokens by expert, and whether it exceeds chance.
 
 Comes after token_classes.py and permutations.py. First choices are counted, before capacity.
 """
@@ -54,8 +54,8 @@ class ClassTable(NamedTuple):
 def class_table(layer: LayerTrace, classes: TokenClasses, *, choices: str = "first") -> ClassTable:
     """Returns classes by experts of a layer.
 
-    With `domain_classes` that is domain specialisation: a row is a kind of text, even is 1 / E, or
-    with all choices K / E.
+    With `domain_classes` this is domain specialisation: a row is a kind of text, and without
+    preference a share is 1 / E, or with all choices K / E.
 
     Args:
         layer: The layer's part of a trace.
@@ -118,11 +118,12 @@ class SpecializationTest(NamedTuple):
     Attributes:
         layer: Its stack and number.
         names: The C classes.
-        p_value: <float64>[C, E] of each cell, two-sided; of all cells of all tested layers together
-            one is at or below p by chance with probability p. 1 in a class without tokens.
-        information: Share of the entropy of the class that the expert tells, from 0 to 1: I(class;
-            expert) / H(class), where a token is of its first class, or of none. NaN where all
-            tokens are of the same.
+        p_value: <float64>[C, E] of each cell, two-sided and corrected for all cells of all tested
+            layers: by chance, any of them is at or below p with probability p. 1 in a class without
+            tokens.
+        information: Share of the entropy of the class that the expert explains, from 0 to 1: I(class;
+            expert) / H(class), where each token counts for its first class, or for none. NaN when
+            all tokens are of one class.
         chance: Its mean over shuffles, which is above 0.
         information_p: Share of shuffles with as much.
     """
@@ -147,15 +148,15 @@ def specialization_test(
     """Returns for each layer which classes and experts are related more than by chance.
 
     Experts are shuffled between tokens, in all layers alike. A cell's p-value is the share of
-    shuffles in which any cell, of any layer given, stands out as much as it does: so a table of a
-    hundred cells may be read cell by cell.
+    shuffles in which any cell of any given layer deviates as much: so a table of a hundred cells may
+    be read cell by cell.
 
     Args:
         layers: Layers of one stack.
         classes: Classes of its tokens.
         places: Positions of the tokens, see `token_places`.
-        null: What is exchanged: whole documents; or with `TokenShuffle` tokens, which takes those of
-            a document for independent of each other.
+        null: Null hypothesis: exchanges whole documents; `TokenShuffle` exchanges tokens, and so
+            assumes that tokens of a document are independent.
         num_permutations: Shuffles; the smallest p-value is 1 / (this + 1).
         seed: Seed of the shuffles.
 
@@ -167,7 +168,7 @@ def specialization_test(
     Source:
         Westfall and Young, Resampling-Based Multiple Testing (1993): the maximum over cells.
     """
-    # All of the same tokens.
+    # All must be of the same tokens.
     check_permutations(num_permutations, seed)
     for layer in layers:
         num_tokens = len(layer.first)
@@ -183,7 +184,7 @@ def specialization_test(
     draws = shuffled_tables(pattern, num_kinds, layers, shuffle, num_permutations, seed)
     tables = [torch.stack(of_layer).double() for of_layer in zip(*draws, strict=True)]
 
-    # How far cells stand out: in the actual table, which comes first, and in the shuffled ones.
+    # How far cells deviate: in the actual table, which comes first, and in the shuffled ones.
     of_kind = kinds.members.double()
     surprises = []
     for table in tables:
@@ -220,17 +221,17 @@ def _patterns(classes: TokenClasses) -> tuple[np.ndarray, TokenClasses]:
 
 
 def _surprise(counts: Tensor) -> Tensor:
-    """Returns <float64>[R, C, E]: how far each count is from the mean of all R, in deviations.
+    """Returns <float64>[R, C, E]: how far each count is from the mean of all R, in standard deviations.
 
-    Counts are taken to the power 2/3, which makes those of rare classes symmetric (Anscombe, 1953);
-    or else the largest of all would always be a cell in which hardly anything is expected.
+    Counts are raised to the power 2/3, which makes those of rare classes symmetric (Anscombe, 1953);
+    otherwise the largest deviation would always be in a cell with hardly any expected counts.
     """
     roots = counts ** (2 / 3)
     distance = (roots - roots.mean(dim=0)).abs()
     deviation = roots.std(dim=0, correction=0)
     standard = distance / deviation.clamp(min=1e-9)
 
-    # Shuffles that are as far but for rounding are as far.
+    # Equal deviations must not differ by rounding.
     return standard.masked_fill(deviation < 1e-9, 0).round(decimals=6)
 
 

@@ -1,4 +1,4 @@
-"""Classes of tokens, as functions: what a token is, without a tagger.
+"""Classes of tokens as functions of their text, without a tagger.
 
 A class is a function from the text of N tokens to <bool>[N]; a new one is one function:
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check, check_choice
-from moe.errors import ConfigError, DataError
+from moe.errors import ConfigError
 from moe.inspection.statistics import word_lists
 from moe.inspection.statistics.token_text import TokenText, is_all_marks, read_tokens
 from moe.inspection.statistics.word_lists import plain_form
@@ -46,17 +46,17 @@ DEFAULT_CLASSES = (
     "word start",
     "word inside",
 )
-"""The first that a token is of tells most of it; the last two take every other piece of a word."""
+"""Most specific first; the last two cover every other piece of a word."""
 
 TOKENS = ("input", "target")
 
 
 class TokenClasses(NamedTuple):
-    """Which of N tokens are of which of C classes; classes may overlap.
+    """Members of C classes among N tokens; classes may overlap.
 
     Attributes:
         names: The C names.
-        members: <bool>[C, N] which tokens are of each.
+        members: <bool>[C, N] tokens of each class.
     """
 
     names: tuple[str, ...]
@@ -73,7 +73,7 @@ class TokenClasses(NamedTuple):
 
     @property
     def first(self) -> Tensor:
-        """Returns <int64>[N]: the first class that each token is of; C where it is of none."""
+        """Returns <int64>[N]: the first class of each token; C for tokens of no class."""
         of_none = torch.ones_like(self.members[:1])
         return torch.cat([self.members, of_none]).int().argmax(dim=0)
 
@@ -96,10 +96,9 @@ def classify(
     Raises:
         ConfigError: When there is no such class, one is named twice, or the encoder's targets are
             asked for.
-        DataError: When the tokenizer is not the model's or marks no words, or a class returns
-            something other than <bool>[N].
+        DataError: When the tokenizer is not the model's or marks no words.
     """
-    # The classes that were asked for.
+    # The requested classes.
     names = tuple(names)
     is_list = bool(names) and len(set(names)) == len(names)
     check(is_list, "names of classes", names, "at least one name, and none twice")
@@ -108,11 +107,8 @@ def classify(
     # Each classifies the whole text.
     ids = token_ids(stack, tokens)
     text = read_tokens(tokenizer, ids, stack.example)
-    rows = []
-    for name, function in zip(names, functions, strict=True):
-        members = function(text)
-        _check_members(name, members, len(text.ids))
-        rows.append(members)
+    rows = [function(text) for function in functions]
+    assert all(row.dtype == torch.bool for row in rows), "a class is a mask of the tokens"
     return TokenClasses(names, torch.stack(rows))
 
 
@@ -143,18 +139,6 @@ def token_ids(stack: StackTrace, tokens: str) -> Tensor:
             "the trace, or tokens='input'."
         )
     return stack.targets.long()
-
-
-def _check_members(name: str, members: object, num_tokens: int) -> None:
-    """Raises a DataError unless a class returned <bool>[N]."""
-    got = type(members).__name__
-    if isinstance(members, Tensor):
-        if members.dtype == torch.bool and members.shape == (num_tokens,):
-            return
-        got = f"{members.dtype} {list(members.shape)}"
-    raise DataError(
-        f"The token class {name!r} returned {got}; expected torch.bool [{num_tokens}], one value for each token."
-    )
 
 
 # ---------------------------------------------------------------------------
@@ -255,10 +239,10 @@ for _name, _words in word_lists.BY_CLASS.items():
 
 @TOKEN_CLASSES.register("proper name")
 def is_proper_name(text: TokenText) -> Tensor:
-    """Returns <bool>[N]: begins with a capital where no sentence starts, and is rarely without.
+    """Returns <bool>[N]: is capitalized where no sentence starts, and rarely in lower case.
 
-    The form in small letters must be rarer than a third of it in the same tokens. After a sentinel
-    it is not known whether a sentence starts, so that nothing there is called a name.
+    The lower-case form must be less than a third as frequent in the same tokens. After a sentinel it
+    is unknown whether a sentence starts, so no word there counts as a name.
     """
     may_be_name = text.of_words(_has_capital) & ~text.starts_sentence  # [N]
 

@@ -1,4 +1,4 @@
-"""Tokens as text: which word each piece is of, and where sentences start.
+"""Tokens as text: the word of each piece, and where sentences start.
 
 Comes before token_classes.py.
 """
@@ -26,11 +26,11 @@ _SENTENCE_END = frozenset(".!?\u2026:")
 
 
 class TokenText(NamedTuple):
-    """N tokens, and the words that they are pieces of; what a class of tokens looks at.
+    """N tokens with their words; the input of classes of tokens.
 
     A run is the text between two spaces. Its word is the run without the punctuation around it;
-    each piece of that punctuation is a word of its own. `don't` is one word. Special tokens, and a
-    space alone, are of the empty word.
+    each piece of that punctuation is a word of its own. `don't` is one word. Special tokens and
+    lone spaces have the empty word.
 
     Attributes:
         tokenizer: The model's.
@@ -41,7 +41,7 @@ class TokenText(NamedTuple):
         run: <int64>[N] run that each token is in, as an index into `runs`.
         runs: Distinct runs; the first is empty.
         is_start: <bool>[N] first piece of its word.
-        starts_sentence: <bool>[N] whether its word is the first of a sentence, or may be.
+        starts_sentence: <bool>[N] whether its word starts, or may start, a sentence.
         is_special: <bool>[N] special tokens, sentinels among them.
         is_sentinel: <bool>[N] sentinels.
     """
@@ -68,7 +68,7 @@ class TokenText(NamedTuple):
 
 
 def _of_texts(holds: Callable[[str], bool], texts: Sequence[str]) -> Tensor:
-    """Returns <bool>[T]: which texts hold; the empty one never does."""
+    """Returns <bool>[T]: for which texts `holds`; never for the empty one."""
     answers = [text != "" and bool(holds(text)) for text in texts]
     return torch.tensor(answers, dtype=torch.bool)
 
@@ -115,7 +115,7 @@ def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor
     is_first[1:] |= is_special[:-1] | (example[1:] != example[:-1])
     bounds = [*is_first.nonzero().flatten().tolist(), ids.numel()]
 
-    # Each distinct run is cut into words once.
+    # Each distinct run is split into words once.
     words = {"": 0}
     runs = {"": 0}
     readings: dict[tuple[int, ...], tuple[str, list[str], list[bool]]] = {}
@@ -180,7 +180,7 @@ class _Vocabulary(NamedTuple):
                 "Give a SentencePiece tokenizer, as T5, Switch and this library have."
             )
 
-        # An unknown character is special to the tokenizer, but a part of a word to a reader.
+        # An unknown character is special to the tokenizer, but part of a word to a reader.
         is_sentinel = [bool(_SENTINEL.fullmatch(name)) for name in names]
         special_ids = {
             number for number in tokenizer.all_special_ids if number != tokenizer.unk_token_id
@@ -202,14 +202,14 @@ def _read_run(pieces: list[str]) -> tuple[str, list[str], list[bool]]:
 
     Pieces within the word belong to it, others are words of their own.
     """
-    # The mark of a space alone, which is the first of a run, goes with the piece after it.
+    # A lone mark of a space at the start of a run belongs to the piece after it.
     has_mark = len(pieces) > 1 and not pieces[0]
     if has_mark:
         pieces = pieces[1:]
     text = "".join(pieces)
     first, last = _word_within(text)
 
-    # Pieces that overlap the word are of it.
+    # Pieces that overlap the word belong to it.
     words: list[str] = []
     is_start: list[bool] = []
     start = 0
@@ -241,10 +241,10 @@ def _word_within(text: str) -> tuple[int, int]:
 
 
 def _sentence_starts(text: TokenText) -> Tensor:
-    """Returns <bool>[N]: tokens of words before which a sentence ended, or nothing is known.
+    """Returns <bool>[N]: tokens of words that start, or may start, a sentence.
 
-    That is after one of .!?:, after a special token, and at the start of an example; quotation
-    marks and brackets between do not count.
+    These follow one of .!?:, a special token, or the start of an example; quotation marks and
+    brackets in between do not count.
     """
     number = torch.arange(len(text.ids))
     is_punctuation = text.of_words(is_all_marks)
@@ -261,12 +261,12 @@ def _sentence_starts(text: TokenText) -> Tensor:
     example_start = number.masked_fill(~is_new, 0).cummax(dim=0).values
     starts = (last_end > last_word) | (last_word < example_start)  # [N]
 
-    # All pieces of a word are where its first one is.
+    # All pieces of a word share the answer of the first.
     first_piece = number.masked_fill(~text.is_start, 0).cummax(dim=0).values
     return starts[first_piece] & is_word
 
 
 def _last_before(holds: Tensor, number: Tensor) -> Tensor:
-    """Returns <int64>[N]: the last token before each one that <bool>[N] holds of; -1 for none."""
+    """Returns <int64>[N]: the last token before each one with <bool>[N] True; -1 for none."""
     last = number.masked_fill(~holds, -1).cummax(dim=0).values
     return torch.cat([last.new_full((1,), -1), last[:-1]])

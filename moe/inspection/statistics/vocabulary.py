@@ -27,7 +27,7 @@ MIN_OCCURRENCES = 10
 """Token ids with fewer occurrences are left out, as in OLMoE (arXiv:2409.02060)."""
 
 _SMOOTHING = 0.5
-"""Of Dirichlet(1/2): what each expert gets of an id before it is seen, times its load times E."""
+"""Dirichlet(1/2) prior: pseudo-occurrences of an id for each expert, times its load times E."""
 
 
 class VocabularyTable(NamedTuple):
@@ -37,7 +37,7 @@ class VocabularyTable(NamedTuple):
         layer: Its stack and number.
         tokens: `input` or `target`: which token of a position was looked at.
         ids: <int64>[X] token ids, by falling number of occurrences.
-        seen: <int64>[X] how often each occurs with an expert.
+        seen: <int64>[X] number of occurrences of each with an expert.
         counts: <int64>[X, E] how often each chose an expert first.
         share: <float64>[X, E] counts over seen.
         lift: <float64>[X, E] share over the expert's share of all tokens, smoothed: as if each id
@@ -78,7 +78,7 @@ def vocabulary_table(
         places: Positions of the tokens, see `token_places`.
         tokens: `input`, or for the decoder `target`: the label at each position.
         min_occurrences: Rarer ids are left out; a smaller value gives more rows, and more by chance.
-        null: What is exchanged; see `moe.inspection.statistics.permutations`.
+        null: Null hypothesis; see `moe.inspection.statistics.permutations`.
         num_permutations: Shuffles.
         seed: Seed of the shuffles.
 
@@ -145,7 +145,7 @@ def _score(counts: Tensor) -> float:
 
 def _smoothed_lift(counts: Tensor, load: Tensor) -> Tensor:
     """Returns <float64>[X, E]: share over load <float64>[E], both of <int64>[X, E] and a prior."""
-    # A prior that is routed as all tokens are.
+    # A prior that is routed like all tokens.
     prior = _SMOOTHING * len(load)
     seen = counts.sum(dim=1, keepdim=True)
     share = (counts + prior * load) / (seen + prior)
