@@ -8,8 +8,8 @@ import textwrap
 
 import pytest
 
+from moe.data.docstrings import read_python_corpus
 from moe.data.documents import OWN_LICENCE, Document, read_files
-from moe.data.packages import read_python_corpus
 from moe.errors import DataError
 
 
