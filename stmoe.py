@@ -21,8 +21,8 @@ WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBR
 SPIN_COUNT = 10_000
 """Rounds that a waiting thread spins before it sleeps, half a millisecond; libgomp's default is 300,000."""
 
-_TASK_READERS = {"corpus": "unseen_task", "finetune": "read_mixture", "inspect": "read_pairs"}
-"""Functions of `eval.task_readers` that verbs need to know the tasks of the repository."""
+_TASK_READERS = {"corpus": "CORPUS_READERS", "finetune": "read_mixture", "inspect": "read_pairs"}
+"""Names in `eval.task_readers` by which verbs read the tasks and texts of the repository."""
 
 
 def start_command() -> None:

@@ -6,18 +6,18 @@ A supersense is the file in which a lexicographer wrote the noun or verb: animal
 from collections import Counter, defaultdict
 from functools import lru_cache
 
-from eval.scores.metrics import ACCURACY
-from eval.source import SystemData, hash_fraction, split_by_hash
-from eval.task import SPLITS, Decoding, Features, Row, Task, register_task
-from eval.text.postprocess import label_index
-from moe.data.prose import letters
-from moe.data.wordnet import (
+from eval.corpora.wordnet import (
     LEXICOGRAPHER_FILES,
     WORDNET_LICENCE,
     Synset,
     find_wordnet,
     read_synsets,
 )
+from eval.scores.metrics import ACCURACY
+from eval.source import SystemData, hash_fraction, split_by_hash
+from eval.task import SPLITS, Decoding, Features, Row, Task, register_task
+from eval.text.postprocess import label_index
+from moe.data.prose import letters
 
 MAX_SYNSETS_PER_CLASS = 700
 MIN_WORDS = 3

@@ -10,11 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from eval.corpora.wordnet import WORDNET_LICENCE, Synset, find_wordnet, read_synsets
 from eval.scores.metrics import ACCURACY
 from eval.source import SystemData, hash_fraction, split_by_hash
 from eval.task import SPLITS, TASKS, Decoding, Features, Row, Task, register_task
 from moe.data.prose import letters
-from moe.data.wordnet import WORDNET_LICENCE, Synset, find_wordnet, read_synsets
 from moe.errors import DataError
 
 NUM_CHOICES = 4

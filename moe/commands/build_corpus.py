@@ -2,6 +2,9 @@
 
 stmoe corpus --out runs/corpus
 stmoe corpus --out runs/corpus --data my.txt more.jsonl folder/
+
+In the repository it also reads other packages, WordNet and dictionaries:
+
 stmoe corpus --out runs/corpus --packages stdlib numpy ./unpacked-1.0 --wordnet --dictionary
 """
 
@@ -12,11 +15,9 @@ from typing import NamedTuple
 
 from moe.cli import Parser, integer, path, real, word
 from moe.data.corpus import Corpus, build_corpus, corpus_table, markdown_table, save_corpus
-from moe.data.dictionary import find_dictionary, read_dictionary
+from moe.data.docstrings import read_python_corpus
 from moe.data.documents import Document, read_files
 from moe.data.overlap import SplitOverlap, measure_overlap
-from moe.data.packages import is_folder_name, read_packages, read_python_corpus
-from moe.data.wordnet import find_wordnet, read_synsets, wordnet_documents
 from moe.files import check_replaceable, output_path
 
 
@@ -34,12 +35,24 @@ class UnseenTask(NamedTuple):
     inputs: Mapping[str, Sequence[str]]
 
 
-FindTask = Callable[[str], UnseenTask]
-"""Returns the unseen examples of a task, given its name."""
+class RepositoryReaders(NamedTuple):
+    """Readers of the repository, which an installed wheel does not have.
+
+    Attributes:
+        unseen_task: Returns the unseen examples of a task, given its name.
+        packages: Returns the documents of packages, given their names.
+        wordnet: Returns the documents of WordNet in a folder; None for the system's.
+        dictionary: Returns the documents of a dictionary; None for the system's.
+    """
+
+    unseen_task: Callable[[str], UnseenTask]
+    packages: Callable[[Sequence[str]], list[Document]]
+    wordnet: Callable[[Path | None], list[Document]]
+    dictionary: Callable[[Path | None], list[Document]]
 
 
-def build_parser(*, has_tasks: bool) -> Parser:
-    """Returns the parser; `--unseen` exists only with the tasks of the repository."""
+def build_parser(*, in_repository: bool) -> Parser:
+    """Returns the parser; some options need the repository, see `RepositoryReaders`."""
     parser = Parser(
         prog="stmoe corpus",
         description=(
@@ -53,6 +66,25 @@ def build_parser(*, has_tasks: bool) -> Parser:
     parser.add_argument(
         "--data", type=path, nargs="+", help="your .txt, .md, .rst or .jsonl files, or folders"
     )
+
+    # What is held out, and what is left out.
+    parser.add_argument(
+        "--held-out",
+        type=real(above=0, below=1),
+        default=0.05,
+        help="fraction of documents held out (default 0.05)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=integer(),
+        default=0,
+        help="seed of the choice of held-out documents (default 0)",
+    )
+    parser.set_defaults(packages=None, wordnet=None, dictionary=None, unseen=None)
+    if not in_repository:
+        return parser
+
+    # Sources and tasks of the repository.
     parser.add_argument(
         "--packages",
         type=word,
@@ -75,50 +107,34 @@ def build_parser(*, has_tasks: bool) -> Parser:
         metavar="FILE",
         help="a dictionary of dictd: the system's GCIDE, or an .index file",
     )
-
-    # What is held out, and what is left out.
     parser.add_argument(
-        "--held-out",
-        type=real(above=0, below=1),
-        default=0.05,
-        help="fraction of documents held out (default 0.05)",
+        "--unseen",
+        type=word,
+        nargs="+",
+        metavar="TASK",
+        help="tasks of eval/ whose validation and test examples are left out",
     )
-    parser.add_argument(
-        "--seed",
-        type=integer(),
-        default=0,
-        help="seed of the choice of held-out documents (default 0)",
-    )
-    if has_tasks:
-        parser.add_argument(
-            "--unseen",
-            type=word,
-            nargs="+",
-            metavar="TASK",
-            help="tasks of eval/ whose validation and test examples are left out",
-        )
     return parser
 
 
-def main(argv: list[str], find_task: FindTask | None = None) -> None:
+def main(argv: list[str], readers: RepositoryReaders | None = None) -> None:
     """Builds, saves and describes a corpus.
 
     Args:
         argv: The command line, without the program.
-        find_task: Finds the unseen examples of a task, for `--unseen`; None without tasks.
+        readers: Readers of the repository; None in an installed wheel.
     """
-    parser = build_parser(has_tasks=find_task is not None)
-    options = parser.parse_args(argv)
+    options = build_parser(in_repository=readers is not None).parse_args(argv)
     inputs = [*(options.data or ()), _given(options.wordnet), _given(options.dictionary)]
-    inputs += [Path(name) for name in options.packages or () if is_folder_name(name)]
+    inputs += [Path(name) for name in options.packages or () if "/" in name]
     out = output_path(options.out, inputs=inputs)
     check_replaceable(out, kind="corpus")  # before the work, not after
 
     # Text that tasks are evaluated on must not be trained on.
     tasks: list[UnseenTask] = []
-    if find_task is not None:
-        tasks = [find_task(name) for name in dict.fromkeys(options.unseen or ())]
-    documents = read_sources(options)
+    if readers is not None:
+        tasks = [readers.unseen_task(name) for name in dict.fromkeys(options.unseen or ())]
+    documents = read_sources(options, readers)
 
     # Only sources that were given can be left out.
     sources = {document.source for document in documents}
@@ -189,19 +205,19 @@ def overlap_table(overlaps: Sequence[SplitOverlap]) -> str:
     return markdown_table([*header, "share", "n-grams", "share shared"], rows)
 
 
-def read_sources(options: argparse.Namespace) -> list[Document]:
+def read_sources(options: argparse.Namespace, readers: RepositoryReaders | None) -> list[Document]:
     """Returns the documents of all given sources.
 
     The first of equal paragraphs is kept, so the order decides which source it counts for.
     """
     documents: list[Document] = []
-    if options.packages:
-        documents += read_packages(options.packages)
-    if options.wordnet:
-        folder = find_wordnet(_given(options.wordnet))
-        documents += wordnet_documents(read_synsets(folder))
-    if options.dictionary:
-        documents += read_dictionary(find_dictionary(_given(options.dictionary)))
+    if readers is not None:
+        if options.packages:
+            documents += readers.packages(options.packages)
+        if options.wordnet:
+            documents += readers.wordnet(_given(options.wordnet))
+        if options.dictionary:
+            documents += readers.dictionary(_given(options.dictionary))
     if options.data:
         documents += read_files(options.data)
     return documents or read_python_corpus()

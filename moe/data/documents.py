@@ -1,6 +1,6 @@
-"""What a document is, and the documents in the user's own files.
+"""The document record, and the documents in the user's own files.
 
-Comes after `prose`, before `packages`, `wordnet` and `dictionary`, which read other sources.
+Comes after `prose`, before `docstrings`, which reads another source.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from moe.checks import shown
 from moe.data.prose import prose_paragraphs
 from moe.errors import DataError
-from moe.parsing import parse_json, read_json_lines, read_text
+from moe.parsing import read_json_lines, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Document(NamedTuple):
     source: str
     """File and line, the same on every machine, e.g. "torch/nn/functional.py"; decides the split."""
     package: str
-    """What the text belongs to: "stdlib", "torch", "numpy", or the name of the user's folder."""
+    """Origin of the text: "stdlib", "torch", "numpy", or the name of the user's folder."""
     licence: str
 
 
@@ -39,8 +39,8 @@ def read_files(paths: Iterable[Path | str]) -> list[Document]:
     """Returns the user's own documents.
 
     A `.txt` or `.md` file is one document with blank lines between paragraphs, a `.rst` file one
-    without its markup; each line of a `.jsonl` file is one, under the key "text". A folder stands
-    for all such files below it; its other files are named in a warning.
+    without its markup; each line of a `.jsonl` file is one, under the key "text". A folder means
+    all such files below it; a warning counts its other files.
 
     Raises:
         DataError: When a path is missing or of another kind, a file is not UTF-8 text, a JSONL line
@@ -122,21 +122,23 @@ def _refuse_folder(error: OSError) -> None:
 
 def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
     """Yields the documents of one file."""
-    text = read_text(path, advice="Make it a readable file, or leave it out.")
     source = printable(source)
     package = printable(package)
 
     # JSON lines: a document each.
     if path.suffix.lower() == ".jsonl":
-        for number, line in enumerate(text.split("\n"), start=1):
-            if not line.strip():
-                continue
-            content = _join_lines(_text_of_line(line, path, number))
+        expected = 'Expected an object with a string under "text" a line.'
+        for number, record in read_json_lines(path, advice=expected, nan=True):
+            if not isinstance(record.get("text"), str):
+                found = shown(record["text"]) if "text" in record else "missing"
+                raise DataError(f"{path}, line {number}: text is {found}. {expected}")
+            content = _join_lines(record["text"])
             if content:
                 yield Document(content, f"{source}:{number}", package, OWN_LICENCE)
         return
 
     # Plain text: one document.
+    text = read_text(path, advice="Make it a readable file, or leave it out.")
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise DataError(
@@ -150,7 +152,7 @@ def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
 
 
 def printable(name: str) -> str:
-    """Returns the name of a file, in which any byte but / and NUL may stand, with escapes."""
+    """Returns the name of a file with its unprintable characters escaped."""
     characters = []
     for character in name:
         characters.append(character if character.isprintable() else repr(character)[1:-1])
@@ -175,20 +177,6 @@ def read_pairs(path: Path) -> list[tuple[str, str]]:
     if not pairs:
         raise DataError(f"{path} holds no pairs. {advice}")
     return pairs
-
-
-def _text_of_line(line: str, path: Path, number: int) -> str:
-    """Returns the "text" of one JSONL line."""
-    where = f"{path}, line {number}"
-    expected = 'an object with a string under "text"'
-    record = parse_json(line, where=where, advice=f"Expected {expected} a line.", nan=True)
-
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected {expected}, found a {type(record).__name__}.")
-    if not isinstance(record.get("text"), str):
-        keys = shown(sorted(record))
-        raise DataError(f"{where}: expected {expected}, found the keys {keys}.")
-    return record["text"]
 
 
 def _join_lines(text: str) -> str:

@@ -1,6 +1,6 @@
 """Plain English paragraphs out of docstrings: markup, code and tables go, sentences stay.
 
-Comes after `docstrings`, before `corpus`. Docstrings mix reStructuredText, numpydoc, Google style
+Comes before `documents` and `docstrings`. Docstrings mix reStructuredText, numpydoc, Google style
 and Markdown, so each rule below is about what a reader sees (a fence, an indented block, an
 underlined heading), not about one syntax.
 """

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe.data.corpus import load_corpus
-from moe.data.docstrings import language_topics
+from moe.data.docstrings import topic_documents
 from moe.data.documents import Document, read_files
-from moe.data.prose import prose_paragraphs
 from moe.errors import DataError
 from moe.tracing.examples import SourceText
 
@@ -73,11 +72,7 @@ def reference_texts() -> list[SourceText]:
     Raises:
         DataError: When Python comes without it.
     """
-    texts = []
-    for _, page in sorted(language_topics().items()):
-        text = "\n\n".join(prose_paragraphs(page))
-        if text:
-            texts.append(SourceText(text, "", len(texts), REFERENCE))
-    if not texts:
+    documents = topic_documents()
+    if not documents:
         raise DataError("This Python comes without its language reference. Give files of text.")
-    return texts
+    return [SourceText(each.text, "", number, REFERENCE) for number, each in enumerate(documents)]

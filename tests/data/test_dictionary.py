@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moe.data import dictionary
-from moe.data.dictionary import entry_paragraphs, find_dictionary, read_dictionary
+from eval.corpora import dictionary
+from eval.corpora.dictionary import entry_paragraphs, find_dictionary, read_dictionary
 from moe.errors import DataError
 
 ABOUT = """00-database-info

@@ -8,8 +8,8 @@ import textwrap
 
 import pytest
 
+from moe.data.docstrings import read_python_corpus
 from moe.data.documents import OWN_LICENCE, Document, read_files
-from moe.data.packages import read_python_corpus
 from moe.errors import DataError
 
 
@@ -67,12 +67,9 @@ def test_a_file_that_is_not_utf8_says_at_which_byte_and_line(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (
-            json.dumps({"body": "x", "id": 1}),
-            r"line 2: expected an object with a string under \"text\", found the keys",
-        ),
-        (json.dumps({"text": 5}), r"line 2: expected an object with a string under \"text\""),
-        (json.dumps(["text"]), "line 2: .* found a list"),
+        (json.dumps({"body": "x", "id": 1}), "line 2: text is missing"),
+        (json.dumps({"text": 5}), "line 2: text is 5"),
+        (json.dumps(["text"]), r"line 2: .* is no JSON object"),
         ("{'text': 1}", "line 2: .* is not JSON"),
     ],
 )

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moe.data.packages import read_packages, read_python_corpus, stated_licence
+from eval.corpora.packages import read_packages, stated_licence
+from moe.data.docstrings import read_python_corpus
 from moe.errors import DataError
 
 MODULE = '''"""Counts the sheep that jump over the fence at night."""

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from moe.data import wordnet
-from moe.data.wordnet import LEXICOGRAPHER_FILES, find_wordnet, read_synsets, split_gloss
+from eval.corpora import wordnet
+from eval.corpora.wordnet import LEXICOGRAPHER_FILES, find_wordnet, read_synsets, split_gloss
 from moe.errors import DataError
 
 LICENCE = "  1 This software and database is being provided to you, the LICENSEE, by  \n"

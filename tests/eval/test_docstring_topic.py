@@ -5,7 +5,7 @@ import pytest
 from eval.task import SPLITS, TASKS
 from eval.task_readers import unseen_task
 from eval.tasks import docstring_topic
-from moe.data.packages import read_python_corpus
+from moe.data.docstrings import read_python_corpus
 
 TASK = TASKS.get("docstring_topic")
 LOCKS = "Wake up the task that waits for the lock."

@@ -2,10 +2,10 @@
 
 import pytest
 
+from eval.corpora import wordnet
 from eval.source import split_by_hash
 from eval.task import SPLITS, TASKS
 from eval.tasks import wordnet_supersense
-from moe.data import wordnet
 from moe.errors import DataError
 from tests.eval.wordnet_files import needs_wordnet, wordnet_line
 

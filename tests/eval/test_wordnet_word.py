@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
+from eval.corpora import wordnet
 from eval.source import hash_fraction
 from eval.task import SPLITS, TASKS
 from eval.tasks import wordnet_supersense, wordnet_word
-from moe.data import wordnet
 from moe.errors import DataError
 from tests.eval.wordnet_files import needs_wordnet, wordnet_line
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from moe.data.wordnet import LEXICOGRAPHER_FILES, find_wordnet
+from eval.corpora.wordnet import LEXICOGRAPHER_FILES, find_wordnet
 from moe.errors import DataError
 
 

@@ -45,7 +45,7 @@ def test_the_reference_has_a_document_for_each_topic_and_no_empty_one():
 
 
 def test_a_python_without_its_reference_is_told(monkeypatch):
-    monkeypatch.setattr(texts, "language_topics", dict)
+    monkeypatch.setattr(texts, "topic_documents", list)
     with pytest.raises(DataError, match=r"without its language reference\. Give files"):
         reference_texts()
 

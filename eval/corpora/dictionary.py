@@ -1,6 +1,6 @@
 """Dictionaries in the format of dictd, as Debian installs them: headwords with their definitions.
 
-Comes after `documents`, before `corpus`. Pronunciation, etymology, labels and sources are left out;
+Pronunciation, etymology, labels and sources are left out;
 what reads as English stays. The rules are those of GCIDE, the largest free dictionary of English;
 others of the format have less of that markup.
 
@@ -69,7 +69,7 @@ _NAMED_CHARACTERS = {
 
 
 class _Entry(NamedTuple):
-    """Where the text of a headword stands."""
+    """Position of the text of a headword."""
 
     offset: int
     length: int
@@ -121,14 +121,14 @@ def read_dictionary(index: Path) -> list[Document]:
     definitions = _read_definitions(index)
     entries = list(_read_index(index, len(definitions)))
 
-    # What the dictionary says of itself, with its licence.
+    # The entries about the dictionary itself state its licence.
     about = ""
     for entry in entries:
         if _ABOUT.match(entry.headword):
             about += _text_of(entry, definitions)
     licence = stated_licence(about)
 
-    # Several headwords may stand for one text, which belongs to that at its beginning.
+    # Several headwords may share one text; it belongs to the first of them.
     entries_by_offset: dict[int, _Entry] = {}
     for entry in entries:
         if not _ABOUT.match(entry.headword):
@@ -150,10 +150,6 @@ def stated_licence(about: str) -> str:
     """Returns the licence that a dictionary's text about itself grants, or "not stated"."""
     gpl = _GPL.search(about)
     return f"GPL-{gpl[1]}.0-or-later" if gpl else OWN_LICENCE
-
-
-# ---------------------------------------------------------------------------
-# Files
 
 
 def _read_definitions(index: Path) -> bytes:
@@ -209,10 +205,6 @@ def _text_of(entry: _Entry, definitions: bytes) -> str:
         return content.decode("cp1252", errors="replace")
 
 
-# ---------------------------------------------------------------------------
-# Entries
-
-
 def entry_paragraphs(text: str, headword: str) -> tuple[str, list[str]]:
     """Returns the headword of an entry and its paragraphs; the first begins with the headword.
 
@@ -231,7 +223,7 @@ def entry_paragraphs(text: str, headword: str) -> tuple[str, list[str]]:
     paragraphs = []
     for paragraph in _own_paragraphs(body):
         english = _without_markup(paragraph)
-        # The first one says of what it is the definition.
+        # The first paragraph begins with the headword.
         if not paragraphs:
             english = f"{headword}{part_of_speech}: {english}"
         if is_prose(english):
@@ -261,7 +253,7 @@ def _own_paragraphs(body: str) -> Iterator[str]:
         if not _SYNONYMS.match(paragraph):
             untagged.append(paragraph)
 
-        # Tagged: it and those above have a source.
+        # A tag names the source of this paragraph and those above.
         if _WORDNET_TAG.search(paragraph):
             untagged = []
         elif _EDITOR_TAG.search(paragraph):

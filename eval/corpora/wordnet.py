@@ -1,7 +1,6 @@
 """WordNet's synsets, read from the files of its database: words, a definition, examples.
 
-A synset is a set of words with one meaning. Comes after `documents`, before `corpus`; no other
-library is needed.
+A synset is a set of words with one meaning. No other library is needed.
 
 Source:
     WordNet 3.0, manual pages wndb(5WN) and lexnames(5WN). Differs: relations between synsets are
@@ -86,7 +85,7 @@ the supersenses."""
 _PARTS_OF_SPEECH = {"n": "noun", "v": "verb", "a": "adjective", "s": "adjective", "r": "adverb"}
 
 _ADJECTIVE_MARKER = re.compile(r"\((?:a|p|ip)\)$")
-# Where the definition ends: a quotation behind a mark, but not one behind "e.g.," or "as in".
+# The definition ends at a quotation behind a punctuation mark, but not one behind "e.g.," or "as in".
 _FIRST_EXAMPLE = re.compile(r'(?:(?<=[;:)])|(?<=[^.],))\s*"')
 _EXAMPLE = re.compile(r'"([^"]+)(?:"|$)')
 
@@ -99,7 +98,7 @@ class Synset(NamedTuple):
         part_of_speech: "noun", "verb", "adjective" or "adverb".
         lexicographer: One of `LEXICOGRAPHER_FILES`, e.g. "noun.animal".
         words: At least one, the most frequent first, e.g. ("dog", "domestic dog").
-        definition: What they mean.
+        definition: Their meaning.
         examples: Phrases or sentences in which they are used; often none.
     """
 
@@ -129,7 +128,7 @@ def find_wordnet(folder: Path | None = None) -> Path:
             if not _missing_files(data_folder):
                 return data_folder
 
-    # What was named is said; else where it was searched.
+    # Name the folder that was given, or the places that were searched.
     if named:
         origin = "" if folder else f" (named by {FOLDER_VARIABLE})"
         missing = ", ".join(_missing_files(Path(named)))
@@ -158,7 +157,7 @@ def read_synsets(folder: Path) -> list[Synset]:
     Raises:
         DataError: When a file cannot be read, has no synset, or a line is none; names the line.
     """
-    # A file cut short after its licence would pass unseen.
+    # Otherwise a file truncated after its licence would go unnoticed.
     synsets = []
     for name in DATA_FILES:
         path = folder / name
@@ -172,7 +171,7 @@ def read_synsets(folder: Path) -> list[Synset]:
 def _read_data_file(path: Path) -> Iterator[Synset]:
     text = read_text(path, advice="Name the folder of WordNet's database.")
     for number, line in enumerate(text.split("\n"), start=1):
-        # The licence stands above, each line of it behind two spaces.
+        # Each line of the licence above begins with two spaces.
         if not line.strip() or line.startswith("  "):
             continue
 
@@ -224,16 +223,13 @@ def _lexicographer_file(number: str) -> str:
 
 
 def split_gloss(gloss: str) -> tuple[str, tuple[str, ...]]:
-    """Returns the definition in a gloss, and the examples that stand behind it in quotation marks.
-
-    Who is quoted is left out.
-    """
+    """Returns the definition in a gloss, and the quoted examples behind it, without their authors."""
     gloss = " ".join(gloss.split())
     first_example = _FIRST_EXAMPLE.search(gloss)
     if first_example is None:
         return gloss.rstrip("; "), ()
 
-    # A quotation may lack its last mark; what stands between two quotations is their author.
+    # A quotation may lack its last mark; text between two quotations names an author.
     definition = gloss[: first_example.start()].rstrip(";:, ")
     examples = []
     for quotation in _EXAMPLE.findall(gloss, first_example.start()):

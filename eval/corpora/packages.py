@@ -1,13 +1,11 @@
 """The English in packages: docstrings and documentation of what is installed, or of unpacked sources.
 
-Comes after `documents`, before `corpus`. Nothing is imported or run.
+No package is imported or run.
 """
 
-import gc
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib.metadata import (
     Distribution,
     PackageNotFoundError,
@@ -15,14 +13,16 @@ from importlib.metadata import (
     packages_distributions,
 )
 from pathlib import Path
-from typing import NamedTuple
 
 from moe.data.docstrings import (
+    PACKAGE_LICENCES,
     SKIPPED_FOLDERS,
-    docstrings,
-    language_topics,
+    Package,
+    docstring_documents,
+    file_document,
+    garbage_collector_paused,
     package_folder,
-    python_files,
+    topic_documents,
 )
 from moe.data.documents import OWN_LICENCE, Document, printable
 from moe.data.prose import prose_paragraphs
@@ -31,42 +31,8 @@ from moe.parsing import read_text
 
 logger = logging.getLogger(__name__)
 
-PACKAGE_LICENCES = {"stdlib": "PSF-2.0", "torch": "BSD-3-Clause", "numpy": "BSD-3-Clause"}
-"""The packages of `read_python_corpus`."""
-
 PAGE_SUFFIXES = (".rst", ".md")
 _MOST_LICENCE = 80  # characters: some packages give the whole text as the name of their licence
-
-
-class Package(NamedTuple):
-    """A folder of Python sources.
-
-    Attributes:
-        name: Stands before the files in the sources of documents.
-        folder: Holds the files.
-        licence: As its metadata states it.
-    """
-
-    name: str
-    folder: Path
-    licence: str
-
-
-def read_python_corpus() -> list[Document]:
-    """Returns the English prose of this Python installation: about 7 million characters.
-
-    There is a document for each source file of the standard library, torch and numpy (its
-    docstrings) and one for each topic of the Python language reference. Nothing is imported. The
-    amount differs a little between versions of Python and torch.
-
-    Raises:
-        DataError: When torch or numpy is not installed as source files.
-    """
-    with _garbage_collector_paused():
-        documents = list(_topic_documents())
-        for name, licence in PACKAGE_LICENCES.items():
-            documents += _docstring_documents(Package(name, package_folder(name), licence))
-    return documents
 
 
 def read_packages(names: Sequence[str]) -> list[Document]:
@@ -83,17 +49,17 @@ def read_packages(names: Sequence[str]) -> list[Document]:
         DataError: When one is not installed as a folder of source files, or the folder does not
             exist, or there is no prose at all.
     """
-    # All of them are found before any is read.
+    # Find all of them before reading any.
     packages: list[Package] = []
     for name in dict.fromkeys(names):
         packages += _find_packages(name)
 
     documents: list[Document] = []
-    with _garbage_collector_paused():
+    with garbage_collector_paused():
         for package in dict.fromkeys(packages):
             if package.name == "stdlib":
-                documents += _topic_documents()
-            documents += _docstring_documents(package)
+                documents += topic_documents()
+            documents += docstring_documents(package)
             documents += _page_documents(package)
     if not documents:
         raise DataError(
@@ -103,27 +69,11 @@ def read_packages(names: Sequence[str]) -> list[Document]:
     return documents
 
 
-@contextmanager
-def _garbage_collector_paused() -> Iterator[None]:
-    """Keeps the cycle collector off: syntax trees hold no cycles, and the search doubles the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-# ---------------------------------------------------------------------------
-# Packages and their licences
-
-
 def _find_packages(name: str) -> list[Package]:
     """Returns the packages of a name: several where a distribution has more than one."""
     if name == "stdlib":
         return [Package(name, package_folder(name), PACKAGE_LICENCES[name])]
-    if is_folder_name(name):
+    if "/" in name or os.sep in name:
         return [_unpacked_package(Path(name))]
 
     # A name as in `import`, else that of a distribution; the two often differ.
@@ -147,11 +97,6 @@ def _find_packages(name: str) -> list[Package]:
         licence = _installed_licence(import_name, distributions.get(import_name, []))
         packages.append(Package(import_name, package_folder(import_name), licence))
     return packages
-
-
-def is_folder_name(name: str) -> bool:
-    """Returns whether a name is the path of a folder, and not that of an installed package."""
-    return "/" in name or os.sep in name
 
 
 def _canonical(name: str) -> str:
@@ -211,29 +156,6 @@ def stated_licence(package: Distribution) -> str:
     return " AND ".join(licences) or OWN_LICENCE
 
 
-# ---------------------------------------------------------------------------
-# Documents
-
-
-def _topic_documents() -> Iterator[Document]:
-    """Yields the language reference, a document per topic."""
-    licence = PACKAGE_LICENCES["stdlib"]
-    for topic, page in sorted(language_topics().items()):
-        text = "\n\n".join(prose_paragraphs(page))
-        if text:
-            yield Document(text, f"pydoc_data/topics.py#{topic}", "stdlib", licence)
-
-
-def _docstring_documents(package: Package) -> Iterator[Document]:
-    """Yields the docstrings of a package, a document per source file that has any."""
-    for path in python_files(package.folder):
-        paragraphs = []
-        for docstring in docstrings(path):
-            paragraphs += prose_paragraphs(docstring)
-        if paragraphs:
-            yield _file_document(package, path, paragraphs)
-
-
 def _page_documents(package: Package) -> Iterator[Document]:
     """Yields the documentation that lies among the sources of a package, a document per page."""
     pages = []
@@ -243,7 +165,7 @@ def _page_documents(package: Package) -> Iterator[Document]:
             if SKIPPED_FOLDERS.isdisjoint(parts) and path.is_file():
                 pages.append(path)
 
-    # A page in another encoding is no reason to end: nobody asked for that one.
+    # One page in another encoding should not end the command.
     for path in sorted(pages):
         try:
             text = read_text(path)
@@ -252,9 +174,4 @@ def _page_documents(package: Package) -> Iterator[Document]:
             continue
         paragraphs = prose_paragraphs(text)
         if paragraphs:
-            yield _file_document(package, path, paragraphs)
-
-
-def _file_document(package: Package, path: Path, paragraphs: list[str]) -> Document:
-    source = f"{package.name}/{path.relative_to(package.folder).as_posix()}"
-    return Document("\n\n".join(paragraphs), printable(source), package.name, package.licence)
+            yield file_document(package, path, paragraphs)

@@ -1,0 +1,1 @@
+"""English text on this machine, for corpora: packages, WordNet, dictionaries of dictd."""
