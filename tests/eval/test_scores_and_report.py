@@ -192,7 +192,6 @@ def test_the_worst_answers_are_wrong_ones_from_all_over_the_split(task):
     [
         ("boolq", ["True", "true", "", "False"], 2),
         ("multirc", ["True", "no", "False", "False", "?"], 2),
-        ("arc_easy", ["A", "B", "the sun"], 1),
         ("wsc", ["the", "a heron", "", "she"], 2),
         ("squad", ["", "?", "-1", "heron"], None),
         ("record", ["", "?", "-1"], None),
@@ -201,7 +200,6 @@ def test_the_worst_answers_are_wrong_ones_from_all_over_the_split(task):
 def test_answers_without_a_value_are_counted_where_values_are_numbers(name, outputs, expected):
     task = TASKS.get(name)
     examples = task.examples(task.split, FIXTURES)
-    outputs += [examples[-1].targets] * (len(examples) - len(outputs))
     assert count_unparsable(*task.values(examples, outputs)) == expected
 
 
