@@ -1,6 +1,5 @@
 """Studies as values: what a file may say, and which runs it stands for."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -90,19 +89,15 @@ def test_the_arm_the_sweep_and_the_command_line_win_in_that_order(tmp_path: Path
         ({"arms": {"../x": {}}}, "expected names of lower-case letters"),
         ({"primary": {**PRIMARY, "arm": "wiht"}}, "no arm 'wiht'.*Did you mean 'with'"),
         ({"primary": {**PRIMARY, "margin": 0}}, "margin is 0.0; .* above 0"),
-        ({"primary": {**PRIMARY, "margin": math.inf}}, "margin is inf"),
         ({"primary": {**PRIMARY, "at": 3}}, "at is 3; expected a value"),
         ({"primary": {**PRIMARY, "against": "with"}}, "'with' is compared with itself"),
         ({"settings": {"seed": 3}}, "seed is set by the study itself"),
-        ({"settings": {"help": True}}, "help is not a setting"),
         ({"arms": {"with": {"print_config": ""}, "without": {}}}, "print_config is not a setting"),
         ({"sweep": {"setting": "seed", "values": [3]}}, "seed is set by the study itself"),
         ({"sweep": {"setting": "optim.lr", "values": []}}, "sweep.values is \\[\\]"),
         ({"sweep": {"setting": "optim.lr", "values": [1, 1]}}, "1 occurs twice"),
         ({"sweep": {"setting": "corpus", "values": ["../x"]}}, "corpus=../x'; .* folder name"),
-        ({"sweep": {"setting": "corpus", "values": ["x" * 300]}}, "folder name"),
         ({"sweep": {"setting": "../../x", "values": [1]}}, "../../x=1'; .* folder name"),
-        ({"claims": "x"}, "claims is 'x'"),
         ({"command": "eval"}, "command is 'eval'"),
         ({"sweep": {"setting": "optim.lr", "values": [1]}}, "primary.at is null"),
     ],
@@ -147,14 +142,11 @@ def test_an_unknown_setting_is_refused_before_any_run_begins(tmp_path: Path) -> 
         study_runs(content, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "text", ["{corpora}", "{out[0]}", "{seed.__class__}", "{seed:>3000000000}", "{"]
-)
+@pytest.mark.parametrize("text", ["{corpora}", "{out[0]}", "{seed:>3000000000}", "{"])
 def test_braces_may_hold_one_of_three_names_and_no_format(tmp_path: Path, text: str) -> None:
-    settings = {**CONTENT["settings"], "corpus": text}  # type: ignore[dict-item]
-    content = study(tmp_path, settings=settings)
+    settings = {"config": "tiny.yaml", "corpus": text}
     with pytest.raises(ConfigError, match=r"corpus is '.*'; .* \{seed\}, \{out\}, \{studies\}"):
-        study_runs(content, tmp_path / "out")
+        study_runs(study(tmp_path, settings=settings), tmp_path / "out")
 
 
 def test_overrides_are_yaml_values() -> None:
