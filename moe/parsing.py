@@ -49,7 +49,7 @@ def read_text(
         content = path.read_bytes() if pipe and path.is_fifo() else read_regular(path)
     except (OSError, ValueError) as failure:  # a ValueError for NUL in the path
         reason = getattr(failure, "strerror", None) or failure
-        raise error(f"{str(path)!r} cannot be read: {reason}. {advice}") from failure
+        raise error(f"{path} cannot be read: {reason}. {advice}") from failure
 
     try:
         return content.decode("utf-8-sig")

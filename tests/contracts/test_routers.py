@@ -7,7 +7,6 @@ tests/sparse/test_layer.py.
 
 import copy
 import dataclasses
-import importlib
 import pickle
 import pkgutil
 import re
@@ -36,15 +35,8 @@ def config_of(name, **fields):
     """The least that a router needs; one that gives each token one expert wants one choice."""
     choices = 1 if ROUTERS.get(name).single else 2
     sizes = {"d_model": 7, "d_ff": 11, "num_experts": 5, "num_selected_experts": choices}
-    return SparseConfig(
-        **{
-            **sizes,
-            "router": name,
-            "router_initializer_std": 0.7,
-            "initializer_scale": 1.0,
-            **fields,
-        }
-    )
+    scales = {"router_initializer_std": 0.7, "initializer_scale": 1.0}
+    return SparseConfig(**{"router": name, **sizes, **scales, **fields})
 
 
 def build(name, seed=0, **fields):
@@ -76,25 +68,18 @@ def same_plan(ours, theirs):
 # ---- the registry ----
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_a_router_with_a_file_is_registered(file):
-    module = importlib.import_module(f"moe.sparse.routers.{file}")
-    assert module.__name__ in {ROUTERS.get(name).__module__ for name in NAMES}
+def test_every_file_of_routers_registers_one():
+    modules = {ROUTERS.get(name).__module__ for name in NAMES}
+    assert modules == {f"moe.sparse.routers.{file}" for file in FILES}
 
 
 @by_name
-def test_a_registered_router_has_a_file_a_docstring_with_its_source_and_documented_options(name):
+def test_a_router_names_its_source_and_documents_its_frozen_options(name):
     router = ROUTERS.get(name)
-    assert router.__module__.rpartition(".")[2] in FILES
     assert "Source:" in router.__doc__
-    for option in dataclasses.fields(router.Options):
-        assert re.search(rf"\b{option.name}: \S", router.Options.__doc__), option.name
-
-
-@by_name
-def test_options_are_a_frozen_dataclass_with_defaults(name):
-    options = ROUTERS.get(name).Options()
+    options = router.Options()
     for option in dataclasses.fields(options):
+        assert re.search(rf"\b{option.name}: \S", router.Options.__doc__), option.name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(options, option.name, None)
 
@@ -102,15 +87,11 @@ def test_options_are_a_frozen_dataclass_with_defaults(name):
 @by_name
 def test_an_unknown_option_is_refused_by_name_with_the_closest(name):
     known = [option.name for option in dataclasses.fields(ROUTERS.get(name).Options)]
-    with pytest.raises(
-        ConfigError,
-        match=f"^Router '{name}' has no option 'zzz'. Known: {', '.join(known) or 'none'}",
-    ):
+    message = f"^Router '{name}' has no option 'zzz'. Known: {', '.join(known) or 'none'}"
+    with pytest.raises(ConfigError, match=message):
         config_of(name, router_options={"zzz": 1})
     for option in known:
-        with pytest.raises(
-            ConfigError, match=f"has no option '{option}x'. Did you mean '{option}'?"
-        ):
+        with pytest.raises(ConfigError, match=f"option '{option}x'. Did you mean '{option}'?"):
             config_of(name, router_options={f"{option}x": 1})
 
 
@@ -119,17 +100,13 @@ def test_a_decoder_takes_a_router_only_if_it_never_looks_at_later_tokens(name):
     if ROUTERS.get(name).causal:
         assert config_of(name, decoder=True).decoder
     else:
-        with pytest.raises(
-            ConfigError, match=f"'{name}' cannot be used in a decoder: .* looking at later ones"
-        ):
+        with pytest.raises(ConfigError, match=f"'{name}' cannot be used in a decoder: .* later on"):
             config_of(name, decoder=True)
 
 
 @pytest.mark.parametrize("name", SINGLE)
 def test_a_router_of_one_expert_a_token_refuses_more_choices_and_fills_no_more(name):
-    with pytest.raises(
-        ConfigError, match=r"num_selected_experts is 2\. Set num_selected_experts to 1"
-    ):
+    with pytest.raises(ConfigError, match=r"num_selected_experts is 2\. Set .* to 1"):
         config_of(name, num_selected_experts=2)
     x, mask, beside = inputs()
     assert build(name)(x, mask, **beside)[1].plan.accepted.sum(dim=-1).max() == 1
@@ -139,7 +116,7 @@ def test_a_router_of_one_expert_a_token_refuses_more_choices_and_fills_no_more(n
 
 
 @by_name
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     num_experts=st.sampled_from([5, 17]),
     factor=st.sampled_from([0.05, 0.7, 1.25, None]),
@@ -149,14 +126,10 @@ def test_a_router_of_one_expert_a_token_refuses_more_choices_and_fills_no_more(n
     seed=st.integers(0, 1000),
 )
 def test_a_plan_is_well_formed(name, num_experts, factor, least, group_size, training, seed):
-    factors = {"capacity_factor": factor, "eval_capacity_factor": factor}
-    fields = {
-        "num_experts": num_experts,
-        "min_expert_capacity": least,
-        "group_size": group_size,
-        **factors,
-    }
-    layer, (x, mask, beside) = build(name, seed, **fields).train(training), inputs(seed=seed)
+    fields = {"num_experts": num_experts, "min_expert_capacity": least, "group_size": group_size}
+    fields |= {"capacity_factor": factor, "eval_capacity_factor": factor}
+    layer = build(name, seed, **fields).train(training)
+    x, mask, beside = inputs(seed=seed)
     plan = layer(x, mask, **beside)[1].plan
 
     shape = (39 // group_size, group_size)
@@ -173,25 +146,20 @@ def test_a_plan_is_well_formed(name, num_experts, factor, least, group_size, tra
     assert plan.combine_weight.isfinite().all()
     assert torch.count_nonzero(plan.combine_weight[~plan.accepted]) == 0
     assert (plan.combine_weight >= 0).all()
+
+    # No two choices have one slot, and no token has an expert twice.
     assert plan.capacity == layer.router.capacity(group_size, drop_tokens=True)
     room = group_size if plan.capacity is None else plan.capacity
-    for group in range(shape[0]):
-        here = plan.accepted[group]
-        taken = list(
-            zip(
-                plan.expert_index[group][here].tolist(),
-                plan.slot[group][here].tolist(),
-                strict=True,
-            )
-        )
-        assert len(set(taken)) == len(taken)
-        assert all(0 <= slot < room for _, slot in taken)
-        experts_of = [plan.expert_index[group, s][here[s]].tolist() for s in range(group_size)]
-        assert all(len(set(experts)) == len(experts) for experts in experts_of)
+    for group, here in enumerate(plan.accepted):
+        experts, slots = plan.expert_index[group][here], plan.slot[group][here]
+        tokens = here.nonzero()[:, 0]
+        assert ((slots >= 0) & (slots < room)).all()
+        for pairs in (torch.stack([experts, slots]), torch.stack([tokens, experts])):
+            assert pairs.unique(dim=1).shape == pairs.shape
 
 
 @by_name
-def test_a_plan_is_pure_in_evaluation_and_draws_nothing(name):
+def test_a_plan_is_pure_in_evaluation_and_made_of_the_scores_and_the_mask_alone(name):
     layer, (x, mask, beside) = build(name), inputs()
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
@@ -201,24 +169,19 @@ def test_a_plan_is_pure_in_evaluation_and_draws_nothing(name):
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
 
-
-@by_name
-def test_a_plan_is_made_of_the_scores_and_the_mask_alone(name):
-    layer, (x, mask, beside) = build(name), inputs()
     words = beside["word_embeddings"]
     scores = layer.router(RouterInputs(x, mask, beside["token_ids"], words))
     plan = layer.router.assign(scores, mask)
     assert same_plan(layer.router.assign(router_scores(scores.logits), mask), plan)
 
 
-@pytest.mark.parametrize("how", ["no factor", "drop_tokens=False"])
+@pytest.mark.parametrize(("factor", "drop_tokens"), [(None, True), (0.05, False)])
 @by_name
-def test_without_a_capacity_nothing_is_dropped_and_every_token_has_an_expert(name, how):
-    layer, (x, mask, beside) = (
-        build(name, eval_capacity_factor=None if how == "no factor" else 0.05),
-        inputs(),
-    )
-    router = layer(x, mask, drop_tokens=how == "no factor", **beside)[1]
+def test_without_a_capacity_nothing_is_dropped_and_every_token_has_an_expert(
+    name, factor, drop_tokens
+):
+    layer, (x, mask, beside) = build(name, eval_capacity_factor=factor), inputs()
+    router = layer(x, mask, drop_tokens=drop_tokens, **beside)[1]
     assert torch.equal(router.plan.accepted, router.plan.requested)
     assert router.plan.accepted.any(dim=-1).equal(router.plan.token_mask)
     assert int(router.stats.dropped_tokens) == 0
@@ -233,14 +196,12 @@ def test_ragged_and_static_dispatch_are_one_layer_in_output_and_all_gradients(na
     x, mask, beside = inputs()
     results = []
     for dispatch in ("ragged", "static"):
-        layer, tokens = (
-            build(name, dispatch=dispatch, eval_capacity_factor=factor),
-            x.clone().requires_grad_(),
-        )
+        layer = build(name, dispatch=dispatch, eval_capacity_factor=factor)
+        tokens = x.clone().requires_grad_()
         y, router = layer(tokens, mask, **beside)
         total = (y * x.cos()).sum() + router.losses.load_balance_loss + router.losses.router_z_loss
-        wanted = [tokens, *layer.parameters()]
-        results.append([y, *router.stats, *torch.autograd.grad(total, wanted)])
+        gradients = torch.autograd.grad(total, [tokens, *layer.parameters()])
+        results.append([y, *router.stats, *gradients])
     for ragged, static in zip(*results, strict=True):
         torch.testing.assert_close(static, ragged, rtol=1e-12, atol=1e-12)
 
@@ -251,67 +212,57 @@ def test_in_a_decoder_that_drops_nothing_no_output_depends_on_later_tokens(name)
     other, _, other_beside = inputs(seed=1)
     y, _ = layer(x, drop_tokens=False, **beside)
     for length in (1, 5, 12):
-        later = torch.cat([x[:, :length], other[:, length:]], dim=1)
-        for key, value in beside.items():
-            other_beside[key] = torch.cat([value[:, :length], other_beside[key][:, length:]], dim=1)
-        changed, _ = layer(later, drop_tokens=False, **other_beside)
-        alone, _ = layer(
-            x[:, :length], drop_tokens=False, **{key: v[:, :length] for key, v in beside.items()}
-        )
-        torch.testing.assert_close(changed[:, :length], y[:, :length], rtol=0, atol=1e-12)
+        start = {key: value[:, :length] for key, value in beside.items()}
+        alone, _ = layer(x[:, :length], drop_tokens=False, **start)
         torch.testing.assert_close(alone, y[:, :length], rtol=0, atol=1e-12)
+
+        later = torch.cat([x[:, :length], other[:, length:]], dim=1)
+        mixed = {}
+        for key, value in start.items():
+            mixed[key] = torch.cat([value, other_beside[key][:, length:]], dim=1)
+        changed, _ = layer(later, drop_tokens=False, **mixed)
+        torch.testing.assert_close(changed[:, :length], y[:, :length], rtol=0, atol=1e-12)
         assert not torch.allclose(changed[:, length:], y[:, length:])
 
 
-@pytest.mark.parametrize("router_input", INPUTS)
 @by_name
-def test_the_number_of_parameters_is_known_before_they_are_built(name, router_input):
-    try:
-        config = config_of(name, router_input=router_input)
-    except ConfigError as error:
-        assert router_input in str(error)  # a router without a gate says so
-        return
-    built = sum(parameter.numel() for parameter in build_router(config).parameters())
-    assert ROUTERS.get(name).num_parameters(config) == built
-
-
-@by_name
-def test_a_state_dict_brings_a_layer_back(name):
-    layer, other, (x, mask, beside) = build(name), build(name, seed=1), inputs()
-    other.load_state_dict(layer.state_dict())
-    assert torch.equal(other(x, mask, **beside)[0], layer(x, mask, **beside)[0])
+def test_the_number_of_parameters_is_known_before_they_are_built(name):
+    for router_input in INPUTS:
+        try:
+            config = config_of(name, router_input=router_input)
+        except ConfigError as error:
+            assert router_input in str(error)  # a router without a gate says so
+            continue
+        built = sum(parameter.numel() for parameter in build_router(config).parameters())
+        assert ROUTERS.get(name).num_parameters(config) == built
 
 
 @by_name
-def test_a_layer_and_its_configuration_survive_copying_and_pickling(name):
+def test_a_layer_survives_saving_copying_and_pickling(name):
     layer, (x, mask, beside) = build(name), inputs()
-    options = dataclasses.asdict(layer.router.options)
-    config = config_of(name, router_options=options)
-    for same in (
-        copy.deepcopy(config),
-        pickle.loads(pickle.dumps(config)),
-        dataclasses.replace(config),
-    ):
-        assert same == config
-        assert same.router_options == options
+    loaded = build(name, seed=1)
+    loaded.load_state_dict(layer.state_dict())
     expected = layer(x, mask, **beside)[0]
-    for same in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+    for same in (loaded, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(same(x, mask, **beside)[0], expected)
 
+    options = dataclasses.asdict(layer.router.options)
+    config = config_of(name, router_options=options)
+    for same in (pickle.loads(pickle.dumps(config)), dataclasses.replace(config)):
+        assert same == config
+        assert same.router_options == options
+
 
 @by_name
-def test_learning_from_the_load_touches_no_parameter(name):
+def test_learning_from_the_load_touches_no_parameter_and_a_reset_forgets_them(name):
     layer, (x, mask, beside) = build(name), inputs()
     before = [parameter.clone() for parameter in layer.parameters()]
     layer.router.update(layer(x, mask, **beside)[1].stats)
     assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), before, strict=True))
 
-
-@by_name
-def test_fresh_parameters_do_not_depend_on_what_was_there(name):
-    one, other = build(name), build(name, seed=1)
-    for layer in (one, other):
+    states = []
+    for router in (layer.router, build(name, seed=1).router):
         torch.manual_seed(2)
-        layer.router.reset_parameters()
-    same = zip(one.router.state_dict().values(), other.router.state_dict().values(), strict=True)
-    assert all(torch.equal(a, b) for a, b in same)
+        router.reset_parameters()
+        states.append(router.state_dict().values())
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))

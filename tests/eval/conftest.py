@@ -16,21 +16,9 @@ from moe.data.tokenizer import train_tokenizer
 from tests.models.tiny import tiny_model
 
 CHOICES = ("red", "green", "dark blue")
-WORDS = [
-    "red",
-    "green",
-    "dark",
-    "blue",
-    "fire",
-    "grass",
-    "sea",
-    "leaf",
-    "blood",
-    "night",
-    "name",
-    "of",
-    "colour",
-]
+WORDS = ["red", "green", "dark", "blue", "fire", "grass", "sea", "leaf", "blood", "night"]
+WORDS += ["name", "of", "colour"]
+THINGS = {"fire": "red", "grass": "green", "sea": "dark blue", "blood": "red", "leaf": "green"}
 
 
 @pytest.fixture(scope="session")
@@ -42,16 +30,8 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=131,
-        d_model=29,
-        d_kv=5,
-        d_ff=31,
-        num_layers=2,
-        num_heads=3,
-        decoder_start_token_id=0,
-        dropout_rate=0.0,
-    )
+    sizes = {"vocab_size": 131, "d_model": 29, "d_kv": 5, "d_ff": 31, "num_layers": 2}
+    config = T5Config(**sizes, num_heads=3, decoder_start_token_id=0, dropout_rate=0.0)
     models = {
         "t5": T5ForConditionalGeneration(config),
         "moe": tiny_model(eval_capacity_factor=None),
@@ -65,23 +45,11 @@ def folders(tmp_path_factory, tokenizer) -> dict[str, Path]:
 
 
 def colour_task() -> Task:
-    things = [
-        ("fire", "red"),
-        ("grass", "green"),
-        ("sea", "dark blue"),
-        ("blood", "red"),
-        ("leaf", "green"),
-    ]
-    rows = [
-        {
-            "id": f"{thing}-{i}",
-            "thing": thing,
-            "inputs": f"name the colour of {'the ' * i}{thing}",
-            "targets": colour,
-        }
-        for i in range(5)
-        for thing, colour in things
-    ]
+    rows = []
+    for i in range(5):
+        for thing, colour in THINGS.items():
+            inputs = f"name the colour of {'the ' * i}{thing}"
+            rows.append({"id": f"{thing}-{i}", "thing": thing, "inputs": inputs, "targets": colour})
     return Task(
         name="colour",
         version=1,

@@ -72,10 +72,10 @@ def test_vectors_choose_the_word_that_stands_near_the_definition_in_the_text():
 
 def test_many_questions_are_compared_in_parts():
     train = [example(f"thing number {i}", f"word{i}x") for i in range(40)]
-    test = []
-    for number in range(600):
-        target = f"word{number % 40}x"
-        test.append(example(f"number {number % 40}", target, "unlike", target))
+    test = [
+        example(f"number {i % 40}", f"word{i % 40}x", "unlike", f"word{i % 40}x")
+        for i in range(600)
+    ]
     assert answers_of(train, test)["nearest example"] == [item.targets for item in test]
 
 

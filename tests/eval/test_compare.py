@@ -32,53 +32,36 @@ def write_run(
     task = task or colour_task()
     examples = task.examples("validation")[:limit]
     answers = [*outputs, *(example.targets for example in examples[len(outputs) :])]
+    scoring = ScoringFields(True, "none")
     rows = []
     for mode in modes:
         decoding = task.decoding if mode == "generate" else None
-        header = Header(
-            "f" * 16, task.name, task.version, mode, decoding, "b" * 16, ScoringFields(True, "none")
-        )
+        header = Header("f" * 16, task.name, task.version, mode, decoding, "b" * 16, scoring)
         predictions = PredictionsFile(predictions_path(folder, task.name, name, mode), header)
         predictions.resume([], lambda whole: whole)
-        predictions.append(
-            [Batch([prediction], {}) for prediction in made_by(mode, examples, answers)[::-1]]
-        )
+        made = made_by(mode, examples, answers)
+        predictions.append([Batch([prediction], {}) for prediction in reversed(made)])
         rows.append(to_json(score_system(task, examples, answers, name, mode).result))
     entry = {"task": task.name, "version": task.version, "split": "validation", "limit": limit}
     entry |= {"num_examples": len(examples), "decoding": task.decoding._asdict(), "systems": rows}
     entry |= write_examples(folder, task, examples)._asdict()
-    settings = {"scoring": {"include_eos": True, "normalize": "none"}}
-    report = {
-        "settings": settings,
-        "models": {name: {"fingerprint": "f" * 16}},
-        "tasks": [{**entry, **changes}],
-    }
+    report = {"settings": {"scoring": to_json(scoring)}, "tasks": [{**entry, **changes}]}
+    report["models"] = {name: {"fingerprint": "f" * 16}}
     write_text(folder / "report.json", seal(json.dumps(report)))
     return str(folder)
 
 
 def made_by(mode, examples, answers):
     """Returns a prediction for each example; a ranked one chooses between its answer and another."""
-    if mode == "generate":
-        return [Prediction(e.id, answer, None) for e, answer in zip(examples, answers, strict=True)]
     made = []
     for example, answer in zip(examples, answers, strict=True):
-        choices = {
-            answer: ChoiceLikelihood(-1.0, -0.5, 1),
-            "another": ChoiceLikelihood(-2.0, -0.5, 1),
-        }
+        if mode == "generate":
+            made.append(Prediction(example.id, answer, None))
+            continue
+        choices = {answer: ChoiceLikelihood(-1.0, -0.5, 1)}
+        choices["another"] = ChoiceLikelihood(-2.0, -0.5, 1)
         made.append(Prediction(example.id, "", {}, choices).scored(Scoring()))
     return made
-
-
-def test_examples_that_were_cut_off_are_one_message(tmp_path):
-    a, b = (write_run(tmp_path / name, ["red"]) for name in "ab")
-    file = examples_path(tmp_path / "b", "colour")
-    file.write_text(file.read_text()[:-7])
-    with pytest.raises(
-        DataError, match=r"colour\.jsonl holds 24 of the 25 examples that the report is about"
-    ):
-        compare_runs(a, b)
 
 
 def test_the_difference_the_test_and_the_examples(tmp_path):
@@ -100,25 +83,13 @@ def test_the_difference_the_test_and_the_examples(tmp_path):
     assert "| fire-0 | name the colour of fire | red | red | pink | 100.0 | 0.0 |" in text
 
 
-def test_examples_read_back_score_as_those_that_were_written(tmp_path, colour):
-    from eval.reports.run_folder import read_answers, read_report
-
-    write_run(tmp_path, ["red"] * 5)
-    answers = read_answers(read_report(tmp_path), "colour", "model", "generate")
-    assert answers.examples == colour.examples("validation")
-
-
 def test_another_model_of_a_run_is_named(tmp_path):
     a = write_run(tmp_path / "a", [], name="first")
     b = write_run(tmp_path / "b", ["pink"], name="second")
     assert compare_runs(a, f"second={b}").b.name == "second"
-    with pytest.raises(
-        ConfigError, match=r"no model 'secnd' in .*b. Did you mean 'second'\? It has second"
-    ):
+    with pytest.raises(ConfigError, match=r"no model 'secnd' in .*b. Did you mean 'second'\?"):
         compare_runs(a, f"secnd={b}")
-    with pytest.raises(
-        ConfigError, match=r"A and B are both model 'first' of .*a. Name another: NAME=FOLDER"
-    ):
+    with pytest.raises(ConfigError, match=r"both model 'first' of .*a. Name another: NAME=FOLDER"):
         compare_runs(a, a)
 
 
@@ -154,40 +125,31 @@ def test_a_version_that_the_library_no_longer_has_is_refused(tmp_path):
 
 def test_what_is_missing_is_one_message(tmp_path):
     a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", [], modes=("rank",))
-    with pytest.raises(
-        DataError, match=r"nothing in common: `model` of .*a has colour \(generate\)"
-    ):
+    with pytest.raises(DataError, match=r"nothing in common: `model` of .*a has colour \(gen"):
         compare_runs(a, b)
     with pytest.raises(DataError, match=r"nothing of --mode rank in common"):
         compare_runs(a, write_run(tmp_path / "c", []), mode="rank")
-    with pytest.raises(
-        ConfigError,
-        match=r"Neither run has a task 'color'. Did you mean 'colour'\? They have colour",
-    ):
+    with pytest.raises(ConfigError, match=r"task 'color'. Did you mean 'colour'\? They have col"):
         compare_runs(a, b, tasks=["color"])
     with pytest.raises(DataError, match=r"no report.json in .*nowhere. Expected the --out folder"):
         compare_runs(a, str(tmp_path / "nowhere"))
-    (tmp_path / "report.json").write_text("[1")
-    with pytest.raises(DataError, match="is not JSON"):
-        compare_runs(a, str(tmp_path))
-    (tmp_path / "report.json").write_text("[]")
-    with pytest.raises(DataError, match=r"its content is \[\]; expected an object with fields"):
-        compare_runs(a, str(tmp_path))
 
 
-def test_answers_that_were_not_finished_are_said(tmp_path):
+def test_answers_or_examples_that_are_not_whole_are_said(tmp_path):
     a, b = write_run(tmp_path / "a", []), write_run(tmp_path / "b", ["pink"])
     path = predictions_path(tmp_path / "b", "colour", "model", "generate")
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text(
-        "".join(lines[:15]) + lines[15][:5]
-    )  # the first, and two lines for each batch of one
-    with pytest.raises(
-        DataError, match=r"answers 7 of 25 examples; .* 'fire-0'.* goes on where it stopped"
-    ):
+    # The header, and two lines for each batch of one.
+    path.write_text("".join(lines[:15]) + lines[15][:5])
+    with pytest.raises(DataError, match=r"7 of 25 examples; .* 'fire-0'.* where it stopped"):
         compare_runs(a, b)
     path.unlink()
     with pytest.raises(DataError, match=r"There is no .*colour.model.generate.jsonl"):
+        compare_runs(a, b)
+
+    file = examples_path(tmp_path / "b", "colour")
+    file.write_text(file.read_text()[:-7])
+    with pytest.raises(DataError, match=r"colour\.jsonl holds 24 of the 25 examples that the rep"):
         compare_runs(a, b)
 
 

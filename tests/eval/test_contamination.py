@@ -73,13 +73,12 @@ def test_without_a_corpus_nothing_is_said_and_without_clean_examples_nothing_is_
     rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
     texts = [f"{row['question']} passage {row['passage']}" for row in rows]  # T5's text of boolq
     corpus = make_corpus(tmp_path / "corpus", texts)
-    report = run(
-        folders, tmp_path / "all", data=ROWS.parents[1], modes=["rank"], contamination=corpus
-    )
+    options = {"data": ROWS.parents[1], "modes": ["rank"]}
+    report = run(folders, tmp_path / "all", contamination=corpus, **options)
     assert report.tasks[0].contamination.num_clean == 0
     assert report.tasks[0].contamination.clean_scores == []
 
-    report = run(folders, tmp_path / "none", data=ROWS.parents[1], modes=["rank"])
+    report = run(folders, tmp_path / "none", **options)
     assert report.tasks[0].contamination is None
     saved = json.loads((tmp_path / "none/report.json").read_text(encoding="utf-8"))
     assert "contamination" not in saved["tasks"][0]

@@ -14,7 +14,6 @@ LOCKS = "Wake up the task that waits for the lock."
 @pytest.fixture
 def library(tmp_path, monkeypatch):
     """A function that writes docstrings by file name and returns the rows by split."""
-    docstring_topic._all_rows.cache_clear()
     monkeypatch.setattr(docstring_topic, "package_folder", lambda package: tmp_path)
 
     def rows(files):
@@ -23,10 +22,9 @@ def library(tmp_path, monkeypatch):
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text('# files without """ are not parsed\n' + "".join(definitions))
-        return docstring_topic._all_rows()
+        return docstring_topic._all_rows.__wrapped__()
 
-    yield rows
-    docstring_topic._all_rows.cache_clear()
+    return rows
 
 
 def places(rows):
@@ -67,9 +65,8 @@ def test_a_package_that_was_one_file_in_an_earlier_python_keeps_its_place(librar
 
 def test_the_words_of_the_modules_name_are_not_in_the_text(library):
     text = "The asyncio.queues module: Queues of _queues wake a queue in asyncio_tests up."
-    rows = library(
-        {"asyncio/queues.py": [text], "_pydecimal.py": ["Pydecimal is exact here, too."]}
-    )
+    files = {"asyncio/queues.py": [text], "_pydecimal.py": ["Pydecimal is exact here, too."]}
+    rows = library(files)
     (row,) = rows["test"]
     assert row["text"] == "The . module: of wake a queue in asyncio_tests up."
     (row,) = rows["train"]

@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+import lm_eval.tasks as lm_eval_tasks
 import pytest
 import torch
 import yaml
@@ -18,16 +19,10 @@ from transformers import AutoTokenizer
 
 import moe
 from eval.__main__ import main
-from eval.answers.batches import Request
 from eval.answers.inference import Inference
-from eval.answers.likelihood import Scoring
-from eval.answers.predict import predict
 from eval.answers.seq2seq import load_seq2seq
 from eval.commands.harness import evaluate_on_harness
 from eval.commands.harness_model import HarnessModel
-from eval.scores.metrics import ACCURACY
-from eval.source import BuiltIn
-from eval.task import Task
 from moe import ConfigError, DataError
 from tests.eval.conftest import WORDS
 from tests.models.tiny import tiny_model
@@ -42,10 +37,9 @@ def make_rows() -> list[dict]:
     rows = []
     for number in range(11):
         text = " ".join(WORDS[(number + 3 * place) % len(WORDS)] for place in range(3 + 2 * number))
-        answers = [
-            " ".join(WORDS[(number * 5 + n + m) % 11] for m in range(1 + n % 3))
-            for n in range(2 + number % 3)
-        ]
+        answers = []
+        for n in range(2 + number % 3):
+            answers.append(" ".join(WORDS[(number * 5 + n + m) % 11] for m in range(1 + n % 3)))
         rows.append({"text": text, "answers": answers, "gold": number % 2})
     return [*rows, {"text": "", "answers": ["red", "dark blue"], "gold": 1}]
 
@@ -56,43 +50,34 @@ def tasks(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     lines = [json.dumps(row) + "\n" for row in make_rows()]
     (folder / "rows.jsonl").write_text("".join(lines), encoding="utf-8")
-    data = {
-        "data_files": {"validation": str(folder / "rows.jsonl")},
-        "cache_dir": str(folder / "cache"),
-    }
+    files = {"validation": str(folder / "rows.jsonl")}
+    data = {"data_files": files, "cache_dir": str(folder / "cache")}
     common = {"dataset_path": "json", "dataset_kwargs": data, "validation_split": "validation"}
+    choice = {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "gold",
+        "doc_to_choice": "{{answers}}",
+        "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "acc_mutual_info")],
+    }
+    text = {
+        "output_type": "generate_until",
+        "doc_to_text": "name {{text}}",
+        "doc_to_target": "{{answers[gold]}}",
+        "generation_kwargs": {"until": ["green", "\n"], "max_gen_toks": 7, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    rolling = {"doc_to_text": "", "doc_to_target": "{{text}}"}
+    lost = {"dataset_kwargs": {"data_files": {"validation": str(folder / "lost.jsonl")}}}
     kinds = {
-        CHOICE: {
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{text}}",
-            "doc_to_target": "gold",
-            "doc_to_choice": "{{answers}}",
-            "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "acc_mutual_info")],
-        },
-        TEXT: {
-            "output_type": "generate_until",
-            "doc_to_text": "name {{text}}",
-            "doc_to_target": "{{answers[gold]}}",
-            "generation_kwargs": {"until": ["green", "\n"], "max_gen_toks": 7, "do_sample": False},
-            "metric_list": [{"metric": "exact_match"}],
-        },
-        ROLLING: {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{text}}",
-        },
-        "colours_lost": {
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{text}}",
-            "doc_to_target": "gold",
-            "doc_to_choice": "{{answers}}",
-            "dataset_kwargs": {"data_files": {"validation": str(folder / "lost.jsonl")}},
-        },
+        CHOICE: choice,
+        TEXT: text,
+        ROLLING: {"output_type": "loglikelihood_rolling", **rolling},
+        "colours_lost": {**choice, **lost},
     }
     for name, own in kinds.items():
-        (folder / f"{name}.yaml").write_text(
-            yaml.safe_dump({"task": name, **common, **own}), encoding="utf-8"
-        )
+        content = yaml.safe_dump({"task": name, **common, **own})
+        (folder / f"{name}.yaml").write_text(content, encoding="utf-8")
     return folder
 
 
@@ -102,27 +87,32 @@ def answers_of(results: dict, name: str) -> list[tuple[float, bool]]:
     return [answer[0] for sample in samples for answer in sample["resps"]]
 
 
+def hf_model(system, batch_size: int):
+    """Returns lm_eval's own model around ours."""
+    from lm_eval.models.huggingface import HFLM
+
+    options = {"tokenizer": system.tokenizer, "backend": "seq2seq", "batch_size": batch_size}
+    return HFLM(system.model, **options)
+
+
 def theirs(folder: Path, tasks: Path, names: list[str]) -> dict:
     """Returns what lm_eval finds with its own model, in this process."""
     from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    system = load_seq2seq(folder)
-    model = HFLM(system.model, tokenizer=system.tokenizer, backend="seq2seq", batch_size=5)
-    return simple_evaluate(
-        model, tasks=names, task_manager=TaskManager(include_path=tasks, include_defaults=False)
-    )
+    manager = TaskManager(include_path=tasks, include_defaults=False)
+    return simple_evaluate(hf_model(load_seq2seq(folder), 5), tasks=names, task_manager=manager)
 
 
 @pytest.fixture(scope="module")
 def ours(folders, tasks):
     """What our command finds, by model and task; no run is made twice."""
-    return cache(
-        lambda kind, name: evaluate_on_harness(
-            [name], folders[kind], include_path=tasks, batch_size=4
-        )
-    )
+
+    @cache
+    def found(kind, name):
+        return evaluate_on_harness([name], folders[kind], include_path=tasks, batch_size=4)
+
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +123,7 @@ def lm_eval(folders, tasks):
 
 def assert_same_scores(ours: list, others: list) -> None:
     """Compares log-probabilities, and what greedy decoding would say."""
-    torch.testing.assert_close(
-        torch.tensor([score for score, _ in ours]),
-        torch.tensor([score for score, _ in others]),
-        rtol=1e-5,
-        atol=1e-4,
-    )
+    assert [score for score, _ in ours] == pytest.approx([score for score, _ in others], abs=1e-4)
     assert [greedy for _, greedy in ours] == [greedy for _, greedy in others]
 
 
@@ -159,52 +144,21 @@ def test_log_likelihoods_are_those_of_the_command_that_imports_nothing_of_ours(
     folder = tmp_path / "model"
     tiny_model(eval_capacity_factor=0.5, min_expert_capacity=1).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-    def ours(inference, batch_size):
-        found = evaluate_on_harness(
-            [CHOICE], folder, include_path=tasks, batch_size=batch_size, inference=inference
-        )
-        return answers_of(found, CHOICE), found
-
-    # With the capacity, scores depend on the batch; without it they do not.
-    expected, found = ours(Inference(capacity_factor=None), 4)
-    assert_same_scores(ours(Inference(capacity_factor=None), 2)[0], expected)
-    with_capacity = [[score for score, _ in ours(Inference(), size)[0]] for size in (2, 4)]
-    differences = torch.tensor(with_capacity[0]) - torch.tensor(with_capacity[1])
-    assert differences.abs().max() > 0.01
+    dropless = Inference(capacity_factor=None)
+    found = evaluate_on_harness([CHOICE], folder, include_path=tasks, inference=dropless)
     assert (found["config"]["capacity"], found["config"]["dtype"]) == ("none", "float32")
     assert found["command"].endswith("--dropless")
 
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(moe.__file__).parents[1]),
-        "HF_MODULES_CACHE": str(tmp_path / "modules"),
-        "HF_HUB_OFFLINE": "1",
-    }
     model = f"pretrained={folder},trust_remote_code=True,backend=seq2seq,dtype=float32"
     model += ",eval_capacity_factor=None"
-    command = [
-        sys.executable,
-        "-m",
-        "lm_eval",
-        "--model",
-        "hf",
-        "--model_args",
-        model,
-        "--tasks",
-        CHOICE,
-    ]
-    command += [
-        "--include_path",
-        str(tasks),
-        "--device",
-        "cpu",
-        "--output_path",
-        str(tmp_path / "out"),
-    ]
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", model]
+    command += ["--tasks", CHOICE, "--include_path", str(tasks), "--device", "cpu"]
+    command += ["--output_path", str(tmp_path / "out"), "--log_samples", "--batch_size", "3"]
+    environment = {"PYTHONPATH": str(Path(moe.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
+    environment |= {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     done = subprocess.run(
-        [*command, "--log_samples", "--batch_size", "3"],
-        env=environment,
+        command,
+        env={**os.environ, **environment},
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -213,64 +167,27 @@ def test_log_likelihoods_are_those_of_the_command_that_imports_nothing_of_ours(
     )
     assert done.returncode == 0, done.stderr
     file = next((tmp_path / "out").rglob(f"samples_{CHOICE}_*.jsonl"))
-    samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    others = [
-        (float(score), greedy == "True") for each in samples for [[score, greedy]] in each["resps"]
-    ]
-    assert_same_scores(expected, others)
-
-
-@pytest.mark.parametrize("kind", ["t5", "moe"])
-def test_log_likelihoods_are_those_of_rank_without_the_end_token(ours, folders, tmp_path, kind):
-    rows = make_rows()[:-1]  # lm_eval reads an end token where an input is empty
-    task = Task(
-        name="colours",
-        version=1,
-        description="Colours.",
-        licence="CC0-1.0",
-        source=BuiltIn(lambda split: rows),
-        preprocess=lambda row: [dict(row)],
-        postprocess=lambda text, fields, is_target: text,
-        metrics=(ACCURACY,),
-        choices=lambda fields: tuple(fields["answers"]),
-    )
-    requests = [
-        Request(str(number), row["text"], tuple(row["answers"])) for number, row in enumerate(rows)
-    ]
-    system = load_seq2seq(folders[kind])
-    made = predict(
-        system, task, requests, "rank", tmp_path / "made.jsonl", scoring=Scoring(include_eos=False)
-    )
-    expected = [score for prediction in made.predictions for score in prediction.scores.values()]
-    samples = sorted(ours(kind, CHOICE)["samples"][CHOICE], key=lambda sample: sample["doc_id"])[
-        : len(rows)
-    ]
-    found = [
-        answer[0][0] for each in samples for answer in each["resps"][: len(each["doc"]["answers"])]
-    ]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-4)
+    others = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        for [[score, greedy]] in json.loads(line)["resps"]:
+            others.append((float(score), greedy == "True"))
+    assert_same_scores(answers_of(found, CHOICE), others)
 
 
 @pytest.mark.parametrize("kind", ["t5", "moe"])
 def test_greedy_answers_are_known_as_such(folders, kind):
-    from lm_eval.models.huggingface import HFLM
-
     system = load_seq2seq(folders[kind])
     contexts = [system.tokenizer(row["text"])["input_ids"] for row in make_rows()]
     asked = []
     for context in contexts:
-        tokens = system.model.generate(torch.tensor([context]), max_new_tokens=5, do_sample=False)[
-            0, 1:
-        ].tolist()
-        for answer in (
-            tokens[:1],
-            tokens,
-            [*tokens[:-1], (tokens[-1] + 1) % 100],
-            [tokens[0], 7, *tokens[1:]],
-        ):
+        inputs = torch.tensor([context])
+        generated = system.model.generate(inputs, max_new_tokens=5, do_sample=False)
+        tokens = generated[0, 1:].tolist()
+        another_end = [*tokens[:-1], (tokens[-1] + 1) % 100]
+        for answer in (tokens[:1], tokens, another_end, [tokens[0], 7, *tokens[1:]]):
             asked.append((("", ""), context, answer))
     found = HarnessModel(system, 5)._loglikelihood_tokens(asked, disable_tqdm=True)
-    model = HFLM(system.model, tokenizer=system.tokenizer, backend="seq2seq", batch_size=5)
+    model = hf_model(system, 5)
     assert_same_scores(found, model._loglikelihood_tokens(asked, disable_tqdm=True))
     flags = [greedy for _, greedy in found]
     assert flags[0::4] == flags[1::4] == [True] * len(contexts)
@@ -308,18 +225,20 @@ def test_a_text_ends_at_the_first_stop_string(folders, monkeypatch):
     letters = [n for n in range(131) if system.tokenizer.decode([n]).strip().isalpha()]
     system.model.generation_config.suppress_tokens = sorted({*range(131)} - {*letters})
     generate = system.model.generate
-    monkeypatch.setattr(
-        system.model, "generate", lambda *a, **k: made.append(generate(*a, **k)) or made[-1]
-    )
+
+    def generate_and_tell(*args, **options):
+        made.append(generate(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(system.model, "generate", generate_and_tell)
     model = HarnessModel(system, 3)
 
     def answers(until: list[str]) -> list[str]:
         settings = {"until": until, "max_gen_toks": 23}
-        texts = [row["text"] for row in make_rows()[:5]]
-        requests = [
-            Instance("generate_until", {}, (t, settings), 0, ("made", n, 1))
-            for n, t in enumerate(texts)
-        ]
+        requests = []
+        for number, row in enumerate(make_rows()[:5]):
+            asked = (row["text"], settings)
+            requests.append(Instance("generate_until", {}, asked, 0, ("made", number, 1)))
         return model.generate_until(requests, disable_tqdm=True)
 
     whole = answers([])
@@ -327,10 +246,8 @@ def test_a_text_ends_at_the_first_stop_string(folders, monkeypatch):
     assert stops
     steps = [tokens.shape[1] for tokens in made]
     for text, short in zip(whole, answers(stops), strict=True):
-        assert (
-            short
-            == text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
-        )
+        ends = [text.index(stop) for stop in stops if stop in text]
+        assert short == text[: min(ends, default=len(text))]
     answers([text[:4] for text in whole])
     assert made[-1].shape[1] < steps[-1]
 
@@ -338,9 +255,7 @@ def test_a_text_ends_at_the_first_stop_string(folders, monkeypatch):
 def test_an_empty_choice_is_refused_with_its_context(folders):
     model = HarnessModel(load_seq2seq(folders["t5"]), 3)
     request = Instance("loglikelihood", {}, ("fire is", ""), 0, ("made", 0, 1))
-    with pytest.raises(
-        DataError, match=r"A choice of a task is '', which is no token\. Its context: 'fire is'"
-    ):
+    with pytest.raises(DataError, match=r"choice of a task is ''.* Its context: 'fire is'"):
         model.loglikelihood([request], disable_tqdm=True)
 
 
@@ -348,19 +263,9 @@ def test_the_command_prints_a_table_and_leaves_its_results(folders, tasks, tmp_p
     options = {"--include-path": tasks, "--limit": 3, "--out": tmp_path / "out", "--batch-size": 2}
     given = [str(part) for option in options.items() for part in option]
     main(["harness", f"{CHOICE},{TEXT}", "--model", str(folders["moe"]), *given])
-    printed = capsys.readouterr().out
-    lines = [line.split() for line in printed.splitlines()]
-    assert lines[0] == [
-        "task",
-        "version",
-        "shots",
-        "filter",
-        "metric",
-        "value",
-        "standard",
-        "error",
-    ]
-    assert [(line[0], line[4]) for line in lines[1:5]] == [
+    header, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert " ".join(header) == "task version shots filter metric value standard error"
+    assert [(line[0], line[4]) for line in lines[:4]] == [
         *((CHOICE, metric) for metric in ("acc", "acc_norm", "acc_mutual_info")),
         (TEXT, "exact_match"),
     ]
@@ -369,49 +274,30 @@ def test_the_command_prints_a_table_and_leaves_its_results(folders, tasks, tmp_p
     assert report["n-samples"][CHOICE]["effective"] == 3
     assert report["config"]["model"] == str(folders["moe"])
     for name in (CHOICE, TEXT):
-        assert (
-            len(
-                (tmp_path / "out" / f"samples.{name}.jsonl")
-                .read_text(encoding="utf-8")
-                .splitlines()
-            )
-            == 3
-        )
+        text = (tmp_path / "out" / f"samples.{name}.jsonl").read_text(encoding="utf-8")
+        assert len(text.splitlines()) == 3
 
 
-def test_perplexities_are_refused_with_the_reason(folders, tasks):
-    with pytest.raises(
-        ConfigError,
-        match=f"{ROLLING} cannot be run: it asks for loglikelihood_rolling.*lone end token",
-    ):
+def test_perplexities_and_unknown_tasks_are_refused_with_the_reason(folders, tasks, monkeypatch):
+    with pytest.raises(ConfigError, match=f"{ROLLING} cannot be run: it asks for logl.*lone end"):
         evaluate_on_harness([CHOICE, ROLLING], folders["t5"], include_path=tasks)
 
-
-@pytest.mark.slow
-def test_an_unknown_task_names_the_closest(folders, tasks):
-    with pytest.raises(
-        ConfigError, match=r"no task 'colours_choise'\. Did you mean 'colours_choice'"
-    ):
+    # Names are looked up in the package's own tasks too, which take long to read.
+    build = lm_eval_tasks.TaskManager
+    without_defaults = partial(build, include_path=tasks, include_defaults=False)
+    monkeypatch.setattr(lm_eval_tasks, "TaskManager", lambda **_: without_defaults())
+    with pytest.raises(ConfigError, match=r"no task 'colours_choise'.* mean 'colours_choice'"):
         evaluate_on_harness(["colours_choise"], folders["t5"], include_path=tasks)
 
 
-def test_what_cannot_be_is_refused_before_a_model_is_read(tasks, tmp_path):
+def test_what_cannot_be_is_refused_before_a_model_is_read(tasks, tmp_path, monkeypatch):
     nowhere = tmp_path / "nowhere"
     with pytest.raises(ConfigError, match="--limit is 0; expected an integer of at least 1"):
         evaluate_on_harness([CHOICE], nowhere, include_path=tasks, limit=0)
-    with pytest.raises(ConfigError, match="--batch-size is -1; expected an integer of at least 1"):
-        evaluate_on_harness([CHOICE], nowhere, include_path=tasks, batch_size=-1)
     with pytest.raises(ConfigError, match="nowhere is no folder"):
         evaluate_on_harness([CHOICE], nowhere, include_path=nowhere)
-    with pytest.raises(
-        DataError, match=r"The data of colours_lost cannot be loaded: .*lost\.jsonl"
-    ):
+    with pytest.raises(DataError, match=r"data of colours_lost cannot be loaded: .*lost\.jsonl"):
         evaluate_on_harness(["colours_lost"], nowhere, include_path=tasks)
-
-
-def test_without_the_package_one_message_says_what_to_install(tasks, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(
-        ConfigError, match=r"lm-evaluation-harness is missing: pip install 'stmoe\[harness\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"harness is missing: pip install 'stmoe\[harness\]'"):
         evaluate_on_harness([CHOICE], tmp_path, include_path=tasks)

@@ -1,9 +1,6 @@
-"""Intervals beside what can be said of them without a bootstrap: closed forms, scipy, exact bounds,
-and coverage.
-"""
+"""Intervals beside what can be said of them without a bootstrap: closed forms, scipy and exact bounds."""
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -31,14 +28,12 @@ F1 = Metric("f1", f1)
 SUMMED_F1 = Metric("f1", f1, additive=mean_f1([1])._replace(bounds=None))  # by percentiles
 
 
-def values_of(name):
-    """A mean of given numbers: the answers are their own scores, None does not count."""
-    return mean_of(
-        name,
-        lambda targets, answers: np.asarray(
-            [math.nan if a is None else a for a in answers], dtype=np.float64
-        ),
-    )
+def own_scores(targets, answers):
+    """The answers are their own scores; None does not count."""
+    return np.asarray([math.nan if a is None else a for a in answers], dtype=np.float64)
+
+
+MEAN = mean_of("mean", own_scores)
 
 
 def score(metric, targets, answers, groups=None, seed=(0,)):
@@ -46,21 +41,14 @@ def score(metric, targets, answers, groups=None, seed=(0,)):
     return score_metrics(score_answers([metric], targets, answers), groups, seed)[0][metric.name]
 
 
-def test_the_value_is_the_metric_and_the_standard_error_that_of_a_mean():
-    answers = np.random.default_rng(0).normal(50, 13, size=211).tolist()
-    found = score(values_of("mean"), answers, answers)
-    assert found.value == pytest.approx(np.mean(answers))
-    assert found.stderr == pytest.approx(np.std(answers, ddof=1) / math.sqrt(211), rel=0.1)
-    assert found.low < found.value < found.high
-    assert found.high - found.low == pytest.approx(2 * 1.96 * found.stderr, rel=0.1)
-
-
 def test_the_interval_is_that_of_scipy():
     answers = np.random.default_rng(1).exponential(17, size=53)
-    found = score(values_of("mean"), answers, answers.tolist())
+    found = score(MEAN, answers, answers.tolist())
     theirs = scipy.stats.bootstrap(
         (answers,), np.mean, n_resamples=20_000, method="percentile", rng=0
     )
+    assert found.value == pytest.approx(np.mean(answers))
+    assert found.stderr == pytest.approx(theirs.standard_error, rel=0.1)
     assert found.low == pytest.approx(theirs.confidence_interval.low, abs=0.5)
     assert found.high == pytest.approx(theirs.confidence_interval.high, abs=0.5)
 
@@ -72,16 +60,16 @@ def test_a_score_that_is_no_mean_is_taken_anew_of_each_draw():
     found = score(F1, targets, answers)
     theirs = scipy.stats.bootstrap(
         (np.asarray(targets), np.asarray(answers)),
-        lambda t, a: F1.score(t, a),
-        n_resamples=3000,
+        F1.score,
+        n_resamples=1000,
         paired=True,
         vectorized=False,
         method="percentile",
         rng=0,
     )
     assert found.value == F1.score(targets, answers)
-    assert found.low == pytest.approx(theirs.confidence_interval.low, abs=1.5)
-    assert found.high == pytest.approx(theirs.confidence_interval.high, abs=1.5)
+    assert found.low == pytest.approx(theirs.confidence_interval.low, abs=2)
+    assert found.high == pytest.approx(theirs.confidence_interval.high, abs=2)
     assert found.stderr == pytest.approx(theirs.standard_error, rel=0.1)
 
 
@@ -117,22 +105,13 @@ def test_groups_are_drawn_whole_though_their_rows_are_apart():
     assert all(answers.count("a") % 2 == 0 and answers.count("b") % 2 == 0 for answers in seen)
 
 
-@pytest.mark.slow
-def test_the_interval_covers_the_truth_about_95_times_in_100():
-    rng, covered = np.random.default_rng(0), 0
-    for repetition in range(200):
-        answers = (rng.random(100) < 0.7).astype(int).tolist()
-        found = score(ACCURACY, [1] * 100, answers, seed=(repetition,))
-        covered += found.low <= 70 <= found.high
-    assert 180 <= covered <= 199
-
-
 def test_the_same_seed_gives_the_same_interval_and_tasks_have_their_own():
     targets, answers = np.random.default_rng(4).integers(2, size=(2, 31)).tolist()
     for metric in (MATTHEWS, SUMMED_F1):
-        assert score(metric, targets, answers) == score(metric, targets, answers)
-        rte = score(metric, targets, answers, seed=task_seed("rte"))
-        cb = score(metric, targets, answers, seed=task_seed("cb"))
+        rte, again, cb = (
+            score(metric, targets, answers, seed=task_seed(name)) for name in ("rte", "rte", "cb")
+        )
+        assert rte == again
         assert rte.stderr != cb.stderr
         assert rte.low != cb.low
 
@@ -142,8 +121,8 @@ def test_the_order_of_examples_changes_nothing():
     groups = [f"{number // 3:02d}" for number in range(31)]
     order = np.random.default_rng(6).permutation(31)
     shuffled = [answers[i] for i in order]
-    found = score(values_of("mean"), shuffled, shuffled, [groups[i] for i in order])
-    assert found[:4] == pytest.approx(score(values_of("mean"), answers, answers, groups)[:4])
+    found = score(MEAN, shuffled, shuffled, [groups[i] for i in order])
+    assert found[:4] == pytest.approx(score(MEAN, answers, answers, groups)[:4])
 
 
 def test_one_group_has_a_score_and_no_interval():
@@ -165,7 +144,7 @@ def test_the_interval_of_an_accuracy_is_wilsons(num_right):
 def test_groups_of_one_answer_copied_are_as_many_examples_as_groups():
     right = [1] * 23 + [0] * 6
     copied = score(ACCURACY, [1] * 87, right * 3, [str(number) for number in range(29)] * 3)
-    single = score(values_of("mean"), right, [100.0 * value for value in right])
+    single = score(MEAN, right, [100.0 * value for value in right])
     theirs = scipy.stats.binomtest(23, 29).proportion_ci(method="wilson")
     assert single[2:4] == pytest.approx((100 * theirs.low, 100 * theirs.high))
 
@@ -233,12 +212,12 @@ def test_classes_renamed_leave_the_interval_where_it_was():
 
 
 def test_examples_that_do_not_count_are_left_out_and_nothing_that_counts_is_said():
-    found = score(values_of("mean"), [0] * 5, [10, None, 30, None, 50])
+    found = score(MEAN, [0] * 5, [10, None, 30, None, 50])
     assert found.value == 30
-    assert found[2:4] == pytest.approx(score(values_of("mean"), [0] * 3, [10, 30, 50])[2:4])
-    nothing = score(values_of("mean"), [0, 0, 0], [None, None, None])
+    assert found[2:4] == pytest.approx(score(MEAN, [0] * 3, [10, 30, 50])[2:4])
+    nothing = score(MEAN, [0, 0, 0], [None, None, None])
     assert nothing == (None, None, None, None, "no example counts")
-    assert score(values_of("mean"), [], []).value is None
+    assert score(MEAN, [], []).value is None
 
 
 def test_a_score_that_draws_may_leave_undefined_has_an_interval_of_the_others():
@@ -249,14 +228,3 @@ def test_a_score_that_draws_may_leave_undefined_has_an_interval_of_the_others():
     assert found.value == pytest.approx(correlation([1, 2, 3], [1.0, 2.5, 2.9]))
     assert not math.isnan(found.low)
     assert score(Metric("pearson", correlation), [1, 1, 1], [1, 2, 3]).value is None
-
-
-@pytest.mark.slow
-def test_ten_thousand_rows_take_seconds():
-    rng = np.random.default_rng(7)
-    targets = rng.integers(2, size=10_000).tolist()
-    answers = rng.integers(2, size=10_000).tolist()
-    groups = [str(number // 2) for number in range(10_000)]
-    start = time.perf_counter()
-    score_metrics(score_answers([ACCURACY, SUMMED_F1, F1], targets, answers), groups)
-    assert time.perf_counter() - start < 20

@@ -75,38 +75,32 @@ def mesh_tensorflow(logits_of, *, num_beams, alpha, max_tokens):
 def test_beams_end_where_mesh_tensorflows_loop_ends(num_beams, alpha):
     options = {"num_beams": num_beams, "alpha": alpha, "max_tokens": 5}
     answers, scores = search(lambda row, ids: random_logits(ids, row), 31, **options)
-    expected = [
-        mesh_tensorflow(lambda ids, row=row: random_logits(ids, row), **options)
-        for row in range(31)
-    ]
+    expected = []
+    for row in range(31):
+        expected.append(mesh_tensorflow(lambda ids, row=row: random_logits(ids, row), **options))
     assert answers == [ids for ids, _ in expected]
     assert scores == pytest.approx([score for _, score in expected], abs=1e-5)
     assert len({len(ids) for ids in answers}) > 2
 
 
 def test_with_a_beam_for_everything_the_best_of_all_answers_is_found():
-    num_beams, max_tokens, alpha = V**2, 3, 0.6
-    answers, scores = search(
-        lambda row, ids: random_logits(ids, row),
-        11,
-        num_beams=num_beams,
-        alpha=alpha,
-        max_tokens=max_tokens,
-    )
+    alpha, num_inputs = 0.6, 5
+    options = {"num_beams": V**2, "alpha": alpha, "max_tokens": 3}
+    answers, scores = search(lambda row, ids: random_logits(ids, row), num_inputs, **options)
     others = [token for token in range(V) if token != EOS]
-    endings = [
-        (*ids, EOS) for length in range(max_tokens) for ids in product(others, repeat=length)
-    ]
-    for row in range(11):
+    endings = []
+    for length in range(3):
+        endings += [(*ids, EOS) for ids in product(others, repeat=length)]
+    for row in range(num_inputs):
         best = max(endings, key=lambda ids, row=row: gnmt_score(ids, row, alpha))
         assert answers[row] == best
         assert scores[row] == pytest.approx(gnmt_score(best, row, alpha), abs=1e-5)
 
 
 def gnmt_score(ids, row, alpha):
-    log_prob = sum(
-        random_logits(ids[:n], row).log_softmax(-1)[token].item() for n, token in enumerate(ids)
-    )
+    log_prob = 0.0
+    for n, token in enumerate(ids):
+        log_prob += random_logits(ids[:n], row).log_softmax(-1)[token].item()
     return log_prob / ((5 + len(ids)) / 6) ** alpha
 
 
@@ -139,9 +133,8 @@ def test_the_length_penalty_is_gnmts_and_not_a_power_of_the_length(alpha, winner
     answers, scores = search(two_answers(short, long, 5), 1, num_beams=2, alpha=alpha, max_tokens=9)
     assert answers[0][0] == winner
     length, log_prob = (2, short) if winner == 2 else (5, long)
-    assert scores[0] == pytest.approx(
-        (log_prob - math.log(0.998)) / ((5 + length) / 6) ** alpha, abs=1e-5
-    )
+    expected = (log_prob - math.log(0.998)) / ((5 + length) / 6) ** alpha
+    assert scores[0] == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_search_goes_on_while_a_beam_could_win_by_its_length():
@@ -163,36 +156,30 @@ def test_the_search_goes_on_while_a_beam_could_win_by_its_length():
 
 
 def test_an_answer_that_never_ends_is_the_best_beam():
-    answers, _ = search(
-        lambda row, ids: torch.tensor([0.0, -90.0, 3, 0, 0, 0, 0]),
-        1,
-        num_beams=2,
-        alpha=0.6,
-        max_tokens=4,
-    )
+    logits = torch.tensor([0.0, -90.0, 3, 0, 0, 0, 0])
+    answers, _ = search(lambda row, ids: logits, 1, num_beams=2, alpha=0.6, max_tokens=4)
     assert answers == [(2, 2, 2, 2)]
 
 
 def test_an_answer_does_not_depend_on_the_inputs_beside_it():
     options = {"num_beams": 3, "alpha": 0.6, "max_tokens": 6}
-    gather_or_raise = search(
-        lambda row, ids: random_logits(ids, row, scale=1 + row % 4), 23, **options
-    )[0]
-    for row in range(23):
-        assert search(
-            lambda _, ids, row=row: random_logits(ids, row, scale=1 + row % 4), 1, **options
-        )[0] == [gather_or_raise[row]]
+
+    def logits_of(row, ids):
+        return random_logits(ids, row, scale=1 + row % 4)
+
+    together, _ = search(logits_of, 13, **options)
+    for row in range(13):
+        alone, _ = search(lambda _, ids, row=row: logits_of(row, ids), 1, **options)
+        assert alone == [together[row]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "moe", "bart"])
 def test_a_model_with_a_cache_finds_what_the_loop_finds_without(tokenizer, task, tmp_path, kind):
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))
-    decoding = Decoding(max_tokens=5, num_beams=3, alpha=0.6)
-    requests = requests_of(task)[::3]
-    made = predict(
-        system, replace(task, decoding=decoding), requests, "generate", tmp_path / "p.jsonl"
-    ).predictions
+    task = replace(task, decoding=Decoding(max_tokens=5, num_beams=3, alpha=0.6))
+    requests = requests_of(task)[::6]
+    made = predict(system, task, requests, "generate", tmp_path / "p.jsonl").predictions
     for request, prediction in zip(requests, made, strict=True):
         inputs = system.tokenizer(request.inputs, return_tensors="pt")
 

@@ -18,7 +18,7 @@ from eval.answers.data_ranks import arrange_ranks
 from eval.answers.predict import predict
 from eval.answers.seq2seq import load_seq2seq
 from eval.task import Decoding
-from moe import CheckpointError, ConfigError, MeshConfig
+from moe import ConfigError, MeshConfig
 from moe.distributed.launch import World
 from tests.distributed.ranks import run_ranks
 from tests.eval.conftest import colour_task
@@ -41,9 +41,8 @@ FIELDS = {
 }
 STATIC = {**FIELDS, "dispatch": "static", "group_size": 16}
 MESHES = {  # (model, ep, tp) by ranks
-    2: [("ragged", 2, 1), ("ragged", 1, 2), ("static", 2, 1)],
     3: [("t5", 1, 1), ("ragged", 1, 1)],
-    4: [("ragged", 2, 1), ("ragged", 4, 1), ("ragged", 2, 2)],
+    4: [("ragged", 2, 2), ("static", 2, 1)],
 }
 
 
@@ -77,27 +76,29 @@ def test_ranks_together_make_the_predictions_of_one_process(models, alone, num_r
     assert answers[0]["resumed"] == len(MESHES[num_ranks]) * len(ASKED)
     for name, ep, tp in MESHES[num_ranks]:
         for mode in ASKED:
-            expected = (alone / f"{name}.{mode}.jsonl").read_bytes()
-            found = (tmp_path / f"{name}.{ep}.{tp}.{mode}.jsonl").read_bytes()
-            if ep * tp == 1:
-                assert found == expected
-            header, *ours = map(json.loads, found.splitlines())
-            assert header == json.loads(expected.splitlines()[0])
-            theirs = [json.loads(line) for line in expected.splitlines()[1:]]
-            assert len(ours) == len(theirs)
-            for one, other in zip(ours, theirs, strict=True):
-                assert one.keys() == other.keys()
-                if "routers" in one:
-                    assert one["routers"] == other["routers"]
-                else:
-                    assert (one["id"], one["output"]) == (other["id"], other["output"])
-                    assert one["scores"] == (
-                        pytest.approx(other["scores"], abs=1e-4) if mode == "rank" else None
-                    )
+            one = (alone / f"{name}.{mode}.jsonl").read_text()
+            path = tmp_path / f"{name}.{ep}.{tp}.{mode}.jsonl"
+            assert_same_lines(path.read_text(), one, is_exact=ep * tp == 1)
             made, router = answers[0][f"{name} {ep} {tp} {mode}"]
-            kept = predictions_by_id(tmp_path / f"{name}.{ep}.{tp}.{mode}.jsonl")
+            kept = predictions_by_id(path)
             assert made == [kept[request.id][:3] for request in requests_of(colour_task())]
             assert (router is None) == (name == "t5")
+
+
+def assert_same_lines(found, expected, *, is_exact):
+    """Compares the header, the predictions and the routers; sharded sums may differ in a digit."""
+    header, *lines = found.splitlines()
+    expected_header, *expected_lines = expected.splitlines()
+    assert header == expected_header
+    if is_exact:
+        assert lines == expected_lines
+        return
+    for ours, theirs in zip(map(json.loads, lines), map(json.loads, expected_lines), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ("routers", "id", "output"):
+            assert ours.get(name) == theirs.get(name)
+        scores = theirs.get("scores")
+        assert ours.get("scores") == (scores and pytest.approx(scores, abs=1e-4))
 
 
 def ask(system, mode, path):
@@ -105,13 +106,10 @@ def ask(system, mode, path):
     as well.
     """
     task = replace(colour_task(), decoding=ASKED[mode])
-    rows, eval.answers.predict._MAX_ROWS = (
-        eval.answers.predict._MAX_ROWS,
-        {"generate": ROWS * task.decoding.num_beams, "rank": ROWS},
-    )
-    made = predict(system, task, requests_of(task), mode.replace("beams", "generate"), path)
-    eval.answers.predict._MAX_ROWS = rows
-    return made
+    at_once = {"generate": ROWS * task.decoding.num_beams, "rank": ROWS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eval.answers.predict, "_MAX_ROWS", at_once)
+        return predict(system, task, requests_of(task), mode.replace("beams", "generate"), path)
 
 
 def predict_on_a_rank(rank, num_ranks, models, out):
@@ -125,56 +123,51 @@ def predict_on_a_rank(rank, num_ranks, models, out):
         for mode in ASKED:
             path = Path(out, f"{name}.{ep}.{tp}.{mode}.jsonl")
             made = ask(system, mode, path)
-            answers[f"{name} {ep} {tp} {mode}"] = (
-                [prediction[:3] for prediction in made.predictions],
-                made.router and {stack: total._asdict() for stack, total in made.router.items()},
-            )
+            routers = made.router and {name: total._asdict() for name, total in made.router.items()}
+            predictions = [prediction[:3] for prediction in made.predictions]
+            answers[f"{name} {ep} {tp} {mode}"] = predictions, routers
+
+            # As kill -9 leaves it: two batches, one line of the third, and a torn one.
             whole = path.read_bytes()
             dist.barrier()
-            if (
-                rank == 0
-            ):  # as kill -9 leaves it: two batches, one line of the third, and a torn one
-                path.write_bytes(
-                    b"".join(whole.splitlines(keepends=True)[: 1 + 2 * (ROWS + 1) + 1])
-                    + b'{"id": "se'
-                )
+            if rank == 0:
+                kept = whole.splitlines(keepends=True)[: 1 + 2 * (ROWS + 1) + 1]
+                path.write_bytes(b"".join(kept) + b'{"id": "se')
             dist.barrier()
             again = ask(system, mode, path)
             resumed += again == made and path.read_bytes() == whole
     return {**answers, "resumed": resumed}
 
 
-def test_ranks_that_cannot_be_divided_so_are_refused_before_a_model_is_loaded(models, tmp_path):
-    three = World(0, 3, 0, "cpu")
-    with pytest.raises(
-        ConfigError, match=r"it has 2 ranks, but there are 3.*Choose --ep and --tp of one"
-    ):
-        arrange_ranks(three, 2, 1, [models["ragged"]])
-    with pytest.raises(ConfigError, match=r"8 experts cannot be spread evenly over ep 3"):
-        arrange_ranks(three, 3, 1, [models["ragged"]])
-    with pytest.raises(ConfigError, match=r"mesh\.ep is 0; expected an integer from 1 to"):
-        arrange_ranks(three, 0, 1, [models["ragged"]])
-    with pytest.raises(
-        ConfigError,
-        match=r"holds a model of type t5, which cannot be sharded over --ep 1 and --tp 3",
-    ):
-        arrange_ranks(three, 1, 3, [models["t5"]])
-    with pytest.raises(CheckpointError, match=r"holds no model: it has no config\.json"):
-        arrange_ranks(three, 3, 1, [tmp_path])
+@pytest.mark.parametrize(
+    ("name", "ep", "tp", "message"),
+    [
+        ("ragged", 2, 1, r"it has 2 ranks, but there are 3.*Choose --ep and --tp of one"),
+        ("ragged", 3, 1, r"8 experts cannot be spread evenly over ep 3"),
+        ("ragged", 0, 1, r"mesh\.ep is 0; expected an integer from 1 to"),
+        ("t5", 1, 3, r"model of type t5, which cannot be sharded over --ep 1 and --tp 3"),
+    ],
+)
+def test_ranks_that_cannot_be_divided_so_are_refused_before_a_model_is_loaded(
+    models, name, ep, tp, message
+):
+    with pytest.raises(ConfigError, match=message):
+        arrange_ranks(World(0, 3, 0, "cpu"), ep, tp, [models[name]])
 
 
 def test_every_batch_is_dealt_once_and_ranks_of_one_tp_have_the_same(models):
     batches = [[number] for number in range(7)]
-    for size, tp in ((1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (8, 1), (9, 1)):
+    for size, tp in ((1, 1), (3, 1), (4, 2), (8, 1), (9, 1)):
         parts = []
         for rank in range(size):
             ranks = arrange_ranks(World(rank, size, rank, "cpu"), 1, 1, [])
             ranks = ranks._replace(mesh_config=MeshConfig(dp_replicate=size // tp, tp=tp))
             parts.append([ranks.own_batch(dealt) for dealt in ranks.rounds(batches)])
         assert all(part == parts[rank // tp * tp] for rank, part in enumerate(parts))
-        assert [
-            batch for dealt in zip(*parts[::tp], strict=True) for batch in dealt if batch
-        ] == batches
+        dealt_in_turn = []
+        for dealt in zip(*parts[::tp], strict=True):
+            dealt_in_turn += [batch for batch in dealt if batch]
+        assert dealt_in_turn == batches
 
 
 def test_ranks_in_lockstep_keep_whole_rounds_and_others_every_batch():

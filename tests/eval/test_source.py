@@ -24,16 +24,14 @@ from moe import DataError
 from tests.eval.rows import FIXTURES
 
 COLUMNS = {"premise": str, "idx": int, "label": int, "answers": {"text": [str], "start": [int]}}
-ROWS = [
-    {
-        "premise": f"Tea {i}.",
-        "idx": i,
-        "label": i % 2,
-        "answers": {"text": ["a", f"b{i}"], "start": [i, 7]},
-        "more": 1,
-    }
-    for i in range(5)
-]
+
+
+def make_row(i: int) -> dict:
+    answers = {"text": ["a", f"b{i}"], "start": [i, 7]}
+    return {"premise": f"Tea {i}.", "idx": i, "label": i % 2, "answers": answers, "more": 1}
+
+
+ROWS = [make_row(i) for i in range(5)]
 WANTED = [{name: row[name] for name in COLUMNS} for row in ROWS]
 README = (
     "---\nconfigs:\n- config_name: {config}\n  data_files:\n  - split: dev\n    path: {path}\n---\n"
@@ -62,20 +60,20 @@ def write_jsonl(path: Path, rows) -> None:
 def repository(folder: Path, rows=ROWS, config="tea") -> HubData:
     """A repository with parquet on its main branch, whose card names the config and the split."""
     write_parquet(folder / "data" / "dev-00000-of-00001.parquet", rows)
-    (folder / "README.md").write_text(
-        README.format(config=config, path="data/dev-*"), encoding="utf-8"
-    )
+    card = README.format(config=config, path="data/dev-*")
+    (folder / "README.md").write_text(card, encoding="utf-8")
     return source(folder)
 
 
 def source(folder: Path | str, **changes) -> HubData:
-    fields = {
-        "hub_splits": {"validation": "dev"},
-        "labels": {"label": range(2)},
-        "hidden": ("test",),
-        **changes,
-    }
+    fields = {"hub_splits": {"validation": "dev"}, "labels": {"label": range(2)}}
+    fields |= {"hidden": ("test",), **changes}
     return HubData(str(folder), "tea", {"validation": 5, "test": 5}, COLUMNS, **fields)
+
+
+def read(folder: Path, split="validation"):
+    """Returns the rows that take the place of the hub's."""
+    return source("owner/none").rows(split, folder)
 
 
 # ---- the hub ----
@@ -110,78 +108,70 @@ def test_a_repository_with_a_script_says_why_and_what_to_do(tmp_path):
     with pytest.raises(DataError) as error:
         source(tmp_path / "repository").rows("validation")
     for part in (
-        "config tea, split dev",
-        "At main: Dataset scripts are no longer supported",
-        f"At {EXPORT}: ",
+        *("config tea, split dev", "At main: Dataset scripts are no longer supported"),
+        *(f"At {EXPORT}: ", "--revision", "--data FOLDER with FOLDER/TASK/validation.jsonl"),
     ):
         assert part in str(error.value)
-    assert "--revision" in str(error.value)
-    assert "--data FOLDER with FOLDER/TASK/validation.jsonl" in str(error.value)
 
 
 def test_an_unreachable_hub_is_one_message_with_a_way_out():
-    with pytest.raises(
-        DataError,
-        match=r"owner/none \(config tea, split dev at main\) .* not reachable.*HF_HUB_OFFLINE",
-    ):
+    with pytest.raises(DataError, match=r"tea, split dev at main\) .* not reach.*HF_HUB_OFFLINE"):
         source("owner/none").rows("validation")
 
 
-@pytest.mark.parametrize("number", [4, 6])
-def test_another_number_of_rows_on_the_hub_is_refused_with_a_way_out(tmp_path, number):
-    data = repository(tmp_path / "repository", [*ROWS, *ROWS][:number])
-    with pytest.raises(
-        DataError, match=f"has {number} rows; expected 5.*--revision.*--data FOLDER"
-    ):
-        data.rows("validation")
+LAST = {**ROWS[4], "label": 2}
+UNLABELLED = [{name: row[name] for name in ("premise", "idx", "answers")} for row in ROWS]
 
 
-def test_a_missing_column_on_the_hub_is_named_with_those_that_there_are(tmp_path):
-    data = repository(
-        tmp_path / "repository",
-        [{"premise": "Tea.", "idx": 1, "answers": {"text": [], "start": []}}],
-    )
-    with pytest.raises(
-        DataError,
-        match=r"at main\) has no column 'label'; its columns are premise, idx, answers. Expected",
-    ):
-        data.rows("validation")
-
-
-def test_a_label_out_of_range_on_the_hub_is_found_in_its_row(tmp_path):
-    data = repository(tmp_path / "repository", [*ROWS[:4], {**ROWS[4], "label": 2}])
-    with pytest.raises(
-        DataError,
-        match=r"Row 5 of .*repository \(config tea, split dev at main\) has label 2. .* 0, 1",
-    ):
-        data.rows("validation")
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (ROWS[:4], r"has 4 rows; expected 5.*--revision.*--data FOLDER"),
+        ([*ROWS, ROWS[0]], r"has 6 rows; expected 5"),
+        (UNLABELLED, r"has no column 'label'; its columns are premise, idx, answers. Expected"),
+        (
+            [*ROWS[:4], LAST],
+            r"Row 5 of .*tory \(config tea, split dev at main\) has label 2. .* 0, 1",
+        ),
+    ],
+)
+def test_other_rows_on_the_hub_are_refused_with_their_place(tmp_path, rows, message):
+    with pytest.raises(DataError, match=message):
+        repository(tmp_path / "repository", rows).rows("validation")
 
 
 # ---- files in its place ----
 
-FORMS = {
-    "jsonl": lambda folder, rows: write_jsonl(folder / "validation.jsonl", rows),
-    "parquet": lambda folder, rows: write_parquet(folder / "validation.parquet", rows),
-    "shards of jsonl": lambda folder, rows: [
-        write_jsonl(folder / "validation" / f"{i}.jsonl", [row]) for i, row in enumerate(rows)
-    ],
-    "shards of parquet": lambda folder, rows: [
-        write_parquet(folder / "validation" / f"{i}.parquet", [row]) for i, row in enumerate(rows)
-    ],
-}
+
+def write_form(folder: Path, form: str, rows) -> None:
+    """Writes the validation split in one of FORMS, a row in each shard."""
+    write = write_jsonl if form.endswith("jsonl") else write_parquet
+    if form.startswith("shards"):
+        for i, row in enumerate(rows):
+            write(folder / f"validation/{i}.{form.split()[-1]}", [row])
+    else:
+        write(folder / f"validation.{form}", rows)
+
+
+FORMS = ("jsonl", "parquet", "shards of jsonl", "shards of parquet")
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("number", [3, 5])
-def test_files_take_the_place_of_the_hub_with_any_number_of_rows(tmp_path, form, number):
-    FORMS[form](tmp_path, ROWS[:number])
-    assert source("owner/none").rows("validation", tmp_path) == WANTED[:number]
+def test_files_take_the_place_of_the_hub_with_any_number_of_rows(tmp_path, form):
+    write_form(tmp_path / "good", form, ROWS[:3])
+    assert read(tmp_path / "good") == WANTED[:3]
+
+    write_form(tmp_path / "bad", form, UNLABELLED)
+    message = f"{tmp_path}.* has no column 'label'; its columns are premise, idx, answers."
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / "bad")
 
 
 def test_a_list_of_structs_is_read_as_a_struct_of_lists(tmp_path):
-    turned = {"answers": [{"text": "a", "start": 0}, {"text": "b", "start": 7}]}
-    write_jsonl(tmp_path / "validation.jsonl", [{**ROWS[0], **turned}, {**ROWS[1], "answers": []}])
-    first, second = source("owner/none").rows("validation", tmp_path)
+    turned = [{"text": "a", "start": 0}, {"text": "b", "start": 7}]
+    rows = [{**ROWS[0], "answers": turned}, {**ROWS[1], "answers": []}]
+    write_jsonl(tmp_path / "validation.jsonl", rows)
+    first, second = read(tmp_path)
     assert first["answers"] == {"text": ["a", "b"], "start": [0, 7]}
     assert second["answers"] == {"text": [], "start": []}
 
@@ -189,22 +179,16 @@ def test_a_list_of_structs_is_read_as_a_struct_of_lists(tmp_path):
 def test_empty_lines_are_no_rows_and_line_numbers_count_them(tmp_path):
     text = f"\n{json.dumps(ROWS[0])}\n\n{json.dumps({**ROWS[1], 'idx': '1'})}\n"
     (tmp_path / "validation.jsonl").write_text(text, encoding="utf-8")
-    with pytest.raises(
-        DataError,
-        match=r"^Line 4 of .*validation.jsonl has in 'idx' '1' \(str\). Expected whole number",
-    ):
-        source("owner/none").rows("validation", tmp_path)
+    with pytest.raises(DataError, match=r"^Line 4 of .*validation.jsonl has in 'idx' '1' \(str\)"):
+        read(tmp_path)
 
 
 def test_labels_are_hidden_where_the_authors_hide_them_and_nowhere_else(tmp_path):
     for split in ("validation", "test"):
         write_jsonl(tmp_path / f"{split}.jsonl", [{**ROWS[0], "label": -1}])
-    assert source("owner/none").rows("test", tmp_path)[0]["label"] == -1
-    with pytest.raises(
-        DataError,
-        match=r"Line 1 of .* has label -1. Expected one of 0, 1. .* hidden label out of this",
-    ):
-        source("owner/none").rows("validation", tmp_path)
+    assert read(tmp_path, "test")[0]["label"] == -1
+    with pytest.raises(DataError, match=r"has label -1. Expected one of 0, 1. .* hidden label out"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -214,21 +198,15 @@ def test_labels_are_hidden_where_the_authors_hide_them_and_nowhere_else(tmp_path
         ({"label": True}, r"has in 'label' True \(bool\). Expected whole number"),
         ({"label": None}, r"has in 'label' None \(NoneType\)"),
         ({"premise": 3}, r"has in 'premise' 3 \(int\). Expected text"),
-        (
-            {"premise": "Tea \ud83c"},
-            r"jsonl, line 1: .*is not JSON \(.*half a character.* stands for nothing",
-        ),
+        ({"premise": "Tea \ud83c"}, r"jsonl, line 1: .*is not JSON \(.*half a character"),
         ({"answers": "a"}, "Expected {text: list of text, start: list of whole number}"),
         (
             {"answers": {"text": ["a"]}},
-            "answers of line 1 of .* has no column 'start'; its columns are text",
+            "answers of line 1 of .* has no column 'start'; its columns",
         ),
         ({"answers": [{"text": "a"}]}, "has no column 'start'; its columns are text"),
         ({"answers": ["a"]}, "Line 1 of .* is 'a'. Expected an object with"),
-        (
-            {"answers": {"text": [1], "start": [1]}},
-            r"has in 'answers.text' 1 \(int\). Expected text",
-        ),
+        ({"answers": {"text": [1], "start": [1]}}, r"has in 'answers.text' 1 \(int\)"),
     ],
 )
 def test_a_value_of_another_kind_is_named_with_its_place_and_what_was_expected(
@@ -236,140 +214,90 @@ def test_a_value_of_another_kind_is_named_with_its_place_and_what_was_expected(
 ):
     write_jsonl(tmp_path / "validation.jsonl", [{**ROWS[0], **change}])
     with pytest.raises(DataError, match=message):
-        source("owner/none").rows("validation", tmp_path)
+        read(tmp_path)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_missing_column_in_a_file_is_named_with_the_file(tmp_path, form):
-    FORMS[form](
-        tmp_path, [{name: row[name] for name in ("premise", "idx", "answers")} for row in ROWS]
-    )
-    with pytest.raises(
-        DataError,
-        match=f"{tmp_path}.* has no column 'label'; its columns are premise, idx, answers.",
-    ):
-        source("owner/none").rows("validation", tmp_path)
-
-
-def test_a_broken_line_is_named(tmp_path):
-    (tmp_path / "validation.jsonl").write_text(
-        json.dumps(ROWS[0]) + '\n{"premise": "Te', encoding="utf-8"
-    )
-    with pytest.raises(
-        DataError, match=r"validation.jsonl, line 2: .* is not JSON .* a copy that was cut off"
-    ):
-        source("owner/none").rows("validation", tmp_path)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b"[1, 2]", b"7", b'{"a": "\\ud800"}', b"9" * 5_000, b"[" * 100_000, b'{"a": NaN}', b"\xff"],
-)
+@pytest.mark.parametrize("line", [b"[1, 2]", b"7", b"[" * 100_000, b'{"premise": "Te', b"\xff"])
 def test_a_line_that_is_no_object_is_named(tmp_path, line):
     (tmp_path / "validation.jsonl").write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line + b"\n")
-    with pytest.raises(
-        DataError, match=r"validation\.jsonl(, line 2: | is not UTF-8: .*\(line 2\))"
-    ):
-        source("owner/none").rows("validation", tmp_path)
+    with pytest.raises(DataError, match=r"dation\.jsonl(, line 2: | is not UTF-8: .*\(line 2\))"):
+        read(tmp_path)
 
 
 def test_a_parquet_file_of_other_types_is_one_message(tmp_path):
     table = pyarrow.Table.from_pylist(WANTED)
+    raw = pyarrow.array([b"\xff"] * 5)
+    no_text = raw.cast(pyarrow.string(), safe=False)
+    missing = pyarrow.array([None] * 5, pyarrow.int64())
     for column, values, message in (
-        (
-            "premise",
-            pyarrow.array([b"\xff"] * 5),
-            r"Row 1 of .* has in 'premise' b'\\xff' \(bytes\)",
-        ),
-        (
-            "premise",
-            pyarrow.array([b"\xff"] * 5).cast(pyarrow.string(), safe=False),
-            "cannot be read as parquet: 'utf-8'",
-        ),
-        ("idx", pyarrow.array([None] * 5, pyarrow.int64()), r"has in 'idx' None"),
+        ("premise", raw, r"Row 1 of .* has in 'premise' b'\\xff' \(bytes\)"),
+        ("premise", no_text, "cannot be read as parquet: 'utf-8'"),
+        ("idx", missing, r"has in 'idx' None"),
         ("label", pyarrow.array([1.0] * 5), r"has in 'label' 1.0 \(float\)"),
     ):
         changed = table.set_column(table.column_names.index(column), column, values)
         pyarrow.parquet.write_table(changed, tmp_path / "validation.parquet")
         with pytest.raises(DataError, match=message):
-            source("owner/none").rows("validation", tmp_path)
+            read(tmp_path)
     doubled = table.append_column("idx", table["idx"])
     pyarrow.parquet.write_table(doubled, tmp_path / "validation.parquet")
     with pytest.raises(DataError, match="has the column 'idx' 2 times"):
-        source("owner/none").rows("validation", tmp_path)
+        read(tmp_path)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.data())
 def test_a_parquet_file_with_any_byte_changed_is_rows_or_one_message(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("mutated")
-    write_parquet(folder / "validation.parquet", ROWS)
-    content = bytearray((folder / "validation.parquet").read_bytes())
+    file = tmp_path_factory.mktemp("mutated") / "validation.parquet"
+    write_parquet(file, ROWS)
+    content = bytearray(file.read_bytes())
     content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    (folder / "validation.parquet").write_bytes(bytes(content))
+    file.write_bytes(bytes(content))
     try:
-        source("owner/none").rows("validation", folder)
+        read(file.parent)
     except DataError as error:
         assert "validation.parquet" in str(error)
 
 
-def test_a_folder_that_cannot_be_read_is_one_message(tmp_path):
+def test_a_folder_without_readable_rows_is_one_message(tmp_path):
+    with pytest.raises(DataError, match=r"There is no folder .*none. Make it, .* validation.jsonl"):
+        read(tmp_path / "none")
     with pytest.raises(DataError, match=r"The folder .* cannot be read: File name too long"):
-        source("owner/none").rows("validation", tmp_path / ("a" * 300))
+        read(tmp_path / ("a" * 300))
     (tmp_path / "validation.jsonl").mkdir()
-    with pytest.raises(
-        DataError, match=r"no rows of split 'validation'; it holds validation\.jsonl"
-    ):
-        source("owner/none").rows("validation", tmp_path)
+    with pytest.raises(DataError, match=r"no rows of split 'validation'; it holds validation\.jso"):
+        read(tmp_path)
     (tmp_path / "validation").mkdir()
     (tmp_path / "validation/1.jsonl").mkdir()
     with pytest.raises(DataError, match=r"validation/1.jsonl cannot be read: Is a directory"):
-        source("owner/none").rows("validation", tmp_path)
+        read(tmp_path)
+    write_jsonl(tmp_path / "empty/validation.jsonl", [])
+    with pytest.raises(DataError, match=r"in .* hold no row \(validation\.jsonl\)"):
+        read(tmp_path / "empty")
 
 
 def test_a_torn_parquet_file_is_named(tmp_path):
     write_parquet(tmp_path / "validation.parquet", ROWS)
     whole = (tmp_path / "validation.parquet").read_bytes()
     (tmp_path / "validation.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(
-        DataError, match=r"validation.parquet cannot be read as parquet: .* download it again"
-    ):
-        source("owner/none").rows("validation", tmp_path)
-
-
-def test_a_missing_folder_or_file_says_what_was_expected(tmp_path):
-    with pytest.raises(
-        DataError, match=r"There is no folder .*none. Make it, and put into it validation.jsonl"
-    ):
-        source("owner/none").rows("validation", tmp_path / "none")
-    write_jsonl(tmp_path / "dev.jsonl", ROWS)
-    with pytest.raises(
-        DataError,
-        match=r"no rows of split 'validation'; it holds dev.jsonl. Expected validation.jsonl",
-    ):
-        source("owner/none").rows("validation", tmp_path)
-
-
-def test_a_split_without_rows_is_refused(tmp_path):
-    write_jsonl(tmp_path / "validation.jsonl", [])
-    with pytest.raises(DataError, match=r"in .* hold no row \(validation\.jsonl\)"):
-        source("owner/none").rows("validation", tmp_path)
+    with pytest.raises(DataError, match=r"validation.parquet cannot be read .* download it again"):
+        read(tmp_path)
 
 
 def test_two_forms_of_a_split_are_refused(tmp_path):
-    FORMS["jsonl"](tmp_path, ROWS)
-    FORMS["shards of parquet"](tmp_path, ROWS)
-    with pytest.raises(
-        DataError, match=r"more than once: validation.jsonl and validation/\*.parquet. Keep one"
-    ):
-        source("owner/none").rows("validation", tmp_path)
+    write_form(tmp_path, "jsonl", ROWS)
+    write_form(tmp_path, "shards of parquet", ROWS)
+    with pytest.raises(DataError, match=r"once: validation.jsonl and validation/\*.parquet. Keep"):
+        read(tmp_path)
 
 
 # ---- a database of the system ----
 
 
-def database(read=lambda split: WANTED) -> SystemData:
-    return SystemData(read, "teas", "a tea house", COLUMNS, labels={"label": range(2)})
+def database() -> SystemData:
+    return SystemData(
+        lambda split: WANTED, "teas", "a tea house", COLUMNS, labels={"label": range(2)}
+    )
 
 
 def test_rows_of_a_database_are_read_from_it_or_from_files_which_are_checked(tmp_path):
@@ -400,27 +328,28 @@ def test_rows_are_local_when_no_network_is_needed(tmp_path):
     assert BuiltIn(lambda split: WANTED).is_local("train", tmp_path)
     assert not BuiltIn(lambda split: WANTED, splits=("test",)).is_local("train")
 
-
-def test_files_of_a_shard_folder_are_local_too(tmp_path):
-    write_jsonl(tmp_path / "validation" / "part-1.jsonl", ROWS[:2])
-    assert database().is_local("validation", tmp_path)
-    (tmp_path / "test").mkdir()
-    assert not database().is_local("test", tmp_path)
+    # So are the files of a shard folder, if it has any.
+    write_jsonl(tmp_path / "shards/validation/part-1.jsonl", ROWS[:2])
+    assert database().is_local("validation", tmp_path / "shards")
+    (tmp_path / "shards/test").mkdir()
+    assert not database().is_local("test", tmp_path / "shards")
 
 
 # ---- tasks ----
 
 
 def a_task(data) -> Task:
+    def preprocess(row):
+        targets = ["no", "yes"][row["label"]]
+        return [{"idx": row["idx"], "inputs": row["premise"], "targets": targets}]
+
     return Task(
         name="tea",
         version=1,
         description="Tea.",
         licence="CC0-1.0",
         source=data,
-        preprocess=lambda row: [
-            {"idx": row["idx"], "inputs": row["premise"], "targets": ["no", "yes"][row["label"]]}
-        ],
+        preprocess=preprocess,
         postprocess=label_index(("no", "yes")),
         metrics=(ACCURACY,),
         ids=("idx",),
@@ -432,25 +361,15 @@ def test_a_task_and_its_variants_read_the_folder_of_its_name(tmp_path):
     task = a_task(source("owner/none"))
     examples = task.examples("validation", tmp_path)
     assert [example.targets for example in examples] == ["no", "yes", "no"]
-    assert (
-        replace(task, name="tea.cold", variant_of="tea").examples("validation", tmp_path)
-        == examples
-    )
+    varied = replace(task, name="tea.cold", variant_of="tea")
+    assert varied.examples("validation", tmp_path) == examples
 
-
-def test_a_task_knows_how_many_rows_are_published_beside_those_that_it_has(tmp_path):
-    write_jsonl(tmp_path / "tea" / "validation.jsonl", ROWS[:3])
-    task = a_task(source("owner/none"))
+    # More rows are published than there are here.
     rows = task.rows("validation", tmp_path)
     assert (len(rows), task.source.expected("validation")) == (3, 5)
-    assert task.examples_of(rows, "validation") == task.examples("validation", tmp_path)
-
-
-def test_a_split_that_is_not_published_is_refused(tmp_path):
-    with pytest.raises(
-        DataError, match=r"There is no split 'train' of tea. Choose one of validation, test"
-    ):
-        a_task(source("owner/none")).examples("train", tmp_path)
+    assert task.examples_of(rows, "validation") == examples
+    with pytest.raises(DataError, match=r"no split 'train' of tea. Choose one of validation, test"):
+        task.examples("train", tmp_path)
 
 
 def test_a_training_row_that_is_repeated_keeps_two_ids():
@@ -459,17 +378,14 @@ def test_a_training_row_that_is_repeated_keeps_two_ids():
     assert ids == ["0", "1", "0#2"]
 
 
-@pytest.mark.parametrize("name", ["boolq", "multirc", "squad", "squad_v2", "cb", "record"])
+@pytest.mark.parametrize("name", ["multirc", "squad", "record"])
 def test_two_examples_of_one_id_are_refused_in_evaluation(name, tmp_path):
     rows = (FIXTURES / name / "validation.jsonl").read_text(encoding="utf-8").splitlines()
     path = tmp_path / name / "validation.jsonl"
     path.parent.mkdir()
     path.write_text("\n".join([*rows, rows[1]]) + "\n", encoding="utf-8")
-
-    task = TASKS.get(name)
-    assert len(task.examples("validation", FIXTURES)) == len(rows)
     with pytest.raises(DataError, match=f"Two examples of {name} have the id '.*' in split 'valid"):
-        task.examples("validation", tmp_path)
+        TASKS.get(name).examples("validation", tmp_path)
 
 
 def test_files_for_rows_that_come_with_python_are_refused_and_a_folder_without_them_is_not(
@@ -485,60 +401,48 @@ def test_files_for_rows_that_come_with_python_are_refused_and_a_folder_without_t
 # ---- labels that are numbers, and labels that are hidden ----
 
 
-def write_rows(folder: Path, split: str, *rows: dict) -> Path:
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / f"{split}.jsonl").write_text(text)
-    return folder
-
-
 SIMILAR = {"sentence1": "Rain falls.", "sentence2": "It rains.", "idx": 0}
+STSB = TASKS.get("stsb").source
 
 
-@pytest.mark.parametrize("label", [0, 5, 2.75])
-def test_a_similarity_is_a_number_with_or_without_a_point(label, tmp_path):
-    folder = write_rows(tmp_path, "validation", {**SIMILAR, "label": label})
-    (row,) = TASKS.get("stsb").source.rows("validation", folder)
-    assert row["label"] == label
-    assert isinstance(row["label"], float)
+def test_a_similarity_is_a_number_with_or_without_a_point(tmp_path):
+    labels = [0, 5, 2.75]
+    write_jsonl(tmp_path / "validation.jsonl", [{**SIMILAR, "label": label} for label in labels])
+    found = [row["label"] for row in STSB.rows("validation", tmp_path)]
+    assert found == labels
+    assert all(isinstance(label, float) for label in found)
 
 
-@pytest.mark.parametrize("label", [-1, 5.01, -0.2, 10**400])
-def test_a_similarity_out_of_range_is_refused_with_the_range(label, tmp_path):
-    folder = write_rows(tmp_path, "validation", {**SIMILAR, "label": label})
-    with pytest.raises(DataError, match=r"Line 1 of .*(a number from 0 to 5\.|Expected number)"):
-        TASKS.get("stsb").source.rows("validation", folder)
-
-
-@pytest.mark.parametrize("label", [True, "3.0", None])
-def test_a_similarity_that_is_no_number_is_refused(label, tmp_path):
-    folder = write_rows(tmp_path, "validation", {**SIMILAR, "label": label})
-    with pytest.raises(DataError, match=r"has in 'label' .*Expected number, as in the hub's"):
-        TASKS.get("stsb").source.rows("validation", folder)
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        *((label, r"a number from 0 to 5\.") for label in (-1, 5.01, -0.2)),
+        *((label, "Expected number") for label in (10**400, True, "3.0", None)),
+    ],
+)
+def test_a_similarity_that_is_no_number_in_the_range_is_refused(label, message, tmp_path):
+    write_jsonl(tmp_path / "validation.jsonl", [{**SIMILAR, "label": label}])
+    with pytest.raises(DataError, match=rf"Line 1 of .*{message}"):
+        STSB.rows("validation", tmp_path)
 
 
 def test_a_label_may_be_absent_where_it_is_hidden_and_nowhere_else(tmp_path):
-    source = TASKS.get("stsb").source
     for split in ("validation", "test"):
-        write_rows(tmp_path, split, SIMILAR, {**SIMILAR, "idx": 1, "label": None})
-    assert [row["label"] for row in source.rows("test", tmp_path)] == [-1, -1]
+        rows = [SIMILAR, {**SIMILAR, "idx": 1, "label": None}]
+        write_jsonl(tmp_path / f"{split}.jsonl", rows)
+    assert [row["label"] for row in STSB.rows("test", tmp_path)] == [-1, -1]
     with pytest.raises(DataError, match="has no column 'label'"):
-        source.rows("validation", tmp_path)
+        STSB.rows("validation", tmp_path)
+    assert TASKS.get("stsb").examples("test", FIXTURES)[0].targets == "<unk>"
 
     # What is not hidden is not made up.
-    write_rows(tmp_path, "test", {"sentence1": None, "sentence2": "It rains.", "idx": 0})
+    write_jsonl(tmp_path / "test.jsonl", [{**SIMILAR, "sentence1": None}])
     with pytest.raises(DataError, match="has in 'sentence1' None"):
-        source.rows("test", tmp_path)
+        STSB.rows("test", tmp_path)
 
 
-@pytest.mark.parametrize("with_label", [True, False])
-def test_parquet_files_of_a_hidden_split_are_read_with_or_without_labels(with_label, tmp_path):
-    row = {**SIMILAR, **({"label": 2.5} if with_label else {})}
-    table = pyarrow.Table.from_pylist([row])
-    pyarrow.parquet.write_table(table, tmp_path / "test.parquet")
-    (read,) = TASKS.get("stsb").source.rows("test", tmp_path)
-    assert read["label"] == (2.5 if with_label else -1)
-
-
-def test_a_hidden_similarity_has_no_target():
-    (first, _) = TASKS.get("stsb").examples("test", FIXTURES)
-    assert first.targets == "<unk>"
+@pytest.mark.parametrize(("row", "label"), [({**SIMILAR, "label": 2.5}, 2.5), (SIMILAR, -1)])
+def test_parquet_files_of_a_hidden_split_are_read_with_or_without_labels(row, label, tmp_path):
+    write_parquet(tmp_path / "test.parquet", [row])
+    (found,) = STSB.rows("test", tmp_path)
+    assert found["label"] == label

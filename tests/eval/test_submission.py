@@ -14,6 +14,7 @@ from eval.run import evaluate
 from eval.submission import write_submission
 from eval.task import TASKS
 from moe import DataError
+from tests.eval.rows import predictions_by_id
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -43,8 +44,8 @@ TABLES = {
 def submit(name, outputs, folder):
     """Returns what was written of answers to the fixtures, in reversed order, and its text."""
     task = TASKS.get(name)
-    examples = list(reversed(task.examples("test", FIXTURES)))
-    values = task.values(examples, list(reversed(outputs))).answers
+    examples = task.examples("test", FIXTURES)[::-1]
+    values = task.values(examples, outputs[::-1]).answers
     values = [value["value"] if isinstance(value, dict) else value for value in values]
     features = [example.fields for example in examples]
     written = write_submission(task.submission, folder, "ours.rank", features, values)
@@ -56,10 +57,8 @@ def test_files_of_superglue_have_an_object_for_each_example_in_order(name, tmp_p
     file, outputs, labels = JSON_LINES[name]
     written, text = submit(name, outputs, tmp_path)
     assert written.file == f"submission/SuperGLUE.ours.rank/{file}.jsonl"
-    assert [json.loads(line) for line in text.splitlines()] == [
-        {"idx": 0, "label": labels[0]},
-        {"idx": 1, "label": labels[1]},
-    ]
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert lines == [{"idx": idx, "label": label} for idx, label in enumerate(labels)]
     assert text.endswith("\n")
 
 
@@ -75,7 +74,7 @@ def test_multirc_has_a_line_for_each_paragraph_with_its_questions(tmp_path):
     written, text = submit("multirc", ["True", "perhaps"], tmp_path)
     answers = [{"idx": 0, "label": 1}, {"idx": 1, "label": 0}]
     expected = {"idx": 0, "passage": {"questions": [{"idx": 0, "answers": answers}]}}
-    assert [json.loads(line) for line in text.splitlines()] == [expected]
+    assert json.loads(text) == expected
     assert (written.num_replaced, written.fallback) == (1, "0")
 
 
@@ -103,13 +102,18 @@ def test_rows_that_share_an_idx_are_not_those_of_the_site(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def predict_test(models, tasks, out, modes=("rank",), **options):
+    """Evaluates on test splits, whose labels are hidden but for those of a diagnostic."""
+    options = {"data": FIXTURES, "command": "python -m eval", **options}
+    return evaluate(models, tasks, out=out, modes=list(modes), split="test", **options)
+
+
 @pytest.fixture(scope="module")
 def report(folders, tmp_path_factory):
     """A run on test splits: hidden labels, hidden labels of a group, and known ones."""
     out = tmp_path_factory.mktemp("hidden") / "run"
     models = {"ours": folders["moe"], "other": folders["t5"]}
-    options = {"split": "test", "data": FIXTURES, "modes": ["rank"], "command": "python -m eval"}
-    return out, evaluate(models, ["boolq", "multirc", "axb"], out=out, **options)
+    return out, predict_test(models, ["boolq", "multirc", "axb"], out)
 
 
 def test_a_hidden_split_is_predicted_without_scores_and_says_so(report, capsys):
@@ -136,18 +140,16 @@ def test_a_hidden_split_is_predicted_without_scores_and_says_so(report, capsys):
 
 def test_every_system_has_files_with_what_it_predicted(report):
     out, _ = report
-    written = json.loads((out / "report.json").read_text())["tasks"][0]["systems"]
     for system in ("ours", "other"):
         folder = out / f"submission/SuperGLUE.{system}.rank"
         names = sorted(path.name for path in folder.iterdir())
         assert names == ["AX-b.jsonl", "BoolQ.jsonl", "MultiRC.jsonl"]
-        lines = (out / f"predictions/boolq.{system}.rank.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        outputs = {row["id"]: row["output"].lower() for row in rows if "output" in row}
-        submitted = (folder / "BoolQ.jsonl").read_text().splitlines()
-        labels = [json.loads(line) for line in submitted]
-        assert {str(label["idx"]): label["label"] for label in labels} == outputs
-    assert written[0]["submission"]["file"] == "submission/SuperGLUE.ours.rank/BoolQ.jsonl"
+        predictions = predictions_by_id(out / f"predictions/boolq.{system}.rank.jsonl")
+        for line in (folder / "BoolQ.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            assert row["label"] == predictions[str(row["idx"])].output.lower()
+    (first, *_) = json.loads((out / "report.json").read_text())["tasks"][0]["systems"]
+    assert first["submission"]["file"] == "submission/SuperGLUE.ours.rank/BoolQ.jsonl"
 
 
 def test_hidden_labels_are_not_compared(report):
@@ -160,8 +162,7 @@ def test_hidden_labels_are_not_compared(report):
 
 
 def test_a_part_of_a_split_gives_no_file_and_says_why(folders, tmp_path):
-    options = {"split": "test", "data": FIXTURES, "modes": ["rank"], "command": "python -m eval"}
-    found = evaluate({"ours": folders["t5"]}, ["boolq"], out=tmp_path, limit=1, **options)
+    found = predict_test({"ours": folders["t5"]}, ["boolq"], tmp_path, limit=1)
     assert found.tasks[0].systems[0].submission is None
     note = "There is no `BoolQ.jsonl` for the site of SuperGLUE: --limit left out examples."
     assert note in found.tasks[0].notes
@@ -170,8 +171,7 @@ def test_a_part_of_a_split_gives_no_file_and_says_why(folders, tmp_path):
 
 def test_answers_that_are_no_label_are_counted_in_a_note(folders, tmp_path):
     """A random model generates no label at all."""
-    options = {"split": "test", "data": FIXTURES, "modes": ["generate"], "command": "eval"}
-    found = evaluate({"ours": folders["t5"]}, ["cb", "stsb"], out=tmp_path, **options)
+    found = predict_test({"ours": folders["t5"]}, ["cb", "stsb"], tmp_path, modes=["generate"])
     for task, label in zip(found.tasks, ("entailment", "0.000"), strict=True):
         note = f"2 answers are no label; `{label}` stands for them."
         assert any(note in sentence for sentence in task.notes)

@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 import sacrebleu
 
@@ -46,17 +45,14 @@ def test_the_scores_are_sacrebleus():
 
 
 @pytest.mark.parametrize("metric", [BLEU, BLEU_13A, CHRF], ids=lambda metric: metric.name)
-@pytest.mark.parametrize("longest", [2, 5, 13])
-def test_the_scores_of_sums_are_those_of_the_texts(metric, longest):
+def test_the_scores_of_sums_are_those_of_the_texts(metric):
     """Short texts lack longer n-grams, and smoothing decides."""
     for seed in range(23):
-        targets, answers = sentences(seed, num=1 + seed % 4, longest=longest)
+        targets, answers = sentences(seed, num=1 + seed % 4, longest=(2, 5, 13)[seed % 3])
         expected = metric.score(targets, answers)
         assert by_sums(metric, targets, answers) == pytest.approx(expected, abs=1e-9)
 
-
-@pytest.mark.parametrize("metric", [BLEU, CHRF], ids=lambda metric: metric.name)
-def test_nothing_answered_scores_nothing_and_everything_scores_all(metric):
+    # Nothing answered scores nothing, and everything scores all.
     targets, _ = sentences(1, 7)
     assert by_sums(metric, targets, [""] * 7) == metric.score(targets, [""] * 7) == 0
     assert by_sums(metric, targets, ["?!"] * 7) == pytest.approx(metric.score(targets, ["?!"] * 7))
@@ -73,13 +69,10 @@ def test_the_signature_names_version_and_tokenizer():
 
 def test_the_interval_is_that_of_sacrebleus_own_bootstrap():
     targets, answers = sentences(2, 211)
-    scores, _ = score_metrics(
-        score_answers([BLEU_13A, CHRF], targets, answers), [str(i) for i in range(211)]
-    )
-    for name, scorer in (
-        ("bleu_13a", sacrebleu.metrics.BLEU()),
-        ("chrf", sacrebleu.metrics.CHRF()),
-    ):
+    groups = [str(i) for i in range(211)]
+    scores, _ = score_metrics(score_answers([BLEU_13A, CHRF], targets, answers), groups)
+    own = {"bleu_13a": sacrebleu.metrics.BLEU(), "chrf": sacrebleu.metrics.CHRF()}
+    for name, scorer in own.items():
         theirs = scorer.corpus_score(answers, [targets], n_bootstrap=1000)
         half = (scores[name].high - scores[name].low) / 2
         assert scores[name].value == pytest.approx(theirs.score)
@@ -115,15 +108,8 @@ def test_two_systems_are_compared_by_their_sentences():
 
 
 def test_the_tasks_ask_as_t5_does():
-    prompts = {
-        "wmt_en_de": "translate English to German: She has three brothers.",
-        "wmt_en_fr": "translate English to French: She has three brothers.",
-        "wmt_en_ro": "translate English to Romanian: She has three brothers.",
-    }
-    for name, prompt in prompts.items():
-        task = TASKS.get(name)
-        examples = examples_of(task, "test")
-        assert examples[0].inputs == prompt
+    for name, language in (("de", "German"), ("fr", "French"), ("ro", "Romanian")):
+        task = TASKS.get(f"wmt_en_{name}")
+        example, *_ = examples_of(task, "test")
+        assert example.inputs == f"translate English to {language}: She has three brothers."
         assert task.decoding == (128, 4, 0.6)
-        scores = task.scores(examples, [example.targets for example in examples])
-        assert np.allclose(list(scores.values()), 100)

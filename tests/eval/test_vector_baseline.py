@@ -16,10 +16,10 @@ def vectors():
 
 
 def examples(words, targets) -> list[Example]:
-    made = []
-    for number, (word, target) in enumerate(zip(words, targets, strict=True)):
-        made.append(Example(str(number), str(number), f"What is {word}?", target, (), {}))
-    return made
+    pairs = enumerate(zip(words, targets, strict=True))
+    return [
+        Example(str(n), str(n), f"What is {word}?", target, (), {}) for n, (word, target) in pairs
+    ]
 
 
 def labelled(start: int, end: int, repeat: int = 1) -> list[Example]:
@@ -71,16 +71,12 @@ def test_without_dev_examples_a_part_of_the_training_examples_chooses(vectors):
     assert answers.outputs == [example.targets for example in test]
     assert answers.features.endswith("chosen on 4 of the training examples")
 
-
-def test_the_labels_of_what_is_answered_change_nothing(vectors):
-    train, dev, test = labelled(0, 2, repeat=5), labelled(2, 3), labelled(3, 5)
+    # The labels of what is answered change nothing.
     blind = [example._replace(targets="<unk>") for example in test]
-    assert classify_by_vectors(vectors, train, dev, test) == classify_by_vectors(
-        vectors, train, dev, blind
-    )
+    assert classify_by_vectors(vectors, train, [], blind) == answers
 
 
-@pytest.mark.parametrize("words", [("dog",), ("dog", "cat"), ("unheard", "of")])
+@pytest.mark.parametrize("words", [("dog",), ("unheard", "of")])
 def test_few_labels_one_class_and_unknown_words_are_answered(vectors, words, task):
     train = examples(words, ["animal"] * len(words))
     for dev in ([], labelled(2, 3)):

@@ -1,11 +1,13 @@
 """Promises of WordNet definition -> supersense; a WordNet written by hand, and the system's own."""
 
+import json
+
 import pytest
 
 from eval.corpora import wordnet
 from eval.source import split_by_hash
 from eval.task import SPLITS, TASKS
-from eval.tasks import wordnet_supersense
+from eval.tasks import wordnet_supersense, wordnet_word
 from moe.errors import DataError
 from tests.eval.wordnet_files import needs_wordnet, wordnet_line
 
@@ -19,8 +21,9 @@ def _line(offset: int, lexicographer: str, kind: str, gloss: str) -> str:
 @pytest.fixture
 def small_wordnet(tmp_path, monkeypatch):
     """A function that writes a database of nouns and verbs and returns the rows by split."""
-    wordnet_supersense._all_rows.cache_clear()
     monkeypatch.setenv("WNSEARCHDIR", str(tmp_path))
+    read = wordnet_supersense._all_rows.__wrapped__
+    monkeypatch.setattr(wordnet_supersense, "_all_rows", read)
 
     def rows(nouns, verbs=()):
         files = {
@@ -32,11 +35,9 @@ def small_wordnet(tmp_path, monkeypatch):
         files["adv"] = [_line(0, "adv.all", "r", "in a necessary way")]
         for name, lines in files.items():
             (tmp_path / f"data.{name}").write_text("".join(lines), encoding="utf-8")
-        wordnet_supersense._all_rows.cache_clear()
-        return wordnet_supersense._all_rows()
+        return read()
 
-    yield rows
-    wordnet_supersense._all_rows.cache_clear()
+    return rows
 
 
 def test_the_classes_are_words_one_for_each_large_lexicographer_file():
@@ -94,23 +95,38 @@ def test_splits_follow_from_the_definition_and_a_large_class_is_capped(small_wor
         assert {row["definition"] for row in again[split]} == definitions
 
 
-def test_without_wordnet_the_error_says_what_to_install_or_give(monkeypatch, tmp_path):
-    wordnet_supersense._all_rows.cache_clear()
+@pytest.mark.parametrize("module", [wordnet_supersense, wordnet_word])
+def test_without_wordnet_the_error_says_what_to_install_or_give(module, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_all_rows", module._all_rows.__wrapped__)
     monkeypatch.delenv("WNSEARCHDIR", raising=False)
     monkeypatch.setattr(wordnet, "SYSTEM_FOLDERS", (tmp_path,))
-    with pytest.raises(DataError, match=r"apt-get install wordnet-base.*--data FOLDER"):
-        TASK.examples("test")
+    name = module.__name__.rpartition(".")[2]
+    message = rf"apt-get install wordnet-base.*--data FOLDER.*/{name}/test.jsonl"
+    with pytest.raises(DataError, match=message):
+        TASKS.get(name).examples("test")
 
 
-def test_rows_of_ones_own_are_checked(tmp_path):
-    folder = tmp_path / TASK.name
-    folder.mkdir()
-    text = '{"id": "1", "definition": "a beast", "lexicographer": "noun.beast"}\n'
-    (folder / "test.jsonl").write_text(text)
-    with pytest.raises(
-        DataError, match=r"lexicographer 'noun\.beast'\. Expected one of 'noun\.act'"
-    ):
-        TASK.examples("test", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "wordnet_supersense",
+            {"lexicographer": "noun.beast"},
+            r"'noun\.beast'\. Expected one of 'noun\.act'",
+        ),
+        (
+            "wordnet_word",
+            {"part_of_speech": "noun", "word": "ox", "choices": ["cow", "cow"]},
+            r"word 'ox' and the choices .*one of them the word",
+        ),
+    ],
+)
+def test_rows_of_ones_own_are_checked(tmp_path, name, changes, message):
+    (tmp_path / name).mkdir()
+    row = {"id": "1", "definition": "a beast", **changes}
+    (tmp_path / name / "test.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match=message):
+        TASKS.get(name).examples("test", tmp_path)
 
 
 @pytest.mark.slow

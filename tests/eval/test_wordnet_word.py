@@ -8,7 +8,6 @@ from eval.corpora import wordnet
 from eval.source import hash_fraction
 from eval.task import SPLITS, TASKS
 from eval.tasks import wordnet_supersense, wordnet_word
-from moe.errors import DataError
 from tests.eval.wordnet_files import needs_wordnet, wordnet_line
 
 TASK = TASKS.get("wordnet_word")
@@ -28,11 +27,8 @@ def made_up_words(number: int) -> list[str]:
 def small_wordnet(tmp_path, monkeypatch):
     """A function that writes a database of nouns and returns the rows by split."""
     monkeypatch.setenv("WNSEARCHDIR", str(tmp_path))
-    caches = (wordnet_word._all_rows, wordnet_supersense._all_rows)
-
-    def forget():
-        for cache in caches:
-            cache.cache_clear()
+    for module in (wordnet_supersense, wordnet_word):
+        monkeypatch.setattr(module, "_all_rows", module._all_rows.__wrapped__)
 
     def rows(nouns):
         lines = [wordnet_line(i, *noun) for i, noun in enumerate(nouns)]
@@ -41,12 +37,15 @@ def small_wordnet(tmp_path, monkeypatch):
         for name, (file, kind) in others.items():
             text = wordnet_line(0, file, kind, "xx", "what is of no use here")
             (tmp_path / f"data.{name}").write_text(text)
-        forget()
         return wordnet_word._all_rows()
 
-    forget()
-    yield rows
-    forget()
+    return rows
+
+
+def beasts(number: int) -> list[tuple[str, str, str, str]]:
+    """Returns nouns of one kind, each with a definition of its own."""
+    words = enumerate(made_up_words(number))
+    return [("noun.animal", "n", word, f"a beast with {i} legs") for i, word in words]
 
 
 def test_each_word_of_a_question_is_the_answer_of_another_and_they_are_of_one_kind(small_wordnet):
@@ -75,17 +74,24 @@ def test_each_word_of_a_question_is_the_answer_of_another_and_they_are_of_one_ki
 
 
 def test_no_word_is_trained_and_tested(small_wordnet):
-    words = made_up_words(400)
-    nouns = [("noun.animal", "n", word, f"a beast with {i} legs") for i, word in enumerate(words)]
-    rows = small_wordnet(nouns)
+    rows = small_wordnet(beasts(400))
     by_split = [{row["word"] for row in rows[split]} for split in SPLITS]
     assert sum(map(len, by_split)) == len(set.union(*by_split))
     assert len(by_split[0]) > 5 * len(by_split[2]) > 0
 
+    # An example has the definition and no choice in its input.
+    example = TASK.examples("train")[0]
+    assert example.inputs.startswith("which noun means: a beast with ")
+    assert not any(word in example.inputs for word in example.choices)
+    assert example.group == f"wordnet/{example.id}"
+    wrong = [word for word in example.choices if word != example.targets]
+    for output, expected in ((example.targets, 100), (wrong[0], 0), ("another word", 0)):
+        assert TASK.scores([example], [output])["accuracy"] == expected
+
 
 def test_what_can_be_answered_without_memory_or_was_not_in_the_text_is_not_asked(small_wordnet):
-    words = made_up_words(300)
-    nouns = [("noun.animal", "n", word, f"a beast with {i} legs") for i, word in enumerate(words)]
+    nouns = beasts(300)
+    first = nouns[0][2]
     spoilt = {
         "runner": "somebody who runs, or a running beast",
         "golden_eagle": "a large brown bird of the mountains",
@@ -95,49 +101,17 @@ def test_what_can_be_answered_without_memory_or_was_not_in_the_text_is_not_asked
         "cousin": "a beast that has the same mother as another",
     }
     nouns += [("noun.animal", "n", word, gloss) for word, gloss in spoilt.items()]
-    nouns.append(("noun.food", "n", words[0], "another meaning of the first word"))
+    nouns.append(("noun.food", "n", first, "another meaning of the first word"))
     rows = small_wordnet(nouns)
     asked = [row for split in SPLITS for row in rows[split]]
     assert not {row["word"] for row in asked} & {"runner", "golden eagle", "ox", "quick", *spoilt}
-    assert sum(row["word"] == words[0] for row in asked) <= 1
+    assert sum(row["word"] == first for row in asked) <= 1
 
     # Definitions that the other task tests are not in the text of the studies.
     other = TASKS.get("wordnet_supersense")
     tested = {example.id for split in ("validation", "test") for example in other.examples(split)}
     assert tested
     assert not tested & {row["id"] for row in asked}
-
-
-def test_an_example_has_the_definition_and_no_choice_in_its_input(small_wordnet):
-    words = made_up_words(400)
-    small_wordnet(
-        [("noun.animal", "n", word, f"a beast with {i} legs") for i, word in enumerate(words)]
-    )
-    example = TASK.examples("train")[0]
-    assert example.inputs.startswith("which noun means: a beast with ")
-    assert not any(word in example.inputs for word in example.choices)
-    assert example.group == f"wordnet/{example.id}"
-    wrong = [word for word in example.choices if word != example.targets]
-    assert TASK.scores([example], [example.targets])["accuracy"] == 100
-    assert TASK.scores([example], [wrong[0]])["accuracy"] == 0
-    assert TASK.scores([example], ["another word"])["accuracy"] == 0
-
-
-def test_rows_of_ones_own_are_checked(tmp_path):
-    folder = tmp_path / TASK.name
-    folder.mkdir()
-    start = '{"id": "1", "part_of_speech": "noun", "definition": "a beast", "word": "ox", '
-    (folder / "test.jsonl").write_text(start + '"choices": ["cow", "cow"]}\n')
-    with pytest.raises(DataError, match=r"word 'ox' and the choices .*one of them the word"):
-        TASK.examples("test", tmp_path)
-
-
-def test_without_wordnet_the_error_says_what_to_install_or_give(monkeypatch, tmp_path):
-    wordnet_word._all_rows.cache_clear()
-    monkeypatch.delenv("WNSEARCHDIR", raising=False)
-    monkeypatch.setattr(wordnet, "SYSTEM_FOLDERS", (tmp_path,))
-    with pytest.raises(DataError, match=r"apt-get install wordnet-base.*/wordnet_word/test.jsonl"):
-        TASK.examples("test")
 
 
 @pytest.mark.slow

@@ -13,13 +13,12 @@ from eval.studies.study import Contrast, read_study
 from moe import STMoEForConditionalGeneration
 from moe.errors import ConfigError
 from scripts.models import main
+from tests.eval.studies.conftest import copy_run
 from tests.eval.studies.results import build, result_of, run, runs_of
-from tests.eval.studies.tiny_study import write_studies
 
 
 def test_the_pair_of_the_best_seed_comes_first_and_needs_both_models(tmp_path: Path) -> None:
-    study = build(settings={}, primary=Contrast("b", "a"))
-    study = study._replace(settings={"corpus": "c", "tokenizer": "t"})
+    study = build(primary=Contrast("b", "a"), settings={"corpus": "c", "tokenizer": "t"})
     runs = study_runs(study, tmp_path)
     outcomes = runs_of({"a": [2.0, 2.1, 2.2], "b": [2.6, 2.7, 2.5]})
     pairs = primary_runs(result_of(study, outcomes), runs)
@@ -37,14 +36,14 @@ def test_the_pair_of_the_best_seed_comes_first_and_needs_both_models(tmp_path: P
 
 @pytest.mark.slow
 def test_models_are_trained_where_they_are_missing_and_released_with_a_card(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    studies: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    studies = write_studies(tmp_path / "studies")
+    copy_run(studies, "study", "without/seed-3")
     options = ["--studies", str(studies), "--study", str(studies / "study.yaml")]
     main([*options, "--out", str(tmp_path / "models")])
     assert "with, seed 3 is in" in capsys.readouterr().out
 
-    # Those of the first seed were trained, the others are missing in the study's report.
+    # The other run of the first seed was trained, those of the second are missing in the study's report.
     result = read_result(studies / "study/study.json")
     assert [(item.arm, item.seed) for item in result.outcomes] == [("with", 3), ("without", 3)]
     assert result.missing == ["with, seed 5", "without, seed 5"]

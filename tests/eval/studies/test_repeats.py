@@ -5,36 +5,34 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from safetensors.torch import load_file, save_file
 
 from eval.studies.report import read_result
 from moe.errors import ConfigError
-from tests.eval.studies.tiny_study import STUDY, run_study, write_studies
+from tests.eval.studies.tiny_study import run_study
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def repeated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a study that was run, and one arm of it twice."""
-    studies = write_studies(tmp_path_factory.mktemp("repeats") / "studies", seeds=[3])
-    run_study(studies, studies / "out", "--jobs", "2")
-    run_study(studies, studies / "out", "--repeat", "with")
-    return studies
+def repeated(complete_study: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with a study that was run, and one arm of it twice with one seed."""
+    folder = tmp_path_factory.mktemp("repeats") / "studies"
+    shutil.copytree(complete_study, folder)
+    run_study(folder, folder / "whole", "--repeat", "with:3")
+    return folder
 
 
 @pytest.fixture
 def copied(repeated: Path, tmp_path: Path) -> Path:
     """Returns a copy of it that may be changed."""
-    shutil.copytree(repeated, tmp_path / "studies")
-    return tmp_path / "studies"
+    return Path(shutil.copytree(repeated, tmp_path / "studies"))
 
 
 def test_a_second_run_has_the_same_bits_and_the_report_says_so(
     repeated: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = repeated / "out"
+    out = repeated / "whole"
     (repeat,) = read_result(out / "study.json").repeats
     assert (repeat.arm, repeat.seed, repeat.first_difference) == ("with", 3, None)
     assert repeat.has_equal_weights
@@ -53,7 +51,7 @@ def test_a_second_run_has_the_same_bits_and_the_report_says_so(
 
 
 def test_one_other_bit_is_found(copied: Path) -> None:
-    out = copied / "out"
+    out = copied / "whole"
     metrics = out / "repeats/with/seed-3/metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     for line in lines:
@@ -68,42 +66,36 @@ def test_one_other_bit_is_found(copied: Path) -> None:
 
 
 def test_other_weights_are_found(copied: Path) -> None:
-    path = copied / "out/repeats/with/seed-3/model/model.safetensors"
+    path = copied / "whole/repeats/with/seed-3/model/model.safetensors"
     weights = load_file(path)
     weights[min(weights)].view(-1)[0] += 1
     save_file(weights, path)
 
-    run_study(copied, copied / "out", "--report")
-    (repeat,) = read_result(copied / "out/study.json").repeats
+    run_study(copied, copied / "whole", "--report")
+    (repeat,) = read_result(copied / "whole/study.json").repeats
     assert (repeat.first_difference, repeat.is_identical) == (None, False)
-    assert "but the final weights differ" in (copied / "out/study.md").read_text()
+    assert "but the final weights differ" in (copied / "whole/study.md").read_text()
 
 
 def test_the_speed_may_differ(copied: Path) -> None:
-    metrics = copied / "out/repeats/with/seed-3/metrics.jsonl"
+    metrics = copied / "whole/repeats/with/seed-3/metrics.jsonl"
     assert "tokens_per_second" in metrics.read_text()
     metrics.write_text(metrics.read_text().replace('tokens_per_second": ', 'tokens_per_second": 1'))
-    run_study(copied, copied / "out", "--report")
-    assert read_result(copied / "out/study.json").repeats[0].is_identical
+    run_study(copied, copied / "whole", "--report")
+    assert read_result(copied / "whole/study.json").repeats[0].is_identical
 
 
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
         ("wiht", r"--repeat is 'wiht'; there is no such arm.*Did you mean 'with'"),
-        ("with:5", r"expected ARM or ARM:SEED with a seed of 3"),
-        ("with:", r"expected ARM or ARM:SEED with a seed of 3"),
+        ("with:7", r"expected ARM or ARM:SEED with a seed of 3, 5"),
+        ("without:5", r"without, seed 5 is not complete in .* Run the study"),
     ],
 )
-def test_what_is_not_in_the_study_is_refused(repeated: Path, choice: str, message: str) -> None:
+def test_what_is_not_in_the_study_or_not_complete_is_refused(
+    copied: Path, choice: str, message: str
+) -> None:
+    shutil.rmtree(copied / "whole/runs/without/seed-5")
     with pytest.raises(ConfigError, match=message):
-        run_study(repeated, repeated / "out", "--repeat", choice)
-
-
-def test_an_arm_that_is_not_complete_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump({**STUDY, "settings": {}}))
-    options = []
-    for setting in ("corpus=c", "tokenizer=t", "training.steps=500"):
-        options += ["--set", setting]
-    with pytest.raises(ConfigError, match=r"with, seed 3 is not complete in .* Run the study"):
-        run_study(tmp_path, tmp_path / "out", "--repeat", "with", *options)
+        run_study(copied, copied / "whole", "--repeat", choice)

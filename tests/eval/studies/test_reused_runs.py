@@ -11,40 +11,30 @@ from eval.studies.runs import study_runs
 from eval.studies.scheduler import read_state
 from eval.studies.study import read_study
 from moe.errors import ConfigError
-from tests.eval.studies.tiny_study import STUDY, run_study, write_studies
+from tests.eval.studies.conftest import copy_run
+from tests.eval.studies.tiny_study import STUDY, run_study
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a study of which one arm was run."""
-    studies = write_studies(tmp_path_factory.mktemp("taken") / "studies")
-    run_study(studies, studies / "first", "--only", "with", "--jobs", "2")
-    return studies
-
-
-def test_only_the_named_arms_and_seeds_are_run(studies: Path) -> None:
-    result = read_result(studies / "first/study.json")
-    assert [(run.arm, run.seed) for run in result.outcomes] == [("with", 3), ("with", 5)]
-    assert result.missing == ["without, seed 3", "without, seed 5"]
-
-    run_study(studies, studies / "single", "--only", "without:5", "--jobs", "2")
-    result = read_result(studies / "single/study.json")
-    assert [(run.arm, run.seed) for run in result.outcomes] == [("without", 5)]
 
 
 def test_two_halves_of_a_study_come_to_the_whole(
     studies: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_study(studies, studies / "whole", "--jobs", "2")
-    capsys.readouterr()
+    for seed in (3, 5):
+        copy_run(studies, "first", f"with/seed-{seed}")
+    run_study(studies, studies / "first", "--report")
+    first = read_result(studies / "first/study.json")
+    assert [(run.arm, run.seed) for run in first.outcomes] == [("with", 3), ("with", 5)]
+    assert first.missing == ["without, seed 3", "without, seed 5"]
 
+    # One of the other runs is there already; only the named one is run.
     out = studies / "second"
+    copy_run(studies, "second", "without/seed-3")
     take = ["--jobs", "2", "--take", str(studies / "first/study.json")]
-    run_study(studies, out, *take)
+    capsys.readouterr()
+    run_study(studies, out, *take, "--only", "without:5")
     printed = capsys.readouterr().out
-    assert "2 of 4 runs are taken from" in printed and "2 are complete" in printed
+    assert "2 of 4 runs are taken from" in printed and "3 are complete" in printed
     assert "- 2 runs were made by `python -m scripts.study" in printed
 
     # The numbers are those of one study; a run that was taken has no curve file to go on with.
@@ -68,22 +58,24 @@ def test_two_halves_of_a_study_come_to_the_whole(
 
 
 def test_an_arm_of_another_name_is_the_same_and_one_of_other_settings_is_not(
-    studies: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
+    def digests(**changes: object) -> list[str]:
+        settings = {**STUDY["settings"], "config": "tiny.yaml"}
+        content = {**STUDY, "settings": settings, **changes}
+        (tmp_path / "tiny.yaml").write_text("optim: {warmup_steps: 2}\n")
+        (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
+        runs = study_runs(read_study(tmp_path / "study.yaml"), tmp_path / "out")
+        return [run.digest for run in runs]
+
+    original = digests()
     arms = {"as-it-is": {}, "longer": {"training.steps": 7}}
     changes = {"arms": arms, "primary": {"arm": "as-it-is", "against": "longer"}}
-    path = studies / "other.yaml"
-    path.write_text(yaml.safe_dump({**STUDY, **changes}))
-
-    runs = study_runs(read_study(path), studies / "other")
-    digests = {run.digest for run in study_runs(read_study(studies / "study.yaml"), studies / "x")}
-    assert [run.digest in digests for run in runs] == [True, False, True, False]
+    assert [digest in original for digest in digests(**changes)] == [True, False, True, False]
 
     # Another measure of the same runs is another number.
-    changes = {**changes, "measure": {"metric": "heldout/text_loss"}}
-    path.write_text(yaml.safe_dump({**STUDY, **changes}))
-    runs = study_runs(read_study(path), studies / "other")
-    assert not any(run.digest in digests for run in runs)
+    changes["measure"] = {"metric": "heldout/text_loss"}
+    assert not set(digests(**changes)) & set(original)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +83,7 @@ def test_an_arm_of_another_name_is_the_same_and_one_of_other_settings_is_not(
     [
         ("wth", "--only is 'wth'; there is no such arm. Did you mean 'with'?"),
         ("with:4", "--only is 'with:4'; expected ARM or ARM:SEED with a seed of 3, 5."),
+        ("with:", "--only is 'with:'; expected ARM or ARM:SEED with a seed of 3, 5."),
     ],
 )
 def test_an_arm_or_seed_that_is_not_there_is_named(

@@ -1,6 +1,7 @@
 """Studies that really train: killed half-way they go on, and come to the same numbers."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -10,17 +11,10 @@ from eval.studies.report import read_result
 from eval.studies.runs import study_runs
 from eval.studies.scheduler import StudyError, steps_done
 from eval.studies.study import read_study
-from tests.eval.studies.tiny_study import run_study, write_studies
+from tests.eval.studies.tiny_study import run_study
 from tests.processes import Command
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def studies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with a corpus, a tokenizer and a study."""
-    folder = tmp_path_factory.mktemp("study") / "studies"
-    return write_studies(folder)
 
 
 def curves(study: Path) -> list[object]:
@@ -30,55 +24,53 @@ def curves(study: Path) -> list[object]:
 def test_a_study_that_was_killed_goes_on_and_comes_to_the_same_curves(
     studies: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = studies / "whole"
-    run_study(studies, whole, "--jobs", "2")
-    assert "4 runs, 24 steps, 2 at a time; 0 are complete" in capsys.readouterr().out
+    whole = curves(studies / "whole/study.json")
+    assert [(arm, seed) for arm, seed, *_ in whole] == [
+        *(("with", 3), ("without", 3), ("with", 5), ("without", 5))
+    ]
 
     # Killed while a run writes its metrics.
     killed = studies / "killed"
     metrics = killed / "runs/with/seed-3/metrics.jsonl"
-    options = ["--out", killed, "--jobs", "2"]  # so many threads: the last bits hang on them
-    command = Command("scripts.study", [studies / "study.yaml", *options])
+    options = ["--only", "with:3", "--jobs", "2"]  # so many threads: the last bits hang on them
+    command = Command("scripts.study", [studies / "study.yaml", "--out", killed, *options])
     command.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
     command.send_signal(signal.SIGKILL)
     command.finish()
     assert not (killed / "study.json").exists()
 
-    run_study(studies, killed, "--jobs", "2")
-    assert curves(killed / "study.json") == curves(whole / "study.json")
+    run_study(studies, killed, *options)
+    assert curves(killed / "study.json") == whole[:1]
 
     # A third call runs nothing, and writes the same numbers.
     capsys.readouterr()
-    run_study(studies, killed)
-    assert "4 are complete" in capsys.readouterr().out
-    assert curves(killed / "study.json") == curves(whole / "study.json")
+    run_study(studies, killed, *options)
+    assert "4 runs, 24 steps, 2 at a time; 1 are complete" in capsys.readouterr().out
+    assert curves(killed / "study.json") == whole[:1]
 
 
 def test_a_study_that_was_moved_goes_on_and_reports_its_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    studies: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = write_studies(tmp_path / "before")
-    run_study(before, before / "out", "--only", "with:3")
-    numbers = curves(before / "out/study.json")
-    assert len(numbers) == 1
+    out = studies / "whole"  # a copy, of which the original may be elsewhere
+    numbers = curves(out / "study.json")
+    run_study(studies, out, "--report")
+    assert curves(out / "study.json") == numbers
 
-    moved = before.rename(tmp_path / "elsewhere")
+    shutil.rmtree(out / "runs/without/seed-5")
     capsys.readouterr()
-    run_study(moved, moved / "out", "--report")
-    assert curves(moved / "out/study.json") == numbers
-    run_study(moved, moved / "out", "--only", "without:3")
-    assert "1 are complete" in capsys.readouterr().out
-    assert curves(moved / "out/study.json")[:1] == numbers
-    assert len(curves(moved / "out/study.json")) == 2
+    run_study(studies, out, "--jobs", "2")
+    assert "3 are complete" in capsys.readouterr().out
+    assert curves(out / "study.json")[:3] == numbers[:3]
+    assert len(curves(out / "study.json")) == 4
 
     # Other settings are refused there too.
     with pytest.raises(StudyError, match="holds a run with other settings"):
-        run_study(moved, moved / "out", "--set", "training.steps=7")
+        run_study(studies, out, "--set", "training.steps=7")
 
 
-def test_progress_is_read_from_the_end_of_the_metrics(studies: Path, tmp_path: Path) -> None:
-    study = read_study(studies / "study.yaml")
-    run = study_runs(study, tmp_path / "out")[0]
+def test_progress_is_read_from_the_end_of_the_metrics(studies: Path) -> None:
+    run = study_runs(read_study(studies / "study.yaml"), studies / "out")[0]
     assert steps_done(run) == 0
 
     # The last line is torn, and the file is longer than what is read of it.
@@ -88,7 +80,7 @@ def test_progress_is_read_from_the_end_of_the_metrics(studies: Path, tmp_path: P
     assert steps_done(run) == 799
 
 
-def test_runs_of_other_settings_are_refused(studies: Path) -> None:
+def test_runs_of_another_command_are_refused(studies: Path) -> None:
     out = studies / "settings"
     state = out / "runs/with/seed-3/study_run.json"
     state.parent.mkdir(parents=True)
@@ -111,16 +103,14 @@ def test_a_budget_that_is_too_small_names_what_is_left_out(
 def test_a_run_that_diverges_is_counted_with_its_initial_loss(studies: Path) -> None:
     out = studies / "diverged"
     # Every step makes the weights 1e8 times as large.
-    settings = []
+    settings = ["--only", "with:3"]
     for setting in ("optim.optimizer=adamw", "optim.lr=1000000", "optim.weight_decay=100"):
         settings += ["--set", setting]
     run_study(studies, out, *settings)
 
-    outcomes = read_result(out / "study.json").outcomes
-    diverged = [run for run in outcomes if run.has_diverged]
-    assert diverged
-    for run in diverged:
-        assert run.number == run.initial
+    (diverged,) = read_result(out / "study.json").outcomes
+    assert diverged.has_diverged
+    assert diverged.number == diverged.initial
 
 
 def test_a_run_that_fails_ends_the_study_with_its_last_words(studies: Path) -> None:

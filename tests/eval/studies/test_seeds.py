@@ -1,9 +1,10 @@
-"""Differences of two arms over seeds, beside closed forms and a simulation."""
+"""Differences of two arms over seeds, beside closed forms and scipy."""
 
 import math
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from eval.studies.seeds import equivalence_p, holm, paired_difference
 from moe.errors import DataError
@@ -23,8 +24,13 @@ def test_two_seeds_give_the_interval_that_can_be_worked_out_by_hand():
     assert found.p == pytest.approx(1 - 2 * math.atan(2) / math.pi)
 
 
-def test_the_arms_swapped_change_the_sign_only():
+def test_the_interval_is_that_of_scipy_and_arms_swapped_change_its_sign_only():
     found = paired_difference(A, B)
+    expected = scipy.stats.ttest_rel(A, B)
+    interval = expected.confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert found.p == pytest.approx(expected.pvalue)
+
     swapped = paired_difference(B, A)
     assert swapped.mean == pytest.approx(-found.mean)
     assert (swapped.low, swapped.high) == pytest.approx((-found.high, -found.low))
@@ -35,15 +41,6 @@ def test_what_the_seeds_share_makes_the_interval_narrow():
     shared = RNG.normal(0, 1, size=7)
     found = paired_difference(A + shared, B + shared)
     assert found.low == pytest.approx(paired_difference(A, B).low)
-
-
-def test_intervals_hold_the_true_difference_as_often_as_they_say():
-    rng = np.random.default_rng(3)
-    num_held = 0
-    for _ in range(1000):
-        found = paired_difference(rng.normal(1.5, 1, size=3), rng.normal(1, 1, size=3))
-        num_held += found.low <= 0.5 <= found.high
-    assert 922 <= num_held <= 978  # four standard errors of 950 in 1,000
 
 
 @pytest.mark.parametrize(
@@ -65,14 +62,6 @@ def test_holm_of_an_example_worked_out_by_hand():
     assert holm([]) == []
 
 
-def test_holm_bounds_the_chance_of_a_false_claim():
-    rng = np.random.default_rng(4)
-    num_claims = 0
-    for _ in range(2000):
-        num_claims += min(holm(rng.random(5).tolist())) < 0.05
-    assert num_claims == pytest.approx(100, abs=40)
-
-
 def test_arms_are_equivalent_when_the_90_percent_interval_lies_within_the_margin():
     difference = paired_difference(A, B, confidence=0.9)
     verdicts = set()
@@ -81,15 +70,6 @@ def test_arms_are_equivalent_when_the_90_percent_interval_lies_within_the_margin
         assert (equivalence_p(A, B, margin) < 0.05) == is_within
         verdicts.add(is_within)
     assert verdicts == {True, False}
-
-
-def test_arms_at_the_margin_are_called_equivalent_in_5_percent():
-    rng = np.random.default_rng(5)
-    num_equivalent = 0
-    for _ in range(1000):
-        a = rng.normal(0.5, 0.2, size=5)
-        num_equivalent += equivalence_p(a, np.zeros(5), margin=0.5) < 0.05
-    assert num_equivalent == pytest.approx(50, abs=28)
 
 
 def test_a_run_without_a_number_is_refused():

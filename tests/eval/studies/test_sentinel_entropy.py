@@ -10,15 +10,12 @@ from eval.studies.results_page import read_results
 from moe.errors import ConfigError, DataError
 from scripts.sentinels import main
 from tests.eval.studies.results import build, result_of, run
-from tests.eval.studies.tiny_study import run_study, write_studies
 
 
 @pytest.mark.slow
-def test_the_entropies_of_every_seed_are_compared_in_pairs(tmp_path: Path) -> None:
-    studies = write_studies(tmp_path / "studies")
-    run_study(studies, studies / "balance", "--jobs", "2")
+def test_the_entropies_of_every_seed_are_compared_in_pairs(studies: Path) -> None:
     out = studies / "sentinels"
-    argv = [str(studies / "balance"), "--arm", "with", "--corpus", str(studies / "corpus")]
+    argv = [str(studies / "whole"), "--arm", "with", "--corpus", str(studies / "corpus")]
     main([*argv, "--examples", "40", "--out", str(out)])
 
     # Two arms in two layers with two seeds, each number from the trace of its model.

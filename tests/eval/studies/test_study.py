@@ -1,6 +1,5 @@
 """Studies as values: what a file may say, and which runs it stands for."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ from moe.training.recipe import PretrainRecipe
 ROOT = Path(__file__).parents[3]
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.yaml"))
 
+PRIMARY = {"arm": "with", "against": "without"}
+BEST = {"metric": "heldout/loss", "over_sweep": "best"}
 CONTENT = {
     "title": "Balance",
     "claim": "It matters.",
@@ -25,7 +26,7 @@ CONTENT = {
     "arms": {"with": {}, "without": {"model.load_balance_loss_weight": 0.0}},
     "seeds": [3, 5],
     "measure": {"metric": "heldout/loss"},
-    "primary": {"arm": "with", "against": "without"},
+    "primary": PRIMARY,
 }
 
 
@@ -40,58 +41,43 @@ def study(folder: Path, **changes: object) -> Study:
     return read_study(write(folder, **changes))
 
 
-def test_a_study_is_a_run_for_each_arm_and_seed_and_whole_seeds_come_first(tmp_path: Path) -> None:
-    runs = study_runs(study(tmp_path), tmp_path / "out")
+def test_a_study_is_a_run_for_each_arm_and_seed_and_paths_name_the_folders(tmp_path: Path) -> None:
+    runs = study_runs(study(tmp_path), Path("runs/studies/{seed}"))
 
+    # Whole seeds come first.
     names = [(run.arm, run.seed) for run in runs]
     assert names == [("with", 3), ("without", 3), ("with", 5), ("without", 5)]
     assert len({run.folder for run in runs}) == 4
 
-
-def test_a_sweep_gives_every_arm_each_value(tmp_path: Path) -> None:
-    sweep = {"setting": "optim.lr", "values": [0.1, 0.3]}
-    measure = {"metric": "heldout/loss", "over_sweep": "sensitivity"}
-    runs = study_runs(study(tmp_path, sweep=sweep, measure=measure), tmp_path / "out")
-
-    assert len(runs) == 8
-    assert {run.recipe.optim.lr for run in runs if run.value == 0.3} == {0.3}
+    # Braces in the name of a folder are not replaced in turn.
+    command = runs[0].commands[0]
+    assert command[command.index("--corpus") + 1] == "runs/studies/corpus"
+    assert command[command.index("--tokenizer") + 1] == "runs/studies/{seed}/t"
 
 
 def test_a_relative_sweep_multiplies_what_each_arm_has(tmp_path: Path) -> None:
     arms = {"with": {"optim.lr": 0.5}, "without": {"optim.lr": 0.01}}
     sweep = {"setting": "optim.lr", "values": [0.5, 3], "relative": True}
-    measure = {"metric": "heldout/loss", "over_sweep": "best"}
-    content = study(tmp_path, arms=arms, sweep=sweep, measure=measure)
+    content = study(tmp_path, seeds=[3], arms=arms, sweep=sweep, measure=BEST)
 
-    runs = study_runs(content, tmp_path / "out")[:4]
-    rates = [(run.arm, run.value, run.recipe.optim.lr) for run in runs]
-    expected = [("with", 0.5, 0.25), ("without", 0.5, 0.005), ("with", 3, 1.5)]
-    assert rates[:3] == expected
-    assert rates[3][2] == pytest.approx(0.03)
+    runs = study_runs(content, tmp_path / "out")
+    rates = {(run.arm, run.value): run.recipe.optim.lr for run in runs}
+    expected = {("with", 0.5): 0.25, ("without", 0.5): 0.005}
+    expected |= {("with", 3): 1.5, ("without", 3): 0.03}
+    assert rates == pytest.approx(expected)
     assert len({run.folder for run in runs}) == 4
 
 
-def test_settings_of_the_arm_the_sweep_and_the_command_line_win_in_that_order(
-    tmp_path: Path,
-) -> None:
+def test_the_arm_the_sweep_and_the_command_line_win_in_that_order(tmp_path: Path) -> None:
     arms = {"with": {"training.steps": 11, "optim.lr": 0.5}, "without": {}}
     sweep = {"setting": "optim.lr", "values": [0.25]}
-    measure = {"metric": "heldout/loss", "over_sweep": "best"}
-    content = study(tmp_path, arms=arms, sweep=sweep, measure=measure)
+    content = study(tmp_path, seeds=[3], arms=arms, sweep=sweep, measure=BEST)
 
-    first, second = study_runs(content, tmp_path / "out")[:2]
+    first, second = study_runs(content, tmp_path / "out")
     assert (first.recipe.training.steps, first.recipe.optim.lr) == (11, 0.25)
-    assert second.recipe.training.steps == 7
-    first = study_runs(content, tmp_path / "out", {"training.steps": 13})[0]
+    assert (second.recipe.training.steps, second.recipe.optim.lr) == (7, 0.25)
+    first, _ = study_runs(content, tmp_path / "out", {"training.steps": 13})
     assert first.recipe.training.steps == 13
-
-
-def test_paths_may_name_the_seed_and_the_folders(tmp_path: Path) -> None:
-    runs = study_runs(study(tmp_path), Path("runs/studies/balance"))
-    command = runs[0].commands[0]
-
-    assert command[command.index("--corpus") + 1] == "runs/studies/corpus"
-    assert command[command.index("--tokenizer") + 1] == "runs/studies/balance/t"
 
 
 @pytest.mark.parametrize(
@@ -101,27 +87,17 @@ def test_paths_may_name_the_seed_and_the_folders(tmp_path: Path) -> None:
         ({"seeds": [1, 1]}, "seeds is \\[1, 1\\]"),
         ({"arms": {}}, "arms is {}; expected at least one arm"),
         ({"arms": {"../x": {}}}, "expected names of lower-case letters"),
-        ({"primary": {"arm": "wiht", "against": "with"}}, "no arm 'wiht'.*Did you mean 'with'"),
-        (
-            {"primary": {"arm": "with", "against": "without", "margin": 0}},
-            "margin is 0.0; .* above 0",
-        ),
-        ({"primary": {"arm": "with", "against": "without", "at": 3}}, "at is 3; expected a value"),
-        ({"primary": {"arm": "with", "against": "with"}}, "'with' is compared with itself"),
-        ({"primary": {"arm": "with", "against": "without", "margin": math.inf}}, "margin is inf"),
+        ({"primary": {**PRIMARY, "arm": "wiht"}}, "no arm 'wiht'.*Did you mean 'with'"),
+        ({"primary": {**PRIMARY, "margin": 0}}, "margin is 0.0; .* above 0"),
+        ({"primary": {**PRIMARY, "at": 3}}, "at is 3; expected a value"),
+        ({"primary": {**PRIMARY, "against": "with"}}, "'with' is compared with itself"),
         ({"settings": {"seed": 3}}, "seed is set by the study itself"),
-        ({"settings": {"help": True}}, "help is not a setting"),
         ({"arms": {"with": {"print_config": ""}, "without": {}}}, "print_config is not a setting"),
         ({"sweep": {"setting": "seed", "values": [3]}}, "seed is set by the study itself"),
         ({"sweep": {"setting": "optim.lr", "values": []}}, "sweep.values is \\[\\]"),
         ({"sweep": {"setting": "optim.lr", "values": [1, 1]}}, "1 occurs twice"),
-        (
-            {"sweep": {"setting": "corpus", "values": ["../../x"]}},
-            "corpus=../../x'; .* folder name",
-        ),
-        ({"sweep": {"setting": "corpus", "values": ["x" * 300]}}, "folder name"),
+        ({"sweep": {"setting": "corpus", "values": ["../x"]}}, "corpus=../x'; .* folder name"),
         ({"sweep": {"setting": "../../x", "values": [1]}}, "../../x=1'; .* folder name"),
-        ({"claims": "x"}, "claims is 'x'"),
         ({"command": "eval"}, "command is 'eval'"),
         ({"sweep": {"setting": "optim.lr", "values": [1]}}, "primary.at is null"),
     ],
@@ -135,27 +111,27 @@ def test_a_study_that_makes_no_sense_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("values", "arms", "message"),
+    ("values", "without", "message"),
     [
-        ([0.5], {"with": {"optim.lr": 1}, "without": {}}, "optim.lr is None; expected a number in"),
-        (["half"], {"with": {"optim.lr": 1}, "without": {"optim.lr": 1}}, "'half'; expected fac"),
+        ([0.5], {}, "optim.lr is None; expected a number in"),
+        (["half"], {"optim.lr": 1}, "'half'; expected fac"),
     ],
 )
 def test_a_relative_sweep_of_no_number_is_refused(
-    tmp_path: Path, values: list[object], arms: dict[str, object], message: str
+    tmp_path: Path, values: list[object], without: dict[str, object], message: str
 ) -> None:
     sweep = {"setting": "optim.lr", "values": values, "relative": True}
-    measure = {"metric": "heldout/loss", "over_sweep": "best"}
+    arms = {"with": {"optim.lr": 1}, "without": without}
     with pytest.raises(ConfigError, match=message):
-        study(tmp_path, arms=arms, sweep=sweep, measure=measure)
+        study(tmp_path, arms=arms, sweep=sweep, measure=BEST)
 
 
 def test_the_settings_of_a_run_do_not_depend_on_where_the_study_lies(tmp_path: Path) -> None:
     settings = {"pretrained": "{studies}/model", "mixture.folder": "{out}/rows"}
     arms = {"with": {}, "without": {"training.steps": 11}}
-    content = study(tmp_path, command="finetune", settings=settings, arms=arms)
-    here, other, *_ = study_runs(content, tmp_path / "here")
-    there, *_ = study_runs(content, tmp_path / "there/deeper")
+    content = study(tmp_path, command="finetune", settings=settings, arms=arms, seeds=[3])
+    here, other = study_runs(content, tmp_path / "here")
+    there, _ = study_runs(content, tmp_path / "there/deeper")
     assert (here.settings, here.digest) == (there.settings, there.digest)
     assert here.settings != other.settings
 
@@ -166,20 +142,11 @@ def test_an_unknown_setting_is_refused_before_any_run_begins(tmp_path: Path) -> 
         study_runs(content, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "text", ["{corpora}", "{out[0]}", "{out:x}", "{seed.__class__}", "{seed:>3000000000}", "{", "}"]
-)
+@pytest.mark.parametrize("text", ["{corpora}", "{out[0]}", "{seed:>3000000000}", "{"])
 def test_braces_may_hold_one_of_three_names_and_no_format(tmp_path: Path, text: str) -> None:
-    settings = {**CONTENT["settings"], "corpus": text}  # type: ignore[dict-item]
-    content = study(tmp_path, settings=settings)
+    settings = {"config": "tiny.yaml", "corpus": text}
     with pytest.raises(ConfigError, match=r"corpus is '.*'; .* \{seed\}, \{out\}, \{studies\}"):
-        study_runs(content, tmp_path / "out")
-
-
-def test_braces_in_the_name_of_a_folder_are_not_replaced_in_turn(tmp_path: Path) -> None:
-    runs = study_runs(study(tmp_path), tmp_path / "{seed}")
-    command = runs[0].commands[0]
-    assert command[command.index("--tokenizer") + 1] == str(tmp_path / "{seed}/t")
+        study_runs(study(tmp_path, settings=settings), tmp_path / "out")
 
 
 def test_overrides_are_yaml_values() -> None:
@@ -194,17 +161,7 @@ def test_overrides_are_yaml_values() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        "{",
-        "!!binary AAAA",
-        "!!set {a}",
-        "!!timestamp x",
-        "!!bool x",
-        "9" * 5000,
-        "[" * 20_000,
-        "&a [*a]",
-        "{a: 2}",
-    ],
+    ["{", "!!binary AAAA", "!!set {a}", "!!bool x", "9" * 5000, "[" * 20_000, "&a [*a]", "{a: 2}"],
     ids=lambda value: value[:16],
 )
 def test_an_override_that_is_no_plain_yaml_value_is_refused(value: str) -> None:
@@ -215,18 +172,22 @@ def test_an_override_that_is_no_plain_yaml_value_is_refused(value: str) -> None:
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_study_of_the_repository_has_runs_that_its_command_takes(path: Path) -> None:
+    """All arms with the first seed and the first value: other seeds and values change a number."""
     content = read_study(path)
-    runs = study_runs(content, Path("runs/studies") / path.stem)
-    values = 1 if content.sweep is None else len(content.sweep.values)
-    assert len(runs) == len(content.arms) * len(content.seeds) * values
-    for run in runs:
-        if isinstance(run.recipe, PretrainRecipe):
-            run.recipe.build_config()
     chooses_alone = path.stem in ("demo", "batch_size_rates")  # among rates, for others to compare
     assert len(content.seeds) >= 3 or chooses_alone
 
+    first = content._replace(seeds=content.seeds[:1])
+    if content.sweep is not None:
+        first = first._replace(sweep=content.sweep._replace(values=content.sweep.values[:1]))
+    runs = study_runs(first, Path("runs/studies") / path.stem)
+    assert [run.arm for run in runs] == list(content.arms)
+    for run in runs:
+        if isinstance(run.recipe, PretrainRecipe):
+            run.recipe.build_config()
 
-@pytest.mark.parametrize("value", ["many", True, None])
+
+@pytest.mark.parametrize("value", [True, None])
 def test_arms_are_drawn_over_a_number_that_each_of_them_has(tmp_path: Path, value: object) -> None:
     arms = {"with": {"training.batch_size": 4}, "without": {"training.batch_size": value}}
     with pytest.raises(ConfigError, match=r"training\.batch_size is .* number in arm without"):
