@@ -158,6 +158,12 @@ def test_the_tiny_recipes_on_four_ranks_fit_with_experts_balanced_over_groups_or
         assert config.balance_scope == scope
 
 
+def test_a_batch_that_the_ranks_cannot_share_is_refused_with_the_numbers():
+    message = r"training\.batch_size is 4; expected a multiple of 12: 3 data ranks"
+    with pytest.raises(ConfigError, match=message):
+        parse("--mesh.ep", 3, "--training.batch_size", 4, "--training.micro_batch_size", 4)
+
+
 def test_a_recipe_of_a_router_goes_on_top_of_another():
     for name in ("bias_balanced", "expert_choice"):
         files = (FOLDER / "st_moe_tiny_pretrain.yaml", FOLDER / f"{name}.yaml")
