@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import time
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -24,18 +25,23 @@ from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.parallelize import model_layouts
 from tests.distributed.ranks import run_ranks
-from tests.distributed.stages import OPTIMIZERS, Stage, adafactor, build, differing
+from tests.distributed.stages import Stage, adafactor, build, differing
 from tests.training.tiny_checkpoints import flip_a_bit
 
+EP, DP_SHARD, DP_SHARD_TP, DP_REPLICATE_EP = (1, 1, 2), (1, 4), (1, 2, 1, 2), (2, 1, 2)
 JOURNEY = {
-    2: {"ep 2": (1, 1, 2, 1)},
-    4: {
-        "dp_shard 4": (1, 4, 1, 1),
-        "dp_shard 2, tp 2": (1, 2, 1, 2),
-        "dp_replicate 2, ep 2": (2, 1, 2, 1),
-    },
+    2: [("adafactor", EP), ("lamb", EP)],
+    4: [
+        ("adafactor", DP_SHARD),
+        ("adafactor", DP_SHARD_TP),
+        ("adafactor", DP_REPLICATE_EP),
+        ("adamw", DP_REPLICATE_EP),
+    ],
 }
-NUM_STEPS = 2 + sum(len(meshes) for meshes in JOURNEY.values())
+"""Optimizer and mesh of each stop, by the number of ranks; every stop takes a step."""
+
+OPTIMIZERS = Counter(name for stops in JOURNEY.values() for name, _ in stops)
+"""How many stops each optimizer has."""
 
 
 @pytest.fixture(autouse=True)
@@ -49,50 +55,46 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def travel(rank, num_ranks, folder, meshes):
-    """Returns by optimizer and mesh which tensors came otherwise than they were saved, and the next
-    loss.
-    """
+def travel(rank, num_ranks, folder, stops):
+    """Returns by stop which tensors came otherwise than they were saved, the step, and its loss."""
     found = {}
-    for name in OPTIMIZERS:
-        everywhere = list(meshes.items())
-        for mesh_name, sizes in everywhere if name == "adafactor" else everywhere[-1:]:
-            stage = Stage(name, build_mesh(MeshConfig(*sizes), "cpu"))
-            step = stage.load(latest_checkpoint(folder / name))
-            wrong = differing(stage.content(), torch.load(folder / f"{name}.pt"))
-            loss = stage.step(step)
-            with CheckpointWriter(folder / name, keep=1) as writer:
-                stage.save(writer, step + 1)
-            content = stage.content()
-            if rank == 0:
-                torch.save(content, folder / f"{name}.pt")
-            gather_or_raise(lambda: None)
-            found[name, mesh_name] = wrong, step, loss
+    for name, sizes in stops:
+        stage = Stage(name, build_mesh(MeshConfig(*sizes), "cpu"))
+        step = stage.load(latest_checkpoint(folder / name))
+        wrong = differing(stage.content(), torch.load(folder / f"{name}.pt"))
+        loss = stage.step(step)
+        with CheckpointWriter(folder / name, keep=1) as writer:
+            stage.save(writer, step + 1)
+        content = stage.content()
+        if rank == 0:
+            torch.save(content, folder / f"{name}.pt")
+        gather_or_raise(lambda: None)
+        found[name, sizes] = wrong, step, loss
     return found
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_on_every_other_mesh(tmp_path):
     losses = {}
-    for name in OPTIMIZERS:
+    for name, num_stops in OPTIMIZERS.items():
         undisturbed = Stage(name)
-        losses[name] = [undisturbed.step(number) for number in range(NUM_STEPS)]
+        losses[name] = [undisturbed.step(number) for number in range(num_stops + 2)]
         first = Stage(name)
         first.step(0)
         with CheckpointWriter(tmp_path / name, keep=1) as writer:
             first.save(writer, 1)
         torch.save(first.content(), tmp_path / f"{name}.pt")
-    for num_ranks, meshes in JOURNEY.items():
+    for num_ranks, stops in JOURNEY.items():
         ranks = tmp_path / f"{num_ranks} ranks"
         ranks.mkdir()
-        for found in run_ranks(travel, num_ranks, ranks, tmp_path, meshes):
-            assert {case: wrong for case, (wrong, _, _) in found.items() if wrong} == {}
-            for (name, mesh_name), (_, step, loss) in found.items():
-                assert loss == pytest.approx(losses[name][step], rel=1e-10), (name, mesh_name)
-    for name in OPTIMIZERS:
+        for found in run_ranks(travel, num_ranks, ranks, tmp_path, stops):
+            for (name, sizes), (wrong, step, loss) in found.items():
+                assert wrong == [], (name, sizes)
+                assert loss == pytest.approx(losses[name][step], rel=1e-10), (name, sizes)
+    for name, num_stops in OPTIMIZERS.items():
         last = Stage(name)
         step = last.load(latest_checkpoint(tmp_path / name))
-        assert step == (NUM_STEPS if name == "adafactor" else len(JOURNEY) + 2) - 1
+        assert step == num_stops + 1
         assert differing(last.content(), torch.load(tmp_path / f"{name}.pt")) == []
         assert last.step(step) == pytest.approx(losses[name][step], rel=1e-10)
 
