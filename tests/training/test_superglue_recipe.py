@@ -24,7 +24,7 @@ RECIPE = ROOT / "recipes" / "st_moe_base_superglue.yaml"
 SMALL = {
     "training.steps": 2,
     "training.batch_size": 4,
-    "training.evaluate_every": 1,
+    "training.evaluate_every": 2,
     "training.checkpoint_every": 1,
     "training.log_every": 1,
     "training.held_out_batches": 1,
@@ -60,7 +60,7 @@ def test_the_recipe_runs_is_killed_goes_on_and_reports_every_task(inputs, tmp_pa
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     stmoe.main(["finetune", *command(inputs["model"], straight)])
     process = Command("stmoe", ["finetune", *command(inputs["model"], killed)])
-    wait_for(killed / "seed-0" / "dev" / "step_00000001" / "scores.json", process)
+    wait_for(killed / "seed-1" / "dev" / "step_00000002" / "scores.json", process)
     process.send_signal(signal.SIGKILL)
     assert process.finish().returncode == -signal.SIGKILL
     assert not (killed / "summary.json").exists()
