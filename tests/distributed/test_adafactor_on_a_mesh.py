@@ -25,7 +25,7 @@ from moe.optim.lars import LARS
 from tests.distributed.ranks import run_ranks
 
 NUM_RANKS = 4
-NUM_STEPS = 10
+NUM_STEPS = 4
 
 
 class Case(NamedTuple):
@@ -93,7 +93,7 @@ def whole(name, case, step, dtype):
     """
     seed = 1000 * sorted(CASES).index(name) + step + 1
     x = torch.randn(case.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (x * (30 if step % 5 == 4 else 1)).to(dtype)
+    return (x * (30 if step % 3 == 2 else 1)).to(dtype)
 
 
 def build_adafactor(parameters, cases):
@@ -117,8 +117,8 @@ def build_with_ratios(kind, parameters, cases, **options):
     return kind(groups, lr=0.1, weight_decay=0.1, **options)
 
 
-def build_adamw(parameters, cases, foreach=None):
-    return torch.optim.AdamW([parameters[name] for name in cases], lr=0.1, foreach=foreach)
+def build_adamw(parameters, cases):
+    return torch.optim.AdamW([parameters[name] for name in cases], lr=0.1)
 
 
 def steps_of_one_process(cases, dtype, num_steps=NUM_STEPS, build=build_adafactor):
@@ -134,19 +134,9 @@ def steps_of_one_process(cases, dtype, num_steps=NUM_STEPS, build=build_adafacto
 
 
 OTHERS = {
-    "adamw": (CASES, build_adamw),
-    "adamw, foreach": (
-        {
-            name: case for name, case in CASES.items() if case.axes
-        },  # torch refuses to mix them with plain tensors
-        partial(build_adamw, foreach=True),
-    ),
-    "lars": (CASES, partial(build_with_ratios, LARS, trust_coefficient=0.5)),
-    "lars, unscaled": (
-        CASES,
-        partial(build_with_ratios, LARS, trust_coefficient=0.5, momentum="unscaled"),
-    ),
-    "lamb": (CASES, partial(build_with_ratios, LAMB)),
+    "adamw": build_adamw,
+    "lars": partial(build_with_ratios, LARS, trust_coefficient=0.5),
+    "lamb": partial(build_with_ratios, LAMB),
 }
 
 
@@ -200,9 +190,8 @@ class OnAMesh:
         }
         self.places = {}
         for name, case in cases.items():
-            numbers = torch.arange(float(self.parameters[name].numel()), dtype=torch.float64).view(
-                case.shape
-            )
+            num_elements = self.parameters[name].numel()
+            numbers = torch.arange(num_elements, dtype=torch.float64).view(case.shape)
             self.places[name] = local(cut_up(numbers, case, meshes).detach()).long()
         self.optimizer = build(self.parameters, cases)
 
@@ -284,10 +273,10 @@ def on_a_rank(rank, num_ranks, folder):
     answers["resumed"] = second.elements()
 
     answers["all-reduces"] = [count_all_reduces(num, meshes) for num in (1, 13)]
-    lamb = OTHERS["lamb"][1]
+    lamb = OTHERS["lamb"]
     answers["all-reduces of lamb"] = [count_all_reduces(num, meshes, lamb) for num in (1, 13)]
-    for name, (cases, build) in OTHERS.items():
-        run = OnAMesh(cases, torch.float64, meshes, build)
+    for name, build in OTHERS.items():
+        run = OnAMesh(CASES, torch.float64, meshes, build)
         run.take_steps(range(NUM_STEPS))
         answers[name] = run.elements()
     return answers
@@ -307,22 +296,17 @@ def assert_same(parts, expected, tolerance):
         flat, seen = parameter.detach().flatten(), set()
         for part in parts:
             places, elements = part[name]
-            torch.testing.assert_close(
-                elements,
-                flat[places],
-                rtol=0,
-                atol=tolerance * float(flat.abs().max()),
-                msg=lambda m, n=name: f"{n}: {m}",
-            )
+            atol = tolerance * float(flat.abs().max())
+            assert torch.allclose(elements, flat[places], rtol=0, atol=atol), name
             seen.update(places.flatten().tolist())
         assert len(seen) == flat.numel(), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_parameters_that_are_cut_take_the_steps_of_whole_ones(answers, dtype, tolerance):
-    parameters = steps_of_one_process(CASES, dtype)
-    assert_same([answer[dtype] for answer in answers], parameters, tolerance)
+def test_parameters_that_are_cut_take_the_steps_of_whole_ones(answers):
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        parameters = steps_of_one_process(CASES, dtype)
+        assert_same([answer[dtype] for answer in answers], parameters, tolerance)
 
 
 @pytest.mark.slow
@@ -351,6 +335,5 @@ def test_the_number_of_all_reduces_does_not_grow_with_the_number_of_parameters(a
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_optimizers_take_the_same_steps_on_several_meshes_at_once(answers, name):
-    cases, build = OTHERS[name]
-    parameters = steps_of_one_process(cases, torch.float64, build=build)
+    parameters = steps_of_one_process(CASES, torch.float64, build=OTHERS[name])
     assert_same([answer[name] for answer in answers], parameters, 1e-12)

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import time
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -24,20 +25,23 @@ from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.parallelize import model_layouts
 from tests.distributed.ranks import run_ranks
-from tests.distributed.stages import OPTIMIZERS, Stage, adafactor, build, differing
+from tests.distributed.stages import Stage, adafactor, build, differing
 from tests.training.tiny_checkpoints import flip_a_bit
 
+EP, DP_SHARD, DP_SHARD_TP, DP_REPLICATE_EP = (1, 1, 2), (1, 4), (1, 2, 1, 2), (2, 1, 2)
 JOURNEY = {
-    8: {"dp_shard 2, ep 2, tp 2": (1, 2, 2, 2)},
-    2: {"ep 2": (1, 1, 2, 1), "tp 2": (1, 1, 1, 2)},
-    4: {
-        "ep 4": (1, 1, 4, 1),
-        "dp_shard 4": (1, 4, 1, 1),
-        "ep 2, tp 2": (1, 1, 2, 2),
-        "dp_replicate 2, ep 2": (2, 1, 2, 1),
-    },
+    2: [("adafactor", EP), ("lamb", EP)],
+    4: [
+        ("adafactor", DP_SHARD),
+        ("adafactor", DP_SHARD_TP),
+        ("adafactor", DP_REPLICATE_EP),
+        ("adamw", DP_REPLICATE_EP),
+    ],
 }
-NUM_STEPS = 2 + sum(len(meshes) for meshes in JOURNEY.values())
+"""Optimizer and mesh of each stop, by the number of ranks; every stop takes a step."""
+
+OPTIMIZERS = Counter(name for stops in JOURNEY.values() for name, _ in stops)
+"""How many stops each optimizer has."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,49 +55,46 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def travel(rank, num_ranks, folder, meshes):
-    """Returns by optimizer and mesh which tensors came otherwise than they were saved, and the next
-    loss.
-    """
+def travel(rank, num_ranks, folder, stops):
+    """Returns by stop which tensors came otherwise than they were saved, the step, and its loss."""
     found = {}
-    for name in OPTIMIZERS:
-        for mesh_name, sizes in list(meshes.items())[0 if name == "adafactor" else -1 :]:
-            stage = Stage(name, build_mesh(MeshConfig(*sizes), "cpu"))
-            step = stage.load(latest_checkpoint(folder / name))
-            wrong = differing(stage.content(), torch.load(folder / f"{name}.pt"))
-            loss = stage.step(step)
-            with CheckpointWriter(folder / name, keep=1) as writer:
-                stage.save(writer, step + 1)
-            content = stage.content()
-            if rank == 0:
-                torch.save(content, folder / f"{name}.pt")
-            gather_or_raise(lambda: None)
-            found[name, mesh_name] = wrong, step, loss
+    for name, sizes in stops:
+        stage = Stage(name, build_mesh(MeshConfig(*sizes), "cpu"))
+        step = stage.load(latest_checkpoint(folder / name))
+        wrong = differing(stage.content(), torch.load(folder / f"{name}.pt"))
+        loss = stage.step(step)
+        with CheckpointWriter(folder / name, keep=1) as writer:
+            stage.save(writer, step + 1)
+        content = stage.content()
+        if rank == 0:
+            torch.save(content, folder / f"{name}.pt")
+        gather_or_raise(lambda: None)
+        found[name, sizes] = wrong, step, loss
     return found
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_on_every_other_mesh(tmp_path):
     losses = {}
-    for name in OPTIMIZERS:
+    for name, num_stops in OPTIMIZERS.items():
         undisturbed = Stage(name)
-        losses[name] = [undisturbed.step(number) for number in range(NUM_STEPS)]
+        losses[name] = [undisturbed.step(number) for number in range(num_stops + 2)]
         first = Stage(name)
         first.step(0)
         with CheckpointWriter(tmp_path / name, keep=1) as writer:
             first.save(writer, 1)
         torch.save(first.content(), tmp_path / f"{name}.pt")
-    for num_ranks, meshes in JOURNEY.items():
+    for num_ranks, stops in JOURNEY.items():
         ranks = tmp_path / f"{num_ranks} ranks"
         ranks.mkdir()
-        for found in run_ranks(travel, num_ranks, ranks, tmp_path, meshes):
-            assert {case: wrong for case, (wrong, _, _) in found.items() if wrong} == {}
-            for (name, mesh_name), (_, step, loss) in found.items():
-                assert loss == pytest.approx(losses[name][step], rel=1e-10), (name, mesh_name)
-    for name in OPTIMIZERS:
+        for found in run_ranks(travel, num_ranks, ranks, tmp_path, stops):
+            for (name, sizes), (wrong, step, loss) in found.items():
+                assert wrong == [], (name, sizes)
+                assert loss == pytest.approx(losses[name][step], rel=1e-10), (name, sizes)
+    for name, num_stops in OPTIMIZERS.items():
         last = Stage(name)
         step = last.load(latest_checkpoint(tmp_path / name))
-        assert step == (NUM_STEPS if name == "adafactor" else len(JOURNEY) + 2) - 1
+        assert step == num_stops + 1
         assert differing(last.content(), torch.load(tmp_path / f"{name}.pt")) == []
         assert last.step(step) == pytest.approx(losses[name][step], rel=1e-10)
 
@@ -110,6 +111,10 @@ def say(function):
     return "no error"
 
 
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 def on_two_ranks(rank, num_ranks, folder):
     """Returns what each rank heard: of errors of one rank, of what does not fit, and which
     checkpoints stayed.
@@ -123,11 +128,9 @@ def on_two_ranks(rank, num_ranks, folder):
         stage.step(1)  # while the first is being written
         for number in (2, 3):
             stage.save(writer, number)
-            said[f"while {number} is written"] = [
-                path.name for path in sorted(folder.glob("step_*"))
-            ]
+            said[f"while {number} is written"] = names_in(folder)
         writer.wait()
-        said["kept"] = [path.name for path in sorted(folder.iterdir())]
+        said["kept"] = names_in(folder)
         gather_or_raise(lambda: None)
         before = stage.content()
 
@@ -138,7 +141,7 @@ def on_two_ranks(rank, num_ranks, folder):
         said["disk"] = say(writer.wait)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         gather_or_raise(lambda: None)
-        said["after the disk"] = [path.name for path in sorted(folder.iterdir())]
+        said["after the disk"] = names_in(folder)
     with CheckpointWriter(folder.with_name("early"), keep=2) as writer:
         stage.save(writer, 1)
         stage.step(5)  # the copy is what was, not what will be
@@ -194,12 +197,8 @@ def verify_on_two_ranks(rank, num_ranks, folder):
 def test_ranks_share_the_reading_and_agree_on_what_is_damaged(tmp_path):
     folder = tmp_path / "checkpoints"
     first, second = run_ranks(verify_on_two_ranks, 2, tmp_path, folder)
-    assert sorted(first["read"] + second["read"]) == [
-        ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
-        "state.json",
-    ]
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
+    assert sorted(first["read"] + second["read"]) == files
     assert len(first["read"]) == len(second["read"]) == 2
     reason = "__1_0.distcp has another SHA-256 than it was written with"
     for said in (first, second):
@@ -219,22 +218,17 @@ def fail_on(failing, rank):
 def test_errors_of_one_rank_are_heard_on_all_and_cost_nothing(tmp_path):
     folder = tmp_path / "checkpoints"
     first, second = run_ranks(on_two_ranks, 2, tmp_path, folder)
-    assert first["while 2 is written"][:1] == ["step_00000001"]  # a save waits for the one before
-    assert first["while 3 is written"][:2] == ["step_00000001", "step_00000002"]
+    # A save waits for the one before.
+    assert "step_00000001" in first["while 2 is written"]
+    assert {"step_00000001", "step_00000002"} <= set(first["while 3 is written"])
     for said in (first, second):
         assert said["kept"] == said["after the disk"] == ["step_00000002", "step_00000003"]
         assert said["disk"].startswith("OSError: [Errno 27] File too large")
         assert "step_00000004" in said["disk"]
         assert said["copy"] == []
         assert said["moved on"]
-        assert (
-            "step_00000003 is a checkpoint of another optimizer. Its state: "
-            in said["other optimizer"]
-        )
-        assert (
-            "missing: optimizer/model.decoder.blocks.0.cross_attention.k_proj.weight/exp_avg"
-            in said["no optimizer yet"]
-        )
+        assert "step_00000003 is a checkpoint of another optimizer" in said["other optimizer"]
+        assert "missing: optimizer/model.decoder.blocks.0." in said["no optimizer yet"]
         assert "unexpected: optimizer/model" in said["no optimizer yet"]
         assert said["kept as it was"] == []
         assert said["no state left behind"]
@@ -274,11 +268,9 @@ def killed_while_saving(rank, num_ranks, folder, victim):
 @pytest.mark.slow
 def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path):
     folder = tmp_path / "checkpoints"
-    victim = 0
-    survivor = 1
     with pytest.raises(Exception, match="terminated with signal SIGKILL"):
-        run_ranks(killed_while_saving, 2, tmp_path, folder, victim)
-    said, end = tmp_path / f"said {survivor}", time.monotonic() + 20
+        run_ranks(killed_while_saving, 2, tmp_path, folder, 0)
+    said, end = tmp_path / "said 1", time.monotonic() + 20
     while not said.exists() and time.monotonic() < end:
         time.sleep(0.1)
     assert "CheckpointError" in said.read_text()
@@ -292,4 +284,4 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_
     assert differing(stage.content(), torch.load(tmp_path / "content 0.pt")) == []
     with CheckpointWriter(folder, keep=2) as writer:
         stage.save(writer, 2)
-    assert [path.name for path in sorted(folder.iterdir())] == ["step_00000001", "step_00000002"]
+    assert names_in(folder) == ["step_00000001", "step_00000002"]

@@ -6,7 +6,6 @@ is known here.
 """
 
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ FIELDS = {
     "num_heads": 4,
     "num_experts": 6,
     "capacity_factor": None,
+    "eval_capacity_factor": None,
     "dropout_rate": RATE,
 }
 TP = 2
@@ -93,75 +93,46 @@ def test_tensor_parallel_ranks_drop_shards_independently_and_the_residual_stream
 
 # ---- distributions ----
 
-NUM_DRAWS = 2048
+NUM_DRAWS = 512
 
 
-class Moments(NamedTuple):
-    """Mean and variance of each output, and the deviations of these two as estimates."""
+def distances_from_expectation(rank, num_ranks):
+    """Returns how many standard errors the mean of many draws is from the output without dropout.
 
-    mean: torch.Tensor
-    variance: torch.Tensor
-    mean_error: torch.Tensor
-    variance_error: torch.Tensor
-
-
-def moments(draws):
-    """Returns the moments of <float>[N, ...]: of sums of N terms, by the central limit theorem."""
-    draws = draws.double().flatten(1)
-    num_draws = draws.shape[0]
-    squares = (draws - draws.mean(0)).square()
-    return Moments(
-        draws.mean(0),
-        squares.mean(0),
-        (squares.mean(0) / num_draws).sqrt(),
-        squares.std(0) / math.sqrt(num_draws),
-    )
-
-
-def deviations(ours, theirs):
-    """Returns by how many of their standard deviations means and variances differ at most."""
-    mean = (ours.mean - theirs.mean).abs() / torch.hypot(ours.mean_error, theirs.mean_error)
-    variance = (ours.variance - theirs.variance).abs()
-    variance = variance / torch.hypot(ours.variance_error, theirs.variance_error)
-    return max(mean.max().item(), variance.max().item())
-
-
-def layer_moments(seed, mesh, dispatch):
-    """Returns the moments of each kind of layer over many draws for one input."""
-    model = tiny_model(**FIELDS, dispatch=dispatch, group_size=NUM_DRAWS).train()
-    if mesh is not None:
-        shard_model(model, mesh)
+    What follows each mask is linear, so that this output is the expectation.
+    """
+    mesh = build_mesh(MESHES[num_ranks], "cpu")
     generator = torch.Generator().manual_seed(3)
     token = torch.randn(1, 1, 29, generator=generator).expand(1, NUM_DRAWS, 29)
     text = torch.randn(1, 5, 29, generator=generator).expand(NUM_DRAWS, 5, 29)
-
-    torch.manual_seed(seed)
-    block = next(block for block in model.model.encoder.stack.blocks if block.sparse)
-    attention = model.model.encoder.stack.blocks[0].self_attention
-    compiled = torch.compile(block.feed_forward, backend="eager")
-    with torch.no_grad():
-        return {
-            "hidden units": moments(block.feed_forward(token)[0]),
-            "hidden units, compiled": moments(compiled(token)[0]),
-            "units of experts": moments(block.sparse_feed_forward(token)[0][0]),
-            "heads": moments(attention(text, None)[0]),
-        }
-
-
-def distance_from_one_process(rank, num_ranks):
-    mesh = build_mesh(MESHES[num_ranks], "cpu")
     distances = {}
     for dispatch in ("ragged", "static"):
-        ours = layer_moments(7, mesh, dispatch)
-        theirs = layer_moments(11, None, dispatch)
-        for name in ours:
-            distances[dispatch, name] = deviations(ours[name], theirs[name])
+        model = tiny_model(**FIELDS, dispatch=dispatch, group_size=NUM_DRAWS)
+        shard_model(model, mesh)
+        block = next(block for block in model.model.encoder.stack.blocks if block.sparse)
+        attention = model.model.encoder.stack.blocks[0].self_attention
+        compiled = torch.compile(block.feed_forward, backend="eager")
+        layers = {
+            "hidden units": lambda block=block: block.feed_forward(token)[0],
+            "hidden units, compiled": lambda compiled=compiled: compiled(token)[0],
+            "units of experts": lambda block=block: block.sparse_feed_forward(token)[0][0],
+            "heads": lambda attention=attention: attention(text, None)[0],
+        }
+        for name, layer in layers.items():
+            with torch.no_grad():
+                model.eval()
+                expected = layer().double().flatten(1)[0]
+                model.train()
+                torch.manual_seed(7)
+                draws = layer().double().flatten(1)
+            error = draws.std(0) / math.sqrt(NUM_DRAWS)
+            distances[dispatch, name] = float(((draws.mean(0) - expected).abs() / error).max())
     return distances
 
 
 @pytest.mark.slow
-def test_dropped_outputs_have_mean_and_variance_of_one_process(tmp_path):
-    for distances in run_ranks(distance_from_one_process, 2, tmp_path):
+def test_the_mean_of_dropped_outputs_is_the_output_without_dropout(tmp_path):
+    for distances in run_ranks(distances_from_expectation, 2, tmp_path):
         assert max(distances.values()) < 5, distances
 
 
@@ -176,27 +147,25 @@ def runs_with_dropout(rank, num_ranks, folder):
         return Stage("adamw", mesh, dropout_rate=RATE)
 
     undisturbed = start()
-    losses = [undisturbed.step(number) for number in range(4)]
+    losses = [undisturbed.step(number) for number in range(2)]
 
     recomputing = start()
     recomputing.model.activation_checkpointing_enable({"use_reentrant": False})
-    recomputed_losses = [recomputing.step(number) for number in range(4)]
+    recomputed_losses = [recomputing.step(number) for number in range(2)]
 
     interrupted = start()
-    for number in range(2):
-        interrupted.step(number)
+    interrupted.step(0)
     with CheckpointWriter(folder, keep=1) as writer:
-        interrupted.save(writer, 2)
+        interrupted.save(writer, 1)
     gather_or_raise(lambda: None)
     resumed = start()
     torch.rand(rank + 1)  # what was drawn before does not matter
-    first = resumed.load(latest_checkpoint(folder))
-    resumed_losses = [resumed.step(number) for number in range(first, 4)]
+    resumed_loss = resumed.step(resumed.load(latest_checkpoint(folder)))
 
     content = undisturbed.content()
     return {
         "recomputed": (differing(recomputing.content(), content), recomputed_losses == losses),
-        "resumed": (differing(resumed.content(), content), resumed_losses == losses[2:]),
+        "resumed": (differing(resumed.content(), content), resumed_loss == losses[1]),
         "content": content,
     }
 

@@ -19,34 +19,22 @@ from tests.distributed.ranks import run_ranks
 from tests.training.test_finetune_mixture import RECIPE, eval_lines, inputs  # noqa: F401  a fixture
 from tests.training.tiny_tasks import registered
 
-MESHES = {
-    "ep 2": ["--mesh.ep", "2"],
-    "dp_shard 2": ["--mesh.dp_shard", "2"],
-    "tp 2": ["--mesh.tp", "2"],
+MESHES = {"ep 2": ["--mesh.ep", "2"], "tp 2": ["--mesh.tp", "2"]}
+SAME_NUMBERS = {
+    "model.dropout_rate": 0,
+    "model.expert_dropout_rate": 0,
+    "model.group_size": 48,
+    "model.router_options.second_expert_policy": "all",
+    "training.micro_batch_size": 2,
 }
-SAME_NUMBERS = [
-    "--model.dropout_rate",
-    "0",
-    "--model.expert_dropout_rate",
-    "0",
-    "--model.group_size",
-    "48",
-]
-SAME_NUMBERS += [
-    "--model.router_options.second_expert_policy",
-    "all",
-    "--training.micro_batch_size",
-    "2",
-]
 
 
 def one_run(recipe, out, rank=0, num_ranks=1, mesh=()):
     """Does what the command does inside `launch`, and returns the losses."""
     with registered():
-        command = [*SAME_NUMBERS, *mesh]
-        parsed, arguments = finetune.finetune_command().parse(
-            ["--config", str(recipe), "--out", str(out), *command]
-        )
+        same_numbers = [f"--{name}={value}" for name, value in SAME_NUMBERS.items()]
+        words = ["--config", str(recipe), "--out", str(out), *same_numbers, *mesh]
+        parsed, arguments = finetune.finetune_command().parse(words)
         data = read_mixture(parsed.mixture)
         world = World(rank, num_ranks, rank, "cpu")
         train(finetune.build_run(parsed, arguments.pretrained, data, out, world))

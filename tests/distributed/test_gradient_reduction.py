@@ -40,7 +40,7 @@ SMALL = {
     "tie_word_embeddings": True,
 }
 AROUND_A_HOLE = "row_pair_clients_1 4x4 without 1,2,5,6"
-SURVIVORS, UPDATES = 12, 20
+SURVIVORS, UPDATES = 12, 3
 
 
 def farthest(ours, theirs):
@@ -64,35 +64,32 @@ def whole_weights(model):
 
 
 def trained(config, **changes):
-    """Returns all weights whole after two updates."""
+    """Returns a stage after an update."""
     stage = Stage("adamw", build_mesh(config, "cpu"), **changes)
-    for step in range(2):
-        stage.step(step)
-    return whole_weights(stage.model)
+    stage.step(0)
+    return stage
 
 
 def by_schedule_and_by_torch(rank, num_ranks, folder):
     answers = {}
     for name, fields in MESHES.items():
         sizes = {key: value for key, value in fields.items() if isinstance(value, int)}
-        ours = trained(MeshConfig(**fields))
-        answers[name] = (farthest(ours, trained(MeshConfig(**sizes))), is_equal_on_all_ranks(ours))
+        ours, theirs = trained(MeshConfig(**fields)), trained(MeshConfig(**sizes))
+        weights = whole_weights(ours.model)
+        distance = farthest(weights, whole_weights(theirs.model))
+        answers[name] = (distance, is_equal_on_all_ranks(weights))
+
+        # Replicas that a schedule sums over leave one checkpoint, which torch's own mesh reads.
+        if name == "rings of two axes":
+            with CheckpointWriter(Path(folder) / "checkpoints", keep=1) as writer:
+                path = ours.save(writer, 1)
+            theirs.load(path)
+            answers["checkpoint"] = (farthest(weights, whole_weights(theirs.model)), True)
 
     for name, (exchange, changes) in EXCHANGES.items():
-        ours = trained(MeshConfig(ep=4, expert_exchange=exchange), **changes)
-        theirs = trained(MeshConfig(ep=4), **changes)
+        ours = whole_weights(trained(MeshConfig(ep=4, expert_exchange=exchange), **changes).model)
+        theirs = whole_weights(trained(MeshConfig(ep=4), **changes).model)
         answers[name] = (farthest(ours, theirs), is_equal_on_all_ranks(ours))
-
-    # Replicas that a schedule sums over leave one checkpoint, which torch's own mesh reads.
-    sizes = {"dp_replicate": 2, "dp_shard": 2}
-    stage = Stage("adamw", build_mesh(MeshConfig(**sizes, gradient_reduction="ring"), "cpu"))
-    stage.step(0)
-    with CheckpointWriter(Path(folder) / "checkpoints", keep=1) as writer:
-        path = stage.save(writer, 1)
-    other = Stage("adamw", build_mesh(MeshConfig(**sizes), "cpu"))
-    other.load(path)
-    weights = whole_weights(stage.model)
-    answers["checkpoint"] = (farthest(weights, whole_weights(other.model)), True)
     return answers
 
 
@@ -133,7 +130,7 @@ def survivors_of_a_hole(rank, num_ranks):
 
 
 @pytest.mark.slow
-def test_20_updates_of_12_survivors_around_a_hole_equal_those_by_torch(tmp_path):
+def test_updates_of_12_survivors_around_a_hole_equal_those_by_torch(tmp_path):
     for answer in run_ranks(survivors_of_a_hole, SURVIVORS, tmp_path):
         assert answer["distance"] < 1e-10
         assert answer["is equal"]

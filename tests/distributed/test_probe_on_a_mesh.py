@@ -58,10 +58,9 @@ def test_a_probe_over_two_ranks_equals_one_process_and_moves_nothing(tmp_path):
             assert differences == [], name
             assert values == pytest.approx(expected_values, rel=1e-9), name
 
+    text = "text.safetensors"
     for name in MESHES:
-        assert (tmp_path / name / "text.safetensors").read_bytes() == (
-            tmp_path / "one" / "text.safetensors"
-        ).read_bytes()
+        assert (tmp_path / name / text).read_bytes() == (tmp_path / "one" / text).read_bytes()
         for ours, theirs in zip(read_probes(tmp_path / name), expected, strict=True):
             assert ours.step == theirs.step
             for key, choices in theirs.choices.items():

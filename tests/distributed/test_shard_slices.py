@@ -35,37 +35,31 @@ def coordinates(config):
 
 
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("gather", [True, False])
-def test_slices_are_what_is_sharded_for_a_rank(sizes, gather):
+def test_slices_are_what_is_sharded_for_a_rank(sizes):
     config, model = MeshConfig(*sizes), tiny_model(**FIELDS)
-    for name, layout in model_layouts(model, model.config, config).items():
+    layouts = model_layouts(model, model.config, config)
+    for (name, layout), coordinate in itertools.product(layouts.items(), coordinates(config)):
         numbers = torch.arange(model.get_parameter(name).numel()).view(layout.shape)
-        layout = layout if gather else layout._replace(num_shards=1)
-        for coordinate in coordinates(config):
-            expected = shard_over_ep_tp(numbers, layout, config, coordinate)
-            if gather:
-                expected = shard_over_fsdp(expected, layout, coordinate)
-            slices = shard_slices(layout, config, coordinate)
-            assert torch.equal(numbers[tuple(slice(*ends) for ends in slices)], expected), (
-                name,
-                coordinate,
-            )
+        on_tp = shard_over_ep_tp(numbers, layout, config, coordinate)
+        on_all_axes = shard_over_fsdp(on_tp, layout, coordinate)
+        unsharded = layout._replace(num_shards=1)
+        for of, expected in ((layout, on_all_axes), (unsharded, on_tp)):
+            slices = tuple(slice(*ends) for ends in shard_slices(of, config, coordinate))
+            assert torch.equal(numbers[slices], expected), (name, coordinate)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (3, 2, 5, 7)])
 def test_runs_are_the_elements_of_a_shard_in_their_order(shape):
     numbers = torch.arange(torch.Size(shape).numel()).view(shape)
     generator = torch.Generator().manual_seed(len(shape))
-    for _ in range(200):
-        ends = [
-            sorted(torch.randint(size + 1, (2,), generator=generator).tolist()) for size in shape
-        ]
-        slices = tuple((start, end) for start, end in ends)
-        expected = numbers[tuple(slice(*ends) for ends in slices)].flatten().tolist()
-        runs = list(contiguous_runs(slices, shape))
-        assert [
-            index for start, length in runs for index in range(start, start + length)
-        ] == expected
+    for _ in range(30):
+        places = [torch.randint(size + 1, (2,), generator=generator) for size in shape]
+        ends = tuple(tuple(sorted(place.tolist())) for place in places)
+        expected = numbers[tuple(slice(*pair) for pair in ends)].flatten().tolist()
+        elements = []
+        for start, length in contiguous_runs(ends, shape):
+            elements += range(start, start + length)
+        assert elements == expected
 
 
 def test_rows_that_are_whole_are_one_run():
@@ -79,8 +73,5 @@ def test_gate_and_up_apart_are_the_same_row_of_numbers():
     name = "model.decoder.blocks.0.feed_forward.up_proj.weight"
     layout = find_layout(name, (62, 29), rules, MeshConfig())
     assert layout.shape == (2, 31, 29)
-    assert list(
-        contiguous_runs(
-            shard_slices(layout, MeshConfig(), MeshCoordinate(0, 0, 0, 0)), layout.shape
-        )
-    ) == [(0, 62 * 29)]
+    slices = shard_slices(layout, MeshConfig(), MeshCoordinate(0, 0, 0, 0))
+    assert list(contiguous_runs(slices, layout.shape)) == [(0, 62 * 29)]

@@ -32,20 +32,14 @@ def update(rank, num_ranks):
 
     views, changed = set(), set()
     for name, value in outputs[0].items():
-        for tensor in pytree.tree_leaves(value):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and tensor._base is not None
-                and tensor.requires_grad
-            ):
+        tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+        for tensor in tensors:
+            if tensor._base is not None and tensor.requires_grad:
                 views.add(name)
                 if tensor._version:
                     changed.add(name)
-    return (
-        [str(warning.message) for warning in caught if "FSDP" in str(warning.message)],
-        views,
-        changed,
-    )
+    messages = [str(warning.message) for warning in caught]
+    return [message for message in messages if "FSDP" in message], views, changed
 
 
 @pytest.mark.slow

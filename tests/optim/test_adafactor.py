@@ -39,28 +39,24 @@ def oracle_steps(parameter, grads, *, lr, factored):
         ((3, 7), 1, False),
     ],
 )
-@pytest.mark.parametrize("size", [1.0, 1e-7, 0.0])
-def test_steps_equal_the_formulas_expert_by_expert(shape, batch_dims, factored, size):
+def test_steps_equal_the_formulas_expert_by_expert(shape, batch_dims, factored):
     rng = np.random.default_rng(0)
-    start, grads = (
-        rng.normal(size=shape) * size,
-        rng.normal(size=(4, *shape)) * np.array([1, 1e-3, 30, 1]).reshape(4, *[1] * len(shape)),
-    )
-    parameter = torch.nn.Parameter(torch.tensor(start))
-    optimizer = Adafactor([{"params": [parameter], "batch_dims": batch_dims}], lr=0.3)
-    for grad in grads:
-        parameter.grad = torch.tensor(grad)
-        optimizer.step()
-    if batch_dims:
-        expected = np.stack(
-            [
-                oracle_steps(start[e], grads[:, e], lr=0.3, factored=factored)
-                for e in range(shape[0])
-            ]
-        )
-    else:
-        expected = oracle_steps(start, grads, lr=0.3, factored=factored)
-    np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=1e-12)
+    for size in (1.0, 1e-7, 0.0):
+        start = rng.normal(size=shape) * size
+        scales = np.array([1, 1e-3, 30, 1]).reshape(4, *[1] * len(shape))
+        grads = rng.normal(size=(4, *shape)) * scales
+        parameter = torch.nn.Parameter(torch.tensor(start))
+        optimizer = Adafactor([{"params": [parameter], "batch_dims": batch_dims}], lr=0.3)
+        for grad in grads:
+            parameter.grad = torch.tensor(grad)
+            optimizer.step()
+
+        if batch_dims:
+            by_expert = zip(start, grads.swapaxes(0, 1), strict=True)
+            expected = [oracle_steps(w, g, lr=0.3, factored=factored) for w, g in by_expert]
+        else:
+            expected = oracle_steps(start, grads, lr=0.3, factored=factored)
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=0, atol=1e-12)
 
 
 def test_one_experts_gradient_never_moves_another_and_zero_gradients_give_no_nan():
@@ -120,48 +116,46 @@ def test_groups_put_exactly_the_stacked_experts_apart():
 
 @pytest.mark.slow
 def test_it_learns():
+    losses = losses_of(lambda groups: Adafactor(groups, lr=0.05))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def losses_of(build, num_steps=20):
+    """Returns the losses of a model that an optimizer trains on one batch."""
     model, batch = tiny_model().train(), tiny_batch()
-    optimizer = Adafactor(parameter_groups(model), lr=0.05)
+    optimizer = build(parameter_groups(model))
     losses = []
-    for _ in range(30):
+    for _ in range(num_steps):
         loss = model(**batch).ce_loss
         losses.append(loss.item())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert losses[-1] < 0.5 * losses[0]
+    return losses
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"lr": -1.0}, "lr of adafactor is -1.0; expected a finite number of at least 0"),
-        ({"lr": float("nan")}, "lr of adafactor is nan; expected a finite number of at least 0"),
-        (
-            {"clipping_threshold": 0.0},
-            "clipping_threshold of adafactor is 0.0; expected a finite number above 0",
-        ),
-        ({"decay_exponent": -0.5}, "decay_exponent of adafactor is -0.5"),
-        ({"epsilon1": 0.0}, "epsilon1 of adafactor is 0.0; expected a finite number above 0"),
-        ({"epsilon2": float("inf")}, "epsilon2 of adafactor is inf"),
-    ],
-)
-def test_an_impossible_setting_is_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        Adafactor([torch.nn.Parameter(torch.zeros(3))], **arguments)
+def test_an_impossible_setting_is_refused():
+    for name, value, expected in (
+        ("lr", -1.0, "a finite number of at least 0"),
+        ("lr", float("nan"), "a finite number of at least 0"),
+        ("clipping_threshold", 0.0, "a finite number above 0"),
+        ("decay_exponent", -0.5, ""),
+        ("epsilon1", 0.0, "a finite number above 0"),
+        ("epsilon2", float("inf"), ""),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} of adafactor is {value}; .*{expected}"):
+            Adafactor([torch.nn.Parameter(torch.zeros(3))], **{name: value})
 
 
-@pytest.mark.parametrize(
-    ("shape", "batch_dims", "message"),
-    [
+def test_a_stack_of_nothing_is_refused_with_the_way_out():
+    for shape, batch_dims, message in (
         ((3,), 1, r"shape \(3,\).*batch_dims 1: 0 dim"),
         ((), 1, "-1 dim"),
         ((3, 5), -1, "batch_dims -1: 3 dim.*0 or more"),
-    ],
-)
-def test_a_stack_of_nothing_is_refused_with_the_way_out(shape, batch_dims, message):
-    with pytest.raises(ConfigError, match=message):
-        Adafactor([{"params": [torch.nn.Parameter(torch.zeros(shape))], "batch_dims": batch_dims}])
+    ):
+        parameter = torch.nn.Parameter(torch.zeros(shape))
+        with pytest.raises(ConfigError, match=message):
+            Adafactor([{"params": [parameter], "batch_dims": batch_dims}])
 
 
 @pytest.mark.parametrize(
@@ -169,32 +163,27 @@ def test_a_stack_of_nothing_is_refused_with_the_way_out(shape, batch_dims, messa
     [
         ((3, 2, 5, 7), 1, 128, {"v_row": (3, 2, 5), "v_col": (3, 7)}),
         ((2, 5, 7), 0, 8, {"v": (2, 5, 7)}),
-        (
-            (2, 5, 7),
-            0,
-            7,
-            {"v_row": (2, 5), "v_col": (7,)},
-        ),  # 2 x 5 rows: 5 alone would not be enough
+        # 2 x 5 rows: 5 alone would not be enough.
+        ((2, 5, 7), 0, 7, {"v_row": (2, 5), "v_col": (7,)}),
         ((2, 3, 5, 7), 0, 7, {"v_row": (2, 3, 5), "v_col": (7,)}),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_dense", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "is_dense"), [(torch.float64, True), (torch.float32, False), (torch.bfloat16, True)]
+)
 def test_packed_rows_take_exactly_the_steps_of_a_matrix(
     shape, batch_dims, min_dim, state, dtype, is_dense
 ):
     torch.manual_seed(0)
-    packed = torch.randn(shape, dtype=dtype)
-    packed = torch.nn.Parameter(
-        packed if is_dense else packed.transpose(0, -1).contiguous().transpose(0, -1)
-    )
-    matrix = torch.nn.Parameter(packed.detach().flatten(batch_dims, -2).clone())
-    optimizers = [
-        Adafactor(
-            [{"params": [p], "batch_dims": batch_dims}], lr=0.1, min_dim_size_to_factor=min_dim
-        )
-        for p in (packed, matrix)
-    ]
+    start = torch.randn(shape, dtype=dtype)
+    if not is_dense:
+        start = start.transpose(0, -1).contiguous().transpose(0, -1)
+    packed = torch.nn.Parameter(start)
+    matrix = torch.nn.Parameter(start.flatten(batch_dims, -2).clone())
+    optimizers = []
+    for parameter in (packed, matrix):
+        group = {"params": [parameter], "batch_dims": batch_dims}
+        optimizers.append(Adafactor([group], lr=0.1, min_dim_size_to_factor=min_dim))
     for _ in range(3):
         packed.grad = torch.randn(shape, dtype=dtype)
         matrix.grad = packed.grad.flatten(batch_dims, -2)

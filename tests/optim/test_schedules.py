@@ -159,13 +159,12 @@ def test_a_smooth_exponential_halves_between_the_stairs():
     assert [later(step) for step in (2, 9, 10)] == [1.0, 1.0, 0.25]
 
 
-@pytest.mark.parametrize(("scaling", "factor"), [("linear", 16), ("sqrt", 4), (None, 1)])
-def test_the_rate_grows_with_the_batch(scaling, factor):
-    base = None if scaling is None else 48
-    optim = OptimRecipe(
-        schedule="constant", lr=0.01, warmup_steps=0, lr_scaling=scaling, base_batch_size=base
-    )
-    assert optim.schedule_for(768, 10)(5) == pytest.approx(0.01 * factor)
+def test_the_rate_grows_with_the_batch():
+    for scaling, base, factor in (("linear", 48, 16), ("sqrt", 48, 4), (None, None, 1)):
+        optim = OptimRecipe(
+            schedule="constant", lr=0.01, warmup_steps=0, lr_scaling=scaling, base_batch_size=base
+        )
+        assert optim.schedule_for(768, 10)(5) == pytest.approx(0.01 * factor)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.names())
@@ -179,46 +178,29 @@ def test_every_schedule_is_finite_and_at_most_its_highest_rate(schedule):
         assert all(0 <= rate(step) <= 3.0 for step in range(100))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"schedule": "linear", "schedule_options": {"power": 2}}, "linear has no option 'power'"),
-        ({"schedule": "exponential"}, "exponential needs the option decay_steps"),
-        (
-            {"schedule": "polynomial", "schedule_options": {"power": 0}},
-            "schedule_options: power is 0; expected a finite number above 0",
-        ),
-        (
-            {"schedule": "polynomial", "lr": 0.1, "schedule_options": {"end_lr": 0.2}},
-            "end_lr is 0.2; expected a finite number from 0 to 0.1",
-        ),
-        (
-            {"schedule": "linear", "schedule_options": {"warmup_start": 1}},
-            r"warmup_start is 1; expected an integer of at most 0",
-        ),
-        (
-            {"schedule": "linear", "schedule_options": {"decay_start": "end"}},
-            "decay_start is 'end'; expected one of warmup_end, first_step",
-        ),
+def test_settings_that_do_not_go_together_are_refused():
+    one_length = {"decay_steps": 3, "decay_epochs": 3}
+    for schedule, options, message in (
+        ("linear", {"power": 2}, "linear has no option 'power'"),
+        ("exponential", {}, "exponential needs the option decay_steps"),
+        ("polynomial", {"power": 0}, "power is 0; expected a finite number above 0"),
+        ("polynomial", {"end_lr": 0.2}, "end_lr is 0.2; expected a finite number from 0 to 0.1"),
+        ("linear", {"warmup_start": 1}, "warmup_start is 1; expected an integer of at most 0"),
+        ("linear", {"decay_start": "end"}, "'end'; expected one of warmup_end, first_step"),
+        ("linear", one_length, "decay_steps and decay_epochs, which are one length"),
+    ):
+        epoch_examples = 9 if options is one_length else None
+        optim = {"lr": 0.1, "epoch_examples": epoch_examples, "schedule_options": options}
+        with pytest.raises(ConfigError, match=message):
+            OptimRecipe(schedule=schedule, **optim).schedule_for(5, 40)
+
+    for optim, message in (
         ({"warmup_epochs": 2}, "warmup_epochs is in epochs, but optim.epoch_examples is null"),
         ({"epoch_examples": 100}, "epoch_examples is 100; expected null, since nothing is in"),
-        (
-            {
-                "schedule": "linear",
-                "epoch_examples": 9,
-                "schedule_options": {"decay_steps": 3, "decay_epochs": 3},
-            },
-            "decay_steps and decay_epochs, which are one length",
-        ),
         ({"lr_scaling": "cubic"}, "lr_scaling is 'cubic'; expected linear, sqrt, or null"),
         ({"lr_scaling": "linear"}, "base_batch_size is None; expected a batch size"),
         ({"base_batch_size": 8}, "base_batch_size is 8; expected null, since optim.lr_scaling"),
-        (
-            {"lr": 1e6, "lr_scaling": "linear", "base_batch_size": 1},
-            "optim.lr, by lr_scaling linear .* is 5000000.0; expected",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_together_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        OptimRecipe(**settings).schedule_for(5, 40)
+        ({"lr": 1e6, "lr_scaling": "linear", "base_batch_size": 1}, "linear .* is 5000000.0; exp"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            OptimRecipe(**optim).schedule_for(5, 40)

@@ -1,5 +1,7 @@
 """LARS and LAMB against plain numpy derivations of their formulas, experts one by one."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -8,18 +10,15 @@ from moe import ConfigError
 from moe.optim.lamb import LAMB
 from moe.optim.lars import LARS
 from moe.optim.parameter_groups import parameter_groups
-from tests.models.tiny import tiny_batch, tiny_model
+from tests.models.tiny import tiny_model
+from tests.optim.test_adafactor import losses_of
 
 DECAY = 0.03
 OPTIMIZERS = {
-    "lars": lambda params, **options: LARS(params, weight_decay=DECAY, **options),
-    "lars, unscaled": lambda params, **options: LARS(
-        params, weight_decay=DECAY, momentum="unscaled", **options
-    ),
-    "lamb": lambda params, **options: LAMB(params, weight_decay=DECAY, **options),
-    "lamb, uncorrected": lambda params, **options: LAMB(
-        params, weight_decay=DECAY, bias_correction=False, **options
-    ),
+    "lars": partial(LARS, weight_decay=DECAY),
+    "lars, unscaled": partial(LARS, weight_decay=DECAY, momentum="unscaled"),
+    "lamb": partial(LAMB, weight_decay=DECAY),
+    "lamb, uncorrected": partial(LAMB, weight_decay=DECAY, bias_correction=False),
 }
 
 
@@ -77,27 +76,24 @@ RATES = [0.1, 0.3, 0.2, 0.05, 0.4]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("shape", "batch_dims"), [((), 0), ((7,), 0), ((5, 7), 0), ((3, 2, 5, 7), 1), ((3, 7), 1)]
-)
 @pytest.mark.parametrize("kind", ["weights", "router"])
-def test_steps_equal_the_formulas_expert_by_expert(name, shape, batch_dims, kind):
+def test_steps_equal_the_formulas_expert_by_expert(name, kind):
     rng = np.random.default_rng(0)
-    start, grads = rng.normal(size=shape), rng.normal(size=(len(RATES), *shape))
-    if batch_dims:
-        grads[:, 1] *= 1e4  # a hot expert
-        grads[:, 2] = 0  # and one that has no tokens
-    parameter = torch.nn.Parameter(torch.tensor(start))
-    group = {"params": [parameter], "batch_dims": batch_dims, "kinds": [kind]}
-    steps(OPTIMIZERS[name]([group]), [parameter], [torch.tensor(grads)], RATES)
-
     adapted = kind == "weights"
-    if batch_dims:
-        experts = [oracle(name, w, grads[:, e], RATES, adapted) for e, w in enumerate(start)]
-        expected = np.stack(experts)
-    else:
-        expected = oracle(name, start, grads, RATES, adapted)
-    np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-12, atol=1e-13)
+    for shape, batch_dims in (((), 0), ((7,), 0), ((5, 7), 0), ((3, 2, 5, 7), 1), ((3, 7), 1)):
+        start, grads = rng.normal(size=shape), rng.normal(size=(len(RATES), *shape))
+        if batch_dims:
+            grads[:, 1] *= 1e4  # a hot expert
+            grads[:, 2] = 0  # and one that has no tokens
+        parameter = torch.nn.Parameter(torch.tensor(start))
+        group = {"params": [parameter], "batch_dims": batch_dims, "kinds": [kind]}
+        steps(OPTIMIZERS[name]([group]), [parameter], [torch.tensor(grads)], RATES)
+
+        if batch_dims:
+            expected = [oracle(name, w, grads[:, e], RATES, adapted) for e, w in enumerate(start)]
+        else:
+            expected = oracle(name, start, grads, RATES, adapted)
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -143,11 +139,13 @@ def test_an_expert_that_loses_its_tokens_stops_and_does_not_run_on():
 
 
 def test_at_a_constant_rate_scaled_and_unscaled_momentum_are_the_same():
-    grads = torch.randn(20, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ends = [
-        without_ratio(momentum, grads, [0.3] * 20).detach() for momentum in ("scaled", "unscaled")
-    ]
-    torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
+    grads = drawn(20, 5, 7)
+    scaled, unscaled = (without_ratio(kind, grads, [0.3] * 20) for kind in ("scaled", "unscaled"))
+    torch.testing.assert_close(scaled, unscaled, rtol=0, atol=1e-12)
+
+
+def drawn(*shape):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def test_when_the_rate_changes_they_differ_by_the_closed_form():
@@ -157,9 +155,7 @@ def test_when_the_rate_changes_they_differ_by_the_closed_form():
     so that after T + 1 steps the unscaled weights are ahead by (a - b) g_0 (beta + ... + beta^T).
     """
     a, b, beta, T = 0.7, 0.2, 0.9, 12
-    grads = torch.randn(
-        T + 1, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    grads = drawn(T + 1, 5, 7)
     rates = [a] + [b] * T
     scaled, unscaled = (without_ratio(kind, grads, rates) for kind in ("scaled", "unscaled"))
     expected = (a - b) * grads[0] * sum(beta**t for t in range(1, T + 1))
@@ -198,18 +194,9 @@ def test_skipped_kinds_do_not_see_the_weight_decay(optimizer, skip):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [LARS, LAMB])
+@pytest.mark.parametrize("optimizer", [partial(LARS, trust_coefficient=1.0), LAMB])
 def test_it_learns(optimizer):
-    model, batch = tiny_model().train(), tiny_batch()
-    options = {"trust_coefficient": 1.0} if optimizer is LARS else {}
-    step = optimizer(parameter_groups(model), lr=0.05, **options)
-    losses = []
-    for _ in range(30):
-        loss = model(**batch).ce_loss
-        losses.append(loss.item())
-        loss.backward()
-        step.step()
-        step.zero_grad()
+    losses = losses_of(partial(optimizer, lr=0.05))
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -230,23 +217,20 @@ def test_bfloat16_parameters_keep_float32_moments_through_a_state_dict(optimizer
     assert torch.equal(copy, parameter)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "arguments", "message"),
-    [
-        (LARS, {"lr": -1.0}, "lr of lars is -1.0; expected a finite number of at least 0"),
-        (LARS, {"beta": 1}, "beta of lars is 1; expected .* below 1"),
-        (LARS, {"trust_coefficient": 0}, "trust_coefficient of lars is 0"),
-        (LARS, {"momentum": "nesterov"}, "'nesterov'; expected one of scaled, unscaled"),
-        (LARS, {"skip": ["norm"]}, "skip of lars is .*kinds of norms, biases, router"),
-        (LAMB, {"skip": "norms"}, "skip of lamb is 'norms'"),
-        (LAMB, {"beta2": float("nan")}, "beta2 of lamb is nan"),
-        (LAMB, {"bias_correction": "no"}, "bias_correction of lamb is 'no'; expected true"),
-        (LAMB, {"weight_decay": -0.1}, "weight_decay of lamb is -0.1"),
-    ],
-)
-def test_an_impossible_setting_is_refused(optimizer, arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        optimizer([torch.nn.Parameter(torch.zeros(3))], **arguments)
+def test_an_impossible_setting_is_refused():
+    for optimizer, name, value, message in (
+        (LARS, "lr", -1.0, "lr of lars is -1.0; expected a finite number of at least 0"),
+        (LARS, "beta", 1, "beta of lars is 1; expected .* below 1"),
+        (LARS, "trust_coefficient", 0, "trust_coefficient of lars is 0"),
+        (LARS, "momentum", "nesterov", "'nesterov'; expected one of scaled, unscaled"),
+        (LARS, "skip", ["norm"], "skip of lars is .*kinds of norms, biases, router"),
+        (LAMB, "skip", "norms", "skip of lamb is 'norms'"),
+        (LAMB, "beta2", float("nan"), "beta2 of lamb is nan"),
+        (LAMB, "bias_correction", "no", "bias_correction of lamb is 'no'; expected true"),
+        (LAMB, "weight_decay", -0.1, "weight_decay of lamb is -0.1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            optimizer([torch.nn.Parameter(torch.zeros(3))], **{name: value})
 
 
 def test_kinds_that_are_not_as_many_as_parameters_are_refused():

@@ -26,6 +26,7 @@ from tests.models.tiny import tiny_batch, tiny_model
 from tests.training.tiny_checkpoints import (
     adafactor,
     assert_same,
+    content_of,
     flip_a_bit,
     layouts,
     load,
@@ -97,27 +98,24 @@ def test_only_the_newest_stay(tmp_path):
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["step_00000002", "step_00000030"]
 
 
+def no_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_a_full_disk_leaves_earlier_checkpoints_and_no_rubbish(tmp_path, monkeypatch):
-    good = save(tmp_path, 1)[2]
-    before = {file.name: file.read_bytes() for file in good.iterdir()}
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
+    save(tmp_path, 1)
+    before = content_of(tmp_path)
+    monkeypatch.setattr(torch, "save", no_space)
     with pytest.raises(OSError, match=r"No space left on device: '.*step_00000002'") as raised:
         save(tmp_path, 2)
     assert raised.value.errno == errno.ENOSPC
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-    assert {file.name: file.read_bytes() for file in good.iterdir()} == before
+    assert content_of(tmp_path) == before
 
 
 def test_an_error_of_the_run_counts_more_than_one_of_the_checkpoint_it_left(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     model, optimizer = trained()
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(torch, "save", no_space)
     with pytest.raises(KeyError, match="first"), CheckpointWriter(tmp_path, keep=2) as writer:
         writer.save(model, optimizer, layouts(model), state(1))
         raise KeyError("first")
@@ -142,13 +140,10 @@ def test_files_of_the_user_that_have_the_names_of_leftovers_stay(tmp_path):
     (tmp_path / ".step_00000003.partial").mkdir()
     (tmp_path / ".step_00000003.partial" / "thesis.txt").write_text("years of work")
     (tmp_path / ".step_00000004.partial").symlink_to(tmp_path / ".step_00000003.partial")
-    before = sorted(tmp_path.rglob("*"))
+    before = set(tmp_path.rglob("*"))
     for step in (2, 3, 4):
         target = save(tmp_path, step, keep=1)[2]
-    assert (
-        sorted(path for path in tmp_path.rglob("*") if target not in (path, *path.parents))
-        == before
-    )
+    assert set(tmp_path.rglob("*")) - {target, *target.rglob("*")} == before
 
 
 def test_something_else_in_the_place_of_a_checkpoint_is_left_alone(tmp_path):
@@ -164,10 +159,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_a_list(tmp_path):
     path = save(tmp_path, 1, d_ff=37)[2]
     model, optimizer = trained()
     same, same_optimizer = trained()
-    with pytest.raises(
-        CheckpointError,
-        match=r"14 of another shape: .*down_proj\.weight \(29, 37\) instead of \(29, 31\).*9 more",
-    ):
+    message = r"14 of another shape: .*down_proj\.weight \(29, 37\) instead of \(29, 31\).*9 more"
+    with pytest.raises(CheckpointError, match=message):
         load(path, model, optimizer)
     assert_same(model, optimizer, same, same_optimizer)
     deeper, deeper_optimizer = trained(num_decoder_layers=1)
@@ -179,9 +172,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_nothing_changes(tmp_pa
     path = save(tmp_path, 1)[2]
     model, optimizer = trained(seed=1, build=VARIANTS["adamw"]["build"])
     same, same_optimizer = trained(seed=1, build=VARIANTS["adamw"]["build"])
-    with pytest.raises(
-        CheckpointError, match=r"another optimizer\. Its state: \d+ missing: optimizer/.*/exp_avg"
-    ):
+    with pytest.raises(CheckpointError, match=r"another optimizer\..*missing: .*/exp_avg"):
         load(path, model, optimizer)
     assert_same(model, optimizer, same, same_optimizer)
     fresh = VARIANTS["adamw"]["build"](model)
@@ -195,9 +186,7 @@ def test_shards_and_indexes_that_cannot_be_read_are_one_message(tmp_path):
     model, optimizer, path = save(tmp_path, 1)
     shards = path / "__0_0.distcp"
     shards.write_bytes(b"x" * shards.stat().st_size)
-    with pytest.raises(
-        CheckpointError, match=r"step_00000001 could not be read: rank 0 failed with "
-    ):
+    with pytest.raises(CheckpointError, match="could not be read: rank 0 failed with "):
         load(path, model, optimizer, verified=True)
     (path / ".metadata").unlink()
     with pytest.raises(CheckpointError, match="step_00000001 has no index of its shards"):
@@ -209,16 +198,14 @@ def test_a_flipped_bit_never_gets_into_a_model(tmp_path):
     model, optimizer = trained(seed=1)
     same, same_optimizer = trained(seed=1)
     flip_a_bit(path / "__0_0.distcp")
-    with pytest.raises(
-        CheckpointError, match=r"step_00000001 is damaged: __0_0\.distcp has another SHA-256"
-    ):
+    with pytest.raises(CheckpointError, match=r"damaged: __0_0\.distcp has another SHA-256"):
         load(path, model, optimizer)
     assert_same(model, optimizer, same, same_optimizer)
 
 
-@pytest.mark.parametrize("products", [None, fixed_choice("onednn")])
-def test_a_checkpoint_tells_which_library_multiplied(tmp_path, products):
+def test_a_checkpoint_tells_which_library_multiplied(tmp_path):
     model, optimizer = trained()
+    products = fixed_choice("onednn")
     with CheckpointWriter(tmp_path, keep=1) as writer:
         path = writer.save(model, optimizer, layouts(model), state(1, products=products))
     assert load_state(path).products == products
@@ -234,21 +221,28 @@ def test_other_settings_and_other_data_are_refused_by_name(tmp_path):
         check_same_run(tmp_path, state(1), state(1, fingerprint="xyz"), frozenset())
 
 
+def numbers_of(folder, name="train/loss"):
+    return [
+        (line["step"], line[name])
+        for _, line in read_json_lines(folder / "metrics.jsonl", torn_end=True)
+    ]
+
+
 def test_metrics_resume_without_later_and_torn_lines(tmp_path):
     with MetricsWriter(tmp_path, 0) as writer:
         for step in (1, 2, 3):
-            writer.write(step, {"train/loss": 0.1 * step})
+            writer.write(step, {"train/loss": 0.5 * step, "train/lr": 2.0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "train/lo')
-    assert [
-        line["step"] for _, line in read_json_lines(tmp_path / "metrics.jsonl", torn_end=True)
-    ] == [1, 2, 3]
+    assert numbers_of(tmp_path) == [(1, 0.5), (2, 1.0), (3, 1.5)]
+
     with MetricsWriter(tmp_path, 2) as writer:
-        writer.write(3, {"train/loss": 9.0})
-    assert [
-        line["train/loss"] for _, line in read_json_lines(tmp_path / "metrics.jsonl", torn_end=True)
-    ] == [0.1, 0.2, 9.0]
-    assert list((tmp_path / "tensorboard").iterdir())
+        writer.write(3, {"train/loss": 7.0})
+    assert numbers_of(tmp_path) == [(1, 0.5), (2, 1.0), (3, 7.0)]
+    assert events_of(tmp_path / "tensorboard") == {
+        "train/loss": [(1, 0.5), (2, 1.0), (3, 7.0)],
+        "train/lr": [(1, 2.0), (2, 2.0)],
+    }
 
 
 def events_of(folder):
@@ -260,65 +254,46 @@ def events_of(folder):
     }
 
 
-def test_tensorboard_reads_the_numbers_and_forgets_those_that_were_measured_again(tmp_path):
-    with MetricsWriter(tmp_path, 0) as writer:
-        for step in (1, 2, 3):
-            writer.write(step, {"train/loss": 0.5 * step, "train/lr": 2.0})
-    with MetricsWriter(tmp_path, 2) as writer:
-        writer.write(3, {"train/loss": 7.0})
-    assert events_of(tmp_path / "tensorboard") == {
-        "train/loss": [(1, 0.5), (2, 1.0), (3, 7.0)],
-        "train/lr": [(1, 2.0), (2, 2.0)],
-    }
-
-
 @pytest.mark.parametrize("file", ["metrics.jsonl", "events.out.tfevents"])
 def test_a_full_disk_is_one_error_with_the_name_of_the_file_and_no_traceback_of_a_thread(
     tmp_path, capfd, file
 ):
     threads = threading.active_count()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    values = (
-        {"train/loss": 1.0}
-        if file == "metrics.jsonl"
-        else {"x" * 300: 1.0, **dict.fromkeys("abcdefgh", 1.0)}
-    )
+    is_metrics = file == "metrics.jsonl"
+    long_name = {"x" * 300: 1.0, **dict.fromkeys("abcdefgh", 1.0)}
     with (
         MetricsWriter(tmp_path, 0) as writer,
         pytest.raises(OSError, match="File too large") as raised,
     ):
         assert threading.active_count() == threads
-        if file == "metrics.jsonl":
+        if is_metrics:
             writer.write(1, {"y" * 300: 1.0})
-        limit = (tmp_path / "metrics.jsonl").stat().st_size + (
-            7 if file == "metrics.jsonl" else 450
-        )
+        room = 7 if is_metrics else 450
+        limit = (tmp_path / "metrics.jsonl").stat().st_size + room
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
             for step in range(2, 20):
-                writer.write(step, values)
+                writer.write(step, {"train/loss": 1.0} if is_metrics else long_name)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert file in raised.value.filename
     assert capfd.readouterr().err == ""
-    lines = list(read_json_lines(tmp_path / "metrics.jsonl", torn_end=True))
-    assert all(line["step"] < 20 for _, line in lines)
+    assert all(step < 20 for step, _ in numbers_of(tmp_path, "step"))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"step": 1}\n{"step": -1}\n{"step": 2}\n', r"metrics\.jsonl, line 2"),
-        (b'{"step": 1}\n{"loss": 2.0}\n{"step": 2}\n', r"metrics\.jsonl, line 2 has no step"),
-        (b"[1]\n[2]\n", r"metrics\.jsonl"),
-        (b"\xff\xfe\x00", r"metrics\.jsonl"),
-    ],
-)
-def test_metrics_that_are_something_else_are_one_message_and_stay(tmp_path, content, message):
-    (tmp_path / "metrics.jsonl").write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        MetricsWriter(tmp_path, 2)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == content
+def test_metrics_that_are_something_else_are_one_message_and_stay(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for content, message in (
+        (b'{"step": 1}\n{"step": -1}\n{"step": 2}\n', "line 2"),
+        (b'{"step": 1}\n{"loss": 2.0}\n{"step": 2}\n', "line 2 has no step"),
+        (b"[1]\n[2]\n", ""),
+        (b"\xff\xfe\x00", ""),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"metrics\.jsonl.*{message}"):
+            MetricsWriter(tmp_path, 2)
+        assert path.read_bytes() == content
 
 
 def test_damaged_settings_of_a_job_are_one_message(tmp_path):
@@ -348,9 +323,7 @@ def test_a_job_whose_first_stage_failed_takes_other_settings(tmp_path):
 def test_a_run_whose_metrics_were_removed_goes_on(tmp_path):
     with MetricsWriter(tmp_path, 5) as writer:
         writer.write(6, {"train/loss": 1.0})
-    assert list(read_json_lines(tmp_path / "metrics.jsonl")) == [
-        (1, {"step": 6, "train/loss": 1.0})
-    ]
+    assert numbers_of(tmp_path) == [(6, 1.0)]
 
 
 class Batches:
@@ -361,10 +334,8 @@ class Batches:
 
 
 def test_held_out_numbers_equal_a_loop_over_tokens():
-    model, ids = (
-        tiny_model().train(),
-        SpecialIds(pad=0, eos=1, first_sentinel=130, num_sentinels=40),
-    )
+    model = tiny_model().train()
+    ids = SpecialIds(pad=0, eos=1, first_sentinel=130, num_sentinels=40)
     numbers = evaluate_held_out(model, HeldOut(Batches(), 2, ids))
     assert model.training
     model.eval()

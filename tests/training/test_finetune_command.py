@@ -36,7 +36,8 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     paths = write_inputs(folder)
     paths["run"], paths["pairs"] = folder / "pretrain", folder / "pairs.jsonl"
-    pretrain.main(pretrain_arguments(paths, paths["run"], "--training.steps", 12))
+    few = ("--training.steps", 4, "--training.checkpoint_every", 3, "--optim.cooldown_steps", 0)
+    pretrain.main(pretrain_arguments(paths, paths["run"], *few))
     lines = [json.dumps({"inputs": one, "targets": other}) for one, other in PAIRS]
     paths["pairs"].write_text("\n".join(lines))
     return paths
@@ -45,7 +46,9 @@ def inputs(tmp_path_factory):
 def tune(inputs, out, *more, pretrained=None):
     model = pretrained or inputs["run"] / "model"
     paths = ("--pretrained", model, "--train", inputs["pairs"], "--out", out)
-    finetune.main([str(part) for part in ("--config", inputs["finetune.yaml"], *paths, *more)])
+    few = ("--training.steps", 4, "--training.checkpoint_every", 2)
+    words = ("--config", inputs["finetune.yaml"], *paths, *few, *more)
+    finetune.main([str(word) for word in words])
     return out
 
 
@@ -72,30 +75,19 @@ def state_of(run, subset="all"):
 def test_a_part_of_the_model_trains_is_counted_and_resumes_bit_for_bit(inputs, tmp_path, capsys):
     straight = tune(inputs, tmp_path / "straight", "--parameters", "ffn")
     assert f"ffn: {4 * 3 * 16 * 24:,} of 27,936 parameters train" in capsys.readouterr().out
-    before, after = (
-        dict(model_of(inputs["run"]).named_parameters()),
-        dict(model_of(straight).named_parameters()),
-    )
+    before, after = (dict(model_of(run).named_parameters()) for run in (inputs["run"], straight))
     moved = {name for name in after if not torch.equal(after[name], before[name])}
     assert moved == {name for name in after if ".feed_forward." in name}
     assert {key.split("/")[1] for key in state_of(straight, "ffn")} == moved
 
     stopped = tmp_path / "stopped"
-    shutil.copytree(straight, stopped, ignore=shutil.ignore_patterns("model", "step_00000009"))
+    shutil.copytree(straight, stopped, ignore=shutil.ignore_patterns("model", "step_00000004"))
     tune(inputs, stopped, "--parameters", "ffn", "--resume")
     assert losses(stopped) == losses(straight)
     for file in ("model.safetensors", "config.json", "tokenizer.json", "generation_config.json"):
         assert (stopped / "model" / file).read_bytes() == (straight / "model" / file).read_bytes()
     with pytest.raises(CheckpointError, match="parameters was 'ffn' and is 'all'"):
         tune(inputs, straight, "--resume")
-
-
-def test_a_wrong_subset_is_refused_before_anything_is_read(inputs, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"no subset of parameters called 'atention'\. Did you mean 'attention'"
-    ):
-        tune(inputs, tmp_path / "run", "--parameters", "atention")
-    assert not (tmp_path / "run").exists()
 
 
 # ---- slots ----
@@ -105,10 +97,8 @@ def test_a_wrong_subset_is_refused_before_anything_is_read(inputs, tmp_path):
 def test_kept_slots_are_those_of_the_run_before_for_what_trains(inputs, subset):
     expected, model = state_of(inputs["run"]), model_of(inputs["run"])
     select_parameters(model, subset)
-    layouts, optimizer = (
-        model_layouts(model, model.config, MeshConfig()),
-        Adafactor(parameter_groups(model)),
-    )
+    layouts = model_layouts(model, model.config, MeshConfig())
+    optimizer = Adafactor(parameter_groups(model))
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     load_optimizer_state(inputs["run"] / "checkpoints", model, optimizer, layouts, "adafactor")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -116,12 +106,10 @@ def test_kept_slots_are_those_of_the_run_before_for_what_trains(inputs, subset):
     assert kept.keys() == {key for key in expected if key.split("/")[1] in trained}
     for key, value in kept.items():
         assert torch.equal(value, expected[key]), key
-        assert (
-            not key.endswith("/step") or int(value) == 12
-        )  # at 0 the first gradient would replace the moments
-    assert all(
-        torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters()
-    )
+        # At 0 the first gradient would replace the moments.
+        assert not key.endswith("/step") or int(value) == 4
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
 
 
 @pytest.mark.slow
@@ -134,11 +122,11 @@ def test_kept_slots_change_the_first_step_and_the_schedule_begins_anew(inputs, t
     assert kept[0] == fresh[0]  # of the same weights
     assert kept[1] != fresh[1]
     assert losses(runs["keep"], "train/lr") == losses(runs["reset"], "train/lr")
-    assert {int(v) for k, v in state_of(runs["keep"]).items() if k.endswith("/step")} == {12 + 9}
-    assert {int(v) for k, v in state_of(runs["reset"]).items() if k.endswith("/step")} == {9}
+    assert {int(v) for k, v in state_of(runs["keep"]).items() if k.endswith("/step")} == {4 + 4}
+    assert {int(v) for k, v in state_of(runs["reset"]).items() if k.endswith("/step")} == {4}
 
     stopped = tmp_path / "stopped"
-    shutil.copytree(runs["keep"], stopped, ignore=shutil.ignore_patterns("model", "step_00000009"))
+    shutil.copytree(runs["keep"], stopped, ignore=shutil.ignore_patterns("model", "step_00000004"))
     tune(inputs, stopped, "--optimizer_state", "keep", "--resume")
     assert losses(stopped) == kept
 
@@ -147,40 +135,18 @@ def test_kept_slots_change_the_first_step_and_the_schedule_begins_anew(inputs, t
 def test_slots_that_cannot_be_kept_are_refused_with_the_way_out(inputs, tmp_path):
     alone, unfinished = tmp_path / "alone", tmp_path / "unfinished"
     shutil.copytree(inputs["run"] / "model", alone / "model")
-    shutil.copytree(inputs["run"], unfinished, ignore=shutil.ignore_patterns("step_00000012"))
+    shutil.copytree(inputs["run"], unfinished, ignore=shutil.ignore_patterns("step_00000004"))
     keep = ("--optimizer_state", "keep")
-    for pretrained, more, error, message in (
-        (
-            alone,
-            (),
-            CheckpointError,
-            r"checkpoints holds no checkpoint whose .* --optimizer_state reset",
-        ),
-        (
-            unfinished,
-            (),
-            CheckpointError,
-            "step_00000007 is not of the last step, 12, as the model is",
-        ),
-        (
-            inputs["run"],
-            ("--optim.optimizer", "adamw"),
-            CheckpointError,
-            "has optimizer state of adafactor, not of adamw",
-        ),
-        (
-            inputs["run"],
-            ("--init", "scratch"),
-            ConfigError,
-            "optimizer_state is 'keep'; expected reset, since init is",
-        ),
+    for run, more, message in (
+        (alone, (), r"holds no checkpoint whose .* --optimizer_state reset"),
+        (unfinished, (), "step_00000003 is not of the last step, 4, as the model is"),
+        (inputs["run"], ("--optim.optimizer", "adamw"), "state of adafactor, not of adamw"),
+        (inputs["run"], ("--init", "scratch"), "'keep'; expected reset, since init is"),
     ):
-        with pytest.raises(error, match=message):
-            tune(inputs, tmp_path / "run", *keep, *more, pretrained=pretrained / "model")
+        with pytest.raises((CheckpointError, ConfigError), match=message):
+            tune(inputs, tmp_path / "run", *keep, *more, pretrained=run / "model")
     frozen = tune(inputs, tmp_path / "frozen", "--parameters", "attention")
-    with pytest.raises(
-        CheckpointError, match="has no optimizer state of any parameter that trains now"
-    ):
+    with pytest.raises(CheckpointError, match="no optimizer state of any parameter that trains"):
         tune(inputs, tmp_path / "run", *keep, "--parameters", "ffn", pretrained=frozen / "model")
     tune(inputs, tmp_path / "run", pretrained=alone / "model")  # the default needs the model alone
 
@@ -194,10 +160,8 @@ def with_sentinel(inputs, tmp_path_factory):
 
 
 def test_a_model_tuned_with_a_sentinel_reads_and_writes_it_by_itself(inputs, with_sentinel):
-    model, tokenizer = (
-        model_of(with_sentinel),
-        AutoTokenizer.from_pretrained(with_sentinel / "model"),
-    )
+    model = model_of(with_sentinel)
+    tokenizer = AutoTokenizer.from_pretrained(with_sentinel / "model")
     first, plain = SpecialIds.of(tokenizer).first_sentinel, load_tokenizer(inputs["tokenizer"])
     texts = [one for one, _ in PAIRS[:5]]
     batch = tokenizer(texts, padding=True, return_tensors="pt")
@@ -206,9 +170,7 @@ def test_a_model_tuned_with_a_sentinel_reads_and_writes_it_by_itself(inputs, wit
     assert tokenizer("ti on " * 9, truncation=True, max_length=7)["input_ids"][-2:] == [first, 1]
     tokens = model.generate(**batch, max_new_tokens=6)
     assert (tokens[:, 1] == first).all()
-    assert all(
-        "extra_id" not in text for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    )
+    assert "extra_id" not in str(tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
 
 @pytest.mark.slow
@@ -218,10 +180,7 @@ def test_a_sentinel_changes_what_is_learnt_and_can_be_left_off_again(
     without = tune(inputs, tmp_path / "none")
     assert losses(without) != losses(with_sentinel)
     again = tune(inputs, tmp_path / "again", pretrained=with_sentinel / "model")
+    plain = load_tokenizer(inputs["tokenizer"])("su ver")["input_ids"]
     for out in (without, again):
-        tokenizer = AutoTokenizer.from_pretrained(out / "model")
-        assert (
-            tokenizer("su ver")["input_ids"]
-            == load_tokenizer(inputs["tokenizer"])("su ver")["input_ids"]
-        )
+        assert AutoTokenizer.from_pretrained(out / "model")("su ver")["input_ids"] == plain
         assert model_of(out).generation_config.forced_bos_token_id is None

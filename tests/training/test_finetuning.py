@@ -2,6 +2,8 @@
 counting by hand.
 """
 
+import re
+
 import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
@@ -22,10 +24,8 @@ from moe.sparse.layer import SparseFeedForward
 from moe.training.finetuning import finetuning_config, finetuning_overrides
 from moe.training.recipe import FinetuneRecipe, OptimRecipe, TrainingRecipe
 from moe.training.step import train_step
-from tests.models.tiny import tiny_batch, tiny_model
+from tests.models.tiny import DENSE, tiny_batch, tiny_model
 from tests.training.tiny_trainer import make_trainer
-
-DENSE = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
 
 
 def inside(model, *kinds):
@@ -41,17 +41,14 @@ def inside(model, *kinds):
 def members(model, subset):
     """Returns by the modules what should train."""
     everything = {name for name, _ in model.named_parameters()}
-    sparse, routers = (
-        inside(model, SparseFeedForward),
-        {name for name in everything if ".router." in name},
-    )
+    sparse = inside(model, SparseFeedForward)
     return {
         "all": everything,
         "non_moe": everything - sparse,
         "moe": sparse,
         "attention": inside(model, Attention, RelativePositionBias),
         "ffn": inside(model, FeedForward),
-        "router_frozen": everything - routers,
+        "router_frozen": {name for name in everything if ".router." not in name},
     }[subset]
 
 
@@ -59,28 +56,30 @@ def trains(model):
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"expert_bias": "additive", "tie_word_embeddings": True}], ids=str
-)
-@pytest.mark.parametrize("subset", SUBSETS)
-def test_a_subset_is_what_lies_in_its_modules_and_is_counted(subset, fields):
-    model = tiny_model(**fields)
-    select_parameters(model, "ffn")  # an earlier choice leaves nothing behind
-    selection = select_parameters(model, subset)
-    assert trains(model) == members(model, subset)
-    assert selection.num_trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert selection.num_total == model.config.num_parameters() == sum(selection.total.values())
-    text = str(selection).splitlines()
-    assert text[0].startswith(
-        f"{subset}: {selection.num_trainable:,} of {selection.num_total:,} parameters train ("
-    )
-    for kind, line in zip(selection.total, text[1:], strict=True):
-        words = line.split()
-        assert words == [
-            kind,
-            f"{selection.total[kind]:,}",
-            "trains" if selection.trainable[kind] else "frozen",
-        ]
+def copy_of(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def moved_since(before, model):
+    parameters = model.named_parameters()
+    return {name for name, value in parameters if not torch.equal(value, before[name])}
+
+
+def test_a_subset_is_what_lies_in_its_modules_and_is_counted():
+    for fields in ({}, {"expert_bias": "additive", "tie_word_embeddings": True}):
+        model = tiny_model(**fields)
+        for subset in SUBSETS:  # an earlier choice leaves nothing behind
+            selection = select_parameters(model, subset)
+            trained, total = selection.num_trainable, selection.num_total
+            assert trains(model) == members(model, subset)
+            assert trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+            assert total == model.config.num_parameters() == sum(selection.total.values())
+
+            title, *lines = str(selection).splitlines()
+            assert title.startswith(f"{subset}: {trained:,} of {total:,} parameters train (")
+            for kind, line in zip(selection.total, lines, strict=True):
+                state = "trains" if selection.trainable[kind] else "frozen"
+                assert line.split() == [kind, f"{selection.total[kind]:,}", state]
 
 
 def test_the_encoder_alone_has_subsets_too():
@@ -92,27 +91,16 @@ def test_the_encoder_alone_has_subsets_too():
     )
 
 
-@pytest.mark.parametrize(
-    ("fields", "subset", "message"),
-    [
-        (
-            {},
-            "non-moe",
-            r"no subset of parameters called 'non-moe'\. Did you mean 'non_moe'\? Known: all, non_moe,",
-        ),
-        (DENSE, "moe", "The subset 'moe' holds experts and router, and this model has none"),
-        (
-            DENSE,
-            "non_moe",
-            "The subset 'non_moe' freezes experts and router, and this model has none. Choose 'all'",
-        ),
-    ],
-)
-def test_a_subset_that_is_unknown_or_does_nothing_is_refused(fields, subset, message):
-    model = tiny_model(**fields)
-    with pytest.raises(ConfigError, match=message):
-        select_parameters(model, subset)
-    assert trains(model) == members(model, "all")
+def test_a_subset_that_is_unknown_or_does_nothing_is_refused():
+    for fields, subset, message in (
+        ({}, "non-moe", "'non-moe'. Did you mean 'non_moe'? Known: all, non_moe,"),
+        (DENSE, "moe", "'moe' holds experts and router, and this model has none"),
+        (DENSE, "non_moe", "'non_moe' freezes experts and router, and this model has none"),
+    ):
+        model = tiny_model(**fields)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            select_parameters(model, subset)
+        assert trains(model) == members(model, "all")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -125,42 +113,40 @@ def test_adapters_are_not_a_model_to_choose_from():
         select_parameters(get_peft_model(tiny_model(), lora_config(tiny_model())), "all")
 
 
-@pytest.mark.parametrize("subset", SUBSETS)
-def test_an_update_moves_the_subset_and_nothing_else(subset):
-    model = tiny_model(dropout_rate=0.1).train()
+def updated(subset, **fields):
+    """Returns a model of which a subset took one step, its optimizer, and the weights before."""
+    model = tiny_model(**fields).train()
     select_parameters(model, subset)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    before = copy_of(model)
     recipe = FinetuneRecipe(optim=OptimRecipe(lr=0.01), training=TrainingRecipe(batch_size=4))
     optimizer = Adafactor(parameter_groups(model))
     train_step(model, optimizer, recipe, tiny_batch(), 0)
-    moved = {
-        name
-        for name, parameter in model.named_parameters()
-        if not torch.equal(parameter, before[name])
-    }
-    assert moved == members(model, subset)
-    assert {id(p) for p in optimizer.state} == {
-        id(p) for name, p in model.named_parameters() if name in moved
-    }
+    return model, optimizer, before
 
 
-@pytest.mark.parametrize(("subset", "moves"), [("all", True), ("non_moe", False)])
-def test_a_frozen_router_keeps_its_balancing_biases(subset, moves):
-    model = tiny_model(router="bias_balanced", router_options=None).train()
-    select_parameters(model, subset)
-    recipe = FinetuneRecipe(training=TrainingRecipe(batch_size=4))
-    train_step(model, Adafactor(parameter_groups(model)), recipe, tiny_batch(), 0)
-    assert all(bool(layer.router.load_steps.any()) is moves for layer in model.sparse_layers())
+def test_an_update_moves_the_subset_and_nothing_else():
+    for subset in SUBSETS:
+        model, optimizer, before = updated(subset, dropout_rate=0.1)
+        moved = moved_since(before, model)
+        assert moved == members(model, subset)
+        with_state = {id(parameter) for parameter in optimizer.state}
+        assert with_state == {id(p) for name, p in model.named_parameters() if name in moved}
+
+
+def loads_counted(model):
+    return [bool(layer.router.load_steps.any()) for layer in model.sparse_layers()]
 
 
 @pytest.mark.filterwarnings("ignore:The reporters of report_to")
-@pytest.mark.parametrize(("subset", "moves"), [("all", True), ("router_frozen", False)])
-def test_the_trainers_callback_leaves_a_frozen_router_alone(tmp_path, subset, moves):
-    model = tiny_model(router="bias_balanced", router_options=None)
-    if subset != "all":
-        select_parameters(model, subset)
-    make_trainer(tmp_path, model, callbacks=[RouterStatsCallback()], max_steps=2).train()
-    assert all(bool(layer.router.load_steps.any()) is moves for layer in model.sparse_layers())
+def test_a_frozen_router_keeps_its_balancing_biases_under_the_trainers_callback_too(tmp_path):
+    fields = {"router": "bias_balanced", "router_options": None}
+    for subset, moves in (("all", True), ("non_moe", False)):
+        assert loads_counted(updated(subset, **fields)[0]) == [moves, moves]
+
+    model = tiny_model(**fields)
+    select_parameters(model, "router_frozen")
+    make_trainer(tmp_path, model, callbacks=[RouterStatsCallback()], max_steps=1).train()
+    assert loads_counted(model) == [False, False]
 
 
 # ---- transformers' trainer ----
@@ -171,7 +157,7 @@ def examples():
     return [{name: values[row] for name, values in batch.items()} for row in range(8)]
 
 
-def run_trainer(model, folder, steps=4):
+def run_trainer(model, folder, steps):
     arguments = Seq2SeqTrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -195,21 +181,16 @@ TRAINER_WARNINGS = pytest.mark.filterwarnings(
 
 @TRAINER_WARNINGS
 def test_under_transformers_trainer_frozen_parameters_get_no_gradient_and_stay(tmp_path):
-    subset = "ffn"
     model = tiny_model()
-    seen = set()
-    select_parameters(model, subset)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with_gradient = set()
+    select_parameters(model, "ffn")
+    before = copy_of(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.add(name))
-    run_trainer(model, tmp_path)
-    moved = {
-        name
-        for name, parameter in model.named_parameters()
-        if not torch.equal(parameter, before[name])
-    }
-    assert moved == seen == members(model, subset)
+            parameter.register_post_accumulate_grad_hook(lambda _, n=name: with_gradient.add(n))
+    run_trainer(model, tmp_path, steps=2)
+    moved = moved_since(before, model)
+    assert moved == with_gradient == members(model, "ffn")
     assert all(p.grad is None for name, p in model.named_parameters() if name not in moved)
 
 
@@ -218,16 +199,16 @@ def test_under_transformers_trainer_adapters_learn_and_the_base_stays(tmp_path):
     from peft import get_peft_model
 
     base = tiny_model()
-    before = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    before = copy_of(base)
     losses = run_trainer(get_peft_model(base, lora_config(base)), tmp_path, steps=10)
     assert sum(losses[-2:]) < 0.95 * sum(losses[:2])
-    base_parameters = {
-        name.replace(".base_layer", ""): p
-        for name, p in base.named_parameters()
+    after = {
+        name.replace(".base_layer", ""): parameter
+        for name, parameter in base.named_parameters()
         if "lora" not in name
     }
-    assert base_parameters.keys() == before.keys()
-    assert all(torch.equal(parameter, before[name]) for name, parameter in base_parameters.items())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in after.items())
 
 
 # ---- settings of the model ----
@@ -265,31 +246,31 @@ def output(model, training=True, seed=0):
 
 
 def test_dropout_and_expert_dropout_act_in_training_only_and_apart(saved):
-    plain = output(tuned(saved, **OFF)).logits
-    assert torch.equal(plain, output(tuned(saved, **OFF), seed=1).logits)
+    plain = tuned(saved, **OFF)
+    assert torch.equal(output(plain).logits, output(plain, seed=1).logits)
+    expected = output(plain, training=False).logits
     for changes in ({}, {**OFF, "dropout_rate": 0.1}, {**OFF, "expert_dropout_rate": 0.4}):
         model = tuned(saved, **changes)
         assert not torch.equal(output(model).logits, output(model, seed=1).logits), changes
-        assert torch.equal(
-            output(model, training=False).logits, output(tuned(saved, **OFF), training=False).logits
-        )
-    config = tuned(saved).config
-    assert (config.dropout_rate, config.expert_dropout_rate) == (0.1, 0.4)
-    rates = [layer.config.expert_dropout_rate for layer in tuned(saved).sparse_layers()]
-    assert rates == [0.4, 0.4]
+        assert torch.equal(output(model, training=False).logits, expected)
+        if not changes:
+            assert (model.config.dropout_rate, model.config.expert_dropout_rate) == (0.1, 0.4)
+            rates = [layer.config.expert_dropout_rate for layer in model.sparse_layers()]
+            assert rates == [0.4, 0.4]
 
 
 def test_capacity_overrides_act_in_training_and_in_evaluation_apart(saved):
-    def dropped(training, **changes):
-        model = tuned(saved, **OFF, min_expert_capacity=1, **changes)
-        stats = output(model, training=training).encoder_router_outputs[0].stats
-        return float(stats.dropped_tokens)
+    def dropped(capacity_factor, eval_capacity_factor):
+        """Returns the dropped tokens of a training and an evaluation pass."""
+        factors = {"capacity_factor": capacity_factor, "eval_capacity_factor": eval_capacity_factor}
+        model = tuned(saved, **OFF, min_expert_capacity=1, **factors)
+        routers = [output(model, training).encoder_router_outputs[0] for training in (True, False)]
+        return [float(router.stats.dropped_tokens) for router in routers]
 
-    names = {True: "capacity_factor", False: "eval_capacity_factor"}
-    for training in (True, False):
-        few, many = ({names[training]: 0.25, names[not training]: 7.0}, {names[training]: 7.0})
-        assert dropped(training, **few) > dropped(training, **many) == 0
-        assert dropped(training, **{names[training]: None}) == 0
+    in_training, none = dropped(0.25, 7.0)
+    also_none, in_evaluation = dropped(7.0, 0.25)
+    assert in_training > 0 and in_evaluation > 0
+    assert [none, also_none] == dropped(None, None) == [0, 0]
 
 
 def test_the_auxiliary_loss_is_on_by_default_and_off_by_its_weight(saved):
@@ -305,9 +286,7 @@ def test_the_auxiliary_loss_is_on_by_default_and_off_by_its_weight(saved):
 
 
 def test_overrides_of_the_architecture_and_unknown_ones_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"model\.capacity_facter is no setting .* Did you mean 'capacity_factor'"
-    ):
+    with pytest.raises(ConfigError, match=r"capacity_facter is no .*mean 'capacity_factor'"):
         finetuning_overrides(capacity_facter=2.0)
     with pytest.raises(ConfigError, match=r"model\.d_model is no setting"):
         finetuning_overrides(d_model=3)

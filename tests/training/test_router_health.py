@@ -78,12 +78,12 @@ def test_an_expert_that_few_tokens_could_have_chosen_is_not_dead(said, monkeypat
 
 def test_drops_that_rise_are_named_once_and_those_that_stay_never(said):
     model = tiny_model(group_size=1, capacity_factor=0.5, min_expert_capacity=1)
-    health = watch(model, 3 * NUM_LOGS)
+    health = watch(model, 2 * NUM_LOGS)
     assert float(stats_of(model, 1)[0].dropped_tokens) > 0
     assert said() == []
 
     with_one_favourite(gates(model)["encoder", 0])
-    watch(model, 2 * NUM_LOGS, health)
+    watch(model, NUM_LOGS, health)
     (text,) = [line for line in said() if "dropped" in line]
     assert text.startswith("More and more tokens are dropped in encoder 1: ")
     assert "in those before; up to 15% costs little. Raise load_balance_loss_weight" in text
@@ -115,6 +115,6 @@ def test_layers_are_named_as_the_edit_point_names_them():
 
 
 def test_a_healthy_router_is_never_warned_of(said):
-    watch(tiny_model(), 4 * NUM_LOGS)
+    watch(tiny_model(), 2 * NUM_LOGS)
     watch(tiny_model(num_sparse_encoder_layers=0), 1, RouterHealth(LAYERS[1:]))
     assert said() == []

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-import signal
+import shutil
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ from moe.training.callback import GivenBatches
 from moe.training.recipe import TrainingRecipe
 from moe.training.routing_probe import RoutingProbe, probe_histograms, probe_values
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
-from tests.processes import Command, run_command
 from tests.training.test_router_health import with_dead_expert
+from tests.training.tiny_checkpoints import content_of
 from tests.training.tiny_run import pretrain_arguments, write_inputs
 from tests.training.tiny_trainer import HEAVY, examples, make_trainer
 
@@ -41,24 +41,22 @@ def routing_probe(model, folder, **options):
 # ---- one probe ----
 
 
-@pytest.mark.parametrize("bfloat16", [False, True])
-def test_a_probe_is_what_record_routing_sees(tmp_path, bfloat16):
+def test_a_probe_is_what_record_routing_sees_in_its_precision(tmp_path):
     model = tiny_model()
-    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-        trace = record_routing(model, traced_batches(BATCHES))
-    result = routing_probe(model, tmp_path, bfloat16=bfloat16).record(7)
-    assert bfloat16 == differs_from_float32(model, trace)
-    (kept,) = read_probes(tmp_path)
-    assert kept.step == 7
-    for layer in trace.layers:
-        assert torch.equal(result.choices[layer.key], layer.choices)
-        assert torch.equal(kept.choices[layer.key], layer.choices)
-        assert torch.equal(kept.choices[layer.key][:, 0], layer.first)
-
-
-def differs_from_float32(model, trace):
-    layers = record_routing(model, traced_batches(BATCHES)).layers
-    return any(map(lambda a, b: not torch.equal(a.gate, b.gate), layers, trace.layers))
+    gates = []
+    for bfloat16 in (False, True):
+        folder = tmp_path / str(bfloat16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            trace = record_routing(model, traced_batches(BATCHES))
+        gates.append(trace.layers[0].gate)
+        result = routing_probe(model, folder, bfloat16=bfloat16).record(7)
+        (kept,) = read_probes(folder)
+        assert kept.step == 7
+        for layer in trace.layers:
+            assert torch.equal(result.choices[layer.key], layer.choices)
+            assert torch.equal(kept.choices[layer.key], layer.choices)
+            assert torch.equal(kept.choices[layer.key][:, 0], layer.first)
+    assert not torch.equal(*gates)
 
 
 def test_where_experts_choose_the_first_choice_stands_in_front(tmp_path):
@@ -115,10 +113,8 @@ def test_numbers_and_histograms_are_those_of_the_logits(tmp_path):
         assert values[f"{name}/entropy"] == pytest.approx(float(entropy.mean()), rel=1e-6)
         assert histograms[f"{name}/load"].counts == loads.tolist()
 
-        for part, numbers in (
-            ("token_entropy", entropy),
-            ("token_max_logit", logits.abs().amax(dim=1).double()),
-        ):
+        largest = logits.abs().amax(dim=1).double()
+        for part, numbers in (("token_entropy", entropy), ("token_max_logit", largest)):
             edges, counts = histograms[f"{name}/{part}"]
             expected = torch.histogram(numbers, torch.tensor(edges, dtype=torch.float64)).hist
             assert counts == expected.long().tolist()
@@ -131,10 +127,8 @@ def test_a_router_that_saturates_is_warned_of_in_a_run(inputs, tmp_path, caplog)
     pretrain.main(pretrain_arguments(inputs, tmp_path / "run", *probes, *steps))
     ours = [record for record in caplog.records if record.name == router_health.__name__]
     texts = [record.getMessage() for record in ours]
-    assert [text.split(" saturates")[0] for text in texts] == [
-        "The router of encoder 1",
-        "The router of decoder 1",
-    ]
+    routers = [f"The router of {stack} 1" for stack in ("encoder", "decoder")]
+    assert [text.split(" saturates")[0] for text in texts] == routers
     assert all("after step 0, above 128" in text for text in texts)
 
 
@@ -146,13 +140,24 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+STEPS = ("--training.steps", 14)
 PROBED = ("--training.probe_every", 5, "--training.probe_batches", 2)
 
 
 @pytest.fixture(scope="module")
 def probed(inputs, tmp_path_factory):
     out = tmp_path_factory.mktemp("probed") / "run"
-    pretrain.main(pretrain_arguments(inputs, out, *PROBED))
+    pretrain.main(pretrain_arguments(inputs, out, *STEPS, *PROBED))
+    return out
+
+
+@pytest.fixture
+def stopped(probed, tmp_path):
+    """Copies the run as it was after seven steps, but for what it had written since."""
+    out = tmp_path / "stopped"
+    shutil.copytree(probed, out)
+    shutil.rmtree(out / "model")
+    shutil.rmtree(out / "checkpoints" / "step_00000014")
     return out
 
 
@@ -161,27 +166,23 @@ def lines(out):
     training, probes = [], []
     for text in (out / "metrics.jsonl").read_text().splitlines():
         line = json.loads(text)
-        line.pop("train/tokens_per_second", None)
-        line.pop("train/data_wait_seconds", None)
+        for speed in ("train/tokens_per_second", "train/data_wait_seconds"):
+            line.pop(speed, None)
         is_probe = any(name.startswith("probe/") for name in line)
         (probes if is_probe else training).append(line)
     return training, probes
 
 
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.mark.slow
 def test_a_run_with_probes_equals_one_without_bit_for_bit(inputs, probed, tmp_path):
     out = tmp_path / "run"
-    pretrain.main(pretrain_arguments(inputs, out))
+    pretrain.main(pretrain_arguments(inputs, out, *STEPS))
     assert not (out / "probe").exists()
     weights = "model/model.safetensors"
     assert (out / weights).read_bytes() == (probed / weights).read_bytes()
     training, probes = lines(probed)
     assert (training, []) == lines(out)
-    assert [line["step"] for line in probes] == list(range(0, 41, 5))
+    assert [line["step"] for line in probes] == [0, 5, 10, 14]
 
 
 @pytest.mark.slow
@@ -191,7 +192,7 @@ def test_the_board_shows_histograms_of_each_layer(probed):
     parts = ("load", "token_max_logit", "token_entropy")
     assert names == {f"probe/{s}/0/{part}" for s in ("encoder", "decoder") for part in parts}
     events = board.Histograms("probe/encoder/0/load")
-    assert [event.step for event in events] == list(range(0, 41, 5))
+    assert [event.step for event in events] == [0, 5, 10, 14]
     text = read_probe_text(probed / "probe")
     loads = events[0].histogram_value
     assert loads.num == 2 * text.encoder.ids.numel() == sum(loads.bucket)
@@ -199,38 +200,27 @@ def test_the_board_shows_histograms_of_each_layer(probed):
 
 
 @pytest.mark.slow
-def test_a_killed_and_resumed_run_has_the_same_probes(inputs, probed, tmp_path):
-    out = tmp_path / "run"
-    run = Command("stmoe", ["pretrain", *pretrain_arguments(inputs, out, *PROBED)])
-    run.wait_for((out / "probe" / "step_00000025.safetensors").exists)
-    run.send_signal(signal.SIGKILL)
-    assert run.finish().returncode == -signal.SIGKILL, "the run ended before it could be killed"
-    assert not (out / "model").exists()
-
-    # A file that the killed run was to write later, by another step of its own.
-    stale = out / "probe" / "step_00000039.safetensors"
-    stale.write_bytes((out / "probe" / "step_00000025.safetensors").read_bytes())
-    done = run_command("stmoe", "pretrain", *pretrain_arguments(inputs, out, *PROBED, "--resume"))
-    assert done.returncode == 0, done.stderr
-    assert content(out / "probe") == content(probed / "probe")
-    assert lines(out) == lines(probed)
+def test_a_resumed_run_has_the_same_probes(inputs, probed, stopped):
+    # A probe that it was to write later is stale, and one of another step has been left.
+    probes = stopped / "probe"
+    shutil.copy(probes / "step_00000005.safetensors", probes / "step_00000010.safetensors")
+    shutil.copy(probes / "step_00000005.safetensors", probes / "step_00000013.safetensors")
+    pretrain.main(pretrain_arguments(inputs, stopped, *STEPS, *PROBED, "--resume"))
+    assert content_of(probes) == content_of(probed / "probe")
+    assert lines(stopped) == lines(probed)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_may_begin_to_probe_but_not_change_the_text(inputs, tmp_path):
-    out = tmp_path / "run"
-    run = Command("stmoe", ["pretrain", *pretrain_arguments(inputs, out, *PROBED)])
-    run.wait_for((out / "probe" / "step_00000015.safetensors").exists)
-    run.send_signal(signal.SIGINT)
-    run.finish()
-    before = content(out / "probe")
+def test_a_resumed_run_may_begin_to_probe_but_not_change_the_text(inputs, stopped, tmp_path):
+    before = content_of(stopped / "probe")
+    words = pretrain_arguments(inputs, stopped, *STEPS, "--resume", "--training.probe_every", 5)
     with pytest.raises(DataError, match="holds probes of another text"):
-        pretrain.main(pretrain_arguments(inputs, out, "--resume", "--training.probe_every", 5))
-    assert content(out / "probe") == before
+        pretrain.main(words)
+    assert content_of(stopped / "probe") == before
 
-    (out / "probe").rename(tmp_path / "earlier")
-    pretrain.main(pretrain_arguments(inputs, out, "--resume", "--training.probe_every", 20))
-    assert [probe.step for probe in read_probes(out / "probe")][-1] == 40
+    (stopped / "probe").rename(tmp_path / "earlier")
+    pretrain.main(words)
+    assert [probe.step for probe in read_probes(stopped / "probe")] == [10, 14]
 
 
 def pairs(number, words):
@@ -263,29 +253,22 @@ def test_fine_tuning_probes_the_dev_split_one_example_a_row_though_it_packs(
 
 @pytest.mark.slow
 def test_there_must_be_something_to_probe(inputs, probed, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"training\.probe_every is 5, but there is no held-out text to probe"
-    ):
+    with pytest.raises(ConfigError, match="probe_every is 5, but there is no held-out text"):
         tune(inputs, probed, tmp_path / "run", dev_pairs=[])
     dense = [f"--model.{name}={json.dumps(value)}" for name, value in DENSE.items()]
-    with pytest.raises(
-        ConfigError, match=r"training\.probe_every is 5, but the model has no sparse layer"
-    ):
+    with pytest.raises(ConfigError, match="probe_every is 5, but the model has no sparse layer"):
         pretrain.main(pretrain_arguments(inputs, tmp_path / "run", *PROBED, *dense))
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
+def test_wrong_settings_are_refused():
+    for name, value, expected in (
         ("probe_every", -1, "an integer from 0 to 99,999,999"),
         ("probe_batches", 0, "an integer from 1 to 10,000"),
         ("probe_batches", 10_001, "every probe keeps the routing of each token"),
-    ],
-)
-def test_wrong_settings_are_refused(name, value, expected):
-    with pytest.raises(ConfigError, match=rf"training\.{name} is {value}; expected .*{expected}"):
-        TrainingRecipe(**{name: value})
+    ):
+        with pytest.raises(ConfigError, match=rf"\.{name} is {value}; expected .*{expected}"):
+            TrainingRecipe(**{name: value})
 
 
 # ---- with transformers' Trainer ----
@@ -299,18 +282,18 @@ def trainer(out, callback, **settings):
 @pytest.mark.slow
 def test_a_trainer_with_probes_equals_one_without_bit_for_bit(tmp_path):
     torch.manual_seed(0)
-    plain = trainer(tmp_path / "plain", RouterStatsCallback(), max_steps=5)
+    plain = trainer(tmp_path / "plain", RouterStatsCallback(), max_steps=3)
     plain.train()
     torch.manual_seed(0)
     callback = RouterStatsCallback(probe_every=2, probe_batches=BATCHES)
-    probed = trainer(tmp_path / "probed", callback, max_steps=5)
+    probed = trainer(tmp_path / "probed", callback, max_steps=3)
     probed.train()
     weights = plain.model.state_dict()
     for name, value in probed.model.state_dict().items():
         assert torch.equal(value, weights[name]), name
     assert not probed.model._forward_hooks
 
-    # Lines of the log differ by the numbers of probes alone, which are of steps 2, 4 and the last.
+    # Lines of the log differ by the numbers of probes alone, which are of step 2 and the last.
     of_probes = []
     for line, expected in zip(probed.state.log_history, plain.state.log_history, strict=True):
         names = [name for name in line if name.startswith("probe/")]
@@ -318,12 +301,12 @@ def test_a_trainer_with_probes_equals_one_without_bit_for_bit(tmp_path):
         if "loss" in line:
             assert line == expected
     steps = [line.get("probe/step") for line in of_probes]
-    assert steps == [None, 2, None, 4, 5, None]
+    assert steps == [None, 2, 3, None]
     assert of_probes[1]["probe/decoder/0/max_logit"] > 0
 
     probes = read_probes(tmp_path / "probed" / "probe")
-    assert [probe.step for probe in probes] == [0, 2, 4, 5]
-    again = routing_probe(probed.model, tmp_path / "again").record(5)
+    assert [probe.step for probe in probes] == [0, 2, 3]
+    again = routing_probe(probed.model, tmp_path / "again").record(3)
     for key, choices in probes[-1].choices.items():
         assert torch.equal(choices, again.choices[key])
 
@@ -338,15 +321,15 @@ def test_a_resumed_trainer_goes_on_with_the_same_probes_and_a_new_one_does_not_m
 
     probing().train()
     folder = tmp_path / "probe"
-    alone = content(folder)
+    alone = content_of(folder)
     (folder / "step_00000002.safetensors").replace(folder / "step_00000003.safetensors")
     (folder / "step_00000002.safetensors").write_bytes(alone["step_00000002.safetensors"])
     probing().train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert content(folder) == alone
+    assert content_of(folder) == alone
 
     with pytest.raises(DataError, match=r"holds the probes of another training\. Resume it"):
         probing().train()
-    assert content(folder) == alone
+    assert content_of(folder) == alone
 
 
 def test_the_callback_warns_of_an_expert_that_is_dead(tmp_path, caplog):
@@ -359,26 +342,16 @@ def test_the_callback_warns_of_an_expert_that_is_dead(tmp_path, caplog):
     assert len(dead) == 1 and "1 of 7 experts of encoder 1" in dead[0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_the_callback_refuses_half_of_a_probe_and_a_model_without_routers(tmp_path):
+    for arguments, message in (
         ({"probe_every": 5}, "probe_every is 5, and there are 0 probe_batches; expected both"),
         ({"probe_batches": BATCHES}, "probe_every is 0, and there are 2 probe_batches"),
         ({"probe_every": -1, "probe_batches": BATCHES}, "probe_every is -1; expected an integer"),
-        (
-            {"probe_every": 5, "probe_batches": ["a sentence"]},
-            "one of probe_batches is 'a sentence'; expected whole batches with input_ids and labels",
-        ),
-    ],
-)
-def test_the_callback_refuses_half_of_a_probe(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        RouterStatsCallback(**arguments)
-
-
-def test_the_callback_refuses_to_probe_a_model_without_routers(tmp_path):
-    callback = RouterStatsCallback(probe_every=5, probe_batches=BATCHES)
-    with pytest.raises(
-        ConfigError, match="probe_every is 5; expected 0 for a model without sparse"
+        ({"probe_every": 5, "probe_batches": ["a sentence"]}, "is 'a sentence'; expected whole"),
     ):
+        with pytest.raises(ConfigError, match=message):
+            RouterStatsCallback(**arguments)
+
+    callback = RouterStatsCallback(probe_every=5, probe_batches=BATCHES)
+    with pytest.raises(ConfigError, match="probe_every is 5; expected 0 for a model without"):
         make_trainer(tmp_path, tiny_model(**DENSE), callbacks=[callback]).train()

@@ -12,7 +12,7 @@ from moe.training.build import build_new_model
 from moe.training.metrics import step_values
 from moe.training.recipe import OptimRecipe, Recipe, TrainingRecipe
 from moe.training.step import train_step
-from tests.models.tiny import tiny_batch, tiny_model
+from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
 
 def recipe(**training) -> Recipe:
@@ -30,59 +30,55 @@ def updated(model, settings, steps=2):
     return metrics, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("micro", [1, 2])
+def assert_same_weights(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+BIASES = {"router": "bias_balanced", "router_options": None}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("micro", "changes"),
     [
-        {},
-        {"balance_scope": "global", "load_balance_loss_weight": 3.0},
-        {"balance_scope": "ranks", "balance_over": "all_positions", "balance_choices": "all"},
-        {"router_z_loss_over": "all_positions", "router_loss_reduction": "mean"},
-        {"router": "bias_balanced", "router_options": None},
+        (1, {}),
+        (2, {"balance_scope": "global", "load_balance_loss_weight": 3.0}),
+        (1, {"balance_scope": "ranks", "balance_over": "all_positions", "balance_choices": "all"}),
+        (2, {"router_z_loss_over": "all_positions", "router_loss_reduction": "mean"}),
+        (1, BIASES),
     ],
     ids=str,
 )
 def test_the_update_does_not_depend_on_how_the_batch_is_cut(changes, micro):
-    whole, expected = updated(tiny_model(group_size=13, **changes).double().train(), recipe())
-    parts, actual = updated(
-        tiny_model(group_size=13, **changes).double().train(), recipe(micro_batch_size=micro)
-    )
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    models = [tiny_model(group_size=13, **changes).double().train() for _ in range(2)]
+    whole, expected = updated(models[0], recipe())
+    parts, actual = updated(models[1], recipe(micro_batch_size=micro))
+    assert_same_weights(actual, expected)
     for a, b in zip(parts, whole, strict=True):
         assert step_values(a, 1.0, 0.5) == pytest.approx(step_values(b, 1.0, 0.5), abs=1e-12)
 
 
 def test_a_cut_that_changes_the_groups_is_refused_with_the_numbers():
-    with pytest.raises(
-        ConfigError,
-        match=r"4 rows of 13 and 11 tokens .* groups of 2 and 2 sequences .* 1 rows .*group_size to 13",
-    ):
+    message = r"4 rows of 13 and 11 tokens .* groups of 2 and 2 .* 1 rows .*group_size to 13"
+    with pytest.raises(ConfigError, match=message):
         updated(tiny_model(group_size=26).train(), recipe(micro_batch_size=1))
 
 
 def test_where_a_sequence_is_a_group_any_cut_gives_the_update_of_groups_of_one_sequence():
-    sequences = {"group_size": 4096, "capacity_scope": "sequence", "expert_capacity": 2}
-    _, expected = updated(tiny_model(group_size=13, expert_capacity=2).double().train(), recipe())
-    for micro in (None, 1, 2):
-        _, actual = updated(
-            tiny_model(**sequences).double().train(), recipe(micro_batch_size=micro)
-        )
-        for a, b in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    by_size = {"group_size": 13, "expert_capacity": 2}
+    by_scope = {"group_size": 4096, "expert_capacity": 2, "capacity_scope": "sequence"}
+    _, expected = updated(tiny_model(**by_size).double().train(), recipe(), steps=1)
+    for micro in (None, 1):
+        model = tiny_model(**by_scope).double().train()
+        _, actual = updated(model, recipe(micro_batch_size=micro), steps=1)
+        assert_same_weights(actual, expected)
 
 
 def test_a_dense_model_is_cut_anyhow():
-    dense = {
-        "num_experts": 0,
-        "num_sparse_encoder_layers": 0,
-        "num_sparse_decoder_layers": 0,
-        "group_size": 26,
-    }
-    _, whole = updated(tiny_model(**dense).double().train(), recipe())
-    _, parts = updated(tiny_model(**dense).double().train(), recipe(micro_batch_size=1))
-    for a, b in zip(parts, whole, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    models = [tiny_model(**DENSE, group_size=26).double().train() for _ in range(2)]
+    _, whole = updated(models[0], recipe(), steps=1)
+    _, parts = updated(models[1], recipe(micro_batch_size=1), steps=1)
+    assert_same_weights(parts, whole)
 
 
 def test_randomness_is_a_function_of_seed_and_step():
@@ -99,25 +95,23 @@ def test_randomness_is_a_function_of_seed_and_step():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
-@pytest.mark.parametrize("compiled", [False, True])
-def test_passes_are_compiled_when_the_recipe_says_so(compiled):
+def test_passes_are_compiled_when_the_recipe_says_so():
     # That compiled passes give the same numbers is tested in tests/models/.
-    model = build_new_model(recipe(compile=compiled), tiny_model().config, "cpu").model
-    assert (model._compiled_call_impl is not None) == compiled
+    for compiled in (False, True):
+        model = build_new_model(recipe(compile=compiled), tiny_model().config, "cpu").model
+        assert (model._compiled_call_impl is not None) == compiled
 
 
 def test_a_wide_balance_scope_is_not_the_mean_over_its_parts():
-    losses = {
-        scope: updated(tiny_model(group_size=13, balance_scope=scope).train(), recipe(), steps=1)[
-            0
-        ][0].loss.item()
-        for scope in ("group", "global")
-    }
-    assert losses["group"] != pytest.approx(losses["global"], abs=1e-6)
+    def loss(scope):
+        model = tiny_model(group_size=13, balance_scope=scope).train()
+        return updated(model, recipe(), steps=1)[0][0].loss.item()
+
+    assert loss("group") != pytest.approx(loss("global"), abs=1e-6)
 
 
 def test_biases_move_against_the_load_of_the_whole_update():
-    model = tiny_model(group_size=13, router="bias_balanced", router_options=None).train()
+    model = tiny_model(group_size=13, **BIASES).train()
     router = model.sparse_layers()[0].router
     load = model(**tiny_batch(seed=0)).encoder_router_outputs[0].stats.expert_load.double()
     updated(model, recipe(micro_batch_size=1), steps=1)
@@ -126,41 +120,36 @@ def test_biases_move_against_the_load_of_the_whole_update():
 
 
 def test_bfloat16_computes_in_autocast_and_keeps_float32_weights():
-    (metrics, *_), weights = updated(tiny_model().train(), recipe(precision="bfloat16"))
+    (metrics,), weights = updated(tiny_model().train(), recipe(precision="bfloat16"), steps=1)
     assert all(weight.dtype == torch.float32 for weight in weights)
-    (exact, *_), _ = updated(tiny_model().train(), recipe())
+    (exact,), _ = updated(tiny_model().train(), recipe(), steps=1)
     assert float(metrics.ce_loss) != float(exact.ce_loss)
     assert float(metrics.ce_loss) == pytest.approx(float(exact.ce_loss), rel=0.02)
 
 
-@pytest.mark.parametrize("micro", [None, 2])
-def test_the_backward_pass_runs_outside_autocast_so_that_the_routers_gradient_is_not_rounded(micro):
-    model, seen = tiny_model(group_size=13).train(), []
-    gate = model.sparse_layers()[0].router.gate
-    gate.register_post_accumulate_grad_hook(
-        lambda p: seen.append(
-            (torch.is_autocast_enabled("cpu"), torch.equal(p.grad, p.grad.bfloat16().float()))
-        )
-    )
-    updated(model, recipe(precision="bfloat16", micro_batch_size=micro), steps=1)
-    assert set(seen) == {(False, False)}
+def test_the_backward_pass_runs_outside_autocast_so_that_the_routers_gradient_is_not_rounded():
+    for micro in (None, 2):
+        model, passes = tiny_model(group_size=13).train(), []
+
+        def observe(parameter, passes=passes):
+            is_rounded = torch.equal(parameter.grad, parameter.grad.bfloat16().float())
+            passes.append((torch.is_autocast_enabled("cpu"), is_rounded))
+
+        gate = model.sparse_layers()[0].router.gate
+        gate.register_post_accumulate_grad_hook(observe)
+        updated(model, recipe(precision="bfloat16", micro_batch_size=micro), steps=1)
+        assert set(passes) == {(False, False)}
 
 
 def test_metrics_have_the_public_names():
-    (metrics, *_), _ = updated(tiny_model().train(), recipe(), steps=1)
-    router = (
-        "load_balance_loss",
-        "router_z_loss",
-        "fraction_dropped",
-        "entropy",
-        "load_cv",
-        "max_over_mean",
-        "dead_experts",
-    )
-    train = ("loss", "ce_loss", "grad_norm", "lr", "tokens_per_second", "data_wait_seconds")
-    expected = {f"train/{name}" for name in train}
-    expected |= {f"router/{stack}/{name}" for stack in ("encoder", "decoder") for name in router}
+    (metrics,), _ = updated(tiny_model().train(), recipe(), steps=1)
+    router = "load_balance_loss router_z_loss fraction_dropped entropy load_cv max_over_mean"
+    train = "loss ce_loss grad_norm lr tokens_per_second data_wait_seconds"
+    expected = {f"train/{name}" for name in train.split()}
+    for stack in ("encoder", "decoder"):
+        expected |= {f"router/{stack}/{name}" for name in (*router.split(), "dead_experts")}
     assert set(step_values(metrics, 7.0, 0.5)) == expected
-    assert int(metrics.tokens) == int(
-        tiny_batch()["attention_mask"].sum() + (tiny_batch()["labels"] != -100).sum()
-    )
+
+    batch = tiny_batch()
+    num_tokens = int(batch["attention_mask"].sum() + (batch["labels"] != -100).sum())
+    assert int(metrics.tokens) == num_tokens

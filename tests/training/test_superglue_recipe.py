@@ -21,47 +21,36 @@ from tests.training.test_torchrun import wait_for
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "eval" / "fixtures"
 RECIPE = ROOT / "recipes" / "st_moe_base_superglue.yaml"
-SMALL = ["--training.steps", "4", "--training.batch_size", "4", "--training.evaluate_every", "2"]
-SMALL += [
-    "--training.checkpoint_every",
-    "1",
-    "--training.log_every",
-    "1",
-    "--training.held_out_batches",
-    "1",
-]
-SMALL += ["--data.inputs_length", "96", "--optim.warmup_steps", "2", "--seeds", "1", "0"]
+SMALL = {
+    "training.steps": 2,
+    "training.batch_size": 4,
+    "training.evaluate_every": 2,
+    "training.checkpoint_every": 1,
+    "training.log_every": 1,
+    "training.held_out_batches": 1,
+    "data.inputs_length": 96,
+    "optim.warmup_steps": 2,
+}
 TASKS = ["boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc"]
 
 
 def command(model, out, *more):
-    folders = [
-        "--config",
-        RECIPE,
-        "--pretrained",
-        model,
-        "--out",
-        out,
-        "--mixture.folder",
-        FIXTURES,
-    ]
-    return [str(part) for part in (*folders, *SMALL, *more)]
+    words = ["--config", RECIPE, "--pretrained", model, "--out", out]
+    words += ["--mixture.folder", FIXTURES, "--seeds", 1, 0]
+    words += [f"--{name}={value}" for name, value in SMALL.items()]
+    return [str(word) for word in (*words, *more)]
 
 
 def test_training_has_an_example_for_each_answer_of_record_and_the_right_referents_of_wsc_alone():
-    rows = {
-        name: [
-            json.loads(line) for line in (FIXTURES / name / "train.jsonl").read_text().splitlines()
-        ]
-        for name in ("record", "wsc", "dpr")
-    }
+    rows = {}
+    for name in ("record", "wsc", "dpr"):
+        lines = (FIXTURES / name / "train.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
     data = read_tasks(["record", "wsc", "dpr"], str(FIXTURES))
-    assert (
-        len(data.train["record"])
-        == sum(len(row["answers"]) for row in rows["record"])
-        > len(rows["record"])
-    )
-    assert len(data.train["wsc"]) == sum(row["label"] for row in rows["wsc"]) < len(rows["wsc"])
+    num_answers = sum(len(row["answers"]) for row in rows["record"])
+    assert len(data.train["record"]) == num_answers > len(rows["record"])
+    num_right = sum(row["label"] for row in rows["wsc"])
+    assert len(data.train["wsc"]) == num_right < len(rows["wsc"])
     assert len(data.train["dpr"]) == len(rows["dpr"])
     assert data.dev.keys() == {"record", "wsc"}
 
@@ -71,7 +60,7 @@ def test_the_recipe_runs_is_killed_goes_on_and_reports_every_task(inputs, tmp_pa
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     stmoe.main(["finetune", *command(inputs["model"], straight)])
     process = Command("stmoe", ["finetune", *command(inputs["model"], killed)])
-    wait_for(killed / "seed-0" / "dev" / "step_00000002" / "scores.json", process)
+    wait_for(killed / "seed-1" / "dev" / "step_00000002" / "scores.json", process)
     process.send_signal(signal.SIGKILL)
     assert process.finish().returncode == -signal.SIGKILL
     assert not (killed / "summary.json").exists()
@@ -82,9 +71,8 @@ def test_the_recipe_runs_is_killed_goes_on_and_reports_every_task(inputs, tmp_pa
         assert eval_lines(killed / seed) == eval_lines(straight / seed)
         assert files_of(killed / seed) == files_of(straight / seed)
         last = eval_lines(killed / seed)[-1]
-        assert {name.split("/")[1] for name in last if name not in ("step", "eval/mean")} == set(
-            TASKS
-        )
+        scored = {name.split("/")[1] for name in last if name not in ("step", "eval/mean")}
+        assert scored == set(TASKS)
         by_task = [[v for n, v in last.items() if n.startswith(f"eval/{task}/")] for task in TASKS]
         assert last["eval/mean"] == pytest.approx(sum(sum(of) / len(of) for of in by_task) / 8)
         assert f"eval/multirc/{MULTIRC_F1A.name}" in last

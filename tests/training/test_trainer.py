@@ -24,19 +24,9 @@ from moe import (
 from tests.models.tiny import tiny_model
 from tests.training.tiny_trainer import HEAVY, LEARNS, examples, make_trainer, tokenizer, train
 
-NAMES = {
-    f"router/{stack}/{name}"
-    for stack in ("encoder", "decoder")
-    for name in (
-        "load_balance_loss",
-        "router_z_loss",
-        "fraction_dropped",
-        "entropy",
-        "load_cv",
-        "max_over_mean",
-        "dead_experts",
-    )
-}
+STATISTICS = ("load_balance_loss", "router_z_loss", "fraction_dropped", "entropy", "load_cv")
+STATISTICS += ("max_over_mean", "dead_experts")
+NAMES = {f"router/{stack}/{name}" for stack in ("encoder", "decoder") for name in STATISTICS}
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 
 
@@ -50,26 +40,25 @@ def assert_same_run(ours, theirs, atol):
     for name, value in expected.items():
         torch.testing.assert_close(parameters[name], value, rtol=0, atol=atol, msg=name)
     for line, expected_line in zip(lines, expected_lines, strict=True):
-        assert line == pytest.approx(
-            expected_line, rel=max(1e-6, atol)
-        )  # the Trainer adds losses up in float32
+        # The Trainer adds losses up in float32.
+        assert line == pytest.approx(expected_line, rel=max(1e-6, atol))
 
 
 # ---- however a batch is cut ----
 
 CUTS = {
     "one by one": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
-    "checkpointed": {
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 8,
-        "activation_checkpointing": True,
-    },
     "every second block checkpointed": {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
         "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"every_n_layers": 2},
     },
+}
+CHECKPOINTED = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "activation_checkpointing": True,
 }
 
 
@@ -90,24 +79,18 @@ def test_a_batch_cut_into_micro_batches_gives_the_same_losses_and_weights(whole,
 def test_so_it_does_in_float32_with_dropped_tokens_smoothed_labels_and_adamw(tmp_path):
     changes = {**HEAVY, "group_size": 1, "label_smoothing": 0.1, "min_expert_capacity": 1}
     settings = {"pad_to_multiple_of": 13, "optim": "adamw_torch", "max_grad_norm": 1.0}
-    runs = [
-        train(tmp_path / name, tiny_model(**changes), **settings, **cut)
-        for name, cut in (("whole", {}), ("cut", CUTS["checkpointed"]))
-    ]
-    assert runs[0][1][0]["router/encoder/fraction_dropped"] > 0
-    assert_same_run(runs[1], runs[0], 1e-5)
+    whole = train(tmp_path / "whole", tiny_model(**changes), **settings)
+    cut = train(tmp_path / "cut", tiny_model(**changes), **settings, **CHECKPOINTED)
+    assert whole[1][0]["router/encoder/fraction_dropped"] > 0
+    assert_same_run(cut, whole, 1e-5)
 
 
 def test_groups_of_several_sequences_keep_their_losses_while_no_micro_batch_cuts_them(tmp_path):
-    settings = {"pad_to_multiple_of": 13, "data": examples(16), "max_steps": 2}
-    runs = [
-        train(tmp_path / str(rows), tiny_model(**HEAVY, group_size=26).double(), **settings, **cut)
-        for rows, cut in (
-            (8, {}),
-            (2, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
-        )
-    ]
-    assert_same_run(runs[1], runs[0], 1e-10)
+    settings = {"pad_to_multiple_of": 13, "data": examples(16), "max_steps": 1}
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    models = [tiny_model(**HEAVY, group_size=26).double() for _ in range(2)]
+    whole = train(tmp_path / "whole", models[0], **settings)
+    assert_same_run(train(tmp_path / "cut", models[1], **settings, **cut), whole, 1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
@@ -153,12 +136,8 @@ def test_the_log_holds_the_parts_of_the_loss_and_exact_statistics_of_all_updates
     assert len(seen) == 12
     for name in ("loss", "ce_loss", "z_loss"):
         assert line[name] == pytest.approx(mean(name), rel=1e-6)
-    parts = (
-        mean("ce_loss")
-        + 0.5 * mean("z_loss")
-        + 3 * mean("load_balance_loss")
-        + 2 * mean("router_z_loss")
-    )
+    weights = {"ce_loss": 1, "z_loss": 0.5, "load_balance_loss": 3, "router_z_loss": 2}
+    parts = sum(weight * mean(name) for name, weight in weights.items())
     assert line["loss"] == pytest.approx(parts, rel=1e-6)
     for stack in ("encoder", "decoder"):
         stats = [getattr(output, f"{stack}_router_outputs")[0].stats for output in seen]
@@ -166,9 +145,8 @@ def test_the_log_holds_the_parts_of_the_loss_and_exact_statistics_of_all_updates
         for more in stats[1:]:
             total = add_stats(total, more)
         expected = summarize(total)
-        for name in NAMES:
-            if stack in name:
-                assert line[name] == pytest.approx(expected[name.rsplit("/", 1)[1]], rel=1e-9), name
+        for name in STATISTICS:
+            assert line[f"router/{stack}/{name}"] == pytest.approx(expected[name], rel=1e-9), name
 
 
 def test_evaluation_adds_nothing_to_the_log_of_training_and_the_model_is_left_as_it_was(tmp_path):
@@ -182,6 +160,7 @@ def test_evaluation_adds_nothing_to_the_log_of_training_and_the_model_is_left_as
             callbacks=[RouterStatsCallback()],
             eval_dataset=examples(5),
             logging_steps=2,
+            max_steps=2,
             **settings,
         )
         trainer.train()
@@ -224,7 +203,7 @@ def test_a_router_that_learns_of_its_load_learns_once_an_update(tmp_path):
     whole = train(tmp_path, model())
     steps = [value for name, value in whole[0].items() if name.endswith("load_steps")]
     assert len(steps) == 2 and all(0 < value.abs().max() <= 3 for value in steps)
-    assert_same_run(train(tmp_path, model(), **CUTS["checkpointed"]), whole, 1e-10)
+    assert_same_run(train(tmp_path, model(), **CHECKPOINTED), whole, 1e-10)
 
 
 # ---- settings of the Trainer ----
@@ -237,12 +216,13 @@ def test_the_trainers_own_label_smoothing_is_refused_with_the_name_of_ours(tmp_p
 
 
 def test_bfloat16_trains_close_to_float32(tmp_path):
-    runs = [train(tmp_path, tiny_model(**HEAVY, group_size=1), bf16=bf16) for bf16 in (False, True)]
-    for line, expected in zip(runs[1][1], runs[0][1], strict=True):
-        for name in ("loss", "ce_loss", "z_loss"):
-            assert line[name] == pytest.approx(expected[name], rel=0.05)
-    assert runs[0][1][0]["ce_loss"] != runs[1][1][0]["ce_loss"]
-    assert all(value.isfinite().all() for value in runs[1][0].values())
+    models = [tiny_model(**HEAVY, group_size=1) for _ in range(2)]
+    _, (expected,) = train(tmp_path, models[0], max_steps=1)
+    weights, (line,) = train(tmp_path, models[1], max_steps=1, bf16=True)
+    for name in ("loss", "ce_loss", "z_loss"):
+        assert line[name] == pytest.approx(expected[name], rel=0.05)
+    assert line["ce_loss"] != expected["ce_loss"]
+    assert all(value.isfinite().all() for value in weights.values())
 
 
 @pytest.mark.slow
@@ -265,19 +245,19 @@ def test_a_resumed_run_ends_bit_for_bit_like_one_left_alone_and_its_checkpoint_i
     alone.train()
     resumed = trainer(tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for (name, value), expected in zip(
-        resumed.model.state_dict().items(), alone.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(value, expected), name
+    assert_equal_weights(resumed.model, alone.model)
     logs = [[line for line in run.state.log_history if "loss" in line] for run in (resumed, alone)]
     assert logs[0] == logs[1]
 
     assert (tmp_path / "checkpoint-4" / "model.safetensors").exists()
     loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path / "checkpoint-4")
-    for (name, value), expected in zip(
-        loaded.state_dict().items(), alone.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(value, expected), name
+    assert_equal_weights(loaded, alone.model)
+
+
+def assert_equal_weights(model, expected):
+    weights = expected.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
 
 
 def test_the_best_model_is_there_at_the_end(tmp_path):
@@ -287,6 +267,7 @@ def test_the_best_model_is_there_at_the_end(tmp_path):
         learning_rate=0.5,  # far too large: the first step is the best
         save_strategy="steps",
         save_steps=1,
+        max_steps=2,
         eval_strategy="steps",
         eval_steps=1,
         load_best_model_at_end=True,
@@ -320,9 +301,8 @@ def test_predictions_are_what_the_model_generates_and_the_loss_is_that_of_the_ba
     result = trainer.evaluate()
     assert result["eval_rows"] == 5
     batch = trainer.data_collator([dict(row) for row in data])
-    expected = model.generate(
-        batch["input_ids"], attention_mask=batch["attention_mask"], max_length=9
-    )
+    mask = batch["attention_mask"]
+    expected = model.generate(batch["input_ids"], attention_mask=mask, max_length=9)
     assert seen["ids"][:, : expected.shape[1]].tolist() == expected.tolist()
     assert result["eval_loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-6)
     assert trainer.predict(data).predictions.tolist() == seen["ids"].tolist()
@@ -331,15 +311,12 @@ def test_predictions_are_what_the_model_generates_and_the_loss_is_that_of_the_ba
 def test_columns_that_the_model_does_not_know_are_left_out_and_rows_may_be_grouped_by_length(
     tmp_path,
 ):
-    rows = [{**row, "text": "unused"} for row in examples()]
+    rows = Dataset.from_list([{**row, "text": "unused"} for row in examples()])
     trainer = make_trainer(
-        tmp_path,
-        data=Dataset.from_list(rows),
-        train_sampling_strategy="group_by_length",
-        max_steps=2,
+        tmp_path, data=rows, train_sampling_strategy="group_by_length", max_steps=1
     )
     trainer.train()
-    assert trainer.state.global_step == 2
+    assert trainer.state.global_step == 1
 
 
 def test_the_examples_of_the_guide_run_as_written(tmp_path, monkeypatch, capsys):
@@ -365,18 +342,19 @@ def test_with_a_loss_of_the_users_own_the_callback_logs_the_routers_part(tmp_pat
         ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight"), 0.0
     )
     callbacks = [RouterStatsCallback()]
-    trainer = make_trainer(tmp_path, tiny_model(**weightless), callbacks=callbacks, max_steps=2)
+    trainer = make_trainer(tmp_path, tiny_model(**weightless), callbacks=callbacks, max_steps=1)
     collate = trainer.data_collator
-    trainer.data_collator = lambda rows: (
-        (batch := collate(rows)) | {"decoder_attention_mask": (batch["labels"] != -100).long()}
-    )
-    trainer.compute_loss_func = lambda output, labels, num_items_in_batch: (
-        torch.nn.functional.cross_entropy(
-            output.logits.flatten(0, 1), labels.flatten(), reduction="sum"
-        )
-        / num_items_in_batch
-    )
+
+    def with_decoder_mask(rows):
+        batch = collate(rows)
+        return batch | {"decoder_attention_mask": (batch["labels"] != -100).long()}
+
+    def mean_loss(output, labels, num_items_in_batch):
+        logits = output.logits.flatten(0, 1)
+        total = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return total / num_items_in_batch
+
+    trainer.data_collator, trainer.compute_loss_func = with_decoder_mask, mean_loss
     trainer.train()
-    logged = [line for line in trainer.state.log_history if "loss" in line]
-    assert len(logged) == 2
-    assert all("router/decoder/load_cv" in line and "ce_loss" not in line for line in logged)
+    (logged,) = [line for line in trainer.state.log_history if "loss" in line]
+    assert "router/decoder/load_cv" in logged and "ce_loss" not in logged

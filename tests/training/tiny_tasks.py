@@ -13,7 +13,7 @@ from eval.text.postprocess import label_index
 
 LABELS = ("ba", "ko", "mi")
 SIZES = {"first": 101, "last": 37, "rare": 5}
-DEV = 23
+DEV = 11
 
 
 def _rows(name: str, split: str) -> list[Row]:
