@@ -147,7 +147,7 @@ def test_a_kill_while_a_model_is_saved_over_another_leaves_no_checksums_that_do_
 def test_a_model_is_never_saved_through_a_link(tmp_path):
     (tmp_path / "mine").write_text("years of work")
     for name in ("model.safetensors", "config.json", "generation_config.json", "SHA256SUMS"):
-        folder = tmp_path / name.removesuffix(".json")
+        folder = tmp_path / f"with {name}"
         folder.mkdir()
         (folder / name).symlink_to(tmp_path / "mine")
         with pytest.raises(DataError, match=rf"{name} is a link, and the file behind it"):
