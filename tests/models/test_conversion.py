@@ -81,9 +81,8 @@ def test_encoder_and_logits_equal_transformers_where_capacity_drops_tokens(folde
     expected = theirs(**inputs)
     for attention in ("eager", "sdpa"):
         actual = load(folders(kind), attn_implementation=attention)(**inputs)
-        name = "encoder_last_hidden_state"
-        assert_equal_to_rounding(actual[name], expected[name])
-        assert_equal_to_rounding(actual.logits, expected.logits)
+        for name in ("encoder_last_hidden_state", "logits"):
+            assert_equal_to_rounding(actual[name], expected[name])
         routers = (*(actual.encoder_router_outputs or ()), *(actual.decoder_router_outputs or ()))
         drops = any(router.stats.dropped_tokens for router in routers)
         assert drops == kind.startswith("Switch")

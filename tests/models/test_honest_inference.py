@@ -24,7 +24,7 @@ every_router = pytest.mark.parametrize("router", ROUTERS.names())
 
 
 @functools.cache
-def model_of(router, attention="sdpa", **fields):
+def model_of(router, **fields):
     """Returns a model with this router in the encoder, and in the decoder too if it may stand
     there.
     """
@@ -36,7 +36,6 @@ def model_of(router, attention="sdpa", **fields):
         num_selected_experts=1 if kind.single else 2,
         eval_capacity_factor=None,
         group_size=29,
-        attn_implementation=attention,
     ).double()
     for buffer in model.buffers():
         buffer.random_(-99, 100)
