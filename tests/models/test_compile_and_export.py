@@ -43,6 +43,17 @@ def loss_and_gradients(model, run):
 
 
 @pytest.mark.slow
+@torch.no_grad()
+def test_code_made_by_the_compiler_encodes_as_the_model_does():
+    """Of a dense model; that of sparse layers and their gradients is in tests/sparse."""
+    encoder = tiny_model(**DENSE, num_layers=1).get_encoder()
+    inputs = {name: example()[name] for name in ("input_ids", "attention_mask")}
+    options = {"cpp.simdlen": 1}  # plain loops compile in half the time
+    compiled = torch.compile(encoder, fullgraph=True, options=options)
+    close(compiled(**inputs).last_hidden_state, encoder(**inputs).last_hidden_state)
+
+
+@pytest.mark.slow
 def test_a_training_step_with_activation_checkpointing_and_eager_attention_compiles_into_one_graph():
     model = checkpointed(tiny_model(**SMALL, attn_implementation="eager").train())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
