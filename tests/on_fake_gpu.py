@@ -1,11 +1,11 @@
 """Layers and models on tensors of an accelerator that does not exist: shapes and dtypes, no values.
 
-    python -m tests.on_fake_gpu CASE
+    python -m tests.on_fake_gpu CASE [CASE ...]
 
 What waits for a device cannot run here, since there are no values to wait for; and the mode of
 tests/synchronisation.py refuses every operation of that kind. torch's wheel for CPUs has no autograd
 for fake CUDA tensors, but for those of a device of one's own. A process has one such device for
-good, so each case is a process.
+good, so the cases have a process of their own.
 """
 
 import sys
@@ -189,4 +189,5 @@ if __name__ == "__main__":
     autocast.fallback(torch.library.fallthrough_kernel)
     sums = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
     sums.impl("sum.dim_IntList", sum_as_on_cuda)
-    CASES[sys.argv[1]]()
+    for case in sys.argv[1:]:
+        CASES[case]()

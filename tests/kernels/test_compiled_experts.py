@@ -8,7 +8,7 @@ from moe.kernels.compiled_experts import compiled_feed_forward
 from moe.kernels.cpu_experts import fused_feed_forward
 from moe.kernels.expert_weights import ExpertWeights
 from moe.kernels.hidden_units import ExpertForm
-from tests.sparse.expert_loop import KINDS, problem, tiny
+from tests.sparse.expert_loop import problem, tiny
 
 SIZES = {"num_tokens": 13, "num_rows": 23}
 
@@ -22,8 +22,15 @@ def padded(rows, weight, num_unread=5):
     return rows, torch.cat([weight, weight.new_full((num_unread,), torch.nan)])
 
 
-@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
-@pytest.mark.parametrize(("activation", "gated", "expert_bias"), KINDS)
+@pytest.mark.parametrize(
+    ("activation", "gated", "expert_bias", "drop_rate"),
+    [
+        ("gelu", True, "none", 0.3),
+        ("gelu", False, "multiplicative", 0.0),
+        ("relu", True, "additive", 0.0),
+        ("relu", False, "none", 0.3),
+    ],
+)
 def test_the_operation_equals_the_engine_whatever_stands_in_rows_that_nobody_reads(
     activation, gated, expert_bias, drop_rate
 ):
@@ -60,9 +67,9 @@ def test_what_is_frozen_costs_no_gradient(frozen):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("expert_bias", ["none", "additive"])
-def test_the_operation_is_what_it_says_to_compilers(expert_bias):
+def test_the_operation_is_what_it_says_to_compilers():
     """torch's own check of schema, shapes, gradients and tracing."""
+    expert_bias = "additive"
     config = tiny(expert_bias=expert_bias)
     (tokens, weight, *stacked), rows = problem(config, **SIZES)
     indices = [rows.counts, rows.token, rows.by_token, rows.token_start]

@@ -66,28 +66,24 @@ def test_only_the_gradients_that_are_needed_are_made():
     close(weight.grad, x.sum(dim=0).expand(103, 131))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_strides_do_not_matter(transposed):
+def test_strides_do_not_matter():
     x, weight = large(83, 131), large(103, 131, seed=1)
-    if transposed:
-        x, weight = x.t().contiguous().t(), weight.t().contiguous().t()
+    expected = x.double() @ weight.double().t()
+    x, weight = x.t().contiguous().t(), weight.t().contiguous().t()
     out = torch.empty(2, 83, 103)[1]
-    close(multiply(x, weight), x.double() @ weight.double().t())
+    close(multiply(x, weight), expected)
     assert multiply(x, weight, out=out) is out
-    close(out, x.double() @ weight.double().t())
+    close(out, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_keep_their_library(dtype):
-    x, weight = large(83, 131).to(dtype), large(103, 131, seed=1).to(dtype)
-    assert torch.equal(linear(x, weight), F.linear(x, weight))
-    assert torch.equal(multiply(x, weight), x @ weight.t())
-
-
-def test_autocast_is_obeyed():
-    x, weight = large(83, 131), large(103, 131, seed=1)
+def test_other_dtypes_keep_their_library_and_autocast_is_obeyed():
+    wide, wide_weight = large(83, 131), large(103, 131, seed=1)
+    for dtype in (torch.float64, torch.bfloat16):
+        x, weight = wide.to(dtype), wide_weight.to(dtype)
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
+        assert torch.equal(multiply(x, weight), x @ weight.t())
     with torch.autocast("cpu", torch.bfloat16):
-        assert linear(x, weight).dtype == torch.bfloat16
+        assert linear(wide, wide_weight).dtype == torch.bfloat16
 
 
 @pytest.mark.filterwarnings(
@@ -99,32 +95,29 @@ def test_whoever_switches_onednn_off_does_without_it():
         assert torch.equal(linear(x, weight), F.linear(x, weight))
 
 
+@pytest.mark.slow
 def test_compiled_graphs_hold_a_plain_product():
     x, weight = large(83, 131), large(103, 131, seed=1)
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
     close(compiled(x, weight), x.double() @ weight.double().t())
 
 
-def test_no_rows_and_small_products_are_plain():
-    assert linear(torch.ones(0, 769), large(1031, 769)).shape == (0, 1031)
-    x, weight = large(7, 11), large(13, 11, seed=1)
-    assert torch.equal(linear(x, weight), F.linear(x, weight))
+def test_no_rows_small_products_and_a_single_vector_are_taken():
+    weight = large(1031, 769, seed=1)
+    assert linear(torch.ones(0, 769), weight).shape == (0, 1031)
+    vector = large(769)
+    close(linear(vector, weight), weight.double() @ vector.double())
+    x, small = large(7, 11), large(13, 11, seed=1)
+    assert torch.equal(linear(x, small), F.linear(x, small))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
 def test_torch_func_and_the_tracer_see_a_plain_product():
     x, weight = large(83, 131), large(103, 131, seed=1)
-    close(
-        torch.func.grad(lambda w: linear(x, w).sum())(weight),
-        x.double().sum(dim=0).expand(103, 131),
-    )
+    gradient = torch.func.grad(lambda w: linear(x, w).sum())(weight)
+    close(gradient, x.double().sum(dim=0).expand(103, 131))
     traced = torch.jit.trace(lambda x: linear(x, weight), x)
     close(traced(x), x.double() @ weight.double().t())
-
-
-def test_a_single_vector_is_a_row():
-    x, weight = large(769), large(1031, 769, seed=1)
-    close(linear(x, weight), weight.double() @ x.double())
 
 
 @pytest.mark.parametrize("copies", [False, True])

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.kernels import cross_entropy
@@ -33,6 +33,7 @@ def weighted(sums):
     return 0.7 * sums[0] + 0.3 * sums[1]
 
 
+@settings(max_examples=40)
 @given(
     num_rows=st.integers(0, 9),
     vocab_size=st.integers(1, 40),
@@ -56,6 +57,7 @@ def test_sums_and_gradient_are_those_of_torch_in_pieces_of_any_size(
 NUMBERS = st.sampled_from([-math.inf, math.inf, math.nan, *range(-3, 4)])
 
 
+@settings(max_examples=60)
 @given(
     rows=st.lists(
         st.tuples(st.lists(NUMBERS, min_size=5, max_size=5), st.integers(0, 4), st.booleans()),
@@ -87,18 +89,7 @@ def test_infinite_and_nan_logits_give_the_loss_and_gradient_of_torch_on_the_targ
         torch.testing.assert_close(ours.z, theirs[1])
 
 
-def test_a_label_of_probability_zero_costs_infinity_and_has_the_gradient_of_torch():
-    logits = torch.tensor([[-math.inf, 0.0, 1.0]], requires_grad=True)
-    labels = torch.tensor([0])
-    sums = vocabulary_losses(logits, labels, torch.tensor([True]))
-    (gradient,) = torch.autograd.grad(sums.cross_entropy, logits)
-    (theirs,) = torch.autograd.grad(F.cross_entropy(logits, labels), logits)
-    assert sums.cross_entropy == math.inf and sums.z.isfinite()
-    torch.testing.assert_close(gradient, theirs)
-    torch.testing.assert_close(gradient, torch.tensor([[-1.0, 0.2689, 0.7311]]), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_logits_are_summed_in_float32(dtype):
     logits, labels, is_target = inputs(301, 53, dtype)
     sums = vocabulary_losses(logits, labels, is_target, 0.1)
@@ -109,9 +100,8 @@ def test_narrow_logits_are_summed_in_float32(dtype):
     (gradient,) = torch.autograd.grad(weighted(sums), logits)
     (theirs,) = torch.autograd.grad(weighted(expected), wide)
     assert gradient.dtype == dtype
-    torch.testing.assert_close(
-        gradient.double(), theirs, rtol=2 * torch.finfo(dtype).eps, atol=1e-6
-    )
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(gradient.double(), theirs, rtol=2 * eps, atol=1e-6)
 
 
 def test_gradients_have_gradients():
@@ -132,6 +122,7 @@ def test_the_gradient_does_not_depend_on_what_else_is_in_the_batch():
     assert torch.count_nonzero(whole[~is_target]) == 0
 
 
+@pytest.mark.slow
 def test_compilers_and_transforms_see_operations_that_they_know():
     logits, labels, is_target = inputs(6, 11, torch.float32)
     sums = vocabulary_losses(logits, labels, is_target)

@@ -20,7 +20,7 @@ NUM_ELEMENTS = 2**20
 
 
 @given(rate=st.floats(0.001, 0.999), seed=st.integers(0, 2**31))
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_the_share_that_is_dropped_is_the_rate(rate, seed):
     kept = draw_kept((NUM_ELEMENTS,), rate, seed=(seed,))
 
@@ -29,15 +29,15 @@ def test_the_share_that_is_dropped_is_the_rate(rate, seed):
     assert abs(kept.double().mean().item() - (1 - rate)) < 6 * deviation + 2**-17
 
 
-@pytest.mark.parametrize("rate", [0.05, 0.1, 0.2, 0.3, 0.5, 0.9])
-def test_rates_in_normal_use_take_sixteen_bits_an_element(rate):
+def test_rates_in_normal_use_take_sixteen_bits_an_element():
     """These masks are those of every release, so that trained models can be trained again."""
-    torch.manual_seed(0)
-    kept = draw_kept((31,), rate)
+    for rate in (0.05, 0.1, 0.3, 0.9):
+        torch.manual_seed(0)
+        kept = draw_kept((31,), rate)
 
-    torch.manual_seed(0)
-    draws = torch.empty(8, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:31]
-    assert torch.equal(kept, draws.int() + 2**15 >= round(rate * 2**16))
+        torch.manual_seed(0)
+        draws = torch.empty(8, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:31]
+        assert torch.equal(kept, draws.int() + 2**15 >= round(rate * 2**16))
 
 
 def mean_of_units(rate, num_rows, d_ff):
@@ -51,15 +51,15 @@ def mean_of_units(rate, num_rows, d_ff):
     return fused_feed_forward(tokens, rows, weights, form).mean() / d_ff
 
 
-@pytest.mark.parametrize("rate", [1e-5, 0.99, 0.9999, 0.99999])
+@pytest.mark.parametrize("rate", [1e-5, 0.9999])
 @pytest.mark.parametrize("where", ["dense layer", "experts"])
 def test_the_mean_of_what_is_kept_is_right_at_extreme_rates(rate, where):
     torch.manual_seed(0)
-    num_elements = 2**24
+    num_elements = 2**22
     if where == "dense layer":
         mean = dropout(torch.ones(num_elements), rate).double().mean()
     else:
-        mean = mean_of_units(rate, num_rows=2**12, d_ff=2**12)
+        mean = mean_of_units(rate, num_rows=2**11, d_ff=2**11)
 
     # Of N units B(N, 1 - p) are kept, each worth 1 / (1 - p): the mean deviates by
     # sqrt(p / (N (1 - p))) from 1.
@@ -71,7 +71,7 @@ SEEDS = st.integers(0, 2**64 - 1)
 
 
 @given(seed=SEEDS, others=st.tuples(SEEDS, st.integers(0, 63)))
-@settings(max_examples=50)
+@settings(max_examples=20)
 def test_every_bit_of_a_seed_counts(seed, others):
     other_seed, bit = others
     seeds = {seed, seed ^ 1 << bit, other_seed}
@@ -109,21 +109,14 @@ def test_elements_of_a_word_are_independent():
     assert torch.allclose(correlation, torch.eye(4, dtype=torch.float64), atol=6 / 2**10)
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 13, 7)])
-def test_any_shape_is_masked(shape):
-    kept = draw_kept(shape, 0.5)
-    assert kept.shape == shape
-    assert kept.dtype == torch.bool
+def test_any_shape_is_masked():
+    for shape in ((), (0,), (1,), (2, 13, 7)):
+        kept = draw_kept(shape, 0.5)
+        assert kept.shape == shape
+        assert kept.dtype == torch.bool
 
 
-@pytest.mark.parametrize("rate", [1e-9, 1 - 1e-9])
-def test_rates_next_to_the_ends_drop_almost_nothing_or_almost_all(rate):
-    torch.manual_seed(0)
-    share = draw_kept((NUM_ELEMENTS,), rate).double().mean().item()
-    assert share == pytest.approx(1 - rate, abs=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_and_gradients_are_those_of_the_mask(dtype):
     x = torch.randn(13, 7, dtype=dtype, requires_grad=True)
     torch.manual_seed(3)
@@ -158,15 +151,12 @@ def test_a_checkpoint_draws_the_same_again():
     assert torch.equal(*gradients)
 
 
-def test_nothing_is_drawn_where_nothing_is_dropped():
+def test_nothing_is_drawn_where_nothing_is_dropped_and_all_is_dropped_at_rate_one():
     x = torch.randn(3, 5)
     state = torch.get_rng_state()
     assert dropout(x, 0.0) is x
     assert Dropout(0.3).eval()(x) is x
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_all_is_dropped_at_rate_one():
     assert not Dropout(1.0)(torch.ones(3, 5)).any()
 
 

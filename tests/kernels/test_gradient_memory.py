@@ -10,14 +10,14 @@ from tests.sparse.test_experts import run_engine
 
 
 @pytest.mark.parametrize("keeps_all", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_memory_in_few_pages_is_writable_and_outlives_its_maker(dtype, keeps_all, monkeypatch):
+def test_memory_in_few_pages_is_writable_and_outlives_its_maker(keeps_all, monkeypatch):
     monkeypatch.setattr(host_memory._Setting, "keeps_all", keeps_all)
-    like = torch.zeros(3, 2**19, dtype=dtype)
-    memory = empty_in_few_pages(like)
-    assert (memory.shape, memory.dtype) == (like.shape, like.dtype)
-    assert memory.fill_(2).sum().item() == 3 * 2**20
-    assert memory.clone().equal(memory)
+    for dtype in (torch.float32, torch.bfloat16):
+        like = torch.zeros(3, 2**19, dtype=dtype)
+        memory = empty_in_few_pages(like)
+        assert (memory.shape, memory.dtype) == (like.shape, like.dtype)
+        assert memory.fill_(2).sum().item() == 3 * 2**20
+        assert memory.clone().equal(memory)
 
 
 def test_gradients_in_few_pages_are_those_in_others(monkeypatch):

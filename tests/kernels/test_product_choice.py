@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.layer.products import run_products
+from benchmarks.layer import products
 from moe import ConfigError
 from moe.kernels import product_choice
 from moe.kernels.product_choice import (
@@ -26,10 +26,10 @@ from moe.kernels.product_choice import (
     use_products,
 )
 from moe.kernels.product_measurement import (
-    PRODUCT_KINDS,
+    CopyTime,
     LibraryByTokens,
     Measurement,
-    ProductChoice,
+    ProductTime,
     measure_products,
 )
 
@@ -49,24 +49,51 @@ def fresh(monkeypatch, tmp_path):
     use_products(before)
 
 
-def refuse():
-    raise AssertionError("nothing is to measure")
+FOUND = Measurement(
+    processor="a CPU",
+    torch="a release",
+    choice=fixed_choice("onednn")._replace(copies_expert_gradient=True),
+    times=[ProductTime("expert_input_gradient", "one", blas=2.0, onednn=1.0)],
+    copy_time=CopyTime(as_it_lies=2.0, copied=1.0),
+)
 
 
-def test_a_machine_measures_once(fresh, monkeypatch):
-    choice = products_in_use()
-    saved = json.loads(cache_file().read_text(encoding="utf-8"))
-    assert saved["choice"]["forward"] == choice.forward._asdict()
+@pytest.fixture
+def measured(monkeypatch):
+    """Takes the measurement above for one of this machine; returns a list with an entry for each."""
+    calls = []
+
+    def measure():
+        calls.append(1)
+        return FOUND
+
+    for module in (product_choice, products):
+        monkeypatch.setattr(module, "measure_products", measure)
+    return calls
+
+
+@pytest.mark.parametrize("content", [None, '{"processor": 3}'], ids=["no cache", "damaged"])
+def test_a_machine_measures_once_and_a_damaged_cache_again(fresh, measured, content):
     assert cache_file().is_relative_to(fresh)
+    if content is not None:
+        cache_file().parent.mkdir(parents=True)
+        cache_file().write_text(content, encoding="utf-8")
+    for _ in range(2):  # the second process reads
+        use_products(None)
+        assert products_in_use() == FOUND.choice
+    assert len(measured) == 1
 
-    # The next process reads.
-    monkeypatch.setattr(product_choice, "measure_products", refuse)
-    use_products(None)
-    assert products_in_use() == choice
 
+@pytest.mark.slow
+def test_a_measurement_is_invisible_and_chooses_the_faster_library_where_it_is_worth_it():
+    threads = torch.get_num_threads()
+    with FlopCounterMode(display=False) as counter, torch.device("meta"), torch.no_grad():
+        measurement = measure_products()
+    assert counter.get_total_flops() == 0
+    assert torch.get_num_threads() == threads
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == threads
 
-def test_the_faster_library_is_chosen_where_it_is_worth_it():
-    measurement = measure_products()
     assert len(measurement.times) == 15
     for entry in measurement.times:
         library = getattr(getattr(measurement.choice, entry.kind), entry.tokens)
@@ -77,66 +104,40 @@ def test_the_faster_library_is_chosen_where_it_is_worth_it():
     assert copied > 0 and as_it_lies > 0
 
 
-def test_the_measurement_is_invisible(fresh):
-    threads = torch.get_num_threads()
-    with FlopCounterMode(display=False) as counter, torch.device("meta"), torch.no_grad():
-        products_in_use()
-    assert counter.get_total_flops() == 0
-    assert torch.get_num_threads() == threads
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(torch.get_num_threads).result() == threads
-
-
-def test_a_damaged_cache_is_measured_again(fresh):
-    cache_file().parent.mkdir(parents=True)
-    cache_file().write_text('{"processor": 3}', encoding="utf-8")
-    choice = products_in_use()
-    assert (
-        json.loads(cache_file().read_text(encoding="utf-8"))["choice"]["forward"]
-        == choice.forward._asdict()
-    )
-
-
-def test_a_home_that_cannot_be_written_to_is_no_obstacle(fresh, monkeypatch):
+def test_a_home_that_cannot_be_written_to_is_no_obstacle(fresh, measured, monkeypatch):
     (fresh / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
-    assert isinstance(products_in_use(), ProductChoice)
+    assert products_in_use() == FOUND.choice
 
 
-@pytest.mark.parametrize("library", ["blas", "onednn"])
-def test_the_environment_gives_one_library(fresh, monkeypatch, library):
-    monkeypatch.setenv(CHOICE_VARIABLE, library)
-    monkeypatch.setattr(product_choice, "measure_products", refuse)
-    for num_tokens in (1, 3, 17):
-        assert is_onednn_chosen("expert_forward", num_tokens) == (library == "onednn")
+def test_the_environment_gives_one_library(fresh, measured, monkeypatch):
+    for library in ("blas", "onednn"):
+        monkeypatch.setenv(CHOICE_VARIABLE, library)
+        use_products(None)
+        for num_tokens in (1, 3, 17):
+            assert is_onednn_chosen("expert_forward", num_tokens) == (library == "onednn")
+    assert not measured
 
 
-def test_the_environment_gives_a_file_of_the_benchmark(fresh, monkeypatch, capsys):
+def test_the_environment_gives_a_file_of_the_benchmark(fresh, measured, monkeypatch, capsys):
     file = fresh / "products.json"
-    measurement = run_products(json=file)
+    products.run_products(json=file)
     printed = capsys.readouterr().out
     assert "expert input gradient" in printed and str(cache_file()) in printed
 
-    # The other way round, so that the file and not the machine decides.
-    other = {"blas": "onednn", "onednn": "blas"}
-    swapped = []
-    for kind in PRODUCT_KINDS:
-        by_tokens = getattr(measurement.choice, kind)
-        swapped.append(LibraryByTokens(*[other[library] for library in by_tokens]))
-    copies = not measurement.choice.copies_expert_gradient
-    choice = ProductChoice(*swapped, copies_expert_gradient=copies)
-    save_measurement(measurement._replace(choice=choice), file)
+    # The file and not the cache decides.
+    save_measurement(FOUND._replace(choice=fixed_choice("blas")), cache_file())
     monkeypatch.setenv(CHOICE_VARIABLE, str(file))
     use_products(None)
-    assert products_in_use() == choice
-    assert copies_expert_gradient() == copies
+    assert products_in_use() == FOUND.choice
+    assert copies_expert_gradient()
 
 
-@pytest.mark.parametrize("given", ["mkl", "/nonexistent/products.json"])
-def test_what_is_no_choice_is_refused(fresh, monkeypatch, given):
-    monkeypatch.setenv(CHOICE_VARIABLE, given)
-    with pytest.raises(ConfigError, match=r"STMOE_PRODUCTS takes blas, onednn, or a file of"):
-        products_in_use()
+def test_what_is_no_choice_is_refused(fresh, monkeypatch):
+    for given in ("mkl", "/nonexistent/products.json"):
+        monkeypatch.setenv(CHOICE_VARIABLE, given)
+        with pytest.raises(ConfigError, match=r"STMOE_PRODUCTS takes blas, onednn, or a file of"):
+            products_in_use()
 
 
 def test_one_few_and_many_tokens_have_their_own_library(fresh):
@@ -155,7 +156,7 @@ def test_processes_that_start_together_choose_alike(fresh):
     )
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     printed = {process.communicate(timeout=300)[0] for process in processes}
     assert len(printed) == 1 and "forward" not in printed

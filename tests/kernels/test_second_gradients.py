@@ -56,15 +56,15 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(run):
         torch.autograd.grad(loss, inputs)
 
 
-@pytest.mark.parametrize("wanted", range(4))
 @pytest.mark.parametrize("run", FORMS)
-def test_gradients_of_gradients_are_refused_even_where_the_loss_is_a_sum(run, wanted):
-    inputs, rows, weights = build_problem()
-    loss = run(inputs[0], rows, weights).sum()
-    (gradient,) = torch.autograd.grad(loss, inputs[wanted], create_graph=True)
+def test_gradients_of_gradients_are_refused_even_where_the_loss_is_a_sum(run):
     message = "no autograd formula was registered" if run is run_compiled else REFUSED
-    with pytest.raises(RuntimeError, match=message):
-        (loss + gradient.square().sum()).backward()
+    for wanted in range(4):
+        inputs, rows, weights = build_problem()
+        loss = run(inputs[0], rows, weights).sum()
+        (gradient,) = torch.autograd.grad(loss, inputs[wanted], create_graph=True)
+        with pytest.raises(RuntimeError, match=message):
+            (loss + gradient.square().sum()).backward()
 
 
 def test_a_layer_refuses_gradients_of_gradients():
@@ -75,10 +75,9 @@ def test_a_layer_refuses_gradients_of_gradients():
         gradient.square().sum().backward()
 
 
-@pytest.mark.parametrize("expert_bias", ["none", "multiplicative"])
-def test_a_layer_of_static_dispatch_has_gradients_of_gradients(expert_bias):
-    layer = build_layer(dispatch="static", expert_bias=expert_bias)
-    x = torch.randn(1, 3, 7, dtype=torch.float64, requires_grad=True)
+def test_a_layer_of_static_dispatch_has_gradients_of_gradients():
+    layer = build_layer(dispatch="static", expert_bias="multiplicative", d_model=3, d_ff=5)
+    x = torch.randn(1, 2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], x)
 
 

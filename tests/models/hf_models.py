@@ -43,8 +43,6 @@ SWITCH = {
     "Switch, no layer named sparse": {"num_sparse_encoder_layers": 0},  # it builds one all the same
     "Switch, untied": {"tie_word_embeddings": False},
 }
-KINDS = [*T5, *SWITCH]
-
 # transformers 5.17 counts an expert's capacity over the whole batch, and cannot compute the losses.
 needs_a_right_switch = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"),

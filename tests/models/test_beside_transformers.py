@@ -24,20 +24,11 @@ SWITCH = {
     "dropout_rate": 0,
 }
 SIDES = ("encoder", "decoder")
-NLLB = {
-    f"{side}_{name}": value
-    for side in SIDES
-    for name, value in {"layers": 2, "ffn_dim": 32, "sparse_step": 1}.items()
-}
-NLLB |= {
-    f"{side}_{name}": value
-    for side in SIDES
-    for name, value in {"attention_heads": 4, "layerdrop": 0.0}.items()
-}
-NLLB |= {
-    name: 0.0
-    for name in ("dropout", "attention_dropout", "activation_dropout", "moe_token_dropout")
-}
+SIZES = {"layers": 2, "ffn_dim": 32, "sparse_step": 1, "attention_heads": 4, "layerdrop": 0.0}
+RATES = ("dropout", "attention_dropout", "activation_dropout", "moe_token_dropout")
+NLLB = dict.fromkeys(RATES, 0.0)
+for side in SIDES:
+    NLLB |= {f"{side}_{name}": value for name, value in SIZES.items()}
 SMALLEST = {
     "switch": {"num_layers": 1, "num_decoder_layers": 1}
     | dict.fromkeys([f"num_sparse_{side}_layers" for side in SIDES], 1),
@@ -91,12 +82,10 @@ def test_only_the_first_two_experts_of_nllb_run():
 
 @every_kind
 def test_padding_takes_the_capacity_of_switch_only(kind):
-    model, ids = build(kind, expert_capacity=3).eval(), batch()["input_ids"]
-    padding, mask = torch.full((3, 12), model.config.pad_token_id), torch.ones_like(ids)
-    padded = model.get_encoder()(torch.cat([padding, ids], 1), torch.cat([padding * 0, mask], 1))[
-        0
-    ][:, 12:]
-    moved = (padded - model.get_encoder()(ids, mask)[0]).abs().max()
+    encoder, ids = build(kind, expert_capacity=3).eval().get_encoder(), batch()["input_ids"]
+    padding, mask = torch.full((3, 12), encoder.config.pad_token_id), torch.ones_like(ids)
+    padded = encoder(torch.cat([padding, ids], 1), torch.cat([padding * 0, mask], 1))[0][:, 12:]
+    moved = (padded - encoder(ids, mask)[0]).abs().max()
     assert moved > 1 if kind == "switch" else moved < 1e-5
 
 
@@ -110,12 +99,10 @@ def test_an_evaluation_replaces_the_training_capacity_of_nllb():
 @every_kind
 def test_the_number_of_targets_is_taken_and_ignored(kind):
     model = build(kind).eval()
-    assert any(
-        p.kind == p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values()
-    )
-    assert torch.equal(
-        model(**batch(), num_items_in_batch=torch.tensor(999)).loss, model(**batch()).loss
-    )
+    parameters = inspect.signature(model.forward).parameters.values()
+    assert inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in parameters}
+    counted = model(**batch(), num_items_in_batch=torch.tensor(999))
+    assert torch.equal(counted.loss, model(**batch()).loss)
 
 
 @pytest.mark.slow

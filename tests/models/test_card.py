@@ -2,8 +2,6 @@
 README.md is touched.
 """
 
-import contextlib
-import io
 import re
 import shutil
 
@@ -42,11 +40,8 @@ def row(card, name):
 def test_header_and_table_say_what_the_model_is(tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
-    card, total, active = (
-        card_of(tmp_path),
-        model.num_parameters(),
-        model.config.num_active_parameters(),
-    )
+    card = card_of(tmp_path)
+    total, active = model.num_parameters(), model.config.num_active_parameters()
     assert card.data.to_dict() == {
         "library_name": "moe",
         "pipeline_tag": "text-generation",
@@ -98,54 +93,47 @@ def test_an_absolute_capacity_stands_in_it_in_place_of_the_factors():
     assert "With a capacity in evaluation" in card.text
 
 
-@pytest.mark.parametrize(
-    "fields", [{"eval_capacity_factor": None}, {"num_experts": 0}], ids=["dropless", "dense"]
-)
-def test_a_model_without_a_capacity_or_without_experts_says_so(fields):
-    if fields == {"num_experts": 0}:
-        card = ModelCard(model_card(STMoEConfig()))
-        assert not {"drop_rate", "capacity_factor"} & card.data.to_dict().keys()
-        assert "experts |" not in card.text
-        return
-    card = ModelCard(model_card(tiny_model(**fields).config))
-    assert card.data["drop_rate"] == 0
-    assert row(card, "tokens dropped in evaluation") == "0, there is no capacity"
-    assert "may depend on padding" not in card.text
+def test_a_model_without_a_capacity_or_without_experts_says_so():
+    dropless = ModelCard(model_card(tiny_model(eval_capacity_factor=None).config))
+    assert dropless.data["drop_rate"] == 0
+    assert row(dropless, "tokens dropped in evaluation") == "0, there is no capacity"
+    assert "may depend on padding" not in dropless.text
+
+    dense = ModelCard(model_card(STMoEConfig()))
+    assert not {"drop_rate", "capacity_factor"} & dense.data.to_dict().keys()
+    assert "experts |" not in dense.text
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "model_class", [STMoEModel, STMoEEncoderModel, STMoEForConditionalGeneration]
-)
-def test_parameters_are_those_of_what_was_saved(tmp_path, model_class, tied):
-    tiny_model(tie_word_embeddings=tied, expert_bias="multiplicative").save_pretrained(
-        tmp_path / "whole"
-    )
-    model = model_class.from_pretrained(tmp_path / "whole")
-    model.save_pretrained(tmp_path / "part")
-    card = card_of(tmp_path / "part")
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    total = sum(p.numel() for p in model.parameters())
-    assert card.data["parameters"] == {"total": total, "active": total - experts * 5 // 7}
-    assert row(card, "class") == f"`{model_class.__name__}` of the library `moe`"
-    if model_class is STMoEForConditionalGeneration:
-        assert card.data["parameters"]["active"] == model.config.num_active_parameters()
-    else:
-        assert card.data.pipeline_tag == "feature-extraction"
+def test_parameters_are_those_of_what_was_saved(tmp_path, tied):
+    whole = tiny_model(tie_word_embeddings=tied, expert_bias="multiplicative")
+    whole.save_pretrained(tmp_path / "whole")
+    for model_class in (STMoEEncoderModel, STMoEForConditionalGeneration):
+        model = model_class.from_pretrained(tmp_path / "whole")
+        model.save_pretrained(tmp_path / model_class.__name__)
+        card = card_of(tmp_path / model_class.__name__)
+        experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+        total = sum(p.numel() for p in model.parameters())
+        assert card.data["parameters"] == {"total": total, "active": total - experts * 5 // 7}
+        assert row(card, "class") == f"`{model_class.__name__}` of the library `moe`"
+        is_whole = model_class is STMoEForConditionalGeneration
+        assert card.data.pipeline_tag == ("text-generation" if is_whole else "feature-extraction")
+    assert card.data["parameters"]["active"] == model.config.num_active_parameters()
 
 
-@pytest.mark.parametrize("model_class", [STMoEModel, STMoEForConditionalGeneration])
-def test_its_snippet_runs_in_its_folder(tmp_path, monkeypatch, model_class):
+def test_its_snippet_runs_in_its_folder(tmp_path, monkeypatch, capsys):
     tiny_model(vocab_size=230).save_pretrained(tmp_path)
-    model_class.from_pretrained(tmp_path).save_pretrained(tmp_path / "part")
     texts = [file.read_text() for file in sorted(write_texts(tmp_path / "texts").iterdir())]
-    train_tokenizer(texts, 230, tmp_path / "tokenizer").save_pretrained(str(tmp_path / "part"))
-    code = re.search(r"```python\n(.*?)```", card_of(tmp_path / "part").text, re.DOTALL).group(1)
-    monkeypatch.chdir(tmp_path / "part")
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    train_tokenizer(texts, 230, tmp_path / "tokenizer")
+    for model_class in (STMoEModel, STMoEForConditionalGeneration):
+        folder = tmp_path / model_class.__name__
+        model_class.from_pretrained(tmp_path).save_pretrained(folder)
+        shutil.copytree(tmp_path / "tokenizer", folder, dirs_exist_ok=True)
+        code = re.search(r"```python\n(.*?)```", card_of(folder).text, re.DOTALL).group(1)
+        monkeypatch.chdir(folder)
         exec(code, {})
-    assert said.getvalue().startswith("['") == (model_class is STMoEForConditionalGeneration)
+        said = capsys.readouterr().out
+        assert said.startswith("['") == (model_class is STMoEForConditionalGeneration)
 
 
 # ---- whose card it is ----
@@ -156,28 +144,28 @@ def test_a_card_of_ours_is_brought_up_to_date_and_keeps_its_tags(tmp_path):
     card = card_of(tmp_path)
     card.data.tags.append("mine")
     card.save(tmp_path / "README.md")
-    tiny_model(capacity_factor=1.5).save_pretrained(tmp_path)
-    assert card_of(tmp_path).data["capacity_factor"]["training"] == 1.5
-    assert card_of(tmp_path).data.tags[-1] == "mine"
-    tiny_model(capacity_factor=1.7).save_pretrained(tmp_path)
-    assert card_of(tmp_path).data["capacity_factor"]["training"] == 1.7
+    for factor in (1.5, 1.7):
+        tiny_model(capacity_factor=factor).save_pretrained(tmp_path)
+        assert card_of(tmp_path).data["capacity_factor"]["training"] == factor
+        assert card_of(tmp_path).data.tags[-1] == "mine"
 
 
-@pytest.mark.parametrize("change", ["written", "header", "body", "unreadable", "no header"])
-def test_a_card_that_somebody_wrote_or_changed_stays_byte_for_byte(tmp_path, change):
-    tiny_model().save_pretrained(tmp_path)
+def test_a_card_that_somebody_wrote_or_changed_stays_byte_for_byte(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
     ours = (tmp_path / "README.md").read_text()
-    text = {
-        "written": OWN,
-        "header": ours.replace("library_name: moe", "library_name: moe\nlicense: mit"),
-        "body": ours.replace("## Limits", "It is good at nothing.\n\n## Limits"),
-        "unreadable": ours.replace("library_name: moe", "library_name: [moe"),
-        "no header": ours.split("---\n")[-1],
-    }[change]
-    assert text != ours
-    (tmp_path / "README.md").write_text(text)
-    tiny_model(capacity_factor=1.5).save_pretrained(tmp_path)
-    assert (tmp_path / "README.md").read_text() == text
+    changed = [
+        OWN,
+        ours.replace("library_name: moe", "library_name: moe\nlicense: mit"),
+        ours.replace("## Limits", "It is good at nothing.\n\n## Limits"),
+        ours.replace("library_name: moe", "library_name: [moe"),  # cannot be read
+        ours.split("---\n")[-1],  # has no header
+    ]
+    for text in changed:
+        assert text != ours
+        (tmp_path / "README.md").write_text(text)
+        model.save_pretrained(tmp_path)
+        assert (tmp_path / "README.md").read_text() == text
 
 
 def test_the_card_of_transformers_trainer_takes_its_place_and_is_left_alone(tmp_path):
@@ -195,15 +183,14 @@ def test_the_card_of_transformers_trainer_takes_its_place_and_is_left_alone(tmp_
 # ---- where it comes from ----
 
 
-def test_the_base_model_is_the_name_on_the_hub_and_lasts(tmp_path, monkeypatch):
+def test_the_base_model_is_the_name_on_the_hub_and_lasts(tmp_path):
     revision = "a" * 40
     cached = tmp_path / "hub" / "models--org--tiny"
     tiny_model().save_pretrained(cached / "snapshots" / revision)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(revision)
-    model = STMoEForConditionalGeneration.from_pretrained(
-        "org/tiny", cache_dir=tmp_path / "hub", local_files_only=True
-    )
+    options = {"cache_dir": tmp_path / "hub", "local_files_only": True}
+    model = STMoEForConditionalGeneration.from_pretrained("org/tiny", **options)
     for folder in ("first", "second"):
         model.save_pretrained(tmp_path / folder)
         assert card_of(tmp_path / folder).data.base_model == "org/tiny"
@@ -263,55 +250,42 @@ def push(how, model, tmp_path, **arguments):
 
 @pytest.mark.parametrize("how", ["push_to_hub", "save_pretrained"])
 def test_a_push_brings_the_card_and_later_ones_bring_it_up_to_date(hub, tmp_path, how):
-    repo = hub.folder / "org" / "tiny"
-    push(
-        how,
-        tiny_model(),
-        tmp_path,
-        card={"license": "mit"},
-        tags=["mine"],
-        commit_message="First",
-        private=True,
-    )
+    repo, model = hub.folder / "org" / "tiny", tiny_model()
+    options = {"commit_message": "First", "private": True}
+    push(how, model, tmp_path, card={"license": "mit"}, tags=["mine"], **options)
     assert hub.commits[0]["commit_message"] == "First"
-    assert {path.name for path in repo.iterdir()} >= {
-        "README.md",
-        "config.json",
-        "model.safetensors",
-        "modeling_st_moe.py",
-    }
+    names = {path.name for path in repo.iterdir()}
+    assert names >= {"README.md", "config.json", "model.safetensors", "modeling_st_moe.py"}
     assert card_of(repo).data.license == "mit"
     assert card_of(repo).data.tags[-1] == "mine"
     loaded = STMoEForConditionalGeneration.from_pretrained(repo)
-    assert torch.equal(loaded.lm_head.weight, tiny_model().lm_head.weight)
-    model = tiny_model(capacity_factor=1.5)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+    model.config.capacity_factor = 1.5
     model.add_model_tags("further")
     push(how, model, tmp_path)
     assert card_of(repo).data["capacity_factor"]["training"] == 1.5
     assert card_of(repo).data.tags[-2:] == ["mine", "further"]
 
 
-@pytest.mark.parametrize("how", ["push_to_hub", "save_pretrained"])
-def test_a_push_leaves_a_card_that_was_written_on_the_hub(hub, tmp_path, how):
-    repo = hub.folder / "org" / "tiny"
-    repo.mkdir(parents=True)
-    (repo / "README.md").write_text(OWN)
-    push(how, tiny_model(), tmp_path)
-    assert (repo / "README.md").read_text() == OWN
-
-
 @pytest.mark.parametrize(
-    "on_the_hub", [None, "---\nlicense: mit\n---\n# Another\n"], ids=["none", "another"]
+    ("on_the_hub", "how"),
+    [
+        (None, "save_pretrained"),
+        ("---\nlicense: mit\n---\n# Another\n", "save_pretrained"),
+        ("---\nlicense: mit\n---\n# Another\n", "push_to_hub"),
+    ],
+    ids=["none", "another", "pushed"],
 )
-def test_a_card_that_was_written_in_the_folder_stays_and_is_uploaded_where_there_is_none(
-    hub, tmp_path, on_the_hub
+def test_a_card_that_was_written_stays_and_is_uploaded_where_there_is_none(
+    hub, tmp_path, on_the_hub, how
 ):
     repo, local = hub.folder / "org" / "tiny", tmp_path / "local"
     for folder, text in ((local, OWN), (repo, on_the_hub)):
         folder.mkdir(parents=True)
         if text:
             (folder / "README.md").write_text(text)
-    push("save_pretrained", tiny_model(), tmp_path)
+    push(how, tiny_model(), tmp_path)
     assert (local / "README.md").read_text() == OWN
     assert (repo / "README.md").read_text() == (on_the_hub or OWN)
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from moe import ConfigError, SparseConfig, STMoEConfig, STMoEForConditionalGeneration
+from moe import SparseConfig, STMoEConfig, STMoEForConditionalGeneration
 from moe.models.checkpoint_formats import CHECKPOINT_FORMATS, CheckpointFormat, find_format
 from moe.models.weight_files import LazyTensor
 from tests.models.tiny import FIELDS, tiny_model
@@ -38,15 +38,9 @@ def test_a_format_that_is_entered_is_read_by_from_pretrained(formats, tmp_path):
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("raw", [{}, {"model_type": None}, {"model_type": "st_moe"}])
-def test_a_config_of_ours_has_no_other_format(raw):
-    assert find_format(raw) is None
-
-
-@pytest.mark.parametrize("model_type", ["bert", 3, ["t5"]])
-def test_an_unknown_model_type_is_refused_with_the_known_ones(model_type):
-    with pytest.raises(ConfigError, match="expected st_moe, or switch_transformers or t5"):
-        find_format({"model_type": model_type})
+def test_a_config_of_ours_has_no_other_format():
+    for raw in ({}, {"model_type": None}, {"model_type": "st_moe"}):
+        assert find_format(raw) is None
 
 
 def test_every_setting_of_a_sparse_layer_can_be_given_for_a_model():

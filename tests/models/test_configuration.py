@@ -24,8 +24,6 @@ from moe import (
 )
 from moe.sparse.all_routers import load_routers
 from moe.sparse.config import REFERENCES
-from moe.sparse.experts import Experts
-from moe.sparse.router import Router
 from tests.models.tiny import FIELDS
 
 SPARSE = {"num_experts": 5, "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2}
@@ -45,36 +43,35 @@ ROUNDED = {  # billions, as printed in the papers
 }
 
 
-@pytest.mark.parametrize(("name", "expected"), PUBLISHED.items())
-def test_parameters_are_the_published_number(name, expected):
-    assert STMoEConfig.from_preset(name).num_parameters() == expected
+def test_parameters_are_the_published_numbers():
+    for name, expected in PUBLISHED.items():
+        assert STMoEConfig.from_preset(name).num_parameters() == expected, name
+    for name, billions in ROUNDED.items():
+        assert round(STMoEConfig.from_preset(name).num_parameters() / 1e9, 1) == billions, name
 
 
-@pytest.mark.parametrize(("name", "billions"), ROUNDED.items())
-def test_parameters_round_to_the_printed_number(name, billions):
-    assert round(STMoEConfig.from_preset(name).num_parameters() / 1e9, 1) == billions
-
-
-@pytest.mark.parametrize("name", PRESETS.names())
-def test_the_count_equals_the_model_that_is_built(name):
-    config = STMoEConfig.from_preset(name)
-    with torch.device("meta"):
-        model = STMoEForConditionalGeneration(config)
-    assert sum(p.numel() for p in model.parameters()) == config.num_parameters()
-    assert PRESETS.get(name).source
+def test_the_count_of_every_preset_equals_the_model_that_is_built():
+    """One stretch of blocks in each stack: the other stretches repeat it."""
+    for name in PRESETS.names():
+        config = STMoEConfig.from_preset(name)
+        layers = config.num_layers // max(1, config.num_sparse_encoder_layers)
+        sizes = {"num_layers": layers, "num_decoder_layers": layers}
+        if config.num_experts:
+            sizes |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+        shallow = config.replaced(**sizes)
+        with torch.device("meta"):
+            model = STMoEForConditionalGeneration(shallow)
+        assert sum(p.numel() for p in model.parameters()) == shallow.num_parameters(), name
+        assert PRESETS.get(name).source
 
 
 def test_st_moe_l_without_experts_is_t5_large_and_twelve_norms():
-    with torch.device("meta"):
-        model = STMoEForConditionalGeneration(STMoEConfig.from_preset("st-moe-l"))
-    routed = sum(
-        p.numel()
-        for module in model.modules()
-        if isinstance(module, Experts | Router)
-        for p in module.parameters()
-    )
+    config = STMoEConfig.from_preset("st-moe-l")
     dense = STMoEConfig.from_preset("t5-1.1-large")
-    assert model.num_parameters() - routed == dense.num_parameters() + 12 * dense.d_model
+    experts = 12 * 32 * 3 * config.d_model * config.d_ff
+    gates = 12 * 32 * config.d_model
+    norms = 12 * config.d_model
+    assert config.num_parameters() - experts - gates == dense.num_parameters() + norms
 
 
 def test_the_sparse_blocks_are_the_last_of_each_stretch():
@@ -83,24 +80,14 @@ def test_the_sparse_blocks_are_the_last_of_each_stretch():
     assert sparse == [3, 7, 11, 15, 19, 23]
 
 
-@pytest.mark.parametrize(
-    ("layers", "sparse"),
-    [(layers, n) for layers in range(1, 13) for n in range(1, layers + 1) if layers % n == 0],
-)
-def test_the_second_block_of_a_stretch_is_where_transformers_puts_the_experts(layers, sparse):
-    step = layers // sparse  # SwitchTransformersStack of 5.23.0
-    expected = [block for block in range(layers) if block % step == 1 or step == 1]
-    fields = {
-        "num_layers": layers,
-        "num_sparse_encoder_layers": sparse,
-        "num_experts": 3,
-        "sparse_position": "second",
-    }
-    config = STMoEConfig(**fields, num_decoder_layers=5)
-    assert [
-        block for block in range(layers) if config.is_sparse_block(block, decoder=False)
-    ] == expected
-    assert not any(config.is_sparse_block(block, decoder=True) for block in range(5))
+def test_the_second_block_of_a_stretch_is_where_transformers_puts_the_experts():
+    fields = {"num_experts": 3, "num_decoder_layers": 5, "sparse_position": "second"}
+    for layers, num_sparse in [(1, 1), (6, 6), (6, 3), (6, 2), (6, 1), (12, 4)]:
+        config = STMoEConfig(**fields, num_layers=layers, num_sparse_encoder_layers=num_sparse)
+        sparse = [block for block in range(layers) if config.is_sparse_block(block, decoder=False)]
+        step = layers // num_sparse  # SwitchTransformersStack of 5.23.0
+        assert sparse == [block for block in range(layers) if block % step == 1 or step == 1]
+        assert not any(config.is_sparse_block(block, decoder=True) for block in range(5))
 
 
 def test_active_parameters_count_two_of_the_experts():
@@ -109,131 +96,53 @@ def test_active_parameters_count_two_of_the_experts():
     assert config.num_parameters() - config.num_active_parameters() == 12 * 62 * expert
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_expert": 3}, "no field 'num_expert'.*Did you mean 'num_experts'"),
-        ({"num_experts": 5}, "num_experts is 5, but num_sparse_encoder_layers"),
-        (
-            {"num_experts": 5, "num_sparse_encoder_layers": 5},
-            r"does not divide the 12 blocks.*\[1, 2, 3, 4, 6, 12\]",
-        ),
-        ({"d_model": 0}, r"d_model is 0; expected an integer from 1 to [\d,]+"),
-        ({"d_model": "wide"}, "d_model is 'wide'"),
-        ({"dropout_rate": 1.5}, "dropout_rate is 1.5"),
-        ({"feed_forward_proj": "swish"}, "expected one of gated-gelu, relu"),
-        ({"eos_token_id": 40_000}, "eos_token_id is 40000; expected a token id below vocab_size"),
-        ({"relative_attention_max_distance": 16}, "relative_attention_max_distance is 16"),
-        (
-            {"router_loss_reduction": "max"},
-            "router_loss_reduction is 'max'; expected one of sum, mean",
-        ),
-        (
-            {**SPARSE, "router": "expert_choice"},
-            "'expert_choice' cannot be used in a decoder.*Set decoder_router to one",
-        ),
-        ({**SPARSE, "router": "swich"}, "Did you mean 'switch'"),
-        ({"router": "swich"}, "Did you mean 'switch'"),
-        ({**SPARSE, "router": None}, "router is None; expected a string"),
-        (
-            {**SPARSE, "second_expert_policy": "all"},
-            "no field 'second_expert_policy'.*option of batch_prioritized, token_choice. Pass it in router_options",
-        ),
-        (
-            {**SPARSE, "expert_capacity": 0},
-            "expert_capacity is 0; expected an integer from 1 to .*, or None to follow",
-        ),
-        (
-            {**SPARSE, "capacity_scope": "batch"},
-            "capacity_scope is 'batch'; expected one of group, sequence",
-        ),
-        (
-            {**SPARSE, "sparse_position": "first"},
-            "sparse_position is 'first'; expected one of last, second",
-        ),
-        (
-            {**SPARSE, "capacity_factor": "1.25"},
-            "capacity_factor is '1.25'; expected a finite number or None",
-        ),
-        (
-            {"decoder_router": "switch"},
-            "decoder_router is 'switch', but the decoder has no sparse layer",
-        ),
-        (
-            {"decoder_router_options": {"policy": "sample"}},
-            "decoder_router_options is .*, but the decoder has no",
-        ),
-        (
-            {**SPARSE, "router_options": {"jiter": 0.1}},
-            "Router 'token_choice' has no option 'jiter'",
-        ),
-        ({**SPARSE, "router_options": "all"}, "router_options is 'all'; expected a mapping"),
-        (
-            {**SPARSE, "decoder_router": "batch_prioritized"},
-            "'batch_prioritized' cannot be used in a decoder",
-        ),
-        ({"num_layers": 100_000}, r"num_layers is 100000; expected an integer from 1 to 1,024"),
-        (
-            {"vocab_size": 10**300},
-            r"vocab_size is 10+.*characters\); expected an integer from 1 to",
-        ),
-        (
-            {"d_model": 2**20, "d_ff": 2**24, "num_layers": 99},
-            "parameters; expected at most 100,000,000,000,000",
-        ),
-        ({"d_model": 768.0}, "d_model is 768.0; expected an integer"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; expected true or false"),
-        ({"is_encoder_decoder": "no"}, "is_encoder_decoder is 'no'; expected true or false"),
-        ({"use_cache": 1}, "use_cache is 1; expected true or false"),
-        ({"dropout_rate": float("nan")}, "dropout_rate is nan; expected a finite number"),
-        ({"z_loss_weight": 1e308}, "z_loss_weight is 1e.308; expected a finite number"),
-        (
-            {"dtype": "float7"},
-            "dtype is 'float7'; expected the name of a floating-point dtype of torch",
-        ),
-        ({"dtype": "nn"}, "dtype is 'nn'; expected the name of a floating-point dtype of torch"),
-        (
-            {"eos_token_id": []},
-            r"eos_token_id is \[\]; expected a token id below vocab_size, 32128",
-        ),
-        ({"eos_token_id": [1, -1]}, r"eos_token_id is \[1, -1\]; expected"),
-        ({"eos_token_id": True}, "eos_token_id is True; expected"),
-        ({"bos_token_id": "<s>"}, "bos_token_id is '<s>'; expected an integer or None"),
-        ({"num_labels": 10**12}, "num_labels is 1000000000000; expected"),
-        ({"id2label": {"a": "b"}}, "invalid literal for int.*'a'"),
-        ({"problem_type": "single_label_classification", "num_labels": 1}, "problem_type"),
-        ({"is_decoder": True}, "no field 'is_decoder'"),
-    ],
-)
+WRONG = [
+    ({"num_expert": 3}, "'num_expert'.*'num_experts'"),
+    ({"num_experts": 5}, "num_experts is 5, but num_sparse_encoder_layers"),
+    ({"num_experts": 5, "num_sparse_encoder_layers": 5}, r"12 blocks.*\[1, 2, 3, 4, 6, 12\]"),
+    ({"d_model": 0}, "d_model is 0"),
+    ({"d_model": 768.0}, "d_model is 768.0"),
+    ({"num_layers": 100_000}, "num_layers is 100000; .* 1 to 1,024"),
+    ({"vocab_size": 10**300}, r"vocab_size is 10+.*characters\)"),
+    ({"d_model": 2**20, "d_ff": 2**24, "num_layers": 99}, "parameters; .* 100,000,000,000,000"),
+    ({"dropout_rate": float("nan")}, "dropout_rate is nan"),
+    ({"feed_forward_proj": "swish"}, "one of gated-gelu, relu"),
+    ({"use_cache": 1}, "use_cache is 1; expected true or false"),
+    ({"dtype": "nn"}, "dtype is 'nn'"),
+    ({"eos_token_id": 40_000}, "eos_token_id is 40000; .* below vocab_size"),
+    ({"eos_token_id": [1, -1]}, r"eos_token_id is \[1, -1\]"),
+    ({"bos_token_id": "<s>"}, "bos_token_id is '<s>'"),
+    ({"relative_attention_max_distance": 16}, "relative_attention_max_distance is 16"),
+    ({"id2label": {"a": "b"}}, "invalid literal for int.*'a'"),
+    ({"problem_type": "single_label_classification", "num_labels": 1}, "problem_type"),
+    ({"is_decoder": True}, "'is_decoder'"),
+    ({"router": "swich"}, "'switch'"),
+    ({**SPARSE, "router": "expert_choice"}, "decoder.*Set decoder_router"),
+    ({**SPARSE, "second_expert_policy": "all"}, "Pass it in router_options"),
+    ({**SPARSE, "expert_capacity": 0}, "expert_capacity is 0.*None to follow"),
+    ({**SPARSE, "sparse_position": "first"}, "sparse_position is 'first'"),
+    ({"decoder_router": "switch"}, "decoder_router is 'switch', but the decoder"),
+    ({"decoder_router_options": {"policy": "sample"}}, "decoder_router_options is .*the decoder"),
+    ({**SPARSE, "router_options": {"jiter": 0.1}}, "'token_choice' has no option 'jiter'"),
+    ({**SPARSE, "router_options": "all"}, "router_options is 'all'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG)
 def test_a_config_whose_numbers_are_wrong_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         STMoEConfig(**fields)
 
 
-@pytest.mark.parametrize(
-    ("router", "router_input"),
-    [
-        (name, seen)
-        for name in load_routers().names()
-        for seen in ("hidden", "concat")
-        if (name, seen) != ("hash", "concat")
-    ],
-)
-def test_parameters_of_every_router_are_counted_before_anything_is_built(router, router_input):
-    kind = load_routers().get(router)
-    config = STMoEConfig(
-        **FIELDS
-        | {
-            "router": router,
-            "router_options": None,
-            "router_input": router_input,
-            "decoder_router": "switch",
-        }
-        | {"num_selected_experts": 1, "expert_bias": "multiplicative"}
-    )
-    built = STMoEForConditionalGeneration(config)
-    assert sum(p.numel() for p in built.parameters()) == config.num_parameters()
-    assert isinstance(built.sparse_layers()[0].router, kind)
+@pytest.mark.parametrize("router", load_routers().names())
+def test_parameters_of_every_router_are_counted_before_anything_is_built(router):
+    fields = FIELDS | {"router": router, "router_options": None, "decoder_router": "switch"}
+    fields |= {"num_selected_experts": 1, "expert_bias": "multiplicative"}
+    for router_input in ("hidden",) if router == "hash" else ("hidden", "concat"):
+        config = STMoEConfig(**fields, router_input=router_input)
+        built = STMoEForConditionalGeneration(config)
+        assert sum(p.numel() for p in built.parameters()) == config.num_parameters()
+        assert isinstance(built.sparse_layers()[0].router, load_routers().get(router))
 
 
 def test_the_decoder_takes_over_the_router_and_its_options_unless_it_has_its_own():
@@ -282,17 +191,8 @@ def test_a_configuration_keeps_its_own_copy_of_the_router_options():
 
 
 def test_an_unknown_preset_names_the_closest():
-    with pytest.raises(ConfigError, match="Did you mean 'st-moe-32b'"):
+    with pytest.raises(ConfigError, match="'st-moe-32b'"):
         STMoEConfig.from_preset("st-moe-32")
-
-
-def test_a_config_survives_saving(tmp_path):
-    routers = {"router_options": {"second_expert_policy": "all"}, "decoder_router": "bias_balanced"}
-    config = STMoEConfig.from_preset(
-        "st-moe-base", eval_capacity_factor=None, expert_bias="multiplicative", **routers
-    )
-    config.save_pretrained(tmp_path)
-    assert STMoEConfig.from_pretrained(tmp_path).to_diff_dict() == config.to_diff_dict()
 
 
 def test_what_transformers_defines_for_every_config_is_kept_and_loads_again(tmp_path):
@@ -315,22 +215,30 @@ def test_what_transformers_defines_for_every_config_is_kept_and_loads_again(tmp_
     assert STMoEConfig.from_pretrained(tmp_path).eos_token_id is None
 
 
-def round_trips(config, folder):
-    config.save_pretrained(folder)
-    yield STMoEConfig.from_pretrained(folder)
-    yield STMoEConfig.from_dict(config.to_dict())
-    yield STMoEConfig.from_dict(json.loads(config.to_json_string(use_diff=False)))
-    yield copy.copy(config)
-    yield copy.deepcopy(config)
-    yield pickle.loads(pickle.dumps(config))
-    yield config.replaced()
+ROUTERS = {
+    "router_options": {"second_expert_policy": "all"},
+    "decoder_router": "bias_balanced",
+    "eval_capacity_factor": None,
+    "expert_bias": "multiplicative",
+}
 
 
-@pytest.mark.parametrize("name", PRESETS.names())
-def test_a_config_equals_what_is_read_back_of_it_and_no_other(name, tmp_path):
-    config = STMoEConfig.from_preset(name, eos_token_id=[1, 3], dtype="bfloat16")
-    for again in round_trips(config, tmp_path):
-        assert again == config
+@pytest.mark.parametrize(
+    ("name", "fields"), [("st-moe-base", ROUTERS), ("switch-base-8", {}), ("t5-1.1-small", {})]
+)
+def test_a_config_equals_what_is_read_back_of_it_and_no_other(name, fields, tmp_path):
+    config = STMoEConfig.from_preset(name, eos_token_id=[1, 3], dtype="bfloat16", **fields)
+    config.save_pretrained(tmp_path)
+    copies = [
+        STMoEConfig.from_pretrained(tmp_path),
+        STMoEConfig.from_dict(config.to_dict()),
+        STMoEConfig.from_dict(_fields_of(config)),
+        copy.copy(config),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+        config.replaced(),
+    ]
+    assert all(again == config for again in copies)
     assert config.replaced(dropout_rate=0.3) != config
     assert config != config.to_dict()
 
@@ -360,8 +268,6 @@ def test_fields_that_contradict_each_other_when_set_are_refused_by_the_model_and
 def test_names_that_transformers_gives_to_fields_are_keywords():
     config = STMoEConfig(hidden_size=64, num_attention_heads=5)
     assert (config.d_model, config.num_heads) == (64, 5)
-    with pytest.raises(ConfigError, match="d_model is 0"):
-        STMoEConfig(hidden_size=0)
 
 
 def test_an_attribute_that_was_set_loads_again_and_is_named(tmp_path):
@@ -384,10 +290,9 @@ def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
     assert (loaded.d_model, loaded.dropout_rate) == (64, 0.5)
 
 
-@pytest.mark.parametrize("value", [{1, 2}, torch.ones(2)], ids=["set", "tensor"])
-def test_what_json_cannot_hold_is_refused_at_save(tmp_path, value):
+def test_what_json_cannot_hold_is_refused_at_save(tmp_path):
     config = STMoEConfig()
-    config.scale = value
+    config.scale = {1, 2}
     with pytest.raises(TypeError, match="JSON"):
         config.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -404,25 +309,17 @@ VALID = {
         SwitchTransformersConfig(vocab_size=131, d_model=29, num_layers=2)
     ),
 }
+SCALARS = [None, True, -1, 0, 1, 2**31, 10**18, 10**400, 0.5, float("nan"), float("inf")]
+WORDS = ["no", "true", "relu", "gated-gelu", "float32", "float7", "switch", "expert_choice", "1"]
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.sampled_from([-1, 0, 1, 2**31, 2**63, 10**18, 10**400])
-    | st.floats()
-    | st.sampled_from(
-        ["no", "true", "relu", "gated-gelu", "float32", "float7", "switch", "expert_choice", "1"]
-    )
-    | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
+    st.sampled_from([*SCALARS, *WORDS]) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=4,
 )
 
 
 @pytest.mark.slow
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_config_json_loads_and_saves_or_is_refused_by_the_name_of_a_field(tmp_path, data):
     kind = data.draw(st.sampled_from(list(VALID)))

@@ -4,8 +4,6 @@ is accounted for.
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from moe import (
     lora_config,
 )
 from tests.models.hf_models import (
-    KINDS,
     assert_equal_to_rounding,
     every_kind,
     needs_a_right_switch,
@@ -73,24 +70,25 @@ def change_config(folder, **changes):
 
 # ---- what is computed ----
 
+a_kind_of_each = pytest.mark.parametrize(
+    "kind", ["T5 1.1", pytest.param("Switch", marks=needs_a_right_switch)]
+)
+
 
 @every_kind
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_encoder_and_logits_equal_transformers_where_capacity_drops_tokens(
-    folders, kind, attention
-):
+def test_encoder_and_logits_equal_transformers_where_capacity_drops_tokens(folders, kind):
     theirs, inputs = their_model(kind), their_inputs()
-    ours = load(folders(kind), attn_implementation=attention)
-    expected, actual = theirs(**inputs), ours(**inputs)
-    assert_equal_to_rounding(actual.encoder_last_hidden_state, expected.encoder_last_hidden_state)
-    assert_equal_to_rounding(actual.logits, expected.logits)
-    routers = (*(actual.encoder_router_outputs or ()), *(actual.decoder_router_outputs or ()))
-    assert (sum(int(router.stats.dropped_tokens) for router in routers) > 0) == kind.startswith(
-        "Switch"
-    )
+    expected = theirs(**inputs)
+    for attention in ("eager", "sdpa"):
+        actual = load(folders(kind), attn_implementation=attention)(**inputs)
+        for name in ("encoder_last_hidden_state", "logits"):
+            assert_equal_to_rounding(actual[name], expected[name])
+        routers = (*(actual.encoder_router_outputs or ()), *(actual.decoder_router_outputs or ()))
+        drops = any(router.stats.dropped_tokens for router in routers)
+        assert drops == kind.startswith("Switch")
 
 
-@every_kind
+@a_kind_of_each
 def test_right_padding_leaves_real_tokens_equal_to_transformers(folders, kind):
     theirs, ours, inputs = their_model(kind), load(folders(kind)), their_inputs()
     mask = torch.arange(17) < torch.tensor([[17], [11], [5]])
@@ -102,67 +100,53 @@ def test_right_padding_leaves_real_tokens_equal_to_transformers(folders, kind):
     assert_equal_to_rounding(actual.logits, expected.logits)
 
 
-@every_kind
-def test_cached_decoding_equals_transformers_step_by_step(folders, kind):
-    theirs, ours, inputs = their_model(kind), load(folders(kind)), their_inputs()
-    with torch.no_grad():
-        encoded = [model.get_encoder()(inputs["input_ids"]) for model in (theirs, ours)]
-        caches, token = [None, None], torch.zeros(3, 1, dtype=torch.int64)
+@a_kind_of_each
+@torch.no_grad()
+def test_greedy_decoding_through_a_cache_equals_transformers_step_by_step(folders, kind):
+    ids, steps = their_inputs()["input_ids"], {}
+    for model in (their_model(kind), load(folders(kind))):
+        given = {"encoder_outputs": model.get_encoder()(ids), "use_cache": True}
+        cache, token, steps[model] = None, torch.zeros(3, 1, dtype=torch.int64), []
         for _ in range(7):
-            steps = [
-                model(
-                    encoder_outputs=memory,
-                    decoder_input_ids=token,
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-                for model, memory, cache in zip((theirs, ours), encoded, caches, strict=True)
-            ]
-            assert_equal_to_rounding(steps[1].logits, steps[0].logits)
-            caches, token = [step.past_key_values for step in steps], steps[0].logits.argmax(-1)
-
-
-@every_kind
-def test_generation_equals_transformers(tmp_path, kind):
-    theirs = their_model(
-        kind, num_layers=6
-    )  # with fewer layers than its decoder, their generate has no cache for it
-    theirs.save_pretrained(tmp_path)
-    ids = their_inputs()["input_ids"]
-    expected, actual = (
-        model.generate(ids, max_new_tokens=11, num_beams=1) for model in (theirs, load(tmp_path))
-    )
-    assert torch.equal(actual, expected)
+            step = model(decoder_input_ids=token, past_key_values=cache, **given)
+            cache, token = step.past_key_values, step.logits.argmax(-1)
+            steps[model].append(step.logits)
+    for theirs, ours in zip(*steps.values(), strict=True):
+        assert_equal_to_rounding(ours, theirs)
 
 
 # ---- files ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["T5 1.0", "T5 1.1", "Switch"])
-@pytest.mark.parametrize("form", [".bin", ".bin of old torch", "safetensors shards", ".bin shards"])
-def test_every_form_of_files_gives_the_same_weights_bit_for_bit(folders, tmp_path, kind, form):
+def save_in_form(form, folder):
+    """Writes the Switch to a folder with its weights in another form of files."""
+    model = their_model()
     if form == "safetensors shards":
-        their_model(kind).save_pretrained(tmp_path, max_shard_size="50KB")
-        assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    else:
-        shutil.copy(folders(kind) / "config.json", tmp_path)
-        weights = dict(their_model(kind).state_dict())  # the embedding under each of its names
-        parts = {"pytorch_model.bin": weights}
-        if form == ".bin shards":
-            names = sorted(weights)
-            parts = {f"pytorch_model-0000{i + 1}-of-00003.bin": names[i::3] for i in range(3)}
-            parts = {file: {name: weights[name] for name in some} for file, some in parts.items()}
-            index = {
-                "metadata": {},
-                "weight_map": {name: file for file, some in parts.items() for name in some},
-            }
-            (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-        for file, some in parts.items():
-            torch.save(
-                some, tmp_path / file, _use_new_zipfile_serialization=form != ".bin of old torch"
-            )
-    expected, actual = load(folders(kind)).state_dict(), load(tmp_path).state_dict()
+        model.save_pretrained(folder, max_shard_size="50KB")
+        return
+
+    model.config.save_pretrained(folder)
+    weights = dict(model.state_dict())  # the embedding under each of its names
+    parts = {"pytorch_model.bin": weights}
+    if form == ".bin shards":
+        names = sorted(weights)
+        parts = {}
+        for part in range(3):
+            file = f"pytorch_model-0000{part + 1}-of-00003.bin"
+            parts[file] = {name: weights[name] for name in names[part::3]}
+        weight_map = {name: file for file, some in parts.items() for name in some}
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    is_new = form != ".bin of old torch"
+    for file, some in parts.items():
+        torch.save(some, folder / file, _use_new_zipfile_serialization=is_new)
+
+
+@pytest.mark.parametrize("form", [".bin", ".bin of old torch", "safetensors shards", ".bin shards"])
+def test_every_form_of_files_gives_the_same_weights_bit_for_bit(folders, tmp_path, form):
+    save_in_form(form, tmp_path)
+    assert form != "safetensors shards" or len(list(tmp_path.glob("*.safetensors"))) > 2
+    expected, actual = load(folders("Switch")).state_dict(), load(tmp_path).state_dict()
     assert expected.keys() == actual.keys()
     assert all(torch.equal(weight, actual[name]) for name, weight in expected.items())
 
@@ -180,27 +164,22 @@ def test_a_name_of_the_hub_loads_from_its_cache(folders, tmp_path):
     assert conversion_report(name, cache_dir=tmp_path, local_files_only=True).source == name
 
 
-def test_dtype_device_map_and_settings_are_those_asked_for(folders):
-    settings = {
-        "expert_capacity": 5,
-        "attn_implementation": "eager",
-        "dtype": torch.bfloat16,
-        "device_map": "cpu",
-    }
-    model, info = load(folders("Switch"), output_loading_info=True, **settings)
+def test_dtype_device_map_and_settings_are_those_asked_for_else_those_of_the_files(
+    folders, tmp_path
+):
+    settings = {"expert_capacity": 5, "attn_implementation": "eager", "device_map": "cpu"}
+    model, info = load(
+        folders("Switch"), output_loading_info=True, dtype=torch.bfloat16, **settings
+    )
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.config.expert_capacity == model.sparse_layers()[0].config.expert_capacity == 5
     assert model.config._attn_implementation == "eager"
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    with pytest.raises(
-        ConfigError, match=r"from_pretrained got variant 'fp16' .* Leave variant out"
-    ):
+    with pytest.raises(ConfigError, match=r"variant 'fp16'"):
         load(folders("Switch"), variant="fp16")
 
-
-def test_the_dtype_of_the_files_is_kept(folders, tmp_path):
     their_model("T5 1.0").to(torch.bfloat16).save_pretrained(tmp_path)
-    assert load(tmp_path).dtype == torch.bfloat16
+    assert load(tmp_path).dtype == load(tmp_path, dtype="auto").dtype == torch.bfloat16
     assert load(tmp_path, dtype=torch.float32).dtype == torch.float32
 
 
@@ -256,7 +235,7 @@ def test_generation_settings_come_from_their_file_or_from_config_json(folders, t
 # ---- every tensor is accounted for ----
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["T5 1.0", "T5 1.1", "Switch", "Switch, untied"])
 def test_every_tensor_is_mapped_or_ignored_with_a_reason(folders, kind):
     report, model = conversion_report(folders(kind)), load(folders(kind))
     theirs = set(load_file(folders(kind) / "model.safetensors"))
@@ -300,10 +279,6 @@ def test_copies_of_the_embedding_and_t5s_unused_bias_are_explained(folders, tmp_
     ("change", "message"),
     [
         (
-            lambda w: w.pop("encoder.final_layer_norm.weight"),
-            r"1 missing: encoder\.final_layer_norm\.weight\. Downl",
-        ),
-        (
             lambda w: w.pop("encoder.block.1.layer.1.mlp.experts.expert_6.wo.weight"),
             r"1 missing: .*expert_6\.wo",
         ),
@@ -312,33 +287,23 @@ def test_copies_of_the_embedding_and_t5s_unused_bias_are_explained(folders, tmp_
             lambda w: w.update({"shared.weight": torch.zeros(129, 29)}),
             r"1 of another shape: shared\.weight \(129, 29\) instead of \(131, 29\)\.",
         ),
-        (
-            lambda w: w.update(
-                {"encoder.block.1.layer.1.mlp.router.classifier.bias": torch.zeros(7)}
-            ),
-            r"1 unexpected: .*classifier\.bias",
-        ),
     ],
 )
 def test_a_tensor_that_is_not_accounted_for_is_an_error(folder, change, message):
     change_weights(folder, change)
-    for door in (load, lambda folder: load(folder, ignore_mismatched_sizes=True)):
-        with pytest.raises(CheckpointError, match=message):
-            door(folder)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder, ignore_mismatched_sizes=True)
     with pytest.raises(CheckpointError, match=message):
         load_complete(STMoEForConditionalGeneration, folder)
 
 
 def test_a_missing_head_of_its_own_is_not_made_up(folders, tmp_path):
     folder = shutil.copytree(folders("T5 1.1"), tmp_path / "model")
-    change_config(folder, tie_word_embeddings=False)
-    path = folder / "config.json"
-    path.write_text(
-        json.dumps(
-            {k: v for k, v in json.loads(path.read_text()).items() if k != "scale_decoder_outputs"}
-        )
-    )
-    assert load(folder).config.tie_word_embeddings is False  # config.json as of the hub
+    raw = json.loads((folder / "config.json").read_text())
+    raw |= {"tie_word_embeddings": False}
+    raw.pop("scale_decoder_outputs", None)  # as config.json of the hub
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert load(folder).config.tie_word_embeddings is False
     change_weights(folder, lambda weights: weights.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"1 missing: lm_head\.weight"):
         load(folder)
@@ -347,15 +312,15 @@ def test_a_missing_head_of_its_own_is_not_made_up(folders, tmp_path):
 def test_folders_without_weights_or_torn_ones_are_one_message(folder):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(
-        CheckpointError, match=r"The weights in .*model\.safetensors cannot be read: "
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         load(folder)
     weights.unlink()
-    with pytest.raises(
-        CheckpointError, match=r"has no weights: expected one of model\.safetensors, model.*\.bin"
-    ):
+    with pytest.raises(CheckpointError, match=r"has no weights: .*model\.safetensors"):
         load(folder)
+    for content in (b"version https://git-lfs.github.com/spec/v1\n", b""):
+        (folder / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"pytorch_model.bin cannot be read"):
+            load(folder)
 
 
 def test_a_mesh_wants_a_folder_that_was_converted_once_and_for_all(folder):
@@ -407,50 +372,21 @@ def test_config_json_of_the_hub_becomes_ours(folder):
     [
         ({"router_bias": True}, "router_bias True; expected False"),
         ({"num_selected_experts": 2}, "num_selected_experts 2; expected 1"),
-        ({"dense_act_fn": "gelu"}, "plain feed-forward layers with the activation 'gelu'"),
-        (
-            {"is_gated_act": True, "dense_act_fn": "silu"},
-            "gated feed-forward layers with the activation 'silu'",
-        ),
-        (
-            {"scalable_attention": True},
-            "has scalable_attention True, which changes what the model computes",
-        ),
+        ({"dense_act_fn": "gelu"}, "plain feed-forward .* 'gelu'"),
+        ({"is_gated_act": True, "dense_act_fn": "silu"}, "gated feed-forward .* 'silu'"),
+        ({"scalable_attention": True}, "scalable_attention True, which changes"),
         (
             {"num_sparse_encoder_layers": 3, "encoder_sparse_step": 3},
             r"4 layers in the encoder, of which every 3th",
         ),
-        (
-            {"eos_token_id": [1, 500]},
-            r"eos_token_id is \[1, 500\]; expected a token id below vocab_size, 131",
-        ),
-        ({"eos_token_id": "</s>"}, "eos_token_id"),
-        (
-            {"num_layers": 10**12},
-            "num_layers is 1000000000000; expected an integer from 1 to 1,024",
-        ),
-        ({"d_model": 29.0}, "d_model.*29.0"),
-        ({"encoder_sparse_step": "two"}, "encoder_sparse_step is 'two'; expected an integer"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings.*'no'"),
-        ({"initializer_factor": 1e300}, "initializer_factor is 1e.300; expected a finite number"),
+        ({"eos_token_id": [1, 500]}, r"eos_token_id is \[1, 500\]"),
+        ({"encoder_sparse_step": "two"}, "encoder_sparse_step is 'two'"),
         ({"dropout_rate": None}, "dropout_rate.*None"),
-        ({"pad_token_id": []}, "pad_token_id"),
-        ({"feed_forward_proj": "nothing"}, "feed_forward_proj is 'nothing'; expected"),
-        (
-            {"feed_forward_proj": "gated-gelu"},
-            "feed_forward_proj is 'gated-gelu'; expected 'relu': the model has plain",
-        ),
-        ({"dtype": "float7"}, "float7"),
-        (
-            {"tie_encoder_decoder": True},
-            "has tie_encoder_decoder True, which changes what the model computes",
-        ),
-        ({"to_dict": 3}, "no field 'to_dict'"),
-        ({"model_type": ["t5"]}, r"of a model of type \['t5'\]; expected st_moe"),
-        (
-            {"model_type": "bert"},
-            "of a model of type 'bert'; expected st_moe, or switch_transformers or t5",
-        ),
+        ({"feed_forward_proj": "gated-gelu"}, "feed_forward_proj is 'gated-gelu'"),
+        ({"tie_encoder_decoder": True}, "tie_encoder_decoder True, which changes"),
+        ({"to_dict": 3}, "'to_dict'"),
+        ({"model_type": ["t5"]}, r"type \['t5'\]; expected st_moe"),
+        ({"model_type": "bert"}, "'bert'; expected st_moe, or switch_transformers or t5"),
     ],
 )
 def test_a_config_json_that_cannot_be_represented_is_refused_with_the_reason(
@@ -466,18 +402,14 @@ def test_what_transformers_does_not_read_either_is_kept_with_a_warning(folder):
         "task_specific_params": {"summarization": {"prefix": "summarize: "}},
         "prefix": "x ",
         "bos_token_id": None,
+        "eos_token_id": [1, 5],
+        "tokenizer_class": "T5Tokenizer",
+        "lab_tag": "a",
     }
-    change_config(folder, **kept, tokenizer_class="T5Tokenizer", lab_tag="a", rope_theta=None)
-    with pytest.warns(UserWarning, match=r"fields that STMoEConfig does not read: lab_tag \('a'\)"):
+    change_config(folder, **kept, rope_theta=None)
+    with pytest.warns(UserWarning, match=r"does not read: lab_tag \('a'\)"):
         config = STMoEConfig.from_pretrained(folder)
-    assert config.lab_tag == "a"
     assert {name: getattr(config, name) for name in kept} == kept
-    assert config.tokenizer_class == "T5Tokenizer"
-
-
-def test_several_end_tokens_are_kept(folder):
-    change_config(folder, eos_token_id=[1, 5])
-    assert load(folder).config.eos_token_id == [1, 5]
 
 
 def test_the_first_token_of_the_decoder_is_kept(folder):
@@ -527,15 +459,22 @@ def test_two_embeddings_that_both_matter_are_refused(folders, tmp_path, kind, ch
 
 # ---- memory ----
 
-PEAK = """
-import re, sys, torch
-from pathlib import Path
-def peak():  # of this program alone; getrusage starts from the peak of the parent
-    return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-"""
-
 MEMORY = """
+import re
+import sys
+from pathlib import Path
+
+import torch
+
 from moe import STMoEForConditionalGeneration
+
+
+def peak():
+    # Of this program alone; getrusage starts from the peak of the parent.
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1]) * 1024
+
+
 STMoEForConditionalGeneration.from_pretrained(sys.argv[1])
 before = peak()
 model = STMoEForConditionalGeneration.from_pretrained(sys.argv[2])
@@ -544,111 +483,26 @@ print(peak() - before, sum(p.nbytes for p in model.parameters()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["safetensors", ".bin"])
-def test_loading_takes_the_model_and_one_shard(folders, tmp_path, form):
-    sizes = {"d_model": 512, "d_ff": 2048, "d_kv": 64, "num_heads": 8, "vocab_size": 2003}
-    their_model(**sizes).save_pretrained(tmp_path, max_shard_size="32MB")
-    if form == ".bin":
-        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-        for file in tmp_path.glob("*.safetensors"):
-            torch.save(load_file(file), file.with_suffix(".bin"))
-            file.unlink()
-        index["weight_map"] = {
-            k: v.replace(".safetensors", ".bin") for k, v in index["weight_map"].items()
-        }
-        (tmp_path / "model.safetensors.index.json").unlink()
-        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    ended = run_program(tmp_path, PEAK + MEMORY, folders("Switch"), tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    taken, model = map(int, ended.stdout.split()[-2:])
-    assert model > 300e6
-    assert taken < model + 32e6 + 40e6, f"{taken / 1e6:.0f} MB for a model of {model / 1e6:.0f} MB"
+def test_loading_takes_the_model_and_one_shard(folders, tmp_path):
+    sizes = {"d_model": 256, "d_ff": 1024, "d_kv": 64, "num_heads": 8, "vocab_size": 2003}
+    shards, bins = tmp_path / "safetensors", tmp_path / "bin"
+    their_model(**sizes).save_pretrained(shards, max_shard_size="10MB")
 
+    # The same shards, as .bin files.
+    shutil.copytree(shards, bins, ignore=shutil.ignore_patterns("*.safetensors*"))
+    index = json.loads((shards / "model.safetensors.index.json").read_text())
+    for name, file in index["weight_map"].items():
+        index["weight_map"][name] = file.replace(".safetensors", ".bin")
+    (bins / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    for file in shards.glob("*.safetensors"):
+        torch.save(load_file(file), bins / file.with_suffix(".bin").name)
 
-BASE_8 = """
-import sys, torch
-from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
-sizes = {"d_ff": 3072, "num_sparse_encoder_layers": 6, "num_sparse_decoder_layers": 6, "decoder_start_token_id": 0}
-config = SwitchTransformersConfig(**sizes, expert_capacity=8)
-with torch.device("meta"):
-    model = SwitchTransformersForConditionalGeneration(config)
-model = model.to_empty(device="cpu").eval()
-model.tie_weights()
-block = torch.randn(5_000_011, generator=torch.Generator().manual_seed(0))  # a prime: no two rows alike
-for name, parameter in model.named_parameters():
-    std = 1.0 if "norm" in name or "shared" in name else parameter.shape[-1] ** -0.5
-    flat = parameter.data.view(-1)
-    for start in range(0, flat.numel(), block.numel()):
-        part = flat[start : start + block.numel()]
-        part.copy_(block[: part.numel()]).mul_(std)
-    if "norm" in name:
-        parameter.data.abs_()
-model.save_pretrained(sys.argv[1] + "/model", max_shard_size="300MB")
-generator = torch.Generator().manual_seed(1)
-inputs = {
-    "input_ids": torch.randint(2, 32000, (2, 61), generator=generator),
-    "decoder_input_ids": torch.randint(2, 32000, (2, 31), generator=generator),
-}
-with torch.no_grad():
-    output = model(**inputs)
-torch.save([inputs, output.encoder_last_hidden_state, output.logits], sys.argv[1] + "/expected.pt")
-"""
-
-OURS_8 = """
-from moe import STMoEForConditionalGeneration
-model = STMoEForConditionalGeneration.from_pretrained(sys.argv[1] + "/model")
-inputs, encoded, logits = torch.load(sys.argv[1] + "/expected.pt")
-with torch.no_grad():
-    output = model(**inputs)
-dropped = sum(int(router.stats.dropped_tokens) for router in output.encoder_router_outputs)
-error = max((a - b).abs().max().item() / max(1, b.abs().max().item()) for a, b in (
-    (output.encoder_last_hidden_state, encoded), (output.logits, logits)))
-model_bytes = sum(parameter.nbytes for parameter in model.parameters())
-print(error, dropped, peak(), model_bytes)
-"""
-
-
-@pytest.mark.slow
-@needs_a_right_switch
-def test_at_the_size_of_switch_base_8_logits_are_equal_and_memory_is_the_model_and_one_shard(
-    tmp_path,
-):
-    try:
-        written = run_program(tmp_path, BASE_8, tmp_path)
-        assert written.returncode == 0, written.stderr
-        arguments = [sys.executable, "-c", PEAK + OURS_8, str(tmp_path)]
-        answer = subprocess.run(
-            arguments, check=True, capture_output=True, text=True, timeout=900
-        ).stdout
-    finally:
-        shutil.rmtree(tmp_path / "model", ignore_errors=True)  # 2.5 GB
-    error, dropped, peak, model = map(float, answer.split()[-4:])
-    assert error < 1e-5
-    assert dropped > 0
-    assert model > 2.4e9
-    assert peak < model + 300e6 + 800e6, (
-        f"{peak / 1e9:.2f} GB"
-    )  # the rest is Python with torch and transformers
-
-
-@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_the_dtype_can_be_that_of_the_weights(folder, name):
-    their_model().to(torch.bfloat16).save_pretrained(folder)
-    assert (
-        STMoEForConditionalGeneration.from_pretrained(folder, **{name: "auto"}).dtype
-        == torch.bfloat16
-    )
-
-
-@pytest.mark.parametrize(
-    "content", [b"version https://git-lfs.github.com/spec/v1\n", b""], ids=["pointer", "empty"]
-)
-def test_a_bin_file_that_holds_something_else_is_one_message(folder, content):
-    their_model().save_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"The weights in .*pytorch_model.bin cannot be read"):
-        STMoEForConditionalGeneration.from_pretrained(folder)
+    for folder in (shards, bins):
+        ended = run_program(tmp_path, MEMORY, folders("Switch"), folder)
+        assert ended.returncode == 0, ended.stderr
+        taken, model = map(int, ended.stdout.split()[-2:])
+        assert model > 75e6
+        assert taken < model + 10e6 + 25e6, f"{taken / 1e6:.0f} MB for {model / 1e6:.0f} MB"
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -658,7 +512,5 @@ def test_adapters_of_a_converted_model_name_their_base_and_are_not_loaded_onto_a
     their_model().save_pretrained(folder)
     model = STMoEForConditionalGeneration.from_pretrained(folder)
     get_peft_model(model, lora_config(model)).save_pretrained(tmp_path / "adapters")
-    with pytest.raises(
-        ConfigError, match=r"holds adapters of .*, a model of another library. Load the base by"
-    ):
+    with pytest.raises(ConfigError, match=r"adapters of .*, a model of another library"):
         STMoEForConditionalGeneration.from_pretrained(tmp_path / "adapters")

@@ -3,7 +3,6 @@ by hand.
 """
 
 import copy
-import subprocess
 import sys
 
 import pytest
@@ -18,18 +17,15 @@ from moe import (
     lora_config,
 )
 from moe.models.pretrained import enable_activation_checkpointing
-from tests.models.tiny import tiny_batch, tiny_model
+from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )
 
-DENSE = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
 KINDS = {
-    "gated": {},
-    "relu": {"feed_forward_proj": "relu"},
-    "static": {"dispatch": "static"},
-    "tied head, expert bias": {"tie_word_embeddings": True, "expert_bias": "multiplicative"},
+    "gated": {"tie_word_embeddings": True, "expert_bias": "multiplicative"},
+    "relu": {"feed_forward_proj": "relu", "dispatch": "static"},
 }
 
 
@@ -37,7 +33,7 @@ def attach(model, **options):
     return get_peft_model(model, lora_config(model, **{"rank": 3, "alpha": 6, **options}))
 
 
-def train(model, steps=12, lr=0.02, bfloat16=False):
+def train(model, steps=5, lr=0.02, bfloat16=False):
     """Returns the losses of steps on one batch."""
     model.train()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
@@ -62,50 +58,44 @@ def trainable(model):
     return {name for name, p in model.named_parameters() if p.requires_grad}
 
 
+def close(a, b, atol):
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
-def test_adapters_change_nothing_at_first_then_learn_while_the_base_stays(fields):
+def test_adapters_change_nothing_at_first_then_learn_and_merge_into_a_plain_model(fields, tmp_path):
     base = tiny_model(**fields).double()
     expected, before = logits(base), copy.deepcopy(base.state_dict())
     model = attach(base)
-    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-12)
+    close(logits(model), expected, 1e-12)
     assert all("lora_" in name for name in trainable(model))
     losses = train(model)
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < losses[0]
     assert not torch.allclose(logits(model), expected, atol=1e-2)
-    for name, parameter in model.unload().named_parameters():
+
+    # The base is as it was.
+    for name, parameter in copy.deepcopy(model).unload().named_parameters():
         assert torch.equal(parameter, before[name]), name
 
+    # The merged model computes the same, also after saving.
+    unmerged, unmerged_loss = logits(model), model(**tiny_batch()).loss
+    merged = model.merge_and_unload()
+    close(logits(merged), unmerged, 1e-10)
+    close(merged(**tiny_batch()).loss, unmerged_loss, 1e-10)
+    merged.save_pretrained(tmp_path)
+    loaded, info = STMoEForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    close(logits(loaded), unmerged, 1e-10)
 
-def test_the_folder_of_the_adapters_alone_names_base_and_kind_of_model(tmp_path):
+
+def test_saved_adapters_name_their_base_give_the_same_model_and_learn_further(tmp_path):
     tiny_model().save_pretrained(tmp_path / "base")
     model = attach(STMoEForConditionalGeneration.from_pretrained(tmp_path / "base"))
     train(model)
     model.save_pretrained(tmp_path / "adapters")
     loaded = AutoPeftModelForSeq2SeqLM.from_pretrained(tmp_path / "adapters").eval()
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
-def test_the_merged_model_equals_the_unmerged_and_is_a_plain_model_again(fields, tmp_path):
-    model = attach(tiny_model(**fields))
-    train(model)
-    unmerged, unmerged_loss = logits(model), model(**tiny_batch()).loss
-    merged = model.merge_and_unload()
-    torch.testing.assert_close(logits(merged), unmerged, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(merged(**tiny_batch()).loss, unmerged_loss, rtol=0, atol=1e-5)
-    merged.save_pretrained(tmp_path)
-    loaded, info = STMoEForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values())
-    torch.testing.assert_close(logits(loaded), unmerged, rtol=1e-5, atol=1e-5)
-
-
-def test_saved_adapters_on_a_fresh_base_give_the_same_model(tmp_path):
-    model = attach(tiny_model())
-    train(model)
-    model.save_pretrained(tmp_path)
-    fresh = PeftModel.from_pretrained(tiny_model(), tmp_path)
-    torch.testing.assert_close(logits(fresh), logits(model), rtol=0, atol=1e-6)
-    further = PeftModel.from_pretrained(tiny_model(), tmp_path, is_trainable=True)
+    close(logits(loaded), logits(model), 0)
+    further = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapters", is_trainable=True)
     losses = train(further, steps=3, lr=1e-3)
     assert losses[-1] < losses[0]
 
@@ -123,9 +113,7 @@ def test_an_adapter_of_an_expert_is_its_own_low_rank_change():
     merged = model.merge_and_unload().sparse_layers()[0].experts.down_proj
     for expert in range(7):
         change = b.reshape(29, 3, 7)[:, :, expert] @ a.reshape(7, 3, 31)[expert]
-        torch.testing.assert_close(
-            merged[expert], down[expert] + 6 / 3 * change, rtol=0, atol=1e-12
-        )
+        close(merged[expert], down[expert] + 6 / 3 * change, 1e-12)
     assert torch.linalg.matrix_rank(merged[0] - down[0], rtol=1e-9) == 3
 
 
@@ -176,7 +164,7 @@ def test_adapters_work_under_activation_checkpointing_and_in_autocast():
         model(**tiny_batch()).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=1e-12)
+        close(gradients[1][name], gradient, 1e-12)
     model = attach(tiny_model())
     expected = train(copy.deepcopy(model), steps=5)
     rounded = train(model, steps=5, bfloat16=True)
@@ -195,29 +183,28 @@ def test_generation_is_that_of_the_merged_model_with_a_cache_or_without():
 
 
 def test_what_cannot_be_attached_is_refused():
-    with pytest.raises(ConfigError, match=r"the model is dense: it has none\. Pass experts=False"):
+    with pytest.raises(ConfigError, match=r"the model is dense.* experts=False"):
         lora_config(tiny_model(**DENSE))
     assert trainable(attach(tiny_model(**DENSE), experts=False))
+    model = tiny_model()
     for arguments, message in (
         ({"experts": False, "attention": False}, "asked for no adapters"),
-        ({"rank": 0}, "rank is 0; expected an integer of at least 1"),
+        ({"rank": 2.5}, "rank is 2.5; expected an integer"),
         ({"lora_dropout": 0.1}, "cannot drop inputs. Set it to 0"),
-        (
-            {"target_modules": ["q", "v"]},
-            "T5's q, k, v and o are q_proj, k_proj, v_proj and o_proj here",
-        ),
+        ({"target_modules": ["q", "v"]}, "T5's q, k, v and o are q_proj, k_proj"),
+        ({"use_dora": True}, "use_dora .*PEFT does not heed"),
+        ({"exclude_modules": ["experts"]}, "exclude_modules .*PEFT does not heed"),
+        ({"layers_to_transform": [0]}, "layers_to_transform .*PEFT does not heed"),
     ):
         with pytest.raises(ConfigError, match=message):
-            lora_config(tiny_model(), **arguments)
+            lora_config(model, **arguments)
     for name in ("alhpa", "r"):
-        with pytest.raises(TypeError, match=f"keyword argument '{name}'"):
-            lora_config(tiny_model(), **{name: 3})
-    assert lora_config(tiny_model(), experts=False, lora_dropout=0.1).lora_dropout == 0.1
-    with pytest.raises(
-        ConfigError,
-        match="got a PeftModelForSeq2SeqLM; expected a model of this library without adapters",
-    ):
-        lora_config(attach(tiny_model()))
+        with pytest.raises(TypeError, match=name):
+            lora_config(model, **{name: 3})
+    lora_config(model, experts=False, use_dora=True)
+    assert lora_config(model, experts=False, lora_dropout=0.1).lora_dropout == 0.1
+    with pytest.raises(ConfigError, match=r"PeftModelForSeq2SeqLM; .* without adapters"):
+        lora_config(attach(model))
 
 
 def test_all_linear_of_peft_itself_leaves_the_experts_alone():
@@ -234,34 +221,10 @@ def test_a_wrapped_layer_stands_alone_too():
     model = get_peft_model(
         holder, LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
     )
-    torch.testing.assert_close(model.base_model.model["ffn"](x)[0], expected, rtol=0, atol=1e-6)
+    close(model.base_model.model["ffn"](x)[0], expected, 1e-6)
 
 
-@pytest.mark.slow
-def test_without_peft_the_error_says_what_to_install():
-    program = (
-        "import sys; sys.modules['peft'] = None\n"
-        "import moe\nfrom tests.models.tiny import tiny_model\n"
-        "try: moe.lora_config(tiny_model())\n"
-        "except moe.ConfigError as error: print(error)"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=900, check=True
-    )
-    assert (
-        said.stdout == "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`.\n"
-    )
-
-
-@pytest.mark.parametrize(
-    "option", [{"use_dora": True}, {"exclude_modules": ["experts"]}, {"layers_to_transform": [0]}]
-)
-def test_options_that_peft_does_not_heed_for_experts_are_refused(option):
-    with pytest.raises(ConfigError, match=f"{next(iter(option))} .*PEFT does not heed that"):
-        lora_config(tiny_model(), **option)
-    lora_config(tiny_model(), experts=False, **option)
-
-
-def test_a_rank_that_is_no_integer_is_refused():
-    with pytest.raises(ConfigError, match=r"rank is 2.5; expected an integer"):
-        lora_config(tiny_model(), rank=2.5)
+def test_without_peft_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"needs peft.*'stmoe\[finetune\]'"):
+        lora_config(tiny_model())

@@ -55,9 +55,8 @@ def test_with_counted_items_a_batch_is_the_mean_of_its_sequences_by_their_target
     assert_all_close(run(model, batch, num_items_in_batch=targets.sum()), expected)
 
 
-@pytest.mark.parametrize("scope", ["group", "micro_batch"])
 @pytest.mark.parametrize("group_size", [1, 26])
-def test_with_counted_items_the_parts_of_a_batch_add_up_to_it(scope, group_size):
+def test_with_counted_items_the_parts_of_a_batch_add_up_to_it(group_size):
     model, batch = heavy_model(group_size=group_size), tiny_batch(batch=8)
     num_items = int((batch["labels"] != -100).sum())
     parts = [
@@ -87,10 +86,7 @@ def test_a_batch_without_a_target_costs_nothing_and_has_gradients_of_zero():
 @pytest.mark.parametrize("num_items", [None, 17])
 def test_smoothed_cross_entropy_is_that_of_torch_in_training_alone(num_items):
     model, batch = heavy_model(label_smoothing=0.1), tiny_batch()
-    labels, arguments = (
-        batch["labels"],
-        {} if num_items is None else {"num_items_in_batch": num_items},
-    )
+    labels, arguments = batch["labels"], {"num_items_in_batch": num_items}
 
     def expected(output, smoothing):
         flat = output.logits.flatten(0, 1)
@@ -108,16 +104,11 @@ def test_smoothed_cross_entropy_is_that_of_torch_in_training_alone(num_items):
 def test_a_training_step_whose_labels_the_trainer_took_away_is_refused():
     model, batch = heavy_model(), tiny_batch()
     batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch.pop("labels"))
-    with pytest.raises(
-        ConfigError,
-        match=r"load_balance_loss_weight 3\.0.*set label_smoothing of the model's config",
-    ):
+    with pytest.raises(ConfigError, match=r"load_balance_loss_weight 3\.0.*set label_smoothing"):
         model(**batch, num_items_in_batch=7)
     assert model.eval()(**batch, num_items_in_batch=7).loss is None
     weightless = heavy_model(**dict.fromkeys(HEAVY, 0.0))
-    with pytest.raises(
-        ConfigError, match="no decoder_attention_mask tells the decoder's tokens from padding"
-    ):
+    with pytest.raises(ConfigError, match="no decoder_attention_mask"):
         weightless(**batch, num_items_in_batch=7)
     mask = torch.ones_like(batch["decoder_input_ids"])
     assert weightless(**batch, decoder_attention_mask=mask, num_items_in_batch=7).loss is None
@@ -127,8 +118,3 @@ def test_two_kinds_of_divisors_at_once_are_refused():
     model, batch = heavy_model(), tiny_batch()
     with pytest.raises(DataError, match="Leave one of them out"):
         model(**batch, num_items_in_batch=7, loss_counts=model.loss_counts(batch))
-
-
-def test_label_smoothing_must_be_a_probability():
-    with pytest.raises(ConfigError, match=r"label_smoothing is 1\.0; expected"):
-        tiny_model(label_smoothing=1.0)

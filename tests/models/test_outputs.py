@@ -32,14 +32,11 @@ def without_padding(batch):
     }
 
 
-def equal_depth(**changes) -> STMoEForConditionalGeneration:
-    return tiny_model(
-        **DENSE, num_decoder_layers=2, **changes
-    )  # with another, T5's generation fails
+def equal_depth() -> STMoEForConditionalGeneration:
+    return tiny_model(**DENSE, num_decoder_layers=2)  # with another, T5's generation fails
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("attention", "training"), [("eager", True), ("sdpa", False)])
 def test_hidden_states_and_attentions_are_those_of_t5(attention, training):
     ours = tiny_model(**DENSE, attn_implementation=attention).train(training)
     theirs, batch = as_t5(ours).train(training), without_padding(tiny_batch())
@@ -63,52 +60,42 @@ def test_attention_to_padding_is_zero_and_rows_sum_to_one():
         assert not weights.triu(1).any()
 
 
-@pytest.mark.parametrize("generation", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
-def test_generation_returns_what_t5_returns(generation):
+def test_generation_returns_what_t5_returns():
     ours = equal_depth()
     theirs, batch = as_t5(ours), tiny_batch()
     del batch["labels"]
-    wanted = {
-        "max_new_tokens": 7,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-    }
-    a, b = (model.generate(**batch, **generation, **wanted, **ALL) for model in (ours, theirs))
-    assert list(a) == list(b)
-    for name in set(a) - {"past_key_values", "beam_indices"}:
-        if not name.startswith("encoder"):  # whose rows at padding are compared by nobody
-            close(a[name], b[name])
-    assert [x.shape for x in a.encoder_attentions] == [x.shape for x in b.encoder_attentions]
-    assert [x.shape for x in a.encoder_hidden_states] == [x.shape for x in b.encoder_hidden_states]
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **ALL}
+    for generation in ({"num_beams": 3}, {"cache_implementation": "static"}):
+        options = {"max_new_tokens": 5, **generation, **wanted}
+        a, b = (model.generate(**batch, **options) for model in (ours, theirs))
+        assert list(a) == list(b)
+        for name in set(a) - {"past_key_values", "beam_indices"}:
+            if name.startswith("encoder"):  # nobody compares its rows at padding
+                assert [x.shape for x in a[name]] == [x.shape for x in b[name]]
+            else:
+                close(a[name], b[name])
 
 
 def test_the_argument_wins_over_the_configuration():
     batch = without_padding(tiny_batch())
-    names = {
-        "output_attentions": "cross_attentions",
-        "output_hidden_states": "decoder_hidden_states",
-    }
-    names["output_router_logits"] = "decoder_router_logits"
-    for option, name in names.items():
+    for option, name, encoder_name in (
+        ("output_attentions", "cross_attentions", "attentions"),
+        ("output_hidden_states", "decoder_hidden_states", "hidden_states"),
+        ("output_router_logits", "decoder_router_logits", "encoder_router_logits"),
+    ):
         for default in (True, False):
             model = tiny_model(attn_implementation="eager", **{option: default})
             assert (getattr(model(**batch), name) is not None) == default
-            assert (getattr(model(**batch, **{option: not default}), name) is not None) != default
-            encoder = model.get_encoder()
-            name_there = {"output_router_logits": "encoder_router_logits"}.get(
-                option, option.removeprefix("output_")
-            )
-            assert (getattr(encoder(batch["input_ids"]), name_there) is not None) == default
+            assert (getattr(model(**batch, **{option: not default}), name) is None) == default
+            encoded = model.get_encoder()(batch["input_ids"])
+            assert (getattr(encoded, encoder_name) is not None) == default
 
 
 def test_attentions_are_returned_whatever_computes_them():
     model, batch = tiny_model(attn_implementation="sdpa"), tiny_batch()
     eager = tiny_model(attn_implementation="eager")
-    close(
-        model(**batch, output_attentions=True).cross_attentions,
-        eager(**batch, **ALL).cross_attentions,
-    )
+    attentions = model(**batch, output_attentions=True).cross_attentions
+    close(attentions, eager(**batch, output_attentions=True).cross_attentions)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -126,58 +113,44 @@ def test_router_logits_stand_by_sequence():
     close(model(**batch, output_router_logits=False).loss, out.loss)
 
 
-def test_a_tuple_begins_as_t5_does_and_holds_what_the_record_holds():
+def test_outputs_begin_as_those_of_t5_and_the_configuration_can_ask_for_a_tuple():
     model, batch = tiny_model(), tiny_batch()
-    as_record, as_tuple = (
-        model(**batch, **ALL, use_cache=True, return_dict=choice) for choice in (True, False)
-    )
-    theirs = as_t5(equal_depth())(**tiny_batch(), **ALL)
+    wanted = {**ALL, "use_cache": True}
+    as_record, theirs = model(**batch, **wanted), as_t5(equal_depth())(**batch, **ALL)
     assert list(as_record)[:9] == list(theirs)
-    assert type(as_tuple) is tuple and len(as_tuple) == len(as_record)
-    close(as_tuple[0], as_record.loss)
-    close(as_tuple[1], as_record.logits)
     model.config.return_dict = False
-    assert len(model(**batch, **ALL, use_cache=True)) == len(as_record)
-    encoded = model.get_encoder()(batch["input_ids"], batch["attention_mask"])
-    again = model(
-        encoder_outputs=encoded, attention_mask=batch["attention_mask"], labels=batch["labels"]
-    )
-    close(again[1], model(**batch, return_dict=True).logits)
+    as_tuple = model(**batch, **wanted)
+    assert type(as_tuple) is tuple and len(as_tuple) == len(as_record)
+    close(as_tuple[:2], (as_record.loss, as_record.logits))
+
+    # Such a tuple of the encoder is taken by the model.
+    encoded = model.get_encoder()(batch.pop("input_ids"), batch["attention_mask"])
+    close(model(encoder_outputs=encoded, **batch, use_cache=True)[1], as_record.logits)
 
 
 def test_an_encoder_that_ran_before_gives_the_same_outputs():
     model, batch = tiny_model(), tiny_batch()
-    encoded = model.get_encoder()(batch["input_ids"], batch["attention_mask"], **ALL)
-    a, b = (
-        model(**batch, **ALL),
-        model(encoder_outputs=encoded, **{**batch, "input_ids": None}, **ALL),
-    )
+    a = model(**batch, **ALL)
+    encoded = model.get_encoder()(batch.pop("input_ids"), batch["attention_mask"], **ALL)
+    b = model(encoder_outputs=encoded, **batch, **ALL)
     for name in ("loss", *T5_NAMES, "encoder_router_logits"):
         close(a[name], b[name])
 
 
 def test_activation_checkpointing_returns_the_same_with_the_same_gradients():
     batch, results = tiny_batch(), []
-    for checkpointing in (False, True):
-        model = tiny_model().train()
-        if checkpointing:
-            checkpointed(model)
+    for model in (tiny_model().train(), checkpointed(tiny_model().train())):
         out = model(**batch, **ALL)
-        loss = out.loss + sum(
-            x.square().sum() for x in (*out.cross_attentions, *out.decoder_hidden_states[1:2])
-        )
-        results.append(
-            (out.encoder_attentions, torch.autograd.grad(loss, list(model.parameters())))
-        )
+        loss = out.loss + out.decoder_hidden_states[1].square().sum()
+        loss = loss + sum(x.square().sum() for x in out.cross_attentions)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        results.append((out.encoder_attentions, gradients))
     close(*results)
 
 
 def test_the_encoder_alone_returns_them_too():
     model = STMoEEncoderModel(tiny_model().config).eval()
     out = model(tiny_batch()["input_ids"], **ALL)
-    assert (
-        len(out.hidden_states) == 3
-        and len(out.attentions) == 2
-        and len(out.encoder_router_logits) == 1
-    )
+    assert (len(out.hidden_states), len(out.attentions)) == (3, 2)
+    assert len(out.encoder_router_logits) == 1
     assert out.hidden_states[-1] is out.last_hidden_state

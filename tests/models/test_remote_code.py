@@ -60,22 +60,22 @@ def run_python(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["folder", "hub"])
-def test_auto_classes_find_the_library_that_nobody_imported(tmp_path, place):
-    name, folder, again = str(tmp_path / "model"), tmp_path / "model", tmp_path / "again"
-    if place == "hub":  # as it lies in the cache after a download
-        name, revision = "org/tiny", "a" * 40
-        folder = tmp_path / "hub" / "models--org--tiny" / "snapshots" / revision
-        (folder.parents[1] / "refs").mkdir(parents=True)
-        (folder.parents[1] / "refs" / "main").write_text(revision)
+def test_auto_classes_find_the_library_that_nobody_imported(tmp_path):
+    # As it lies in the cache after a download.
+    revision = "a" * 40
+    folder = tmp_path / "hub" / "models--org--tiny" / "snapshots" / revision
+    (folder.parents[1] / "refs").mkdir(parents=True)
+    (folder.parents[1] / "refs" / "main").write_text(revision)
     tiny_model().save_pretrained(folder)
-    done = run_python(ELSEWHERE, name, again, cache=tmp_path)
+
+    copy = tmp_path / "again"
+    done = run_python(ELSEWHERE, "org/tiny", copy, cache=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["STMoEConfig", "STMoEModel", "STMoEForConditionalGeneration"]
+    assert {path.name for path in copy.iterdir()} == {path.name for path in folder.iterdir()}
     for path in folder.iterdir():
         if path.name != "README.md":  # which names the model that it was loaded from
-            assert (again / path.name).read_bytes() == path.read_bytes(), path.name
-    assert len(list(again.iterdir())) == len(list(folder.iterdir()))
+            assert (copy / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 @pytest.mark.slow
@@ -123,14 +123,9 @@ def test_every_way_of_saving_leaves_the_same_two_traces(tmp_path):
             assert hasattr(moe, name)
 
 
-def test_the_map_is_of_the_file_and_not_of_the_config(tmp_path):
-    config = STMoEConfig()
-    config.save_pretrained(tmp_path)
-    assert not hasattr(STMoEConfig.from_pretrained(tmp_path), "auto_map")
-    assert not hasattr(AutoConfig.from_pretrained(tmp_path), "auto_map")
-
-
-def test_a_class_registered_as_custom_code_is_not_copied_into_checkpoints(tmp_path):
+def test_a_config_has_no_map_and_its_folder_no_copy_of_the_code(tmp_path):
     STMoEConfig.register_for_auto_class()  # as transformers does after it has found it by `auto_map`
     STMoEConfig().save_pretrained(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "modeling_st_moe.py"]
+    assert not hasattr(STMoEConfig.from_pretrained(tmp_path), "auto_map")
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path), "auto_map")

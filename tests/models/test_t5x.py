@@ -11,7 +11,6 @@ import re
 import sys
 
 import msgpack
-import numpy as np
 import pytest
 import tensorstore
 import torch
@@ -20,7 +19,7 @@ from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration, con
 from moe.commands.convert import main
 from moe.convert.t5x import open_t5x
 from tests.models.hf_models import assert_equal_to_rounding, their_inputs
-from tests.models.tiny import tiny_model
+from tests.models.tiny import DENSE, tiny_model
 
 SWITCH = {
     "feed_forward_proj": "relu",
@@ -30,18 +29,12 @@ SWITCH = {
     "num_selected_experts": 1,
     "sparse_dense_stacking": False,
 }
-DENSE = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
 MODELS = {
     "ST-MoE": {},
     "Switch": SWITCH,
     "Switch, second blocks": {**SWITCH, "num_layers": 3, "sparse_position": "second"},
-    "T5 1.1": {**DENSE, "sparse_dense_stacking": False},
-    "T5 1.0": {
-        **DENSE,
-        "sparse_dense_stacking": False,
-        "feed_forward_proj": "relu",
-        "tie_word_embeddings": True,
-    },
+    "T5 1.1": DENSE,
+    "T5 1.0": {**DENSE, "feed_forward_proj": "relu", "tie_word_embeddings": True},
 }
 FREE = {  # what names and shapes do not say
     "eval_capacity_factor": 0.7,
@@ -161,40 +154,29 @@ def write(folder, flat, *, state=None, wrapped=True, inline=64):
     return folder
 
 
+SAME = (
+    *("num_experts", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"),
+    *("feed_forward_proj", "tie_word_embeddings", "sparse_dense_stacking", "sparse_position"),
+    *("router", "num_selected_experts"),
+)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_are_those_of_the_model_that_was_written(tmp_path, kind):
-    fields = {**FREE, **({"decoder_router_options": None} if kind == "ST-MoE" else {})}
-    model, inputs = (
-        tiny_model(**{**MODELS[kind], **(fields if "T5" not in kind else {})}),
-        their_inputs(),
-    )
+    fields = {} if kind.startswith("T5") else FREE
+    if kind == "ST-MoE":
+        fields = {**fields, "decoder_router_options": None}
+    model, inputs = tiny_model(**{**MODELS[kind], **fields}), their_inputs()
     folder = write(tmp_path / "t5x", t5x_tree(model))
     free = {name: getattr(model.config, name) for name in FREE} | {"router_initializer_std": 0.5}
-    settings = {f"{name}={json.dumps(value)}" for name, value in free.items()}
+    settings = [f"{name}={json.dumps(value)}" for name, value in free.items()]
     main(["--from", str(folder), "--to", str(tmp_path / "ours"), "--set", *settings])
     loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path / "ours")
-    for name in (
-        "num_experts",
-        "d_kv",
-        "d_ff",
-        "num_layers",
-        "num_decoder_layers",
-        "num_heads",
-        "feed_forward_proj",
-    ):
-        assert getattr(loaded.config, name) == getattr(model.config, name), name
-    for name in (
-        "tie_word_embeddings",
-        "sparse_dense_stacking",
-        "sparse_position",
-        "router",
-        "num_selected_experts",
-    ):
+    for name in SAME:
         assert getattr(loaded.config, name) == getattr(model.config, name), name
     expected = dict(model.named_parameters())
-    assert all(
-        torch.equal(weight, expected.pop(name)) for name, weight in loaded.named_parameters()
-    )
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight, expected.pop(name)), name
     assert not expected
     assert_equal_to_rounding(loaded(**inputs).logits, model(**inputs).logits)
 
@@ -205,6 +187,16 @@ def test_bfloat16_and_trees_without_an_optimizer_are_read(tmp_path):
     weights = open_t5x(folder).weights
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert all(torch.equal(weights[name][...], weight) for name, weight in model.named_parameters())
+
+
+def test_arrays_of_the_rule_book_have_the_shapes_of_the_format():
+    shapes = {name: tuple(array.shape) for name, array in t5x_tree(tiny_model()).items()}
+    assert shapes["encoder/layers_1/mlp/expert/wi_0/kernel"] == (7, 29, 31)
+    assert shapes["encoder/layers_1/mlp/expert/wo/kernel"] == (7, 31, 29)
+    assert shapes["encoder/layers_1/mlp/router/router_weights/w/kernel"] == (29, 7)
+    assert shapes["decoder/layers_0/encoder_decoder_attention/query/kernel"] == (29, 15)
+    assert shapes["decoder/relpos_bias/rel_embedding"] == (3, 32)
+    assert shapes["decoder/logits_dense/kernel"] == (29, 131)
 
 
 def test_an_array_in_chunks_is_put_together(tmp_path):
@@ -231,37 +223,22 @@ def test_slots_of_the_optimizer_are_ignored_with_that_reason(tmp_path):
     assert not report.missing + report.unexpected + report.reshaped
 
 
+SCANNED = "encoder/encoder/subblock_0/mlp/wi/kernel"
+
+
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("remove", "add", "error", "message"),
     [
-        (
-            lambda t: t.pop("encoder/encoder_norm/scale"),
-            CheckpointError,
-            "1 missing: encoder/encoder_norm/scale",
-        ),
-        (lambda t: t.update(what=torch.zeros(3)), CheckpointError, "1 unexpected: what"),
-        (
-            lambda t: t.pop("token_embedder/embedding"),
-            CheckpointError,
-            "no target/token_embedder/embedding: it is no",
-        ),
-        (
-            lambda t: t.update({"encoder/encoder/subblock_0/mlp/wi/kernel": torch.zeros(3, 5, 2)}),
-            ConfigError,
-            "target/encoder/encoder/subblock_0/mlp/wi/kernel is of scanned layers.*scan_layers = False",
-        ),
-        (
-            lambda t: t.update(
-                {"encoder/layers_1/mlp/router/router_weights/w/bias": torch.zeros(7)}
-            ),
-            CheckpointError,
-            "1 unexpected: encoder/layers_1/mlp/router/router_weights/w/bias",
-        ),
+        ("encoder/encoder_norm/scale", [], CheckpointError, "1 missing: encoder/encoder_norm"),
+        (None, ["what"], CheckpointError, "1 unexpected: what"),
+        ("token_embedder/embedding", [], CheckpointError, "no target/token_embedder/embedding"),
+        (None, [SCANNED], ConfigError, f"{SCANNED} is of scanned layers.*scan_layers = False"),
     ],
 )
-def test_what_is_not_accounted_for_is_an_error(tmp_path, change, error, message):
+def test_what_is_not_accounted_for_is_an_error(tmp_path, remove, add, error, message):
     tree = t5x_tree(tiny_model(**SWITCH))
-    change(tree)
+    tree.pop(remove, None)
+    tree.update(dict.fromkeys(add, torch.zeros(3, 5, 2)))
     folder = write(tmp_path / "t5x", tree)
     with pytest.raises(error, match=message):
         main(["--from", str(folder), "--to", str(tmp_path / "out")])
@@ -274,9 +251,7 @@ def test_sparse_blocks_out_of_step_are_refused_with_their_numbers(tmp_path):
         re.sub(r"^encoder/layers_([02])", lambda m: f"encoder/layers_{2 - int(m[1])}", k): v
         for k, v in tree.items()
     }
-    with pytest.raises(
-        ConfigError, match=r"sparse blocks \[0\] in the encoder and \[2\] in the decoder"
-    ):
+    with pytest.raises(ConfigError, match=r"blocks \[0\] in the encoder and \[2\] in the decoder"):
         open_t5x(write(tmp_path / "t5x", moved))
 
 
@@ -284,10 +259,7 @@ def test_torn_files_are_one_message(tmp_path):
     folder = write(tmp_path / "t5x", t5x_tree(tiny_model(**SWITCH)))
     for file in (folder / "target.token_embedder.embedding").iterdir():
         file.unlink()
-    with pytest.raises(
-        CheckpointError,
-        match=r"target/token_embedder/embedding cannot be read from .*target\.token_em",
-    ):
+    with pytest.raises(CheckpointError, match=r"token_embedder/embedding cannot be read"):
         open_t5x(folder)
     packed = folder / "checkpoint"
     packed.write_bytes(packed.read_bytes()[:-5])
@@ -295,38 +267,22 @@ def test_torn_files_are_one_message(tmp_path):
         open_t5x(folder)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_damaged_bytes_are_a_checkpoint_or_one_message(tmp_path, seed):
-    folder = write(
-        tmp_path / "t5x",
-        {"token_embedder/embedding": torch.ones(3, 2), "decoder/scale": torch.ones(2)},
-    )
-    content = bytearray((folder / "checkpoint").read_bytes())
-    draw = random.Random(seed)
-    for _ in range(3):
-        content[draw.randrange(len(content))] = draw.randrange(256)
-    (folder / "checkpoint").write_bytes(content)
-    with pytest.raises((CheckpointError, ConfigError)):  # it is no whole model, damaged or not
-        open_t5x(folder)
+def test_damaged_bytes_are_a_checkpoint_or_one_message(tmp_path):
+    arrays = {"token_embedder/embedding": torch.ones(3, 2), "decoder/scale": torch.ones(2)}
+    folder = write(tmp_path / "t5x", arrays)
+    whole = (folder / "checkpoint").read_bytes()
+    for seed in range(40):
+        content, draw = bytearray(whole), random.Random(seed)
+        for _ in range(3):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        (folder / "checkpoint").write_bytes(content)
+        with pytest.raises((CheckpointError, ConfigError)):  # it is no whole model, damaged or not
+            open_t5x(folder)
 
 
-@pytest.mark.parametrize("module", ["msgpack", "tensorstore"])
-def test_a_missing_library_is_named_with_the_extra_that_brings_it(tmp_path, monkeypatch, module):
+def test_a_missing_library_is_named_with_the_extra_that_brings_it(tmp_path, monkeypatch):
     folder = write(tmp_path / "t5x", t5x_tree(tiny_model(**SWITCH)))
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(
-        ConfigError,
-        match=rf"read with {module}, which is not installed. Run pip install 'stmoe\[t5x\]'",
-    ):
-        open_t5x(folder)
-
-
-def test_numpy_arrays_of_the_rule_book_have_the_shapes_of_the_format():
-    tree = {name: np.asarray(value) for name, value in t5x_tree(tiny_model()).items()}
-    assert tree["encoder/layers_1/mlp/expert/wi_0/kernel"].shape == (7, 29, 31)
-    assert tree["encoder/layers_1/mlp/expert/wo/kernel"].shape == (7, 31, 29)
-    assert tree["encoder/layers_1/mlp/router/router_weights/w/kernel"].shape == (29, 7)
-    assert tree["encoder/layers_1/extra_mlp/wi_1/kernel"].shape == (29, 31)
-    assert tree["decoder/layers_0/encoder_decoder_attention/query/kernel"].shape == (29, 15)
-    assert tree["decoder/relpos_bias/rel_embedding"].shape == (3, 32)
-    assert tree["decoder/logits_dense/kernel"].shape == (29, 131)
+    for module in ("tensorstore", "msgpack"):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ConfigError, match=rf"{module}, which .* 'stmoe\[t5x\]'"):
+            open_t5x(folder)

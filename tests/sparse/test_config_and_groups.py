@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe import ConfigError, SparseConfig
@@ -45,45 +45,42 @@ def test_each_mode_has_its_own_capacity_factor():
     assert layer(tokens(1, 13, 7), drop_tokens=False)[1].plan.capacity is None
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_an_absolute_capacity_takes_the_place_of_both_factors(training):
-    layer = build_layer(expert_capacity=3, capacity_factor=0.01, eval_capacity_factor=9.0).train(
-        training
-    )
-    assert layer(tokens(1, 13, 7))[1].plan.capacity == 3
-    assert layer(tokens(1, 2, 7))[1].plan.capacity == 2  # slots that nobody could fill are not kept
-    assert layer(tokens(1, 13, 7), drop_tokens=False)[1].plan.capacity is None
+def test_an_absolute_capacity_takes_the_place_of_both_factors():
+    layer = build_layer(expert_capacity=3, capacity_factor=0.01, eval_capacity_factor=9.0)
+    for training in (False, True):
+        layer.train(training)
+        assert layer(tokens(1, 13, 7))[1].plan.capacity == 3
+        assert layer(tokens(1, 2, 7))[1].plan.capacity == 2  # nobody could fill a third slot
+        assert layer(tokens(1, 13, 7), drop_tokens=False)[1].plan.capacity is None
 
 
-@pytest.mark.parametrize("factor", ["capacity_factor", "eval_capacity_factor"])
-def test_an_absolute_capacity_and_none_at_all_contradict_each_other(factor):
-    with pytest.raises(ConfigError, match=r"expert_capacity is 3 and a capacity factor is None"):
-        SparseConfig(**SIZES, expert_capacity=3, **{factor: None})
+def test_settings_that_contradict_each_other_or_are_no_mapping_are_refused():
+    for factor in ("capacity_factor", "eval_capacity_factor"):
+        with pytest.raises(
+            ConfigError, match=r"expert_capacity is 3 and a capacity factor is None"
+        ):
+            SparseConfig(**SIZES, expert_capacity=3, **{factor: None})
+    with pytest.raises(ConfigError, match=r"^router_options is 'all'; expected a mapping"):
+        SparseConfig(**SIZES, router_options="all")
 
 
+@settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 13), st.integers(1, 5), st.integers(0, 99))
 def test_in_the_scope_of_a_sequence_each_expert_takes_the_first_tokens_of_each_sequence(
     batch, length, slots, seed
 ):
-    layer = build_layer(
-        "switch",
-        seed,
-        expert_capacity=slots,
-        capacity_scope="sequence",
-        router_options={"policy": "argmax"},
+    fields = {"capacity_scope": "sequence", "router_options": {"policy": "argmax"}}
+    layer, x = (
+        build_layer("switch", seed, expert_capacity=slots, **fields),
+        tokens(batch, length, 7),
     )
-    x = tokens(batch, length, 7)
-    _, router = layer(x)
-    for row, wish, accepted in zip(
-        x,
-        router.plan.expert_index[..., 0].tolist(),
-        router.plan.accepted[..., 0].tolist(),
-        strict=True,
-    ):
-        assert wish == (row @ layer.router.gate.T).argmax(-1).tolist()
-        assert accepted == [
-            wish[:choice].count(expert) < slots for choice, expert in enumerate(wish)
-        ]
+    plan = layer(x)[1].plan
+    for sequence in range(batch):
+        wishes = (x[sequence] @ layer.router.gate.T).argmax(-1).tolist()
+        assert plan.expert_index[sequence, :, 0].tolist() == wishes
+        for token, expert in enumerate(wishes):
+            is_early = wishes[:token].count(expert) < slots
+            assert bool(plan.accepted[sequence, token, 0]) == is_early
 
 
 @pytest.mark.parametrize(
@@ -97,16 +94,11 @@ def test_a_group_is_the_most_sequences_that_divide_the_batch_and_fit(batch, leng
 @given(st.integers(1, 12), st.integers(1, 7), st.integers(1, 50))
 def test_groups_and_back_is_the_identity_and_keeps_sequences_whole(batch, length, size):
     x = torch.arange(batch * length * 3).reshape(batch, length, 3)
-    gather_or_raise = sequences_per_group(batch, length, size)
-    groups = to_groups(x, gather_or_raise)
-    assert groups.shape[1] == gather_or_raise * length
+    per_group = sequences_per_group(batch, length, size)
+    groups = to_groups(x, per_group)
+    assert groups.shape[1] == per_group * length
     assert torch.equal(groups[0, :length], x[0])
-    assert torch.equal(from_groups(groups, gather_or_raise), x)
-
-
-def test_router_options_are_a_mapping():
-    with pytest.raises(ConfigError, match=r"^router_options is 'all'; expected a mapping"):
-        SparseConfig(**SIZES, router_options="all")
+    assert torch.equal(from_groups(groups, per_group), x)
 
 
 def test_a_configuration_keeps_its_own_copy_of_the_router_options():

@@ -39,48 +39,24 @@ def zeros(*shape):
     ("fields", "message"),
     [
         ({"d_model": 0}, "d_model is 0; expected an integer from 1 to 16,777,216"),
-        ({"d_ff": 2**24 + 1}, "d_ff is 16777217; expected an integer"),
-        ({"num_experts": True}, "num_experts is True; expected an integer"),
-        ({"num_selected_experts": "5"}, "num_selected_experts is '5'; expected an integer"),
-        ({"num_selected_experts": 7}, "num_selected_experts is 7; expected at most num_experts, 5"),
-        ({"group_size": 1.5}, "group_size is 1.5; expected an integer"),
+        ({"num_experts": True}, "num_experts is True"),
+        ({"num_selected_experts": 7}, "num_selected_experts is 7; .* num_experts, 5"),
         ({"gated": "no"}, "gated is 'no'; expected true or false"),
-        ({"decoder": 1}, "decoder is 1; expected true or false"),
-        ({"capacity_factor": 0}, "capacity_factor is 0; expected a finite number above 0"),
+        ({"capacity_factor": 0}, "capacity_factor is 0"),
         ({"eval_capacity_factor": math.nan}, "eval_capacity_factor is nan; .* None to drop no"),
-        ({"min_expert_capacity": -1}, "min_expert_capacity is -1; expected an integer from 0"),
-        ({"expert_capacity": 0}, "expert_capacity is 0; expected an integer from 1"),
-        ({"expert_dropout_rate": 1.0}, "expert_dropout_rate is 1.0; expected .* below 1"),
-        ({"initializer_scale": 0.0}, "initializer_scale is 0.0; expected a finite number above"),
-        ({"router_initializer_std": -1.0}, "router_initializer_std is -1.0; expected a finite"),
-        ({"router": "token_choise"}, "'token_choise'. Did you mean 'token_choice'.*hash, no_token"),
+        ({"min_expert_capacity": -1}, "min_expert_capacity is -1"),
+        ({"expert_dropout_rate": 1.0}, "expert_dropout_rate is 1.0; .* below 1"),
+        ({"router": "token_choise"}, "'token_choise'.*'token_choice'"),
         ({"router": None}, "no router called None"),
-        ({"num_expert": 4}, "no setting 'num_expert'. Did you mean 'num_experts'"),
+        ({"num_expert": 4}, "'num_expert'.*'num_experts'"),
+        ({"dispatch": None}, "dispatch is None; expected one of ragged, static"),
+        ({"balance_scope": "x"}, "balance_scope is 'x'; .* group, micro_batch, ranks, global"),
+        ({"router": "switch"}, "num_selected_experts is 2.* to 1"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         config(**fields)
-
-
-@pytest.mark.parametrize(
-    ("name", "choices"),
-    [
-        ("activation", "gelu, relu"),
-        ("expert_bias", "none, additive, multiplicative"),
-        ("capacity_rounding", "floor, round"),
-        ("router_input", "hidden, concat, concat_stop_gradient, add, add_stop_gradient"),
-        ("balance_choices", "first, all"),
-        ("balance_over", "real_tokens, all_positions"),
-        ("router_z_loss_over", "real_tokens, all_positions"),
-        ("balance_scope", "group, micro_batch, ranks, global"),
-        ("dispatch", "ragged, static"),
-    ],
-)
-def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(name, choices):
-    for value in ("sometimes", None):
-        with pytest.raises(ConfigError, match=f"{name} is {value!r}; expected one of {choices}"):
-            config(**{name: value})
 
 
 def test_an_unknown_reference_or_setting_of_one_is_answered_with_the_closest():
@@ -100,33 +76,29 @@ def test_a_configuration_keeps_its_signature_and_is_copied():
 # ---- routers and their options ----
 
 
-@pytest.mark.parametrize("value", [torch.nn.Linear, "switch"])
-def test_what_is_no_router_is_not_registered_as_one(value):
-    with pytest.raises(ConfigError, match=r"expected a subclass of moe\.sparse\.router\.Router"):
-        ROUTERS.add("mine", value)
+def test_what_is_no_router_is_not_registered_as_one():
+    with pytest.raises(ConfigError, match=r"a subclass of moe\.sparse\.router\.Router"):
+        ROUTERS.add("mine", torch.nn.Linear)
     assert "mine" not in ROUTERS.names()
 
 
 @pytest.mark.parametrize(
     ("router", "given", "message"),
     [
-        ("switch", {"jiter": 0.1}, "no option 'jiter'. Did you mean 'jitter'.*Known: policy, jit"),
+        ("switch", {"jiter": 0.1}, "'jiter'.*'jitter'"),
         ("expert_choice", {"jitter": 0.1}, "'expert_choice' has no option 'jitter'"),
-        ("bias_balanced", {"update_rate": "1e-3"}, "'1e-3'; expected a finite number"),
-        ("bias_balanced", {"update_rate": 0.0}, "update_rate is 0.0; expected .* above 0"),
+        ("bias_balanced", {"update_rate": "1e-3"}, "'1e-3'"),
+        ("bias_balanced", {"update_rate": 0.0}, "update_rate is 0.0; .* above 0"),
         ("token_choice", {"normalize_gates": "no"}, "'no'; expected True or False"),
         ("hash", {"seed": "a"}, "'a'; expected an integer"),
-        ("token_choice", {"second_expert_policy": "some"}, "one of all, none, threshold, random"),
-        ("batch_prioritized", {"eval_second_expert_policy": "x"}, "one of all, none, threshold"),
-        ("token_choice", {"second_expert_threshold": 0.0}, "threshold is 0.0; .* above 0"),
-        ("token_choice", {"eval_second_expert_threshold": 0.0}, "threshold is 0.0; .* above 0"),
-        ("switch", {"policy": "x"}, "policy is 'x'; expected one of argmax, input_jitter"),
-        ("switch", {"jitter": 1.0}, "jitter is 1.0; expected a finite number .* below 1"),
-        ("switch", {"input_dropout_rate": -0.5}, "input_dropout_rate is -0.5; expected a finite"),
-        ("switch", {"temperature": 0.0}, "temperature is 0.0; expected a finite number"),
-        ("expert_choice", {"softmax_over": "x"}, "softmax_over is 'x'; expected one of experts"),
-        ("no_token_left_behind", {"num_candidates": 7}, "num_candidates is 7; .* from 1 to 5"),
-        ("no_token_left_behind", {"num_candidates": 2.5}, "2.5; expected an integer"),
+        ("token_choice", {"second_expert_policy": "some"}, "all, none, threshold, random"),
+        ("batch_prioritized", {"eval_second_expert_threshold": 0.0}, "threshold is 0.0"),
+        ("switch", {"policy": "x"}, "policy is 'x'"),
+        ("switch", {"jitter": 1.0}, "jitter is 1.0; .* below 1"),
+        ("switch", {"input_dropout_rate": -0.5}, "input_dropout_rate is -0.5"),
+        ("switch", {"temperature": 0.0}, "temperature is 0.0"),
+        ("expert_choice", {"softmax_over": "x"}, "softmax_over is 'x'"),
+        ("no_token_left_behind", {"num_candidates": 7}, "num_candidates is 7; .* 1 to 5"),
     ],
 )
 def test_a_wrong_option_of_a_router_is_refused(router, given, message):
@@ -139,12 +111,6 @@ def test_a_router_that_looks_ahead_is_refused_in_a_decoder(router):
     message = f"'{router}' cannot be used in a decoder.*one of bias_balanced, hash, switch, token_"
     with pytest.raises(ConfigError, match=message):
         config(router=router, decoder=True, num_selected_experts=1)
-
-
-@pytest.mark.parametrize("router", ["hash", "no_token_left_behind", "switch"])
-def test_a_router_of_one_expert_a_token_wants_one_choice(router):
-    with pytest.raises(ConfigError, match=r"num_selected_experts is 2\. Set num_.* to 1"):
-        config(router=router)
 
 
 def test_hash_routing_has_no_gate_that_could_see_word_embeddings():
@@ -162,67 +128,55 @@ FLOAT8 = torch.float8_e4m3fn
     ("inputs", "message"),
     [
         ({"x": zeros(13, 7)}, r"x of shape \[13, 7\]; expected \[B, L, 7\]"),
-        ({"x": zeros(2, 13, 5)}, r"x of shape \[2, 13, 5\]; expected \[B, L, 7\]"),
         ({"x": None}, "x is None; expected a tensor"),
-        ({"x": zeros(2, 3, 7).long()}, "x has dtype torch.int64; expected floating-point"),
-        ({"x": torch.full((2, 3, 7), math.nan).double()}, "logits are not finite"),
+        ({"x": zeros(2, 3, 7).long()}, "x has dtype torch.int64"),
         ({"token_mask": torch.ones(2, 11)}, r"token_mask has shape \[2, 11\], but x has 2 seq"),
-        ({"token_mask": torch.ones(13, 2)}, r"token_mask has shape \[13, 2\], but x has 2 seq"),
         ({"token_mask": [[1]]}, r"token_mask is \[\[1\]\]; expected a tensor"),
         ({"token_mask": torch.ones(2, 3).to(FLOAT8)}, "token_mask has dtype torch.float8_e4m3fn"),
         ({"token_mask": torch.zeros(2, 3)}, "token_mask is 0 everywhere, in torch.float32"),
-        ({"token_ids": torch.ones(2, 3)}, "token_ids have dtype torch.float32; expected integers"),
+        ({"token_ids": torch.ones(2, 3)}, "token_ids have dtype torch.float32"),
         ({"token_ids": torch.ones(2, 2).long()}, r"token_ids has shape \[2, 2\]"),
-        ({"token_ids": torch.full((2, 3), -100)}, "token_ids hold -100; expected ids of a vocab"),
+        ({"token_ids": torch.full((2, 3), -100)}, "token_ids hold -100"),
         ({}, "'hash' needs the ids of the tokens"),
     ],
 )
 def test_an_input_that_does_not_fit_is_refused(inputs, message):
+    layer = build_layer("hash" if inputs.keys() <= {"token_ids"} else "token_choice")
     with pytest.raises(DataError, match=message):
-        build_layer("hash" if inputs.keys() <= {"token_ids"} else "token_choice")(
-            **{"x": zeros(2, 3, 7), **inputs}
-        )
+        layer(**{"x": zeros(2, 3, 7), **inputs})
 
 
-@pytest.mark.parametrize(
-    ("embeddings", "message"),
-    [
+def test_word_embeddings_that_do_not_fit_are_refused():
+    layer = build_layer(router_input="add")
+    for embeddings, message in (
         (None, "router_input is 'add', but the layer got no word embeddings"),
-        (zeros(2, 3), r"word_embeddings has shape \[2, 3\].*one embedding of 7 numbers"),
-        (zeros(2, 3, 1), r"word_embeddings has shape \[2, 3, 1\]"),
+        (zeros(2, 3, 1), r"word_embeddings has shape \[2, 3, 1\].*of 7 numbers"),
         (zeros(2, 3, 7).long(), "word_embeddings has dtype torch.int64"),
-    ],
-)
-def test_word_embeddings_that_do_not_fit_are_refused(embeddings, message):
-    with pytest.raises(DataError, match=message):
-        build_layer(router_input="add")(zeros(2, 3, 7), word_embeddings=embeddings)
+    ):
+        with pytest.raises(DataError, match=message):
+            layer(zeros(2, 3, 7), word_embeddings=embeddings)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32, torch.bfloat16])
-def test_a_mask_of_zeros_and_ones_of_any_dtype_is_that_of_bools(dtype):
+def test_a_mask_of_zeros_and_ones_of_any_dtype_is_that_of_bools():
     layer = build_layer()
     x = torch.randn(2, 13, 7, dtype=torch.float64)
     mask = torch.arange(26).reshape(2, 13) % 3 != 1
-    expected = layer(x, mask)
-    given = layer(x, mask.to(dtype))
-    assert torch.equal(given[0], expected[0])
-    assert given[1].plan.token_mask.equal(expected[1].plan.token_mask)
+    expected, router = layer(x, mask)
+    for dtype in (torch.int64, torch.uint8, torch.bfloat16):
+        output, given = layer(x, mask.to(dtype))
+        assert torch.equal(output, expected)
+        assert given.plan.token_mask.equal(router.plan.token_mask)
 
 
-@pytest.mark.parametrize(
-    "values", [[0.0, -math.inf], [0.0, -1e9], [1.0, math.nan], [1, -1], [1, 2]]
-)
+@pytest.mark.parametrize("values", [[0.0, -math.inf], [1.0, math.nan], [1, 2]])
 def test_additive_masks_and_other_numbers_are_no_mask(values):
     with pytest.raises(DataError, match=r"token_mask holds .*of an additive mask.* `mask == 0`"):
         build_layer()(zeros(1, 2, 7), torch.tensor([values]))
 
 
-def test_a_mask_of_integers_may_be_nothing_but_padding():
-    plan = build_layer()(zeros(1, 2, 7), torch.zeros(1, 2, dtype=torch.int64))[1].plan
-    assert not plan.token_mask.any()
-
-
-def test_padding_may_have_a_negative_id():
+def test_padding_may_have_a_negative_id_and_be_all_there_is():
+    nothing = torch.zeros(1, 3, dtype=torch.int64)
+    assert not build_layer()(zeros(1, 3, 7), nothing)[1].plan.token_mask.any()
     ids = torch.tensor([[5, -100, 0]])
     build_layer("hash")(zeros(1, 3, 7), torch.tensor([[True, False, True]]), token_ids=ids)
 
@@ -234,31 +188,19 @@ def test_groups_divide_the_batch():
 
 # ---- what routers did ----
 
-NO_OUTPUTS = [None, torch.zeros(2), [None], "ab"]
 
-
-@pytest.mark.parametrize("value", NO_OUTPUTS)
-def test_losses_statistics_and_contexts_refuse_what_is_no_router_output_or_module(value):
-    for call in (router_loss, total_stats):
-        with pytest.raises(DataError, match=r"^routers (are|hold) .*expected a list of RouterOut"):
-            call(value)
-    with pytest.raises(ConfigError, match=r"^module of collect_routers is .*expected an nn.Module"):
-        collect_routers(value).__enter__()
-    with pytest.raises(ConfigError, match=r"^module with sparse layers is .*an nn.Module"):
-        edit_routing(value, {}).__enter__()
-
-
-def test_a_single_router_output_is_not_taken_for_a_list():
+def test_losses_statistics_and_contexts_refuse_what_is_no_router_output_or_module():
     output = build_layer()(zeros(1, 2, 7))[1]
     for call in (router_loss, total_stats):
-        with pytest.raises(DataError, match=r"^routers are RouterOutput\("):
-            call(output)
+        for value in (None, [None], "ab", output):
+            with pytest.raises(DataError, match=r"^routers (are|hold) .*expected a list of Router"):
+                call(value)
         call(iter([output]))
-
-
-@pytest.mark.parametrize("value", [*NO_OUTPUTS, RouterStats(*[1] * 14)])
-def test_a_summary_is_of_router_statistics(value):
-    stats = build_layer()(zeros(1, 2, 7))[1].stats
-    for call in (summarize, lambda value: add_stats(stats, value)):
-        with pytest.raises(DataError, match=r"statistics of routers are .*expected a RouterStats"):
-            call(value)
+    for call in (summarize, lambda value: add_stats(output.stats, value)):
+        for value in (torch.zeros(2), RouterStats(*[1] * 14)):
+            with pytest.raises(DataError, match=r"statistics of routers are .*a RouterStats"):
+                call(value)
+    with pytest.raises(ConfigError, match=r"^module of collect_routers is .*an nn.Module"):
+        collect_routers(output).__enter__()
+    with pytest.raises(ConfigError, match=r"^module with sparse layers is .*an nn.Module"):
+        edit_routing(output, {}).__enter__()

@@ -4,6 +4,9 @@ checkpointing, compiling.
 The oracle is the layer itself on the other form of the same input; there are no golden numbers.
 """
 
+import functools
+import itertools
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +24,8 @@ from tests.sparse.layers import (
 )
 
 DISPATCHES = ["ragged", "static"]
+# Every router once, every second one by slots.
+ROUTERS_ON_EITHER_DISPATCH = list(zip(GATED_NAMES, itertools.cycle(DISPATCHES)))
 CAUSAL_NAMES = [name for name in ROUTER_NAMES if load_routers().get(name).causal]
 
 
@@ -34,29 +39,23 @@ def random_input(batch=3, length=13):
 # ---- the order of the experts ----
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-@pytest.mark.parametrize("name", GATED_NAMES)
+@pytest.mark.parametrize(("name", "dispatch"), ROUTERS_ON_EITHER_DISPATCH)
 def test_permuting_the_experts_permutes_the_plan_and_leaves_the_output(name, dispatch):
     fields = {"dispatch": dispatch, "expert_bias": "multiplicative", **THREE_SLOTS}
     layer, permuted = build_layer(name, **fields), build_layer(name, seed=1, **fields)
     old_of_new = torch.tensor([3, 0, 4, 2, 1])
     with torch.no_grad():
-        for ours, theirs in zip(
-            permuted.state_dict().values(), layer.state_dict().values(), strict=True
-        ):
-            ours.copy_(theirs[old_of_new])
+        weights = layer.state_dict()
+        for parameter, value in permuted.state_dict().items():
+            value.copy_(weights[parameter][old_of_new])
     x, mask, _ = random_input()
     (y, router), (y_permuted, router_permuted) = layer(x, mask), permuted(x, mask)
 
     torch.testing.assert_close(y, y_permuted, rtol=0, atol=1e-12)
     plan, plan_permuted = router.plan, router_permuted.plan
     if name == "expert_choice":  # choice e of a token is expert e: the choices are permuted
-        plan = plan._replace(
-            **{
-                field: getattr(plan, field)[..., old_of_new]
-                for field in ("slot", "accepted", "requested", "combine_weight")
-            }
-        )
+        fields = ("slot", "accepted", "requested", "combine_weight")
+        plan = plan._replace(**{field: getattr(plan, field)[..., old_of_new] for field in fields})
     else:
         real = plan.token_mask  # padding has equal scores, and the lower index of equals
         assert torch.equal(plan.expert_index[real], old_of_new[plan_permuted.expert_index[real]])
@@ -64,26 +63,13 @@ def test_permuting_the_experts_permutes_the_plan_and_leaves_the_output(name, dis
     for field in ("accepted", "requested"):
         assert torch.equal(getattr(plan, field), getattr(plan_permuted, field))
     assert torch.equal(plan.slot[plan.accepted], plan_permuted.slot[plan.accepted])
-    torch.testing.assert_close(
-        plan.combine_weight, plan_permuted.combine_weight, rtol=0, atol=1e-12
-    )
+    assert_all_close([plan.combine_weight], [plan_permuted.combine_weight], atol=1e-12)
 
     stats, stats_permuted = router.stats, router_permuted.stats
     stats = stats._replace(
         expert_load=stats.expert_load[old_of_new], accepted_load=stats.accepted_load[old_of_new]
     )
     assert_all_close(stats, stats_permuted, atol=1e-10)
-
-
-def test_hash_routing_has_no_gate_to_permute_so_that_permuted_experts_are_another_layer():
-    layer = build_layer("hash")
-    x, mask, ids = random_input()
-    y, router = layer(x, mask, token_ids=ids)
-    with torch.no_grad():
-        layer.experts.down_proj.copy_(layer.experts.down_proj[torch.tensor([3, 0, 4, 2, 1])])
-    y_permuted, router_permuted = layer(x, mask, token_ids=ids)
-    assert torch.equal(router.plan.expert_index, router_permuted.plan.expert_index)
-    assert not torch.allclose(y, y_permuted)
 
 
 # ---- padding ----
@@ -106,9 +92,10 @@ def run_on_all(layer, x, mask, ids):
     return [y[mask], *losses, *stats, *parameters, d_x[mask]]
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize(
-    ("sequences", "slots"), [(1, DROPLESS), (3, THREE_SLOTS)], ids=["dropless", "three_slots"]
+    ("sequences", "slots", "dispatch"),
+    [(1, DROPLESS, "ragged"), (3, THREE_SLOTS, "ragged"), (3, THREE_SLOTS, "static")],
+    ids=["dropless", "three_slots", "static"],
 )
 @pytest.mark.parametrize("name", ROUTER_NAMES)
 def test_padding_added_or_moved_changes_nothing_for_the_real_tokens(
@@ -132,7 +119,7 @@ def test_padding_added_or_moved_changes_nothing_for_the_real_tokens(
         return new_x, new_mask, new_ids
 
     expected = run_on_all(layer, *laid_out(13, seed=0))
-    for length, seed in ((13, 1), (17, 2), (19, 3)):
+    for length, seed in ((13, 1), (19, 3)):
         assert_all_close(run_on_all(layer, *laid_out(length, seed)), expected, atol=1e-10)
 
 
@@ -160,26 +147,24 @@ def plans_up_to(layer, last, choices=None):
     return decided
 
 
-@pytest.mark.parametrize("last", [5, 17])
 @pytest.mark.parametrize("slots", [DROPLESS, THREE_SLOTS, {"eval_capacity_factor": 1.0}], ids=str)
 @pytest.mark.parametrize("name", CAUSAL_NAMES)
-def test_with_one_choice_a_decoders_plan_does_not_depend_on_later_tokens(name, slots, last):
+def test_with_one_choice_a_decoders_plan_does_not_depend_on_later_tokens(name, slots):
     layer = build_layer(name, decoder=True, num_selected_experts=1, group_size=26, **slots)
-    before, after = plans_up_to(layer, last)
-    assert_all_close(before, after, atol=0)
+    for last in (5, 17):
+        before, after = plans_up_to(layer, last)
+        assert_all_close(before, after, atol=0)
 
 
-@pytest.mark.parametrize("last", [5, 17])
-@pytest.mark.parametrize("choices", [2, 3])
-@pytest.mark.parametrize("name", ["token_choice", "bias_balanced"])
+@pytest.mark.parametrize(("name", "choices"), [("token_choice", 3), ("bias_balanced", 2)])
 def test_with_several_choices_later_tokens_change_no_first_choice_and_without_a_capacity_none(
-    name, choices, last
+    name, choices
 ):
     fields = {"decoder": True, "num_selected_experts": choices, "group_size": 26}
-    before, after = plans_up_to(build_layer(name, **fields, **THREE_SLOTS), last, choices=1)
-    assert_all_close(before, after, atol=0)
-    before, after = plans_up_to(build_layer(name, **fields, **DROPLESS), last)
-    assert_all_close(before, after, atol=0)
+    for slots, fixed_choices in ((THREE_SLOTS, 1), (DROPLESS, None)):
+        for last in (5, 17):
+            before, after = plans_up_to(build_layer(name, **fields, **slots), last, fixed_choices)
+            assert_all_close(before, after, atol=0)
 
 
 def test_a_second_choice_can_be_lost_to_the_first_choice_of_a_later_token():
@@ -206,16 +191,13 @@ def test_a_second_choice_can_be_lost_to_the_first_choice_of_a_later_token():
 
 @pytest.mark.parametrize("name", sorted(set(ROUTER_NAMES) - set(CAUSAL_NAMES)))
 def test_routers_that_a_decoder_refuses_do_look_ahead(name):
-    fields = {
-        "num_selected_experts": 1,
-        "group_size": 26,
-        "eval_capacity_factor": 0.5,
-        "min_expert_capacity": 0,
-    }
-    pairs = [plans_up_to(build_layer(name, seed, **fields), last=11) for seed in range(3)]
-    assert any(
-        not torch.equal(a, b) for before, after in pairs for a, b in zip(before, after, strict=True)
-    )
+    fields = {"num_selected_experts": 1, "group_size": 26, "min_expert_capacity": 0}
+    differs = False
+    for seed in range(3):
+        layer = build_layer(name, seed, eval_capacity_factor=0.5, **fields)
+        before, after = plans_up_to(layer, last=11)
+        differs |= not all(map(torch.equal, before, after))
+    assert differs
 
 
 # ---- cuts of a batch ----
@@ -229,40 +211,33 @@ def test_splitting_a_batch_on_group_borders_changes_nothing(name):
     def run(rows):
         y, router = layer(x[rows], mask[rows], token_ids=ids[rows])
         weights = torch.arange(1, 7, dtype=torch.float64)[rows, None, None]
-        total = (
-            (y * weights).square().sum()
-            + router.losses.load_balance_sum
-            + router.losses.router_z_sum
-        )
+        total = (y * weights).square().sum()
+        total = total + router.losses.load_balance_sum + router.losses.router_z_sum
         return y, router, gradients(total, layer)
 
     y, router, grads = run(slice(0, 6))
-    parts = [run(slice(0, 4)), run(slice(4, 6))]
-    torch.testing.assert_close(torch.cat([part[0] for part in parts]), y, rtol=0, atol=1e-12)
-    first, second = (part[1] for part in parts)
+    (y_1, first, grads_1), (y_2, second, grads_2) = run(slice(0, 4)), run(slice(4, 6))
+    assert_all_close([torch.cat([y_1, y_2])], [y], atol=1e-12)
     assert_all_close(add_stats(first.stats, second.stats), router.stats, atol=1e-10)
-    sums = [a + b for a, b in zip(first.losses[:-2], second.losses[:-2], strict=True)]
-    by_group = [
-        torch.cat(values) for values in zip(first.losses[-2:], second.losses[-2:], strict=True)
-    ]
-    assert_all_close([*sums, *by_group], router.losses, atol=1e-10)
-    assert_all_close(
-        [a + b for a, b in zip(parts[0][2], parts[1][2], strict=True)], grads, atol=1e-9
-    )
+    assert_all_close([a + b for a, b in zip(grads_1, grads_2, strict=True)], grads, atol=1e-9)
+
+    # The last two losses have a number for each group.
+    *sums, a, b = zip(first.losses, second.losses, strict=True)
+    losses = [*map(sum, sums), torch.cat(a), torch.cat(b)]
+    assert_all_close(losses, router.losses, atol=1e-10)
 
 
 # ---- activation checkpointing ----
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "dispatch"),
     [
-        ("token_choice", {"second_expert_policy": "random"}),
-        ("switch", {"policy": "input_jitter", "jitter": 0.5}),
-        ("switch", {"policy": "input_dropout", "input_dropout_rate": 0.5}),
-        ("switch", {"policy": "sample"}),
-        ("expert_choice", {}),
+        ("token_choice", {"second_expert_policy": "random"}, "static"),
+        ("switch", {"policy": "input_jitter", "jitter": 0.5}, "ragged"),
+        ("switch", {"policy": "input_dropout", "input_dropout_rate": 0.5}, "ragged"),
+        ("switch", {"policy": "sample"}, "static"),
+        ("expert_choice", {}, "ragged"),
     ],
     ids=str,
 )
@@ -283,11 +258,8 @@ def test_activation_checkpointing_changes_neither_losses_statistics_nor_gradient
         return [y, *router.losses, *router.stats, *gradients(total, layer, x)]
 
     expected = run(layer, seed=5)
-    assert_all_close(
-        run(lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False), seed=5),
-        expected,
-        atol=0,
-    )
+    checkpointed = functools.partial(checkpoint, layer, use_reentrant=False)
+    assert_all_close(run(checkpointed, seed=5), expected, atol=0)
     if layer.router.config.router != "expert_choice":
         assert not torch.equal(run(layer, seed=6)[0], expected[0])
 
@@ -319,7 +291,9 @@ def fresh_compiler():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ROUTER_NAMES)
+@pytest.mark.parametrize(
+    "name", ["batch_prioritized", "expert_choice", "hash", "no_token_left_behind"]
+)
 def test_static_dispatch_is_one_graph_that_serves_every_batch_of_its_shape(name, fresh_compiler):
     layer = build_layer(
         name, dispatch="static", capacity_rounding="round", eval_capacity_factor=0.9
@@ -332,17 +306,11 @@ def test_static_dispatch_is_one_graph_that_serves_every_batch_of_its_shape(name,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["token_choice", "switch"])
 def test_static_dispatch_is_one_graph_in_training_too_and_knows_the_capacity_of_each_mode(
-    name, fresh_compiler
+    fresh_compiler,
 ):
-    layer = build_layer(
-        name,
-        dispatch="static",
-        expert_dropout_rate=0.3,
-        capacity_factor=0.29,
-        min_expert_capacity=0,
-    )
+    fields = {"capacity_factor": 0.29, "min_expert_capacity": 0, "expert_dropout_rate": 0.3}
+    layer = build_layer("switch", dispatch="static", **fields)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 13, 7, dtype=torch.float64)
     for training in (False, True, False):
@@ -354,7 +322,9 @@ def test_static_dispatch_is_one_graph_in_training_too_and_knows_the_capacity_of_
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")  # both are torch's own affair
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_code_made_by_the_compiler_computes_what_the_plain_layer_does(dispatch, fresh_compiler):
-    layer = build_layer(dispatch=dispatch, eval_capacity_factor=0.9, min_expert_capacity=0)
-    compare_compiled(layer, torch.compile(layer, fullgraph=dispatch == "static"), seed=0, ids=None)
+def test_code_made_by_the_compiler_computes_what_the_plain_layer_does(fresh_compiler):
+    layer = build_layer(eval_capacity_factor=0.9, min_expert_capacity=0)
+    compiled = torch.compile(
+        layer, options={"cpp.simdlen": 1}
+    )  # plain loops compile in half the time
+    compare_compiled(layer, compiled, seed=0, ids=None)

@@ -112,9 +112,8 @@ def build(router, case):
         if router == "bias_balanced":
             layer.router.load_steps.random_(-3, 4)
         if case["inputs"] != "normal" and router != "hash":
-            layer.router.gate.zero_() if case["inputs"] == "no gate" else layer.router.gate.random_(
-                -1, 2
-            )
+            low, high = (0, 1) if case["inputs"] == "no gate" else (-1, 2)
+            layer.router.gate.random_(low, high)
     return layer
 
 
@@ -183,7 +182,7 @@ def check_stats(stats, counted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", OPTIONS)
-@settings(max_examples=150)
+@settings(max_examples=36)
 @given(data=st.data())
 def test_output_losses_statistics_and_every_gradient_equal_the_loop_over_tokens(variant, data):
     case, router = data.draw(cases(OPTIONS[variant])), variant.split()[0]
@@ -227,34 +226,6 @@ def test_output_losses_statistics_and_every_gradient_equal_the_loop_over_tokens(
 # ---- order, slots and weights, by hand ----
 
 
-def test_first_choices_are_served_before_any_second_choice_and_tokens_in_order():
-    # Two experts with three slots; tokens 0, 1, 3 prefer expert 0. Two first choices fill expert 1
-    # up to its last slot.
-    options = {"eval_second_expert_policy": "all"}
-    layer = layer_with_logits(
-        2, eval_capacity_factor=0.01, min_expert_capacity=3, router_options=options
-    )
-    first, second = [0.9, 0.1], [0.2, 0.8]
-    plan = layer(logits_of(first, first, second, first, second))[1].plan
-    assert plan.expert_index[0].tolist() == [[0, 1], [0, 1], [1, 0], [0, 1], [1, 0]]
-    assert plan.accepted[0, :, 0].tolist() == [True] * 5
-    assert plan.slot[0, :, 0].tolist() == [0, 1, 0, 2, 1]
-    assert plan.accepted[0, :, 1].tolist() == [True, False, False, False, False]
-    assert plan.slot[0, 0, 1] == 2
-
-
-def test_a_gate_is_not_scaled_up_when_the_other_choice_is_dropped():
-    # Both tokens choose experts 0 and 1 by 6 : 3, but each expert has one slot: token 1 has
-    # nothing.
-    options = {"eval_second_expert_policy": "all"}
-    layer = layer_with_logits(
-        3, eval_capacity_factor=0.01, min_expert_capacity=1, router_options=options
-    )
-    plan = layer(logits_of([0.6, 0.3, 0.1], [0.6, 0.1, 0.3]))[1].plan
-    expected = torch.tensor([[[2 / 3, 1 / 3], [0, 1 / 3]]], dtype=torch.float64)
-    assert_close(plan.combine_weight, expected, tolerance=1e-8)
-
-
 def test_a_choice_whose_gate_is_at_the_threshold_is_not_kept_and_the_first_always_is():
     gates = torch.tensor([[[0.5, 0.25, 0.25], [0.125, 0.3, 0.0]]])
     kept = {
@@ -274,16 +245,6 @@ def test_a_single_gate_stays_raw_so_that_the_router_learns_from_the_task():
     )
     y.sum().backward()
     assert float(layer.router.gate.grad.abs().sum()) > 0
-
-
-def test_the_surest_tokens_are_admitted_first_by_batch_prioritized_routing():
-    options = {"eval_capacity_factor": 0.01, "min_expert_capacity": 2, "num_selected_experts": 1}
-    x = logits_of([0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.9, 0.1])
-    by_order = layer_with_logits(2, **options)(x)[1].plan
-    by_sureness = layer_with_logits(2, "batch_prioritized", **options)(x)[1].plan
-    assert by_order.accepted.flatten().tolist() == [True, True, False, False]
-    assert by_sureness.accepted.flatten().tolist() == [False, True, False, True]
-    assert by_sureness.slot[by_sureness.accepted].tolist() == [0, 1]
 
 
 def test_a_bias_moves_against_the_load_and_steers_the_choice_but_not_the_weight():

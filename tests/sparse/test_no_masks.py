@@ -35,16 +35,8 @@ def one_thread():
 @pytest.mark.parametrize("router", load_routers().names())
 def test_nothing_is_larger_than_the_logits_and_the_rows(router, dispatch, one_thread):
     choices = 1 if load_routers().get(router).single else 2
-    config = SparseConfig(
-        D,
-        F,
-        EXPERTS,
-        choices,
-        router=router,
-        dispatch=dispatch,
-        capacity_factor=5.0,
-        group_size=TOKENS,
-    )
+    fields = {"dispatch": dispatch, "capacity_factor": 5.0, "group_size": TOKENS}
+    config = SparseConfig(D, F, EXPERTS, choices, router=router, **fields)
     layer, x = SparseFeedForward(config), torch.randn(1, TOKENS, D, requires_grad=True)
     with LargestTensor() as largest:
         y, output = layer(x, token_ids=torch.arange(TOKENS)[None])

@@ -30,10 +30,9 @@ def fresh_compiler():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["layers", "training_steps", "decoding"])
-def test_no_host_waits_for_a_device(case):
+def test_no_host_waits_for_a_device():
     """On tensors without values: forward, backward and update, and a step of decoding."""
-    ended = run_command("tests.on_fake_gpu", case)
+    ended = run_command("tests.on_fake_gpu", "layers", "training_steps", "decoding")
     assert ended.returncode == 0, ended.stderr
 
 
@@ -62,12 +61,9 @@ def test_the_mode_sees_what_waits(wait):
         wait(torch.arange(3.0))
 
 
-@pytest.mark.parametrize("capacity", [{}, THREE_SLOTS], ids=["room for all", "three slots"])
 @pytest.mark.parametrize("router", ROUTER_NAMES)
-def test_a_row_for_every_choice_computes_what_the_kernel_of_a_cpu_does(
-    router, capacity, monkeypatch
-):
-    layer = build_layer(router, expert_bias="additive", gated=True, **capacity)
+def test_a_row_for_every_choice_computes_what_the_kernel_of_a_cpu_does(router, monkeypatch):
+    layer = build_layer(router, expert_bias="additive", gated=True, **THREE_SLOTS)
     x = torch.randn(2, 13, 7, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(2, 13, dtype=torch.bool)
     mask[1, 9:] = False

@@ -5,7 +5,7 @@ import torch
 
 from moe.sparse.dispatch import ChoiceDispatcher, RowDispatcher, pad_rows, sort_choices, sort_rows
 from moe.sparse.plan import DispatchPlan
-from tests.sparse.layers import ROUTER_NAMES, THREE_SLOTS, build_layer
+from tests.sparse.layers import THREE_SLOTS, build_layer
 
 AOT_EAGER = {"backend": "aot_eager"}
 INDUCTOR = {"options": {"cpp.simdlen": 1}}  # plain loops take half as long to compile
@@ -22,7 +22,7 @@ def a_plan(router="token_choice") -> tuple:
     return layer, x.flatten(0, 1), output.plan
 
 
-@pytest.mark.parametrize("router", ROUTER_NAMES)
+@pytest.mark.parametrize("router", ["token_choice", "expert_choice", "hash"])
 def test_the_rows_of_experts_come_first_and_in_their_order(router):
     layer, _, plan = a_plan(router)
     num_experts = layer.config.num_experts
@@ -89,13 +89,8 @@ def test_a_plan_that_refuses_all_has_no_row():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
 @pytest.mark.parametrize(
     ("dtype", "d_model", "d_ff", "compiler"),
-    [
-        (torch.float32, 7, 11, AOT_EAGER),
-        (torch.float32, 8, 16, AOT_EAGER),
-        (torch.bfloat16, 8, 16, AOT_EAGER),
-        (torch.bfloat16, 8, 16, INDUCTOR),
-    ],
-    ids=["a loop", "float32", "bfloat16", "code for bfloat16"],
+    [(torch.float32, 7, 11, AOT_EAGER), (torch.bfloat16, 8, 16, INDUCTOR)],
+    ids=["a loop", "code for bfloat16"],
 )
 def test_grouped_products_of_padded_rows_compile_into_one_graph(dtype, d_model, d_ff, compiler):
     """The path of a GPU, run on the products that torch has for a CPU."""

@@ -31,25 +31,20 @@ RANDOM = {
 
 @pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.parametrize("dispatch", ["ragged", "static"])
-def test_training_repeats_itself_under_the_same_seed_and_only_then(name, dispatch):
-    layer, x = build_layer(dispatch=dispatch, **RANDOM[name]).train(), tokens(2, 13, 7)
-
-    def run(seed):
-        torch.manual_seed(seed)
-        return layer(x)[0]
-
-    assert torch.equal(run(0), run(0))
-    assert not torch.equal(run(0), run(1))
-
-
-@pytest.mark.parametrize("name", RANDOM)
-@pytest.mark.parametrize("dispatch", ["ragged", "static"])
-def test_evaluation_draws_nothing(name, dispatch):
+def test_training_repeats_itself_under_the_same_seed_and_evaluation_draws_nothing(name, dispatch):
     layer, x = build_layer(dispatch=dispatch, **RANDOM[name]), tokens(2, 13, 7)
     before = torch.random.get_rng_state()
     y, _ = layer(x)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(layer(x)[0], y)
+
+    layer.train()
+    outputs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        outputs.append(layer(x)[0])
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
 
 
 def test_a_choice_is_kept_with_probability_gate_over_threshold():
@@ -98,7 +93,7 @@ def test_input_dropout_hides_its_share_from_the_router_and_nothing_from_the_expe
     assert_close(y, dense_einsum(layer, x, router.plan))
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_sample_draws_by_the_tempered_probabilities_and_weighs_by_the_raw_ones(temperature):
     layer = switch(3, policy="sample", temperature=temperature)
     x = logits_of([0.6, 0.3, 0.1])

