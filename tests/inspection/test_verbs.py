@@ -205,12 +205,10 @@ def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):
     ("arguments", "message"),
     [
         (["vew"], "no verb 'vew'. Did you mean 'view'"),
-        (["record", "--model", "m", "--out", "o"], "--corpus --text --pairs --task is required"),
         (
             ["record", "--model", "m", "--out", "o", "--pairs", "a", "--noise-density", "0.5"],
             "--noise-density has no effect on pairs",
         ),
-        (["view", "--trace", "nowhere", "--out", "view.txt"], "expected a file that ends in .html"),
         (["ablate", "--trace", "t", "--out", "a.json", "--kind", "kill"], "invalid choice: 'kill'"),
     ],
 )
