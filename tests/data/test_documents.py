@@ -2,27 +2,10 @@
 docstrings.
 """
 
-import inspect
-import textwrap
-
 import pytest
 
 from moe.data.documents import OWN_LICENCE, Document, read_files
-from moe.data.packages import read_python_corpus
 from moe.errors import DataError
-
-
-@pytest.mark.slow
-def test_python_carries_several_million_characters_of_english_with_known_licences():
-    documents = read_python_corpus()
-    assert sum(len(document.text) for document in documents) > 5_000_000
-    licences = {document.package: document.licence for document in documents}
-    assert licences == {"stdlib": "PSF-2.0", "torch": "BSD-3-Clause", "numpy": "BSD-3-Clause"}
-    by_source = {document.source: document.text for document in documents}
-    assert len(by_source) == len(documents)
-    summary = inspect.cleandoc(textwrap.__doc__ or "").splitlines()[0]
-    assert by_source["stdlib/textwrap.py"].startswith(summary)
-    assert "pydoc_data/topics.py#if" in by_source
 
 
 def test_a_text_file_is_one_document_with_blank_lines_between_paragraphs(tmp_path):

@@ -1,6 +1,8 @@
 """Packages as text. Oracle: packages written by the test, with metadata as installers write it."""
 
+import inspect
 import os
+import textwrap
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -107,9 +109,18 @@ def test_what_is_no_package_is_refused_and_a_misspelt_one_gets_a_hint(tmp_path, 
 
 
 @pytest.mark.slow
-def test_the_default_corpus_is_three_packages_without_their_pages():
+def test_the_default_corpus_is_three_packages_with_known_licences_and_without_their_pages():
     default = read_python_corpus()
-    assert {document.package for document in default} == {"stdlib", "numpy", "torch"}
+    assert sum(len(document.text) for document in default) > 5_000_000
+    licences = {document.package: document.licence for document in default}
+    assert licences == {"stdlib": "PSF-2.0", "torch": "BSD-3-Clause", "numpy": "BSD-3-Clause"}
+
+    by_source = {document.source: document.text for document in default}
+    assert len(by_source) == len(default)
+    summary = inspect.cleandoc(textwrap.__doc__ or "").splitlines()[0]
+    assert by_source["stdlib/textwrap.py"].startswith(summary)
+    assert "pydoc_data/topics.py#if" in by_source
+
     named = {document.source: document.text for document in read_packages(["numpy"])}
     for document in default:
         if document.package == "numpy":
