@@ -19,14 +19,11 @@ def test_an_unknown_name_says_which_was_meant_and_lists_all():
     assert shapes.get("square") == 4
     assert shapes.names() == ["circle", "square"]
     with pytest.raises(
-        ConfigError, match=r"no shape called 'sqare'. Did you mean 'square'\? Known: circle, square"
+        ConfigError, match=r"'sqare'. Did you mean 'square'\? Known: circle, square"
     ):
         shapes.get("sqare")
     with pytest.raises(ConfigError, match="already a shape called 'square'"):
         shapes.add("square", 5)
-
-
-def test_nothing_close_suggests_nothing():
     assert did_you_mean("xyz", ["square"]) == ""
 
 
@@ -45,10 +42,7 @@ def run(monkeypatch, error, *arguments):
     [
         (ConfigError("d_ff is 0"), "error: d_ff is 0"),
         (FileNotFoundError(errno.ENOENT, "No such file", "a.txt"), "a.txt"),
-        (
-            OSError(errno.ENOSPC, "No space left", "out/model"),
-            "the disk is full while writing out/model",
-        ),
+        (OSError(errno.ENOSPC, "No space left", "out/model"), "full while writing out/model"),
     ],
 )
 def test_a_user_error_is_one_message_and_exit_code_2(monkeypatch, capsys, error, text):
@@ -61,8 +55,9 @@ def test_a_user_error_is_one_message_and_exit_code_2(monkeypatch, capsys, error,
 
 
 def test_debug_shows_the_traceback(monkeypatch):
-    with pytest.raises(ConfigError):
-        run(monkeypatch, ConfigError("d_ff is 0"), "--debug")
+    for error in (ConfigError("d_ff is 0"), ZeroDivisionError()):
+        with pytest.raises(type(error)):
+            run(monkeypatch, error, "--debug")
 
 
 def test_ctrl_c_says_how_to_go_on_and_names_no_option_that_a_command_lacks(monkeypatch, capsys):
@@ -86,7 +81,6 @@ def test_ctrl_c_does_not_tell_an_evaluation_to_resume(monkeypatch, capsys):
     ("error", "text"),
     [
         (ZeroDivisionError("division by zero"), "ZeroDivisionError"),
-        (KeyError("d_ff"), "KeyError"),
         (RuntimeError("sizes differ\nException raised from empty_cpu\n..."), "sizes differ"),
         (type("PanicException", (BaseException,), {})("no regex"), "no regex"),
         (AssertionError(), "no message"),
@@ -102,11 +96,6 @@ def test_an_unexpected_exception_is_one_line_that_names_its_place_and_exit_code_
     assert text in line
     assert "test_floor.py, line" in line
     assert line.endswith("--debug shows the traceback.")
-
-
-def test_debug_shows_the_traceback_of_an_unexpected_exception(monkeypatch):
-    with pytest.raises(ZeroDivisionError):
-        run(monkeypatch, ZeroDivisionError(), "--debug")
 
 
 @pytest.mark.parametrize("end", [SystemExit(7), pytest.fail.Exception("failed")])

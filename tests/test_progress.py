@@ -27,12 +27,12 @@ def has_stopped_within(seconds, *pids):
 def test_a_process_that_waits_has_stopped_and_one_that_computes_has_not(
     program, stops, monkeypatch
 ):
-    monkeypatch.setattr(progress, "WINDOW", 2.0)
+    monkeypatch.setattr(progress, "WINDOW", 1.0)
     monkeypatch.setattr(progress, "LEAST", 0.05)  # the machine may be busy
     with subprocess.Popen([sys.executable, "-c", program]) as process:
         try:
-            time.sleep(1)  # Python starts
-            assert has_stopped_within(4, process.pid) == stops
+            time.sleep(0.5)  # Python starts
+            assert has_stopped_within(2, process.pid) == stops
         finally:
             process.kill()
 

@@ -37,14 +37,10 @@ def test_threads_that_wait_soon_sleep_and_the_command_says_so():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variables", "count"),
-    [({"OMP_WAIT_POLICY": "active"}, "None"), ({"GOMP_SPINCOUNT": "7"}, "7")],
-    ids=["policy", "spin count"],
-)
-def test_what_the_user_set_is_kept(variables, count):
-    ended = start(**variables)
-    assert (ended.stdout, ended.stderr) == (f"{count}\n", "")
+def test_what_the_user_set_is_kept():
+    for variables, count in (({"OMP_WAIT_POLICY": "active"}, "None"), ({"GOMP_SPINCOUNT": "7"}, 7)):
+        ended = start(**variables)
+        assert (ended.stdout, ended.stderr) == (f"{count}\n", "")
 
 
 @pytest.mark.slow
@@ -64,25 +60,16 @@ def test_a_command_that_is_called_by_another_is_silent():
 COMMANDS = [*ROOT.glob("scripts/*.py"), ROOT / "eval/__main__.py", ROOT / "benchmarks/network.py"]
 
 
-@pytest.mark.parametrize("path", sorted(COMMANDS), ids=lambda path: path.stem)
-def test_every_command_starts_here_before_it_imports_anything(path):
-    text = path.read_text(encoding="utf-8")
-    if '__name__ == "__main__"' in text:
-        _docstring, first, *_ = ast.parse(text).body
-        assert ast.unparse(first) == START
+def test_every_command_starts_here_before_it_imports_anything():
+    for path in COMMANDS:
+        text = path.read_text(encoding="utf-8")
+        if '__name__ == "__main__"' in text:
+            _docstring, first, *_ = ast.parse(text).body
+            assert ast.unparse(first) == START, path
 
 
 # Seconds each, which a command needs once it works: functions import them.
-IMPORTED_LATE = (
-    "datasets",
-    "matplotlib",
-    "nltk",
-    "pandas",
-    "rouge_score",
-    "scipy.stats",
-    "sklearn",
-    "tensorstore",
-)
+IMPORTED_LATE = "datasets,matplotlib,nltk,pandas,rouge_score,scipy.stats,sklearn,tensorstore"
 IMPORTS = """
 import importlib, sys
 for name in sys.argv[1].split(","):
@@ -96,7 +83,7 @@ def test_no_command_imports_what_only_its_work_needs():
     modules = [f"scripts.{path.stem}" for path in sorted(ROOT.glob("scripts/*.py"))]
     modules += ["moe", "eval.__main__", "benchmarks.network"]
     modules += [f"moe.commands.{verb.module}" for verb in VERBS.values()]
-    words = [sys.executable, "-c", IMPORTS, ",".join(modules), ",".join(IMPORTED_LATE)]
+    words = [sys.executable, "-c", IMPORTS, ",".join(modules), IMPORTED_LATE]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert ended.stdout == "\n"

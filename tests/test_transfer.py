@@ -19,40 +19,20 @@ def call(*arguments):
 @pytest.mark.slow
 def test_both_tasks_are_reported_with_and_without_pretraining_beside_the_baselines(tmp_path):
     inputs, out = write_inputs(tmp_path), tmp_path / "transfer"
-    recipe = yaml.safe_load(inputs["finetune.yaml"].read_text()) | {
-        "mixture": {"tasks": list(TASKS)}
-    }
+    recipe = yaml.safe_load(inputs["finetune.yaml"].read_text())
+    recipe["mixture"] = {"tasks": list(TASKS)}
     inputs["finetune.yaml"].write_text(yaml.safe_dump(recipe))
-    recipes = [
-        "--pretrain-config",
-        inputs["pretrain.yaml"],
-        "--finetune-config",
-        inputs["finetune.yaml"],
-    ]
-    options = [
-        "--out",
-        out,
-        "--data",
-        inputs["texts"],
-        "--vocab-size",
-        MODEL["vocab_size"],
-        "--limit",
-        31,
-        *recipes,
-    ]
+    options = ["--out", out, "--data", inputs["texts"], "--vocab-size", MODEL["vocab_size"]]
+    options += ["--pretrain-config", inputs["pretrain.yaml"], "--limit", 13]
+    options += ["--finetune-config", inputs["finetune.yaml"]]
     done = call(*options)
     assert done.returncode == 0, done.stderr
-    tasks = {
-        task["task"]: task for task in json.loads((out / "eval/report.json").read_text())["tasks"]
-    }
-    assert tuple(tasks) == TASKS
-    for name, classic in (("unicode_category", set()), ("docstring_summary", {"lead"})):
-        names = {row["name"] for row in tasks[name]["systems"]}
-        assert (
-            names
-            == {"pre-trained", "from-scratch", "majority", "naive Bayes", "logistic regression"}
-            | classic
-        )
+    tasks = json.loads((out / "eval/report.json").read_text())["tasks"]
+    assert tuple(task["task"] for task in tasks) == TASKS
+    expected = {"pre-trained", "from-scratch", "majority", "naive Bayes", "logistic regression"}
+    for task in tasks:
+        names = {row["name"] for row in task["systems"]}
+        assert names == expected | ({"lead"} if task["task"] == "docstring_summary" else set())
 
     resumed = call(*options, "--resume")
     assert resumed.returncode == 0, resumed.stderr

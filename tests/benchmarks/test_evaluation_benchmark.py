@@ -12,8 +12,6 @@ from benchmarks.models.evaluation import (
     make_task,
     run_evaluation,
 )
-from moe import ConfigError
-from scripts.benchmark import main
 
 TINY = EvaluationCase(
     307, 16, 24, 2, 2, 1, num_experts=3, num_examples=7, words=(2, 11), batches=(2, 3)
@@ -46,8 +44,3 @@ def test_the_task_has_inputs_of_all_lengths_and_two_to_four_answers():
     assert lengths[0] < 15
     assert lengths[-1] > 110
     assert len(examples) == case.num_examples
-
-
-def test_rounds_below_one_are_refused():
-    with pytest.raises(ConfigError, match="--rounds is 0; expected an integer from 1 to"):
-        main(["eval", "--rounds", "0"])

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks.cases import CASES, Case
 from benchmarks.ranks.scaling import ScalingCase
-from moe import ConfigError
 from scripts.benchmark import main
 
 TINY = Case(64, 32, 48, 8, 2)
@@ -26,51 +25,23 @@ def tiny_sizes(monkeypatch):
 @pytest.mark.slow
 def test_two_ranks_send_the_fewest_bytes_and_the_saved_tables_have_every_row(tmp_path, capsys):
     path = tmp_path / "exchange.json"
-    options = (
-        "--ranks",
-        "2",
-        "--cases",
-        "0",
-        "--rounds",
-        "1",
-        "--dtypes",
-        "float32",
-        "--device",
-        "cpu",
-    )
-    main(["exchange", "--json", str(path), *options])
+    options = "--ranks 2 --cases 0 --rounds 1 --dtypes float32 --device cpu"
+    main(["exchange", "--json", str(path), *options.split()])
     report = json.loads(path.read_text(encoding="utf-8"))
     rows = {row["layer"]: row for row in report["rows"]}
     assert set(rows) == {"dropless", "capacity", "static", "transformers"}
     for name in ("dropless", "capacity"):
         assert rows[name]["row_bytes"] == rows[name]["fewest_bytes"] > 0
-        assert (
-            rows[name]["count_bytes"] == 2 * 4 * 8
-        )  # each rank tells the other the rows of its 4 experts
+        # Each rank tells the other the rows of its 4 experts.
+        assert rows[name]["count_bytes"] == 2 * 4 * 8
     slots = 8 * 5 * 2  # E x C x ranks: C is 1.25 x 32 tokens / 8 experts
     assert rows["static"]["row_bytes"] == 4 * slots // 2 * 32 * 4
     assert rows["static"]["count_bytes"] == 0
     assert rows["static"]["bytes_ratio"] >= 1
+    measured = ("ms", "one_process_ms", "apart_ms", "bare_ms", "over_ideal")
     for name in ("dropless", "capacity", "static"):
-        assert all(
-            rows[name][key] > 0
-            for key in ("ms", "one_process_ms", "apart_ms", "bare_ms", "over_ideal")
-        )
+        assert all(rows[name][key] > 0 for key in measured)
     assert rows["dropless"]["over_transformers"] > 0
     (scaling,) = report["scaling"]
     assert {row["mesh"] for row in scaling["rows"]} == {"one", "apart", "ep 2", "dp_shard 2"}
     assert "apart / it" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--rounds", "0"), "--rounds is 0; expected an integer from 1 to"),
-        (("--ranks", "3", "--cases", "0"), "--ranks is 3, but case 0 has 8 experts and 64 tokens"),
-        (("--ranks", "1"), "--ranks is 1; expected at least 2"),
-        (("--cases", "4"), "case 4 is for cuda, and --device is cpu"),
-    ],
-)
-def test_impossible_options_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        main(["exchange", "--device", "cpu", *options])

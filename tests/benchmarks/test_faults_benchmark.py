@@ -64,28 +64,14 @@ def test_groups_that_differ_in_a_bit_or_have_no_weights_are_not_equal(tmp_path):
 
 
 def test_groups_must_share_the_rows_of_a_batch():
-    with pytest.raises(
-        ConfigError, match="--groups is 5; expected a divisor of the batch's 12 rows"
-    ):
+    with pytest.raises(ConfigError, match="--groups is 5; expected a divisor of"):
         live_losses.main(["--groups", "5"])
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_costs_steps_and_changes_nothing(tmp_path, capsys):
     target = tmp_path / "faults.json"
-    faults.main(["--faults", "2", "--only", "kill", "--ranks", "2", "--json", str(target)])
-    said = capsys.readouterr().out
-    assert "2/2: 2 ranks, 2 kill: as if undisturbed" in said
+    faults.main(["--faults", "1", "--only", "kill", "--ranks", "2", "--json", str(target)])
+    assert "1/1: 2 ranks, 1 kill: as if undisturbed" in capsys.readouterr().out
     (run,) = json.loads(target.read_text())["runs"]
-    assert [fault["damaged_checkpoints"] for fault in run["faults"]] == [0, 0]
-
-
-@pytest.mark.slow
-def test_a_group_that_is_lost_comes_back_equal(tmp_path, capsys):
-    target = tmp_path / "losses.json"
-    live_losses.main(["--losses", "1", "--groups", "2", "--steps", "150", "--json", str(target)])
-    report = json.loads(target.read_text())
-    (loss,) = report["losses"]
-    assert loss["healed_step"] > loss["step"] + loss["steps_without"]
-    assert report["replicas_bit_identical"]
-    assert report["largest_loss_difference"] < 1e-10
+    assert [fault["damaged_checkpoints"] for fault in run["faults"]] == [0]

@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.cases import CASES, Case, build_problem
-from benchmarks.layer.layer import build_variants, compare_outputs
 from benchmarks.models.gpu import (
     COMPARED_STEPS,
     GpuBenchmark,
@@ -72,13 +70,3 @@ def test_a_form_that_cannot_run_is_a_line_of_the_table(monkeypatch):
     table = format_decoding(rows)
     assert "no: no graph" in table and "and why" not in table
     assert dataclasses.asdict(benchmark)["experts"] == 3
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*")
-def test_the_compiled_layer_gives_what_the_layer_gives(monkeypatch):
-    monkeypatch.setitem(CASES, 0, Case(64, 32, 48, 8, 2))
-    problem = build_problem(CASES[0], torch.float32, CPU)
-    variants = build_variants(problem, ("moe_dropless", "moe_compiled"), "here")
-    assert [variant.name for variant in variants] == ["dense", "moe_dropless", "moe_compiled"]
-    assert compare_outputs(variants)["moe_compiled"] < 1e-6

@@ -15,11 +15,16 @@ SAVED = Path("benchmarks/network.json")
 QUICK = ("goodput", "levels", "scaling")
 
 
-def test_quick_reports_pass() -> None:
+def test_quick_reports_pass_and_are_those_saved() -> None:
     rows = rows_of(QUICK)
 
     assert {row.id for row in rows} == {"G1", "G2", "R1*", "R2*", "R9"}
     assert [row.what for row in rows if row.passes is False] == []
+
+    saved = json.loads(SAVED.read_text(encoding="utf-8"))["rows"]
+    by_claim = {(row["id"], row["what"]): row["predicted"] for row in saved}
+    for row in rows:
+        assert by_claim[row.id, row.what] == pytest.approx(row.predicted)
 
 
 @pytest.mark.slow
@@ -48,6 +53,7 @@ def test_a_fit_of_two_constants_is_not_asserted_since_it_holds_with_any_all_redu
         assert np.abs(steps / logged - 1).max() < 0.12
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_hole_depends_on_where_it_is_unless_all_places_are_alike() -> None:
     mesh = chips((4, 4), wraps=False, latency=1.5e-6)
     ratios = hole_ratios(mesh, (2, 2)).reshape(3, 3)
@@ -57,8 +63,8 @@ def test_the_cost_of_a_hole_depends_on_where_it_is_unless_all_places_are_alike()
     assert ratios[[0, 0, 2, 2], [0, 2, 0, 2]] == pytest.approx(ratios[0, 0])
 
     # A hole of a torus may reach over its ends.
-    torus = chips((4, 4), wraps=True, latency=1.5e-6)
-    assert hole_ratios(torus, (1, 1)).shape == (16,)
+    torus = chips((2, 3), wraps=True, latency=1.5e-6)
+    assert hole_ratios(torus, (1, 1)).shape == (6,)
 
 
 def test_the_saved_table_has_every_claim_and_passes() -> None:
@@ -71,14 +77,6 @@ def test_the_saved_table_has_every_claim_and_passes() -> None:
     # What has a star is only reported, and all else asserted.
     starred = {"R1*", "R2*", "R3*", "R4*", "R8*", "F1*"}
     assert {row["id"] for row in rows if row["passes"] is None} == starred
-
-
-def test_the_saved_numbers_are_those_of_the_quick_reports() -> None:
-    saved = json.loads(SAVED.read_text(encoding="utf-8"))["rows"]
-    by_claim = {(row["id"], row["what"]): row["predicted"] for row in saved}
-
-    for row in rows_of(QUICK):
-        assert by_claim[row.id, row.what] == pytest.approx(row.predicted)
 
 
 def test_a_row_fails_outside_its_tolerance() -> None:

@@ -6,16 +6,9 @@ from benchmarks.models.tracing import BASE, TracingBenchmark, run_tracing
 
 
 def test_every_run_has_a_number_and_the_trace_a_size(tmp_path, capsys):
-    benchmark = TracingBenchmark(
-        rounds=2,
-        json=tmp_path / "tracing.json",
-        d_model=32,
-        num_batches=2,
-        batch_size=4,
-        inputs_length=16,
-        targets_length=8,
-        vocab_size=50,
-    )
+    sizes = {"d_model": 32, "vocab_size": 50, "inputs_length": 16, "targets_length": 8}
+    sizes |= {"num_batches": 2, "batch_size": 4}
+    benchmark = TracingBenchmark(rounds=1, json=tmp_path / "tracing.json", **sizes)
     report = run_tracing(benchmark)
     assert json.loads(benchmark.json.read_text()) == report
     assert report["rows"][0]["run"] == BASE

@@ -7,14 +7,14 @@ import pytest
 
 import stmoe
 from eval.task import TASKS
-from moe.data.corpus import build_corpus, corpus_table, load_corpus, save_corpus
+from moe.data.corpus import Corpus, build_corpus, corpus_table, load_corpus, save_corpus
 from moe.data.documents import Document
 from moe.data.overlap import SplitOverlap
 from moe.data.tokenizer import load_tokenizer, train_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.errors import ConfigError, DataError
 
-NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six"]
 
 
 def documents(count: int = 211) -> list[Document]:
@@ -28,30 +28,31 @@ def sources(dataset: datasets.Dataset) -> set[str]:
     return set(dataset["source"])
 
 
+def texts_by_source(corpus: Corpus) -> dict[str, str]:
+    texts = dict(zip(corpus.train["source"], corpus.train["text"], strict=True))
+    return texts | dict(zip(corpus.held_out["source"], corpus.held_out["text"], strict=True))
+
+
 def test_every_document_is_on_exactly_one_side_in_about_the_right_share():
     corpus = build_corpus(documents(), held_out_fraction=0.1, seed=5)
-    assert sources(corpus.train) | sources(corpus.held_out) == {
-        document.source for document in documents()
-    }
+    everything = {document.source for document in documents()}
+    assert sources(corpus.train) | sources(corpus.held_out) == everything
     assert not sources(corpus.train) & sources(corpus.held_out)
     assert 0.04 < corpus.held_out.num_rows / 211 < 0.17
 
 
 def test_the_split_depends_on_the_seed_and_not_on_the_other_documents():
-    small, large = (
-        build_corpus(documents(101), 0.2, seed=1),
-        build_corpus(documents(211), 0.2, seed=1),
-    )
-    assert sources(small.held_out) == sources(large.held_out) & {
-        document.source for document in documents(101)
-    }
+    small = build_corpus(documents(101), 0.2, seed=1)
+    large = build_corpus(documents(211), 0.2, seed=1)
+    shared = {document.source for document in documents(101)}
+    assert sources(small.held_out) == sources(large.held_out) & shared
     assert sources(build_corpus(documents(101), 0.2, seed=2).held_out) != sources(small.held_out)
 
 
-@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_neither_side_is_ever_empty(fraction):
-    corpus = build_corpus(documents(2), fraction)
-    assert (corpus.train.num_rows, corpus.held_out.num_rows) == (1, 1)
+def test_neither_side_is_ever_empty():
+    for fraction in (1e-9, 1 - 1e-9):
+        corpus = build_corpus(documents(2), fraction)
+        assert (corpus.train.num_rows, corpus.held_out.num_rows) == (1, 1)
 
 
 def test_a_repeated_paragraph_stays_only_where_it_came_first():
@@ -62,9 +63,8 @@ def test_a_repeated_paragraph_stays_only_where_it_came_first():
             Document("Only here.", "c", "own", "MIT"),
         ]
     )
-    texts = dict(zip(corpus.train["source"], corpus.train["text"], strict=True))
-    texts |= dict(zip(corpus.held_out["source"], corpus.held_out["text"], strict=True))
-    assert texts == {"a": "The same words.\n\nOnly here.", "b": "Only there."}
+    expected = {"a": "The same words.\n\nOnly here.", "b": "Only there."}
+    assert texts_by_source(corpus) == expected
     assert corpus.num_repeated == 2
 
 
@@ -77,16 +77,9 @@ def test_what_is_left_out_is_unseen_wherever_else_it_stands_and_moves_no_other_d
     )
     for before, after in ((whole.train, rest.train), (whole.held_out, rest.held_out)):
         assert sources(after) == sources(before) - {"file7.py", "file8.py"}
-    texts = dict(zip(rest.train["source"], rest.train["text"], strict=True))
-    texts |= dict(zip(rest.held_out["source"], rest.held_out["text"], strict=True))
-    assert texts["quoting.py"] == "Its own."
-
-
-def test_a_source_to_leave_out_that_is_not_there_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"'gone.py' is to be left out, but is no source of the documents"
-    ):
-        build_corpus(documents(), leave_out={"file7.py", "gone.py"})
+    assert texts_by_source(rest)["quoting.py"] == "Its own."
+    with pytest.raises(ConfigError, match=r"'gone.py' is to be left out, but is no source"):
+        build_corpus(some, leave_out={"file7.py", "gone.py"})
 
 
 def test_paragraphs_that_quote_unseen_inputs_are_left_out_and_move_no_other_document():
@@ -98,9 +91,7 @@ def test_paragraphs_that_quote_unseen_inputs_are_left_out_and_move_no_other_docu
     rest = build_corpus(some, 0.2, seed=1, unseen_inputs=[[f"solve: {secret}", "solve: x"]])
     for before, after in ((whole.train, rest.train), (whole.held_out, rest.held_out)):
         assert sources(after) == sources(before) - {"empty.py"}
-    texts = dict(zip(rest.train["source"], rest.train["text"], strict=True))
-    texts |= dict(zip(rest.held_out["source"], rest.held_out["text"], strict=True))
-    assert texts["quoting.py"] == "Its own."
+    assert texts_by_source(rest)["quoting.py"] == "Its own."
     assert (whole.num_quoting, rest.num_quoting) == (0, 2)
 
 
@@ -131,12 +122,8 @@ def test_the_command_combines_sources_and_measures_what_is_left_of_the_tests(tmp
     arguments += ["--unseen", "unicode_category", "docstring_topic"]
     stmoe.main(["corpus", "--out", str(tmp_path / "corpus"), *arguments])
     corpus = load_corpus(tmp_path / "corpus")
-    assert set(corpus.train["package"]) | set(corpus.held_out["package"]) == {
-        "sheep",
-        "wordnet",
-        "d",
-        "mine",
-    }
+    packages = {*corpus.train["package"], *corpus.held_out["package"]}
+    assert packages == {"sheep", "wordnet", "d", "mine"}
     printed = capsys.readouterr().out
     assert "docstring_topic: 0 of its" in printed
     rows = json.loads((tmp_path / "corpus/overlap.json").read_text(encoding="utf-8"))
@@ -172,10 +159,9 @@ def letters(text: str) -> str:
 
 
 def test_paragraphs_of_symbols_are_told_apart_and_scripts_without_case_are_kept():
-    corpus = build_corpus(
-        [Document(f"{mark}\n\n漢字{mark}", mark, "own", "MIT") for mark in ("+++", "---")]
-    )
-    assert corpus.num_repeated == 1
+    marks = ("+++", "---")
+    some = [Document(f"{mark}\n\n漢字{mark}", mark, "own", "MIT") for mark in marks]
+    assert build_corpus(some).num_repeated == 1
 
 
 def test_the_paragraphs_of_a_single_document_are_divided():
@@ -190,18 +176,14 @@ def test_one_paragraph_cannot_be_divided():
     with pytest.raises(DataError, match=r"1 document\(s\)"):
         build_corpus([Document("One.", "my.txt", "my", "MIT")])
     with pytest.raises(DataError, match=r"has 1 document\(s\)"):
-        build_corpus(
-            [Document("One.", "same.txt", "a", "MIT"), Document("Two.", "same.txt", "b", "MIT")]
-        )
+        build_corpus([Document(text, "same.txt", text, "MIT") for text in ("One.", "Two.")])
+    for fraction in (0, 1):
+        with pytest.raises(ConfigError, match=f"held_out_fraction is {fraction}"):
+            build_corpus(documents(), fraction)
 
 
-@pytest.mark.parametrize("fraction", [0, 1])
-def test_a_share_outside_zero_and_one_is_refused(fraction):
-    with pytest.raises(ConfigError, match=f"held_out_fraction is {fraction}"):
-        build_corpus(documents(), fraction)
-
-
-def test_a_saved_corpus_comes_back_and_replaces_an_earlier_one(tmp_path):
+def test_a_saved_corpus_comes_back_and_replaces_an_earlier_one_in_silence(tmp_path, capfd):
+    datasets.enable_progress_bars()
     save_corpus(build_corpus(documents(7)), tmp_path / "corpus")
     corpus = build_corpus(documents(13))
     save_corpus(corpus, tmp_path / "corpus")
@@ -210,18 +192,8 @@ def test_a_saved_corpus_comes_back_and_replaces_an_earlier_one(tmp_path):
     assert loaded.held_out.to_list() == corpus.held_out.to_list()
     assert loaded.num_repeated == corpus.num_repeated
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
-
-
-def test_saving_shows_no_progress_bar_and_leaves_the_setting_alone(tmp_path, capfd):
-    datasets.enable_progress_bars()
-    save_corpus(build_corpus(documents(7)), tmp_path / "corpus")
     assert not datasets.are_progress_bars_disabled()
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_folder_that_is_no_corpus_says_how_to_make_one(tmp_path):
-    with pytest.raises(DataError, match=r"is not a corpus: it has no corpus\.json\. Make one with"):
-        load_corpus(tmp_path)
 
 
 def test_the_table_adds_up():
@@ -238,9 +210,7 @@ def test_the_command_builds_a_corpus_from_the_users_files(tmp_path, capsys):
     folder = tmp_path / "mine"
     folder.mkdir()
     for number in NUMBERS:
-        (folder / f"{number}.txt").write_text(
-            f"The number {number} is written here.", encoding="utf-8"
-        )
+        (folder / f"{number}.txt").write_text(f"The number {number} is written here.", "utf-8")
     stmoe.main(["corpus", "--out", str(tmp_path / "corpus"), "--data", str(folder)])
     assert load_corpus(tmp_path / "corpus").train.num_rows + 1 >= len(NUMBERS) - 1
     printed = capsys.readouterr().out

@@ -84,12 +84,10 @@ def test_an_entry_is_a_document_of_plain_english(tmp_path, zipped):
 
 
 def test_an_entry_in_another_style_keeps_its_headword_from_the_index():
-    text = (
-        "foo bar\n\n   <jargon> The {canonical} pair of names for a thing.\n\n   Both are used.\n"
-    )
+    text = "foo bar\n\n   <jargon> The {canonical} pair of names.\n\n   Both are used.\n"
     headword, paragraphs = entry_paragraphs(text, "foo bar")
     assert headword == "foo bar"
-    assert paragraphs == ["foo bar: <jargon> The canonical pair of names for a thing."]
+    assert paragraphs == ["foo bar: <jargon> The canonical pair of names."]
 
 
 def test_older_encodings_are_read_and_no_licence_is_made_up(tmp_path):
@@ -114,12 +112,12 @@ def test_the_system_dictionary_or_either_file_is_found(tmp_path, monkeypatch):
         find_dictionary(tmp_path / "small.dict.dz")
 
 
-@pytest.mark.parametrize("line", ["dog", "dog\tA", "dog\tA\t?", "dog\tA\tzzz", ""])
-def test_a_broken_index_names_the_line_or_the_lack_of_entries(tmp_path, line):
+def test_a_broken_index_names_the_line_or_the_lack_of_entries(tmp_path):
     index = write(tmp_path, ENTRIES)
-    index.write_text(line + "\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"small\.index(, line 1: | has no entry with English)"):
-        read_dictionary(index)
+    for line in ("dog", "dog\tA", "dog\tA\t?", "dog\tA\tzzz", ""):
+        index.write_text(line + "\n", encoding="utf-8")
+        with pytest.raises(DataError, match=r"small\.index(, line 1: | has no entry with)"):
+            read_dictionary(index)
 
 
 def test_broken_and_missing_definitions_are_refused(tmp_path):

@@ -33,10 +33,9 @@ def measure(inputs: list[str], texts: list[str], n: int) -> Overlap:
     return measure_overlap({"task": inputs}, texts, [n])["task"][0]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_measure_equals_sets_of_tuples(seed, monkeypatch):
+def test_the_measure_equals_sets_of_tuples(monkeypatch):
     monkeypatch.setattr(overlap_module, "_BATCH", 101)
-    rng = random.Random(seed)
+    rng = random.Random(0)
     inputs = {"a": ["x", *random_texts(rng, 31, 17)], "b": ["y", *random_texts(rng, 7, 11)]}
     texts = random_texts(rng, 43, 19)
     sizes = (3, 7)
@@ -53,10 +52,8 @@ def test_the_measure_equals_sets_of_tuples(seed, monkeypatch):
             assert overlap.n == n
             assert overlap.is_shared.tolist() == [bool(each & in_text) for each in expected]
             assert overlap.num_compared == sum(map(bool, expected))
-            assert (overlap.num_ngrams, overlap.num_shared_ngrams) == (
-                len(every),
-                len(every & in_text),
-            )
+            assert overlap.num_ngrams == len(every)
+            assert overlap.num_shared_ngrams == len(every & in_text)
 
 
 def test_paragraphs_are_found_that_hold_a_word_of_a_shared_run_even_over_their_border():
@@ -87,8 +84,9 @@ def test_a_prompt_is_not_compared_and_short_inputs_are_whole_or_left_alone():
     assert (overlap.share_of_inputs, overlap.share_of_ngrams) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("texts", [[], [""], ["...", "?"]])
-@pytest.mark.parametrize("inputs", [[], [""], ["a b c d e f g h"]])
+@pytest.mark.parametrize(
+    ("inputs", "texts"), [([], [""]), ([""], ["...", "?"]), (["a b c d e f g h"], [])]
+)
 def test_nothing_overlaps_with_nothing(inputs, texts):
     overlap = measure(inputs, texts, 8)
     assert overlap.num_shared == 0

@@ -1,6 +1,8 @@
 """Packages as text. Oracle: packages written by the test, with metadata as installers write it."""
 
+import inspect
 import os
+import textwrap
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -96,14 +98,11 @@ def test_the_licence_is_what_the_metadata_states(tmp_path, fields, licence):
     assert stated_licence(Distribution.at(tmp_path)) == licence
 
 
-@pytest.mark.parametrize("name", ["nunpy", "../numpy.py", "numpy.linalg", "six\n"])
-def test_what_is_no_package_is_refused(name, tmp_path, monkeypatch):
+def test_what_is_no_package_is_refused_and_a_misspelt_one_gets_a_hint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"is not installed as a folder of source files|no folder"):
-        read_packages([name])
-
-
-def test_a_misspelt_package_gets_a_hint_and_one_without_prose_is_said():
+    for name in ("../numpy.py", "six\n"):
+        with pytest.raises(DataError, match=r"is not installed as a folder of source|no folder"):
+            read_packages([name])
     with pytest.raises(DataError, match=r"Did you mean 'numpy'\?"):
         read_packages(["nunpy"])
     with pytest.raises(DataError, match="There is no prose in an empty list of packages"):
@@ -111,11 +110,21 @@ def test_a_misspelt_package_gets_a_hint_and_one_without_prose_is_said():
 
 
 @pytest.mark.slow
-def test_the_default_corpus_is_three_packages_without_their_pages():
+def test_the_default_corpus_is_three_packages_with_known_licences_and_without_their_pages():
     default = read_python_corpus()
-    named = {document.source: document.text for document in read_packages(["stdlib", "numpy"])}
+    assert sum(len(document.text) for document in default) > 5_000_000
+    licences = {document.package: document.licence for document in default}
+    assert licences == {"stdlib": "PSF-2.0", "torch": "BSD-3-Clause", "numpy": "BSD-3-Clause"}
+
+    by_source = {document.source: document.text for document in default}
+    assert len(by_source) == len(default)
+    summary = inspect.cleandoc(textwrap.__doc__ or "").splitlines()[0]
+    assert by_source["stdlib/textwrap.py"].startswith(summary)
+    assert "pydoc_data/topics.py#if" in by_source
+
+    named = {document.source: document.text for document in read_packages(["numpy"])}
     for document in default:
-        if document.package != "torch":
+        if document.package == "numpy":
             assert named[document.source] == document.text
     assert not any(document.source.endswith((".rst", ".md")) for document in default)
 

@@ -59,10 +59,8 @@ def test_a_chunk_is_corrupted_anew_in_every_epoch():
     batches = [source(batch_size=NUM_CHUNKS).batch(step) for step in range(2)]
     first, second = (sorted(zip(restored(b), b["labels"].tolist(), strict=True)) for b in batches)
     assert [chunk for chunk, _ in first] == [chunk for chunk, _ in second]
-    assert (
-        sum(one != other for (_, one), (_, other) in zip(first, second, strict=True))
-        > NUM_CHUNKS // 2
-    )
+    changed = [one != other for (_, one), (_, other) in zip(first, second, strict=True)]
+    assert sum(changed) > NUM_CHUNKS // 2
 
 
 def test_a_batch_depends_on_the_step_alone():
@@ -76,35 +74,25 @@ def test_the_examples_do_not_depend_on_how_they_are_cut_into_batches():
     small, large = source(batch_size=3), source(batch_size=6)
     for step in range(5):
         halves = [small.batch(2 * step), small.batch(2 * step + 1)]
-        whole = large.batch(step)
-        assert all(
-            torch.equal(torch.cat([half[name] for half in halves]), whole[name]) for name in whole
-        )
+        joined = {name: torch.cat([half[name] for half in halves]) for name in halves[0]}
+        assert same(joined, large.batch(step))
 
 
 def test_another_seed_gives_other_batches():
     assert not same(source(seed=3).batch(0), source(seed=4).batch(0))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"seed": 4},
-        {"batch_size": 7},
-        {"inputs_length": 31},
-        {"noise": Noise(0.2)},
-        {"noise": Noise(0.15, 2.0)},
-    ],
-)
-def test_the_fingerprint_tells_settings_apart(changes):
-    assert source().fingerprint == source().fingerprint != source(**changes).fingerprint
-
-
-def test_the_fingerprint_tells_texts_apart():
-    settings = {"inputs_length": 32, "batch_size": 5, "seed": 3}
+def test_the_fingerprint_tells_settings_and_texts_apart():
+    fingerprints = [source().fingerprint, source().fingerprint]
+    for noise in (Noise(0.2), Noise(0.15, 2.0)):
+        fingerprints.append(source(noise=noise).fingerprint)
+    for changes in ({"seed": 4}, {"batch_size": 7}, {"inputs_length": 31}):
+        fingerprints.append(source(**changes).fingerprint)
     changed = text()
     changed[7] += 1
-    assert SpanCorruptionSource(changed, IDS, **settings).fingerprint != source().fingerprint
+    settings = {"inputs_length": 32, "batch_size": 5, "seed": 3}
+    fingerprints.append(SpanCorruptionSource(changed, IDS, **settings).fingerprint)
+    assert len(set(fingerprints)) == len(fingerprints) - 1 == 7
 
 
 def test_a_batch_may_be_larger_than_an_epoch():
@@ -112,9 +100,7 @@ def test_a_batch_may_be_larger_than_an_epoch():
 
 
 def test_a_text_shorter_than_an_example_is_refused():
-    with pytest.raises(
-        DataError, match=f"The text has 33 tokens, less than one example of {LENGTH}"
-    ):
+    with pytest.raises(DataError, match=f"has 33 tokens, less than one example of {LENGTH}"):
         SpanCorruptionSource(text(33), IDS, inputs_length=32, batch_size=5, seed=3)
 
 
@@ -126,12 +112,11 @@ def test_a_text_with_ids_that_are_not_text_is_refused(intruder):
         SpanCorruptionSource(tokens, IDS, inputs_length=32, batch_size=5, seed=3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"), [({"batch_size": 0}, "batch_size is 0"), ({"seed": -1}, "seed is -1")]
-)
-def test_numbers_out_of_range_are_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        source(**changes)
+def test_numbers_out_of_range_are_refused():
+    with pytest.raises(ConfigError, match="batch_size is 0"):
+        source(batch_size=0)
+    with pytest.raises(ConfigError, match="seed is -1"):
+        source(seed=-1)
 
 
 class Recorded(np.ndarray):
@@ -147,9 +132,8 @@ class Recorded(np.ndarray):
 
 def test_a_rank_reads_the_chunks_of_its_rows_alone(monkeypatch):
     monkeypatch.setattr(Recorded, "rows_read", [])
-    recorded = SpanCorruptionSource(
-        text().view(Recorded), IDS, inputs_length=32, batch_size=NUM_CHUNKS, seed=3
-    )
+    settings = {"inputs_length": 32, "batch_size": NUM_CHUNKS, "seed": 3}
+    recorded = SpanCorruptionSource(text().view(Recorded), IDS, **settings)
     by_rank = []
     for rows in (slice(0, 4), slice(4, 8), slice(8, NUM_CHUNKS)):
         Recorded.rows_read.clear()
@@ -198,24 +182,16 @@ def test_documents_are_joined_without_anything_between_them(tokenizer_folder, en
     tokenizer = load_tokenizer(tokenizer_folder)
     documents = [*english[:17], "this is </s> text and so is <extra_id_3>"]
     tokens = tokenize_corpus(datasets.Dataset.from_dict({"text": documents}), tokenizer)
-    pieces = [
-        tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-        for document in documents[:-1]
-    ]
-    joined = [token for piece in pieces for token in piece]
+    joined = []
+    for document in documents[:-1]:
+        joined += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
     assert tokens.dtype == np.int32
     assert tokens[: len(joined)].tolist() == joined
     assert tokens.min() > 1 and tokens.max() < SpecialIds.of(tokenizer).first_sentinel - 99
-    SpanCorruptionSource(
-        tokens, SpecialIds.of(tokenizer), inputs_length=32, batch_size=2, seed=0
-    ).batch(0)
-
-
-def test_documents_without_text_are_refused(tokenizer_folder):
+    settings = {"inputs_length": 32, "batch_size": 2, "seed": 0}
+    SpanCorruptionSource(tokens, SpecialIds.of(tokenizer), **settings).batch(0)
     with pytest.raises(DataError, match="The corpus has no token"):
-        tokenize_corpus(
-            datasets.Dataset.from_dict({"text": [" ", ""]}), load_tokenizer(tokenizer_folder)
-        )
+        tokenize_corpus(datasets.Dataset.from_dict({"text": [" ", ""]}), tokenizer)
 
 
 PAIRS = [(f"the header number {'and ' * (n % 5)}{n}", f"value {n}") for n in range(23)]
@@ -247,19 +223,18 @@ def pairs_in(tokenizer, batch) -> list[tuple[str, str]]:
 def test_every_pair_occurs_once_in_every_epoch(tokenizer, pack):
     pairs = pair_source(tokenizer, pack=pack, batch_size=1)
     for epoch in range(2):
-        steps = range(epoch * pairs.num_rows, (epoch + 1) * pairs.num_rows)
-        assert sorted(
-            pair for step in steps for pair in pairs_in(tokenizer, pairs.batch(step))
-        ) == sorted(PAIRS)
+        found = []
+        for step in range(epoch * pairs.num_rows, (epoch + 1) * pairs.num_rows):
+            found += pairs_in(tokenizer, pairs.batch(step))
+        assert sorted(found) == sorted(PAIRS)
 
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_batch_of_pairs_depends_on_the_step_alone(tokenizer, pack):
     pairs = pair_source(tokenizer, pack=pack)
     batches = [pairs.batch(step) for step in range(5)]
-    assert all(
-        same(pair_source(tokenizer, pack=pack).batch(step), batches[step]) for step in (4, 1)
-    )
+    for step in (4, 1):
+        assert same(pair_source(tokenizer, pack=pack).batch(step), batches[step])
     assert not same(batches[0], batches[1])
 
 
@@ -282,9 +257,8 @@ def test_packed_rows_are_full_length_and_fewer_than_the_pairs(tokenizer):
 
 
 def test_a_long_text_is_cut_before_its_end_token_and_a_warning_counts_it(tokenizer, caplog):
-    batch = pair_source(
-        tokenizer, [("the " * 50, "value"), ("the", "value")], inputs_length=13, batch_size=2
-    ).batch(0)
+    pairs = [("the " * 50, "value"), ("the", "value")]
+    batch = pair_source(tokenizer, pairs, inputs_length=13, batch_size=2).batch(0)
     lengths = batch["segment_ids"].sum(dim=1)
     assert sorted(lengths.tolist()) == [2, 13]
     assert (batch["input_ids"][torch.arange(2), lengths - 1] == 1).all()
@@ -311,13 +285,10 @@ def test_a_sentinel_ends_every_input_and_begins_every_target(tokenizer, pack):
 
 def test_a_long_text_is_cut_before_its_sentinel(tokenizer):
     pairs = [("the " * 50, "and " * 50)]
-    batch = pair_source(
-        tokenizer, pairs, inputs_length=7, targets_length=5, batch_size=1, sentinels="one"
-    ).batch(0)
-    first, the = (
-        SpecialIds.of(tokenizer).first_sentinel,
-        tokenizer("the the the and and and")["input_ids"],
-    )
+    settings = {"inputs_length": 7, "targets_length": 5, "batch_size": 1, "sentinels": "one"}
+    batch = pair_source(tokenizer, pairs, **settings).batch(0)
+    first = SpecialIds.of(tokenizer).first_sentinel
+    the = tokenizer("the the the and and and")["input_ids"]
     assert batch["input_ids"][0][:7].tolist() == [*[the[0]] * 5, first, 1]
     assert batch["labels"][0][:5].tolist() == [first, *[the[3]] * 3, 1]
     with pytest.raises(ConfigError, match="have no room for a sentinel and an end token"):
@@ -327,13 +298,8 @@ def test_a_long_text_is_cut_before_its_sentinel(tokenizer):
 def test_the_fingerprint_of_pairs_tells_data_and_settings_apart(tokenizer):
     fingerprint = pair_source(tokenizer).fingerprint
     assert fingerprint == pair_source(tokenizer).fingerprint
-    others = [
-        {"pairs": PAIRS[1:]},
-        {"seed": 4},
-        {"batch_size": 5},
-        {"pack": True},
-        {"inputs_length": 59},
-    ]
+    others = [{"pairs": PAIRS[1:]}, {"seed": 4}, {"batch_size": 5}, {"pack": True}]
+    others.append({"inputs_length": 59})
     found = {pair_source(tokenizer, **other).fingerprint for other in others}
     assert len({fingerprint, *found}) == 6
 
@@ -341,8 +307,5 @@ def test_the_fingerprint_of_pairs_tells_data_and_settings_apart(tokenizer):
 def test_no_pairs_and_lengths_without_room_are_refused(tokenizer):
     with pytest.raises(DataError, match="There are no training pairs"):
         pair_source(tokenizer, [])
-    with pytest.raises(
-        ConfigError,
-        match=r"targets_length is 0; expected an integer from 1 to 1,048,576 \(attention",
-    ):
+    with pytest.raises(ConfigError, match=r"targets_length is 0; expected an integer from 1"):
         pair_source(tokenizer, targets_length=0)

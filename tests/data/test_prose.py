@@ -5,7 +5,7 @@ hand-made docstrings.
 import inspect
 import warnings
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.data.docstrings import docstrings, language_topics, package_folder, python_files
@@ -66,10 +66,8 @@ def test_fenced_code_goes():
         "The first sentence stands here.\n```python\nthis is code as you can see\n```\n"
         "The second sentence stands here."
     )
-    assert prose_paragraphs(text) == [
-        "The first sentence stands here.",
-        "The second sentence stands here.",
-    ]
+    expected = ["The first sentence stands here.", "The second sentence stands here."]
+    assert prose_paragraphs(text) == expected
 
 
 def test_few_words_or_many_symbols_are_not_prose():
@@ -78,6 +76,7 @@ def test_few_words_or_many_symbols_are_not_prose():
     assert is_prose("Return True if the path is absolute.")
 
 
+@settings(max_examples=50)
 @given(st.text(alphabet="ab .:`*<>_=-|\n\t", max_size=200))
 def test_any_text_gives_lines_that_are_prose(text):
     for paragraph in prose_paragraphs(text):
@@ -125,10 +124,8 @@ def test_invalid_escapes_in_foreign_code_do_not_warn(tmp_path):
 
 
 def test_tests_and_installed_packages_are_not_part_of_the_standard_library():
-    files = [
-        path.relative_to(package_folder("stdlib")).parts
-        for path in python_files(package_folder("stdlib"))
-    ]
+    folder = package_folder("stdlib")
+    files = [path.relative_to(folder).parts for path in python_files(folder)]
     assert ("email", "message.py") in files
     assert not any({"site-packages", "test"} & set(parts) for parts in files)
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import sentencepiece
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -15,7 +15,7 @@ from moe.data.corpus import build_corpus, load_corpus, save_corpus
 from moe.data.docstrings import docstrings, package_folder, python_files
 from moe.data.documents import Document
 from moe.data.tokenizer import SpecialIds, load_tokenizer, sentinel, train_tokenizer
-from moe.errors import ConfigError, DataError
+from moe.errors import DataError
 from tests.data.conftest import VOCAB_SIZE
 
 SENTINELS = [sentinel(number) for number in range(100)]
@@ -32,19 +32,15 @@ def reference(tokenizer_folder):
 
 
 def as_text(tokenizer, texts):
-    """Token ids without an end token, special tokens in the text read as text: what sentencepiece
-    does.
-    """
-    return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)[
-        "input_ids"
-    ]
+    """Returns ids as sentencepiece does: no end token, and special tokens in the text are text."""
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    return tokenizer(texts, **options)["input_ids"]
 
 
 def test_ids_are_laid_out_as_in_t5(tokenizer):
     assert tokenizer.convert_tokens_to_ids(["<pad>", "</s>", "<unk>"]) == [0, 1, 2]
-    assert tokenizer.convert_tokens_to_ids(SENTINELS) == list(
-        range(VOCAB_SIZE - 1, VOCAB_SIZE - 101, -1)
-    )
+    descending = list(range(VOCAB_SIZE - 1, VOCAB_SIZE - 101, -1))
+    assert tokenizer.convert_tokens_to_ids(SENTINELS) == descending
     assert len(tokenizer) == len(tokenizer.get_vocab()) == VOCAB_SIZE
     assert SpecialIds.of(tokenizer) == (0, 1, VOCAB_SIZE - 1, 100)
 
@@ -55,27 +51,23 @@ def test_every_text_ends_with_the_end_token_and_comes_back(tokenizer):
     assert ids[-1] == 1 and ids.count(1) == 1
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert tokenizer(text, text)["input_ids"] == ids + ids
+    cut = tokenizer(text, truncation=True, max_length=3)["input_ids"]
+    assert len(cut) == 3 and cut[-1] == 1
 
 
 def test_batches_are_padded_with_a_mask_and_no_token_types(tokenizer):
-    batch = tokenizer(["the", "the message of the header"], padding=True)
+    texts = ["the", "the message of the header"]
+    batch = tokenizer(texts, padding=True)
     assert sorted(batch) == ["attention_mask", "input_ids"]
-    assert [sum(mask) for mask in batch["attention_mask"]] == [
-        len(tokenizer(t)["input_ids"]) for t in ("the", "the message of the header")
-    ]
+    lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
+    assert [sum(mask) for mask in batch["attention_mask"]] == lengths
     assert batch["input_ids"][0][-1] == 0
-
-
-def test_truncation_keeps_the_end_token(tokenizer):
-    ids = tokenizer("the message of the header", truncation=True, max_length=3)["input_ids"]
-    assert len(ids) == 3 and ids[-1] == 1
 
 
 def test_sentinels_in_a_text_are_single_tokens_and_spaces_around_them_vanish(tokenizer):
     # SeqIO's vocabularies_test.py test_extra_ids: nothing stands between two sentinels.
-    ids = tokenizer("<extra_id_0> <extra_id_1> the <extra_id_9>", add_special_tokens=False)[
-        "input_ids"
-    ]
+    text = "<extra_id_0> <extra_id_1> the <extra_id_9>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     the = tokenizer("the", add_special_tokens=False)["input_ids"]
     assert ids == [VOCAB_SIZE - 1, VOCAB_SIZE - 2, *the, VOCAB_SIZE - 10]
 
@@ -90,9 +82,10 @@ def test_it_agrees_with_sentencepiece_on_raw_lines_and_whole_docstrings(
 
 
 def test_it_agrees_with_sentencepiece_on_files_it_was_not_trained_on(tokenizer, reference):
-    files = ["\n".join(docstrings(path)) for path in python_files(package_folder("numpy") / "lib")]
+    folder = package_folder("numpy") / "fft"
+    files = ["\n".join(docstrings(path)) for path in python_files(folder)]
     lines = sorted({line for text in files for line in text.splitlines()})
-    assert len(lines) > 5_000 and max(map(len, files)) > 50_000
+    assert len(lines) > 500 and max(map(len, files)) > 20_000
     assert as_text(tokenizer, lines) == reference.encode(lines)
     assert as_text(tokenizer, files) == reference.encode(files)
 
@@ -100,6 +93,7 @@ def test_it_agrees_with_sentencepiece_on_files_it_was_not_trained_on(tokenizer, 
 LATIN = st.characters(min_codepoint=32, max_codepoint=0x17F) | st.sampled_from("=- \t\n漢ﬁ①½…</s>")
 
 
+@settings(max_examples=50)
 @example("\x85 a\x85")
 @given(st.text(alphabet=LATIN, max_size=60))
 def test_it_agrees_with_sentencepiece_on_any_latin_text(tokenizer, reference, text):
@@ -154,9 +148,7 @@ def test_the_same_text_gives_the_same_files_in_silence(english, tokenizer_folder
 
 
 def test_a_corpus_too_small_for_the_vocabulary_says_which_size_is_possible(english, tmp_path):
-    with pytest.raises(
-        DataError, match=r"too small for a vocabulary of 500000: at most \d+ .* is possible"
-    ) as error:
+    with pytest.raises(DataError, match=r"too small .* of 500000: at most \d+ .*") as error:
         train_tokenizer(english[:50], 500_000, tmp_path / "none")
     largest = int(str(error.value).split("at most ")[1].split()[0])
     assert len(train_tokenizer(english[:50], largest, tmp_path / "largest")) == largest
@@ -166,58 +158,28 @@ def test_a_corpus_too_small_for_the_vocabulary_says_which_size_is_possible(engli
 
 
 def test_a_vocabulary_too_small_for_the_letters_says_which_size_is_needed(english, tmp_path):
-    with pytest.raises(
-        DataError, match=r"too many different characters for a vocabulary of 107: at least 1\d\d"
-    ):
+    with pytest.raises(DataError, match=r"characters for a vocabulary of 107: at least 1\d\d"):
         train_tokenizer(english, 107, tmp_path / "none")
 
 
-def test_no_text_and_no_room_for_pieces_are_refused(tmp_path):
+def test_no_text_is_refused(tmp_path):
     with pytest.raises(DataError, match="Is there any text in it"):
         train_tokenizer([], 2048, tmp_path / "none")
-    with pytest.raises(
-        ConfigError,
-        match=r"vocab_size is 103; expected an integer from 104 to 1,000,000 \(100 sentinels and 3 special",
-    ):
-        train_tokenizer(["text"], 103, tmp_path / "none")
-
-
-def test_somebody_elses_folder_is_refused_before_the_work(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work", encoding="utf-8")
-    with pytest.raises(DataError, match="holds something else"):
-        train_tokenizer(iter(()), 2048, tmp_path)
-
-
-def test_a_folder_without_a_tokenizer_says_how_to_make_one(tmp_path):
-    with pytest.raises(DataError, match=r"has no readable tokenizer\.json .*stmoe tokenizer"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{torn", encoding="utf-8")
-    with pytest.raises(DataError, match=r"tokenizer\.json: '\{torn' is not JSON .*stmoe tokenizer"):
-        load_tokenizer(tmp_path)
 
 
 def test_sentinels_in_another_order_are_refused(tokenizer_folder):
     tokenizer = load_tokenizer(tokenizer_folder)
     tokenizer.add_special_tokens({"extra_special_tokens": [*SENTINELS, sentinel(100)]})
-    with pytest.raises(
-        DataError,
-        match=rf"<extra_id_100> has id {VOCAB_SIZE}; expected {VOCAB_SIZE - 101}, descending",
-    ):
+    text = rf"<extra_id_100> has id {VOCAB_SIZE}; expected {VOCAB_SIZE - 101}, descending"
+    with pytest.raises(DataError, match=text):
         SpecialIds.of(tokenizer)
 
 
 def test_the_command_trains_on_a_saved_corpus(english, tmp_path, capsys):
-    texts = [Document(text, str(number), "email", "PSF-2.0") for number, text in enumerate(english)]
+    texts = [Document(text, str(n), "email", "PSF-2.0") for n, text in enumerate(english[:200])]
     save_corpus(build_corpus(texts), tmp_path / "corpus")
-    arguments = [
-        "--corpus",
-        str(tmp_path / "corpus"),
-        "--out",
-        str(tmp_path / "tokenizer"),
-        "--vocab-size",
-        "503",
-    ]
-    train_tokenizer_command.main(arguments)
-    assert len(load_tokenizer(tmp_path / "tokenizer")) == 503
+    paths = ["--corpus", str(tmp_path / "corpus"), "--out", str(tmp_path / "tokenizer")]
+    train_tokenizer_command.main([*paths, "--vocab-size", "307"])
+    assert len(load_tokenizer(tmp_path / "tokenizer")) == 307
     assert load_corpus(tmp_path / "corpus").train.num_rows > 0
     assert str(tmp_path / "tokenizer") in capsys.readouterr().out

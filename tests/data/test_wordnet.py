@@ -89,27 +89,18 @@ def test_a_missing_wordnet_says_how_to_get_it(tmp_path, monkeypatch):
         find_wordnet()
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "hello",
-        DOG.replace(" 05 n 03 ", " 45 n 03 "),  # no such lexicographer file
-        DOG.replace(" 05 n 03 ", " -1 n 03 "),
-        DOG.replace(" 05 n 03 ", " 05 x 03 "),
-        DOG.replace(" 05 n 03 ", " 05 n ff "),
-        DOG.replace(" 05 n 03 ", " 05 n 00 "),
-        DOG.split("|", maxsplit=1)[0] + "|  ",
-    ],
-)
-def test_a_broken_line_is_named(small_wordnet, line):
-    (small_wordnet / "data.verb").write_text(LICENCE + RUN + line + "\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"data\.verb, line 3: .* is no synset of WordNet 3"):
-        read_synsets(small_wordnet)
+def test_a_broken_line_is_named_and_a_file_without_synsets_refused(small_wordnet):
+    lines = ["hello", DOG.split("|", maxsplit=1)[0] + "|  "]
+    # No such lexicographer file, part of speech, or number of words.
+    for numbers in ("45 n 03", "-1 n 03", "05 x 03", "05 n ff", "05 n 00"):
+        lines.append(DOG.replace("05 n 03", numbers))
+    for line in lines:
+        (small_wordnet / "data.verb").write_text(LICENCE + RUN + line + "\n", encoding="utf-8")
+        with pytest.raises(DataError, match=r"data\.verb, line 3: .* is no synset of WordNet 3"):
+            read_synsets(small_wordnet)
 
-
-def test_a_file_without_synsets_is_refused(small_wordnet):
-    (small_wordnet / "data.adv").write_text(LICENCE, encoding="utf-8")
-    with pytest.raises(DataError, match=r"data\.adv holds no synset"):
+    (small_wordnet / "data.verb").write_text(LICENCE, encoding="utf-8")
+    with pytest.raises(DataError, match=r"data\.verb holds no synset"):
         read_synsets(small_wordnet)
 
 

@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 
-from eval.corpora import wordnet
 from eval.source import hash_fraction
 from eval.task import SPLITS, TASKS
 from eval.tasks import wordnet_supersense, wordnet_word

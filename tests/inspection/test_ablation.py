@@ -25,12 +25,11 @@ from moe.inspection.ablation.interventions import (
     replace_by_mean,
 )
 from moe.sparse.editing import edit_routing, sparse_layers
-from moe.sparse.edits import DropExperts, SwapExperts
+from moe.sparse.edits import DropExperts
 from moe.sparse.plan import router_scores
 from moe.tracing.recorder import record_routing, traced_batches
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
-KINDS = INTERVENTIONS.names()
 DROPLESS = {"eval_capacity_factor": None}
 E = 7
 
@@ -62,8 +61,7 @@ def changed_weights(model, change):
 # Nothing to ablate
 
 
-@pytest.mark.parametrize("dispatch", ["ragged", "static"])
-@pytest.mark.parametrize("capacity", [None, 2.0])
+@pytest.mark.parametrize(("dispatch", "capacity"), [("ragged", None), ("static", 2.0)])
 def test_an_expert_that_no_token_chose_changes_nothing_bit_for_bit(dispatch, capacity):
     model = tiny_model(dispatch=dispatch, eval_capacity_factor=capacity)
 
@@ -76,7 +74,7 @@ def test_an_expert_that_no_token_chose_changes_nothing_bit_for_bit(dispatch, cap
     unchanged = run_unchanged(model, batch)
     for key in sparse_layers(model):
         layer = ablated(model, key, batch)
-        for kind in map(INTERVENTIONS.get, KINDS):
+        for kind in map(INTERVENTIONS.get, INTERVENTIONS.names()):
             change = loss_change(model, key, unchanged, kind.to_expert(layer, 3))
             assert torch.equal(change, torch.zeros_like(change))
             none = kind.to_choices(layer, choices_of(3))
@@ -102,8 +100,9 @@ def test_nothing_ablated_gives_the_same_losses_whatever_is_skipped():
 # Beside models changed by hand
 
 
-@pytest.mark.parametrize("dispatch", ["ragged", "static"])
-@pytest.mark.parametrize("key", [("encoder", 0), ("encoder", 1), ("decoder", 2)])
+@pytest.mark.parametrize(
+    ("dispatch", "key"), [("static", ("encoder", 0)), ("ragged", ("decoder", 2))]
+)
 def test_drop_equals_output_weights_of_zero(dispatch, key):
     sparse = {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 3}
     model = tiny_model(dispatch=dispatch, **sparse)
@@ -118,9 +117,9 @@ def test_drop_equals_output_weights_of_zero(dispatch, key):
     assert change.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("dispatch", ["ragged", "static"])
-@pytest.mark.parametrize("policy", ["all", "threshold"])
-@pytest.mark.parametrize("decoder", [0, 1])
+@pytest.mark.parametrize(
+    ("dispatch", "policy", "decoder"), [("ragged", "threshold", 0), ("static", "all", 1)]
+)
 def test_reroute_equals_a_model_without_the_expert(dispatch, policy, decoder):
     options = {"second_expert_policy": "all", "eval_second_expert_policy": policy}
     fields = {
@@ -148,8 +147,7 @@ def test_reroute_equals_a_model_without_the_expert(dispatch, policy, decoder):
     assert change.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("dispatch", ["ragged", "static"])
-@pytest.mark.parametrize("capacity", [None, 1.0])
+@pytest.mark.parametrize(("dispatch", "capacity"), [("ragged", 1.0), ("static", None)])
 def test_swap_equals_a_model_with_the_peers_weights(dispatch, capacity):
     model = tiny_model(dispatch=dispatch, eval_capacity_factor=capacity)
     batch = tiny_batch()
@@ -228,23 +226,12 @@ def test_measures_equal_a_loop_over_tokens():
         torch.testing.assert_close(measures[key].mean_output.float(), means, rtol=0, atol=1e-5)
 
 
-def test_swapping_two_experts_twice_is_the_identity():
-    model = tiny_model()
-    expected = losses(model, tiny_batch())
-    edits = {key: SwapExperts(1, 4) for key in sparse_layers(model)}
-    with edit_routing(model, edits):
-        assert not torch.equal(losses(model, tiny_batch()), expected)
-        with edit_routing(model, edits):
-            assert torch.equal(losses(model, tiny_batch()), expected)
-
-
 # ---------------------------------------------------------------------------
 # First order
 
 
-@pytest.mark.parametrize("dispatch", ["ragged", "static"])
-def test_the_estimate_is_the_slope_of_the_loss_where_gates_shrink(dispatch):
-    model = tiny_model(dispatch=dispatch).double()
+def test_the_estimate_is_the_slope_of_the_loss_where_gates_shrink():
+    model = tiny_model(dispatch="ragged").double()
     batch = tiny_batch()
     measures = measure_experts(model, [batch])
     for key in sparse_layers(model):
@@ -286,16 +273,16 @@ def test_permuting_the_experts_permutes_the_table():
         for weight in (router.gate, experts.first_proj, experts.down_proj):
             weight.copy_(weight[order].clone())
 
-    for kind in ("drop", "reroute"):
-        before = ablate_experts(tiny_model(), batches, classes, intervention=kind, progress=False)
-        permuted = changed_weights(tiny_model(), permute)
-        after = ablate_experts(permuted, batches, classes, intervention=kind, progress=False)
-        for ours, theirs in zip(after.layers, before.layers, strict=True):
-            assert ours.load.tolist() == theirs.load[order].tolist()
-            torch.testing.assert_close(ours.estimate, theirs.estimate[order], rtol=0, atol=1e-5)
-            for name in ("change", "random_change", "chosen_change", "chosen_tokens"):
-                expected = getattr(theirs, name)[order]
-                torch.testing.assert_close(getattr(ours, name), expected, rtol=0, atol=1e-4)
+    options = {"intervention": "reroute", "progress": False}
+    before = ablate_experts(tiny_model(), batches, classes, **options)
+    permuted = changed_weights(tiny_model(), permute)
+    after = ablate_experts(permuted, batches, classes, **options)
+    for ours, theirs in zip(after.layers, before.layers, strict=True):
+        assert ours.load.tolist() == theirs.load[order].tolist()
+        torch.testing.assert_close(ours.estimate, theirs.estimate[order], rtol=0, atol=1e-5)
+        for name in ("change", "random_change", "chosen_change", "chosen_tokens"):
+            expected = getattr(theirs, name)[order]
+            torch.testing.assert_close(getattr(ours, name), expected, rtol=0, atol=1e-4)
 
 
 def test_sums_are_those_of_each_token_by_class_document_and_choice():
@@ -336,12 +323,12 @@ def test_sums_are_those_of_each_token_by_class_document_and_choice():
     assert ablation.layers[1].sets == ("all tokens", "even")
 
 
-def test_in_the_last_layer_other_tokens_than_its_own_feel_nothing():
-    ablation = ablate_experts(tiny_model(**DROPLESS), traced(), {}, progress=False)
+def test_in_the_last_layer_only_tokens_of_the_expert_change():
+    layers = [("decoder", 0)]
+    ablation = ablate_experts(tiny_model(**DROPLESS), traced(), {}, layers=layers, progress=False)
     for effect in expert_effects(ablation):
-        if effect.key == ("decoder", 0):
-            assert effect.elsewhere.value == 0
-            assert effect.where_chosen.value != 0
+        assert effect.elsewhere.value == 0
+        assert effect.where_chosen.value != 0
 
 
 def test_input_classes_name_the_sequences_that_hold_a_token():
@@ -349,17 +336,14 @@ def test_input_classes_name_the_sequences_that_hold_a_token():
     model = tiny_model()
     trace = record_routing(model, batches)
     is_second = trace.encoder.example == 1
-    first_of_second = is_second & (trace.encoder.position == 0)
-    ablation = ablate_experts(
-        model, batches, {}, input_classes={"rare": first_of_second}, progress=False
-    )
-    encoder, decoder = ablation.layers
+    rare = {"rare": is_second & (trace.encoder.position == 0)}
+    encoder, decoder = ablate_experts(model, batches, {}, input_classes=rare, progress=False).layers
     assert encoder.sets == ("all tokens", "sequences with rare")
     assert encoder.num_tokens[1].tolist() == [0, 10, 0, 0]
     assert decoder.sets == ("all tokens",)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["drop", "mean"])
 def test_a_planted_expert_is_found(kind):
     """In the decoder expert 2 alone knows what follows the tokens 2 to 40; others say nothing."""
     model = tiny_model(
@@ -429,10 +413,9 @@ def test_a_seed_gives_a_table_and_another_seed_another_control():
         ablate_experts(model, traced(), {}, layers=[("decoder", 0)], seed=seed, progress=False)
         for seed in (0, 0, 1)
     )
-    for a, b, c in zip(first.layers, same.layers, other.layers, strict=True):
-        assert torch.equal(a.random_change, b.random_change)
-        assert not torch.equal(a.random_change, c.random_change)
-        assert torch.equal(a.change, c.change)
+    assert torch.equal(first.layers[0].random_change, same.layers[0].random_change)
+    assert not torch.equal(first.layers[0].random_change, other.layers[0].random_change)
+    assert torch.equal(first.layers[0].change, other.layers[0].change)
 
 
 def test_two_barred_choices_of_a_token_leave_it_finite_weights():
@@ -463,12 +446,14 @@ def test_the_peer_has_the_nearest_load():
 # The model afterwards, and wrong arguments
 
 
-def test_the_model_is_left_as_it_was_even_after_an_error(monkeypatch):
+def test_the_model_is_left_as_it_was_even_after_an_error(monkeypatch, capsys):
     model = tiny_model().train()
     model.model.encoder.eval()
     modes = [module.training for module in model.modules()]
-    ablate_experts(model, traced(), {}, layers=[("decoder", 0)], progress=False)
+    ablate_experts(model, traced(), {}, layers=[("decoder", 0)])
+    assert "7/7" in capsys.readouterr().err  # the progress bar counts experts
     assert [module.training for module in model.modules()] == modes
+
     monkeypatch.setattr("moe.inspection.ablation.ablate.loss_change", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ablate_experts(model, traced(), {}, progress=False)
@@ -507,7 +492,6 @@ def test_blocks_that_somebody_else_wrapped_stay_wrapped():
         ({"layers": []}, ConfigError, r"layers to ablate is \[\]; expected at least one"),
         ({"seed": -1}, ConfigError, "seed is -1; expected an integer of at least 0"),
         ({"calibration": []}, ConfigError, r"calibration is \[\]; expected at least one batch"),
-        ({"classes": {"odd": torch.ones(3).bool()}}, DataError, r"expected torch.bool \[38\]"),
         ({"classes": {"odd": torch.ones(38)}}, DataError, "'odd' is torch.float32"),
         ({"classes": {"odd": [True]}}, DataError, r"class 'odd' is \[True\]; expected torch.bool"),
         ({"classes": {"all tokens": torch.ones(38).bool()}}, DataError, "have one name"),
@@ -536,8 +520,3 @@ def test_batches_and_models_that_cannot_be_ablated_are_refused():
     mean = replace_by_mean(tiny_model(), ("encoder", 0), choices_of(0), torch.zeros(7, 3))
     with pytest.raises(AssertionError, match="a mean each"), mean:
         pass
-
-
-def test_the_progress_bar_counts_experts(capsys):
-    ablate_experts(tiny_model(), traced(), {}, layers=[("encoder", 0)])
-    assert "7/7" in capsys.readouterr().err

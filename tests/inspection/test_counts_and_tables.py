@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from moe import DataError
 from moe.data.tokenizer import train_tokenizer
 from moe.inspection.tables import (
     count_tokens,
@@ -19,7 +18,6 @@ from moe.inspection.tables import (
     top_tokens,
     unigram_entropy,
 )
-from moe.parsing import read_json_lines
 from moe.tracing.recorder import record_routing, traced_batches
 from tests.models.tiny import tiny_batch, tiny_model
 
@@ -29,7 +27,7 @@ def test_the_unigram_entropy_is_that_of_the_frequencies():
     assert unigram_entropy(targets) == pytest.approx(1.75 * math.log(2))
 
 
-@pytest.mark.parametrize(("num_batches", "is_long"), [(40, True), (4, False)])
+@pytest.mark.parametrize(("num_batches", "is_long"), [(27, True), (4, False)])
 def test_a_model_that_is_worse_than_the_unigram_entropy_of_a_long_text_is_warned_of(
     num_batches, is_long
 ):
@@ -74,11 +72,8 @@ def test_counts_equal_a_loop_over_tokens_and_padding_is_not_counted():
 def test_top_tokens_and_lift_by_hand():
     counts = torch.tensor([[30, 10], [0, 40], [10, 10], [1, 0]])
     most = top_tokens(counts, 0)
-    assert [(entry.token, entry.occurrences, entry.seen) for entry in most] == [
-        (0, 30, 40),
-        (2, 10, 20),
-        (3, 1, 1),
-    ]
+    counted = [(entry.token, entry.occurrences, entry.seen) for entry in most]
+    assert counted == [(0, 30, 40), (2, 10, 20), (3, 1, 1)]
 
     # Of all 101 tokens expert 0 gets 41 and expert 1 gets 60. Token 3, seen once, is preferred by
     # nobody.
@@ -92,20 +87,15 @@ def test_top_tokens_and_lift_by_hand():
 def test_lift_ranks_tokens_that_never_go_elsewhere_by_evidence():
     counts = torch.tensor([[1000, 0, 0, 0], [10, 0, 0, 0], [0, 1010, 1010, 1010]])
     preferred = preferred_tokens(counts, 0)
-    assert [(entry.token, entry.occurrences, entry.seen) for entry in preferred] == [
-        (0, 1000, 1000),
-        (1, 10, 10),
-    ]
-    assert (
-        3.9 < preferred[0].lift < 4
-    )  # 4 is the most that the expert's quarter of all tokens allows
+    counted = [(entry.token, entry.occurrences, entry.seen) for entry in preferred]
+    assert counted == [(0, 1000, 1000), (1, 10, 10)]
+    assert 3.9 < preferred[0].lift < 4  # the most that the expert's quarter of all tokens allows
     assert preferred[1].lift == pytest.approx((10 + 20 / 4) / 30 * 4)
 
 
 def test_the_token_that_a_decoder_starts_with_is_no_padding(tmp_path):
-    tokenizer = train_tokenizer(
-        ["some words to learn, and some more words"] * 9, 118, tmp_path / "tokenizer"
-    )
+    texts = ["some words to learn, and some more words"] * 9
+    tokenizer = train_tokenizer(texts, 118, tmp_path / "tokenizer")
     encoder, decoder = count(tiny_model(), [tiny_batch()])
     assert token_names(tokenizer, decoder, [0, 1]) == ["<start>", "</s>"]
     assert int(decoder.first_choice[0].sum()) == 4  # once in each row
@@ -126,12 +116,3 @@ def test_shares_add_up_and_a_table_has_a_row_for_each_layer():
     rows = health_rows(counts)
     assert [row[0] for row in rows] == ["encoder 1", "decoder 1"]
     assert format_table(["a", "long"], [["wide cell", "x"]]) == "a          long\nwide cell  x"
-
-
-def test_a_missing_and_a_broken_metrics_file_are_named(tmp_path):
-    with pytest.raises(DataError, match="cannot be read: No such file"):
-        list(read_json_lines(tmp_path / "none.jsonl"))
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n{"torn')
-    with pytest.raises(DataError, match="line 2: 'nonsense'"):
-        list(read_json_lines(path, torn_end=True))

@@ -76,11 +76,8 @@ def test_curves_have_names_and_axes():
 
 
 def test_the_same_figure_is_the_same_text():
-    first, second = (
-        draw_heat_maps([heat_map()], label="lift", x_label="expert", limits=(0, 1))
-        for _ in range(2)
-    )
-    assert first == second
+    options = {"label": "lift", "x_label": "expert", "limits": (0, 1)}
+    assert draw_heat_maps([heat_map()], **options) == draw_heat_maps([heat_map()], **options)
 
 
 def test_a_drawing_shows_itself_and_is_saved(tmp_path):
@@ -91,17 +88,10 @@ def test_a_drawing_shows_itself_and_is_saved(tmp_path):
         drawing.save(tmp_path / "figure.png")
 
 
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda: draw_curves([], x_label="", y_label=""), "at least one panel"),
-        (lambda: draw_intervals([interval_panel()], label=""), "rows of encoder 1 .* estimate"),
-        (
-            lambda: draw_heat_maps([heat_map()], label="", x_label="", limits=(1, 1)),
-            "limits .* smaller one first",
-        ),
-    ],
-)
-def test_an_empty_figure_is_refused(draw, message):
-    with pytest.raises(ConfigError, match=message):
-        draw()
+def test_an_empty_figure_is_refused():
+    with pytest.raises(ConfigError, match="at least one panel"):
+        draw_curves([], x_label="", y_label="")
+    with pytest.raises(ConfigError, match=r"rows of encoder 1 .* estimate"):
+        draw_intervals([interval_panel()], label="")
+    with pytest.raises(ConfigError, match=r"limits .* smaller one first"):
+        draw_heat_maps([heat_map()], label="", x_label="", limits=(1, 1))

@@ -94,7 +94,7 @@ def test_any_router_can_be_asked(router):
     assert 0 < stability.tokens <= 46
 
 
-def test_hooks_are_taken_away_when_the_model_fails():
+def test_hooks_are_removed_when_the_model_fails():
     model = tiny_model()
     with pytest.raises(ConfigError, match="no_such_input"):
         noise_stability(model, [{"no_such_input": torch.zeros(1)}])

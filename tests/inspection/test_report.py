@@ -21,6 +21,8 @@ from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.inspection.figures import draw_load
+from moe.inspection.page.report_inputs import find_recipe, read_evaluation, read_stages
+from moe.inspection.page.report_text import loss_sentence, system_comparisons
 from tests.models.tiny import DENSE, tiny_model
 from tests.training.tiny_run import write_inputs
 
@@ -28,36 +30,17 @@ NUM_EXPERTS, NUM_BATCHES, INPUTS_LENGTH, VOCABULARY = 7, 2, 16, 230
 NOISE = Noise(0.45, 2.0)
 LINES = [
     {"step": 0, "heldout/loss": 7.125, "heldout/text_loss": 7.5, "heldout/unigram_entropy": 4.75},
-    {
-        "step": 10,
-        "train/ce_loss": 5.5,
-        "router/encoder/entropy": 1.25,
-        "router/encoder/fraction_dropped": 0.0625,
-    },
+    {"step": 10, "train/ce_loss": 5.5}
+    | {"router/encoder/entropy": 1.25, "router/encoder/fraction_dropped": 0.0625},
     {"step": 10, "heldout/loss": 3.875, "heldout/text_loss": 4.25, "heldout/unigram_entropy": 4.75}
     | {"heldout/token_accuracy": 0.21875},
 ]
 
 
-def a_score(value, low, high):
-    return {
-        "metric": "accuracy",
-        "value": value,
-        "stderr": 1.0,
-        "low": low,
-        "high": high,
-        "note": "",
-    }
-
-
-def a_system(name, mode, *score):
-    return {
-        "name": name,
-        "mode": mode,
-        "scores": [a_score(*score)],
-        "num_examples": 1234,
-        "router": None,
-    }
+def a_system(name, mode, value, low, high):
+    score = {"metric": "accuracy", "value": value, "stderr": 1.0, "low": low, "high": high}
+    scores = [score | {"note": ""}]
+    return {"name": name, "mode": mode, "scores": scores, "num_examples": 1234, "router": None}
 
 
 def an_evaluation(**models):
@@ -67,19 +50,14 @@ def an_evaluation(**models):
         a_system("other", "generate", 73.0, 69.0, 77.0),
         a_system("majority", "baseline", 5.5, 1.5, 9.5),
     ]
-    task = {
-        "task": "colour",
-        "description": "What colour?",
-        "split": "test",
-        "num_examples": 1234,
-        "num_groups": 321,
-    }
+    task = {"task": "colour", "description": "What colour?", "split": "test"}
+    task |= {"num_examples": 1234, "num_groups": 321, "systems": systems}
+    evaluated = {}
+    for name, digest in models.items():
+        evaluated[name] = {"folder": f"runs/{name}", "fingerprint": digest}
     return {
-        "models": {
-            name: {"folder": f"runs/{name}", "fingerprint": digest}
-            for name, digest in models.items()
-        },
-        "tasks": [{**task, "systems": systems}],
+        "models": evaluated,
+        "tasks": [task],
         "failed": [{"task": "shape", "message": "No rows."}],
         "versions": {"torch": "9.8.7"},
     }
@@ -144,37 +122,21 @@ def arguments_of(inputs, out, *more, run="run"):
 @pytest.fixture(scope="module")
 def everything(inputs):
     """Returns the page of a run with metrics and an evaluation."""
-    more = [
-        "--metrics",
-        f"first={inputs}/run/metrics.jsonl",
-        "--evaluation",
-        inputs / "report.json",
-    ]
+    metrics = ["--metrics", f"first={inputs}/run/metrics.jsonl"]
+    more = [*metrics, "--evaluation", inputs / "report.json"]
     inspect_router.main(arguments_of(inputs, inputs / "report.html", *more))
     return (inputs / "report.html").read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def nothing_more(inputs):
-    """Returns the page of a model alone, without a run around it."""
-    inspect_router.main(arguments_of(inputs, inputs / "bare.html", run="bare"))
-    return (inputs / "bare.html").read_text(encoding="utf-8")
-
-
-def test_without_metrics_evaluation_and_recipe_nothing_is_said_of_them(nothing_more):
-    text = " ".join(Text(nothing_more).all)
+def test_without_metrics_evaluation_and_recipe_the_page_does_not_mention_them(inputs, tmp_path):
+    out = tmp_path / "bare.html"
+    inspect_router.main(arguments_of(inputs, out, run="bare"))
+    text = " ".join(Text(out.read_text(encoding="utf-8")).all)
     for word in ("Training", "Evaluation", "scratch", "gain", "overlap", "points", "updates"):
         assert word not in text, word
     assert "not known: no recipe.yaml lies beside the folder of the model" in text
     assert "There is no capacity in evaluation" not in text
     assert "15 % of the tokens masked, in spans of 3 on average (the model does not say" in text
-
-
-def test_a_noise_density_of_the_users_is_stated_beside_that_of_pre_training(inputs, tmp_path):
-    out = tmp_path / "report.html"
-    inspect_router.main(arguments_of(inputs, out, "--noise-density", 0.25))
-    text = " ".join(Text(out.read_text(encoding="utf-8")).all)
-    assert "25 % of the tokens masked, in spans of 2 on average (45 % in pre-training)" in text
 
 
 def test_the_page_names_what_it_was_made_from(inputs, everything):
@@ -213,20 +175,22 @@ def numbers_of_the_files():
     """Returns the numbers that metrics and evaluation give."""
     numbers = {"10", "4.25", "3.88", "4.75", "0.50", "21.88", "6.25"}
     numbers |= {f"{math.exp(4.25):.0f}", f"{math.exp(4.75):.0f}", "1,234", "321"}
-    numbers |= {
-        "71.5",
-        "67.2",
-        "75.8",
-        "72.5",
-        "68.5",
-        "76.5",
-        "73.0",
-        "69.0",
-        "77.0",
-        "5.5",
-        "1.5",
-        "9.5",
-    }
+    numbers |= set(
+        [
+            "71.5",
+            "67.2",
+            "75.8",
+            "72.5",
+            "68.5",
+            "76.5",
+            "73.0",
+            "69.0",
+            "77.0",
+            "5.5",
+            "1.5",
+            "9.5",
+        ]
+    )
     return numbers | {f"{73.0 - 71.5:.1f}", f"{71.5 - 5.5:.1f}"}
 
 
@@ -244,22 +208,11 @@ def numbers_of_the_model(inputs):
         seed=0,
         noise=NOISE,
     )
-    numbers = {
-        f"{model.config.num_parameters():,}",
-        f"{model.config.num_active_parameters():,}",
-        "2",
-        "3",
-        "7",
-        "1.25",
-    }
-    numbers |= {
-        f"{len(corpus.held_out):,}",
-        f"{tokens.size:,}",
-        f"{source.num_examples:,}",
-        "64",
-        "128",
-        "45",
-    }
+    numbers = {"2", "3", "7", "1.25", "64", "128", "45"}
+    config = model.config
+    numbers |= {f"{config.num_parameters():,}", f"{config.num_active_parameters():,}"}
+    sizes = (len(corpus.held_out), tokens.size, source.num_examples)
+    numbers |= {f"{size:,}" for size in sizes}
     numbers |= {str(length) for length in source.lengths}
     if source.num_examples < 128:
         numbers.add(f"{128 / source.num_examples:.1f}")
@@ -304,20 +257,12 @@ def numbers_of_the_model(inputs):
         entropy = sum(entropies[side]) / num_tokens
         num_dead += counts.count(0)
         numbers |= {f"{num_tokens:,}", f"{max(counts) / even:.2f}", f"{min(counts) / even:.2f}"}
-        numbers |= {
-            f"{100 * sum(dropped[side]) / num_tokens:.2f}",
-            f"{deviation / even:.2f}",
-            f"{entropy:.2f}",
-        }
-        numbers |= {
-            f"{math.exp(entropy):.1f}",
-            f"{100 * sum(accepted[side]) / sum(slots[side]):.0f}",
-        }
-        numbers |= {
-            f"{counts.index(max(counts)) + 1}",
-            f"{counts.index(min(counts)) + 1}",
-            f"{counts.count(0)}",
-        }
+        numbers |= {f"{100 * sum(dropped[side]) / num_tokens:.2f}", f"{deviation / even:.2f}"}
+        numbers |= {f"{entropy:.2f}", f"{math.exp(entropy):.1f}"}
+        numbers.add(f"{100 * sum(accepted[side]) / sum(slots[side]):.0f}")
+        busiest = counts.index(max(counts))
+        idlest = counts.index(min(counts))
+        numbers |= {f"{busiest + 1}", f"{idlest + 1}", f"{counts.count(0)}"}
         numbers |= numbers_of_tokens(firsts[side], SpecialIds.of(tokenizer))
     return numbers | {f"{num_dead}"}
 
@@ -354,112 +299,65 @@ def test_the_map_says_each_load_over_the_even_one():
     assert "1 x = 0.8 %" in many
 
 
-def run_with(inputs, tmp_path, lines=None, report=None):
-    """Returns the text of a page with other metrics or another evaluation."""
-    more = []
-    if lines is not None:
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        more += ["--metrics", f"a $x^2$ <run>={tmp_path}/metrics.jsonl"]
-    if report is not None:
-        (tmp_path / "eval").mkdir()
-        (tmp_path / "eval/report.json").write_text(json.dumps(report))
-        more += ["--evaluation", tmp_path / "eval"]
-    inspect_router.main([*arguments_of(inputs, tmp_path / "page.html", *more), "--batches", "1"])
-    return " ".join(
-        " ".join(Text((tmp_path / "page.html").read_text(encoding="utf-8")).all).split()
-    )
+def loss_sentence_of(loss):
+    return loss_sentence({"heldout/text_loss": loss, "heldout/unigram_entropy": 4.75})
 
 
-@pytest.mark.parametrize(
-    ("loss", "sentence"),
-    [
-        (4.25, "this is 0.50 nats below: the model knows more than that."),
-        (5.25, "this is 0.50 nats above: they alone would predict as well or better."),
-        (math.nan, "no number of nats for a text token. That is no finite number."),
-        (1e30, "equally likely tokens."),
-    ],
-)
-def test_what_is_said_of_a_loss_follows_from_it(inputs, tmp_path, loss, sentence):
-    lines = [
-        {
-            "step": 5,
-            "heldout/text_loss": loss,
-            "heldout/unigram_entropy": 4.75,
-            "heldout/token_accuracy": 0.5,
-        }
-    ]
-    text = run_with(inputs, tmp_path, lines)
-    assert sentence in text
-    assert ("knows more" in text) == (loss == 4.25)
-    assert "of the traced model" not in text
+def test_a_loss_is_explained_beside_the_unigram_entropy():
+    assert "this is 0.50 nats below: the model knows more than that." in loss_sentence_of(4.25)
+    above = "this is 0.50 nats above: they alone would predict as well or better."
+    assert above in loss_sentence_of(5.25)
+    assert loss_sentence_of(math.nan) == "That is no finite number."
+    assert "equally likely tokens." in loss_sentence_of(1e30)
 
 
-@pytest.mark.parametrize(
-    ("other", "sentence"),
-    [
-        ((73.0, 69.0, 77.0), "1.5 points below other by generate; their 95 % intervals overlap"),
-        (
-            (60.0, 56.0, 64.0),
-            "11.5 points above other by generate; their 95 % intervals do not overlap.",
-        ),
-        ((60.0, None, None), None),
-    ],
-)
-def test_what_is_said_of_two_systems_follows_from_their_intervals(
-    inputs, tmp_path, other, sentence
-):
-    report = an_evaluation(mine="0" * 16)
-    report["tasks"][0]["systems"] = [
-        a_system("mine", "generate", 71.5, 67.25, 75.75),
-        a_system("other", "generate", *other),
-    ]
-    text = run_with(inputs, tmp_path, report=report)
-    assert (sentence or "mine is runs/mine") in text
-    assert sentence or "points" not in text
-    assert "from scratch" not in text
+def test_systems_are_compared_by_their_intervals(tmp_path):
+    def comparisons(*other):
+        report = an_evaluation(mine="0" * 16)
+        first = a_system("mine", "generate", 71.5, 67.25, 75.75)
+        report["tasks"][0]["systems"] = [first, a_system("other", "generate", *other)]
+        (tmp_path / "report.json").write_text(json.dumps(report))
+        return system_comparisons(read_evaluation(tmp_path / "report.json").tasks[0])
+
+    (near,) = comparisons(73.0, 69.0, 77.0)
+    assert "1.5 points below other by generate; their 95 % intervals overlap" in near
+    (far,) = comparisons(60.0, 56.0, 64.0)
+    assert "11.5 points above other by generate; their 95 % intervals do not overlap." in far
+    assert comparisons(60.0, None, None) == []
 
 
-def test_the_same_inputs_give_the_same_page(inputs, tmp_path):
+def test_the_same_inputs_give_the_same_page_with_any_name_of_a_run(inputs, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     pages = []
     for _ in range(2):
-        run_with(inputs, tmp_path, LINES)
-        pages.append((tmp_path / "page.html").read_bytes())
+        name = f"a $x^2$ <run>={metrics}"
+        arguments = arguments_of(inputs, tmp_path / "page.html", "--metrics", name)
+        inspect_router.main([*arguments, "--batches", "1", "--noise-density", "0.25"])
+        pages.append((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert pages[0] == pages[1]
+    text = " ".join(Text(pages[0]).all)
+    assert "of the traced model" not in text
+    assert "25 % of the tokens masked, in spans of 2 on average (45 % in pre-training)" in text
 
 
 METRICS = '{"step": 1, "train/ce_loss": 2.0}\n'
-DAMAGED_METRICS = {
-    "absent": (None, "cannot be read: No such file"),
-    "empty": ("", "measures none of train/ce_loss"),
-    "other lines": ('{"prompt": "x"}\n{}\n', "line 1: step is None; expected a number of updates"),
-    "a word": (
-        METRICS + '{"step": 2, "train/ce_loss": "low"}\n' + METRICS,
-        "line 2: train/ce_loss is 'low'",
-    ),
-    "a flag": ('{"step": true, "train/ce_loss": 1}\n', "line 1: step is True"),
-    "backwards": (
-        '{"step": 9, "train/ce_loss": 1}\n' + METRICS,
-        "line 2: step 1 comes after step 9",
-    ),
-    "a whole job's": (
-        '{"stage": "pretrain", "step": 1, "train/ce_loss": 1}\n',
-        "line 1 is of stage 'pretrain' of a",
-    ),
-    "nothing plotted": ('{"step": 1, "mine": 1.0}\n', "measures none of train/ce_loss"),
-}
+DAMAGED_METRICS = [
+    ('{"prompt": "x"}\n{}\n', "line 1: step is None"),
+    (METRICS + '{"step": 2, "train/ce_loss": "low"}\n', "line 2: train/ce_loss is 'low'"),
+    ('{"step": 9, "train/ce_loss": 1}\n' + METRICS, "line 2: step 1 comes after step 9"),
+    ('{"stage": "pretrain", "step": 1}\n', "line 1 is of stage 'pretrain'"),
+    ('{"step": 1, "mine": 1.0}\n', "measures none of train/ce_loss"),
+]
 
 
-@pytest.mark.parametrize(("content", "message"), DAMAGED_METRICS.values(), ids=DAMAGED_METRICS)
-def test_damaged_metrics_are_refused_by_line(inputs, tmp_path, content, message):
+@pytest.mark.parametrize(("content", "message"), DAMAGED_METRICS)
+def test_damaged_metrics_are_refused_by_line(tmp_path, content, message):
     path = tmp_path / "metrics.jsonl"
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content)
     with pytest.raises(DataError, match=message) as caught:
-        inspect_router.main(
-            arguments_of(inputs, tmp_path / "page.html", "--metrics", f"mine={path}")
-        )
+        read_stages([f"mine={path}"])
     assert str(path) in str(caught.value)
-    assert not (tmp_path / "page.html").exists()
 
 
 def changed(*keys, value):
@@ -472,77 +370,38 @@ def changed(*keys, value):
     return json.dumps(report)
 
 
-SCORE = ("tasks", 0, "systems", 0, "scores", 0)
-DAMAGED_EVALUATIONS = {
-    "absent": (None, "cannot be read: No such file"),
-    "other fields": ('{"accuracy": 3}', "models is missing"),
-    "no tasks": (changed("tasks", value=None), "tasks is None"),
-    "no scores": (
-        changed("tasks", 0, "systems", 0, "scores", value=[]),
-        "tasks.0.systems.0.scores is \\[\\]",
-    ),
-    "a word": (changed(*SCORE, "value", value="good"), "scores.0.value is 'good'"),
-    "beyond 100": (changed(*SCORE, "value", value=1e308), "scores.0.value is 1e\\+308"),
-    "no examples": (changed("tasks", 0, "num_examples", value=0), "tasks.0.num_examples is 0"),
-}
+SCORES = ("tasks", 0, "systems", 0, "scores")
+DAMAGED_EVALUATIONS = [
+    (changed(*SCORES, 0, "value", value="good"), "scores.0.value is 'good'"),
+    (changed(*SCORES, 0, "value", value=1e308), "scores.0.value is 1e\\+308"),
+    (changed("tasks", 0, "num_examples", value=0), "tasks.0.num_examples is 0"),
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"), DAMAGED_EVALUATIONS.values(), ids=DAMAGED_EVALUATIONS
-)
-def test_a_damaged_evaluation_is_refused_by_field(inputs, tmp_path, content, message):
+@pytest.mark.parametrize(("content", "message"), DAMAGED_EVALUATIONS)
+def test_a_damaged_evaluation_is_refused_by_field(tmp_path, content, message):
     path = tmp_path / "report.json"
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_text(content)
     with pytest.raises(DataError, match=message) as caught:
-        inspect_router.main(arguments_of(inputs, tmp_path / "page.html", "--evaluation", path))
+        read_evaluation(path)
     assert str(path) in str(caught.value)
-    assert not (tmp_path / "page.html").exists()
 
 
-REFUSED = {
-    "no batch": (["--batches", "0"], "--batches is 0; expected an integer from 1 to 100,000"),
-    "endless": (["--batches", "1000000000"], "--batches is 1000000000"),
-    "no length": (
-        ["--inputs-length", "0"],
-        "--inputs-length is 0; expected an integer of at least 4",
+REFUSED = [
+    (["--inputs-length", "3000"], "spans, but the vocabulary has 100 sentinels"),
+    (["--metrics", "a\nb=c"], "in printable characters"),
+    (
+        ["--metrics", "a={inputs}/run/metrics.jsonl", "a={inputs}/run/metrics.jsonl"],
+        "gives the name 'a' twice",
     ),
-    "longer than the text": (
-        ["--inputs-length", "1000000000"],
-        "the held-out text has so many tokens",
-    ),
-    "more spans than sentinels": (
-        ["--inputs-length", "3000"],
-        "spans, but the vocabulary has 100 sentinels",
-    ),
-    "no name": (["--metrics", "metrics.jsonl"], "--metrics is 'metrics.jsonl'; expected NAME=FILE"),
-    "no file": (["--metrics", "mine="], "expected NAME=FILE"),
-    "a name that cannot be shown": (["--metrics", "a\nb=c"], "in printable characters"),
-    "absent model": (["--model", "nowhere"], "nowhere holds no model"),
-    "NUL in the model": (["--model", "a\0b"], "--model is 'a.x00b'; expected a path"),
-    "absent corpus": (["--corpus", "nowhere"], "nowhere is not a corpus"),
-    "no page": (["--out", ""], "--out is empty"),
-    "weights": (
-        ["--out", "{inputs}/run/model/model.safetensors"],
-        "expected a file that ends in .html",
-    ),
-    "a folder of that name": (["--out", "{inputs}/folder.html"], "is a folder"),
-    "below a file": (["--out", "{inputs}/other.html/page.html"], "lies below .*other.html, a file"),
-    "another page": (
-        ["--out", "{inputs}/other.html"],
-        "is no page of this command, so it is not overwritten",
-    ),
-    "inside a model": (["--out", "{inputs}/bare/model/page.html"], "lies in .*model, a model"),
-    "inside what is read": (
-        ["--out", "{inputs}/corpus/page.html"],
-        "lies in .*corpus, which is read",
-    ),
-}
+    (["--out", "{inputs}/other.html"], "is no page of this command, so it is not overwritten"),
+    (["--out", "{inputs}/bare/model/page.html"], "lies in .*model, a model"),
+    (["--out", "{inputs}/corpus/page.html"], "lies in .*corpus, which is read"),
+]
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_in_one_message(inputs, tmp_path, arguments, message):
-    (inputs / "folder.html").mkdir(exist_ok=True)
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_wrong_arguments_are_refused_in_one_line(inputs, tmp_path, arguments, message):
     (inputs / "other.html").write_text("<!doctype html><title>Mine</title>")
     arguments = [argument.format(inputs=inputs) for argument in arguments]
     with pytest.raises((ConfigError, DataError, CheckpointError), match=message) as caught:
@@ -552,36 +411,21 @@ def test_what_cannot_be_is_refused_in_one_message(inputs, tmp_path, arguments, m
     assert (inputs / "other.html").read_text() == "<!doctype html><title>Mine</title>"
 
 
-def test_a_name_is_given_to_one_run(inputs, tmp_path):
-    metrics = f"mine={inputs}/run/metrics.jsonl"
-    with pytest.raises(ConfigError, match="gives the name 'mine' twice"):
-        inspect_router.main(
-            arguments_of(inputs, tmp_path / "page.html", "--metrics", metrics, metrics)
-        )
-
-
 def test_a_model_without_routers_or_with_another_tokenizer_is_refused(inputs, tmp_path):
-    tokenizer = load_tokenizer(inputs / "run/model")
-    for name, changes in (("dense", DENSE), ("small", {})):
-        tiny_model(**{"vocab_size": VOCABULARY if changes else 131, **changes}).save_pretrained(
-            tmp_path / name
-        )
-        tokenizer.save_pretrained(str(tmp_path / name))
-    for name, message in (
-        ("dense", "has no sparse layer"),
-        ("small", "has 230 tokens, its model 131"),
-    ):
+    refused = {
+        "has no sparse layer": {"vocab_size": VOCABULARY, **DENSE},
+        "has 230 tokens, its model 131": {},
+    }
+    for message, changes in refused.items():
+        tiny_model(**changes).save_pretrained(tmp_path / "model")
+        load_tokenizer(inputs / "run/model").save_pretrained(str(tmp_path / "model"))
+        arguments = arguments_of(inputs, tmp_path / "page.html")
         with pytest.raises(DataError, match=message):
-            inspect_router.main(
-                [*arguments_of(inputs, tmp_path / "page.html"), "--model", str(tmp_path / name)]
-            )
+            inspect_router.main([*arguments, "--model", str(tmp_path / "model")])
 
 
-def test_a_damaged_recipe_is_named(inputs, tmp_path):
-    tiny_model(vocab_size=VOCABULARY).save_pretrained(tmp_path / "run/model")
-    load_tokenizer(inputs / "run/model").save_pretrained(str(tmp_path / "run/model"))
-    (tmp_path / "run/recipe.yaml").write_text("seed: [")
-    with pytest.raises(ConfigError, match=r"recipe\.yaml is not YAML"):
-        inspect_router.main(
-            [*arguments_of(inputs, tmp_path / "page.html"), "--model", str(tmp_path / "run/model")]
-        )
+def test_a_damaged_recipe_is_named(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("seed: [")
+    for folder in ("model", "best/model"):
+        with pytest.raises(ConfigError, match=r"recipe\.yaml is not YAML"):
+            find_recipe(tmp_path / folder)

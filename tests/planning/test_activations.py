@@ -32,11 +32,8 @@ FORMS = {
     "no expert drops": {"capacity_factor": None},
     "ReLU, tied head": {"feed_forward_proj": "relu", "tie_word_embeddings": True},
     "dense": {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0},
-    "expert choice": {
-        "router": "expert_choice",
-        "router_options": {},
-        "decoder_router": "token_choice",
-    },
+    "expert choice": {"router": "expert_choice", "router_options": {}}
+    | {"decoder_router": "token_choice"},
     "dropout": {"dropout_rate": 0.1, "expert_dropout_rate": 0.4},
 }
 
@@ -66,33 +63,26 @@ def saved_bytes(workload, **fields):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-def test_a_forward_pass_keeps_what_is_planned(form, precision, checkpointing):
-    workload = Workload(
-        ROWS, LENGTH, TARGETS, precision=precision, activation_checkpointing=checkpointing
-    )
-    saved, model = saved_bytes(workload, **FORMS[form])
-    planned = activations(model, workload, MeshConfig(), cpu=True)
-    assert planned.saved == pytest.approx(saved.activations, rel=0.1)
+def test_a_forward_pass_keeps_what_is_planned(form):
+    for precision, checkpointing in (("float32", True), ("bfloat16", False)):
+        options = {"precision": precision, "activation_checkpointing": checkpointing}
+        workload = Workload(ROWS, LENGTH, TARGETS, **options)
+        saved, model = saved_bytes(workload, **FORMS[form])
+        planned = activations(model, workload, MeshConfig(), cpu=True)
+        assert planned.saved == pytest.approx(saved.activations, rel=0.1)
 
-
-def test_without_fsdp_bfloat16_keeps_a_copy_of_every_weight_of_a_product():
-    workload = Workload(ROWS, LENGTH, TARGETS, precision="bfloat16")
-    saved, model = saved_bytes(workload)
-    layouts = model_layouts(model, model.config, MeshConfig())
-    planned = gathered_bytes(layouts, MeshConfig(), bfloat16=True, accumulates=False)
-    assert planned == pytest.approx(saved.copies, rel=0.02)
+    # Without FSDP, bfloat16 keeps a copy of every weight of a product.
+    if form == "as published":
+        layouts = model_layouts(model, model.config, MeshConfig())
+        copies = gathered_bytes(layouts, MeshConfig(), bfloat16=True, accumulates=False)
+        assert copies == pytest.approx(saved.copies, rel=0.02)
 
 
 def test_checkpointing_keeps_inputs_of_blocks_and_one_block_at_a_time():
     model = build_model(tiny_model(**FIELDS).config)
-    whole, again = (
-        activations(
-            model, Workload(ROWS, LENGTH, TARGETS, activation_checkpointing=again), MeshConfig()
-        )
-        for again in (False, True)
-    )
+    checkpointed = Workload(ROWS, LENGTH, TARGETS, activation_checkpointing=True)
+    whole = activations(model, Workload(ROWS, LENGTH, TARGETS), MeshConfig())
+    again = activations(model, checkpointed, MeshConfig())
     assert again.total < whole.total / 2
     assert whole.recomputed == 0
     assert 0 < again.recomputed < whole.saved
@@ -100,14 +90,11 @@ def test_checkpointing_keeps_inputs_of_blocks_and_one_block_at_a_time():
 
 def test_activations_grow_with_the_micro_batch_and_shrink_over_tp():
     model = tiny_model(**FIELDS)
-    small, large = (
-        activations(
-            model, Workload(16, LENGTH, TARGETS, micro_batch_size=micro), MeshConfig()
-        ).total
-        for micro in (2, 8)
-    )
-    assert large == pytest.approx(4 * small, rel=0.05)
-    sharded = activations(
-        model, Workload(16, LENGTH, TARGETS, micro_batch_size=8), MeshConfig(tp=3)
-    ).total
-    assert large / 3 < sharded < large
+
+    def total(micro, mesh):
+        workload = Workload(16, LENGTH, TARGETS, micro_batch_size=micro)
+        return activations(model, workload, mesh).total
+
+    large = total(8, MeshConfig())
+    assert large == pytest.approx(4 * total(2, MeshConfig()), rel=0.05)
+    assert large / 3 < total(8, MeshConfig(tp=3)) < large

@@ -53,9 +53,8 @@ def test_the_parts_of_a_time_sum_to_it():
 
 
 def test_the_best_of_all_that_were_simulated_is_chosen():
-    timer = timer_of(
-        grid((4, 6), wraps=False, bandwidth=1e9, latency=1e-6), MeshConfig(dp_shard=24)
-    )
+    mesh = grid((4, 6), wraps=False, bandwidth=1e9, latency=1e-6)
+    timer = timer_of(mesh, MeshConfig(dp_shard=24))
     timed = timer.time(call(Kind.REDUCE_SCATTER, axis="dp_shard"))
     times = [one.timing.seconds for one in timed.candidates if one.timing is not None]
     assert times == sorted(times)
@@ -64,20 +63,18 @@ def test_the_best_of_all_that_were_simulated_is_chosen():
     assert all(one.estimate >= times[0] for one in others)
     for one in timed.candidates:
         exact = timer.simulate(timed.collective, one.name).seconds
-        assert timed.timing.seconds <= exact * (1 + 1e-12), (
-            one.name
-        )  # nothing that won was left out
+        assert timed.timing.seconds <= exact * (1 + 1e-12), one.name  # no winner was left out
         assert one.bound <= exact
 
 
 def test_a_gather_takes_as_long_as_the_scatter_that_it_is_backwards():
     timer = timer_of(TORUS, DATA)
-    times = [
-        timer.time(call(kind)).timing.seconds for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
-    ]
-    assert times[0] == times[1]
-    whole = timer.time(call(Kind.ALL_REDUCE)).timing.seconds
-    assert sum(times) == pytest.approx(whole, rel=0.05)
+    gather, scatter, whole = (
+        timer.time(call(kind)).timing.seconds
+        for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
+    )
+    assert gather == scatter
+    assert gather + scatter == pytest.approx(whole, rel=0.05)
 
 
 def test_a_direct_exchange_at_a_switch_takes_what_each_rank_sends():
@@ -88,7 +85,7 @@ def test_a_direct_exchange_at_a_switch_takes_what_each_rank_sends():
     assert timed.timing.seconds == pytest.approx(sent / BANDWIDTH, rel=0.02)
 
 
-@pytest.mark.parametrize("stride", [1, 2, 4])
+@pytest.mark.parametrize("stride", [1, 4])
 def test_rings_that_hop_over_others_share_their_links(stride):
     ring = grid((16,), wraps=True, bandwidth=BANDWIDTH, latency=0.0)
     mesh = MeshConfig(dp_replicate=16 // stride, tp=stride)
@@ -101,12 +98,10 @@ def test_rings_that_hop_over_others_share_their_links(stride):
 
 def test_groups_on_links_of_their_own_take_as_long_as_one_alone():
     mesh = MeshConfig(dp_replicate=4, tp=4)
-    beside = timer_of(TORUS, mesh, tiles="dp_replicate=4x1,tp=1x4").time(
-        call(Kind.ALL_REDUCE, axis="tp")
-    )
-    alone = timer_of(
-        grid((4,), wraps=True, bandwidth=BANDWIDTH, latency=LATENCY), MeshConfig(tp=4)
-    ).time(call(Kind.ALL_REDUCE, axis="tp"))
+    ring = grid((4,), wraps=True, bandwidth=BANDWIDTH, latency=LATENCY)
+    sums = call(Kind.ALL_REDUCE, axis="tp")
+    beside = timer_of(TORUS, mesh, tiles="dp_replicate=4x1,tp=1x4").time(sums)
+    alone = timer_of(ring, MeshConfig(tp=4)).time(sums)
     assert beside.timing.seconds == pytest.approx(alone.timing.seconds)
 
 
@@ -117,10 +112,8 @@ def test_payloads_between_two_others_are_interpolated_within_a_few_percent():
     for part in plan.parts:
         exact = timer.simulate(part.collective, part.algorithm).seconds
         assert part.timing.seconds == pytest.approx(exact, rel=0.05)
-    assert (
-        plan.parts[0].timing.seconds
-        == timer.simulate(plan.parts[0].collective, plan.parts[0].algorithm).seconds
-    )
+    first = plan.parts[0]
+    assert first.timing.seconds == timer.simulate(first.collective, first.algorithm).seconds
 
 
 def test_calls_follow_each_other():
@@ -130,14 +123,13 @@ def test_calls_follow_each_other():
     assert len(transfers([part.collective for part in plan.parts], DATA)) == 1
 
 
-@pytest.mark.parametrize("factor", [1.5, 4.0])
-def test_more_bandwidth_is_never_slower_and_less_latency_neither(factor):
+def test_more_bandwidth_is_never_slower_and_less_latency_neither():
     def seconds(topology):
         return timer_of(topology, DATA).time(call(Kind.ALL_REDUCE, payload=1e6)).timing.seconds
 
     links = TORUS.links
-    faster = dataclasses.replace(TORUS, links=links._replace(bandwidth=links.bandwidth * factor))
-    nearer = dataclasses.replace(TORUS, links=links._replace(latency=links.latency / factor))
+    faster = dataclasses.replace(TORUS, links=links._replace(bandwidth=links.bandwidth * 1.5))
+    nearer = dataclasses.replace(TORUS, links=links._replace(latency=links.latency / 1.5))
     assert seconds(faster) <= seconds(TORUS)
     assert seconds(nearer) <= seconds(TORUS)
 
@@ -200,12 +192,12 @@ def test_the_formula_is_the_closed_form_of_two_levels():
     assert seconds == pytest.approx(near + far)
 
 
-@pytest.mark.parametrize("kind", [Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL])
-def test_the_formula_is_near_the_simulation_on_a_torus(kind):
+def test_the_formula_is_near_the_simulation_on_a_torus():
     timer = timer_of(TORUS, DATA)
-    simulated = timer.time(call(kind)).timing.seconds
     groups = timer.groups("dp_replicate")
-    assert estimated_seconds(call(kind), groups, TORUS) == pytest.approx(simulated, rel=0.5)
+    for kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL):
+        simulated = timer.time(call(kind)).timing.seconds
+        assert estimated_seconds(call(kind), groups, TORUS) == pytest.approx(simulated, rel=0.5)
 
 
 def test_a_network_of_links_alone_is_timed_in_order():

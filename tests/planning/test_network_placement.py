@@ -43,21 +43,17 @@ def test_groups_of_an_outer_axis_hop_over_the_ranks_of_an_inner_one():
     assert ep.layout.wraps == (True,)  # three ranks, two apart, around a ring of six
     assert ep.description == "3, stride 2"
 
-
-def test_an_axis_that_ends_before_the_network_does_not_wrap():
-    placement = place_by_tiles(MeshConfig(tp=3), TORUS, "tp=1x3")
-    assert placement.groups("tp").layout.wraps == (False,)
+    # An axis that ends before the network does not wrap.
+    short = place_by_tiles(MeshConfig(tp=3), TORUS, "tp=1x3")
+    assert short.groups("tp").layout.wraps == (False,)
 
 
 def test_groups_that_stand_unevenly_say_so():
-    mesh = MeshConfig(dp_shard=2, ep=3, tp=2)
     line = switch(12, RATE)
-    groups = place_in_order(mesh, line).groups("data ranks")
-    assert groups.description == "6, stride 2"
-    mixed = place_in_order(MeshConfig(dp_replicate=2, dp_shard=3, ep=2), line).groups(
-        "dp_shard x ep"
-    )
-    assert mixed.description == "6"
+    even = place_in_order(MeshConfig(dp_shard=2, ep=3, tp=2), line)
+    assert even.groups("data ranks").description == "6, stride 2"
+    mixed = place_in_order(MeshConfig(dp_replicate=2, dp_shard=3, ep=2), line)
+    assert mixed.groups("dp_shard x ep").description == "6"
     torus = place_by_tiles(MeshConfig(dp_shard=2, ep=3, tp=4), TORUS, "dp_shard=2x1,ep=1x3,tp=2x2")
     assert torus.groups("dp_shard x ep").strides == (2, 2)
 
@@ -101,12 +97,10 @@ def test_the_tiles_of_all_placements_are_all_factorisations():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "there is no axis ''"),
         ("tq=2x2", "no axis 'tq' in a mesh. Did you mean 'tp'?"),
         ("tp=2x2,tp=2x2", "expected tp once"),
         ("tp=2x2", "expected a tile for dp_replicate 2 too"),
-        ("tp=4", "the tile of tp in --place is '4'; expected 2 sizes"),
-        ("tp=2xx", "expected sizes above 0 with x between them"),
+        ("tp=1x\u0662", "expected sizes above 0 with x between them"),
         ("tp=2x3", "expected sizes whose product is mesh.tp, 4"),
         ("tp=4x1,ep=3x1,dp_replicate=2x1", "tiles of at most 4 ranks along axis 0"),
     ],
@@ -114,11 +108,6 @@ def test_the_tiles_of_all_placements_are_all_factorisations():
 def test_what_is_no_placement_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         place_by_tiles(MESH, TORUS, text)
-
-
-def test_a_mesh_larger_than_the_network_is_refused():
-    with pytest.raises(ConfigError, match="ranks of the mesh is 48; expected no more than the 24"):
-        place_in_order(MeshConfig(dp_shard=48), TORUS)
 
 
 def test_a_network_without_axes_takes_ranks_in_order_alone():
