@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.cases import CASES, Case, build_problem
-from benchmarks.layer.memory import can_measure
 from benchmarks.layer.variants import dense, moe_capacity, moe_dropless
 from benchmarks.timing import measure_rounds
 from moe import ConfigError
@@ -26,17 +25,13 @@ def tiny_cases(monkeypatch):
 
 def measure(tmp_path, *options):
     path = tmp_path / "layer.json"
-    main(
-        ["layer", "--json", str(path), "--rounds", "1", "--no-memory", "--device", "cpu", *options]
-    )
+    main(["layer", "--json", str(path), "--rounds", "1", "--device", "cpu", *options])
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, capsys):
-    report = measure(
-        tmp_path, "--cases", "0", "--profile", "--threads", str(torch.get_num_threads())
-    )
-    dropless = {"dense", "moe_dropless", "moe_capacity", "moe_static", "hf_grouped_mm", "hf_nllb"}
+    report = measure(tmp_path, "--cases", "0", "--threads", str(torch.get_num_threads()))
+    dropless = {"dense", "moe_dropless", "moe_capacity", "moe_static", "hf_grouped_mm"}
     found = {(row["dtype"], row["pass"], row["variant"]) for row in report["rows"]}
     passes, dtypes = ("forward", "forward_backward"), ("float32", "bfloat16")
     assert found >= {
@@ -47,7 +42,6 @@ def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, caps
         assert row["ratio"] == 1 if row["variant"] == "dense" else row["ratio"] > 0
         least, largest = row["ratio_range"]
         assert least <= row["ratio"] <= largest
-    assert {row["dtype"] for row in report["profile"]} == set(dtypes)
     printed = capsys.readouterr()
     assert "moe_dropless" in printed.out
     assert "hf_switch (case 0, float32): only one expert for a token" in printed.out + printed.err
@@ -84,30 +78,6 @@ def test_rows_are_those_that_the_paper_counts(tmp_path):
     assert rows["dense"] == rows["moe_dropless"] == 128
     assert rows["moe_capacity"] <= 80  # 1.25 x 64
     assert rows["moe_static"] == 80
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not can_measure(torch.device("cpu")), reason="this system tells no peaks")
-def test_peaks_are_measured_in_processes_of_their_own(tmp_path):
-    path = tmp_path / "layer.json"
-    variants = ("--variants", "dense", "--dtypes", "float32", "--passes", "forward_backward")
-    main(
-        [
-            "layer",
-            "--json",
-            str(path),
-            "--rounds",
-            "1",
-            "--cases",
-            "0",
-            "--device",
-            "cpu",
-            *variants,
-        ]
-    )
-    (row,) = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    assert row["peak_mib"] > 1
-    assert row["peak_ratio"] == 1
 
 
 @pytest.mark.parametrize(
