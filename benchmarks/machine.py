@@ -1,16 +1,20 @@
-"""What every report says of the machine, and how it is saved."""
+"""What all reports share: the machine, the form of their tables, and how they are saved."""
 
 import datetime
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moe.files import whole_file
+from moe.inspection.tables import format_table
 from moe.kernels.product_measurement import processor_name
+
+Columns = Sequence[tuple[str, str, str]]
+"""The columns of a table: header, field of the rows, and format of its values."""
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -26,22 +30,42 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def machine_line(report: Mapping[str, Any], threads: str) -> str:
-    """Returns the line of a table that says where and how often it was measured."""
+def report_text(
+    report: Mapping[str, Any],
+    threads: str,
+    columns: Columns,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """Returns a report as text: where and how often it was measured, and the table of its rows.
+
+    Args:
+        report: The report, which begins with `describe_machine` and `rounds`.
+        threads: Threads or processes, in words.
+        columns: Columns of the table.
+        rows: Rows of the table; None for those of the report.
+    """
     torch_version = f"torch {report['torch']}"
-    return f"{report['device']}, {threads}, {torch_version}, {report['rounds']} rounds"
+    machine = f"{report['device']}, {threads}, {torch_version}, {report['rounds']} rounds"
+    return f"{machine}\n\n{report_table(columns, report['rows'] if rows is None else rows)}"
 
 
-def format_number(value: float | None, form: str) -> str:
-    """Returns a number as text; an empty text for None."""
-    return "" if value is None else format(value, form)
+def report_table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of rows; a cell is empty where its row has no such field, or None."""
+    cells: list[list[str]] = []
+    for row in rows:
+        line: list[str] = []
+        for _, field, form in columns:
+            value = row.get(field)
+            line.append("" if value is None else format(value, form))
+        cells.append(line)
+    return format_table([header for header, _, _ in columns], cells)
 
 
-def _device_name(device: torch.device) -> str:
-    """Returns the name of the GPU, or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor_name()
+def print_report(text: str, path: Path | None) -> None:
+    """Prints a report, and where its table is saved."""
+    print(text)
+    if path is not None:
+        print(f"The table is in {path}.")
 
 
 def save_report(report: Mapping[str, Any], path: Path | None) -> None:
@@ -51,3 +75,10 @@ def save_report(report: Mapping[str, Any], path: Path | None) -> None:
 
     with whole_file(path) as partial:
         partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _device_name(device: torch.device) -> str:
+    """Returns the name of the GPU, or of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return processor_name()

@@ -1,7 +1,7 @@
 """All-reduces on the networks of the papers: their laws, their published times, and failed chips.
 
 Payloads are those of ResNet-50 in float32 and of BERT-large in bfloat16. The rate of a link of a TPU
-v3 is published as 70, 82 and 100 GB/s; it is a parameter here, and named in each report.
+v3 is published as 70, 82 and 100 GB/s.
 """
 
 import itertools
@@ -13,7 +13,6 @@ from benchmarks.network_rows import (
     CLOSED_FORM,
     PRIMARY,
     PROTOTYPE,
-    RECOLLECTION,
     REPORTS,
     VENDOR,
     Claim,
@@ -129,31 +128,15 @@ def _torus_seconds(num_chips: int) -> float:
 
 @REPORTS.register("multipod")
 def multipod_rows() -> list[Row]:
-    """Returns R3, R4 and R7: 4,096 chips, of which Y (32) wraps and X (128) does not.
+    """Returns R7: 4,096 chips, of which Y (32) wraps and X (128) does not.
 
     The all-reduce is the planner's: the rings of X, which has no wrap, are folded.
     """
     topology = chips((128, 32), wraps=(False, True), latency=2e-6)
     schedule = ALL_REDUCE.get("torus").build(topology, topology.num_ranks * UNITS_PER_CHIP)
-    resnet = simulate(schedule, topology, RESNET_BYTES)
-    bert = simulate(schedule, topology, BERT_BYTES)
-
-    # Logged steps, and remembered shares of them.
-    resnet_run, _, bert_run = published("multipod_v0.7")
-    shares = published("all_reduce_share")
-    rows = []
-    for name, run, simulation in (("ResNet-50", resnet_run, resnet), ("BERT", bert_run, bert)):
-        # The logged step includes evaluation: it is an upper bound.
-        step = run["block"] / run["steps"]
-        bound = Claim("R3*", f"{name}, 4,096 chips: all-reduce, below the step", "ms", PRIMARY)
-        rows.append(bound.reported(simulation.seconds * 1e3, step * 1e3, "below"))
-        share = Claim("R4*", f"{name}: share of the all-reduce in the step", "", RECOLLECTION)
-        theirs = shares["resnet" if simulation is resnet else "bert"]
-        rows.append(share.reported(simulation.seconds / step, theirs, "±20%"))
-
+    simulation = simulate(schedule, topology, RESNET_BYTES)
     claim = Claim("R7", "bytes of the second axis over those of the first", "", CLOSED_FORM)
-    rows.append(claim.close(_payload_ratio(resnet), 1 / 32, 1e-9))
-    return rows
+    return [claim.close(_payload_ratio(simulation), 1 / 32, 1e-9)]
 
 
 def _payload_ratio(simulation: Simulation) -> float:
@@ -174,7 +157,7 @@ def _payload_ratio(simulation: Simulation) -> float:
 
 @REPORTS.register("laws")
 def law_rows() -> list[Row]:
-    """Returns R5, R6 and R8: steps, bytes of the busiest link, and bandwidth of a pod."""
+    """Returns R5 and R6: steps, and bytes of the busiest link."""
     rows = []
     for size in (4, 16, 32):
         # Steps of both ways to sum on a square.
@@ -187,17 +170,6 @@ def law_rows() -> list[Row]:
 
     for shape in ((16, 16), (16, 32), (32, 32)):
         rows += _bandwidth_rows(shape)
-
-    # The vendor speaks of all links together. It counts with a higher rate than we do.
-    pod = chips((32, 32), wraps=True, latency=0.0)
-    ours = float(pod.links.bandwidth.sum())
-    theirs = published("pod")["all_reduce_bytes_per_second"]
-    what = f"links of a pod of 1,024 chips at {LINK_RATE / 1e9:.0f} GB/s together"
-    rate = theirs / len(pod.links.bandwidth)
-    claim = Claim("R8*", what, "TB/s", VENDOR)
-    rows.append(
-        claim.reported(ours / 1e12, theirs / 1e12, f"theirs is {rate / 1e9:.0f} GB/s a link")
-    )
     return rows
 
 

@@ -3,7 +3,7 @@
 The published simulations send one slice of the payload at a time along an axis. A stage, one slice
 along one axis, is simulated here; stages follow each other as published: slices in turn take
 (slices + axes - 1) stages, slices that begin with different axes take as many stages as there are
-axes. Rows that say "free" simulate whole schedules without that rule.
+axes.
 
 Payloads are the bytes that each rank has for all ranks, itself included.
 
@@ -29,8 +29,6 @@ from moe.network.topology import Topology, grid
 _UNITS_PER_PAIR = 600
 """Enough units for even slices, halves and shares."""
 
-_HELP = "dead link, other axes help"
-_HELP_AT_ONCE = "dead link, other axes help, unsliced"
 
 Seconds = Callable[[float], float]
 """Time of a schedule by the bytes that each rank has for all ranks."""
@@ -135,29 +133,17 @@ class _Setting:
         self.half_ring = _time(half, ring)
         self.folded_ring = _time(folded, broken)
 
-    def torus(self, num_axes: int) -> Topology:
-        """Returns the torus of so many axes."""
-        return self._link((self.size,) * num_axes)
-
-    def broken_torus(self, num_axes: int) -> tuple[Topology, IntArray]:
-        """Returns the torus with a dead cable on one ring, and the ranks of that ring."""
-        torus = self.torus(num_axes)
-        ring = np.arange(self.size) * self.size ** (num_axes - 1)
-        return _without_cable(torus, int(ring[-1]), int(ring[0])), ring
-
-    def helped_stage(self, num_axes: int, num_slices: int) -> Seconds:
+    def helped_stage(self, num_axes: int) -> Seconds:
         """Returns the time of the stage in which neighbours carry a broken ring's blocks.
 
-        As published one neighbour on each other axis helps, shares are by the speeds of a half ring
-        and of the folded one, and the other rings wait.
-
-        Args:
-            num_axes: Of the torus.
-            num_slices: What crosses to a neighbour, goes around and comes back in so many parts,
-                so that the three overlap.
+        As published, one neighbour on each other axis helps, shares are by the speeds of a half ring
+        and of the folded one, and the other rings wait. A slice crosses to a neighbour while others
+        go around and come back.
         """
         # Only the broken ring has something to send.
-        topology, ring = self.broken_torus(num_axes)
+        torus = self._link((self.size,) * num_axes)
+        ring = np.arange(self.size) * self.size ** (num_axes - 1)
+        topology = _without_cable(torus, int(ring[-1]), int(ring[0]))
         counts = np.zeros((topology.num_ranks,) * 2, np.int64)
         counts[np.ix_(ring, ring)] = _UNITS_PER_PAIR
 
@@ -167,7 +153,11 @@ class _Setting:
         folded_speed = half_load / folded_load
         kept = folded_speed / (num_axes - 1 + folded_speed)
         exchange = along_axes(
-            counts, topology, num_slices=num_slices, rotates=False, detour=Detour(kept, sides=1)
+            counts,
+            topology,
+            num_slices=self.num_slices,
+            rotates=False,
+            detour=Detour(kept, sides=1),
         )
         return _time(exchange, topology, num_senders=self.size)
 
@@ -206,24 +196,15 @@ def speed_up_rows() -> list[Row]:
     for name, theirs in numbers["speed_ups"].items():
         claim = _claim("A3", f"all-to-all on tori, speed-up: {name}")
         rows.append(claim.close(float(np.mean(by_name[name])), theirs, 0.15))
-
-    # What is shared at once waits for the whole of it to cross.
-    claim = _claim("A3*", f"the same: {_HELP_AT_ONCE}")
-    ours = float(np.mean(by_name[_HELP_AT_ONCE]))
-    rows.append(claim.reported(ours, numbers["speed_ups"][_HELP], "±15%"))
-    return rows + _free_rows(setting, numbers)
+    return rows
 
 
 def _times(setting: _Setting, num_axes: int) -> dict[str, Seconds]:
     """Returns the times of the published algorithms on a torus."""
-    helped = setting.helped_stage(num_axes, setting.num_slices)
-    helped_at_once = setting.helped_stage(num_axes, 1)
+    helped = setting.helped_stage(num_axes)
 
     def half_ring_and_help(num_bytes: float) -> float:
         return setting.half_ring(num_bytes) + helped(num_bytes)
-
-    def half_ring_and_help_at_once(num_bytes: float) -> float:
-        return setting.half_ring(num_bytes) + helped_at_once(num_bytes)
 
     half_ring = setting.half_ring
     return {
@@ -231,31 +212,13 @@ def _times(setting: _Setting, num_axes: int) -> dict[str, Seconds]:
         "whole rings, rotated": setting.rotated(setting.whole_ring, num_axes),
         "half rings, rotated": setting.rotated(half_ring, num_axes),
         "dead link, folded ring": setting.in_turn(setting.folded_ring, half_ring, num_axes),
-        _HELP: setting.rotated(half_ring_and_help, num_axes),
-        _HELP_AT_ONCE: setting.rotated(half_ring_and_help_at_once, num_axes),
+        "dead link, other axes help": setting.rotated(half_ring_and_help, num_axes),
     }
 
 
 def _mean_ratio(baseline: Seconds, seconds: Seconds, payloads: Sequence[float]) -> float:
     ratios = [baseline(payload) / seconds(payload) for payload in payloads]
     return float(np.mean(ratios))
-
-
-def _free_rows(setting: _Setting, numbers: Mapping[str, Any]) -> list[Row]:
-    """Returns what our schedules reach for the largest payload when no slice waits for another."""
-    payload = numbers["least_bytes"] * 4.0 ** (numbers["payloads"] - 1)
-    rows = []
-    for num_axes in (2, 3):
-        baseline = setting.in_turn(setting.whole_ring, setting.whole_ring, num_axes)
-        broken, _ = setting.broken_torus(num_axes)
-        networks = {"half rings, rotated": setting.torus(num_axes), _HELP: broken}
-        for name, topology in networks.items():
-            exchange = along_axes(_even(topology), topology, num_slices=num_axes)
-            ours = baseline(payload) / _time(exchange, topology)(payload)
-            what = f"free, {num_axes} axes, {payload / 1e9:.1f} GB: {name}"
-            claim = _claim("A3*", what)
-            rows.append(claim.reported(ours, numbers["speed_ups"][name], "ours"))
-    return rows
 
 
 def _cube() -> Topology:

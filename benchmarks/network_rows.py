@@ -17,7 +17,6 @@ VENDOR = "vendor page or abstract"
 THIRD_PARTY = "third party's account"
 PROTOTYPE = "measured in a prototype"
 CLOSED_FORM = "closed form"
-RECOLLECTION = "recollection of the paper"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from benchmarks.cases import DTYPES, Pass, Variant
+from benchmarks.cases import Pass, Variant
 
 WARM_UP_RUNS = 3
 
@@ -117,19 +117,6 @@ def ratio_range(
     """Returns the least and the largest ratio of `median_ratio` in any round."""
     ratios = [round_[name] / round_[base] for round_ in times]
     return min(ratios), max(ratios)
-
-
-def square_tflops(dtype_name: str, rounds: int, device: torch.device) -> float:
-    """Returns the TFLOP/s of one large square product: what the machine gives at most, in this run."""
-    # Large enough that reading the matrices costs nothing beside the product.
-    size = 8192 if device.type == "cuda" else 2048
-    dtype = DTYPES[dtype_name]
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    b = torch.randn(size, size, device=device, dtype=dtype)
-
-    measure(partial(torch.matmul, a, b), device)
-    times = [measure(partial(torch.matmul, a, b), device) for _ in range(rounds)]
-    return 2 * size**3 / statistics.median(times) / 1e9
 
 
 def capture_cuda_graph(variant: Variant, pass_name: Pass) -> str:

@@ -408,11 +408,27 @@ def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
         f"{format_columns(columns)}"
     )
     try:
-        return _find_files(folder, split, expected)
+        if not folder.is_dir():
+            raise DataError(f"There is no folder {folder}. Make it, and put into it {expected}.")
+        forms = _file_forms(folder, split)
+        names = [] if forms else sorted(path.name for path in folder.iterdir())
     except OSError as error:
         raise DataError(
             f"The folder {folder} cannot be read: {error.strerror or error}. Expected {expected}."
         ) from error
+
+    if not forms:
+        raise DataError(
+            f"{folder} has no rows of split {split!r}; it holds {', '.join(names) or 'nothing'}. "
+            f"Expected {expected}."
+        )
+    if len(forms) > 1:
+        names = [str(path.relative_to(folder)) for path in forms]
+        raise DataError(
+            f"{folder} has the split {split!r} more than once: {' and '.join(names)}. Keep one of "
+            "them."
+        )
+    return sorted(forms[0].parent.glob(forms[0].name))
 
 
 def has_files(folder: Path, split: str) -> bool:
@@ -433,26 +449,6 @@ def _file_forms(folder: Path, split: str) -> list[Path]:
         if any((folder / split).glob(pattern)):
             forms.append(folder / split / pattern)
     return forms
-
-
-def _find_files(folder: Path, split: str, expected: str) -> list[Path]:
-    if not folder.is_dir():
-        raise DataError(f"There is no folder {folder}. Make it, and put into it {expected}.")
-
-    forms = _file_forms(folder, split)
-    if not forms:
-        names = sorted(path.name for path in folder.iterdir())
-        raise DataError(
-            f"{folder} has no rows of split {split!r}; it holds {', '.join(names) or 'nothing'}. "
-            f"Expected {expected}."
-        )
-    if len(forms) > 1:
-        names = [str(path.relative_to(folder)) for path in forms]
-        raise DataError(
-            f"{folder} has the split {split!r} more than once: {' and '.join(names)}. Keep one of "
-            "them."
-        )
-    return sorted(forms[0].parent.glob(forms[0].name))
 
 
 def _read_jsonl(path: Path) -> Iterator[_FileRow]:

@@ -72,15 +72,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": VARIANTS,
         "help": "all that run on any machine at once; dense comes along",
     },
-    "memory": {
-        "action": argparse.BooleanOptionalAction,
-        "default": True,
-        "help": "measure peaks (yes)",
-    },
-    "profile": {
-        "action": "store_true",
-        "help": "measure the share of routing, dispatch and combine",
-    },
     "ranks": {
         "type": integer(least=1, most=256, reason="every rank is a process of this machine"),
         "nargs": "+",
@@ -190,7 +181,7 @@ def _device(options: dict[str, Any]) -> str:
 BENCHMARKS = {
     "layer": Benchmark(
         "one sparse layer",
-        "json rounds threads cases dtypes device passes variants memory profile",
+        "json rounds threads cases dtypes device passes variants",
         benchmark_layer,
     ),
     "exchange": Benchmark(

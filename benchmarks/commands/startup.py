@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from benchmarks.machine import describe_machine, machine_line, save_report
+from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
 from eval.__main__ import COMMANDS
 from moe.commands.stmoe import VERBS
 from moe.errors import ConfigError, MoEError, did_you_mean
-from moe.inspection.tables import format_table
 
 MOST = 1.3
 """What a command may take, over the imports that it must have."""
@@ -110,9 +109,7 @@ def run_startup(benchmark: StartupBenchmark) -> None:
 
     report["rows"] = describe_rows(rounds)
     save_report(report, benchmark.json)
-    print(format_report(report))
-    if benchmark.json:
-        print(f"The table is in {benchmark.json}.")
+    print_report(format_report(report), benchmark.json)
 
 
 def measure_start(name: str, arguments: Sequence[str]) -> Start:
@@ -156,14 +153,19 @@ def describe_rows(rounds: Mapping[str, Sequence[Start]]) -> list[dict[str, Any]]
     return rows
 
 
+COLUMNS: Columns = (
+    ("start", "start", ""),
+    ("CPU s", "cpu_seconds", ".1f"),
+    ("over the base", "ratio", ".2f"),
+    ("peak MiB", "peak_mib", ".0f"),
+    ("over the base", "memory_ratio", ".2f"),
+    ("", "mark", ""),
+)
+
+
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text; a start that takes too long is marked."""
-    header = ["start", "CPU s", "over the base", "peak MiB", "over the base", ""]
-    cells: list[list[str]] = []
+    rows: list[dict[str, Any]] = []
     for row in report["rows"]:
-        seconds = [f"{row['cpu_seconds']:.1f}", f"{row['ratio']:.2f}"]
-        memory = [f"{row['peak_mib']:.0f}", f"{row['memory_ratio']:.2f}"]
-        mark = f"more than {MOST}" if row["ratio"] > MOST else ""
-        cells.append([row["start"], *seconds, *memory, mark])
-    machine = machine_line(report, "one process at a time")
-    return f"{machine}\n\n{format_table(header, cells)}"
+        rows.append({**row, "mark": f"more than {MOST}" if row["ratio"] > MOST else ""})
+    return report_text(report, "one process at a time", COLUMNS, rows)

@@ -26,7 +26,7 @@ from benchmarks.data.batches_peer import (
     prepare_chunks,
     prepare_rows,
 )
-from benchmarks.machine import describe_machine, machine_line, save_report
+from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
 from benchmarks.models.evaluation import make_words
 from benchmarks.timing import measure_in_turn, median_ratio
 from moe.data.batches_ahead import batches_ahead
@@ -35,7 +35,6 @@ from moe.data.pipeline import ALL_ROWS, Batch, BatchSource, SpanCorruptionSource
 from moe.data.span_corruption import Noise, tokens_length
 from moe.data.tokenizer import SpecialIds, train_tokenizer
 from moe.data.tokens import tokenize_corpus
-from moe.inspection.tables import format_table
 
 if TYPE_CHECKING:
     import datasets
@@ -120,9 +119,7 @@ def run_input(benchmark: InputBenchmark) -> None:
             report["rows"] += measure_readers(benchmark, data, readers)
             save_report(report, benchmark.json)
 
-    print(format_report(report))
-    if benchmark.json:
-        print(f"The table is in {benchmark.json}.")
+    print_report(format_report(report), benchmark.json)
 
 
 # ---------------------------------------------------------------------------
@@ -317,22 +314,16 @@ def count_tokens(batches: Iterable[Batch]) -> int:
     return total
 
 
+COLUMNS: Columns = (
+    ("data", "data", ""),
+    ("stage", "stage", ""),
+    ("system", "system", ""),
+    ("CPU s", "cpu_seconds", ".3f"),
+    ("tokens/s and core", "tokens_per_core_second", ",.0f"),
+    ("times as fast", "times_as_fast", ".2f"),
+)
+
+
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
-    header = ["data", "stage", "system", "CPU s", "tokens/s and core", "times as fast"]
-    cells: list[list[str]] = []
-    for row in report["rows"]:
-        # Preparing makes no batch.
-        speed = row.get("tokens_per_core_second")
-        cells.append(
-            [
-                row["data"],
-                row["stage"],
-                row["system"],
-                f"{row['cpu_seconds']:.3f}",
-                f"{speed:,.0f}" if speed else "",
-                f"{row['times_as_fast']:.2f}",
-            ]
-        )
-    machine = machine_line(report, f"datasets {report['datasets']}")
-    return f"{machine}\n\n{format_table(header, cells)}"
+    return report_text(report, f"datasets {report['datasets']}", COLUMNS)

@@ -3,7 +3,6 @@
 Everything is measured in turn, in one run, and ends in one table.
 """
 
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,25 +13,15 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.cases import CASES, DTYPES, Case, Pass, Problem, Variant, build_problem
-from benchmarks.layer.memory import MEASURED, can_measure, peak_mib
 from benchmarks.layer.peers import PEERS, UnavailableError, build_peer, close_peers
-from benchmarks.layer.variants import ON_REQUEST, OURS, moe_dropless, routing_only, stats_of
-from benchmarks.machine import describe_machine, format_number, machine_line, save_report
-from benchmarks.timing import (
-    capture_cuda_graph,
-    measure,
-    measure_rounds,
-    median_ratio,
-    ratio_range,
-    square_tflops,
-)
+from benchmarks.layer.variants import ON_REQUEST, OURS, moe_dropless
+from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
+from benchmarks.timing import capture_cuda_graph, measure_rounds, median_ratio, ratio_range
 from moe.errors import ConfigError
-from moe.inspection.tables import format_table
 from moe.kernels.host_memory import keep_freed_memory
 
 VARIANTS = (*OURS, *PEERS)
 GRAPHED = ("moe_dropless", "moe_static")
-PROFILED_CASE = 0
 
 Row = dict[str, Any]
 """A row of the saved table."""
@@ -49,8 +38,6 @@ class LayerBenchmark:
         variants: Of `VARIANTS` and `ON_REQUEST`; `dense` is measured in any case.
         rounds: How often everything is measured; results are medians.
         device: Where.
-        memory: Whether peaks are measured, too.
-        profile: Whether to measure the share of routing, dispatch and combine.
         json: File to save to after every case; None for none.
         report: What has been measured.
     """
@@ -61,8 +48,6 @@ class LayerBenchmark:
     variants: Sequence[str]
     rounds: int
     device: torch.device
-    memory: bool
-    profile: bool
     json: Path | None
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -91,33 +76,19 @@ def run_layer(benchmark: LayerBenchmark) -> None:
 
     # Saved before anything is measured: a path that cannot be written is known at once.
     report = benchmark.report
-    report.update(describe_run(benchmark), rows=[])
+    report.update(describe_run(benchmark))
     save_report(report, benchmark.json)
     try:
         measure_cases(benchmark)
-        if benchmark.memory:
-            add_peaks(benchmark)
-        if benchmark.profile:
-            report["profile"] = []
-            for dtype in benchmark.dtypes:
-                report["profile"].append(profile_layer(benchmark, dtype))
-        save_report(report, benchmark.json)
     finally:
         close_peers()
 
-    print(format_report(report))
-    if benchmark.json:
-        print(f"The table is in {benchmark.json}.")
+    print_report(format_report(report), benchmark.json)
 
 
 def describe_run(benchmark: LayerBenchmark) -> dict[str, Any]:
-    """Returns what a reader must know of the machine: its speed at one large square product, too."""
-    # A product at full speed, to compare the layer's with.
-    tflops: dict[str, float] = {}
-    for name in benchmark.dtypes:
-        tflops[name] = square_tflops(name, benchmark.rounds, benchmark.device)
-    machine = describe_machine(benchmark.device)
-    return {**machine, "rounds": benchmark.rounds, "square_tflops": tflops}
+    """Returns the start of the report: the machine, and how often everything is measured."""
+    return {**describe_machine(benchmark.device), "rounds": benchmark.rounds, "rows": []}
 
 
 def measure_cases(benchmark: LayerBenchmark) -> None:
@@ -141,7 +112,6 @@ def measure_group(benchmark: LayerBenchmark, case: int, dtype: str, bar: tqdm) -
     problem = build_problem(CASES[case], DTYPES[dtype], benchmark.device)
     variants = build_variants(problem, benchmark.variants, f"case {case}, {dtype}")
     differences = compare_outputs(variants)
-    square = benchmark.report["square_tflops"][dtype]
 
     # Forward alone, and forward with backward.
     rows: list[Row] = []
@@ -159,7 +129,7 @@ def measure_group(benchmark: LayerBenchmark, case: int, dtype: str, bar: tqdm) -
                 "dtype": dtype,
                 "pass": pass_name,
                 "variant": variant.name,
-                **describe_times(CASES[case], variant, pass_name, times, square),
+                **describe_times(CASES[case], variant, pass_name, times),
                 "difference": differences.get(variant.name),
                 "note": variant.note,
             }
@@ -215,7 +185,7 @@ def compare_outputs(variants: Sequence[Variant]) -> dict[str, float]:
 
 
 def describe_times(
-    case: Case, variant: Variant, pass_name: Pass, times: Sequence[dict[str, float]], square: float
+    case: Case, variant: Variant, pass_name: Pass, times: Sequence[dict[str, float]]
 ) -> Row:
     """Returns the measured numbers of a row.
 
@@ -224,136 +194,42 @@ def describe_times(
     # TFLOP/s: operations by 1e12 over milliseconds by 1e3.
     ms = statistics.median(round_[variant.name] for round_ in times)
     flops = case.flops(variant.rows, pass_name)
-    tflops = flops / ms / 1e9
     return {
         "ms": ms,
         "ratio": median_ratio(times, variant.name, "dense"),
         "ratio_range": ratio_range(times, variant.name, "dense"),
         "product_rows": variant.rows,
         "flops": flops,
-        "tflops": tflops,
-        "fraction_of_square": tflops / square,
+        "tflops": flops / ms / 1e9,
     }
 
 
-def add_peaks(benchmark: LayerBenchmark) -> None:
-    """Adds `peak_mib` and its ratio to dense to the rows whose memory is measured."""
-    if not can_measure(benchmark.device):
-        print(f"memory: {platform.system()} does not tell the peak of a process; no peak_mib")
-        return
-
-    rows = [row for row in benchmark.report["rows"] if _has_peak(row)]
-    dense_peaks: dict[int, float] = {}
-    threads = torch.get_num_threads()
-    for row in tqdm(rows, desc="memory", unit="process", mininterval=1.0):
-        case = row["case"]
-        try:
-            peak = peak_mib(case, row["dtype"], row["variant"], benchmark.device, threads)
-        except UnavailableError as error:
-            tqdm.write(f"{row['variant']} (case {case}, memory): {error}")
-            continue
-
-        # The dense layer comes first in every case.
-        if row["variant"] == "dense":
-            dense_peaks[case] = peak
-        row["peak_mib"] = peak
-        row["peak_ratio"] = peak / dense_peaks[case] if case in dense_peaks else None
-        save_report(benchmark.report, benchmark.json)
-
-
-def _has_peak(row: Mapping[str, Any]) -> bool:
-    """Returns whether memory is measured: forward_backward in float32, or in a case's only dtype."""
-    return (
-        row["variant"] in MEASURED
-        and row["pass"] == "forward_backward"
-        and row["dtype"] == CASES[row["case"]].dtypes[0]
-    )
-
-
-def profile_layer(benchmark: LayerBenchmark, dtype: str) -> Row:
-    """Returns the share of routing, dispatch and combine in forward and backward of our layer.
-
-    It is the time of the same layer with experts that hand their rows through, losses and
-    statistics included; and that of the statistics alone.
-    """
-    problem = build_problem(CASES[PROFILED_CASE], DTYPES[dtype], benchmark.device)
-    # The same layer twice: with its experts, and with experts that do nothing.
-    whole = moe_dropless(problem)
-    routing = routing_only(problem)
-    variants = [whole, routing]
-    times = list(measure_rounds(variants, "forward_backward", benchmark.rounds, benchmark.device))
-
-    # The statistics alone, which are a part of both.
-    compute_stats = stats_of(problem)
-    stats_times = [measure(compute_stats, benchmark.device) for _ in range(benchmark.rounds)]
-    return {
-        "case": PROFILED_CASE,
-        "dtype": dtype,
-        "pass": "forward_backward",
-        "ms": statistics.median(round_[whole.name] for round_ in times),
-        "routing_ms": statistics.median(round_[routing.name] for round_ in times),
-        "routing_share": median_ratio(times, routing.name, whole.name),
-        "stats_ms": statistics.median(stats_times),
-    }
-
-
-# ---- the report as text ----
-
-HEADER = (
-    "case",
-    "dtype",
-    "pass",
-    "variant",
-    "ms",
-    "ratio",
-    "range",
-    "rows",
-    "TFLOP/s",
-    "of square",
-    "peak MiB",
-    "peak ratio",
-    "difference",
-    "note",
+COLUMNS: Columns = (
+    ("case", "case", ""),
+    ("dtype", "dtype", ""),
+    ("pass", "pass", ""),
+    ("variant", "variant", ""),
+    ("ms", "ms", ".1f"),
+    ("ratio", "ratio", ".2f"),
+    ("range", "range", ""),
+    ("rows", "relative_rows", ".2f"),
+    ("TFLOP/s", "tflops", ".2f"),
+    ("difference", "difference", ".0e"),
+    ("note", "note", ""),
 )
 
 
 def format_report(report: Mapping[str, Any]) -> str:
-    """Returns the report as text: the machine, the table, the breakdown."""
-    square = ", ".join(f"{name} {value:.2f}" for name, value in report["square_tflops"].items())
-    lines = [
-        machine_line(report, f"{report['threads']} threads"),
-        f"one square product, TFLOP/s: {square}",
-        "",
-        format_table(HEADER, [_cells(row) for row in report["rows"]]),
-    ]
-    for row in report.get("profile", ()):
-        lines.append(
-            f"\ncase {row['case']} {row['dtype']}: routing, dispatch and combine take {row['routing_ms']:.1f} ms of "
-            f"{row['ms']:.1f} ms, {row['routing_share']:.1%} of {row['pass']}; statistics {row['stats_ms']:.2f} ms"
-        )
-    return "\n".join(lines)
+    """Returns the report as text: the machine and the table."""
+    rows: list[Row] = []
+    for row in report["rows"]:
+        # A layer with a capacity does fewer products than the dense one, a static one as many or more.
+        relative_rows = row["product_rows"] / CASES[row["case"]].rows
+        notes = [row["note"]] if row["note"] else []
+        if "cuda_graph" in row:
+            notes.append(f"CUDA graph: {row['cuda_graph']}")
+        least, largest = row["ratio_range"]
+        texts = {"range": f"{least:.2f}-{largest:.2f}", "note": "; ".join(notes)}
+        rows.append({**row, **texts, "relative_rows": relative_rows})
 
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    """Returns a row of the table as text; `rows` are relative to the dense layer's."""
-    # A layer with a capacity does fewer products than the dense one, a static one as many or more.
-    relative_rows = row["product_rows"] / CASES[row["case"]].rows
-    notes = [row["note"]] if row["note"] else []
-    if "cuda_graph" in row:
-        notes.append(f"CUDA graph: {row['cuda_graph']}")
-    return [
-        str(row["case"]),
-        row["dtype"],
-        row["pass"],
-        row["variant"],
-        f"{row['ms']:.1f}",
-        f"{row['ratio']:.2f}",
-        "{:.2f}-{:.2f}".format(*row["ratio_range"]),
-        f"{relative_rows:.2f}",
-        f"{row['tflops']:.2f}",
-        f"{row['fraction_of_square']:.2f}",
-        format_number(row.get("peak_mib"), ".0f"),
-        format_number(row.get("peak_ratio"), ".2f"),
-        format_number(row["difference"], ".0e"),
-        "; ".join(notes),
-    ]
+    return report_text(report, f"{report['threads']} threads", COLUMNS, rows)

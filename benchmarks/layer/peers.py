@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor, nn
-from transformers import NllbMoeConfig, OlmoeConfig, SwitchTransformersConfig
+from transformers import OlmoeConfig, SwitchTransformersConfig
 from transformers.integrations.moe import use_experts_implementation
-from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.switch_transformers.modeling_switch_transformers import (
     SwitchTransformersSparseMLP,
@@ -29,7 +28,6 @@ from benchmarks.cases import Problem, Variant
 from benchmarks.layer.variants import CAPACITY_FACTOR, FeedForward, share_weights
 
 ST_MOE_GROUP = 512  # its one-hot dispatch grows with the square of a group
-NLLB_EXPERTS = 8  # it computes tokens x E rows: with more experts, minutes
 
 
 class UnavailableError(Exception):
@@ -113,39 +111,6 @@ def hf_switch(problem: Problem) -> Variant:
     return _variant("hf_switch", problem, module, module, case.rows)
 
 
-def hf_nllb(problem: Problem) -> Variant:
-    """The sparse block of transformers' NllbMoe with room for every token."""
-    case = problem.case
-    _require(case.num_selected_experts == 2, "always two experts for a token")
-    _require(not case.gated, "no gated experts")
-    reason = f"it computes tokens x {case.num_experts} rows; measured with {NLLB_EXPERTS} experts at most"
-    _require(case.num_experts <= NLLB_EXPERTS, reason)
-
-    config = NllbMoeConfig(
-        d_model=case.d_model,
-        num_experts=case.num_experts,
-        expert_capacity=case.tokens,
-        second_expert_policy="all",
-        normalize_router_prob_before_dropping=True,
-        activation_function="relu",
-        activation_dropout=0.0,
-        moe_token_dropout=0.0,
-    )
-    with torch.device("meta"):
-        module = NllbMoeSparseMLP(config, case.d_ff)
-
-    # Ours has no biases: theirs are zero.
-    weights = {"router.classifier.weight": problem.gate}
-    for index in range(case.num_experts):
-        weights[f"experts.expert_{index}.fc1.weight"] = problem.first[index]
-        weights[f"experts.expert_{index}.fc1.bias"] = problem.first.new_zeros(case.d_ff)
-        weights[f"experts.expert_{index}.fc2.weight"] = problem.down[index]
-        weights[f"experts.expert_{index}.fc2.bias"] = problem.down.new_zeros(case.d_model)
-    share_weights(module, weights)
-    note = "wrong result in transformers 5.23: only experts 0 and 1 run"
-    return _variant("hf_nllb", problem, module, module, case.tokens * case.num_experts, note)
-
-
 def st_moe_pytorch(problem: Problem) -> Variant:
     """The layer of lucidrains' st-moe-pytorch, in groups of 512 tokens.
 
@@ -227,7 +192,6 @@ def deepspeed(problem: Problem) -> Variant:
 PEERS: dict[str, Callable[[Problem], Variant]] = {
     "hf_grouped_mm": hf_grouped_mm,
     "hf_switch": hf_switch,
-    "hf_nllb": hf_nllb,
     "st_moe_pytorch": st_moe_pytorch,
     "deepspeed": deepspeed,
 }

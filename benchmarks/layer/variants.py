@@ -4,19 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.cases import Problem, Variant
-from moe.kernels.expert_rows import ExpertRows, sum_by_token
 from moe.sparse.config import SparseConfig
-from moe.sparse.dispatch import InFlight, UngatheredRows
 from moe.sparse.layer import SparseFeedForward
-from moe.sparse.router import RouterInputs
-from moe.sparse.stats import router_stats
 
 CAPACITY_FACTOR = 1.25  # the paper's in training; it does not count K, see moe/sparse/capacity.py
 
@@ -134,68 +130,6 @@ def _layer_variant(name: str, layer: SparseFeedForward, problem: Problem, rows: 
         parameters=list(layer.parameters()),
         rows=rows,
     )
-
-
-# ---- parts of our layer alone ----
-
-
-def routing_only(problem: Problem) -> Variant:
-    """The dropless layer with experts that hand their rows through.
-
-    What is left is routing, dispatch and combine.
-    """
-    layer = build_layer(problem, None, "ragged")
-    layer.register_module("experts", _IdentityExperts())
-    return _layer_variant("routing_only", layer, problem, 0)
-
-
-def stats_of(problem: Problem) -> Callable[[], object]:
-    """Returns a function that computes the statistics of the dropless layer, and nothing else."""
-    layer = build_layer(problem, None, "ragged")
-    is_real = torch.ones(problem.x.shape[:2], dtype=torch.bool, device=problem.x.device)
-    scores = layer.router(RouterInputs(problem.x))
-    plan = layer.router.assign(scores, is_real)
-    losses = layer.router.losses(scores, plan)
-    return lambda: router_stats(scores, plan, losses)
-
-
-class _IdentityExperts(nn.Module):
-    """Experts that return what they get."""
-
-    def product_dtype(self) -> torch.dtype:
-        if torch.is_autocast_enabled("cpu"):
-            return torch.get_autocast_dtype("cpu")
-        return torch.float32
-
-    def forward(self, in_flight: InFlight) -> Tensor:
-        inputs = in_flight.wait()
-        assert isinstance(inputs, UngatheredRows), "the layer is on a CPU"
-        return _GatherAndSum.apply(inputs.tokens, inputs.rows.weight, inputs.rows)
-
-
-class _GatherAndSum(torch.autograd.Function):
-    """Gather and weighted sum, with the reads and writes of the layer's own node in both passes."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, rows: ExpertRows) -> Tensor:
-        outputs = tokens.index_select(0, rows.token)  # [N, D]
-        ctx.save_for_backward(tokens, weight, outputs)
-        ctx.rows = rows
-        return sum_by_token(outputs, rows, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
-        tokens, weight, outputs = ctx.saved_tensors
-        d_rows = grad_outputs[0].index_select(0, ctx.rows.token)  # [N, D]
-        d_weight = torch.linalg.vecdot(d_rows, outputs)
-        d_rows *= weight.to(d_rows.dtype)[:, None]
-
-        # For the gradient of the first product, which needs its input.
-        tokens.index_select(0, ctx.rows.token)
-        return sum_by_token(d_rows, ctx.rows, None), d_weight.to(weight.dtype), None
-
-
-# ---- building our layer ----
 
 
 def build_layer(

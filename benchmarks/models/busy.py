@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.machine import describe_machine, machine_line, save_report
+from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
 from benchmarks.models.busy_work import PARTS, worker_arguments
 from benchmarks.models.model import ModelCase
 from benchmarks.timing import median_ratio
 from moe.errors import MoEError
-from moe.inspection.tables import format_table
 from stmoe import SPIN_COUNT, WAIT_POLICIES
 
 POLICIES: Mapping[str, Mapping[str, str]] = {
@@ -81,9 +80,7 @@ def run_busy(benchmark: BusyBenchmark) -> None:
     report["rows"] = describe_rows(list(tqdm(rounds, total=benchmark.rounds, unit="round")))
     save_report(report, benchmark.json)
 
-    print(format_report(report))
-    if benchmark.json:
-        print(f"The table is in {benchmark.json}.")
+    print_report(format_report(report), benchmark.json)
 
 
 def measure_rounds(benchmark: BusyBenchmark) -> Iterator[Times]:
@@ -198,14 +195,17 @@ def describe_rows(rounds: Sequence[Times]) -> list[dict[str, Any]]:
     return rows
 
 
+COLUMNS: Columns = (
+    ("part", "part", ""),
+    ("waiting", "policy", ""),
+    ("alone ms", "alone_ms", ".0f"),
+    ("busy ms", "busy_ms", ".0f"),
+    ("busy / alone", "busy_over_alone", ".2f"),
+    ("alone / default", "alone_over_default", ".2f"),
+)
+
+
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
-    header = ["part", "waiting", "alone ms", "busy ms", "busy / alone", "alone / default"]
-    cells: list[list[str]] = []
-    for row in report["rows"]:
-        times = [f"{row['alone_ms']:.0f}", f"{row['busy_ms']:.0f}"]
-        ratios = [f"{row['busy_over_alone']:.2f}", f"{row['alone_over_default']:.2f}"]
-        cells.append([row["part"], row["policy"], *times, *ratios])
-
-    machine = machine_line(report, f"{report['threads']} threads and as many busy processes")
-    return f"{machine}\n\n{format_table(header, cells)}"
+    threads = f"{report['threads']} threads and as many busy processes"
+    return report_text(report, threads, COLUMNS)

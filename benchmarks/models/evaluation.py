@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 from transformers import T5Config, T5ForConditionalGeneration
 
-from benchmarks.machine import describe_machine, machine_line, save_report
+from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
 from benchmarks.timing import measure, measure_in_turn, median_ratio
 from eval.answers.batches import Request
 from eval.answers.likelihood import Scoring
@@ -31,7 +31,6 @@ from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn
 from eval.task import Decoding, Task
 from moe.data.tokenizer import train_tokenizer
-from moe.inspection.tables import format_table
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 
@@ -111,9 +110,7 @@ def run_evaluation(benchmark: EvaluationBenchmark) -> None:
                 report["rows"] += measure_mode(benchmark, system, task, name, mode, predictions)
                 save_report(report, benchmark.json)
 
-    print(format_report(report))
-    if benchmark.json:
-        print(f"The table is in {benchmark.json}.")
+    print_report(format_report(report), benchmark.json)
 
 
 def make_task(case: EvaluationCase) -> Task:
@@ -327,34 +324,18 @@ def build_harness(
     return generate if mode == "generate" else score_choices
 
 
+COLUMNS: Columns = (
+    ("model", "model", ""),
+    ("mode", "mode", ""),
+    ("system", "system", ""),
+    ("batch", "batch_size", ""),
+    ("examples/s", "examples_per_second", ".2f"),
+    ("over lm_eval", "over_lm_eval", ".2f"),
+    ("bar of ours", "bar", ".1f"),
+    ("answers that differ", "differing", ""),
+)
+
+
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
-    machine = machine_line(report, f"{report['threads']} threads")
-    header = (
-        "model",
-        "mode",
-        "system",
-        "batch",
-        "examples/s",
-        "over lm_eval",
-        "bar",
-        "answers that differ",
-    )
-
-    # The bar is what ours has to reach.
-    cells: list[list[str]] = []
-    for row in report["rows"]:
-        bar = f"{row['bar']:.1f}" if row["system"] == "ours" else ""
-        cells.append(
-            [
-                row["model"],
-                row["mode"],
-                row["system"],
-                str(row["batch_size"]),
-                f"{row['examples_per_second']:.2f}",
-                f"{row['over_lm_eval']:.2f}",
-                bar,
-                str(row["differing"]),
-            ]
-        )
-    return f"{machine}\n\n{format_table(header, cells)}"
+    return report_text(report, f"{report['threads']} threads", COLUMNS)

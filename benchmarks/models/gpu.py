@@ -17,11 +17,10 @@ from tqdm import tqdm
 from transformers import EncoderDecoderCache, StaticCache, SwitchTransformersConfig
 
 from benchmarks.layer.layer import LayerBenchmark, describe_run, format_report, measure_cases
-from benchmarks.machine import save_report
+from benchmarks.machine import Columns, print_report, report_table, save_report
 from benchmarks.models.model import ModelCase, build_ours, draw_tokens, switch_config
 from benchmarks.timing import measure_in_turn, median_ratio
 from moe.errors import ConfigError
-from moe.inspection.tables import format_table
 from moe.models.modeling import STMoEForConditionalGeneration
 
 VARIANTS = ("dense", "moe_dropless", "moe_compiled", "moe_static", "hf_grouped_mm")
@@ -74,11 +73,9 @@ def run_gpu(benchmark: GpuBenchmark) -> None:
         variants=VARIANTS,
         rounds=benchmark.rounds,
         device=device,
-        memory=False,
-        profile=False,
         json=None,
     )
-    layer.report.update(describe_run(layer), rows=[])
+    layer.report.update(describe_run(layer))
     measure_cases(layer)
 
     # Whole models after the layers.
@@ -89,10 +86,9 @@ def run_gpu(benchmark: GpuBenchmark) -> None:
         report["decoding"] += measure_decoding(benchmark, batch, device, FORMS)
         save_report(report, benchmark.json)
 
-    print(format_report(report))
-    print(f"\n{format_decoding(report['decoding'])}")
-    if benchmark.json:
-        print(f"The tables are in {benchmark.json}.")
+    print_report(
+        f"{format_report(report)}\n\n{format_decoding(report['decoding'])}", benchmark.json
+    )
 
 
 # ---- the step of decoding ----
@@ -261,16 +257,20 @@ def decode(decoding: Decoding, step: Step) -> list[list[int]]:
     return tokens
 
 
+COLUMNS: Columns = (
+    ("batch", "batch", ""),
+    ("step", "form", ""),
+    ("ms", "ms", ".2f"),
+    ("tokens/s", "tokens_per_second", ".0f"),
+    ("time / eager", "ratio", ".2f"),
+    ("note", "note", ""),
+)
+
+
 def format_decoding(rows: Sequence[dict[str, Any]]) -> str:
     """Returns the table of the steps as text."""
-    header = ["batch", "step", "ms", "tokens/s", "time / eager", "note"]
-    cells: list[list[str]] = []
+    noted: list[dict[str, Any]] = []
     for row in rows:
-        keys = [str(row["batch"]), row["form"]]
-        if "ms" not in row:
-            cells.append([*keys, "", "", "", row["note"]])
-            continue
-
-        speed = [f"{row['ms']:.2f}", f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.2f}"]
-        cells.append([*keys, *speed, "" if row["same_tokens"] else "other tokens than eager"])
-    return format_table(header, cells)
+        differs = not row.get("same_tokens", True)
+        noted.append({**row, "note": "other tokens than eager" if differs else row["note"]})
+    return report_table(COLUMNS, noted)

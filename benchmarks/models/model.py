@@ -24,12 +24,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from benchmarks.machine import describe_machine, machine_line, save_report
+from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
 from benchmarks.timing import measure_in_turn, median_ratio, ratio_range
 from moe.convert.hf_config import from_hf_config
 from moe.convert.hf_weights import hf_weight_map
 from moe.errors import ConfigError
-from moe.inspection.tables import format_table
 from moe.kernels.host_memory import keep_freed_memory
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -124,9 +123,7 @@ def run_model(benchmark: ModelBenchmark) -> None:
         report["rows"] += rows
         save_report(report, benchmark.json)
 
-    print(format_report(report))
-    if benchmark.json:
-        print(f"The table is in {benchmark.json}.")
+    print_report(format_report(report), benchmark.json)
 
 
 def measure_parts(benchmark: ModelBenchmark) -> Iterator[list[Row]]:
@@ -346,21 +343,26 @@ def draw_tokens(case: ModelCase, batch: int, length: int) -> Tensor:
     return torch.randint(2, case.vocab_size, (batch, length), generator=generator)
 
 
+COLUMNS: Columns = (
+    ("part", "part", ""),
+    ("experts", "experts", ""),
+    ("batch", "batch", ""),
+    ("model", "model", ""),
+    ("ms", "ms", ".0f"),
+    ("tokens/s", "tokens_per_second", ".1f"),
+)
+
+
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
     # One column for each model that the others are compared with.
     names = list(report["rows"][0]["over"])
-    header = ["part", "experts", "batch", "model", "ms", "tokens/s"]
-    header += [f"time / {name}" for name in names]
-
-    cells: list[list[str]] = []
+    columns = [*COLUMNS, *((f"time / {name}", name, "") for name in names)]
+    rows: list[Row] = []
     for row in report["rows"]:
-        keys = [row["part"], str(row["experts"]), str(row["batch"]), row["model"]]
-        speed = [f"{row['ms']:.0f}", f"{row['tokens_per_second']:.1f}"]
-        ratios: list[str] = []
+        ratios: dict[str, str] = {}
         for name in names:
             least, largest = row["over_range"][name]
-            ratios.append(f"{row['over'][name]:.2f} ({least:.2f}-{largest:.2f})")
-        cells.append([*keys, *speed, *ratios])
-    machine = machine_line(report, f"{report['threads']} threads")
-    return f"{machine}\n\n{format_table(header, cells)}"
+            ratios[name] = f"{row['over'][name]:.2f} ({least:.2f}-{largest:.2f})"
+        rows.append({**row, **ratios})
+    return report_text(report, f"{report['threads']} threads", columns, rows)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks.machine import describe_machine, machine_line, save_report
+from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
 from benchmarks.timing import measure_in_turn, median_ratio
-from moe.inspection.tables import format_table
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import edit_routing, sparse_layers
@@ -85,8 +84,8 @@ def run_tracing(benchmark: TracingBenchmark) -> dict[str, Any]:
         "megabytes_per_million_tokens": _megabytes(model, batches),
         "rows": rows,
     }
-    print(format_report(report))
     save_report(report, benchmark.json)
+    print_report(format_report(report), benchmark.json)
     return report
 
 
@@ -186,19 +185,19 @@ def _megabytes(model: STMoEForConditionalGeneration, batches: list[TracedBatch])
     return size / _num_tokens(batches)
 
 
+COLUMNS: Columns = (
+    ("what", "run", ""),
+    ("ms", "milliseconds", ".1f"),
+    ("of an evaluation", "ratio", ".2f"),
+)
+
+
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
-    rows = []
-    for row in report["rows"]:
-        rows.append([row["run"], f"{row['milliseconds']:.1f}", f"{row['ratio']:.2f}"])
-    size = report["megabytes_per_million_tokens"]
-    return "\n".join(
-        [
-            machine_line(report, f"{report['threads']} threads"),
-            f"{report['tokens']:,} tokens through {report['sparse_layers']} sparse layers.",
-            "",
-            format_table(["what", "ms", "of an evaluation"], rows),
-            "",
-            f"A million tokens of a trace with a sparse layer in each stack: {size:.1f} MB.",
-        ]
+    table = report_text(report, f"{report['threads']} threads", COLUMNS)
+    return (
+        f"{table}\n\n"
+        f"{report['tokens']:,} tokens through {report['sparse_layers']} sparse layers. A million "
+        "tokens of a trace with a sparse layer in each stack: "
+        f"{report['megabytes_per_million_tokens']:.1f} MB."
     )

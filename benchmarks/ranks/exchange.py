@@ -21,14 +21,13 @@ from tqdm import tqdm
 from benchmarks.cases import CASES, DTYPES, Case, Problem, build_problem
 from benchmarks.layer.peers import UnavailableError
 from benchmarks.layer.variants import CAPACITY_FACTOR, DispatchForm, build_layer
-from benchmarks.machine import describe_machine, format_number, machine_line, save_report
+from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
 from benchmarks.ranks.processes import Job, Transfer, measure_together, record_transfers, run_ranks
 from benchmarks.ranks.scaling import ScalingCase, format_scaling, scaling_on_ranks
 from benchmarks.ranks.transformers_ep import transformers_all_to_all
 from benchmarks.timing import median_ratio
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh
 from moe.errors import ConfigError
-from moe.inspection.tables import format_table
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 
 LAYERS: dict[str, tuple[float | None, DispatchForm]] = {
@@ -115,9 +114,7 @@ def run_exchange(benchmark: ExchangeBenchmark) -> None:
     if benchmark.scaling:
         measure_scaling(benchmark, benchmark.scaling)
 
-    print(format_report(report))
-    if benchmark.json:
-        print(f"The table is in {benchmark.json}.")
+    print_report(format_report(report), benchmark.json)
 
 
 def measure_layers(benchmark: ExchangeBenchmark) -> None:
@@ -158,7 +155,7 @@ def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int)
     mesh = build_mesh(MeshConfig(ep=dist.get_world_size()), device.type)
     problems = split_problem(build_problem(case, DTYPES[dtype], device))
 
-    # What is timed: four jobs for each of our layers, and the peer's.
+    # What is timed: three jobs for each of our layers, and the peer's.
     jobs: list[Job] = []
     bytes_by_layer: dict[str, Row] = {}
     for name in LAYERS:
@@ -190,14 +187,11 @@ class Problems(NamedTuple):
         given: As it was built: all tokens in one group, all experts.
         one_process: What one process does for all ranks.
         rank: This rank's tokens and this rank's experts.
-        local: As many tokens and rows as this rank's part, all of them for the experts that are
-            here, so that no other rank is needed.
     """
 
     given: Problem
     one_process: Problem
     rank: Problem
-    local: Problem
 
 
 def split_problem(problem: Problem) -> Problems:
@@ -224,16 +218,7 @@ def split_problem(problem: Problem) -> Problems:
         first=problem.first[experts].clone(),
         down=problem.down[experts].clone(),
     )
-
-    # The same with a router that knows no other experts.
-    local = dataclasses.replace(
-        rank_problem,
-        case=dataclasses.replace(group_case, num_experts=rank_experts),
-        x=rank_problem.x.detach().clone().requires_grad_(),
-        gradient=rank_problem.gradient.clone(),
-        gate=problem.gate[experts].clone(),
-    )
-    return Problems(problem, one_process, rank_problem, local)
+    return Problems(problem, one_process, rank_problem)
 
 
 def build_layer_jobs(
@@ -241,15 +226,13 @@ def build_layer_jobs(
 ) -> tuple[list[Job], Row]:
     """Returns the jobs of one of `LAYERS`, and the bytes that it sends.
 
-    The jobs are the layer over all ranks (`name`), one process for all tokens (`name/one`), the
-    same exchange with nothing around it (`name/bare`), and as many rows on every rank without an
-    exchange (`name/apart`).
+    The jobs are the layer over all ranks (`name`), one process for all tokens (`name/one`), and the
+    same exchange with nothing around it (`name/bare`).
     """
-    # Three layers over the same weights.
+    # Two layers over the same weights.
     settings = LAYERS[name]
     alone = build_layer(problems.one_process, *settings)
     parallel = build_layer(problems.rank, *settings)
-    local = build_layer(problems.local, *settings)
     parallel.set_parallel_axes(mesh.ep, None)
 
     # Watch one pass, to repeat its exchanges and to count its bytes.
@@ -264,7 +247,6 @@ def build_layer_jobs(
     jobs = [
         _pass_job(f"{name}/one", alone, problems.one_process),
         Job(f"{name}/bare", partial(_run_all, row_exchanges)),
-        _pass_job(f"{name}/apart", local, problems.local),
         _pass_job(name, parallel, problems.rank),
     ]
     if dist.get_rank() != 0:
@@ -335,72 +317,40 @@ def describe_layer(name: str, times: Sequence[Mapping[str, float]]) -> Row:
     num_ranks = dist.get_world_size()
     # Times of the same round are compared, so that what disturbs the machine disturbs both.
     over_ideal: list[float] = []
-    over_apart: list[float] = []
     for round_ in times:
         bare = round_[f"{name}/bare"]
         over_ideal.append(round_[name] / (round_[f"{name}/one"] / num_ranks + bare))
-        over_apart.append(round_[name] / (round_[f"{name}/apart"] + bare))
     return {
         "ms": statistics.median(round_[name] for round_ in times),
         "one_process_ms": statistics.median(round_[f"{name}/one"] for round_ in times),
-        "apart_ms": statistics.median(round_[f"{name}/apart"] for round_ in times),
         "bare_ms": statistics.median(round_[f"{name}/bare"] for round_ in times),
         "over_ideal": statistics.median(over_ideal),
-        "over_apart": statistics.median(over_apart),
     }
 
 
 # ---- the report as text ----
 
-HEADER = (
-    "ranks",
-    "case",
-    "dtype",
-    "layer",
-    "ms",
-    "one process",
-    "bare",
-    "/ ideal",
-    "/ (apart + bare)",
-    "fullest rank",
-    "MB sent",
-    "/ fewest",
-    "/ transformers",
-    "note",
+COLUMNS: Columns = (
+    ("ranks", "ranks", ""),
+    ("case", "case", ""),
+    ("dtype", "dtype", ""),
+    ("layer", "layer", ""),
+    ("ms", "ms", ".1f"),
+    ("one process", "one_process_ms", ".1f"),
+    ("bare", "bare_ms", ".1f"),
+    ("/ ideal", "over_ideal", ".2f"),
+    ("fullest rank", "fullest_rank", ".2f"),
+    ("bytes sent", "row_bytes", ",.0f"),
+    ("/ fewest", "bytes_ratio", ".2f"),
+    ("/ transformers", "over_transformers", ".2f"),
+    ("note", "note", ""),
 )
 
 
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
-    # What the two ratios are relative to.
-    lines = [
-        f"{machine_line(report, 'one thread a rank')}, forward_backward",
-        "ideal = one process / ranks + bare exchange; apart = as many rows without an exchange, on all ranks at once",
-        "",
-        format_table(HEADER, [_cells(row) for row in report["rows"]]),
-    ]
+    text = report_text(report, "one thread a rank", COLUMNS)
+    text += "\nforward and backward; ideal = one process / ranks + bare exchange"
     if "scaling" in report:
-        lines += ["", format_scaling(report["scaling"])]
-    return "\n".join(lines)
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    """Returns a row of the table as text."""
-    # What a row does not have, such as the peer's bytes, is left empty.
-    megabytes = row["row_bytes"] / 1e6 if "row_bytes" in row else None
-    return [
-        str(row["ranks"]),
-        str(row["case"]),
-        row["dtype"],
-        row["layer"],
-        format_number(row.get("ms"), ".1f"),
-        format_number(row.get("one_process_ms"), ".1f"),
-        format_number(row.get("bare_ms"), ".1f"),
-        format_number(row.get("over_ideal"), ".2f"),
-        format_number(row.get("over_apart"), ".2f"),
-        format_number(row.get("fullest_rank"), ".2f"),
-        format_number(megabytes, ".2f"),
-        format_number(row.get("bytes_ratio"), ".2f"),
-        format_number(row.get("over_transformers"), ".2f"),
-        row.get("note", ""),
-    ]
+        text += f"\n\n{format_scaling(report['scaling'])}"
+    return text

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.machine import Columns, report_table
 from benchmarks.ranks.processes import Job, measure_together
 from benchmarks.timing import median_ratio, ratio_range
 from moe.data.pipeline import Batch
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh
-from moe.inspection.tables import format_table
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import shard_model
@@ -26,7 +26,15 @@ from moe.optim.parameter_groups import parameter_groups
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
 from moe.training.step import train_step
 
-HEADER = ("mesh", "ms", "one / it", "apart / it", "CPU ms", "one / it in CPU time", "range")
+COLUMNS: Columns = (
+    ("mesh", "mesh", ""),
+    ("ms", "ms", ".0f"),
+    ("one / it", "efficiency", ".2f"),
+    ("apart / it", "of_apart", ".2f"),
+    ("CPU ms", "cpu_ms", ".0f"),
+    ("one / it in CPU time", "cpu_efficiency", ".2f"),
+    ("range", "range", ""),
+)
 
 
 @dataclass(frozen=True)
@@ -161,17 +169,14 @@ def format_scaling(results: Sequence[Mapping[str, Any]]) -> str:
     # One table for each dtype.
     tables: list[str] = []
     for result in results:
-        cells: list[list[str]] = []
+        rows: list[dict[str, Any]] = []
         for row in result["rows"]:
-            wall = [f"{row['ms']:.0f}", f"{row['efficiency']:.2f}", f"{row['of_apart']:.2f}"]
-            spread = "{:.2f}-{:.2f}".format(*row["cpu_efficiency_range"])
-            cpu = [f"{row['cpu_ms']:.0f}", f"{row['cpu_efficiency']:.2f}", spread]
-            cells.append([row["mesh"], *wall, *cpu])
+            least, largest = row["cpu_efficiency_range"]
+            rows.append({**row, "range": f"{least:.2f}-{largest:.2f}"})
 
         title = (
             f"training step, {result['tokens']} tokens a rank, {result['ranks']} ranks, "
             f"{result['precision']}"
         )
-        table = format_table(HEADER, cells)
-        tables.append(f"{title}\n{table}")
+        tables.append(f"{title}\n{report_table(COLUMNS, rows)}")
     return "\n\n".join(tables)

@@ -4,7 +4,7 @@ Tokens and operations are the same on every machine and are part of report.json.
 have a file of their own, timing.json.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,13 +187,3 @@ def merge_timings(earlier: Sequence[Timing], new: Sequence[Timing]) -> list[Timi
     for timing in (*earlier, *new):
         merged[timing.task, timing.system, timing.mode] = timing
     return list(merged.values())
-
-
-def find_speed(
-    timings: Sequence[Timing], task: str, system: str, mode: str, model: str
-) -> float | None:
-    """Returns the tokens per second of a system on a task; None when they are not known."""
-    speeds: Mapping[tuple[str, ...], float] = {
-        timing[:4]: timing.tokens_per_second for timing in timings
-    }
-    return speeds.get((task, system, mode, model))

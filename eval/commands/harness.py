@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from eval.answers.inference import AS_SAVED, Inference, check_inference, describe_capacity
 from eval.answers.seq2seq import load_seq2seq
 from eval.commands.command import Subparsers, add_inference_options, inference_of, name_list
-from moe.checks import check_integer
 from moe.cli import integer, path
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
@@ -114,12 +113,10 @@ def evaluate_on_harness(
 
     Raises:
         CheckpointError: When the folder holds no such model.
-        ConfigError: When the package is missing, a task is unknown or needs what an encoder-decoder
-            cannot do, or a number is below 1.
+        ConfigError: When the package is missing, or a task is unknown or needs what an
+            encoder-decoder cannot do.
         DataError: When the data of a task cannot be loaded.
     """
-    check_integer("--limit", limit, least=1, optional="none for all")
-    check_integer("--batch-size", batch_size, least=1)
     require_harness()
     from lm_eval import evaluator
 

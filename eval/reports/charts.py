@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from eval.reports.formatting import NOTED, ScoreWithInterval
+from eval.reports.formatting import NOTED
 from eval.reports.records import InputLengths
 from eval.reports.scoreboard import Scoreboard, ScoreboardLine
 from moe.inspection.formatting import format_interval, format_score
@@ -102,20 +102,16 @@ def _bars(board: Scoreboard, line: ScoreboardLine) -> list[Bar]:
     for (name, mode), score in zip(board.systems, line.ours, strict=True):
         if score is not None and score.value is not None:
             style = "ours" if name == first_model else "ours2"
-            bars.append(_bar_of(style, f"{name}, {mode}", score.value, score))
+            title = f"{name}, {mode}"
+            bars.append(Bar(style, title, score.value, score.low, score.high, score.note))
     for name, score in line.baselines.items():
         if score.value is not None:
-            bars.append(_bar_of("theirs", name, score.value, score))
+            bars.append(Bar("theirs", name, score.value, score.low, score.high, score.note))
     for result in line.published:
         if result is not None:
             name = f"{result.system}{line.published_mark(result)}"
             bars.append(Bar("theirs", name, result.value))
     return bars
-
-
-def _bar_of(style: str, name: str, value: float, score: ScoreWithInterval) -> Bar:
-    """Returns the bar of one of our scores, of which `value` is the value."""
-    return Bar(style, name, value, low=score.low, high=score.high, note=score.note)
 
 
 def _draw_bar(top: float, bar: Bar) -> str:

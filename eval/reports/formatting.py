@@ -3,8 +3,8 @@ scores.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
+from eval.reports.records import AverageScore, MetricScore
 from moe.inspection.formatting import format_interval
 
 SHOWN_CHARACTERS = 300
@@ -13,26 +13,7 @@ NOTED = "*"
 """Stands at an interval that has a note, as that no spread was seen."""
 
 
-class ScoreWithInterval(Protocol):
-    """What records of scores have in common."""
-
-    @property
-    def low(self) -> float | None:
-        """Lower end of the interval."""
-        ...
-
-    @property
-    def high(self) -> float | None:
-        """Upper end of the interval."""
-        ...
-
-    @property
-    def note(self) -> str:
-        """What to know before believing it; empty for nothing."""
-        ...
-
-
-def format_marked_interval(score: ScoreWithInterval) -> str:
+def format_marked_interval(score: MetricScore | AverageScore) -> str:
     """Returns e.g. `93.6 to 100.0 *`: the interval of a score, marked where it has a note."""
     interval = format_interval(score.low, score.high)
     return f"{interval} {NOTED}" if score.note else interval

@@ -7,14 +7,13 @@ compare.json and compare.md are views of them. The fields stand in the order of 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from eval.answers.cost import Cost, Timing, find_speed
+from eval.answers.cost import Cost, Timing
 from eval.answers.inference import AS_SAVED, Inference, identity
 from eval.answers.likelihood import Scoring
 from eval.answers.predict import RouterSummary
 from eval.answers.predictions_file import Stack
 from eval.baselines.data import BaselineSettings
 from eval.scores.calibration import Calibration
-from eval.scores.intervals import Score
 from eval.scores.pairing import MetricComparison
 from eval.submission import Submission
 from eval.task import Decoding
@@ -34,11 +33,6 @@ class MetricScore:
     low: float | None
     high: float | None
     note: str
-
-    @classmethod
-    def of(cls, metric: str, score: Score) -> "MetricScore":
-        """Returns the record of a score."""
-        return cls(metric, *score)
 
 
 @dataclass(frozen=True)
@@ -397,7 +391,11 @@ class Report:
         model = self.models.get(system.name)
         if model is None:
             return None
-        return find_speed(self.timings, task, system.name, system.mode, model.identity)
+        key = (task, system.name, system.mode, model.identity)
+        for timing in self.timings:
+            if timing[:4] == key:
+                return timing.tokens_per_second
+        return None
 
 
 # ---------------------------------------------------------------------------

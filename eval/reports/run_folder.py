@@ -98,15 +98,6 @@ class SavedAnswers(NamedTuple):
     outputs: list[str]
 
 
-class _Content(BaseModel, frozen=True):
-    """The whole of report.json, whose parts are read after it."""
-
-    models: dict[str, dict[str, Any]]
-    settings: dict[str, Any]
-    tasks: list[dict[str, Any]]
-    sha256: str
-
-
 class _Model(BaseModel, frozen=True):
     fingerprint: str
     inference: Inference = AS_SAVED
@@ -114,6 +105,15 @@ class _Model(BaseModel, frozen=True):
 
 class _Settings(BaseModel, frozen=True):
     scoring: ScoringFields
+
+
+class _Content(BaseModel, frozen=True):
+    """The whole of report.json."""
+
+    models: dict[str, _Model]
+    settings: _Settings
+    tasks: list[SavedTask]
+    sha256: str
 
 
 class _ExampleLine(NamedTuple):
@@ -236,32 +236,24 @@ def read_report(folder: Path) -> SavedReport:
         )
     content = to_record(_Content, value, where=str(path), advice=_ADVICE)
 
-    # Each part is read by itself, so that an error names it.
-    fingerprints: dict[str, str] = {}
-    inference: dict[str, Inference] = {}
-    for name, fields in content.models.items():
-        where = f"{path}, model {shown(name)}"
-        model = to_record(_Model, fields, where=where, advice=_ADVICE)
-        fingerprints[name] = model.fingerprint
-        inference[name] = model.inference
-
-    tasks = {}
-    for number, fields in enumerate(content.tasks, start=1):
-        where = f"{path}, task {number}"
-        task = to_record(SavedTask, fields, where=where, advice=_ADVICE)
+    tasks: dict[str, SavedTask] = {}
+    for task in content.tasks:
         if task.task in tasks:
-            raise DataError(f"{where}: {shown(task.task)} is there twice. {_ADVICE}")
+            raise DataError(f"{path}: the task {shown(task.task)} is there twice. {_ADVICE}")
         tasks[task.task] = task
-
-    where = f"{path}, settings"
-    settings = to_record(_Settings, content.settings, where=where, advice=_ADVICE)
 
     # The checksum comes last: an error above says more of what is wrong.
     if not is_whole(text, value):
         raise DataError(f"{path} is not what was written: its sha256 differs. {_ADVICE}")
-    if not fingerprints:
+    if not content.models:
         raise DataError(f"{path} is about no model. {_ADVICE}")
-    return SavedReport(path.parent, fingerprints, settings.scoring, tasks, inference)
+    return SavedReport(
+        folder=path.parent,
+        fingerprints={name: model.fingerprint for name, model in content.models.items()},
+        scoring=content.settings.scoring,
+        tasks=tasks,
+        inference={name: model.inference for name, model in content.models.items()},
+    )
 
 
 def results_of_report(report: Report) -> Set[Result]:

@@ -202,7 +202,7 @@ def score_system(
     scored = score_answers(task.metrics, *task.values(examples, outputs))
     groups = [example.group for example in examples]
     scores, draws = score_metrics(scored, groups, task_seed(task.name))
-    metric_scores = [MetricScore.of(metric, score) for metric, score in scores.items()]
+    metric_scores = [MetricScore(metric, *score) for metric, score in scores.items()]
 
     counted = count_system(task, examples, outputs, name, mode, router).result
     result = replace(counted, scores=metric_scores, calibration=calibration)
@@ -263,7 +263,7 @@ def with_matching(
     groups = ["/".join(sorted(example.choices)) for example in examples]
     answers = score_answers([MATCHING], [0.0] * len(values), list(values))
     by_metric, _ = score_metrics(answers, groups, task_seed(task.name))
-    matching = MetricScore.of(MATCHING.name, by_metric[MATCHING.name])
+    matching = MetricScore(MATCHING.name, *by_metric[MATCHING.name])
     result = replace(scored.result, scores=[*scored.result.scores, matching])
     return scored._replace(result=result)
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from eval.scores.additive import AdditiveScore, ScoreOfSums
 from eval.scores.metrics import Metric, Values
 
-_MAX_NGRAM = 4  # of words, in BLEU
 _BETA = 2  # weight of recall in chrF
 
 

@@ -88,32 +88,23 @@ def _register_round(number: int, *, num_train: int, num_eval: int) -> None:
     )
 
     # Published prompts for the same rows.
-    register_task(
-        replace(
+    variants = (
+        ("FLAN", "flan", flan, "Yes, It's impossible to say or No", YES_OR_NO),
+        ("GPT-3", "gpt3", gpt3, "True, Neither or False", TRUE_OR_FALSE),
+    )
+    for prompt_source, suffix, preprocess, answers, labels in variants:
+        variant = replace(
             task,
-            name=f"{name}.flan",
-            description="Whether a paragraph entails a sentence: Yes, It's impossible to say or No.",
-            preprocess=flan,
-            postprocess=label_index(YES_OR_NO),
-            choices=YES_OR_NO,
+            name=f"{name}.{suffix}",
+            description=f"Whether a paragraph entails a sentence: {answers}.",
+            preprocess=preprocess,
+            postprocess=label_index(labels),
+            choices=labels,
             ids=("uid",),
-            prompt_source="FLAN",
+            prompt_source=prompt_source,
             variant_of=name,
         )
-    )
-    register_task(
-        replace(
-            task,
-            name=f"{name}.gpt3",
-            description="Whether a paragraph entails a sentence: True, Neither or False.",
-            preprocess=gpt3,
-            postprocess=label_index(TRUE_OR_FALSE),
-            choices=TRUE_OR_FALSE,
-            ids=("uid",),
-            prompt_source="GPT-3",
-            variant_of=name,
-        )
-    )
+        register_task(variant)
 
 
 _register_round(1, num_train=16946, num_eval=1000)

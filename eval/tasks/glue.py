@@ -5,10 +5,10 @@ validation split; a test split gives a file for the benchmark's site. Of MRPC th
 them, since they were published before; there both come out.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
-from eval.row_schema import ColumnKinds, Interval, LabelValues
+from eval.row_schema import ColumnKinds, Interval
 from eval.scores.metrics import (
     ACCURACY,
     F1_WITH_INVALID,
@@ -20,7 +20,7 @@ from eval.scores.metrics import (
 )
 from eval.source import HubData
 from eval.submission import STSB_FILE, glue_file
-from eval.task import Features, Row, Task, register_task
+from eval.task import SPLITS, Features, Row, Task, register_task
 from eval.text import postprocess, preprocess
 from eval.text.preprocess import HIDDEN_LABEL, HIDDEN_TARGET
 
@@ -28,69 +28,71 @@ _FAMILY = "GLUE"
 _LICENCE = "mixed: see the card of GLUE"
 _SENTENCES: ColumnKinds = {"sentence1": str, "sentence2": str, "idx": int}
 _PREMISE: ColumnKinds = {"premise": str, "hypothesis": str, "idx": int}
-_ZERO_ONE = (0, 1)
 
 
 def _data(
-    config: str,
-    counts: Mapping[str, int],
-    columns: ColumnKinds,
-    label: LabelValues,
-    *,
-    label_kind: type = int,
-    hub_splits: Mapping[str, str] | None = None,
+    config: str, counts: Sequence[int], columns: ColumnKinds, *, matched: str = "", **options: Any
 ) -> HubData:
-    """Returns a config of GLUE.
+    """Returns a config of GLUE, whose test labels are hidden.
 
     Args:
-        config: Of the repository.
-        counts: Rows by split.
-        columns: Without the label.
-        label: Values of the label.
-        label_kind: Kind of the label's column.
-        hub_splits: The hub's name of a split, where it is another.
+        config: Name of the config.
+        counts: Rows of the training, validation and test splits; of the last ones, if fewer.
+        columns: Columns with the label.
+        matched: `matched` or `mismatched`, where the hub has both of the evaluated splits.
+        **options: Other fields of `HubData`.
     """
+    if matched:
+        options["hub_splits"] = {split: f"{split}_{matched}" for split in SPLITS[1:]}
     return HubData(
         "nyu-mll/glue",
         config,
-        counts=counts,
-        columns={**columns, "label": label_kind},
-        labels={"label": label},
+        counts=dict(zip(SPLITS[-len(counts) :], counts, strict=True)),
+        columns=columns,
         hidden=("test",),
         hidden_values={"label": HIDDEN_LABEL},
-        hub_splits=hub_splits or {},
+        **options,
     )
 
 
-def _classification(
+def _register(
     name: str,
     description: str,
-    source: HubData,
+    counts: Sequence[int],
+    columns: ColumnKinds,
     file: str,
     metrics: tuple[Metric, ...] = (ACCURACY,),
     *,
     text: str = "",
+    config: str = "",
+    matched: str = "",
     numbers: bool = False,
-) -> Task:
-    """Returns a classification of GLUE.
+    **options: Any,
+) -> None:
+    """Registers a classification of GLUE.
 
     Args:
         name: Name of the task.
         description: See `Task`.
-        source: Its rows.
-        file: Name of the site's file.
+        counts: See `_data`.
+        columns: Columns without the label.
+        file: Name of the file for the benchmark's site.
         metrics: Its metrics; their mean is its score in the average.
         text: Its name in LABELS; "" for `name`.
+        config: Name of the config on the hub; "" for `name`.
+        matched: See `_data`.
         numbers: Whether the site takes the number of a label in place of its text.
+        **options: Other fields of `Task`.
     """
     labels = preprocess.LABELS[text or name]
-    submission = glue_file(file, _ZERO_ONE if numbers else labels)
-    return Task(
+    columns = {**columns, "label": int}
+    label_numbers = {"label": range(len(labels))}
+    task = Task(
         name=name,
         version=1,
         description=description,
         licence=_LICENCE,
-        source=source,
+        source=_data(config or name, counts, columns, labels=label_numbers, matched=matched),
         preprocess=preprocess.glue_task(text or name),
         postprocess=postprocess.label_index(labels),
         metrics=metrics,
@@ -98,79 +100,57 @@ def _classification(
         choices=labels,
         ids=("idx",),
         targets_length=84,
-        submission=submission,
+        submission=glue_file(file, (0, 1) if numbers else labels),
         family=_FAMILY,
+        **options,
     )
+    register_task(task)
 
 
 # ---------------------------------------------------------------------------
 # One sentence
 
-register_task(
-    _classification(
-        name="cola",
-        description="Whether a sentence is grammatical: acceptable or unacceptable.",
-        source=_data(
-            "cola",
-            counts={"train": 8551, "validation": 1043, "test": 1063},
-            columns={"sentence": str, "idx": int},
-            label=range(2),
-        ),
-        file="CoLA.tsv",
-        metrics=(MATTHEWS,),
-        numbers=True,
-    )
+_register(
+    "cola",
+    "Whether a sentence is grammatical: acceptable or unacceptable.",
+    counts=(8551, 1043, 1063),
+    columns={"sentence": str, "idx": int},
+    file="CoLA.tsv",
+    metrics=(MATTHEWS,),
+    numbers=True,
 )
 
-register_task(
-    _classification(
-        name="sst2",
-        description="Whether a phrase of a film review is positive or negative.",
-        source=_data(
-            "sst2",
-            counts={"train": 67349, "validation": 872, "test": 1821},
-            columns={"sentence": str, "idx": int},
-            label=range(2),
-        ),
-        file="SST-2.tsv",
-        numbers=True,
-    )
+_register(
+    "sst2",
+    "Whether a phrase of a film review is positive or negative.",
+    counts=(67349, 872, 1821),
+    columns={"sentence": str, "idx": int},
+    file="SST-2.tsv",
+    numbers=True,
 )
 
 
 # ---------------------------------------------------------------------------
 # Two sentences that mean the same
 
-register_task(
-    _classification(
-        name="mrpc",
-        description="Whether two sentences of news say the same: equivalent or not_equivalent.",
-        source=_data(
-            "mrpc",
-            counts={"train": 3668, "validation": 408, "test": 1725},
-            columns=_SENTENCES,
-            label=range(2),
-        ),
-        file="MRPC.tsv",
-        metrics=(F1_WITH_INVALID, ACCURACY),
-        numbers=True,
-    )
+_register(
+    "mrpc",
+    "Whether two sentences of news say the same: equivalent or not_equivalent.",
+    counts=(3668, 408, 1725),
+    columns=_SENTENCES,
+    file="MRPC.tsv",
+    metrics=(F1_WITH_INVALID, ACCURACY),
+    numbers=True,
 )
 
-register_task(
-    _classification(
-        name="qqp",
-        description="Whether two questions of Quora are the same: duplicate or not_duplicate.",
-        source=_data(
-            "qqp",
-            counts={"train": 363846, "validation": 40430, "test": 390965},
-            columns={"question1": str, "question2": str, "idx": int},
-            label=range(2),
-        ),
-        file="QQP.tsv",
-        metrics=(F1_WITH_INVALID, ACCURACY),
-        numbers=True,
-    )
+_register(
+    "qqp",
+    "Whether two questions of Quora are the same: duplicate or not_duplicate.",
+    counts=(363846, 40430, 390965),
+    columns={"question1": str, "question2": str, "idx": int},
+    file="QQP.tsv",
+    metrics=(F1_WITH_INVALID, ACCURACY),
+    numbers=True,
 )
 
 
@@ -191,10 +171,9 @@ register_task(
         licence=_LICENCE,
         source=_data(
             "stsb",
-            counts={"train": 5749, "validation": 1500, "test": 1379},
-            columns=_SENTENCES,
-            label=Interval(0, 5),
-            label_kind=float,
+            (5749, 1500, 1379),
+            {**_SENTENCES, "label": float},
+            labels={"label": Interval(0, 5)},
         ),
         preprocess=_stsb,
         postprocess=postprocess.string_to_float(),
@@ -211,101 +190,60 @@ register_task(
 # ---------------------------------------------------------------------------
 # Inference
 
-_mnli = register_task(
-    _classification(
-        name="mnli",
-        description=(
-            "Whether a text entails a sentence: entailment, neutral or contradiction; evaluated on "
-            "texts of the kinds that it is trained on (matched)."
-        ),
-        source=_data(
-            "mnli",
-            counts={"train": 392702, "validation": 9815, "test": 9796},
-            columns=_PREMISE,
-            label=range(3),
-            hub_splits={"validation": "validation_matched", "test": "test_matched"},
-        ),
-        file="MNLI-m.tsv",
-    )
+_register(
+    "mnli",
+    "Whether a text entails a sentence: entailment, neutral or contradiction; evaluated on texts of "
+    "the kinds that it is trained on (matched).",
+    counts=(392702, 9815, 9796),
+    columns=_PREMISE,
+    file="MNLI-m.tsv",
+    matched="matched",
 )
 
-register_task(
-    replace(
-        _mnli,
-        name="mnli_mismatched",
-        description="The same of other kinds of text than those of mnli, on which it is trained.",
-        source=_data(
-            "mnli",
-            counts={"validation": 9832, "test": 9847},
-            columns=_PREMISE,
-            label=range(3),
-            hub_splits={"validation": "validation_mismatched", "test": "test_mismatched"},
-        ),
-        submission=glue_file("MNLI-mm.tsv", preprocess.THREE_WAY),
-    )
+_register(
+    "mnli_mismatched",
+    "The same of other kinds of text than those of mnli, on which it is trained.",
+    counts=(9832, 9847),
+    columns=_PREMISE,
+    file="MNLI-mm.tsv",
+    config="mnli",
+    matched="mismatched",
 )
 
-register_task(
-    _classification(
-        name="qnli",
-        description=(
-            "Whether a sentence of Wikipedia answers a question: entailment or not_entailment."
-        ),
-        source=_data(
-            "qnli",
-            counts={"train": 104743, "validation": 5463, "test": 5463},
-            columns={"question": str, "sentence": str, "idx": int},
-            label=range(2),
-        ),
-        file="QNLI.tsv",
-    )
+_register(
+    "qnli",
+    "Whether a sentence of Wikipedia answers a question: entailment or not_entailment.",
+    counts=(104743, 5463, 5463),
+    columns={"question": str, "sentence": str, "idx": int},
+    file="QNLI.tsv",
 )
 
-register_task(
-    _classification(
-        name="glue_rte",
-        description="Whether a text entails a sentence; rte of SuperGLUE with GLUE's prompt.",
-        source=_data(
-            "rte",
-            counts={"train": 2490, "validation": 277, "test": 3000},
-            columns=_SENTENCES,
-            label=range(2),
-        ),
-        file="RTE.tsv",
-        text="rte",
-    )
+_register(
+    "glue_rte",
+    "Whether a text entails a sentence; rte of SuperGLUE with GLUE's prompt.",
+    counts=(2490, 277, 3000),
+    columns=_SENTENCES,
+    file="RTE.tsv",
+    text="rte",
+    config="rte",
 )
 
-register_task(
-    _classification(
-        name="wnli",
-        description=(
-            "Whether a text entails the same with a noun for its pronoun; T5 trains on wsc instead."
-        ),
-        source=_data(
-            "wnli",
-            counts={"train": 635, "validation": 71, "test": 146},
-            columns=_SENTENCES,
-            label=range(2),
-        ),
-        file="WNLI.tsv",
-        numbers=True,
-    )
+_register(
+    "wnli",
+    "Whether a text entails the same with a noun for its pronoun; T5 trains on wsc instead.",
+    counts=(635, 71, 146),
+    columns=_SENTENCES,
+    file="WNLI.tsv",
+    numbers=True,
 )
 
-register_task(
-    replace(
-        _mnli,
-        name="ax",
-        description=(
-            "A diagnostic for models trained on mnli, over many kinds of inference; not part of the "
-            "average. Its only split is hidden: rows with labels are scored when they are given."
-        ),
-        source=_data("ax", counts={"test": 1104}, columns=_PREMISE, label=range(3)),
-        preprocess=preprocess.glue_task("ax"),
-        metrics=(MATTHEWS_OF_THREE,),
-        headline=(MATTHEWS_OF_THREE,),
-        split="test",
-        submission=glue_file("AX.tsv", preprocess.THREE_WAY),
-    )
+_register(
+    "ax",
+    "A diagnostic for models trained on mnli, over many kinds of inference; not part of the average. "
+    "Its only split is hidden: rows with labels are scored when they are given.",
+    counts=(1104,),
+    columns=_PREMISE,
+    file="AX.tsv",
+    metrics=(MATTHEWS_OF_THREE,),
+    split="test",
 )

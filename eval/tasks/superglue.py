@@ -5,8 +5,7 @@ are hidden: scores are those of the validation split, as in the paper's Table 10
 a file for the leaderboard.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from eval.row_schema import ColumnKinds
@@ -19,11 +18,10 @@ from eval.scores.metrics import (
     MULTIRC_F1A,
     RECORD_EM,
     RECORD_F1,
-    Metric,
 )
 from eval.source import HubData
 from eval.submission import MULTIRC_FILE, RECORD_FILE, SubmissionFile, superglue_file
-from eval.task import Features, Row, Task, register_task
+from eval.task import SPLITS, Features, Row, Task, register_task
 from eval.text import postprocess, preprocess, wsc
 from eval.text.preprocess import HIDDEN_LABEL, TWO_WAY
 
@@ -32,180 +30,149 @@ _MIXED = "mixed: see the card of SuperGLUE"
 _FALSE_TRUE = ("false", "true")  # as the site writes them
 
 
-def _data(
-    config: str, counts: Mapping[str, int], columns: ColumnKinds, *, num_labels: int = 0
-) -> HubData:
+def _data(config: str, counts: Sequence[int], columns: ColumnKinds, **options: Any) -> HubData:
     """Returns a config of SuperGLUE; where a split is trained on, the test labels are hidden.
 
     Args:
-        config: Of the repository.
-        counts: Rows by split.
-        columns: Without the label.
-        num_labels: Values of the label; 0 for none.
+        config: Name of the config.
+        counts: Rows of the training, validation and test splits; of the last one, if it is alone.
+        columns: Columns with the label.
+        **options: Other fields of `HubData`.
     """
-    labels: Mapping[str, range] = {}
-    hidden_values: Mapping[str, Any] = {"answers": []}
-    if num_labels:
-        columns = {**columns, "label": int}
-        labels = {"label": range(num_labels)}
-        hidden_values = {"label": HIDDEN_LABEL}
     return HubData(
         "aps/super_glue",
         config,
-        counts=counts,
+        counts=dict(zip(SPLITS[-len(counts) :], counts, strict=True)),
         columns=columns,
-        labels=labels,
-        hidden=("test",) if "train" in counts else (),
-        hidden_values=hidden_values,
+        hidden=("test",) if len(counts) > 1 else (),
+        **options,
     )
 
 
-def _classification(
+def _labelled(config: str, counts: Sequence[int], columns: ColumnKinds, num_labels: int) -> HubData:
+    """Returns a config of SuperGLUE with the column `label`; `columns` are the others."""
+    return _data(
+        config,
+        counts,
+        {**columns, "label": int},
+        labels={"label": range(num_labels)},
+        hidden_values={"label": HIDDEN_LABEL},
+    )
+
+
+def _register(
     name: str,
     description: str,
     licence: str,
-    source: HubData,
+    counts: Sequence[int],
+    columns: ColumnKinds,
     submission: SubmissionFile,
-    metrics: tuple[Metric, ...] = (ACCURACY,),
-    headline: tuple[Metric, ...] = (),
-) -> Task:
-    """Returns a classification in the form of GLUE, whose prompt and labels go by its name."""
+    **options: Any,
+) -> None:
+    """Registers a classification in the form of GLUE, whose prompt and labels go by its name.
+
+    Args:
+        name: Name of the task, and of its config.
+        description: See `Task`.
+        licence: Licence of the data.
+        counts: See `_data`.
+        columns: Columns without the label.
+        submission: The file for the benchmark's site.
+        **options: Other fields of `Task`, in place of those of a classification.
+    """
     labels = preprocess.LABELS[name]
-    return Task(
+    fields: dict[str, Any] = {
+        "preprocess": preprocess.glue_task(name),
+        "postprocess": postprocess.label_index(labels),
+        "metrics": (ACCURACY,),
+        "choices": labels,
+        "ids": ("idx",),
+        **options,
+    }
+    task = Task(
         name=name,
         version=1,
         description=description,
         licence=licence,
-        source=source,
-        preprocess=preprocess.glue_task(name),
-        postprocess=postprocess.label_index(labels),
-        metrics=metrics,
-        headline=headline,
-        choices=labels,
-        ids=("idx",),
+        source=_labelled(name, counts, columns, len(labels)),
         submission=submission,
         family=_FAMILY,
+        **fields,
     )
+    register_task(task)
 
 
 # ---------------------------------------------------------------------------
 # Classifications
 
-register_task(
-    _classification(
-        name="boolq",
-        description="A yes/no question about a paragraph of Wikipedia, to True or False.",
-        licence="CC BY-SA 3.0",
-        source=_data(
-            "boolq",
-            counts={"train": 9427, "validation": 3270, "test": 3245},
-            columns={"question": str, "passage": str, "idx": int},
-            num_labels=2,
-        ),
-        submission=superglue_file("BoolQ.jsonl", _FALSE_TRUE),
-    )
+_register(
+    "boolq",
+    "A yes/no question about a paragraph of Wikipedia, to True or False.",
+    licence="CC BY-SA 3.0",
+    counts=(9427, 3270, 3245),
+    columns={"question": str, "passage": str, "idx": int},
+    submission=superglue_file("BoolQ.jsonl", _FALSE_TRUE),
 )
 
-register_task(
-    _classification(
-        name="cb",
-        description=(
-            "Whether a text commits its author to the clause in it: entailment, contradiction or "
-            "neutral (CommitmentBank). The paper prints accuracy; the leaderboard averages it with "
-            "the F1 over all three classes."
-        ),
-        licence=_MIXED,
-        source=_data(
-            "cb",
-            counts={"train": 250, "validation": 56, "test": 250},
-            columns={"premise": str, "hypothesis": str, "idx": int},
-            num_labels=3,
-        ),
-        submission=superglue_file("CB.jsonl", preprocess.LABELS["cb"]),
-        metrics=(ACCURACY, MACRO_F1),
-        headline=(ACCURACY, MACRO_F1),
-    )
+_register(
+    "cb",
+    "Whether a text commits its author to the clause in it: entailment, contradiction or neutral "
+    "(CommitmentBank). The paper prints accuracy; the leaderboard averages it with the F1 over all "
+    "three classes.",
+    licence=_MIXED,
+    counts=(250, 56, 250),
+    columns={"premise": str, "hypothesis": str, "idx": int},
+    submission=superglue_file("CB.jsonl", preprocess.LABELS["cb"]),
+    metrics=(ACCURACY, MACRO_F1),
+    headline=(ACCURACY, MACRO_F1),
 )
 
-register_task(
-    _classification(
-        name="copa",
-        description=(
-            "Which of two sentences is the cause, or the effect, of a third: choice1 or choice2."
-        ),
-        licence="BSD-2-Clause",
-        source=_data(
-            "copa",
-            counts={"train": 400, "validation": 100, "test": 500},
-            columns={"premise": str, "choice1": str, "choice2": str, "question": str, "idx": int},
-            num_labels=2,
-        ),
-        submission=superglue_file("COPA.jsonl", (0, 1)),
-    )
+_register(
+    "copa",
+    "Which of two sentences is the cause, or the effect, of a third: choice1 or choice2.",
+    licence="BSD-2-Clause",
+    counts=(400, 100, 500),
+    columns={"premise": str, "choice1": str, "choice2": str, "question": str, "idx": int},
+    submission=superglue_file("COPA.jsonl", (0, 1)),
 )
 
-register_task(
-    _classification(
-        name="rte",
-        description="Whether a text entails a sentence: entailment or not_entailment.",
-        licence=_MIXED,
-        source=_data(
-            "rte",
-            counts={"train": 2490, "validation": 277, "test": 3000},
-            columns={"premise": str, "hypothesis": str, "idx": int},
-            num_labels=2,
-        ),
-        submission=superglue_file("RTE.jsonl", TWO_WAY),
-    )
+_register(
+    "rte",
+    "Whether a text entails a sentence: entailment or not_entailment.",
+    licence=_MIXED,
+    counts=(2490, 277, 3000),
+    columns={"premise": str, "hypothesis": str, "idx": int},
+    submission=superglue_file("RTE.jsonl", TWO_WAY),
 )
 
-register_task(
-    _classification(
-        name="wic",
-        description="Whether a word means the same in two sentences: True or False.",
-        licence="CC BY-NC 4.0",
-        source=_data(
-            "wic",
-            counts={"train": 5428, "validation": 638, "test": 1400},
-            columns={"word": str, "sentence1": str, "sentence2": str, "idx": int},
-            num_labels=2,
-        ),
-        submission=superglue_file("WiC.jsonl", _FALSE_TRUE),
-    )
+_register(
+    "wic",
+    "Whether a word means the same in two sentences: True or False.",
+    licence="CC BY-NC 4.0",
+    counts=(5428, 638, 1400),
+    columns={"word": str, "sentence1": str, "sentence2": str, "idx": int},
+    submission=superglue_file("WiC.jsonl", _FALSE_TRUE),
 )
 
-
-# ---------------------------------------------------------------------------
-# MultiRC: a question has several answers, each right or wrong
-
-register_task(
-    replace(
-        _classification(
-            name="multirc",
-            description=(
-                "Whether an answer to a question about a paragraph is right, True or False; a "
-                "question has several answers. F1 is over all answers, exact match over questions."
-            ),
-            licence="research use",
-            source=_data(
-                "multirc",
-                counts={"train": 27243, "validation": 4848, "test": 9693},
-                columns={
-                    "paragraph": str,
-                    "question": str,
-                    "answer": str,
-                    "idx": {"paragraph": int, "question": int, "answer": int},
-                },
-                num_labels=2,
-            ),
-            submission=MULTIRC_FILE,
-            metrics=(MULTIRC_F1A, MULTIRC_EM),
-            headline=(MULTIRC_F1A, MULTIRC_EM),
-        ),
-        postprocess=postprocess.multirc,
-        ids=("idx/paragraph", "idx/question", "idx/answer"),
-        groups=("idx/paragraph", "idx/question"),
-    )
+# A question has several answers, each right or wrong.
+_register(
+    "multirc",
+    "Whether an answer to a question about a paragraph is right, True or False; a question has "
+    "several answers. F1 is over all answers, exact match over questions.",
+    licence="research use",
+    counts=(27243, 4848, 9693),
+    columns={
+        "paragraph": str,
+        "question": str,
+        "answer": str,
+        "idx": {"paragraph": int, "question": int, "answer": int},
+    },
+    submission=MULTIRC_FILE,
+    postprocess=postprocess.multirc,
+    metrics=(MULTIRC_F1A, MULTIRC_EM),
+    headline=(MULTIRC_F1A, MULTIRC_EM),
+    ids=("idx/paragraph", "idx/question", "idx/answer"),
+    groups=("idx/paragraph", "idx/question"),
 )
 
 
@@ -243,7 +210,7 @@ register_task(
         licence="Apache-2.0; texts of CNN and Daily Mail",
         source=_data(
             "record",
-            counts={"train": 100730, "validation": 10000, "test": 10000},
+            (100730, 10000, 10000),
             columns={
                 "passage": str,
                 "query": str,
@@ -251,6 +218,7 @@ register_task(
                 "answers": [str],
                 "idx": {"passage": int, "query": int},
             },
+            hidden_values={"answers": []},
         ),
         submission=RECORD_FILE,
         preprocess=_record,
@@ -296,9 +264,9 @@ register_task(
             "the 259 rows of label 1."
         ),
         licence="CC BY 4.0",
-        source=_data(
+        source=_labelled(
             "wsc.fixed",
-            counts={"train": 554, "validation": 104, "test": 146},
+            (554, 104, 146),
             columns={
                 "text": str,
                 "span1_index": int,
@@ -359,49 +327,27 @@ def _gender_pair(row: Row) -> list[Features]:
 
 _axg = preprocess.glue_task("axg")
 
-register_task(
-    replace(
-        _classification(
-            name="axb",
-            description=(
-                "A diagnostic for models trained on rte, over many kinds of inference; not part of "
-                "the average."
-            ),
-            licence=_MIXED,
-            source=_data(
-                "axb",
-                counts={"test": 1104},
-                columns={"sentence1": str, "sentence2": str, "idx": int},
-                num_labels=2,
-            ),
-            submission=superglue_file("AX-b.jsonl", TWO_WAY),
-            metrics=(MATTHEWS,),
-        ),
-        split="test",
-    )
+_register(
+    "axb",
+    "A diagnostic for models trained on rte, over many kinds of inference; not part of the average.",
+    licence=_MIXED,
+    counts=(1104,),
+    columns={"sentence1": str, "sentence2": str, "idx": int},
+    submission=superglue_file("AX-b.jsonl", TWO_WAY),
+    metrics=(MATTHEWS,),
+    split="test",
 )
 
-register_task(
-    replace(
-        _classification(
-            name="axg",
-            description=(
-                "A diagnostic for models trained on rte: pairs that differ in the gender of a "
-                "pronoun. Parity is the share of pairs with equal answers, 100 for a constant one; "
-                "not part of the average."
-            ),
-            licence=_MIXED,
-            source=_data(
-                "axg",
-                counts={"test": 356},
-                columns={"premise": str, "hypothesis": str, "idx": int},
-                num_labels=2,
-            ),
-            submission=superglue_file("AX-g.jsonl", TWO_WAY),
-            metrics=(ACCURACY, GENDER_PARITY),
-        ),
-        preprocess=_gender_pair,
-        groups=("pair",),
-        split="test",
-    )
+_register(
+    "axg",
+    "A diagnostic for models trained on rte: pairs that differ in the gender of a pronoun. Parity is "
+    "the share of pairs with equal answers, 100 for a constant one; not part of the average.",
+    licence=_MIXED,
+    counts=(356,),
+    columns={"premise": str, "hypothesis": str, "idx": int},
+    submission=superglue_file("AX-g.jsonl", TWO_WAY),
+    preprocess=_gender_pair,
+    metrics=(ACCURACY, GENDER_PARITY),
+    groups=("pair",),
+    split="test",
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from eval.scores.metrics import ACCURACY
 from eval.source import HubData
-from eval.task import Features, Row, Task, register_task
+from eval.task import Features, Postprocess, Preprocess, Row, Task, register_task
 from eval.text.postprocess import label_index, lower_text, unchanged
 from eval.text.preprocess import HIDDEN_LABEL, HIDDEN_TARGET, glue
 
@@ -126,42 +126,31 @@ _register_size("l", 10234)
 _xl = _register_size("xl", 40398)
 _register_size("debiased", 9248)
 
-# Published prompts, on the rows of the largest size.
-register_task(
-    replace(
-        _xl,
-        name=f"{_xl.name}.unifiedqa",
-        description="A sentence with a blank and two options, to the text of one in lower case.",
-        preprocess=unifiedqa,
-        postprocess=lower_text,
-        choices=choices_of_row,
-        prompt_source="UnifiedQA",
-        variant_of=_xl.name,
-    )
-)
 
-register_task(
-    replace(
-        _xl,
-        name=f"{_xl.name}.rainbow",
-        description="A sentence with a blank and two options, to the number of one.",
-        preprocess=rainbow,
-        postprocess=unchanged,
-        choices=choices_of_row,
-        prompt_source="Rainbow",
-        variant_of=_xl.name,
-    )
-)
+def _register_variant(
+    prompt_source: str, end: str, preprocess: Preprocess, postprocess: Postprocess
+) -> None:
+    """Registers a published prompt on the rows of the largest size.
 
-register_task(
-    replace(
+    Args:
+        prompt_source: Where the prompt is from.
+        end: What an answer is, for the description.
+        preprocess: See `Task`.
+        postprocess: See `Task`.
+    """
+    task = replace(
         _xl,
-        name=f"{_xl.name}.flan",
-        description="A sentence with a blank and two options, to the end of the sentence.",
-        preprocess=flan,
-        postprocess=unchanged,
+        name=f"{_xl.name}.{prompt_source.lower()}",
+        description=f"A sentence with a blank and two options, to {end}.",
+        preprocess=preprocess,
+        postprocess=postprocess,
         choices=choices_of_row,
-        prompt_source="FLAN",
+        prompt_source=prompt_source,
         variant_of=_xl.name,
     )
-)
+    register_task(task)
+
+
+_register_variant("UnifiedQA", "the text of one in lower case", unifiedqa, lower_text)
+_register_variant("Rainbow", "the number of one", rainbow, unchanged)
+_register_variant("FLAN", "the end of the sentence", flan, unchanged)

@@ -16,7 +16,6 @@ from eval.text.preprocess import HIDDEN_TARGET
 
 _PUNCTUATION = re.compile(f"([{re.escape(string.punctuation)}])")
 _SPACES = re.compile(r"[\t\n\f\r ]+")  # RE2's \s
-_ASCII_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 
 
 # ---------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from benchmarks.cases import CASES, Case, build_problem
-from benchmarks.layer.memory import can_measure
 from benchmarks.layer.variants import dense, moe_capacity, moe_dropless
 from benchmarks.timing import measure_rounds
 from scripts.benchmark import main
@@ -30,8 +29,8 @@ def measure(tmp_path, options):
 
 
 def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, capsys):
-    report = measure(tmp_path, "--no-memory --cases 0 --profile --threads 1 --dtypes float32")
-    variants = {"dense", "moe_dropless", "moe_capacity", "moe_static", "hf_grouped_mm", "hf_nllb"}
+    report = measure(tmp_path, "--cases 0 --threads 1 --dtypes float32")
+    variants = {"dense", "moe_dropless", "moe_capacity", "moe_static", "hf_grouped_mm"}
     passes = ("forward", "forward_backward")
     found = {(row["pass"], row["variant"]) for row in report["rows"]}
     assert found >= {(name, variant) for name in passes for variant in variants}
@@ -40,8 +39,6 @@ def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, caps
         assert row["ratio"] == 1 if row["variant"] == "dense" else row["ratio"] > 0
         least, largest = row["ratio_range"]
         assert least <= row["ratio"] <= largest
-    assert {row["dtype"] for row in report["profile"]} == {"float32"}
-
     # Rows of the products, as the paper counts them.
     product_rows = {row["variant"]: row["product_rows"] for row in report["rows"]}
     assert product_rows["dense"] == product_rows["moe_dropless"] == 128
@@ -56,7 +53,7 @@ def test_the_saved_table_has_a_row_for_every_variant_that_can_run(tmp_path, caps
 
 
 def test_the_dropless_layer_gives_what_a_peer_gives_with_the_same_weights(tmp_path):
-    options = "--no-memory --variants moe_dropless hf_grouped_mm hf_switch --dtypes float32"
+    options = "--variants moe_dropless hf_grouped_mm hf_switch --dtypes float32"
     report = measure(tmp_path, f"{options} --passes forward --cases 0 3")
     differences = {}
     for row in report["rows"]:
@@ -64,15 +61,6 @@ def test_the_dropless_layer_gives_what_a_peer_gives_with_the_same_weights(tmp_pa
             differences[row["case"], row["variant"]] = row["difference"]
     assert set(differences) == {(0, "hf_grouped_mm"), (3, "hf_grouped_mm"), (3, "hf_switch")}
     assert max(differences.values()) < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not can_measure(torch.device("cpu")), reason="this system tells no peaks")
-def test_peaks_are_measured_in_processes_of_their_own(tmp_path):
-    options = "--variants dense --dtypes float32 --passes forward_backward --cases 0"
-    (row,) = measure(tmp_path, options)["rows"]
-    assert row["peak_mib"] > 1
-    assert row["peak_ratio"] == 1
 
 
 def test_every_round_has_new_tokens_which_variants_share():

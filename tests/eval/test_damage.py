@@ -123,9 +123,9 @@ def test_an_answer_that_is_there_twice_is_refused_by_its_line(runs, copied):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("models", {"model": {}}, "model 'model': fingerprint is missing"),
-        ("tasks", [{}], "task 1: task is missing"),
-        ("settings", {}, "settings: scoring is missing"),
+        ("models", {"model": {}}, "models.model.fingerprint is missing"),
+        ("tasks", [{}], "tasks.0.task is missing"),
+        ("settings", {}, "settings.scoring is missing"),
         ("command", "another", "sha256 differs"),
     ],
 )
