@@ -72,33 +72,24 @@ def one_way_ring(size: int) -> Hops:
 
 def two_way_ring(size: int) -> Hops:
     """Returns the hops of a ring around which half of every block goes each way."""
-    origin = np.arange(size)[:, None, None]
     hop = np.arange(1, size)[None, :, None]
     distance = np.arange(1, size)[None, None, :]
 
-    # A block is handed on as often as its target is far.
-    is_bound_further = hop <= distance
-    target = origin + distance
-    forwards = _filled(
-        step=hop - 1,
-        source=origin + hop - 1,
-        destination=origin + hop,
-        origin=origin,
-        low=2 * target,
-        high=2 * target + is_bound_further,
-    )
+    def first_halves(origin: IntArray) -> Hops:
+        # A block is handed on as often as its target is far.
+        low = 2 * (origin + distance)
+        return _filled(
+            step=hop - 1,
+            source=origin + hop - 1,
+            destination=origin + hop,
+            origin=origin,
+            low=low,
+            high=low + (hop <= distance),
+        )
 
-    # The second half of the block, likewise.
-    target = origin - distance
-    backwards = _filled(
-        step=hop - 1,
-        source=origin - hop + 1,
-        destination=origin - hop,
-        origin=origin,
-        low=2 * target + 1,
-        high=2 * target + 1 + is_bound_further,
-    )
-    return _wrapped(_joined([forwards, backwards]), size)
+    # The second halves go backwards, as in a mirror.
+    origin = np.arange(size)[:, None, None]
+    return _wrapped(_joined([first_halves(origin), _mirrored(first_halves(-origin))]), size)
 
 
 def straight(size: int) -> Hops:
@@ -147,30 +138,36 @@ def _runs(forward: IntArray) -> Hops:
         forward: <int64>[n] half blocks of each origin that go forwards.
     """
     size = len(forward)
-    backward = 2 * (size - 1) - forward
-    origin = np.arange(size)[:, None]
     hop = np.arange(1, max(size, 2))[None, :]
 
-    # At hop h the run has lost the h - 1 blocks that have arrived.
-    forwards = _filled(
-        step=hop - 1,
-        source=origin + hop - 1,
-        destination=origin + hop,
-        origin=origin,
-        low=2 * (origin + hop),
-        high=2 * (origin + 1) + forward[:, None],
-    )
+    def run(origin: IntArray, num_halves: IntArray) -> Hops:
+        # At hop h the run has lost the h - 1 blocks that have arrived.
+        return _filled(
+            step=hop - 1,
+            source=origin + hop - 1,
+            destination=origin + hop,
+            origin=origin,
+            low=2 * (origin + hop),
+            high=2 * (origin + 1) + num_halves,
+        )
 
-    # Backwards its far end is the low one.
-    backwards = _filled(
-        step=hop - 1,
-        source=origin - hop + 1,
-        destination=origin - hop,
-        origin=origin,
-        low=2 * origin - backward[:, None],
-        high=2 * (origin - hop + 1),
-    )
+    origin = np.arange(size)[:, None]
+    backward = 2 * (size - 1) - forward
+    forwards = run(origin, forward[:, None])
+    backwards = _mirrored(run(-origin, backward[:, None]))
     return _wrapped(_joined([forwards, backwards]), size)
+
+
+def _mirrored(hops: Hops) -> Hops:
+    """Returns hops the other way around: position p becomes -p, and the halves of a block swap."""
+    return Hops(
+        step=hops.step,
+        source=-hops.source,
+        destination=-hops.destination,
+        origin=-hops.origin,
+        low=2 - hops.high,
+        high=2 - hops.low,
+    )
 
 
 def _filled(
@@ -200,7 +197,7 @@ def _wrapped(hops: Hops, size: int) -> Hops:
         high=np.minimum(high, 2 * size),
     )
 
-    # What is left of it begins at block 0.
+    # The rest of the run begins at block 0.
     is_over = high > 2 * size
     rest = around._replace(low=np.zeros_like(low), high=high - 2 * size)
     return _joined([around, _select(rest, is_over)])
@@ -292,20 +289,19 @@ def grid_of(topology: Topology, axes: Sequence[int]) -> Grid:
     """Returns the grid of a network, its axes in some order."""
     shape = tuple(topology.shape[axis] for axis in axes)
     ranks = np.arange(topology.num_ranks).reshape(topology.shape).transpose(axes)
-    pairs = topology.links.source * topology.num_nodes + topology.links.destination
     if topology.switched:
         joined = [np.zeros(shape, np.bool_) for _ in axes]
     else:
-        joined = [_linked(ranks, axis, pairs, topology.num_nodes) for axis in range(len(axes))]
+        joined = [_linked(ranks, axis, topology) for axis in range(len(axes))]
     return Grid(ranks, tuple(joined), tuple(topology.wraps[axis] for axis in axes))
 
 
-def _linked(ranks: IntArray, axis: int, pairs: IntArray, num_nodes: int) -> NDArray[np.bool_]:
+def _linked(ranks: IntArray, axis: int, topology: Topology) -> NDArray[np.bool_]:
     """Returns <bool>[shape] whether each rank has links with the next one on an axis, both ways."""
     following = np.roll(ranks, -1, axis)
-    forwards = np.isin(ranks * num_nodes + following, pairs)
-    backwards = np.isin(following * num_nodes + ranks, pairs)
-    joined = forwards & backwards
+    forwards = topology.find_links(ranks, following)
+    backwards = topology.find_links(following, ranks)
+    joined = (forwards >= 0) & (backwards >= 0)
 
     # Two ranks have one link, which is not also that around the end.
     if ranks.shape[axis] <= 2:

@@ -8,7 +8,6 @@ import itertools
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from moe.network.buffers import sorted_distinct
 from moe.network.schedule import IntArray, Transfers, expand_runs
@@ -100,7 +99,6 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
     source, destination = np.divmod(key, topology.num_ranks)
     here = list(np.unravel_index(source, topology.shape))
     target = np.unravel_index(destination, topology.shape)
-    link_of = _LinkFinder(topology)
 
     # All pairs take a hop at a time.
     node = source
@@ -118,7 +116,7 @@ def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray
             here[axis] = np.where(moves, here[axis] + np.sign(distance), here[axis]) % size
             following = np.ravel_multi_index(here, topology.shape)
             pairs.append(np.flatnonzero(moves))
-            links.append(link_of(node[moves], following[moves]))
+            links.append(topology.find_links(node[moves], following[moves]))
             node = following
 
     if not pairs:
@@ -147,37 +145,14 @@ def _hops_by_switches(key: IntArray, topology: Topology) -> tuple[IntArray, IntA
     ways.append((source, near, top, far, destination))
 
     # A pair takes the first way that is whole.
-    link_of = _LinkFinder(topology)
     is_open = np.ones(len(key), np.bool_)
     pairs: list[IntArray] = []
     links: list[IntArray] = []
     for way in ways:
-        hops = [link_of(*ends) for ends in itertools.pairwise(way)]  # [H][P]
+        hops = [topology.find_links(*ends) for ends in itertools.pairwise(way)]  # [H][P]
         is_taken = is_open & (np.min(hops, axis=0) >= 0)
         for hop in hops:
             pairs.append(np.flatnonzero(is_taken))
             links.append(hop[is_taken])
         is_open &= ~is_taken
     return np.concatenate(pairs), np.concatenate(links)
-
-
-class _LinkFinder:
-    """The links between many pairs of nodes."""
-
-    def __init__(self, topology: Topology) -> None:
-        # Links sorted by the number of their ends.
-        links = topology.links
-        self._num_nodes = topology.num_nodes
-        key = links.source * topology.num_nodes + links.destination
-        self._index: NDArray[np.int64] = np.argsort(key)
-        self._key = key[self._index]
-
-    def __call__(self, source: IntArray, destination: IntArray) -> IntArray:
-        """Returns <int64>[N] the link of each pair; -1 where there is none."""
-        key = source * self._num_nodes + destination
-
-        place = np.searchsorted(self._key, key)
-        place = np.minimum(place, len(self._key) - 1)
-        if not len(self._key):
-            return np.full(len(key), -1)
-        return np.where(self._key[place] == key, self._index[place], -1)

@@ -4,7 +4,6 @@ Links are directed. A network may have nodes that are not ranks, such as switche
 after the ranks. Dead ranks have no links: messages go around them.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from moe.checks import check, check_integer
 from moe.errors import ConfigError
@@ -95,22 +94,33 @@ class Topology:
         failed_ranks = frozenset(ranks)
         for rank in failed_ranks:
             check_integer("a dead rank", rank, least=0, most=self.num_ranks - 1)
-        failed_links = set(links)
-        for link in failed_links:
-            check(link in self._link_of, "a dead link", link, f"a link of {self.name}")
 
         old = self.links
         is_live = ~np.isin(old.source, list(failed_ranks))
         is_live &= ~np.isin(old.destination, list(failed_ranks))
-        for link in failed_links:
-            is_live[self._link_of[link]] = False
-        working = Links(
-            source=old.source[is_live],
-            destination=old.destination[is_live],
-            bandwidth=old.bandwidth[is_live],
-            latency=old.latency[is_live],
-        )
+        for ends in links:
+            are_nodes = all(0 <= node < self.num_nodes for node in ends)
+            link = int(self.find_links(*ends)) if are_nodes else -1
+            check(link >= 0, "a dead link", ends, f"a link of {self.name}")
+            is_live[link] = False
+        working = Links._make(column[is_live] for column in old)
         return replace(self, links=working, dead=self.dead | failed_ranks)
+
+    def find_links(self, source: ArrayLike, destination: ArrayLike) -> IntArray:
+        """Returns <int64>[...] the link of each pair of nodes; -1 where there is none."""
+        pair = np.asarray(source) * self.num_nodes + np.asarray(destination)
+        sorted_pairs, index = self._links_by_pair
+        if not len(index):
+            return np.full(pair.shape, -1)
+        place = np.minimum(np.searchsorted(sorted_pairs, pair), len(index) - 1)
+        return np.where(sorted_pairs[place] == pair, index[place], -1)
+
+    @cached_property
+    def _links_by_pair(self) -> tuple[IntArray, IntArray]:
+        """Numbers of the pairs of nodes that have a link, sorted, and the link of each."""
+        pairs = self.links.source * self.num_nodes + self.links.destination
+        index = np.argsort(pairs)
+        return pairs[index], index
 
     def route(self, source: int, destination: int) -> IntArray:
         """Returns the <int64>[hops] links that a message crosses, in order.
@@ -125,9 +135,10 @@ class Topology:
         pair = (int(source), int(destination))
         route = self._routes.get(pair)
         if route is None:
-            nodes = self._grid_path(*pair) or self._shortest_path(*pair)
-            hops = [self._link_of[hop] for hop in itertools.pairwise(nodes)]
-            route = np.array(hops, np.int64)
+            route = self._route_by_axes(*pair)
+            if route is None:
+                nodes = self._shortest_path(*pair)
+                route = self.find_links(nodes[:-1], nodes[1:])
             self._routes[pair] = route
         return route
 
@@ -137,23 +148,18 @@ class Topology:
         return {}
 
     @cached_property
-    def _link_of(self) -> dict[tuple[int, int], int]:
-        """Index of each link by its two nodes."""
-        pairs = zip(self.links.source.tolist(), self.links.destination.tolist(), strict=True)
-        return {pair: index for index, pair in enumerate(pairs)}
-
-    @cached_property
     def _neighbours(self) -> dict[int, list[int]]:
         """Nodes that each node has a link to."""
         neighbours: dict[int, list[int]] = {}
-        for source, destination in self._link_of:
+        ends = zip(self.links.source.tolist(), self.links.destination.tolist(), strict=True)
+        for source, destination in ends:
             neighbours.setdefault(source, []).append(destination)
         return neighbours
 
-    def _grid_path(self, source: int, destination: int) -> list[int]:
-        """Returns the nodes of the way by axes; empty when it is broken or there is no grid."""
+    def _route_by_axes(self, source: int, destination: int) -> IntArray | None:
+        """Returns the links of the way by axes; None when it is broken or there is no grid."""
         if not self.shape or self.switched:
-            return []
+            return None
         here = list(np.unravel_index(source, self.shape))
         target = np.unravel_index(destination, self.shape)
         nodes = [source]
@@ -165,8 +171,8 @@ class Topology:
             for _ in range(abs(distance)):
                 here[axis] = (here[axis] + np.sign(distance)) % size
                 nodes.append(int(np.ravel_multi_index(here, self.shape)))
-        is_whole = all(hop in self._link_of for hop in itertools.pairwise(nodes))
-        return nodes if is_whole else []
+        links = self.find_links(nodes[:-1], nodes[1:])
+        return links if (links >= 0).all() else None
 
     def _shortest_path(self, source: int, destination: int) -> list[int]:
         """Returns the nodes of a path of the fewest links, found breadth first."""
