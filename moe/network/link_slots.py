@@ -103,44 +103,36 @@ class LinkSlots:
             <float64>[N] when each message starts, and <int64>[N] the transfer that it waits for to
             leave a link; -1 if it does not wait.
         """
-        # Messages that share a link take turns.
         start = ready.copy()
         blocker = np.full(len(ready), -1)
-        for turn in _turns(hops, ready, len(self._end)):
-            self._serve_turn(messages, turn, start, blocker)
-        return start, blocker
 
-    def _serve_turn(
-        self, messages: Messages, hops: Hops, start: FloatArray, blocker: IntArray
-    ) -> None:
-        """Gives slots to messages that share no link; updates `start` and `blocker` in place."""
-        # Hops of a message are contiguous. The slowest link of a route has no slack.
-        row, link = hops
-        first_hops = np.flatnonzero(np.diff(row, prepend=-1))
-        message = row[first_hops]
-        work = messages.bytes[row] / self._bandwidth[link]
-        slack = messages.flow[row] - work
+        # Messages that share a link take turns. The hops of a message are contiguous.
+        for row, link in _turns(hops, ready, len(self._end)):
+            first_hops = np.flatnonzero(np.diff(row, prepend=-1))
+            num_hops = np.diff(first_hops, append=len(row))
+            message = row[first_hops]
 
-        # Delay messages until all links of a route have a slot for the same start.
-        choice = self._choose(link, start[row], work, slack)
-        num_hops = np.diff(first_hops, append=len(row))
-        latest = np.maximum.reduceat(choice.start, first_hops)
-        while (latest > start[message]).any():
-            is_last = choice.start == np.repeat(latest, num_hops)
-            is_last &= choice.start > start[row]
+            # The slowest link of a route has no slack.
+            work = messages.bytes[row] / self._bandwidth[link]
+            slack = messages.flow[row] - work
 
-            # Of the links that are free last, the first one names the transfer that blocks it.
-            held = np.flatnonzero(is_last)[::-1]
-            blocker[row[held]] = self._rows_before(link[held], choice.gap[held])
-            start[message] = latest
+            # Delay messages until all links of a route have a slot for the same start.
             choice = self._choose(link, start[row], work, slack)
             latest = np.maximum.reduceat(choice.start, first_hops)
+            while (latest > start[message]).any():
+                is_last = choice.start == np.repeat(latest, num_hops)
+                is_last &= choice.start > start[row]
 
-        self._take(link, choice, work, messages.rows.start + row)
-
-    def _rows_before(self, link: IntArray, gap: IntArray) -> IntArray:
-        """Returns the transfer whose slot is before a gap of a link; -1 means the end of all slots."""
-        return np.where(gap >= 0, self._gap_row[link, gap], self._last_row[link])
+                # Of the links that are free last, the first one names the transfer before its slot.
+                held = np.flatnonzero(is_last)[::-1]
+                gap = choice.gap[held]
+                row_before_gap = self._gap_row[link[held], gap]
+                blocker[row[held]] = np.where(gap >= 0, row_before_gap, self._last_row[link[held]])
+                start[message] = latest
+                choice = self._choose(link, start[row], work, slack)
+                latest = np.maximum.reduceat(choice.start, first_hops)
+            self._take(link, choice, work, messages.rows.start + row)
+        return start, blocker
 
     def _choose(
         self, link: IntArray, earliest: FloatArray, work: FloatArray, slack: FloatArray
@@ -156,7 +148,6 @@ class LinkSlots:
         end = self._end[link]
         start = np.maximum(earliest, end - slack)
         begin = np.maximum(start, end)
-
         gap = np.full(len(link), -1)
 
         # Messages that would have to wait for the last slot may fit into a gap.

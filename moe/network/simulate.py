@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from moe.checks import check, check_number
-from moe.network.buffers import Buffers, Pieces
+from moe.network.buffers import Buffers
 from moe.network.critical_path import CriticalPath, Timeline, find_critical_path
 from moe.network.link_slots import Hops, LinkSlots, Messages
 from moe.network.routes import Routes, find_routes, pair_keys
@@ -81,13 +81,17 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
     Raises:
         ConfigError: If the network has other ranks, or no path between two that exchange data.
     """
-    _check(schedule, topology, payload_bytes)
-    routes = find_routes(schedule.transfers, topology)
+    check_number("payload_bytes", payload_bytes, least=0)
+    expected = f"the {schedule.num_ranks} of the schedule"
+    has_ranks = topology.num_ranks == schedule.num_ranks
+    check(has_ranks, "ranks of the network", topology.num_ranks, expected)
+    table = schedule.transfers
+    routes = find_routes(table, topology)
     buffers = Buffers(schedule)
     slots = LinkSlots(topology.links)
 
     # Filled step by step.
-    num_rows = len(schedule.transfers.step)
+    num_rows = len(table.step)
     timeline = Timeline(
         start=np.empty(num_rows),
         released=np.empty(num_rows),
@@ -96,7 +100,10 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
     )
     link_bytes = np.zeros(len(topology.links.source))
     for messages in _messages_by_step(schedule, routes, payload_bytes):
-        sources, destinations = _touched_pieces(buffers, schedule, messages.rows)
+        low = table.low[messages.rows]
+        high = table.high[messages.rows]
+        sources = buffers.pieces(table.source[messages.rows], low, high)
+        destinations = buffers.pieces(table.destination[messages.rows], low, high)
         ready = np.maximum(buffers.final(sources), buffers.free(destinations))
 
         # Slots on the links of the routes.
@@ -125,23 +132,11 @@ def simulate(schedule: Schedule, topology: Topology, payload_bytes: float) -> Si
     )
 
 
-def _check(schedule: Schedule, topology: Topology, payload_bytes: float) -> None:
-    check_number("payload_bytes", payload_bytes, least=0)
-    expected = f"the {schedule.num_ranks} of the schedule"
-    check(
-        topology.num_ranks == schedule.num_ranks,
-        "ranks of the network",
-        topology.num_ranks,
-        expected,
-    )
-
-
 def _messages_by_step(
     schedule: Schedule, routes: Routes, payload_bytes: float
 ) -> Iterator[Messages]:
     """Yields the transfers of every step that is not empty."""
     table = schedule.transfers
-
     offsets = schedule.step_offsets
     for step in range(schedule.num_steps):
         rows = slice(int(offsets[step]), int(offsets[step + 1]))
@@ -159,12 +154,3 @@ def _messages_by_step(
             flow=num_bytes / routes.bandwidth[pair],
             latency=routes.latency[pair],
         )
-
-
-def _touched_pieces(buffers: Buffers, schedule: Schedule, rows: slice) -> tuple[Pieces, Pieces]:
-    """Returns the pieces that transfers read, and those that they write."""
-    table = schedule.transfers
-    low = table.low[rows]
-    high = table.high[rows]
-    sources = buffers.pieces(table.source[rows], low, high)
-    return sources, buffers.pieces(table.destination[rows], low, high)
