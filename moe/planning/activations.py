@@ -23,8 +23,8 @@ class Activations(NamedTuple):
         saved: Bytes that saved-tensor hooks count in a forward pass.
         held: What stacks hold beside that while they run, or run again: position biases with masks,
             and the memory.
-        recomputed: What the largest block saves when activation checkpointing runs it again; else
-            0.
+        recomputed: Bytes that the largest block saves when activation checkpointing runs it again;
+            else 0.
     """
 
     saved: int

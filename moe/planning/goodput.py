@@ -5,12 +5,12 @@ are back. Failures during the repair of another one are not counted.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from moe.checks import check
 from moe.distributed.mesh import MeshConfig
+from moe.planning.table import parse_quantity
 
 _SECONDS_BY_UNIT = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _MOST_SECONDS = 1e9
@@ -113,11 +113,7 @@ def parse_duration(name: str, text: str) -> float:
     Raises:
         ConfigError: If it is not a time.
     """
-    pattern = r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*(s|min|m|h|d)\s*"
-    match = re.fullmatch(pattern, text, flags=re.ASCII)
-    seconds = 0.0
-    if match is not None:
-        seconds = float(match[1]) * _SECONDS_BY_UNIT[match[2]]
+    seconds = parse_quantity(text, _SECONDS_BY_UNIT)
     expected = "a time above 0 with a unit, e.g. 3h, 18min, 30s or 2d, of at most 30 years"
     check(0 < seconds <= _MOST_SECONDS, name, text, expected)
     return seconds

@@ -1,4 +1,4 @@
-"""What each kind of layer costs in a forward pass: operations, and bytes kept for the backward pass.
+"""Costs of each kind of layer in a forward pass: operations, and bytes kept for the backward pass.
 
 One function for each class of module: the planner walks the model and adds up the cost of every
 layer. Sizes and structure are the module's own; the functions here know which tensors its kernels
@@ -19,16 +19,18 @@ from typing import NamedTuple
 
 from torch import nn
 
+from moe.distributed.mesh import MeshConfig
 from moe.models.attention import Attention, Projection, RMSNorm
 from moe.models.blocks import Block, FeedForward
-from moe.planning.workload import FLOAT32_BYTES, StackPass
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.planning.workload import FLOAT32_BYTES, StackPass, Workload, pass_counts, stack_passes
 from moe.sparse.layer import SparseFeedForward
 
 _INT64_BYTES = 8
 
 
 class LayerCost(NamedTuple):
-    """What a layer costs in one forward pass on one rank.
+    """Cost of a layer in one forward pass on one rank.
 
     Attributes:
         flops: Operations of matrix products and attention, two for each multiply and add.
@@ -37,6 +39,46 @@ class LayerCost(NamedTuple):
 
     flops: int
     saved_bytes: int
+
+
+def forward_flops(model: STMoEForConditionalGeneration, workload: Workload) -> int:
+    """Returns the operations of a forward pass over one update, of all ranks together.
+
+    Products with weights and attention over the whole length are counted, elementwise operations
+    are not. A token uses as many experts as have room for it: `StackPass.expert_rows`. A backward
+    pass has twice as many.
+    """
+    one_rank = MeshConfig()
+    encoder, decoder = stack_passes(model, workload, one_rank)
+
+    flops = head_cost(model.lm_head, decoder).flops
+    for stack in (encoder, decoder):
+        for block in stack.blocks:
+            flops += block_cost(block, stack).flops
+    return flops * workload.num_passes(one_rank)
+
+
+def repeated_flops(
+    model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig
+) -> int:
+    """Returns the operations of an update beside one forward and one backward pass, of all ranks.
+
+    These are the blocks that activation checkpointing runs again, and the forward passes that only
+    count choices for a balance loss over several passes. What lies outside blocks, such as the
+    product with the vocabulary, is not checkpointed.
+    """
+    flops = 0
+    if pass_counts(model, workload, mesh).counts_first:
+        flops += forward_flops(model, workload)
+    if not workload.activation_checkpointing:
+        return flops
+
+    one_rank = MeshConfig()
+    num_passes = workload.num_passes(one_rank)
+    for stack in stack_passes(model, workload, one_rank):
+        for block in stack.blocks:
+            flops += num_passes * recomputed_flops(block, stack)
+    return flops
 
 
 def block_cost(block: Block, stack: StackPass) -> LayerCost:

@@ -235,7 +235,7 @@ class NetworkTimer:
         return NetworkPlan(self.network, self.placement, self.dead, parts)
 
     def parts(self, collectives: Sequence[Collective]) -> Iterator[TimedCollective]:
-        """Yields the collectives of an update with their times; each is simulated when it is asked for."""
+        """Yields the collectives of an update with their times; each is simulated when it is requested."""
         # Payloads of the same schedules lie in common ranges.
         payloads: dict[_AxisAndKind, list[float]] = {}
         for collective in collectives:

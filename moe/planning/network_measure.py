@@ -91,7 +91,7 @@ def measure_network(content: Mapping[str, Any]) -> Measurement | None:
     Raises:
         ConfigError: If its form has no neighbours, or it does not have the ranks that are running.
     """
-    # What cannot be measured is refused before a rank starts.
+    # Refuse a network that cannot be measured before a rank starts.
     topology = parse_network(content).topology
     targets = _targets(content, topology)
     check(bool(targets), "a network to measure", topology.name, "two ranks at least")
@@ -213,7 +213,7 @@ def _exchange(
 def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Returns the least over repeats of the seconds that the slowest rank takes.
 
-    What others do on the machine only adds to it.
+    Other work on the machine only adds to it.
     """
     repeats = []
     for _ in range(_REPEATS):
@@ -247,7 +247,7 @@ def _with_rates(
             part = part[key]
         part.update(rate._asdict())
 
-    # What was measured replaces what was assumed.
+    # Measured numbers replace assumed ones.
     backend = dist.get_backend()
     version = torch.__version__
     measured["notes"] = [
@@ -275,7 +275,7 @@ def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...
 
 def show_measurement(measurement: Measurement) -> str:
     """Returns the measured rates, and the schedules beside what was predicted, as text."""
-    # Each rate where it stands in the file.
+    # Each rate, by its keys in the file.
     content = measurement.content
     network = parse_network(content)
     lines = [f"{network.topology.name}: {network.notes[0]}"]

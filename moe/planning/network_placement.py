@@ -300,12 +300,12 @@ def _fill(mesh: MeshConfig, shape: Tile) -> dict[str, Tile] | None:
 
 
 def _split_ep(mesh: MeshConfig, tiles: Mapping[str, Tile]) -> dict[str, Tile]:
-    """Returns tiles in which `ep` is split into its levels: those inside a node stand closest.
+    """Returns tiles in which `ep` is split into its levels: ranks of a node are closest.
 
     Raises:
         ConfigError: If the tile of `ep` cannot be split so.
     """
-    # Ranks of a node stand along the last axis as far as they can.
+    # Ranks of a node lie along the last axis as far as they can.
     inside = [1] * len(tiles["ep"])
     across = list(tiles["ep"])
     left = mesh.ep // mesh.ep_nodes

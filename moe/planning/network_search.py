@@ -27,10 +27,8 @@ from moe.network.topology_file import Network
 from moe.planning.network import NetworkTimer, Question, TimedCollective
 from moe.planning.network_placement import Groups, Placement, all_placements
 from moe.planning.plan import Plan
-from moe.planning.table import MESH_HEADING, show_bytes, show_mesh
+from moe.planning.table import MESH_HEADING, MOST_SUGGESTIONS, show_bytes, show_mesh
 from moe.planning.traffic import Collective, Kind
-
-_MOST_SHOWN = 10
 
 BoolArray = NDArray[np.bool_]
 
@@ -116,7 +114,7 @@ def _seconds_below(
 ) -> float | None:
     """Returns the simulated seconds of all collectives; None when they are not below a limit.
 
-    What is not simulated yet counts with its lower bound, so that most end early.
+    Collectives that are not simulated yet count with their lower bounds, so that most end early.
     """
     least = {}
     for collective in item.plan.collectives:
@@ -330,12 +328,12 @@ def show_network_suggestions(
     """
     heading = f"{MESH_HEADING}{'formula':>10}{'seconds':>10}  placed"
     lines = [f"on {network.topology.name}", heading]
-    for item in suggestions[:_MOST_SHOWN]:
+    for item in suggestions[:MOST_SUGGESTIONS]:
         seconds = "" if item.seconds is None else f"{item.seconds:.3g}"
         mesh = show_mesh(item.plan, memory)
         lines.append(f"{mesh}{item.estimate:>10.3g}{seconds:>10}  {item.placement}")
 
-    # Also of those that are not shown.
+    # Count those that are not shown, too.
     num_fitting = sum(item.plan.memory <= memory for item in suggestions)
     lines.append(
         f"{len(suggestions):,} meshes, of which {num_fitting:,} fit into {show_bytes(memory)}. All "

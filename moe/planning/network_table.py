@@ -197,7 +197,7 @@ def _assumption_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
             reason = "blocks that activation checkpointing runs again in the backward pass"
         notes.append(f"{share:.0%} of the products are repeated: {reason}.")
 
-    # How many groups stand for all.
+    # How many groups represent all.
     alike = _alike(timed.parts)
     if alike:
         notes.append(f"Of groups that are alike one was simulated, of others the slowest: {alike}.")
@@ -207,7 +207,7 @@ def _assumption_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
 
 
 def _alike(parts: Iterable[TimedCollective]) -> str:
-    """Returns how many groups stand for all of an axis."""
+    """Returns how many groups represent all groups of an axis."""
     # Once for each axis.
     texts: dict[str, str] = {}
     for part in parts:

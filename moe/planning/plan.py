@@ -11,7 +11,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import mesh_limits, model_layouts
 from moe.planning.activations import Activations, activations
-from moe.planning.flops import forward_flops, repeated_flops
+from moe.planning.layer_costs import forward_flops, repeated_flops
 from moe.planning.memory import gathered_bytes, optimizer_bytes, parameter_bytes
 from moe.planning.traffic import (
     AXES,
@@ -35,7 +35,7 @@ An HGX H100 node has these.
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model and an update need on a mesh.
+    """Needs of a model and an update on a mesh.
 
     Bytes are of one rank, the one with most where they differ.
 
@@ -183,46 +183,28 @@ def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int
 def _plan_largest_pass(
     model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig, memory: int
 ) -> Plan | None:
-    """Returns the plan with the largest micro-batch that fits into memory, else the smallest one.
-
+    """Returns the plan with the largest micro-batch that fits into memory, else the smallest one;
     None when the mesh does not divide the batch.
     """
-    plan = None
-    for candidate in _with_micro_batches(model, workload, mesh):
-        plan = make_plan(model, candidate, mesh)
-        if plan.memory <= memory:
-            break
-    return plan
-
-
-def _with_micro_batches(
-    model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig
-) -> list[Workload]:
-    """Returns the workload with every micro-batch that it allows, the largest first.
-
-    A micro-batch must route tokens in the same groups as the whole batch.
-    """
     if workload.batch_size % mesh.num_data_ranks:
-        return []
-
-    # Sizes that divide a rank's rows; one alone when the workload names it.
+        return None
     rows = workload.rows_of_rank(mesh)
     sizes = divisors(rows)[::-1]
     if workload.micro_batch_size is not None:
         sizes = [workload.micro_batch_size]
 
+    # A micro-batch divides the rank's rows, and routes tokens in the groups of the whole batch.
     has_groups = bool(model.sparse_layers())
     group_size = tokens_per_group(model.config)
-    workloads: list[Workload] = []
+    whole_batch = (workload.lengths, workload.batch_size)
+    plan = None
     for size in sizes:
-        if rows % size:
+        if rows % size or (has_groups and not has_same_groups(*whole_batch, size, group_size)):
             continue
-        if has_groups and not has_same_groups(
-            workload.lengths, workload.batch_size, size, group_size
-        ):
-            continue
-        workloads.append(replace(workload, micro_batch_size=size))
-    return workloads
+        plan = make_plan(model, replace(workload, micro_batch_size=size), mesh)
+        if plan.memory <= memory:
+            break
+    return plan
 
 
 def seconds_of(transfer: Transfer, mesh: MeshConfig) -> float:

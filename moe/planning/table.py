@@ -1,7 +1,7 @@
 """Plans as text."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from moe.checks import check
@@ -21,20 +21,26 @@ _BYTES_BY_UNIT = {
 _MAX_BYTES = 10**6 * 2**40
 
 
+def parse_quantity(text: str, units: Mapping[str, float]) -> float:
+    """Returns what a text of a number and a unit means; 0 for any other text.
+
+    Args:
+        text: E.g. `80GiB` or `3h`.
+        units: Size of each unit by its name; one in capitals is read in any case.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text, flags=re.ASCII)
+    if match is None:
+        return 0.0
+    return float(match[1]) * units.get(match[2], units.get(match[2].upper(), 0))
+
+
 def parse_bytes(text: str) -> int:
     """Returns the bytes that a text like `80GiB` means.
 
     Raises:
         ConfigError: If it is not a size.
     """
-    pattern = r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B)\s*"
-    match = re.fullmatch(pattern, text, flags=re.IGNORECASE | re.ASCII)
-
-    # An unknown unit, e.g. TB, counts as 0 bytes and is refused below.
-    num_bytes = 0.0
-    if match is not None:
-        num_bytes = float(match[1]) * _BYTES_BY_UNIT.get(match[2].upper(), 0)
-
+    num_bytes = parse_quantity(text, _BYTES_BY_UNIT)
     expected = (
         "a number above 0 and a unit, e.g. 80GiB, of at most 1,000,000 TiB (no device has more)"
     )
@@ -138,6 +144,9 @@ def _transfer_lines(plan: Plan) -> Iterator[str]:
     yield f"  {'in all':<51}{show_bytes(total):>14}{plan.seconds:>10.3g}"
 
 
+MOST_SUGGESTIONS = 10
+"""Meshes that a table shows."""
+
 MESH_HEADING = f"{'dp_replicate':>12}{'dp_shard':>10}{'ep':>6}{'tp':>6}{'rows/pass':>11}{'memory':>13}{'fits':>6}"
 """Columns of `show_mesh`."""
 
@@ -150,19 +159,18 @@ def show_mesh(plan: Plan, memory: int) -> str:
     return f"{sizes}{plan.workload.rows_of_pass(mesh):>11}{show_bytes(plan.memory):>13}{fits:>6}"
 
 
-def show_suggestions(plans: Sequence[Plan], memory: int, most: int = 10) -> str:
+def show_suggestions(plans: Sequence[Plan], memory: int) -> str:
     """Returns plans, the best first, as a table.
 
     Args:
         plans: In the order in which they are shown.
         memory: Bytes of a device.
-        most: Most plans to show.
     """
     lines = [f"{MESH_HEADING}{'seconds':>10}"]
-    for plan in plans[:most]:
+    for plan in plans[:MOST_SUGGESTIONS]:
         lines.append(f"{show_mesh(plan, memory)}{plan.seconds:>10.3g}")
 
-    # Also of those that are not shown.
+    # Count those that are not shown, too.
     num_fitting = sum(plan.memory <= memory for plan in plans)
     lines.append(f"{len(plans):,} meshes, of which {num_fitting:,} fit into {show_bytes(memory)}.")
     return "\n".join(lines)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
-from moe.checks import check_field_types, check_integer
 from moe.distributed.mesh import MeshConfig
 from moe.models.blocks import Block, Stack
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -19,13 +18,10 @@ from moe.sparse.losses import num_scope_ranks
 FLOAT32_BYTES = 4
 """Bytes of a number in parameters, gradients, optimizer state and the residual stream."""
 
-_MAX_INTEGER = 2**31 - 1
-_WHY_MAX_INTEGER = "an update of more fits on no cluster"
-
 
 @dataclass(frozen=True)
 class Workload:
-    """An update, as a recipe describes it.
+    """An update, as a recipe describes it; the recipe checks its numbers.
 
     Attributes:
         batch_size: Sequences in an update, over all ranks.
@@ -37,9 +33,6 @@ class Workload:
         activation_checkpointing: Whether a block keeps its input only.
         optimizer: A name in `moe.optim.optimizers.OPTIMIZERS`.
         optimizer_options: Options of that optimizer by name, as a recipe gives them.
-
-    Raises:
-        ConfigError: If a number is out of range.
     """
 
     batch_size: int
@@ -50,15 +43,6 @@ class Workload:
     activation_checkpointing: bool = False
     optimizer: str = "adafactor"
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_field_types(self)
-
-        # Sizes are multiplied: a mistyped one is refused before it fills a table.
-        for name in ("batch_size", "inputs_length", "targets_length"):
-            value = getattr(self, name)
-            check_integer(name, value, least=1, most=_MAX_INTEGER, reason=_WHY_MAX_INTEGER)
-        check_integer("micro_batch_size", self.micro_batch_size, least=1, optional="None for all")
 
     @property
     def lengths(self) -> tuple[int, int]:

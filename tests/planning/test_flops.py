@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe.distributed.mesh import MeshConfig
 from moe.models.configuration import STMoEConfig
-from moe.planning.flops import forward_flops
+from moe.planning.layer_costs import forward_flops
 from moe.planning.plan import build_model, make_plan
 from moe.planning.workload import Workload
 from tests.models.tiny import checkpointed, tiny_model
