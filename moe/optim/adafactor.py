@@ -23,7 +23,12 @@ from moe.optim.sharded_optimizer import (
     working_copy,
     zero_moment,
 )
-from moe.optim.sharded_parameters import MatrixSharding, PartialSum, zeros_with_dims
+from moe.optim.sharded_parameters import (
+    MatrixSharding,
+    PartialSum,
+    sharded_matrix_dims,
+    zeros_with_dims,
+)
 
 MIN_DIM_SIZE_TO_FACTOR = 128
 """Rows and columns from which a matrix is factored."""
@@ -242,18 +247,8 @@ def summed_elements(layout: Layout, mesh: MeshConfig) -> dict[tuple[str, ...], i
     shape = layout.local_shape(mesh)
     num_matrices = math.prod(shape[:batch_dims])
 
-    # The dimension that each group of axes shards.
-    sharded_dims: dict[tuple[str, ...], int] = {}
-    if layout.num_shards > 1:
-        sharded_dims[layout.fsdp_axes] = layout.shard_dim
-    if layout.tp_dim is not None:
-        sharded_dims[("tp",)] = layout.tp_dim
-
     elements: dict[tuple[str, ...], int] = {}
-    for axes, dim in sharded_dims.items():
-        if dim < batch_dims:
-            continue  # every matrix is whole
-
+    for axes, dim in sharded_matrix_dims(layout).items():
         # The squares of RMS(X) and RMS(U), of each matrix.
         elements[axes] = 2 * num_matrices
 

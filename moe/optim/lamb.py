@@ -116,7 +116,7 @@ def _adam_step(g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tenso
     v = local_shard(state["exp_avg_sq"]).view_as(g)
     v.mul_(group["beta2"]).addcmul_(g, g, value=1 - group["beta2"])
 
-    # What a start at 0 takes from moments of so many steps.
+    # Moments that start at 0 are too small by these factors.
     m_correction = 1.0
     v_correction = 1.0
     if group["bias_correction"]:

@@ -33,7 +33,7 @@ class LARS(TrustRatioOptimizer):
     - `scaled` momentum: v <- beta v + lambda ratio (g + weight_decay w), w <- w - v;
     - `unscaled`: v <- beta v + (g + weight_decay w), w <- w - lambda ratio v.
 
-    Without trust ratios the two are the same as long as lambda is; when it falls, `scaled` goes on
+    Without trust ratios the two are the same as long as lambda is; when it falls, `scaled` continues
     with the larger steps of before. Skipped parameters have plain momentum: ratio 1, no decay.
 
     Momentum is kept in float32 (float64 for float64 parameters). DTensor parameters take the same

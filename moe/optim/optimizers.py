@@ -1,8 +1,9 @@
 """Optimizers by name, as a recipe asks for them: how each is built, and what it costs on a mesh."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from moe.optim import adafactor
 from moe.optim.lamb import LAMB
 from moe.optim.lars import LARS
 from moe.optim.options import check_options, option_names
-from moe.optim.parameter_groups import SPECIAL_KINDS, WEIGHT
-from moe.optim.trust_ratio import refuse_clipping, summed_norms
+from moe.optim.parameter_groups import WEIGHT
+from moe.optim.trust_ratio import summed_norms
 from moe.registry import Registry
 
 RESERVED = frozenset({"lr", "clipping_threshold", "weight_decay"})
@@ -85,7 +86,7 @@ def build_adafactor(
     """Returns Adafactor, the paper's optimizer.
 
     Raises:
-        ConfigError: When a weight decay is asked for.
+        ConfigError: When a weight decay is set.
     """
     if weight_decay:
         raise ConfigError(
@@ -139,38 +140,23 @@ def _without_clipping(
         weight_decay: float,
         **options: Any,
     ) -> torch.optim.Optimizer:
-        refuse_clipping(name, clipping_threshold)
+        if clipping_threshold != 1.0:
+            raise ConfigError(
+                f"optim.clipping_threshold is {clipping_threshold}, but {name} has none: its ratio "
+                "bounds the step. Leave it at 1.0, or set optim.max_grad_norm."
+            )
         return optimizer(groups, weight_decay=weight_decay, **options)
 
     return build
 
 
-def _one_moment(layout: Layout, mesh: MeshConfig, **options: Any) -> int:
-    """Returns the numbers of the shard: one momentum for each."""
-    return math.prod(layout.local_shape(mesh))
-
-
-def _two_moments(layout: Layout, mesh: MeshConfig, **options: Any) -> int:
-    """Returns twice the shard: a first and a second moment of every number."""
-    return 2 * math.prod(layout.local_shape(mesh))
+def _moments(layout: Layout, mesh: MeshConfig, *, num_moments: int, **options: Any) -> int:
+    """Returns the numbers of so many moments of the shard."""
+    return num_moments * math.prod(layout.local_shape(mesh))
 
 
 def _no_sums(layout: Layout, mesh: MeshConfig, **options: Any) -> dict[tuple[str, ...], int]:
     return {}
-
-
-def _lars_sums(
-    layout: Layout, mesh: MeshConfig, *, skip: Sequence[str] = SPECIAL_KINDS, **options: Any
-) -> dict[tuple[str, ...], int]:
-    """Returns the squares of |w| and |g| of each matrix."""
-    return summed_norms(layout, mesh, skip=skip, num_norms=2)
-
-
-def _lamb_sums(
-    layout: Layout, mesh: MeshConfig, *, skip: Sequence[str] = SPECIAL_KINDS, **options: Any
-) -> dict[tuple[str, ...], int]:
-    """Returns the squares of |w|, |u| and |g| of each matrix."""
-    return summed_norms(layout, mesh, skip=skip, num_norms=3)
 
 
 OPTIMIZERS.add(
@@ -182,14 +168,17 @@ OPTIMIZERS.add(
     ),
 )
 OPTIMIZERS.add(
-    "adamw", OptimizerSpec(build=build_adamw, state_elements=_two_moments, summed_elements=_no_sums)
+    "adamw",
+    OptimizerSpec(
+        build=build_adamw, state_elements=partial(_moments, num_moments=2), summed_elements=_no_sums
+    ),
 )
 OPTIMIZERS.add(
     "lamb",
     OptimizerSpec(
         build=_without_clipping("lamb", LAMB),
-        state_elements=_two_moments,
-        summed_elements=_lamb_sums,
+        state_elements=partial(_moments, num_moments=2),
+        summed_elements=partial(summed_norms, num_norms=3),  # |w|, |u| and |g|
         options_of=LAMB,
     ),
 )
@@ -197,8 +186,8 @@ OPTIMIZERS.add(
     "lars",
     OptimizerSpec(
         build=_without_clipping("lars", LARS),
-        state_elements=_one_moment,
-        summed_elements=_lars_sums,
+        state_elements=partial(_moments, num_moments=1),
+        summed_elements=partial(summed_norms, num_norms=2),  # |w| and |g|
         options_of=LARS,
     ),
 )

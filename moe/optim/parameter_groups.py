@@ -8,7 +8,7 @@ EXPERT_STACKS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj",
 """Endings of the names of parameters whose first dimension counts experts."""
 
 WEIGHT = "weights"
-"""Kind of every parameter that is none of `SPECIAL_KINDS`."""
+"""Kind of every parameter that has none of the `SPECIAL_KINDS`."""
 
 SPECIAL_KINDS = ("norms", "biases", "router")
 """Kinds of parameters that an optimizer may treat apart."""

@@ -1,4 +1,4 @@
-"""What optimizers that take sums over a parameter's matrices share: each rank updates its shard.
+"""The base of optimizers that sum over a parameter's matrices: each rank updates its shard.
 
 A parameter is read as `<float>[..., n, m]`, see sharded_parameters.py; adafactor.py, lars.py and
 lamb.py say what a step is.
@@ -29,7 +29,7 @@ MAX_BUCKET_ELEMENTS = 2**24
 """Elements of the shards that are updated together, 64 MiB in float32: their updates are held at once."""
 
 SumsOverRanks = Generator[list[PartialSum], None, Any]
-"""A computation that needs sums over ranks: it yields its parts and goes on when they are sums.
+"""A computation that needs sums over ranks: it yields partial sums and resumes when they are summed.
 
 So all parameters of a bucket are computed side by side and their sums travel together.
 """
@@ -42,7 +42,7 @@ class PendingUpdate(NamedTuple):
         parameter: <float>[..., n, m] the parameter.
         group: Its group of settings.
         sharding: How it is sharded.
-        kind: What it is, see `parameter_kind`.
+        kind: Kind of the parameter, see `parameter_kind`.
     """
 
     parameter: Tensor

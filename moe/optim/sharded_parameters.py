@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from moe.distributed.sharding import local_shard
+from moe.distributed.sharding import Layout, local_shard
 from moe.distributed.wait_seconds import waiting_for
 from moe.kernels.torch_private import StridedShard
 
@@ -24,7 +24,7 @@ Groups = tuple[ProcessGroup, ...]
 
 
 class PartialSum(NamedTuple):
-    """What this rank has of a sum.
+    """A rank's part of a sum.
 
     Attributes:
         part: <float>[...] replaced by the sum; see `sum_in_place`.
@@ -62,7 +62,7 @@ class MatrixSharding(NamedTuple):
 
 
 def matrix_sharding(parameter: Tensor, batch_dims: int) -> MatrixSharding:
-    """Returns how a parameter is sharded, by its mesh and placements; no rank is asked.
+    """Returns how a parameter is sharded, by its mesh and placements, without communication.
 
     Args:
         parameter: <float>[..., n, m] DTensor on any mesh, each axis with `Replicate`, `Shard` or
@@ -101,10 +101,23 @@ def matrix_sharding(parameter: Tensor, batch_dims: int) -> MatrixSharding:
     )
 
 
+def sharded_matrix_dims(layout: Layout) -> dict[tuple[str, ...], int]:
+    """Returns the dimension that each group of mesh axes shards; axes that leave every matrix whole
+    are left out.
+    """
+    dims: dict[tuple[str, ...], int] = {}
+    if layout.num_shards > 1:
+        dims[layout.fsdp_axes] = layout.shard_dim
+    if layout.tp_dim is not None:
+        dims[("tp",)] = layout.tp_dim
+    batch_dims = int(layout.expert)
+    return {axes: dim for axes, dim in dims.items() if dim >= batch_dims}
+
+
 def zeros_with_dims(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns zeros <dtype>[...] with some dimensions of a parameter, placed as these are.
 
-    Beside a DTensor stands a DTensor, replicated over the axes that shard one of the other
+    For a DTensor the result is a DTensor, replicated over the axes that shard one of the other
     dimensions, so that `torch.distributed.checkpoint` can save it and bring it to another mesh.
 
     Args:

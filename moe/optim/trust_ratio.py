@@ -12,9 +12,9 @@ from torch import Tensor
 from moe.checks import check, check_number
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout
-from moe.errors import ConfigError
 from moe.optim.parameter_groups import SPECIAL_KINDS, parameter_kind
 from moe.optim.sharded_optimizer import PendingUpdate, ShardedOptimizer
+from moe.optim.sharded_parameters import sharded_matrix_dims
 
 
 class TrustRatioOptimizer(ShardedOptimizer):
@@ -59,38 +59,29 @@ def add_product(x: Tensor, y: Tensor, rate: float | Tensor, sign: int) -> None:
         x.add_(y, alpha=sign * rate)
 
 
-def refuse_clipping(name: str, clipping_threshold: float) -> None:
-    """Raises a ConfigError when a recipe sets Adafactor's clipping for an optimizer without it."""
-    if clipping_threshold != 1.0:
-        raise ConfigError(
-            f"optim.clipping_threshold is {clipping_threshold}, but {name} has none: its ratio "
-            "bounds the step. Leave it at 1.0, or set optim.max_grad_norm."
-        )
-
-
 # ---- what a step costs, before any rank exists ----
 
 
 def summed_norms(
-    layout: Layout, mesh: MeshConfig, *, skip: Sequence[str], num_norms: int
+    layout: Layout,
+    mesh: MeshConfig,
+    *,
+    num_norms: int,
+    skip: Sequence[str] = SPECIAL_KINDS,
+    **options: Any,
 ) -> dict[tuple[str, ...], int]:
     """Returns the numbers that a rank sums over other ranks for one parameter, by mesh axes.
 
     Args:
         layout: Where the parameter lies.
         mesh: Sizes.
-        skip: Kinds without a ratio.
         num_norms: Norms that are taken of each matrix.
+        skip: Kinds without a ratio.
+        options: Other options of the optimizer, which change no sum.
     """
     batch_dims = int(layout.expert)
     if parameter_kind(layout.rule, len(layout.shape) - batch_dims) in skip:
         return {}
 
-    # Norms are of whole matrices: axes that shard the experts alone need no sum.
     num_matrices = math.prod(layout.local_shape(mesh)[:batch_dims])
-    elements: dict[tuple[str, ...], int] = {}
-    if layout.num_shards > 1 and layout.shard_dim >= batch_dims:
-        elements[layout.fsdp_axes] = num_norms * num_matrices
-    if layout.tp_dim is not None and layout.tp_dim >= batch_dims:
-        elements[("tp",)] = num_norms * num_matrices
-    return elements
+    return dict.fromkeys(sharded_matrix_dims(layout), num_norms * num_matrices)
