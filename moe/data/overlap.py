@@ -102,7 +102,7 @@ class Matches(NamedTuple):
 def measure_overlap(
     inputs: Mapping[Any, Sequence[str]], texts: Iterable[str], sizes: Sequence[int] = NGRAM_SIZES
 ) -> dict[Any, list[Overlap]]:
-    """Returns how much of each test set stands in a text, for each size of n-grams.
+    """Returns how much of each test set occurs in a text, for each size of n-grams.
 
     Args:
         inputs: Inputs by the name of their test set. Words with which all of them begin are a
@@ -131,21 +131,20 @@ def measure_overlap(
 
 
 def quoting_paragraphs(
-    inputs: Iterable[Sequence[str]], texts: Iterable[Sequence[str]], n: int = NGRAM_SIZES[0]
+    inputs: Iterable[Sequence[str]], texts: Iterable[Sequence[str]]
 ) -> Iterator[bool]:
-    """Yields for each paragraph of each text whether it has a word of an n-gram of the inputs.
+    """Yields for each paragraph of each text whether it has a word of an n-gram of the inputs, n = 8.
 
     Args:
         inputs: Test sets; see `measure_overlap`.
         texts: Each a list of its paragraphs, over which an n-gram may run.
-        n: Words of an n-gram.
     """
     words: list[list[str]] = []
     for test_set in inputs:
         words += _words_of_inputs(test_set)
 
     # A match marks all paragraphs that it spans.
-    index = NgramIndex(words, [n])
+    index = NgramIndex(words, NGRAM_SIZES[:1])
     for batch in _batches(texts):
         matches = index.find(batch)
         is_quoting = np.zeros(sum(map(len, batch)), dtype=np.bool_)
@@ -203,9 +202,10 @@ class NgramIndex:
         count = len(self._ids) + 1
         self._hashes = rng.integers(2**64, size=count, dtype=np.uint64)  # [V + 1]
 
-        # An n-gram is identified by its number of words and its hash. For each n: pairs of an
-        # n-gram and an input that has it, <int64>[P, 2].
-        numbers: dict[tuple[int, int], int] = {}
+        # The number of each n-gram by its words and hash. For each n: pairs of an n-gram and an
+        # input that has it, <int64>[P, 2].
+        numbers: dict[int, dict[int, int]] = {}
+        self.num_ngrams = 0
         self._incidences: dict[int, NDArray[np.int64]] = {}
         for n in sizes:
             pairs: list[tuple[int, int]] = []
@@ -214,17 +214,17 @@ class NgramIndex:
                 size = min(n, len(words))
                 if size < min(n, SHORTEST):
                     continue
-                for value in set(self._windows(words, size)):
-                    pairs.append((numbers.setdefault((size, value), len(numbers)), number))
+                ids = [self._ids[word] for word in words]
+                *_, windows = _rolling_hashes(self._hashes[ids], size)
+                number_by_hash = numbers.setdefault(size, {})
+                for value in set(windows.tolist()):
+                    if value not in number_by_hash:
+                        number_by_hash[value] = self.num_ngrams
+                        self.num_ngrams += 1
+                    pairs.append((number_by_hash[value], number))
             self._incidences[n] = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
 
-        self.num_ngrams = len(numbers)
-        self._tables = _tables(numbers)
-
-    def _windows(self, words: Sequence[str], size: int) -> list[int]:
-        """Returns the hashes of all runs of so many words."""
-        ids = np.asarray([self._ids[word] for word in words], dtype=np.int64)
-        return list(_rolling_hashes(self._hashes[ids], size))[-1].tolist()
+        self._tables = {size: _Table(of_size) for size, of_size in numbers.items()}
 
     def find(self, texts: Sequence[Sequence[str]]) -> Matches:
         """Returns where the n-grams occur.
@@ -242,6 +242,7 @@ class NgramIndex:
                 ids += [number_of(word, 0) for word in _words(paragraph)]
             ids.append(0)
         hashes = self._hashes[np.asarray(ids, dtype=np.int64)]  # [W]
+        first_words = np.asarray(starts, dtype=np.int64)
 
         # One size of n-grams after the other: number, first and last paragraph of each match.
         matches = [np.empty((3, 0), dtype=np.int64)]
@@ -249,8 +250,8 @@ class NgramIndex:
         for size, windows in enumerate(_rolling_hashes(hashes, longest), start=1):
             if size in self._tables:
                 positions, numbers = self._tables[size].find(windows)
-                first = _paragraph_at(positions, starts)
-                last = _paragraph_at(positions + size - 1, starts)
+                first = np.searchsorted(first_words, positions, side="right") - 1
+                last = np.searchsorted(first_words, positions + size - 1, side="right") - 1
                 matches.append(np.stack([numbers, first, last]))
 
         ngrams, first, last = np.concatenate(matches, axis=1)
@@ -284,12 +285,14 @@ class NgramIndex:
 
 
 class _Table:
-    """Hashes of the n-grams of one size, with their numbers."""
+    """The n-grams of one size: their hashes in order, and their numbers."""
 
-    def __init__(self, hashes: NDArray[np.uint64], numbers: NDArray[np.int64]):
-        order = np.argsort(hashes)
-        self._hashes = hashes[order]
-        self._numbers = numbers[order]
+    def __init__(self, number_by_hash: Mapping[int, int]):
+        pairs = sorted(number_by_hash.items())
+        hashes = np.asarray([value for value, _ in pairs], dtype=np.uint64)
+        self._hashes = hashes
+        self._numbers = np.asarray([number for _, number in pairs])
+
         # Most windows of a text are ruled out by the upper bits of their hash.
         self._shift = np.uint64(64 - _FLAG_BITS)
         self._flags = np.zeros(2**_FLAG_BITS, dtype=np.bool_)
@@ -299,24 +302,12 @@ class _Table:
         """Returns the positions of the windows that are n-grams, and the numbers of these."""
         candidates = np.flatnonzero(self._flags[windows >> self._shift])
         values = windows[candidates]
+
         # The others are looked up among the sorted hashes.
         places = np.searchsorted(self._hashes, values)
         places = np.minimum(places, len(self._hashes) - 1)
         is_equal = self._hashes[places] == values
         return candidates[is_equal], self._numbers[places[is_equal]]
-
-
-def _tables(numbers: Mapping[tuple[int, int], int]) -> dict[int, _Table]:
-    """Returns a table for each size, of the numbers of n-grams by size and hash."""
-    by_size: dict[int, list[tuple[int, int]]] = {}
-    for (size, value), number in numbers.items():
-        by_size.setdefault(size, []).append((value, number))
-
-    tables = {}
-    for size, pairs in by_size.items():
-        hashes = np.asarray([value for value, _ in pairs], dtype=np.uint64)
-        tables[size] = _Table(hashes, np.asarray([number for _, number in pairs]))
-    return tables
 
 
 def _rolling_hashes(hashes: NDArray[np.uint64], longest: int) -> Iterator[NDArray[np.uint64]]:
@@ -332,8 +323,3 @@ def _rolling_hashes(hashes: NDArray[np.uint64], longest: int) -> Iterator[NDArra
         last_words = hashes[size - 1 :]
         windows = last_words if size == 1 else windows[:-1] * _MULTIPLIER + last_words
         yield windows
-
-
-def _paragraph_at(positions: NDArray[np.int64], starts: Sequence[int]) -> NDArray[np.int64]:
-    """Returns the paragraph of each position; paragraphs begin at `starts`, in order."""
-    return np.searchsorted(np.asarray(starts), positions, side="right") - 1
