@@ -1,6 +1,6 @@
 """Batches made ahead of the steps that train on them, by processes of their own.
 
-Comes after `pipeline`. A batch is a function of the step, so whoever makes it makes the same one.
+Comes after `pipeline`. A batch is a function of the step, so every process makes the same one.
 """
 
 import os
@@ -30,8 +30,8 @@ def batches_ahead(
         source: Makes batches; workers are forked with it, so it is not copied.
         rows: Rows of every batch to make.
         steps: Numbers of the batches.
-        workers: Processes that make batches; 0 for this one, in the moment in which it is asked.
-            None for one to each four cores that a rank of this machine has, at most four.
+        workers: Processes that make batches; 0 makes each batch in this process when it is needed.
+            None for one per four cores of a rank on this machine, at most four.
     """
     if workers is None:
         workers = default_workers()
@@ -48,7 +48,7 @@ def batches_ahead(
         prefetch_factor=_BATCHES_AHEAD,
         multiprocessing_context="fork",
         worker_init_fn=_leave_signals_to_the_run,
-        # Else the seed of the workers, which need none, comes out of torch's global randomness.
+        # Workers need no seed; by default the loader draws one from torch's global generator.
         generator=torch.Generator(),
     )
 
@@ -61,7 +61,7 @@ def default_workers() -> int:
 
 
 def check_workers(workers: int | None) -> None:
-    """Raises a ConfigError when `data.workers` is no number of processes."""
+    """Raises a ConfigError when `data.workers` is not a number of processes."""
     cores = len(os.sched_getaffinity(0))
     check_integer(
         "data.workers",
@@ -85,6 +85,6 @@ class _Batches(Dataset[Batch]):
 
 
 def _leave_signals_to_the_run(worker: int) -> None:
-    """Ctrl-C reaches workers too, and the run still needs the batches of its last step."""
+    """Ignores Ctrl-C in a worker: the run still needs the batches of its last step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

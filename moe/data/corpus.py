@@ -74,13 +74,13 @@ def build_corpus(
         seed: Another seed holds out other documents.
         leave_out: Sources of documents that must stay unseen: neither they nor paragraphs that they
             hold are in the corpus.
-        unseen_inputs: Inputs of test sets. A paragraph that shares 8 words in a row with one is not in
-            the corpus, wherever it stands; see `quoting_paragraphs`.
+        unseen_inputs: Inputs of test sets. A paragraph that shares 8 words in a row with one is
+            left out, whatever its document; see `quoting_paragraphs`.
 
     Raises:
         ConfigError: When the fraction is not between 0 and 1, or a source to leave out is not
             there.
-        DataError: When fewer than two documents have text, or a text is none that UTF-8 can write.
+        DataError: When fewer than two documents have text, or a text cannot be written as UTF-8.
     """
     check_number("held_out_fraction", held_out_fraction, above=0, below=1)
     check_integer("seed", seed)
@@ -89,7 +89,7 @@ def build_corpus(
     missing = sorted(set(leave_out) - sources)
     if missing:
         raise ConfigError(
-            f"{missing[0]!r} is to be left out, but is no source of the documents. Leave it away."
+            f"{missing[0]!r} is to be left out, but is no source of the documents. Remove it from leave_out."
         )
 
     # Of equal paragraphs the first stays: with the unseen documents in front, no other document
@@ -135,7 +135,7 @@ def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Docume
     """Returns the documents without repeated paragraphs, and the number of those.
 
     Two paragraphs are equal when they have the same letters and digits, whatever the case, spaces
-    and punctuation: otherwise inherited docstrings would stand in training and held-out alike. A
+    and punctuation: otherwise inherited docstrings would be in training and held-out alike. A
     document that becomes empty is dropped.
     """
     seen: set[str] = set()
@@ -204,7 +204,7 @@ def save_corpus(
     Args:
         corpus: The corpus.
         folder: Where to.
-        overlaps: What of test sets stands in it; kept beside it where there is any.
+        overlaps: Overlaps of test sets with its training text, written beside it if there are any.
 
     Raises:
         DataError: When the folder holds something that is not a corpus.
@@ -282,7 +282,7 @@ def _read_split(shards: list[Path], advice: str, *, validate: bool) -> "datasets
         validate: Whether to check every row: an offset that points nowhere would end the process.
 
     Raises:
-        DataError: When a file is no Arrow stream of documents.
+        DataError: When a file is not an Arrow stream of documents.
     """
     import datasets
 
@@ -307,7 +307,7 @@ def _read_split(shards: list[Path], advice: str, *, validate: bool) -> "datasets
 
 
 _DAMAGE = (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError)
-"""Errors of `datasets` and pyarrow for a file that is no Arrow stream of a data set."""
+"""Errors of `datasets` and pyarrow for a file that is not an Arrow stream of a data set."""
 
 
 @contextmanager
@@ -357,7 +357,7 @@ def corpus_table(corpus: Corpus) -> str:
 
 
 def markdown_table(header: list[str], rows: list[list[str | int]]) -> str:
-    """Returns an aligned table; numbers stand right, with thousands separators."""
+    """Returns a table with aligned columns; numbers are right-aligned, with thousands separators."""
     texts = [header]
     for row in rows:
         texts.append([_table_cell(value) for value in row])
@@ -374,7 +374,7 @@ def markdown_table(header: list[str], rows: list[list[str | int]]) -> str:
             cells.append(text.rjust(width) if right else text.ljust(width))
         lines.append("| " + " | ".join(cells) + " |")
 
-    # The rule under the header, with a colon where a column stands right.
+    # The rule under the header, with a colon where a column is right-aligned.
     dashes = []
     for width, right in zip(widths, is_number, strict=True):
         dashes.append("-" * (width + 1) + (":" if right else "-"))

@@ -95,8 +95,8 @@ def check_rates(maximum: int | None, temperature: float) -> None:
 def choose_examples(examples: Sequence[T], size: int | None, seed: int) -> list[T]:
     """Returns a random subset of a task's training examples, in their order.
 
-    Of one seed a smaller subset is a part of every larger one, so that what more labels bring is
-    not mixed with other labels.
+    With the same seed a smaller subset is part of every larger one, so that comparing sizes does
+    not also compare other labels.
 
     Args:
         examples: N examples.
@@ -115,7 +115,7 @@ def format_choice(num_chosen: int, num_examples: int, size: int | None, seed: in
     Args:
         num_chosen: Examples of the subset.
         num_examples: Examples of which they are.
-        size: How many were asked for; None for all.
+        size: Requested number; None for all.
         seed: Of the choice.
     """
     if num_chosen < num_examples:
@@ -153,7 +153,7 @@ class MixtureSource:
             batch_size: Rows in a batch.
             seed: Another seed gives another order.
             pack: Whether rows hold as many examples as fit, of whatever tasks.
-            sentinels: Which sentinels stand in the pairs; see `PairSource`.
+            sentinels: Which sentinels the pairs get; see `PairSource`.
             maximum: See `mixing_rate`.
             temperature: See `mixing_rate`.
             keep_in: See `PairSource`.
@@ -185,7 +185,7 @@ class MixtureSource:
             examples = encode_pairs(pairs, tokenizer, self._row_lengths, sentinels, keep_in)
             self._examples.append(examples)
 
-        # Rows of the windows that were asked for last; where each packed window starts.
+        # Rows of the windows that were read last; first row of each packed window.
         self._first_rows = [0]
         self._window_rows = lru_cache(maxsize=2)(self._build_rows)
 
@@ -215,7 +215,7 @@ class MixtureSource:
         rng = np.random.default_rng([self._seed, 2, number])
         tasks = rng.permutation(np.repeat(np.arange(len(counts)), counts))  # [W]
 
-        # Each task goes on in its own stream where the window before it ended.
+        # Each task continues its own stream where the window before it ended.
         indices = np.empty_like(tasks)  # [W]
         for task, (start, end) in enumerate(zip(starts, ends, strict=True)):
             indices[tasks == task] = self._task_stream(task, start, end)

@@ -62,7 +62,7 @@ def fill_row(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns a row of tokens <int64>[length] and its segment numbers <int64>[length].
 
-    Segments count from 1; 0 stands for padding.
+    Segments count from 1; 0 is padding.
     """
     tokens = np.full(length, padding, dtype=np.int64)
     segments = np.zeros(length, dtype=np.int64)

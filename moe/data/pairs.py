@@ -21,10 +21,10 @@ from moe.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 Sentinels = Literal["none", "one"]
-"""Which sentinels stand in pairs of texts: none, or one at the end of the input and the front of the target."""
+"""Sentinels of a pair of texts: none, or one at the end of the input and at the front of the target."""
 
 _NAMES = ("tokens", "lengths", "num_truncated")
-_FORMAT = 1  # another one when other tokens are kept of the same texts
+_FORMAT = 1  # increase when the same texts give other tokens
 _WORTH_KEEPING = 2**17  # characters; fewer are tokenized in a tenth of a second
 _TEXTS_AT_ONCE = 4096  # lists of Python's integers take ten times the memory of arrays
 
@@ -96,13 +96,13 @@ def _encode(
     """Returns the tokens of each text of a side: parts of one array, which may lie on disk."""
     path = None
     if keep_in is not None:
-        # What decides over the tokens, beside texts and tokenizer.
+        # Besides texts and tokenizer, these determine the tokens.
         settings = (_FORMAT, side, tokenizer.split_special_tokens)
         name = tokens_name(texts, tokenizer, repr(settings))
         path = keep_in / name
     arrays = kept_arrays(path, _NAMES, partial(_tokenize, texts, tokenizer, side))
 
-    # It is said again in every run, whoever has tokenized the texts.
+    # Warn in every run, also when the tokens were read from disk.
     num_truncated = arrays["num_truncated"].item()
     if num_truncated:
         logger.warning(

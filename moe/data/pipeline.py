@@ -35,7 +35,7 @@ _ROUND_UP_TO = 8
 
 
 class BatchSource(Protocol):
-    """What a training loop reads."""
+    """Batches for a training loop."""
 
     @property
     def batch_size(self) -> int:
@@ -53,7 +53,7 @@ class BatchSource(Protocol):
         ...
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """Returns the batch of a step: the same one however often, and in whatever order, it is asked.
+        """Returns the batch of a step, the same one in every call and in any order of calls.
 
         Args:
             step: Number of the batch, from 0.
@@ -87,7 +87,7 @@ class SpanCorruptionSource:
 
         Raises:
             DataError: When the text is shorter than one chunk, or has ids that are not text.
-            ConfigError: When a number is out of range, or `inputs_length` does not go with the
+            ConfigError: When a number is out of range, or `inputs_length` does not fit the
                 noise and the sentinels.
         """
         check_source_numbers(seed, batch_size=batch_size)
@@ -240,8 +240,8 @@ def stack_rows(
         padding: Token of input positions without an input.
         rows: Rows of the batch to make.
     """
-    # The length of the longest row is that of the whole batch, whichever rows are made. Where all
-    # have the same length, nothing is asked of other rows.
+    # The longest row of the whole batch determines the length, whichever rows are made. If all rows
+    # have the same length, the others need not be read.
     if lengths is not None:
         positions = positions[rows]
         rows = ALL_ROWS

@@ -183,7 +183,7 @@ def _part_lengths(borders: NDArray[np.int64], total: int) -> NDArray[np.int64]:
 def corrupt(tokens: Tokens, masks: NDArray[np.bool_], ids: SpecialIds) -> tuple[Tokens, Tokens]:
     """Returns inputs <int>[..., L] and targets <int>[..., T], each with the end token.
 
-    Each run of masked tokens is one sentinel in the inputs; in the targets the same sentinel stands
+    Each run of masked tokens is one sentinel in the inputs; in the targets the same sentinel comes
     before the tokens that it hides. There is no closing sentinel.
 
     Args:
@@ -204,7 +204,7 @@ def _replace_runs(tokens: Tokens, masks: NDArray[np.bool_], ids: SpecialIds) -> 
     sentinels = ids.first_sentinel + 1 - np.cumsum(starts, axis=-1)
     replaced = np.where(starts, sentinels, tokens)
 
-    # What is left of a row, and the end token behind it.
+    # The rest of each row, and the end token behind it.
     rows = tokens.shape[:-1]
     left = replaced[starts | ~masks].reshape(*rows, -1)
     ends = np.full((*rows, 1), ids.eos)

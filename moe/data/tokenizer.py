@@ -172,7 +172,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     refuse_damage(folder, checked_files, advice=advice)
     check_tokenizer_files(folder, advice=advice)
 
-    # What does not fit together, as an unknown token that is missing, shows when it is used.
+    # Files that do not fit together, e.g. a missing unknown token, show when the tokenizer is used.
     read_last = settings_files[0] if settings_files else TOKENIZER_FILE
     with _failures_of_tokenizers(folder / read_last, advice):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
@@ -221,7 +221,7 @@ def _failures_of_tokenizers(path: Path, advice: str) -> Iterator[None]:
         if isinstance(error, MoEError) or not is_expected:
             raise
 
-        # The system's own errors stand in its text.
+        # Its text contains the errors of the operating system.
         refused_by_system = re.search(r"\(os error (\d+)\)", str(error))
         if refused_by_system:
             number = int(refused_by_system[1])
@@ -242,7 +242,7 @@ def end_with_sentinel(
 
     Args:
         tokenizer: Tokenizer with sentinels.
-        has_sentinel: Whether the sentinel stands there; False for the end token alone.
+        has_sentinel: Whether the sentinel comes before it; False for the end token alone.
     """
     ids = SpecialIds.of(tokenizer)
     endings = [(str(tokenizer.eos_token), ids.eos)]

@@ -88,14 +88,14 @@ def _encode(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -
 def tokens_name(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, settings: str = ""
 ) -> str:
-    """Returns the name of a file, which tells these texts and this tokenizer from all others.
+    """Returns the name of a file of tokens, unique to these texts and this tokenizer.
 
     Args:
-        texts: What is tokenized.
+        texts: Texts to tokenize.
         tokenizer: Tokenizer.
-        settings: What else decides over the tokens.
+        settings: Everything else that determines the tokens.
     """
-    # An earlier call may have left its truncation and padding, and ours have none.
+    # An earlier call may have left its truncation and padding; ours have none.
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -111,10 +111,10 @@ def tokens_name(
 
 
 def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arrays]) -> Arrays:
-    """Returns the arrays of a file, made and written first where there is no whole one.
+    """Returns the arrays of a file; makes and writes them first if there is no complete file.
 
-    Of processes that ask at once one makes them, and the others wait for its file. Where nothing
-    can be written they are made each time.
+    Of several processes one makes them, and the others wait for its file. Where nothing can be
+    written they are made each time.
 
     Args:
         path: The file; None for none.

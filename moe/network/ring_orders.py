@@ -47,7 +47,7 @@ def whole_grid_of(topology: Topology) -> IntArray:
     grid = np.arange(topology.num_ranks).reshape(shape)
     is_dead = np.isin(grid, list(topology.dead))
 
-    # What is dead along all other axes is left out.
+    # Leave out lines all of whose ranks are dead.
     axes = range(grid.ndim)
     for axis in axes:
         others = tuple(other for other in axes if other != axis)

@@ -165,7 +165,7 @@ def grid_reduce_scatter(
         phase = ring_reduce_scatter(rings, first, last, num_ranks=num_ranks, num_units=num_units)
         phases.append(phase)
 
-        # A rank goes on with its chunk.
+        # A rank continues with its chunk.
         bounds = ring_bounds(first, last, *rings.shape)
         low = _from_lines(bounds[:, :-1], grid.shape, axis)
         high = _from_lines(bounds[:, 1:], grid.shape, axis)
@@ -286,7 +286,7 @@ def multi_ring_all_reduce(
     for size in levels:
         check_integer("size of a level", size, least=1)
 
-    # Neighbours on the fastest level stand along the last axis.
+    # Neighbours on the fastest level lie along the last axis.
     product = math.prod(levels)
     order: IntArray = np.arange(product) if ranks is None else np.asarray(ranks, np.int64)
     check(
@@ -305,7 +305,7 @@ def factorisations(num_ranks: int, num_levels: int) -> list[tuple[int, ...]]:
     if num_levels == 1:
         return [(num_ranks,)]
 
-    # The first level, and all ways to go on.
+    # The first level, and all ways to factorise the rest.
     products = []
     for size in range(1, num_ranks + 1):
         if num_ranks % size == 0:

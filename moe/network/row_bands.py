@@ -59,7 +59,7 @@ def find_bands(ranks: ArrayLike, dead: Collection[int]) -> list[Band]:
         expected = f"all of the block {block} or none"
         check(False, "dead ranks", sorted(dead), expected)
 
-    # A pair that helps another one is no band of its own.
+    # A pair that helps another one is not a band of its own.
     helpers = _find_helpers(is_dead)
     bands = []
     for pair, holes in enumerate(is_dead):

@@ -21,7 +21,7 @@ from moe.network.schedule import IntArray, Schedule, beside, intervals, split_ev
 
 
 class Fragment(NamedTuple):
-    """Live ranks of a broken pair of rows that stand together.
+    """Adjacent live ranks of a broken pair of rows.
 
     Attributes:
         ring: <int64>[2 m] ranks in the order of a ring.

@@ -113,7 +113,7 @@ class Schedule:
     Attributes:
         num_ranks: Ranks, numbered from 0; some may take no part, e.g. dead ones.
         num_units: Units of every buffer.
-        transfers: What is sent.
+        transfers: Transfers in the order of their steps.
         before: Units that ranks begin with.
         after: Units that ranks end with: each the sum over all ranks that began with it.
 

@@ -49,7 +49,7 @@ _ADVICE = "Restore the file from a copy, or move the folder away."
 
 
 class ProbeFacts(NamedTuple):
-    """What is probed; the content of probe.json.
+    """Facts about probes; the content of probe.json.
 
     Attributes:
         version: Version of the format.
@@ -99,7 +99,7 @@ class Probe(NamedTuple):
 
 
 # ---------------------------------------------------------------------------
-# What is probed
+# The text that is probed
 
 
 def probe_text(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -> ProbeText:
@@ -131,7 +131,7 @@ def probe_text(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -
 def probe_facts(
     model: STMoEForConditionalGeneration, text: ProbeText, description: str
 ) -> ProbeFacts:
-    """Returns what the probes of a model on a text say of themselves.
+    """Returns the facts about the probes of a model on a text.
 
     Args:
         model: Gives the sparse layers.
@@ -256,7 +256,7 @@ def read_probes(folder: Path) -> list[Probe]:
     probes = [_read_probe(path, facts) for path in _step_files(folder)]
     if not probes:
         raise DataError(f"{folder} holds no probe yet. Train on until the first one is due.")
-    read_probe_text(folder)  # without it nobody knows what was routed
+    read_probe_text(folder)  # choices without their text mean nothing
     return probes
 
 

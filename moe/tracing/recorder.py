@@ -118,7 +118,7 @@ class StackInputs(NamedTuple):
 
     Attributes:
         ids: <int64>[B, L] token ids.
-        is_real: <bool>[B, L] which of them are no padding.
+        is_real: <bool>[B, L] False at padding.
     """
 
     ids: Tensor
@@ -241,7 +241,7 @@ class Recording:
             "decoder": output.decoder_router_outputs,
         }
 
-        # What is of examples, and what only the decoder has.
+        # Rows of examples, and the targets of the decoder.
         numbers = [self._domains.setdefault(name, len(self._domains)) for name in traced.domains]
         rows = {
             "document": torch.tensor(list(traced.documents), dtype=torch.int32),

@@ -21,7 +21,7 @@ ACCEPTED = 2
 
 
 class LayerFacts(NamedTuple):
-    """What a sparse layer is.
+    """Settings of a sparse layer.
 
     Attributes:
         stack: `encoder` or `decoder`.
@@ -39,7 +39,7 @@ class LayerFacts(NamedTuple):
 
 
 class TraceFacts(NamedTuple):
-    """What was traced; the content of trace.json.
+    """Facts about a trace; the content of trace.json.
 
     Attributes:
         version: Version of the format.
@@ -71,10 +71,10 @@ class TraceFacts(NamedTuple):
 
 
 class LayerTrace(NamedTuple):
-    """What one sparse layer did with the N tokens of its stack.
+    """Decisions of one sparse layer about the N tokens of its stack.
 
     Attributes:
-        facts: What the layer is.
+        facts: Settings of the layer.
         expert: <int8 or int16>[N, K] expert of each choice, requested or not.
         state: <uint8>[N, K] NOT_REQUESTED, REFUSED or ACCEPTED.
         gate: <float32>[N, K] combine weight; 0 where not accepted.
@@ -102,7 +102,7 @@ class LayerTrace(NamedTuple):
 
     @property
     def choices(self) -> Tensor:
-        """Returns <int8 or int16>[N, K]: the experts that were asked for, -1 for no request."""
+        """Returns <int8 or int16>[N, K]: the requested experts, -1 for no request."""
         return self.expert.masked_fill(self.state == NOT_REQUESTED, -1)
 
     @property
@@ -112,7 +112,7 @@ class LayerTrace(NamedTuple):
 
 
 class StackTrace(NamedTuple):
-    """What the routers of one stack did.
+    """Decisions of the routers of one stack.
 
     Attributes:
         ids: <int32>[N] token ids, without padding, one example after the other. The decoder's are
@@ -144,7 +144,7 @@ class Trace(NamedTuple):
     """Where every token of some examples went.
 
     Attributes:
-        facts: What was traced.
+        facts: Facts about the trace.
         encoder: The encoder's tokens and sparse layers.
         decoder: The decoder's.
         document: <int32>[num_examples] number of the document that each example is from: what is
@@ -187,6 +187,9 @@ def id_dtype(vocab_size: int) -> torch.dtype:
 # ---------------------------------------------------------------------------
 # As named tensors, which files hold
 
+_CHOICE_TENSORS = ("expert", "state", "gate", "first", "best_expert", "best_prob")
+"""Fields of a `LayerTrace` with a row for each token."""
+
 
 def trace_tensors(trace: Trace) -> dict[str, Tensor]:
     """Returns the tensors of a trace by name, e.g. `encoder.0.expert`; ids are as narrow as can be."""
@@ -200,7 +203,7 @@ def trace_tensors(trace: Trace) -> dict[str, Tensor]:
     # Of layers: choices of every token, and sums over them.
     for layer in trace.layers:
         prefix = f"{layer.facts.stack}.{layer.facts.layer}"
-        for name in ("expert", "state", "gate", "first", "best_expert", "best_prob"):
+        for name in _CHOICE_TENSORS:
             tensors[f"{prefix}.{name}"] = getattr(layer, name)
         for name, value in layer.stats._asdict().items():
             tensors[f"{prefix}.stats.{name}"] = value
@@ -233,13 +236,5 @@ def trace_from(facts: TraceFacts, tensors: Mapping[str, Tensor]) -> Trace:
 def _layer_from(facts: LayerFacts, tensors: Mapping[str, Tensor]) -> LayerTrace:
     prefix = f"{facts.stack}.{facts.layer}"
     stats = RouterStats(*(tensors[f"{prefix}.stats.{name}"] for name in RouterStats._fields))
-    return LayerTrace(
-        facts=facts,
-        expert=tensors[f"{prefix}.expert"],
-        state=tensors[f"{prefix}.state"],
-        gate=tensors[f"{prefix}.gate"],
-        first=tensors[f"{prefix}.first"],
-        best_expert=tensors[f"{prefix}.best_expert"],
-        best_prob=tensors[f"{prefix}.best_prob"],
-        stats=stats,
-    )
+    choices = {name: tensors[f"{prefix}.{name}"] for name in _CHOICE_TENSORS}
+    return LayerTrace(facts, **choices, stats=stats)

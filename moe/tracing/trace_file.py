@@ -68,7 +68,7 @@ def record_to_folder(
     Raises:
         ConfigError: When `num_best` is not between 0 and the number of experts.
         DataError: When there is no example, a batch has no labels or has segments, or the folder
-            holds something that is no trace.
+            holds something other than a trace.
     """
     recording = Recording(model, num_best=num_best)
     with whole_folder(folder, kind=TRACE) as partial:
@@ -87,7 +87,7 @@ def save_trace(trace: Trace, folder: Path) -> None:
     """Writes a trace to a folder, whole or not at all; an earlier trace there is replaced.
 
     Raises:
-        DataError: When the folder holds something that is no trace.
+        DataError: When the folder holds something other than a trace.
     """
     with whole_folder(folder, kind=TRACE) as partial:
         with _RowStream(partial / ".rows") as stream:
@@ -163,14 +163,14 @@ def read_trace(folder: Path) -> Trace:
     """Returns a trace that was written to a folder.
 
     Raises:
-        DataError: When the folder is no trace, or a file of it is damaged; names the file.
+        DataError: When the folder is not a trace, or a file of it is damaged; names the file.
     """
     advice = "Record it again: `stmoe inspect record`."
     if not (folder / FACTS_FILE).is_file():
         raise DataError(f"{folder} is not a trace: it has no {FACTS_FILE}. {advice}")
     refuse_damage(folder, [FACTS_FILE, TENSORS_FILE], advice=advice)
 
-    # What the tensors should be.
+    # The facts tell which tensors to expect.
     facts = read_record(folder / FACTS_FILE, TraceFacts, advice=advice)
     path = folder / TENSORS_FILE
     if facts.version != FORMAT_VERSION:
@@ -179,7 +179,7 @@ def read_trace(folder: Path) -> Trace:
             f"{FORMAT_VERSION}. {advice}"
         )
 
-    # What they are.
+    # Read the tensors.
     try:
         check_regular(path)
         tensors = load_file(path)
