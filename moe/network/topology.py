@@ -103,7 +103,7 @@ class Topology:
             link = int(self.find_links(*ends)) if are_nodes else -1
             check(link >= 0, "a dead link", ends, f"a link of {self.name}")
             is_live[link] = False
-        working = Links(*(column[is_live] for column in old))
+        working = Links._make(column[is_live] for column in old)
         return replace(self, links=working, dead=self.dead | failed_ranks)
 
     def find_links(self, source: ArrayLike, destination: ArrayLike) -> IntArray:
