@@ -21,15 +21,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from eval.answers.inference import AS_SAVED, Inference, check_inference, describe_capacity
 from eval.answers.seq2seq import load_seq2seq
 from eval.commands.command import Subparsers, add_inference_options, inference_of, name_list
+from moe.checks import shown
 from moe.cli import integer, path
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
 from moe.inspection.tables import format_table
+from moe.parsing import read_text
 
 BATCH_SIZE = 32
+_MOST_YAML = 2**20
+_DEEPEST_YAML = 100
 
 _TASK_ERRORS = (
     OSError,
@@ -218,6 +224,10 @@ def _task_manager(names: Sequence[str], include_path: Path | None) -> Any:
             f"--include-path {include_path} is no folder. Give one with the YAML files of tasks."
         )
 
+    if include_path is not None:
+        for file in sorted(include_path.rglob("*.yaml")):
+            _check_task_file(file)
+
     # The package's own tasks are many files to read, so first without them.
     manager = None
     if include_path is not None:
@@ -233,6 +243,32 @@ def _task_manager(names: Sequence[str], include_path: Path | None) -> Any:
                 "the folder of your own as --include-path."
             )
     return manager
+
+
+def _check_task_file(file: Path) -> None:
+    """Raises a ConfigError for YAML that would crash lm_eval's reader, which is in C, or run code."""
+    advice = "Correct the file, or move it elsewhere."
+    text = read_text(file, advice=advice, error=ConfigError)
+    if len(text) > _MOST_YAML:
+        raise ConfigError(f"{file} has more than {_MOST_YAML:,} characters. {advice}")
+
+    depth = 0
+    is_mapping = False
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            is_mapping |= depth == 0 and isinstance(event, yaml.MappingStartEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST_YAML:
+                raise ConfigError(f"{file} nests more than {_DEEPEST_YAML} levels deep. {advice}")
+            tag = getattr(event, "tag", None) or ""
+            if tag.startswith("tag:yaml.org,2002:python/"):
+                raise ConfigError(f"{file} has the tag {shown(tag)}, which runs code. {advice}")
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{file} is not YAML: {reason}. {advice}") from error
+    if not is_mapping:
+        raise ConfigError(f"{file} holds no mapping. {advice}")
 
 
 def _reason(error: BaseException) -> str:

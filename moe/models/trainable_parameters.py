@@ -204,8 +204,8 @@ def lora_config(
 
     Raises:
         ConfigError: When peft is not installed, the model has no such parts, nothing is asked for,
-            the rank is below 1, or an option does not work on experts.
-        TypeError: When an option is unknown to peft, or given by the arguments above.
+            the rank is below 1, or an option is unknown to peft, given by the arguments above, or
+            does not work on experts.
     """
     try:
         from peft import LoraConfig
@@ -255,13 +255,16 @@ def lora_config(
         raise ConfigError(
             "lora_config was asked for no adapters: experts and attention are both False. Set one."
         )
-    return LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # a factor; peft's annotation says int
-        target_modules=sorted(projections) if attention else None,
-        target_parameters=sorted(expert_weights) if experts else None,
-        **options,
-    )
+    try:
+        return LoraConfig(
+            r=rank,
+            lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # a factor; peft says int
+            target_modules=sorted(projections) if attention else None,
+            target_parameters=sorted(expert_weights) if experts else None,
+            **options,
+        )
+    except TypeError as error:
+        raise ConfigError(f"{error}. peft.LoraConfig lists the options.") from error
 
 
 def _check_options_of_experts(options: dict[str, Any]) -> None:

@@ -199,7 +199,7 @@ def test_what_cannot_be_attached_is_refused():
         with pytest.raises(ConfigError, match=message):
             lora_config(model, **arguments)
     for name in ("alhpa", "r"):
-        with pytest.raises(TypeError, match=name):
+        with pytest.raises(ConfigError, match=name):
             lora_config(model, **{name: 3})
     lora_config(model, experts=False, use_dora=True)
     assert lora_config(model, experts=False, lora_dropout=0.1).lora_dropout == 0.1
