@@ -332,9 +332,7 @@ def output_path(
     """
     if not str(text).strip():
         raise ConfigError(f"{option} is empty; expected a path, e.g. {option} runs/mine{suffix}.")
-
-    if "\0" in str(text):
-        raise ConfigError(f"{option} is {str(text)!r}; a path cannot hold the character NUL.")
+    refuse_nul(text, name=option)
 
     path = Path(text)
     if suffix:

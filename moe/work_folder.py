@@ -58,9 +58,9 @@ def work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
                     work.rmdir()
 
 
-def refuse_nul(path: Path) -> None:
-    """Raises a ConfigError for a path with the character NUL."""
-    check("\0" not in str(path), "the path", str(path), "one without the character NUL")
+def refuse_nul(path: Path | str, *, name: str = "the path") -> None:
+    """Raises a ConfigError for a path with the character NUL; `name` is its name in the message."""
+    check("\0" not in str(path), name, str(path), "a path without the character NUL")
 
 
 def _claim(target: Path, *, wait: bool) -> tuple[Path, int]:

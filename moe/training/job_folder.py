@@ -33,8 +33,8 @@ def keep_settings(folder: Path, settings: dict[str, str], *, resume: bool, has_b
         return
 
     # A job resumes with the same settings.
-    advice = f"Restore it, or remove {folder} to begin anew."
-    before = read_record(path, dict[str, str], advice=advice)
+    restore = f"Restore it, or remove {folder} to begin anew."
+    before = read_record(path, dict[str, str], advice=restore)
     advice = "Give --resume and the same settings, or another --out."
     changed = []
     for name, value in settings.items():
