@@ -30,7 +30,7 @@ from moe.errors import CheckpointError
 from moe.models.checkpoint_formats import find_format, read_json_object
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.pretrained import DOWNLOAD
+from moe.models.pretrained import DOWNLOAD, TOKENIZER_FILES
 from moe.models.transformers_private import find_file, load_generation_config
 from moe.models.weight_files import (
     LazyTensor,
@@ -42,14 +42,6 @@ from moe.models.weight_files import (
 
 Format = Literal["ours", "switch", "t5"]
 _FAMILY: Mapping[Format, Family] = {"switch": "switch_transformers", "t5": "t5"}
-_TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "spiece.model",
-    "tokenizer.model",
-)
 
 
 # ---------------------------------------------------------------------------
@@ -179,7 +171,7 @@ def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> di
         CheckpointError: When a JSON file is torn, or holds no object.
     """
     files: dict[str, Path] = {}
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         path = find_file(source, name, **download)
         if path is None:
             continue

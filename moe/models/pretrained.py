@@ -47,6 +47,16 @@ from moe.sparse.experts import Experts
 from moe.sparse.layer import SparseFeedForward
 from moe.sparse.router import Router
 
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "spiece.model",
+    "tokenizer.model",
+)
+"""Files of the tokenizer in a model's folder."""
+
 MODEL = register_folder_kind(
     "model",
     markers=["config.json", "model.safetensors", "model.safetensors.index.json"],
@@ -57,13 +67,7 @@ MODEL = register_folder_kind(
         "generation_config.json",
         "README.md",
         "modeling_st_moe.py",
-        # The tokenizer beside it.
-        "tokenizer.json",
-        "tokenizer.model",
-        "spiece.model",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
+        *TOKENIZER_FILES,
         "chat_template.jinja",
     ],
 )
