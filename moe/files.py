@@ -378,7 +378,7 @@ def _check_apart(path: Path, resolved: Path, source: Path | str, option: str) ->
         return
     raise ConfigError(
         f"{option} {path} {relation} {source}, which is read: one would damage the other. "
-        "Choose a place beside it."
+        "Choose another place."
     )
 
 
@@ -392,7 +392,7 @@ def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
         grows = (folder.parent / KIND_FILE).exists()
         if is_finished or (grows and _is_part(folder.name, kind)):
             raise ConfigError(
-                f"{option} {path} lies in {folder.parent}, {_a(kind)}. Choose a place beside it."
+                f"{option} {path} lies in {folder.parent}, {_a(kind)}. Choose another place."
             )
 
 

@@ -1,7 +1,7 @@
-"""Intervals: how often those of a report hold the true value, which a simulation knows.
+"""Coverage of a report's intervals: how often they contain the true value of a simulation.
 
-Answers are drawn with a given chance to be right, one by one or in groups that share their fate.
-The percentiles of the bootstrap stand beside, which other scores have.
+Answers are drawn with a given probability of being right, independently or in groups with equal
+answers. Bootstrap percentiles are measured for comparison.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -193,7 +193,7 @@ class PredictionsFile:
         if self.path is None:
             return []
         try:
-            # The answered requests must be the ones that are asked now.
+            # Stored answers must belong to the current requests.
             batches = self._read_batches(self.path)
             for batch_ids, batch in zip(ids, batches, strict=False):
                 self._check_ids(batch_ids, batch)

@@ -174,9 +174,9 @@ def reuse_outcomes(
 ) -> int:
     """Marks runs as complete that another study has made, and returns how many.
 
-    So several machines share the seeds of a study, and two studies share an arm. The settings of
-    both runs are the same but for the text: it is for the user to know that both studies read the
-    same. A run that has begun here goes on here.
+    This lets several machines share the seeds of a study, and two studies share an arm. Both runs
+    have the same settings. Whether both studies read the same text is not checked. Runs that have
+    begun here are not replaced.
 
     Args:
         runs: The runs of this study.

@@ -138,7 +138,7 @@ def plan_files(
     Args:
         whole: Tensors <any>[...] by name; they need no memory.
         max_shard_size: Bytes of a file.
-        parameters: Names of those that are not buffers; None for all.
+        parameters: Names of the tensors that are parameters, not buffers; None for all of them.
     """
     split = split_torch_state_dict_into_shards(
         dict(whole), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size

@@ -116,7 +116,7 @@ class CheckpointWriter:
         checkpoint appears and old ones are removed.
 
         Raises:
-            DataError: When something else is in the place of the checkpoint.
+            DataError: When the path of the checkpoint holds something else.
             Others: Those of `wait`, for the previous save.
         """
         self.wait()

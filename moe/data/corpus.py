@@ -212,8 +212,8 @@ def save_corpus(
 
     Args:
         corpus: The corpus.
-        folder: Where to.
-        overlaps: Overlaps of test sets with its training text, written beside it if there are any.
+        folder: Folder of the corpus.
+        overlaps: Overlaps of test sets with the training text, saved in the same folder if any.
 
     Raises:
         DataError: When the folder holds something that is not a corpus.

@@ -34,9 +34,9 @@ class Package(NamedTuple):
     """A folder of Python sources.
 
     Attributes:
-        name: Stands before the files in the sources of documents.
-        folder: Holds the files.
-        licence: As its metadata states it.
+        name: Prefix of the documents' sources.
+        folder: Folder of the files.
+        licence: License stated by its metadata.
     """
 
     name: str

@@ -34,7 +34,7 @@ class Overlap(NamedTuple):
         is_shared: <bool>[N] whether an input shares an n-gram with the text.
         num_compared: Number of inputs that are long enough to be compared.
         num_ngrams: Number of different n-grams of the inputs.
-        num_shared_ngrams: Number of those that occur in the text.
+        num_shared_ngrams: Number of these n-grams that occur in the text.
     """
 
     n: int
@@ -202,8 +202,8 @@ class NgramIndex:
         count = len(self._ids) + 1
         self._hashes = rng.integers(2**64, size=count, dtype=np.uint64)  # [V + 1]
 
-        # The number of each n-gram by its words and hash. For each n: pairs of an n-gram and an
-        # input that has it, <int64>[P, 2].
+        # Numbers of n-grams by n and hash. For each n, pairs (n-gram, input that contains it),
+        # <int64>[P, 2].
         numbers: dict[int, dict[int, int]] = {}
         self.num_ngrams = 0
         self._incidences: dict[int, NDArray[np.int64]] = {}

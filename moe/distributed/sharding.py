@@ -468,7 +468,7 @@ def shard_slices(layout: Layout, config: MeshConfig, coordinate: MeshCoordinate)
 
 
 def is_first_replica(layout: Layout, mesh: Mesh, coordinate: MeshCoordinate) -> bool:
-    """Returns whether this rank is the first of those that hold the same shard of a parameter."""
+    """Returns whether this rank is the first that holds its shard of a parameter."""
     first_of_replicas = mesh.device_mesh.get_local_rank("dp_replicate") == 0
 
     # An axis that does not shard the parameter holds copies of it.
