@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe.data.corpus import load_corpus
+from moe.data.ngrams import ngram_losses
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
@@ -69,9 +70,9 @@ def build_run(
 
     # Training text, and held-out text in the same kind of batches.
     ids = SpecialIds.of(tokenizer)
-    source = build_source(recipe, tokenize_corpus(corpus.train, tokenizer), ids)
+    tokens = tokenize_corpus(corpus.train, tokenizer)
+    source = build_source(recipe, tokens, ids)
     unseen = build_source(recipe, tokenize_corpus(corpus.held_out, tokenizer), ids)
-    held_out = HeldOut(unseen, recipe.training.held_out_batches, ids)
     check_run_fits(recipe, config, world.size, source.lengths)
     check_probe(recipe, config, unseen)
     world.print_on_rank_zero(describe_amount(source, recipe.training.steps))
@@ -79,6 +80,10 @@ def build_run(
         built = build_new_model(recipe, config, world.device_type)
     else:
         built = load_pretrained_model(recipe, config, pretrained, world.device_type)
+
+    num_batches = recipe.training.held_out_batches
+    losses = ngram_losses(tokens, unseen, num_batches, len(tokenizer))
+    held_out = HeldOut(unseen, num_batches, ids, losses)
     return Run(
         folder=out,
         recipe=recipe,

@@ -114,6 +114,17 @@ class SpanCorruptionSource:
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `input_ids` <int64>[B, L] and `labels` <int64>[B, T]; all rows have full length."""
+        chunks, masks = self.masked_text(step, rows)
+        inputs, targets = corrupt(chunks, masks, self._ids)  # [B, L], [B, T]
+        return {
+            "input_ids": torch.from_numpy(inputs.astype(np.int64, copy=False)),
+            "labels": torch.from_numpy(targets.astype(np.int64, copy=False)),
+        }
+
+    def masked_text(
+        self, step: int, rows: slice = ALL_ROWS
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Returns the text <int32>[B, N] of a batch and which of its tokens <bool>[B, N] are masked."""
         chunks: list[NDArray[np.int32]] = []
         rngs: list[np.random.Generator] = []
         for position in range(step * self.batch_size, (step + 1) * self.batch_size)[rows]:
@@ -126,11 +137,7 @@ class SpanCorruptionSource:
             rngs.append(np.random.default_rng([self._seed, 1, position]))
 
         masks = noise_masks(self.tokens_per_example, self._noise, rngs)  # [B, N]
-        inputs, targets = corrupt(np.stack(chunks), masks, self._ids)  # [B, L], [B, T]
-        return {
-            "input_ids": torch.from_numpy(inputs.astype(np.int64, copy=False)),
-            "labels": torch.from_numpy(targets.astype(np.int64, copy=False)),
-        }
+        return np.stack(chunks), masks
 
 
 class PairSource:

@@ -1,5 +1,7 @@
-"""Held-out loss: in total, and on text tokens next to the unigram entropy of the same tokens."""
+"""Held-out loss: in total, and on text tokens next to the loss of n-gram tables on the same tokens."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -19,11 +21,14 @@ class HeldOut(NamedTuple):
         source: Batches that training never sees; each evaluation uses the first `num_batches`.
         num_batches: Number of batches in an evaluation.
         ids: Tells text from sentinels and the end token.
+        ngram_losses: Loss of n-gram tables of the training text on the text tokens of these
+            batches, in nats, by the name of the table.
     """
 
     source: BatchSource
     num_batches: int
     ids: SpecialIds
+    ngram_losses: Mapping[str, float] = MappingProxyType({})
 
 
 class TokenLosses(NamedTuple):
@@ -61,29 +66,29 @@ def evaluate_held_out(
     Returns:
         `heldout/loss`: cross-entropy in nats for each target token. `heldout/text_loss`: the same
         over text tokens, without sentinels and the end token, which are easy to guess.
-        `heldout/unigram_entropy`: entropy in nats of the frequencies of those text tokens
-        themselves, which no unigram model beats. `heldout/token_accuracy`: share of target
-        tokens that are the most probable.
+        `heldout/token_accuracy`: share of target tokens that are the most probable.
+        `heldout/unigram`, `heldout/bigram`, `heldout/trigram`: the loss of n-gram tables on the same
+        text tokens, if `held_out` has them.
     """
     tokens = _evaluate_batches(model, held_out, mesh, bfloat16)
 
     # Sums and counts add up over ranks; means do not.
     text = is_text(tokens.labels, held_out.ids)
     sums = torch.stack([tokens.losses.sum(), tokens.losses[text].sum(), tokens.hits.double().sum()])
-    text_counts = torch.bincount(tokens.labels[text], minlength=model.config.vocab_size)  # [V]
-    num_targets = torch.tensor(tokens.labels.numel(), device=tokens.labels.device)
+    counts = torch.stack([torch.tensor(tokens.labels.numel(), device=text.device), text.sum()])
     if mesh:
-        sums, text_counts, num_targets = sum_each_over_ranks(
-            [sums, text_counts, num_targets], mesh.data
-        )
+        sums, counts = sum_each_over_ranks([sums, counts], mesh.data)
 
     loss, text_loss, num_hits = sums.tolist()
-    return {
-        "heldout/loss": loss / int(num_targets),
-        "heldout/text_loss": text_loss / max(1, int(text_counts.sum())),
-        "heldout/unigram_entropy": unigram_entropy(text_counts),
-        "heldout/token_accuracy": num_hits / int(num_targets),
+    num_targets, num_text = counts.tolist()
+    numbers = {
+        "heldout/loss": loss / num_targets,
+        "heldout/text_loss": text_loss / max(1, num_text),
+        "heldout/token_accuracy": num_hits / num_targets,
     }
+    for name, ngram_loss in held_out.ngram_losses.items():
+        numbers[f"heldout/{name}"] = ngram_loss
+    return numbers
 
 
 def _evaluate_batches(
@@ -130,17 +135,6 @@ def is_text(labels: Tensor, ids: SpecialIds) -> Tensor:
     # Sentinels are the last ids of the vocabulary, counted down from the first.
     is_sentinel = labels > ids.first_sentinel - ids.num_sentinels
     return ~is_sentinel & (labels != ids.eos) & (labels != ids.pad)
-
-
-def unigram_entropy(counts: Tensor) -> float:
-    """Returns the entropy in nats of tokens' frequencies; 0 without tokens.
-
-    Args:
-        counts: <int64>[V] occurrences of each token.
-    """
-    # H = -sum_v p_v log p_v, where 0 log 0 is 0.
-    p = counts.double() / counts.sum().clamp(min=1)  # [V]
-    return -torch.special.xlogy(p, p).sum().item()
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -1,0 +1,162 @@
+"""n-gram tables of a text: the yardstick of a language model's held-out loss.
+
+Comes after `pipeline`; `moe.training.heldout_loss` puts its losses beside a model's.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe.data.pipeline import SpanCorruptionSource
+
+LONGEST_TEXT = 2**24
+"""Tokens that tables are counted on; the rest of a longer text is ignored, so that counting takes seconds."""
+
+NAMES = {1: "unigram", 2: "bigram", 3: "trigram"}
+
+
+class Level(NamedTuple):
+    """Counts of the n-grams of one length, each encoded as one integer.
+
+    Attributes:
+        grams: <int64>[G] the n-grams that occur, in ascending order.
+        counts: <int64>[G] their counts.
+        contexts: <int64>[C] their first n - 1 tokens, in ascending order.
+        totals: <int64>[C] sum of the counts after a context.
+        followers: <int64>[C] number of different tokens after a context.
+        discount: Taken from each count and given to tokens that were not seen after the context.
+    """
+
+    grams: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    contexts: NDArray[np.int64]
+    totals: NDArray[np.int64]
+    followers: NDArray[np.int64]
+    discount: float
+
+
+class NgramTable(NamedTuple):
+    """Interpolated Kneser-Ney estimate of a token after the n - 1 tokens to its left.
+
+    Attributes:
+        levels: Counts of n-grams from length 1 to n.
+        vocab_size: Number of tokens.
+
+    Source:
+        Chen and Goodman, An Empirical Study of Smoothing Techniques for Language Modeling (1999),
+        section 2.7. Differs: unigrams are interpolated with the uniform distribution.
+    """
+
+    levels: tuple[Level, ...]
+    vocab_size: int
+
+    @classmethod
+    def of(cls, tokens: NDArray[np.integer], order: int, vocab_size: int) -> "NgramTable":
+        """Returns the table of n-grams up to the length `order` in <int>[N] tokens, N >= order."""
+        tokens = tokens[:LONGEST_TEXT]
+        grams, counts = np.unique(_encode(tokens, order, vocab_size), return_counts=True)
+        levels = [_level(grams, counts, vocab_size)]
+
+        # Below the longest, a count is the number of different tokens to the left.
+        for length in range(order - 1, 0, -1):
+            suffixes = grams % vocab_size**length
+            grams, counts = np.unique(suffixes, return_counts=True)
+            levels.insert(0, _level(grams, counts, vocab_size))
+        return cls(tuple(levels), vocab_size)
+
+    def losses(self, text: NDArray[np.integer], masks: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Returns -log p in nats of each masked token, given the tokens to its left in the row.
+
+        Args:
+            text: <int>[B, N] rows of text.
+            masks: <bool>[B, N] tokens to predict.
+
+        Returns:
+            <float64>[M] one loss for each masked token.
+        """
+        rows, columns = np.nonzero(masks)
+        token = text[rows, columns].astype(np.int64)  # [M]
+
+        p = np.full(len(token), 1 / self.vocab_size)
+        context = np.zeros(len(token), dtype=np.int64)
+        for distance, level in enumerate(self.levels):
+            if distance:
+                # Left of a row there is nothing, which no n-gram begins with.
+                left = np.where(columns >= distance, text[rows, columns - distance], -1)
+                context = context + left.astype(np.int64) * self.vocab_size ** (distance - 1)
+                context = np.where(left < 0, -1, context)
+            p = _interpolate(level, context, token, self.vocab_size, p)
+        return -np.log(p)
+
+
+def ngram_losses(
+    tokens: NDArray[np.integer], held_out: SpanCorruptionSource, num_batches: int, vocab_size: int
+) -> dict[str, float]:
+    """Returns the mean loss in nats of unigram, bigram and trigram tables on masked held-out tokens.
+
+    Args:
+        tokens: <int>[N] training text; tables whose n-grams are longer are left out.
+        held_out: Held-out text.
+        num_batches: Number of its batches; the result is empty for 0.
+        vocab_size: Number of tokens.
+    """
+    losses = {}
+    for order, name in NAMES.items():
+        if num_batches == 0 or len(tokens) < order:
+            break
+        table = NgramTable.of(tokens, order, vocab_size)
+        batches = [table.losses(*held_out.masked_text(step)) for step in range(num_batches)]
+        losses[name] = float(np.concatenate(batches).mean())
+    return losses
+
+
+def _encode(tokens: NDArray[np.integer], order: int, vocab_size: int) -> NDArray[np.int64]:
+    """Returns <int64>[N - n + 1] the n-grams of a text as numbers in base `vocab_size`."""
+    num_grams = len(tokens) - order + 1
+    grams = np.zeros(num_grams, dtype=np.int64)
+    for position in range(order):
+        grams = grams * vocab_size + tokens[position : position + num_grams]
+    return grams
+
+
+def _level(grams: NDArray[np.int64], counts: NDArray[np.int64], vocab_size: int) -> Level:
+    contexts, starts, followers = np.unique(
+        grams // vocab_size, return_index=True, return_counts=True
+    )
+
+    # d = n1 / (n1 + 2 n2), where n_k n-grams occur k times.
+    num_once = int((counts == 1).sum())
+    num_twice = int((counts == 2).sum())
+    discount = num_once / (num_once + 2 * num_twice) if num_once else 0.5
+    totals = np.add.reduceat(counts, starts)
+    return Level(grams, counts, contexts, totals, followers, discount)
+
+
+def _interpolate(
+    level: Level,
+    context: NDArray[np.int64],
+    token: NDArray[np.int64],
+    vocab_size: int,
+    shorter: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Returns p(token | context), interpolated with the estimate after the shorter context.
+
+    p(w | h) = (max(c(hw) - d, 0) + d N(h) p(w | h')) / c(h), where N(h) is the number of followers
+    of h, and h' is h without its first token. An unknown context leaves p(w | h').
+    """
+    counts = _look_up(level.grams, level.counts, context * vocab_size + token)
+    totals = _look_up(level.contexts, level.totals, context)
+    followers = _look_up(level.contexts, level.followers, context)
+
+    seen = np.maximum(counts - level.discount, 0)
+    unseen = level.discount * followers * shorter
+    return np.where(totals > 0, (seen + unseen) / np.maximum(totals, 1), shorter)
+
+
+def _look_up(
+    keys: NDArray[np.int64], values: NDArray[np.int64], wanted: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Returns the values of wanted keys, 0 for keys that do not exist."""
+    index = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+    return np.where(keys[index] == wanted, values[index], 0)
