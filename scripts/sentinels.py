@@ -10,7 +10,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import shlex
 
-from eval.studies.report import write_report
+from eval.studies.report import result_lines, write_report
 from eval.studies.sentinel_entropy import NAME, sentinel_result
 from moe.cli import Parser, integer, path, run_main, word
 from moe.files import claim_folder, output_path
@@ -43,8 +43,9 @@ def main(argv: list[str]) -> None:
             num_examples=options.examples,
             command=f"python -m scripts.sentinels {shlex.join(argv)}",
         )
-        print(write_report(result, out))
-    print(f"The result is in {out}. Open {(out / 'study.html').resolve().as_uri()}")
+        write_report(result, out)
+    print(*result_lines(result), sep="\n")
+    print(f"All numbers are in {out / 'study.md'}. Open {(out / 'study.html').resolve().as_uri()}")
 
 
 if __name__ == "__main__":

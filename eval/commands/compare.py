@@ -78,7 +78,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compares, writes compare.json and compare.md, and prints the latter."""
+    """Compares, writes compare.json and compare.md, and prints a line for each metric."""
     out = output_path(arguments.out)
     check_kind(out, "comparison")
     comparison = compare_runs(arguments.a, arguments.b, tasks=arguments.tasks, mode=arguments.mode)
@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
     with claim_folder(out, "comparison", taken=taken):
         write_text(out / "compare.json", content + "\n")
         write_text(out / "compare.md", text)
-    print(text)
-    print(f"The comparison is {out / 'compare.json'} and {out / 'compare.md'}.")
+    print(*comparison_lines(comparison), sep="\n")
+    print(f"Answers that differ are in {out / 'compare.md'} and {out / 'compare.json'}.")
 
 
 # ---------------------------------------------------------------------------
@@ -299,7 +299,27 @@ def _example_differences(
 
 
 # ---------------------------------------------------------------------------
-# compare.md
+# What is printed, and compare.md
+
+
+def comparison_lines(comparison: Comparison) -> list[str]:
+    """Returns a line for each task, mode and metric, and one for each task that was left out."""
+    a = comparison.a.name
+    b = comparison.b.name
+    lines = []
+    for task in comparison.tasks:
+        for metric in task.metrics:
+            difference = format_score(metric.difference, sign=True)
+            p_value = _format_p_value(metric)
+            lines.append(
+                f"{task.task} by {task.mode}, {metric.metric}: {a} {format_score(metric.a)}, "
+                f"{b} {format_score(metric.b)}; difference {difference} points "
+                f"({_format_difference_interval(metric)}), p = {p_value}; "
+                f"{metric.wins:,} wins, {metric.losses:,} losses, {metric.ties:,} ties"
+            )
+            if metric.note:
+                lines.append(f"  {NOTED} {metric.note}.")
+    return [*lines, *(f"Left out: {sentence}" for sentence in comparison.left_out)]
 
 
 def comparison_markdown(comparison: Comparison) -> str:

@@ -7,7 +7,7 @@ from eval.reports.report_files import library_versions
 from eval.studies.analysis import StudyResult, arm_numbers, contrast_results, crossing
 from eval.studies.outcomes import arm_size, read_outcome, reuse_outcomes
 from eval.studies.repeats import find_repeats, repeat_runs
-from eval.studies.report import read_result, write_report
+from eval.studies.report import read_result, result_lines, write_report
 from eval.studies.runs import StudyRun, chosen_runs, study_runs
 from eval.studies.scheduler import Budget, Progress, find_progress, run_all
 from eval.studies.study import SettingValue, Study, check_setting_name, read_study
@@ -76,7 +76,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> None:
-    """Runs what is not complete, writes the report and prints its tables."""
+    """Runs what is not complete, writes the report and prints what it shows."""
     options = build_parser().parse_args(argv)
     study = read_study(options.study)
     out = output_path(options.out or f"runs/studies/{options.study.stem}", inputs=[options.study])
@@ -99,8 +99,9 @@ def main(argv: list[str]) -> None:
         result = study_result(study, runs, find_progress(runs), overrides, command_text(options))
         repeats = find_repeats(study, out, overrides, runs)
         result = result._replace(repeats=repeats)
-        print(write_report(result, out))
-    print(f"The study is in {out}. Open {(out / 'study.html').resolve().as_uri()}")
+        write_report(result, out)
+    print(*result_lines(result), sep="\n")
+    print(f"All numbers are in {out / 'study.md'}. Open {(out / 'study.html').resolve().as_uri()}")
 
 
 def command_text(options: argparse.Namespace) -> str:

@@ -60,14 +60,26 @@ def read_result(path: Path) -> StudyResult:
     return read_record(path, StudyResult, advice="Make it again with --report.")
 
 
-def write_report(result: StudyResult, out: Path) -> str:
-    """Writes study.json, study.md and study.html, and returns the Markdown."""
-    text = study_markdown(result)
+def write_report(result: StudyResult, out: Path) -> None:
+    """Writes study.json, study.md and study.html."""
     content = to_json(result)
     write_text(out / STUDY_JSON, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    write_text(out / "study.md", text)
+    write_text(out / "study.md", study_markdown(result))
     write_text(out / "study.html", study_html(result))
-    return text
+
+
+def result_lines(result: StudyResult) -> list[str]:
+    """Returns what is printed: a line for each comparison, and what a reader must know of the runs."""
+    unit = result.study.measure.unit
+    lines = []
+    for item in result.contrasts:
+        text = f"{contrast_name(item)}: better by {item.difference:+.4g} {unit}"
+        if item.low is None or item.high is None:
+            lines.append(f"{text} ({seeds_text(item.num_seeds)}, no interval)")
+        else:
+            interval = f"95 % interval {interval_text(item)}, {seeds_text(item.num_seeds)}"
+            lines.append(f"{text} ({interval}): {item.verdict_text}")
+    return [*lines, *run_notes(result)]
 
 
 def study_markdown(result: StudyResult) -> str:
@@ -222,11 +234,17 @@ def notes(result: StudyResult) -> list[str]:
     study = result.study
     seeds = len(study.seeds)
     better = f"a {study.measure.better} {study.measure.metric} is better"
-    sentences = [
+    sentence = (
         f"Differences are means over seeds, of which {seeds} were planned, with the interval of "
         f"Student's t of paired seeds; {better}. p-values of all but the primary comparison are "
         "corrected after Holm."
-    ]
+    )
+    return [sentence, *run_notes(result)]
+
+
+def run_notes(result: StudyResult) -> list[str]:
+    """Returns which runs are missing, diverged or made elsewhere, and where curves cross."""
+    sentences = []
     if result.missing:
         count = len(result.missing)
         sentences.append(f"Not complete, {count} runs: {'; '.join(result.missing)}.")

@@ -45,10 +45,12 @@ def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(
 
     main(["compare", f"ours={run}", f"t5={run}", "--mode", "rank", "--out", str(tmp_path / "c")])
     printed = capsys.readouterr().out
-    assert "## unicode_category by rank" in printed
-    assert "by generate" not in printed
-    assert (tmp_path / "c/compare.md").read_text() in printed
     compared = json.loads((tmp_path / "c/compare.json").read_text())
+    (metric,) = compared["tasks"][0]["metrics"]
+    line, place = printed.splitlines()
+    assert line.startswith(f"unicode_category by rank, accuracy: ours {metric['a']:.1f}, t5 ")
+    assert f"{metric['wins']:,} wins" in line and str(tmp_path / "c/compare.md") in place
+    assert "## unicode_category by rank" in (tmp_path / "c/compare.md").read_text()
     assert compared["tasks"][0]["num_examples"] == rows[0]["num_examples"]
 
 
