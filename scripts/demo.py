@@ -34,7 +34,9 @@ from moe.errors import ConfigError, DataError
 from moe.files import claim_folder, output_path, whole_folder
 from moe.training.job_folder import keep_settings, merge_metrics
 from moe.training.metrics import METRICS_FILE
+from moe.training.recipe import FinetuneRecipe
 from scripts import study
+from scripts.demo_summary import summary
 
 TASK = "docstring_topic"
 STUDY = "recipes/studies/demo.yaml"
@@ -166,10 +168,15 @@ def pretrain_model(
         size = ["--vocab-size", str(options.vocab_size)]
         run("2 Tokenizer", "stmoe", "tokenizer", *text, "--out", tokenizer, *size)
 
-    resume = ["--resume"] if options.resume else []
-    settings = ["--config", options.pretrain_config, *text, "--tokenizer", tokenizer, *resume]
-    run("3 Pre-train", "stmoe", "pretrain", *settings, "--out", out / "pretrain")
+    settings = ["--config", options.pretrain_config, *text, "--tokenizer", tokenizer]
+    run("3 Pre-train", "stmoe", "pretrain", *settings, *run_folder(out / "pretrain"))
     return text
+
+
+def run_folder(folder: Path) -> list[str | Path]:
+    """Returns the options that make a training run in a folder, or resume the one that is there."""
+    resume = ["--resume"] if folder.exists() else []
+    return ["--out", folder, *resume]
 
 
 def main(argv: list[str]) -> None:
@@ -220,7 +227,11 @@ def run_stages(options: argparse.Namespace, out: Path) -> None:
     metrics = [f"{stage}={folder / METRICS_FILE}" for stage, folder in stages.items()]
     inputs = [*text, "--model", out / "pretrain/model", "--evaluation", out / "eval/report.json"]
     run("7 Explain", "stmoe", "inspect", "report", *inputs, "--metrics", *metrics, "--out", report)
-    print(f"\nEverything is in {out}. Open {report.resolve().as_uri()}")
+
+    recipe = runs[0].recipe
+    assert isinstance(recipe, FinetuneRecipe), "the study fine-tunes"
+    lines = summary(out, labels=recipe.mixture.train_examples)
+    print("\n== Summary", *lines, sep="\n   ")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from moe.cli import RESUME, integer, run_main
-from scripts.demo import job_folder, job_parser, pretrain_model, run
+from scripts.demo import job_folder, job_parser, pretrain_model, run, run_folder
 
 TASKS = ("unicode_category", "docstring_summary")
 UNSEEN = "docstring_summary"
@@ -45,9 +45,9 @@ def main(argv: list[str]) -> None:
 def finetune_models(options: argparse.Namespace, out: Path) -> None:
     """Fine-tunes the pre-trained model, and one of the same architecture from scratch."""
     settings = ["--config", options.finetune_config, "--pretrained", out / "pretrain/model"]
-    settings += ["--resume"] if options.resume else []
-    run("4 Fine-tune on both tasks", "stmoe", "finetune", *settings, "--out", out / "finetune")
-    scratch = ["--init", "scratch", "--out", out / "scratch"]
+    pretrained = run_folder(out / "finetune")
+    run("4 Fine-tune on both tasks", "stmoe", "finetune", *settings, *pretrained)
+    scratch = ["--init", "scratch", *run_folder(out / "scratch")]
     run("  and the same from scratch", "stmoe", "finetune", *settings, *scratch)
 
 

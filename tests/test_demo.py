@@ -9,8 +9,9 @@ import yaml
 from transformers import AutoTokenizer
 
 from moe import STMoEForConditionalGeneration
-from moe.errors import ConfigError
+from moe.errors import ConfigError, DataError
 from scripts import demo, models, transfer
+from scripts.demo_summary import loss_sentence
 from tests.processes import run_command
 from tests.training.tiny_run import MODEL, write_inputs
 
@@ -56,18 +57,48 @@ def test_a_job_finds_its_recipes_from_any_folder(job, tmp_path, monkeypatch):
         assert Path(demo.repository_file(study)).is_file()
 
 
+@pytest.mark.parametrize(
+    ("loss", "verdict"),
+    [
+        (6.5, "It is worse than all of them."),
+        (5.0, "It is better than the unigram, worse than the bigram."),
+        (3.5, "It is better than the trigram."),
+    ],
+)
+def test_the_summary_says_which_tables_the_model_beats(loss, verdict):
+    tables = {"heldout/unigram": 6.0, "heldout/bigram": 4.5, "heldout/trigram": 4.0}
+    sentence = loss_sentence({"heldout/text_loss": loss, **tables})
+    assert sentence.endswith(verdict) and "bigram 4.50" in sentence
+    assert loss_sentence({"heldout/text_loss": loss}).endswith(" nats per masked token.")
+
+
 @pytest.mark.slow
 def test_the_demo_makes_everything_it_says(tmp_path):
     inputs, out = write_inputs(tmp_path), tmp_path / "demo"
     recipe = yaml.safe_load(inputs["finetune.yaml"].read_text())
     recipe["mixture"] = {"train_examples": 61, "dev_examples": 7}
     inputs["finetune.yaml"].write_text(yaml.safe_dump(recipe))
-    options = ["--out", out, "--data", inputs["texts"], "--vocab-size", MODEL["vocab_size"]]
-    options += ["--pretrain-config", inputs["pretrain.yaml"]]
-    options += ["--finetune-config", inputs["finetune.yaml"]]
-    done = call(*options)
+    texts = sorted(inputs["texts"].iterdir())
+    own_text = tmp_path / "my.txt"
+    own_text.write_text("\n\n".join(path.read_text() for path in texts))
+    options = ["--pretrain-config", inputs["pretrain.yaml"]]
+    options += ["--finetune-config", inputs["finetune.yaml"], "--vocab-size", MODEL["vocab_size"]]
+
+    # A mistake in the first stage fixes no settings.
+    one_document = ["--out", str(out), "--data", str(texts[0]), *map(str, options)]
+    with pytest.raises(DataError, match="1 document"):
+        demo.main(one_document)
+
+    options += ["--out", out, "--data", own_text]
+    done = call(*options, "--resume")
     assert done.returncode == 0, done.stderr
-    assert (out / "report.html").resolve().as_uri() in done.stdout
+    assert "no checkpoint yet" not in done.stderr
+    assert "| --- |" not in done.stdout
+    end = done.stdout.partition("\n== Summary\n")[2].splitlines()
+    assert 8 <= len(end) <= 12
+    assert (out / "report.html").resolve().as_uri() in end[-1]
+    for part in ("parameters", "bigram", "docstring_topic, 61 labels", "majority", "Expert"):
+        assert any(part in line for line in end), part
 
     lines = (out / "metrics.jsonl").read_text().splitlines()
     stages = {json.loads(line)["stage"] for line in lines}
