@@ -113,7 +113,7 @@ plot(
     figures.draw_heat_maps,
     [plot_relation(*relation) for relation in relations],
     label="lift: 1 is no preference",
-    x_label="expert (* p ≤ 0.05, corrected for all cells)",
+    x_label="expert (* p ≤ 0.05)",
     limits=(0, 2),
 )
 

@@ -145,7 +145,7 @@ plot(
     figures.draw_heat_maps,
     [plot_classes(layer) for layer in classes],
     label="lift: 1 is no preference",
-    x_label="expert (* p ≤ 0.05, corrected for all cells)",
+    x_label="expert (* p ≤ 0.05)",
     limits=(0, 2),
 )
 
@@ -202,7 +202,8 @@ print(tables.format_table(["sparse layer", "different tokens", "score", "by chan
 
 def plot_vocabulary(table, num_experts=3, num_ids=4):
     best = table.lift.amax(dim=0).argsort(descending=True)[:num_experts]
-    ids = table.lift[:, best].topk(min(num_ids, len(table.ids)), dim=0).indices.T.flatten().unique()
+    ids = table.lift[:, best].topk(min(num_ids, len(table.ids)), dim=0).indices.T.flatten().tolist()
+    ids = list(dict.fromkeys(ids))  # the tokens of the first expert first, each once
     names = tokenizer.convert_ids_to_tokens(table.ids[ids].tolist())
     return figures.HeatMap(
         title=layer_name(table.layer),
