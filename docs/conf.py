@@ -122,7 +122,7 @@ def prepare_docstring(app, what, name, obj, options, lines):
 def _parts(lines):
     """Returns pairs of a title and lines: a section's, `code`, or empty for all other text."""
     parts = [("", [])]
-    for before, line in zip(["", *lines], lines, strict=False):
+    for before, line in zip(["the start", *lines], lines, strict=False):  # a summary is no code
         title, body = parts[-1]
         section = _SECTION.match(line)
         if section:

@@ -1,4 +1,4 @@
-"""The schema that the rows of a dataset have to fit, and the messages about those that do not.
+"""The schema of the rows of a dataset, and messages about rows that do not match it.
 
 A kind is `str`, `int` or `float`, `[kind]` for a list, or `{name: kind}` for a struct. A struct of
 lists may also come as a list of structs: mirrors of the same dataset differ in that, and both

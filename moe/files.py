@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent, and folders marked with their kind.
+"""Writes files and folders atomically, and marks folders with their kind.
 
 Folders that appear at once (a corpus, a tokenizer, a model, a checkpoint) are made by
 `whole_folder`; folders that grow (a run, an evaluation) are locked by `claim_folder`. Both refuse a

@@ -1,4 +1,4 @@
-"""Hidden folders in which files and folders are made before they appear under their name.
+"""Hidden folders in which files and folders are built before they get their final name.
 
 `target` is made inside `.target.partial` next to it, which contains our marker. A link, a file, or a
 folder without the marker under that name belongs to the user: it is left alone, and

@@ -1,338 +1,205 @@
 # %% [markdown]
-# # What changed?
+# # What changed between two models?
 #
-# Two models on the same text: before and after fine-tuning, pruning, quantising. Which tokens go
-# elsewhere, whether experts only changed their names, and how much of the loss is due to the
-# routing. Run `make demo` first, or set
+# Two models on the same text, for example before and after fine-tuning, pruning or quantization:
+# which tokens go to other experts, and how much of the change in loss is caused by the routing. Run
+# `make demo` first, or set `MOE_MODEL` to the folder of the model before and `MOE_OTHER` to that of
+# the model after. By default these are the demo's pre-trained and fine-tuned models; with `MOE_MODEL`
+# alone, the second model is a copy rounded to 4 bits. `MOE_TEXT` names your own files, e.g.
+# `"news=a.txt code=b.md"`. Figures go to `MOE_OUT`.
 #
-# - `MOE_MODEL` to the folder of the model before, `MOE_OTHER` to that of the model after; without
-#   either the demo's pre-trained and fine-tuned models are taken, and where there is no fine-tuned
-#   one, a copy whose weights are rounded to 4 bits, made in this notebook,
-# - `MOE_TEXT` to files of your own, e.g. `"news=a.txt code=b.md"`; without it, held-out text of the
-#   demo is read, or else Python's own language reference,
-# - `MOE_PROBE` to the folder `probe` of the run that made the model before,
-# - `MOE_OUT` to where the page and the figures go.
-#
-# It runs as a script (`python -m notebooks.what_changed`), and cell by cell in Jupyter and in editors that
-# know `# %%`, in under a minute on one core.
+# Run it as a script (`python -m notebooks.what_changed`), or cell by cell in Jupyter or an editor.
 
 # %%
 import copy
 import os
-import shlex
-import sys
-from pathlib import Path
 
 import torch
 
-from moe.checksums import model_fingerprint
-from moe.commands.routing_inputs import load_inspected, tokenizer_fingerprint
-from moe.inspection.ablation.loss_split import mean_change, split_loss, token_losses
-from moe.inspection.ablation.target_sets import list_targets
-from moe.inspection.figures import (
-    Curve,
-    CurvePanel,
-    HeatMap,
-    IntervalPanel,
-    Row,
-    draw_curves,
-    draw_heat_maps,
-    draw_intervals,
-)
-from moe.inspection.page.panel_data import view_saturation
+from moe import STMoEForConditionalGeneration, load_complete, record_routing, replay_routing
+from moe.data.tokenizer import load_tokenizer
+from moe.inspection import figures, tables
+from moe.inspection.ablation import loss_split
 from moe.inspection.page.routing_view import routing_view
-from moe.inspection.statistics.document_intervals import Estimate, TokenSums, mean_over_tokens
-from moe.inspection.statistics.matching import match_traces
-from moe.inspection.statistics.saturation import choice_agreement
-from moe.inspection.statistics.token_classes import classify
-from moe.inspection.tables import format_table, loss_sentence
-from moe.sparse.editing import sparse_layers
-from moe.tracing.examples import corrupted_batches, describe_noise, pretraining_noise
-from moe.tracing.probe_file import has_probes
-from moe.tracing.recorder import Provenance, record_routing
-from moe.tracing.replay import replay_routing
-from moe.tracing.texts import find_texts
-from moe.tracing.trace import layer_name
+from moe.inspection.statistics import matching, saturation
+from moe.tracing import examples, texts, trace
 
-# Jupyter starts a notebook in its own folder; a script starts where you are.
-root = Path("..") if Path.cwd().name == "notebooks" else Path()
-folder = Path(os.environ.get("MOE_MODEL", root / "runs/demo/pretrain/model"))
-corpus = Path(os.environ.get("MOE_CORPUS", root / "runs/demo/corpus"))
-files = shlex.split(os.environ.get("MOE_TEXT", ""))
-probe = Path(os.environ.get("MOE_PROBE", folder.parent / "probe"))
-out = Path(os.environ.get("MOE_OUT", root / "runs/notebooks/what_changed"))
-view_bytes = int(os.environ.get("MOE_VIEW_BYTES", "5000000"))
-
-# The demo's own fine-tuned model belongs to the demo's own pre-trained one.
-other_folder = os.environ.get("MOE_OTHER", "")
-finetuned = root / "runs/demo/model"
-if not other_folder and "MOE_MODEL" not in os.environ and finetuned.exists():
-    other_folder = str(finetuned)
-
-kept = []
+if os.path.basename(os.getcwd()) == "notebooks":  # Jupyter starts in the notebook's folder
+    os.chdir("..")
+MODEL = os.environ.get("MOE_MODEL", "runs/demo/pretrain/model")
+OTHER = os.environ.get("MOE_OTHER", "" if "MOE_MODEL" in os.environ else "runs/demo/model")
+FILES = os.environ.get("MOE_TEXT", "").split()
+OUT = os.environ.get("MOE_OUT", "runs/notebooks/what_changed")
 
 
-def keep(name, shown):
-    """Saves a figure or a page; Jupyter shows what the last line of a cell returns."""
-    kept.append(shown.save(out / name))
-    return shown
+def plot(name, draw, panels, **options):
+    """Draws and saves a figure, which Jupyter then shows."""
+    drawing = draw(panels, **options)
+    drawing.save(f"{OUT}/{name}.svg")
+    return drawing
 
 
 # %% [markdown]
 # ## Two models
 #
-# Rounding is simulated: each row of a matrix is rounded to so many bits, symmetrically, and
-# computed with as before. That is what it does to the results, not to memory or speed.
+# Rounding is simulated: each row of a matrix is rounded to a number of bits, symmetrically. This shows
+# the effect on results, not on memory or speed.
 
 
 # %%
 def rounded(model, bits):
-    """Returns a copy whose weights are rounded to so many bits; 16 stands for bfloat16."""
+    """Returns a copy whose matrices are rounded to `bits` bits."""
     model = copy.deepcopy(model)
-    largest = 2 ** (bits - 1) - 1
-    with torch.no_grad():
-        for weight in model.parameters():
-            if bits == 16:
-                weight.copy_(weight.bfloat16().float())
-            elif weight.ndim > 1:
-                step = weight.abs().amax(dim=-1, keepdim=True) / largest
-                weight.copy_((weight / step.clamp(min=1e-12)).round() * step)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            step = weight.data.abs().amax(dim=-1, keepdim=True) / (2 ** (bits - 1) - 1)
+            weight.data = (weight.data / step.clamp(min=1e-12)).round() * step
     return model
 
 
-def pruned(model, share):
-    """Returns a copy in which a share of the weights of each expert, the smallest, is 0."""
-    model = copy.deepcopy(model)
-    with torch.no_grad():
-        for layer in sparse_layers(model).values():
-            for weight in layer.experts.parameters():  # [E, ...]
-                size = weight.abs().flatten(1)
-                num_pruned = int(share * size.shape[1])
-                if num_pruned:
-                    limit = size.kthvalue(num_pruned, dim=1).values
-                    weight[weight.abs() <= limit.reshape(-1, *[1] * (weight.ndim - 1))] = 0
-    return model
-
-
-_, first, tokenizer = load_inspected(folder)
-first_name = str(folder)
-if other_folder:
-    _, second, other_tokenizer = load_inspected(Path(other_folder))
-    second_name = other_folder
-    second_fingerprint = model_fingerprint(Path(other_folder))
-    if tokenizer_fingerprint(tokenizer) != tokenizer_fingerprint(other_tokenizer):
-        sys.exit(f"{folder} and {other_folder} have different tokenizers: no token is comparable.")
-else:
-    second = rounded(first, bits=4)
-    second_name = f"{folder}, rounded to 4 bits"
-    second_fingerprint = ""
-print(f"before: {first_name}\nafter:  {second_name}")
+before = load_complete(STMoEForConditionalGeneration, MODEL)
+tokenizer = load_tokenizer(MODEL)
+after = load_complete(STMoEForConditionalGeneration, OTHER) if OTHER else rounded(before, bits=4)
+if OTHER and load_tokenizer(OTHER).get_vocab() != tokenizer.get_vocab():
+    raise SystemExit(f"{MODEL} and {OTHER} have different tokenizers, so no token is comparable.")
+after_name = OTHER or f"{MODEL}, rounded to 4 bits"
+print(f"before: {MODEL}\nafter:  {after_name}")
 
 # %% [markdown]
 # ## The same text for both
 #
-# Its spans are masked as in the pre-training of the model before. Fine-tuning on a task makes a model
-# forget that, and then the loss of the model after says so below: the agreement tells how far it
-# has moved, not how it routes its task.
+# Spans of the text are masked as in the pre-training of the model before. A fine-tuned model has
+# forgotten this task; its higher loss below shows it.
 
 # %%
-texts = find_texts(files, corpus)
-noise = pretraining_noise(first.config)
 batches = list(
-    corrupted_batches(
-        texts, tokenizer, inputs_length=64, batch_size=64, noise=noise, most_examples=192
+    examples.corrupted_batches(
+        texts.find_texts(FILES, "runs/demo/corpus"),
+        tokenizer,
+        inputs_length=64,
+        batch_size=64,
+        noise=examples.pretraining_noise(before.config),
+        most_examples=192,
     )
 )
-text_name = f"{' '.join(files) or 'held-out text'}, {describe_noise(noise, first.config)}"
-of_first = Provenance(text_name, first_name, model_fingerprint(folder))
-of_second = Provenance(text_name, second_name, second_fingerprint)
-num_best = min(first.config.num_experts, 4)
-trace = record_routing(first, batches, num_best=num_best, provenance=of_first)
-other = record_routing(second, batches, num_best=num_best, provenance=of_second)
-print(f"{trace.facts.num_examples} examples, {trace.encoder.ids.numel():,} tokens in the encoder")
-print(f"{text_name}\nbefore: {loss_sentence(trace)}\nafter:  {loss_sentence(other)}")
+trace_before = record_routing(before, batches, num_best=min(4, before.config.num_experts))
+trace_after = record_routing(after, batches, num_best=min(4, after.config.num_experts))
+print(f"before: {tables.loss_sentence(trace_before)}")
+print(f"after:  {tables.loss_sentence(trace_after)}")
 
 # %% [markdown]
 # ## Do tokens go to the same experts?
 #
-# The share of tokens whose first choice is the same expert, by class of token, with 95 % intervals
-# over documents. The dashed line is chance: the share if tokens exchanged their choices, which is
-# more than 1 / E where some experts are busier. Where a class moved more than the rest, ask what
-# the new data taught about it; where all moved alike, the router drifted.
-
+# The share of tokens with the same first choice, and the share expected by chance from the loads of
+# the experts. Corrected for chance, 0 is chance and 1 is the same routing.
 
 # %%
-def same_share(layer, other_layer, members, document):
-    """Share of the tokens of a class whose first choice is the same, with its interval."""
-    has_both = members & (layer.first >= 0) & (other_layer.first >= 0)
-    is_same = (layer.first == other_layer.first)[has_both]
-    sums = torch.zeros(int(document.max()) + 1, dtype=torch.float64)
-    same = sums.index_add(0, document[has_both], is_same.double())
-    counts = sums.index_add(0, document[has_both], torch.ones_like(is_same).double())
-    estimates = mean_over_tokens(TokenSums(same, counts))
-    low, high = estimates.interval(0.95)
-    return Estimate(float(estimates.value), max(0.0, float(low)), min(1.0, float(high)))
-
-
-panels = []
 rows = []
-for layer, other_layer in zip(trace.layers, other.layers, strict=True):
-    part = trace.stack(layer.facts.stack)
-    document = trace.document.long()[part.example]
-    agreement = choice_agreement(layer.first, other_layer.first, layer.facts.num_experts)
-    everything = torch.ones_like(part.ids, dtype=torch.bool)
-    estimates = [Row("all tokens", "", same_share(layer, other_layer, everything, document))]
-    classes = classify(part, tokenizer)
-    for name, members in zip(classes.names, classes.members, strict=True):
-        if members.any():
-            estimate = same_share(layer, other_layer, members, document)
-            estimates.append(Row(f"{name} ({int(members.sum()):,})", "", estimate))
-    title = layer_name(layer.key)
-    panels.append(IntervalPanel(title, estimates, agreement.load_chance, "by chance"))
-
-    numbers = (agreement.share, agreement.load_chance, agreement.load_corrected)
-    rows.append([title, *(f"{number:.2f}" for number in numbers)])
-print(format_table(["sparse layer", "same first choice", "chance", "beyond chance"], rows))
-keep("agreement.svg", draw_intervals(panels, label="share with the same first choice"))
+for layer, other in zip(trace_before.layers, trace_after.layers, strict=True):
+    same = saturation.choice_agreement(layer.first, other.first, layer.facts.num_experts)
+    numbers = [f"{x:.2f}" for x in (same.share, same.load_chance, same.load_corrected)]
+    rows.append([trace.layer_name(layer.key), *numbers])
+print(tables.format_table(["sparse layer", "same first choice", "chance", "corrected"], rows))
 
 # %% [markdown]
-# ## Or did they change names?
+# ## Or were the experts renumbered?
 #
-# Between two seeds, experts have no common numbers: a low agreement means nothing before they are
-# matched. The rows are the first model's experts, the columns are ordered by partner, so that a
-# dark diagonal is a one-to-one correspondence. The adjusted Rand index compares the two groupings
-# of tokens whatever the experts are called: 0 is chance, 1 the same groups.
+# Two models trained from different seeds number their experts differently, so experts must be matched
+# first. Rows are the experts before, columns the experts after in the order of their partners: a dark
+# diagonal is a one-to-one correspondence. The adjusted Rand index ignores the numbers: 0 is chance, 1
+# the same groups of tokens.
 
 # %%
-panels = []
-matchings = match_traces(trace, other)
-for key, matching in matchings.items():
-    partners = matching.partner.tolist()
-    others = [expert for expert in range(matching.counts.shape[1]) if expert not in partners]
+matchings = matching.match_traces(trace_before, trace_after)
+
+
+def plot_matching(key, match):
+    partners = match.partner.tolist()
+    others = [expert for expert in range(match.counts.shape[1]) if expert not in partners]
     order = [expert for expert in partners if expert >= 0] + others
-    share = matching.counts / matching.counts.sum(dim=1, keepdim=True)
-    share = share[:, order]
-    panels.append(
-        HeatMap(
-            title=f"{layer_name(key)}, adjusted Rand {matching.adjusted_rand:.2f}",
-            rows=[str(expert + 1) for expert in range(len(share))],
-            columns=[str(expert + 1) for expert in order],
-            values=share.tolist(),
-            texts=[[f"{100 * value:.0f}" for value in row] for row in share.tolist()],
-        )
+    share = (match.counts / match.counts.sum(dim=1, keepdim=True))[:, order]
+    return figures.HeatMap(
+        title=f"{trace.layer_name(key)}, adjusted Rand index {match.adjusted_rand:.2f}",
+        rows=range(1, len(share) + 1),
+        columns=[expert + 1 for expert in order],
+        values=share.tolist(),
+        texts=[[f"{100 * value:.0f}" for value in row] for row in share.tolist()],
     )
-drawing = draw_heat_maps(
-    panels,
+
+
+plot(
+    "matching",
+    figures.draw_heat_maps,
+    [plot_matching(*item) for item in matchings.items()],
     label="share of the tokens of a row's expert (cells: %)",
     x_label="expert after, in the order of partners",
     y_label="expert before",
     limits=(0, 1),
     colours="Blues",
 )
-keep("matching.svg", drawing)
 
 # %% [markdown]
 # ## Side by side
 #
-# The same text in both models. Experts of the same number are taken for the same, as after
-# fine-tuning; for two seeds, give `matching=` from above.
+# The text in both models. Experts with the same number correspond, as after fine-tuning; for two
+# seeds, pass `matching=` with the partners from above.
 
 # %%
-keep("view.html", routing_view(trace, tokenizer, other=other, most_bytes=view_bytes))
+title = f"{MODEL} and {after_name}"
+view = routing_view(trace_before, tokenizer, other=trace_after, title=title)
+print(view.save(f"{OUT}/view.html"))
+view
 
 # %% [markdown]
 # ## Is it the routing?
 #
-# The second model runs once more with the routing of the first. What it loses even then is due to
-# its other weights; the rest is due to its own routing. Below 0 the second model is better there.
-# Beside the second model stand copies of the first: rounded ever more coarsely, and pruned, the
-# smallest weights of each expert set to 0. Intervals are of 95 %, over documents.
+# The second model runs once more with the routing of the first. The difference in loss that remains
+# comes from its other weights; the rest comes from its routing. Below 0, the second model is better.
+# For comparison: copies of the first model rounded to 8, 4 and 3 bits. Intervals are 95 %, over
+# documents.
 
 # %%
-MODELS = {second_name: second}
-for bits, name in ((16, "bfloat16"), (8, "8 bits"), (3, "3 bits")):
-    MODELS[f"before, in {name}"] = rounded(first, bits)
-MODELS["before, a third of the expert weights pruned"] = pruned(first, share=1 / 3)
+MODELS = {after_name: after}
+for bits in (8, 4, 3):
+    MODELS[f"before, rounded to {bits} bits"] = rounded(before, bits)
 
-panels = {"The model after": [], "Copies of the model before": []}
-losses = []
+splits = {}
+rows = []
 for name, model in MODELS.items():
-    split = split_loss(first, model, trace, batches)
-    rows = panels["The model after" if model is second else "Copies of the model before"]
-    rows.append(Row(name, "by routing", Estimate(*split.routing)))
-    rows.append(Row(name, "by other weights", Estimate(*split.weights)))
-    numbers = (split.first, split.second, split.replayed)
-    losses.append([name, *(f"{number:.4f}" for number in numbers)])
-print(format_table(["nats a token", "before", "after", "after, routed as before"], losses))
+    split = loss_split.split_loss(before, model, trace_before, batches)
+    rows.append([name, f"{split.first:.4f}", f"{split.second:.4f}", f"{split.replayed:.4f}"])
+    splits[name] = split
+header = ["nats per token", "before", "after", "after, routed as before"]
+print(tables.format_table(header, rows))
 
-drawings = []
-for title, rows in panels.items():
-    drawing = draw_intervals(
-        [IntervalPanel(title, rows)], label="change of the loss (nats a token)", from_zero=True
-    )
-    drawings.append(drawing)
-keep("loss_split.svg", drawings[0])
+
+def plot_split(title, names):
+    rows = []
+    for name in names:
+        rows.append(figures.Row(name, "by routing", figures.Estimate(*splits[name].routing)))
+        rows.append(figures.Row(name, "by other weights", figures.Estimate(*splits[name].weights)))
+    return figures.IntervalPanel(title, rows)
+
+
+CHANGE = {"label": "change of the loss (nats per token)", "from_zero": True}
+names = list(splits)
+plot("loss_split", figures.draw_intervals, [plot_split("The model after", names[:1])], **CHANGE)
 
 # %%
-keep("copies.svg", drawings[1])
+plot("copies", figures.draw_intervals, [plot_split("Rounded copies", names[1:])], **CHANGE)
 
 # %% [markdown]
-# ## Replay
+# ## Check the replay
 #
-# A trace replayed in its own model must give every token the same loss, bit for bit: if it does
-# not, nothing above is to be trusted. In the other model the weights of the choices may come from
-# its own router, or from the trace too.
+# Replayed in its own model, a trace must give every token a bit-identical loss. Otherwise, do not
+# trust the split above.
 
 # %%
-own = token_losses(first, batches)
-with replay_routing(first, trace):
-    replayed = token_losses(first, batches)
-print("The replay in the same model is bit-identical:", torch.equal(own, replayed))
-
-targets = list_targets(batches)
-after = token_losses(second, batches)
-rows = [Row("its own routing", "", Estimate(*mean_change(after - own, targets)))]
-for weights, name in (
-    ("recompute", "choices of the trace"),
-    ("replay", "choices and weights of the trace"),
-):
-    with replay_routing(second, trace, weights=weights):
-        losses = token_losses(second, batches)
-    rows.append(Row(name, "", Estimate(*mean_change(losses - own, targets))))
-drawing = draw_intervals(
-    [IntervalPanel(f"The model after: {second_name}", rows, 0.0)],
-    label="loss over that of the model before (nats a token)",
-)
-keep("replay.svg", drawing)
+original = loss_split.token_losses(before, batches)
+with replay_routing(before, trace_before):
+    replayed = loss_split.token_losses(before, batches)
+print("The replay in the same model is bit-identical:", torch.equal(original, replayed))
 
 # %% [markdown]
-# ## When did the routing settle?
-#
-# A run with `training.probe_every` writes down where a fixed text goes, every so many steps. The
-# curve is the share of first choices that are already those of the last probe, corrected for
-# chance. The last point is 1 by definition: look at how early the curve is high. A router that
-# settles in the first steps has chosen before the experts knew anything.
-
-# %%
-points = view_saturation(probe) if has_probes(probe) else []
-if points:
-    by_layer = {}
-    for point in points:
-        by_layer.setdefault(point.key, []).append(point)
-    curves = []
-    for key, of_layer in by_layer.items():
-        steps = [point.step for point in of_layer]
-        curves.append(Curve(layer_name(key), steps, [point.value for point in of_layer]))
-    drawing = draw_curves(
-        [CurvePanel(f"Saturation of {folder}", curves)],
-        x_label="step of training",
-        y_label="as at the end, beyond chance",
-        y_limits=(-0.05, 1.05),
-    )
-    keep("saturation.svg", drawing)
-else:
-    print(f"There are no probes in {probe}: train with --training.probe_every 100 to have them.")
-drawing if points else None
-
-# %%
-print("\n".join(str(path) for path in kept))
+# To see when the routing settled during training, train with `--training.probe_every 100` and open
+# `stmoe inspect view --probe RUN/probe ...`.

@@ -230,6 +230,31 @@ def test_the_picture_names_files_of_the_sparse_layer():
         assert (ROOT / "moe/sparse" / name).exists(), name
 
 
+def test_every_notebook_is_listed_and_run():
+    page = (DOCS / "guides/notebooks.md").read_text(encoding="utf-8")
+    names = sorted(path.stem for path in (ROOT / "notebooks").glob("*.py"))
+    assert sorted(re.findall(r"\(../../notebooks/(\w+)\.py\)", page)) == names
+    (run,) = re.findall(
+        r"for name in ([\w ]+); do", (ROOT / "Makefile").read_text(encoding="utf-8")
+    )
+    assert sorted(run.split()) == names
+
+
+def test_pictures_follow_dark_mode():
+    for picture in DOCS.rglob("*.svg"):
+        assert "@media (prefers-color-scheme: dark)" in picture.read_text("utf-8"), picture.name
+
+
+def test_the_summary_of_a_command_is_text_although_it_begins_like_a_command(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    prepare_docstring = importlib.import_module("conf").prepare_docstring
+    for path in (ROOT / "moe/commands").glob("[a-z]*.py"):
+        module = importlib.import_module(f"moe.commands.{path.stem}")
+        lines = module.__doc__.splitlines()
+        prepare_docstring(None, "module", module.__name__, module, None, lines)
+        assert lines[0] == module.__doc__.splitlines()[0], path.name
+
+
 def test_every_public_name_stands_in_the_reference():
     page = (DOCS / "api/index.md").read_text(encoding="utf-8")
     listed = re.findall(r"^ +~(moe\.[\w.]+)$", page, re.MULTILINE)

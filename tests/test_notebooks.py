@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom on a small model."""
 
+import ast
 import json
 import os
 import re
@@ -28,12 +29,7 @@ class Places(NamedTuple):
 
     @property
     def variables(self):
-        return {
-            "MOE_MODEL": str(self.model),
-            "MOE_CORPUS": str(self.texts / "no corpus"),
-            "MOE_TEXT": str(self.texts),
-            "MOE_OUT": str(self.out),
-        }
+        return {"MOE_MODEL": str(self.model), "MOE_TEXT": str(self.texts), "MOE_OUT": str(self.out)}
 
 
 @pytest.fixture(scope="module")
@@ -73,21 +69,17 @@ def figures(out):
 @pytest.mark.slow
 def test_fine_tune_learns_its_task(places, tmp_path):
     text = (ROOT / "notebooks/fine_tune.py").read_text(encoding="utf-8")
-    assert "max_steps=150" in text and '"validation", 120' in text
-    text = text.replace("max_steps=150", "max_steps=70").replace(
-        '"validation", 120', '"validation", 40'
-    )
+    assert "max_steps=150" in text and "pairs[:120]" in text
+    text = text.replace("max_steps=150", "max_steps=70").replace("pairs[:120]", "pairs[:40]")
     (tmp_path / "short.py").write_text(text, encoding="utf-8")
     done = run_command(str(tmp_path / "short.py"), environment=places(7).variables)
     assert done.returncode == 0, done.stderr
     assert "encoder 1" in done.stdout
     assert "<pad>" not in done.stdout  # padding goes to no expert
-    before, after = re.findall(r"^(?:before|after) +([\d.]+) %", done.stdout, re.MULTILINE)
+    before, after = re.findall(r"^(?:before|after): ([\d.]+) %", done.stdout, re.MULTILINE)
     assert float(before) < 20
     assert float(after) > 40
-    assert "drop_rate:\n  encoder: " in done.stdout
-    table = r"^asked +expected +generated\n(.+\n)*unicode category name: "
-    assert re.search(table, done.stdout, re.MULTILINE)
+    assert re.search(r"^input +target +generated\n(.+\n){6}", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -97,7 +89,7 @@ def test_routing_finds_the_model_from_its_own_folder_and_draws_every_figure(plac
     change_folder = partial(os.chdir, tmp_path / "notebooks")
     done = run("routing", {"MOE_TEXT": str(places(7).texts)}, change_folder)
     assert done.returncode == 0, done.stderr
-    assert "11 documents, of which 11 are traced" in done.stdout  # 7 files and 4 sentences
+    assert "11 documents, " in done.stdout  # 7 files and 4 sentences
     assert re.search(r"^encoder 1 +0 of 7 ", done.stdout, re.MULTILINE)
 
     out = tmp_path / "runs/notebooks/routing"
@@ -105,7 +97,7 @@ def test_routing_finds_the_model_from_its_own_folder_and_draws_every_figure(plac
     assert figures(out) == {f"{name}.svg" for name in names.split()} | {"view.html"}
     assert "*" in (out / "classes.svg").read_text()
     page = (out / "view.html").read_text()
-    assert "Where the tokens go in ../runs/demo/pretrain/model" in page
+    assert "Where the tokens go in runs/demo/pretrain/model" in page
 
 
 @pytest.mark.slow
@@ -114,10 +106,9 @@ def test_routing_says_what_one_document_and_one_expert_cannot_show(places, tmp_p
     text = read.texts / "0.txt"
     done = run("routing", read.variables | {"MOE_TEXT": f"mine={text}"})
     assert done.returncode == 0, done.stderr
-    assert "No stars: 5 documents are too few" in done.stdout
-    assert "these p-values are too small" in done.stdout
-    assert "there are no pairs" in done.stdout
-    assert "there is no next one" in done.stdout
+    assert "so the p-values are too small" in done.stdout
+    for name in ("coactivation", "margins"):
+        assert f"{name}: this model has nothing to show" in done.stdout
     names = "load classes entropy vocabulary noise"
     assert figures(read.out) == {f"{name}.svg" for name in names.split()} | {"view.html"}
 
@@ -133,17 +124,16 @@ def test_expert_purpose_answers_for_every_expert_and_class(places, tmp_path):
     counts = re.search(r"(\d+) questions: (\d+) yes, (\d+) no, (\d+) not", done.stdout)
     total, *answers = map(int, counts.groups())
     assert total == sum(answers) == 7 * (12 + 6)  # of the encoder's sequences, too
-    names = "relation effects verdicts own_class edits"
-    assert figures(read.out) == {f"{name}.svg" for name in names.split()} | {"view.html"}
+    names = "relation effects verdicts edits"
+    assert figures(read.out) == {f"{name}.svg" for name in names.split()}
     assert re.search(r"^ing form +[1-9]", done.stdout, re.MULTILINE)
-    assert re.search(r"^as it is ", done.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
 def test_expert_purpose_needs_two_experts(places):
     done = run("expert_purpose", places(1).variables)
     assert done.returncode == 1
-    assert "has one expert a layer: there is nothing to compare it with" in done.stderr
+    assert "has one expert per layer, so there is no expert to compare" in done.stderr
 
 
 @pytest.mark.slow
@@ -153,8 +143,7 @@ def test_what_changed_rounds_a_copy_where_there_is_no_other_model(places, tmp_pa
     assert done.returncode == 0, done.stderr
     assert re.search(r"^after: .*, rounded to 4 bits$", done.stdout, re.MULTILINE)
     assert "The replay in the same model is bit-identical: True" in done.stdout
-    assert "There are no probes in" in done.stdout
-    names = "agreement matching loss_split copies replay"
+    names = "matching loss_split copies"
     assert figures(read.out) == {f"{name}.svg" for name in names.split()} | {"view.html"}
 
 
@@ -173,7 +162,7 @@ def test_what_changed_compares_models_of_one_tokenizer_only(places, tmp_path):
     tiny_model(vocab_size=231).save_pretrained(second.model)
     done = run("what_changed", variables)
     assert done.returncode == 1
-    assert "have different tokenizers: no token is comparable" in done.stderr
+    assert "have different tokenizers, so no token is comparable" in done.stderr
 
 
 @pytest.mark.slow
@@ -182,4 +171,21 @@ def test_without_a_model_a_notebook_says_how_to_get_one(tmp_path):
         done = run(path.stem, {"MOE_MODEL": str(tmp_path)})
         assert done.returncode == 1
         (*_, last) = done.stderr.splitlines()
-        assert last.startswith(("There is no model in", "moe.errors.CheckpointError: ")), path
+        assert last.startswith("moe.errors.CheckpointError: "), path
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "notebooks").glob("*.py")), ids=lambda path: path.stem
+)
+def test_a_notebook_has_ten_imports_and_a_page_of_code_besides_plots(path):
+    text = path.read_text(encoding="utf-8")
+    imports = []
+    code = []
+    for statement in ast.parse(text).body:
+        source = ast.get_source_segment(text, statement)
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            imports.append(source)
+        elif not source.startswith(("plot(", "def plot")):
+            code += source.splitlines()
+    assert len(imports) <= 10
+    assert len([line for line in code if line.strip()]) <= 75

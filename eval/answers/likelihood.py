@@ -1,4 +1,4 @@
-"""Log-likelihoods of the choices of a question, and which of them a scoring prefers."""
+"""Log-likelihoods of the choices of a question, and the choice with the highest score."""
 
 import copy
 from collections.abc import Sequence

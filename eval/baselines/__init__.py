@@ -1,1 +1,1 @@
-"""Answers without a neural network, which a fine-tuned model has to beat."""
+"""Baselines without a neural network."""

@@ -1,4 +1,4 @@
-"""A checkpoint as lm-evaluation-harness asks it: log-likelihoods of choices, and generation.
+"""A checkpoint as a model of lm-evaluation-harness: log-likelihoods of choices, and generation.
 
 Only `eval.commands.harness` imports this file, once it knows that the package is there.
 """

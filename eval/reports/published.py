@@ -1,4 +1,4 @@
-"""Published results, each with its table and split, to stand beside one's own.
+"""Published results with table and split, shown next to ours.
 
 Source: ST-MoE (arXiv:2202.08906) tables 10 and 12; Switch Transformer (arXiv:2101.03961) table 5,
 whose SQuAD and closed-book numbers are exact matches and whose XSum is ROUGE-2. All are of models

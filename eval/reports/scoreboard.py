@@ -1,4 +1,4 @@
-"""All scores of a report in one table, beside the published ones."""
+"""One table of all scores of a report and the published ones."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Whether a system matches questions that share their choices with the right answers.
+"""The matching metric: assigns the right answers to questions that share their choices.
 
 When choices are ranked, a word that is likely for any question wins. It cancels where several
 questions share their choices: for each pair, the right matching is compared with the swapped one.

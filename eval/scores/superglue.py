@@ -1,4 +1,4 @@
-"""The SuperGLUE average: which tasks it is of, and the mean of their scores."""
+"""The SuperGLUE average: its tasks, and the mean of their scores."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""python -m scripts.study: runs a study, or goes on with it, and writes what it shows."""
+"""python -m scripts.study: runs or resumes a study, and writes its report."""
 
 import argparse
 import shlex

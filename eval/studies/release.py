@@ -1,4 +1,4 @@
-"""The best model of a study with its rival, as folders that can be published, each with a full card.
+"""Exports the best sparse model of a study and its dense counterpart as folders with model cards.
 
 Comes after `report`, whose study.json the numbers of the cards are read from.
 """

@@ -1,4 +1,4 @@
-"""Runs that are made a second time, and whether they come to the same numbers, bit for bit.
+"""Repeats runs and checks that the results are bit-identical.
 
 Comes after `scheduler`, before `analysis`, whose result says so.
 """

@@ -89,8 +89,13 @@ def study_markdown(result: StudyResult) -> str:
 
 def study_body(result: StudyResult) -> list[str]:
     """Returns the lines of a study below its title."""
+    return [f"**Claim.** {result.study.claim}", "", *study_details(result)]
+
+
+def study_details(result: StudyResult) -> list[str]:
+    """Returns the lines of a study below its claim."""
     study = result.study
-    lines = [f"**Claim.** {study.claim}", "", f"**The paper.** {study.paper}", ""]
+    lines = [f"**The paper.** {study.paper}", ""]
     lines += [f"**Expected**, before the first run. {study.expected}", ""]
     lines += [*markdown_table(_CONTRAST_HEADER, contrast_rows(result)), ""]
     lines += [*markdown_table(_ARM_HEADER, arm_rows(result)), ""]

@@ -10,37 +10,34 @@ from eval.reports.formatting import markdown_table
 from eval.studies import sentinel_entropy
 from eval.studies.analysis import StudyResult
 from eval.studies.charts import curves_chart, setting_chart
-from eval.studies.report import STUDY_JSON, interval_text, read_result, study_body
+from eval.studies.report import STUDY_JSON, interval_text, read_result, study_details
 from eval.studies.study import Study, read_study
 
-_HEADER = (
-    "study",
-    "claim",
-    "verdict",
-    "better by",
-    "95 % interval",
-    "seeds",
-    "million tokens a run",
-    "CPU hours",
-    "the paper",
-)
+_HEADER = ("study", "verdict", "better by", "95 % interval", "seeds", "CPU hours")
 _LEFT_OUT_HEADER = ("study", "claim", "expected cost")
 _INTRODUCTION = """\
 # What we measured
 
-Every number is copied from a file study.json, which the command below its table wrote; this page is made of those files
-by `python -m scripts.measured`. No seed is left out. *Better by* is the difference of the primary comparison, which
-was declared with the study, in the unit of its measure; positive speaks for the first arm. *Holds* means that it is
-significant (p < 0.05) and of the claimed sign, *does not hold at this scale* that it is significant the other way or
-shown to be smaller than the declared margin, *not resolved* neither. For a claim of equality it is the other way round.
-A difference can be both significant and smaller than the margin: the verdict then says so.
+Each study declared one claim and one primary comparison before its first run. All planned seeds are shown. The numbers
+come from the files `benchmarks/studies/NAME/study.json`; `make measured` makes this page from them.
+
+*Better by* is the difference of the primary comparison, with a 95 % interval; positive means that the first arm is
+better. Verdicts:
+
+- *holds*: significant (p < 0.05) in the claimed direction.
+- *does not hold at this scale*: significant in the other direction, or shown to be smaller than the declared margin.
+- *not resolved*: neither.
+
+A claim of equality holds if the difference is shown to be smaller than the margin. A difference can be both significant
+and smaller than the margin; the verdict then says so.
 """
 _NOTHING = "No study is complete yet."
 _LEFT_OUT = """\
 (left-out)=
 ## Left out
 
-These have no result yet, in the order of their value. [The guide](guides/study.md) says how each is run."""
+These studies have no result yet; the most valuable come first. [Run a study](guides/study.md) explains how."""
+_FOLLOW_PAGE = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.92) hue-rotate(180deg); } }</style>"
 
 
 def read_results(folder: Path) -> dict[str, StudyResult]:
@@ -83,12 +80,16 @@ def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
 
 
 def curve_figures(results: Mapping[str, StudyResult]) -> dict[str, str]:
-    """Returns the figure of each study that has one, as SVG, by the name of the study."""
+    """Returns the figure of each study that has one, as SVG, by the name of the study.
+
+    They are shown in an <img>, and dark where the page around it is.
+    """
     figures = {}
     for name, result in results.items():
         if _has_curves(result):
             chart = setting_chart if result.study.plot_over else curves_chart
-            figures[name] = chart(result)
+            opening, end, content = chart(result).partition(">")
+            figures[name] = f"{opening}{end}{_FOLLOW_PAGE}{content}"
     return figures
 
 
@@ -120,31 +121,28 @@ def measured_page(
 
 def _claim_row(name: str, result: StudyResult) -> list[str]:
     """Returns the line of one study."""
-    study = result.study
-    title = f"[{study.title}](#{_label(name)})"
-    tokens = max((run.tokens or 0 for run in result.outcomes), default=0)
-    cpu_hours = sum(run.cpu_seconds for run in result.outcomes) / 3600
-    cost = [f"{tokens / 1e6:.1f}" if tokens else "", f"{cpu_hours:.1f}", study.paper]
+    title = f"[{result.study.title}](#{_label(name)})"
+    cpu_hours = f"{sum(run.cpu_seconds for run in result.outcomes) / 3600:.1f}"
     if not result.contrasts:
-        return [title, study.claim, "not run yet", "", "", "", *cost]
+        return [title, "not run yet", "", "", "", cpu_hours]
 
     # The primary comparison comes first.
     item = result.contrasts[0]
-    effect = f"{item.difference:+.2g} {study.measure.unit}".strip()
-    seeds = str(item.num_seeds)
-    return [title, study.claim, item.verdict_text, effect, interval_text(item), seeds, *cost]
+    effect = f"{item.difference:+.2g} {result.study.measure.unit}".strip()
+    return [title, item.verdict_text, effect, interval_text(item), str(item.num_seeds), cpu_hours]
 
 
 def _section(name: str, result: StudyResult, figures: str) -> list[str]:
-    """Returns the section of one study."""
+    """Returns the section of one study; everything below its figure opens with a click."""
     study = result.study
-    lines = [f"({_label(name)})=", f"## {study.title}", ""]
+    lines = [f"({_label(name)})=", f"## {study.title}", "", f"**Claim.** {study.claim}", ""]
     if _has_curves(result):
         title = f"Curves of {study.title}: thin lines are seeds"
         if study.plot_over:
             title = f"{study.title}, over {study.plot_over}: dots are seeds"
         lines += [f"![{title}]({figures}/{name}.svg)", ""]
-    return [*lines, *study_body(result)]
+    lines += ["<details><summary>Paper, expectation, comparisons, arms and routers</summary>", ""]
+    return [*lines, *study_details(result), "", "</details>"]
 
 
 def _has_curves(result: StudyResult) -> bool:

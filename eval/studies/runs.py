@@ -1,4 +1,4 @@
-"""The runs of a study: where each lies, and which commands make it.
+"""The runs of a study: the folder and the command of each.
 
 Comes after `study`, before `scheduler`, which starts the commands.
 """

@@ -1,4 +1,4 @@
-"""Two arms that share their seeds: their difference, whether it is chance, whether they are equal.
+"""Paired differences of two arms over their seeds, with tests of difference and of equality.
 
 The unit is a run: one number for each seed of each arm. Runs of one seed share the order of the data
 and the weights that both arms have, so their differences are paired. The conclusions hold for other

@@ -1,4 +1,4 @@
-"""A study as a value: which runs it is made of, what is measured, and which differences count.
+"""The definition of a study: its runs, its measure and its comparisons.
 
 `read_study` reads one from a YAML file. Comes before `runs`, which turns it into command lines.
 """

@@ -1,4 +1,4 @@
-"""Loads models completely: every weight comes from the folder, or the folder is refused."""
+"""Loads models completely: every weight comes from the folder, or loading fails."""
 
 import itertools
 import pickle

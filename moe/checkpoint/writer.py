@@ -1,4 +1,4 @@
-"""Writes checkpoints that are whole or absent: the folder appears when all shards are written.
+"""Writes checkpoints atomically: the folder appears when all shards are written.
 
 A checkpoint is the train state of train_state.py in the format of torch.distributed.checkpoint, a
 file state.json, and the checksums of all files. All randomness of a run is a function of its seed

@@ -1,1 +1,1 @@
-"""Checkpoints of other libraries as ours, and back."""
+"""Loads other libraries' checkpoints into our models, and writes them back."""

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' T5 and Switch as weights of ours, read when they are asked for.
+"""Maps checkpoints of transformers' T5 and Switch to our weights, read on demand.
 
 One table of names serves loading and writing. The last lines register both families for
 `from_pretrained`.

@@ -1,4 +1,4 @@
-"""Batches made ahead of the steps that train on them, by processes of their own.
+"""Prepares batches ahead of the training steps, in worker processes.
 
 Comes after `pipeline`. A batch is a function of the step, so every process makes the same one.
 """

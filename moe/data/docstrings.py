@@ -1,4 +1,4 @@
-"""The English in the docstrings of installed packages, whose source files are read but never run.
+"""English text from docstrings of installed packages; reads their source files and never runs them.
 
 Comes after `prose` and `documents`, before `corpus`.
 """

@@ -1,4 +1,4 @@
-"""Pairs of texts as tokens, kept on disk for the next run.
+"""Pairs of texts as tokens, cached on disk.
 
 Comes after `tokens`, before `pipeline` and `mixture`, which make batches of them.
 """

@@ -1,4 +1,4 @@
-"""Plain English paragraphs out of docstrings: markup, code and tables go, sentences stay.
+"""Extracts English paragraphs from docstrings, without markup, code and tables.
 
 Comes before `documents` and `docstrings`. Docstrings mix reStructuredText, numpydoc, Google style
 and Markdown, so each rule below is about what a reader sees (a fence, an indented block, an

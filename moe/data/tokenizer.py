@@ -1,4 +1,4 @@
-"""The vocabulary: trained by SentencePiece, laid out as T5's, used as a transformers tokenizer.
+"""The tokenizer: trained by SentencePiece, with T5's layout, used as a transformers tokenizer.
 
 Comes after `corpus`, before `pipeline`. Layout: `<pad>` 0, `</s>` 1, `<unk>` 2, the learnt pieces,
 then the sentinels `<extra_id_99>` ... `<extra_id_0>`, so that `<extra_id_0>` has the highest id.

@@ -1,4 +1,4 @@
-"""Tokens on disk, kept for the next run, and those of a corpus.
+"""Tokens of texts and of a corpus, cached on disk.
 
 Comes after `corpus` and `tokenizer`, before `pairs` and `pipeline`. A file is mapped into memory:
 processes that read the same one share its pages. Its format, safetensors, holds numbers only.

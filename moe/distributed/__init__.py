@@ -1,1 +1,1 @@
-"""What several ranks do together: tensors and ranks, never a model."""
+"""Meshes, collectives and sharding; nothing here knows what a model is."""

@@ -1,4 +1,4 @@
-"""Exchanges of FSDP: all-gathers, reduce-scatters and sums over replicas, also by a schedule.
+"""FSDP's all-gathers, reduce-scatters and sums over replicas, by torch or by a schedule.
 
 FSDP hands over the gradients of a unit as one flat tensor with a chunk for each rank that shards
 the unit. The reduce-scatter in the all-reduce of a recipe's schedule leaves each rank its own chunk,

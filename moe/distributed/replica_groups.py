@@ -1,4 +1,4 @@
-"""Replica groups that may be lost while a run goes on: quorum, sums and healing by torchft.
+"""Replica groups that can fail while a run continues: quorum, sums and healing by torchft.
 
 A replica group is a separate launch: a mesh with one copy of the model and all its experts. The
 groups meet before each step. Those present share the batch and sum their gradients; the step counts

@@ -1,4 +1,4 @@
-"""Checksums of a folder that all ranks see: each reads a part, and all get the result."""
+"""Verifies checksums of a shared folder: each rank reads a part, and all get the result."""
 
 from collections.abc import Iterable
 from pathlib import Path

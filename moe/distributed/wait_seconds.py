@@ -1,4 +1,4 @@
-"""Seconds that this rank waits for others, by the group of ranks with which it exchanges.
+"""Seconds that this rank waits for others, by process group.
 
 Ranks that train together take equally long for a step: a slow one waits least. The exchanges of this
 library mark the start and end of waiting; nothing is counted outside of `measured_waits`. On a GPU,

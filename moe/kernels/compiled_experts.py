@@ -1,4 +1,4 @@
-"""The experts of a CPU as one operation of torch, for compiled graphs.
+"""The experts on a CPU as one torch operator, for compiled graphs.
 
 A compiler cannot look into cpu_experts.py, which starts threads and counts rows. As an operation
 whose shapes follow from those of its inputs it breaks no graph. There may therefore be more rows

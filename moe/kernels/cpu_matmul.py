@@ -1,4 +1,4 @@
-"""Matrix products of a CPU in float32, by the faster of torch's two libraries.
+"""Matrix products on a CPU in float32, by the faster of torch's two libraries.
 
 torch sends float32 products to its BLAS; which library is faster is another matter, see
 product_choice.py. Both are exact to rounding. Small products stay where they are: a call of oneDNN

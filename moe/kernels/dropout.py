@@ -1,4 +1,4 @@
-"""Dropout on a CPU, four numbers to a draw.
+"""Dropout on a CPU, with four random numbers per draw.
 
 torch draws a number of 53 bits for every element, which takes longer than all else that dropout
 does, and keeps a mask as large as the activations. Whether an element is kept needs far fewer bits:

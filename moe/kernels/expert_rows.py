@@ -1,4 +1,4 @@
-"""Rows of experts: which token each row is, how tokens become rows, and rows tokens again.
+"""Rows of experts: the token of each row, tokens to rows, and rows back to tokens.
 
 A token that uses two experts is two rows. Rows stand sorted by expert, since an expert works on all
 of its rows at once; a token's sum over its rows needs the opposite order, which `ExpertRows` holds

@@ -1,4 +1,4 @@
-"""Memory of the processor: blocks that a training step leaves to the next one.
+"""Host memory: keeps freed blocks for the next training step.
 
 By default glibc gives large blocks back to the system when they are freed. Every step then gets its
 activations and gradients as new pages, which the kernel fills with zeros one by one at the first

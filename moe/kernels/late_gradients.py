@@ -1,4 +1,4 @@
-"""Gradients of experts' weights that are computed while gradients of their rows travel.
+"""Computes gradients of experts' weights while the gradients of rows are exchanged.
 
 Where rows came from other ranks, those ranks wait for the gradients of their rows; nobody waits for
 gradients of weights. Of all nodes that can run, a backward pass runs the one that the forward pass

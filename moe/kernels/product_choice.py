@@ -1,4 +1,4 @@
-"""Which library does a float32 product of a CPU: measured once on each machine, not assumed.
+"""Chooses the library for float32 products on a CPU, measured once per machine.
 
 torch's builds hold two: a BLAS (MKL on x86), which torch's own operations call, and oneDNN. Which
 is faster depends on the processor and on the kind of product, see product_measurement.py. The

@@ -1,4 +1,4 @@
-"""How long products of a CPU take with each of torch's libraries.
+"""Measures matrix products on a CPU with each of torch's libraries.
 
 Which one is faster depends on the processor and on the kind of product. On an AMD EPYC oneDNN takes
 half the time of MKL. On an Intel Xeon with AVX-512 MKL takes a tenth less for outputs and for

@@ -1,4 +1,4 @@
-"""config.json: read as an object, recognized if it is of another library, and written for transformers.
+"""Reads and writes config.json, and recognizes other libraries' formats.
 
 `from_pretrained` reads other libraries' checkpoints by `model_type`. The models know no other
 library: `moe.convert` enters its formats here when `moe` is imported.

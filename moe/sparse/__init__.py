@@ -1,4 +1,4 @@
-"""The sparse layer: tokens choose experts, and travel to them and back.
+"""The sparse layer: tokens are routed to experts, and the outputs are combined.
 
 Begin with layer.py, the whole journey on one screen. Then the files in a token's order:
 

@@ -1,4 +1,4 @@
-"""How many slots an expert has in a group: integers only. Asked by the routers."""
+"""The number of slots of an expert in a group, as exact integers."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""The edit point: what may change the plan of a sparse layer before it is carried out.
+"""The edit point: functions that change the plan of a sparse layer before it is executed.
 
 Comes after layer.py. `edits.py` has edits that take experts away or exchange them.
 """

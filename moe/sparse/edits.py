@@ -1,4 +1,4 @@
-"""Edits of a plan: experts taken away, chosen anew, exchanged.
+"""Edits of a plan: drop, reroute or swap experts.
 
 Comes after editing.py, which puts them between the router's plan and its dispatch.
 """

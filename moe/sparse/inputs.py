@@ -1,4 +1,4 @@
-"""The checks of what a sparse layer is given: shapes, dtypes and masks. Comes before groups.py.
+"""Checks the inputs of a sparse layer: shapes, dtypes and masks. Comes before groups.py.
 
 Shapes and dtypes are checked always. Values are read on a CPU and outside of compiled graphs only:
 elsewhere that would wait for the device, or break the graph.

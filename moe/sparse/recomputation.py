@@ -1,4 +1,4 @@
-"""Whether activation checkpointing calls layers again, and whether a context stayed open for it."""
+"""Detects forward passes that activation checkpointing repeats."""
 
 from torch.utils.module_tracker import ModuleTracker
 

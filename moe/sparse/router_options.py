@@ -1,4 +1,4 @@
-"""What each router asks of a configuration: its options, and the layers that it is made for.
+"""The options of each router, and the layers it supports.
 
 Read beside config.py, which checks every configuration against it. A router is entered here when it
 is registered (router.py), so that configurations need to know neither routers nor tensors.

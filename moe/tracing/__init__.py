@@ -1,1 +1,1 @@
-"""Routing written down token by token, and carried out again."""
+"""Records routing token by token, and replays it."""

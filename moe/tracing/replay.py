@@ -1,4 +1,4 @@
-"""Replay: recorded choices carried out again, in this model or another.
+"""Replay: executes recorded choices, in the same model or another.
 
 Comes after `trace`; it is an edit of every layer's plan, see `moe.sparse.editing`.
 """

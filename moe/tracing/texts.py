@@ -16,7 +16,7 @@ REFERENCE = "language reference"
 """Domain of the texts that every Python carries."""
 
 
-def find_texts(files: Sequence[str], corpus: Path) -> list[SourceText]:
+def find_texts(files: Sequence[str], corpus: Path | str) -> list[SourceText]:
     """Returns the user's files; without any, held-out text of a corpus, or what Python carries.
 
     Args:
@@ -28,8 +28,8 @@ def find_texts(files: Sequence[str], corpus: Path) -> list[SourceText]:
     """
     if files:
         return file_texts(files)
-    if corpus.exists():
-        return corpus_texts(corpus)
+    if Path(corpus).exists():
+        return corpus_texts(Path(corpus))
     return reference_texts()
 
 

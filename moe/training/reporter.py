@@ -1,4 +1,4 @@
-"""Reports of a run while it trains: metrics.jsonl, timeline.jsonl, the progress bar, warnings.
+"""Reports on a running training: metrics.jsonl, timeline.jsonl, progress bar, warnings.
 
 The loop (loop.py) calls it after every step.
 """

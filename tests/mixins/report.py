@@ -36,10 +36,9 @@ _ORDER = ("failed", "passed", "skipped")
 _LEAD = """\
 # Transformers' own tests
 
-transformers tests each of its models by mixins. Here they run on ours as they are, without a change
-to any of them: `ModelTesterMixin`, `GenerationTesterMixin`, the export mixins and `ConfigTester`, and
-on T5 by transformers' own test classes of it. Their sources are not part of this repository; a
-checkout of transformers has them:
+transformers tests its models with mixins. We run them unchanged on our models (`ModelTesterMixin`,
+`GenerationTesterMixin`, the export mixins and `ConfigTester`), next to transformers' test classes of
+T5. They are in a checkout of transformers, not in this repository:
 
 ```
 git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers ../transformers

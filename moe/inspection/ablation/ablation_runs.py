@@ -1,4 +1,4 @@
-"""Forward passes of an ablation: measures of all experts, a batch as it is, and one with an edit.
+"""Forward passes of an ablation: of an unedited batch and of edited ones.
 
 Comes after `interventions`; `ablate` adds up the changes of the loss. Nothing is computed twice: an
 ablated layer of the decoder reuses the encoder's output, and every layer the hidden state before its

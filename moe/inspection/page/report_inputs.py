@@ -1,4 +1,4 @@
-"""Metrics of runs and an evaluation, as the page on routers reads them from their files."""
+"""Reads the metrics of runs and an evaluation for the report on routers."""
 
 from collections.abc import Sequence
 from pathlib import Path

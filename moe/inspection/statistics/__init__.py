@@ -1,1 +1,1 @@
-"""What chance would give, and what is beyond it: classes, domains, time, other models."""
+"""Statistics of routing, tested against chance: token classes, domains, training time, two models."""

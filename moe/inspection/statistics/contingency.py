@@ -1,4 +1,4 @@
-"""Who chose whom, and measures of tables of counts: what rows tell about columns.
+"""Tables of counts, and how much their rows predict their columns.
 
 Comes before specialization.py, coactivation.py and saturation.py.
 """

@@ -1,4 +1,4 @@
-"""Entropy of the routing of a class of tokens: over how many experts it is spread.
+"""Entropy of the routing of a token class; exp(entropy) is the effective number of experts.
 
 Comes after token_classes.py. Hard counts of first choices, before capacity.
 """

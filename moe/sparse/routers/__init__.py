@@ -1,1 +1,1 @@
-"""One file a router; each enters itself into ROUTERS (moe/sparse/router.py)."""
+"""The routers, one file each; each registers itself in ROUTERS (moe/sparse/router.py)."""

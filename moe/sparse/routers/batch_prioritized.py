@@ -1,4 +1,4 @@
-"""Batch prioritised routing: when slots are short, the tokens of the surest first choice come first.
+"""Batch-prioritized routing: tokens with the highest router probability get slots first.
 
 For encoders only.
 """

@@ -1,4 +1,4 @@
-"""Hash routing: the word decides the expert, nothing is learnt. A baseline."""
+"""Hash routing: the token's id determines the expert; nothing is learned. A baseline."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""No token left behind: a token that its best expert has no room for tries the next."""
+"""No token left behind: a token whose best expert is full tries its next one."""
 
 from dataclasses import dataclass
 from typing import ClassVar

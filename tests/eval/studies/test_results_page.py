@@ -96,7 +96,7 @@ def test_results_are_added_and_shown_on_the_page(
     # Each number as the result has it; the paper's beside it; what was not run.
     (row,) = re.findall(r"^\| \[Title\]\(#gating\).*$", page.read_text(), re.MULTILINE)
     assert "| holds | +0.5 nats | " in row
-    assert row.endswith("| They say 3. |")
+    assert "\n**The paper.** They say 3.\n" in page.read_text()
     assert "| Load balancing (`balance`) |" in page.read_text()
 
 
