@@ -102,7 +102,10 @@ def test_a_recipe_is_known_by_its_name_unless_a_file_is_called_that(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     ours = ROOT / "recipes/st_moe_tiny_pretrain.yaml"
     assert find_recipe("st_moe_tiny_pretrain") == ours
-    assert find_recipe("st_moe_tiny_pretrain.yaml") == Path("st_moe_tiny_pretrain.yaml")
+    assert find_recipe("mine.yaml") == Path("mine.yaml")
+    for path in ("st_moe_tiny_pretrain.yaml", "recipes/st_moe_tiny_pretrain.yaml"):
+        with pytest.raises(ConfigError, match=f"no file {path}. Did you mean the recipe 'st_moe_t"):
+            find_recipe(path)
     with pytest.raises(ConfigError, match=r"no recipe 'st_moe_tny_pretrain'.*'st_moe_tiny_p"):
         find_recipe("st_moe_tny_pretrain")
 
@@ -145,8 +148,8 @@ def test_the_wheel_has_the_recipes_and_no_tasks(tmp_path):
     recipes = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
     assert [line.split()[0] for line in listed] == recipes
     assert "usage: stmoe VERB" in run("--help").stdout
-    without = run("pretrain", "--corpus", "corpus", "--tokenizer", "t", "--out", "run")
-    assert "No recipe is given. Start with --config st_moe_tiny_pretrain" in without.stderr
+    without = run("pretrain")
+    assert "stmoe pretrain --config st_moe_tiny_pretrain --corpus" in without.stderr
     printed = run("pretrain", "--config", "st_moe_tiny_pretrain", "--print_config").stdout
     assert yaml.safe_load(printed)["model"]["num_experts"] == 8
     refused = run("corpus", "--out", "corpus", "--unseen", "docstring_topic")

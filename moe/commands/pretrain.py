@@ -130,11 +130,13 @@ def check_size(argv: list[str]) -> None:
     """
     typed = typed_settings(argv)
     missing = [name for name in _SIZE if name not in typed]
-    if "config" not in typed and missing:
+    trains = "-h" not in argv and not typed & {"help", "help-all", "print_config"}
+    if trains and missing and "config" not in typed:
         raise ConfigError(
-            "No recipe is given. Start with --config st_moe_tiny_pretrain (2.9M parameters, minutes "
-            "on a CPU) or st_moe_base_pretrain (0.7B); stmoe recipes lists all. Without a recipe, "
-            f"the model's size is needed: {', '.join(f'--{name}' for name in missing)}."
+            "No recipe is given. Start with a small one: stmoe pretrain --config "
+            "st_moe_tiny_pretrain --corpus CORPUS --tokenizer TOKENIZER --out RUN; stmoe recipes "
+            "lists all. Without a recipe, the size of the model must be given: "
+            f"{', '.join(f'--{name}' for name in missing)}."
         )
 
 
@@ -168,9 +170,7 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         process_start: When this process started, in seconds since 1970, if it serves only this
             command.
     """
-    with pretrain_command().launch(argv) as (world, recipe, arguments):
-        check_size(argv)
-
+    with pretrain_command().launch(argv, check_size) as (world, recipe, arguments):
         # Refuse what can be refused before any data are read.
         corpus, tokenizer = arguments.corpus, arguments.tokenizer
         pretrained = arguments.pretrained

@@ -8,7 +8,7 @@ import dataclasses
 import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -105,8 +105,14 @@ class RecipeCommand(Generic[R]):
         self.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help=explanation)
 
     @contextmanager
-    def launch(self, argv: list[str]) -> Iterator[tuple[World, R, argparse.Namespace]]:
+    def launch(
+        self, argv: list[str], check_arguments: Callable[[list[str]], None] | None = None
+    ) -> Iterator[tuple[World, R, argparse.Namespace]]:
         """Parses the arguments and joins the ranks, which wait for each other for `--timeout`.
+
+        Args:
+            argv: The command line, without the program.
+            check_arguments: Raises a ConfigError for arguments that are not worth parsing.
 
         Yields:
             The world, the recipe and the command's own arguments.
@@ -115,6 +121,8 @@ class RecipeCommand(Generic[R]):
             ConfigError: As `parse` does, on one of the ranks.
         """
         try:
+            if check_arguments is not None:
+                check_arguments(argv)
             recipe, arguments = self.parse(argv)
         except MoEError:
             # All ranks fail alike; inside the world, only one of them prints the message.

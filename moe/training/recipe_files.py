@@ -43,16 +43,19 @@ def find_recipe(name: str) -> Path:
     """Returns the path of a recipe, given as a path or as the name of one of ours without .yaml.
 
     Raises:
-        ConfigError: When it is a bare name, and neither a file nor one of our recipes.
+        ConfigError: When it is a bare name, and neither a file nor one of our recipes; or a missing
+            file that is called like one of them.
     """
     path = Path(name)
     is_name = path.name == name.strip() and not path.suffix and "\0" not in name
+    names = {file.stem for file in recipes_folder().glob("*.yaml")}
+    if not is_name and path.stem in names and not path.exists():
+        raise ConfigError(f"There is no file {path}. Did you mean the recipe {path.stem!r}?")
     if not is_name or path.exists():
         return path
 
     ours = recipes_folder() / f"{name}.yaml"
     if not ours.is_file():
-        names = [file.stem for file in recipes_folder().glob("*.yaml")]
         raise ConfigError(
             f"There is no file and no recipe {name!r}.{did_you_mean(name, names)} stmoe recipes "
             "lists the recipes."

@@ -27,7 +27,13 @@ def test_many_epochs_are_shown_without_a_fraction():
 
 def test_a_run_needs_a_recipe_or_the_size_of_its_model():
     size = ["--model.d_model=64", "--model.num_layers", "2", "--model.num_experts", "0"]
-    for argv in (["--config", "mine.yaml"], ["--config=mine.yaml"], size):
+    for argv in (
+        ["--config", "mine.yaml"],
+        ["--config=mine.yaml"],
+        size,
+        ["-h"],
+        ["--print_config"],
+    ):
         check_size(argv)
     for argv, missing in (
         (["--out", "x"], "--model.d_model, "),
