@@ -95,7 +95,7 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
         check_model_folder(folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error} To have one, pre-train it (stmoe pretrain --config st_moe_base_pretrain "
+            f"{error} To have one, pre-train it (stmoe pretrain --config st_moe_tiny_pretrain "
             f"--out {folder.parent} leaves it in {folder.parent}/model), or convert a published one "
             f"(stmoe convert --from google/switch-base-8 --to {folder}) and fine-tune it with "
             "--optimizer_state reset."
