@@ -31,11 +31,13 @@ from moe.training.build import (
     check_run_fits,
     load_pretrained_model,
 )
-from moe.training.command import RecipeCommand
+from moe.training.command import RecipeCommand, typed_settings
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import Run, train
 from moe.training.recipe import PretrainRecipe
 from moe.training.routing_probe import check_probe
+
+_SIZE = ("model.d_model", "model.num_layers", "model.num_experts")
 
 
 def build_run(
@@ -118,16 +120,37 @@ def describe_amount(source: SpanCorruptionSource, steps: int) -> str:
     num_tokens = num_drawn * source.tokens_per_example
     corpus_tokens = source.num_examples * source.tokens_per_example
     epochs = num_drawn / source.num_examples
+    digits = 2 if epochs < 10 else 0
     return (
-        f"{steps:,} steps train on {num_tokens:,} tokens of text: {epochs:.2f} epochs of the "
+        f"{steps:,} steps train on {num_tokens:,} tokens of text: {epochs:,.{digits}f} epochs of the "
         f"{corpus_tokens:,} in the corpus."
     )
+
+
+def check_size(argv: list[str]) -> None:
+    """Refuses to train the defaults, a dense model of 12 + 12 blocks, which nobody has asked for.
+
+    Raises:
+        ConfigError: When neither a recipe nor the size of the model is given.
+    """
+    typed = typed_settings(argv)
+    missing = [name for name in _SIZE if name not in typed]
+    trains = "-h" not in argv and not typed & {"help", "help-all", "print_config"}
+    if trains and missing and "config" not in typed:
+        raise ConfigError(
+            "No recipe is given. Start with a small one: stmoe pretrain --config "
+            "st_moe_tiny_pretrain --corpus CORPUS --tokenizer TOKENIZER --out RUN; stmoe recipes "
+            "lists all. Without a recipe, the size of the model must be given: "
+            f"{', '.join(f'--{name}' for name in missing)}."
+        )
 
 
 def pretrain_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its options, all of which a recipe may set."""
     command = RecipeCommand(
-        PretrainRecipe, "Pre-trains a sparse encoder-decoder by span corruption."
+        PretrainRecipe,
+        "Pre-trains a sparse encoder-decoder by span corruption.",
+        prog="stmoe pretrain",
     )
     command.add_argument("--corpus", type=Path, required=True, help="folder made by stmoe corpus")
     command.add_argument(
@@ -152,7 +175,7 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         process_start: When this process started, in seconds since 1970, if it serves only this
             command.
     """
-    with pretrain_command().launch(argv) as (world, recipe, arguments):
+    with pretrain_command().launch(argv, check_size) as (world, recipe, arguments):
         # Refuse what can be refused before any data are read.
         corpus, tokenizer = arguments.corpus, arguments.tokenizer
         pretrained = arguments.pretrained

@@ -5,7 +5,8 @@
     training:
       batch_size: 512
 
-The parent's path is relative to the file, and the parent may have a parent of its own. Mappings are
+The parent's path is relative to the file, or it is the name of one of ours (`extends:
+st_moe_base_pretrain`); it may have a parent of its own. Mappings are
 merged key by key; any other value, a list too, replaces that of the parent.
 """
 
@@ -18,6 +19,7 @@ import yaml
 from moe.checks import shown
 from moe.errors import ConfigError, did_you_mean
 from moe.parsing import PlainLoader, read_text, read_yaml
+from stmoe import recipes_folder
 
 EXTENDS = "extends"
 
@@ -37,27 +39,23 @@ class RecipeFile(NamedTuple):
     node: yaml.MappingNode
 
 
-def recipes_folder() -> Path:
-    """Returns the folder of our recipes: in the installed package, else in the repository."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
-
-
 def find_recipe(name: str) -> Path:
     """Returns the path of a recipe, given as a path or as the name of one of ours without .yaml.
 
     Raises:
-        ConfigError: When it is a bare name, and neither a file nor one of our recipes.
+        ConfigError: When it is a bare name, and neither a file nor one of our recipes; or a missing
+            file that is called like one of them.
     """
     path = Path(name)
     is_name = path.name == name.strip() and not path.suffix and "\0" not in name
+    names = {file.stem for file in recipes_folder().glob("*.yaml")}
+    if not is_name and path.stem in names and not path.exists():
+        raise ConfigError(f"There is no file {path}. Did you mean the recipe {path.stem!r}?")
     if not is_name or path.exists():
         return path
 
     ours = recipes_folder() / f"{name}.yaml"
     if not ours.is_file():
-        names = [file.stem for file in recipes_folder().glob("*.yaml")]
         raise ConfigError(
             f"There is no file and no recipe {name!r}.{did_you_mean(name, names)} stmoe recipes "
             "lists the recipes."
@@ -127,10 +125,13 @@ def _parent_path(path: Path, parent: Any) -> Path:
         )
     # Resolve `..`, so that messages show the path that the user knows.
     parent_path = Path(os.path.normpath(path.parent / parent))
+    ours = recipes_folder() / f"{parent}.yaml"
+    if not parent_path.exists() and Path(parent).name == parent and ours.is_file():
+        return ours
     if not parent_path.exists():
         raise ConfigError(
             f"{path}: {EXTENDS} is {shown(parent)}, and there is no file {parent_path}. Paths are relative to the file "
-            "that names them."
+            "that names them; names are those that stmoe recipes lists."
         )
     return parent_path
 

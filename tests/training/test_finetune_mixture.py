@@ -268,7 +268,7 @@ REFUSED = {
     ("--mixture.tasks", "[]"): (ConfigError, "nothing given to train on; expected one of --task"),
     ("--task", "rare"): (ConfigError, "dev_examples is None, and no task has a dev split"),
     ("--mixture.folder", "nowhere"): (DataError, "is nowhere, which is no folder"),
-    ("--pretrained", "none"): (CheckpointError, r"pre-train it .*st_moe_base_pretrain\.yaml --out"),
+    ("--pretrained", "none"): (CheckpointError, r"pre-train it .*st_moe_tiny_pretrain --out"),
 }  # fmt: skip
 
 
