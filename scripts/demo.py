@@ -210,6 +210,7 @@ def run_stages(options: argparse.Namespace, out: Path) -> None:
     model = out / "model"
     with whole_folder(model, kind="model") as partial:
         shutil.copytree(finetuned / "best/model", partial, dirs_exist_ok=True)
+    shutil.copyfile(finetuned / "best/scores.json", out / "scores.json")  # how it was chosen
     stages = {"pretrain": out / "pretrain", "finetune": finetuned, "scratch": scratch}
     merge_metrics(out, stages)
 

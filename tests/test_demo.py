@@ -107,6 +107,7 @@ def test_the_demo_makes_everything_it_says(tmp_path):
     names = {row["name"] for row in systems}
     assert names >= {"fine-tuned", "from-scratch", "majority", "naive Bayes", "word vectors"}
     assert "| fine-tuned | generate |" in (out / "eval/report.md").read_text()
+    assert "chosen by the best mean score" in (out / "eval/report.md").read_text().split("- `")[1]
     assert "fitted to 61 of" in (out / "eval/report.md").read_text().lower()
 
     # Each start takes the rate that is best on dev, and the two are compared in pairs.

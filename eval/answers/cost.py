@@ -19,10 +19,9 @@ from moe.parsing import read_json, to_record
 TIMING = "timing.json"
 
 FLOPS_FORMULA = (
-    "FLOPs per example = 2 x (P_enc x input tokens + P_dec x output tokens): P_enc and P_dec are the "
-    "parameters that a token uses in the encoder, and in the decoder with the head; 2 for multiply "
-    "and add. Products of attention between tokens are not counted, lookups of embeddings cost "
-    "nothing, and every beam and choice counts."
+    "FLOPs per example = 2 × (P_enc × input tokens + P_dec × output tokens), where P_enc and P_dec are the "
+    "active parameters of the encoder, and of the decoder with its head. Attention between tokens and "
+    "embedding lookups are not counted; all beams and choices are."
 )
 
 

@@ -9,11 +9,11 @@ from eval.reports.records import InputLengths
 from eval.reports.scoreboard import Scoreboard, ScoreboardLine
 from moe.inspection.formatting import format_interval, format_score
 
-_WIDTH = 900
+_WIDTH = 640
 
-# Bars of scores: names on the left, values behind the bars.
-_LEFT = 250
-_RIGHT = 60
+# Bars of scores: names on the left, values behind the bars and their intervals.
+_LEFT = 230
+_RIGHT = 50
 _BAR_HEIGHT = 14
 _BAR_DISTANCE = 21
 _TASK_DISTANCE = 12
@@ -31,7 +31,7 @@ class Bar(NamedTuple):
     Attributes:
         style: Class of the style sheet: `ours`, `ours2` or `theirs`.
         name: What stands beside it.
-        value: Score in 0..100.
+        value: Score in percent.
         low: Lower end of the interval; None for none.
         high: Upper end of the interval; None for none.
         note: What to know before believing the interval; empty for nothing.
@@ -65,30 +65,51 @@ class Column(NamedTuple):
 # Scores
 
 
+class _Axis:
+    """The axis of scores: from 0, or the lowest end of an interval below it, to the highest one."""
+
+    def __init__(self, bars: Sequence[Bar]) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        ends = [0.0]
+        for bar in bars:
+            ends += [end for end in (bar.value, bar.low, bar.high) if end is not None]
+        locator = MaxNLocator(nbins=6, steps=[1, 2, 5, 10])
+        self.ticks: list[float] = locator.tick_values(min(ends), max(ends)).tolist()
+
+    def x(self, value: float) -> float:
+        """Returns where a score lies."""
+        share = (value - self.ticks[0]) / (self.ticks[-1] - self.ticks[0])
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * share
+
+
 def bar_chart(board: Scoreboard) -> str:
     """Returns a bar for each of our systems, baseline and published one; whiskers are 95 %
     intervals.
     """
-    parts: list[str] = []
-    top = _TITLE_HEIGHT
+    bars_by_line = []
     for line in board.lines:
         bars = _bars(board, line) if line.in_chart else []
-        if not bars:
-            continue
+        if bars:
+            bars_by_line.append((line, bars))
+    axis = _Axis([bar for _, bars in bars_by_line for bar in bars])
 
+    parts: list[str] = []
+    top = _TITLE_HEIGHT
+    for line, bars in bars_by_line:
         # A title for each task, its bars below it.
         parts.append(
             f'<text x="0" y="{top}"><tspan font-weight="600">{escape(line.task)}</tspan>'
-            f"<tspan> {escape(line.metric)}{line.marks}</tspan></text>"
+            f"<tspan> {escape(line.metric)}{line.marks} (%)</tspan></text>"
         )
         top += 6
         for bar in bars:
-            parts.append(_draw_bar(top, bar))
+            parts.append(_draw_bar(top, bar, axis))
             top += _BAR_DISTANCE
         top += _TASK_DISTANCE + _TITLE_HEIGHT
 
-    # The grid lies behind the bars, and is as long as they are many.
-    grid = [_grid_line(value, top) for value in range(0, 101, 20)]
+    # The grid lies behind the bars.
+    grid = [_grid_line(value, top, axis) for value in axis.ticks]
     title = "Scores beside the published ones" if board.published else "Scores"
     return _svg(top + 4, title, "".join([*grid, *parts]))
 
@@ -114,51 +135,45 @@ def _bars(board: Scoreboard, line: ScoreboardLine) -> list[Bar]:
     return bars
 
 
-def _draw_bar(top: float, bar: Bar) -> str:
-    """Returns one bar with its name, its value and its interval."""
-    end = _score_x(max(0.0, bar.value))
-    width = max(0.0, end - _LEFT)
+def _draw_bar(top: float, bar: Bar, axis: _Axis) -> str:
+    """Returns one bar with its name, its interval and, right of both, its value."""
+    left, end = sorted((axis.x(0.0), axis.x(bar.value)))
+    right = end
     baseline = top + _BAR_HEIGHT - 3
-    tooltip = f"{bar.name}: {format_score(bar.value)}"
+    tooltip = f"{bar.name}: {format_score(bar.value)} %"
     value = format_score(bar.value)
     if bar.note:
         value += f" {NOTED}"
 
-    # The interval lies along the lower edge of the bar, so that the value can stand at the bar's
-    # end.
     whisker = ""
     if bar.low is not None and bar.high is not None:
         tooltip += f" ({format_interval(bar.low, bar.high)})"
-        edge = top + _BAR_HEIGHT + 1
-        low = f"{_score_x(bar.low):.1f}"
-        high = f"{_score_x(bar.high):.1f}"
-        ends = f"M{low} {edge - 3}v6M{high} {edge - 3}v6"
+        middle = top + _BAR_HEIGHT // 2
+        right = max(right, axis.x(bar.high))
+        low = f"{axis.x(bar.low):.1f}"
+        high = f"{axis.x(bar.high):.1f}"
+        ends = f"M{low} {middle - 3}v6M{high} {middle - 3}v6"
         style = "whisker noted" if bar.note else "whisker"
-        whisker = f'<path class="{style}" fill="none" d="M{low} {edge}H{high}{ends}"/>'
+        whisker = f'<path class="{style}" fill="none" d="M{low} {middle}H{high}{ends}"/>'
 
     if bar.note:
         tooltip += f"; {bar.note}"
 
     return (
         f'<g><title>{escape(tooltip)}</title><text x="{_LEFT - 8}" y="{baseline}" text-anchor="end">'
-        f'{escape(_shorten_name(bar.name))}</text><rect class="{bar.style}" x="{_LEFT}" y="{top}" '
-        f'width="{width:.1f}" height="{_BAR_HEIGHT}"/>{whisker}'
-        f'<text x="{end + 6:.1f}" y="{baseline}">{value}</text></g>'
+        f'{escape(_shorten_name(bar.name))}</text><rect class="{bar.style}" x="{left:.1f}" y="{top}" '
+        f'width="{end - left:.1f}" height="{_BAR_HEIGHT}"/>{whisker}'
+        f'<text x="{right + 6:.1f}" y="{baseline}">{value}</text></g>'
     )
 
 
-def _grid_line(value: int, bottom: float) -> str:
+def _grid_line(value: float, bottom: float, axis: _Axis) -> str:
     """Returns a line at a score, with the score below it."""
-    x = f"{_score_x(value):.1f}"
+    x = f"{axis.x(value):.1f}"
     return (
         f'<line class="grid" x1="{x}" x2="{x}" y1="{_TITLE_HEIGHT}" y2="{bottom - _TITLE_HEIGHT}"/>'
-        f'<text class="soft" x="{x}" y="{bottom - 2}" text-anchor="middle">{value}</text>'
+        f'<text class="soft" x="{x}" y="{bottom - 2}" text-anchor="middle">{value:g}</text>'
     )
-
-
-def _score_x(value: float) -> float:
-    """Returns where a score in 0..100 lies."""
-    return _LEFT + (_WIDTH - _LEFT - _RIGHT) * min(100.0, max(0.0, value)) / 100
 
 
 def _shorten_name(name: str) -> str:

@@ -56,7 +56,7 @@ def _score_section(board: Scoreboard) -> list[str]:
     return [
         "## Scores",
         "",
-        "In brackets 95 % intervals over groups of examples.",
+        "Scores in percent; in brackets, 95 % intervals over groups of examples.",
         "",
         *markdown_table(header, rows),
         "",

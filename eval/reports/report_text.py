@@ -23,63 +23,67 @@ SCORE_HEADER = [
     "system",
     "mode",
     "metric",
-    "score",
-    "95 % interval",
-    "standard error",
+    "score (%)",
+    "95 % interval (%)",
+    "standard error (points)",
     "unparsable",
     "empty",
 ]
-CLEAN_HEADER = ["system", "mode", "metric", "all examples", "clean examples", "95 % interval"]
-ROUTER_HEADER = ["system", "mode", "stack", "dropped", "load CV", "most / mean", "dead experts"]
+CLEAN_HEADER = [
+    "system",
+    "mode",
+    "metric",
+    "all examples (%)",
+    "clean examples (%)",
+    "95 % interval (%)",
+]
+ROUTER_HEADER = ["system", "mode", "stack", "dropped", "load CV", "max / mean", "dead experts"]
 COST_HEADER = ["system", "mode", "input tokens", "output tokens", "FLOPs per example", "tokens/s"]
 CALIBRATION_SENTENCE = (
-    "The expected calibration error, in points, is the mean distance between confidence and accuracy "
-    "over 15 bins of confidence; the Brier score lies in 0 to 2. Of both 0 is best."
+    "ECE, the expected calibration error, is the mean distance between confidence and accuracy over 15 "
+    "bins of confidence. The Brier score lies between 0 and 2. Lower is better for both."
 )
-CALIBRATION_HEADER = ["system", "mode", "ECE", "Brier score", "examples"]
+CALIBRATION_HEADER = ["system", "mode", "ECE (points)", "Brier score", "examples"]
 CLASS_HEADER = ["target", "right", "examples", "answered"]
 WORST_HEADER = ["id", "inputs", "target", "output", "score"]
 
 
 def model_sentence(model: ModelInfo) -> str:
-    """Returns where a checkpoint is, its size, and how it was chosen."""
+    """Returns where a checkpoint is, its size, and, where it is known, how it was chosen."""
     size = f"{model.parameters:,} parameters"
     if model.active_parameters != model.parameters:
-        size += f", of which a token uses {model.active_parameters:,}"
-
-    choice = "how it was chosen among its run's checkpoints is not known"
-    if model.last_of_run:
-        choice = "the last of its run"
-    if model.chosen_by:
-        step = "?" if model.chosen_by.step is None else model.chosen_by.step
-        tasks = ", ".join(model.chosen_by.tasks)
-        choice = f"chosen by the {model.chosen_by.rule} of {tasks} (step {step})"
-    computed = model.dtype
+        size += f" ({model.active_parameters:,} active)"
+    parts = [model.class_name, size, model.dtype]
     if model.capacity == "none":
-        computed += ", no token is dropped"
+        parts.append("no capacity limit")
     elif model.capacity is not None:
-        computed += f", capacity: {model.capacity}; beyond it tokens are dropped"
-    return f"{model.folder} ({model.class_name}, {size}; {computed}; fingerprint {model.fingerprint}; {choice})"
+        parts.append(f"capacity {model.capacity}")
+
+    if model.chosen_by:
+        step = "" if model.chosen_by.step is None else f"step {model.chosen_by.step}, "
+        tasks = ", ".join(model.chosen_by.tasks)
+        parts.append(f"{step}chosen by the {model.chosen_by.rule} of {tasks}")
+    elif model.last_of_run:
+        parts.append("last checkpoint of its run")
+    return f"{model.folder}: {', '.join(parts)}; fingerprint {model.fingerprint}"
 
 
 def earlier_report_sentence(name: str) -> str:
     """Returns where the copy of an earlier report is."""
-    return (
-        f"An earlier report of this folder has results that this one lacks: it is kept as `{name}`."
-    )
+    return f"An earlier report in this folder has results that this one does not have. It is kept as `{name}`."
 
 
 def data_sentence(task: TaskResult) -> str:
     """Returns where a task's examples are from, and how many there are."""
-    origin = f"Rows are from {task.data.origin}"
+    origin = f"Data: {task.data.origin}"
     if task.data.folder:
-        origin = f"Rows are from {task.data.folder}"
+        origin = f"Data: {task.data.folder}"
     elif task.data.repository:
-        origin = f"Rows are from {task.data.repository} ({task.data.config}, {task.data.revision})"
+        origin = f"Data: {task.data.repository} ({task.data.config}, {task.data.revision})"
     expected = "" if task.num_expected is None else f" of {task.num_expected:,} expected"
     return (
-        f"{origin}: {task.num_rows:,}{expected} in the {task.split} split; {task.num_examples:,} examples in "
-        f"{task.num_groups:,} groups. Licence of the data: {task.licence}. Prompt: {task.prompt_source}."
+        f"{origin}, licence {task.licence}. The {task.split} split has {task.num_rows:,}{expected} rows: "
+        f"{task.num_examples:,} examples in {task.num_groups:,} groups. Prompt: {task.prompt_source}."
     )
 
 
@@ -87,23 +91,23 @@ def lengths_sentence(task: TaskResult) -> str:
     """Returns how long the inputs are."""
     lengths = task.inputs
     return (
-        f"In tokens of `{task.systems[0].name}`: {lengths.mean:.1f} on average, half of the inputs have at "
-        f"most {lengths.median:.0f}, the longest {lengths.longest:,}; {lengths.num_cut:,} cut at "
-        f"{lengths.limit:,}."
+        f"Tokens of `{task.systems[0].name}` per input: mean {lengths.mean:.1f}, median "
+        f"{lengths.median:.0f}, maximum {lengths.longest:,}. {lengths.num_cut:,} inputs were cut to "
+        f"{lengths.limit:,} tokens."
     )
 
 
 def contamination_sentence(contamination: Contamination) -> str:
-    """Returns how many of the examples stand in a corpus, and how many are clean."""
+    """Returns how many of the examples overlap with a corpus, and how many are clean."""
     parts = []
     for overlap in contamination.overlaps:
         parts.append(
-            f"{100 * overlap.share_of_inputs:.1f} % share {overlap.n} words in a row with it "
-            f"({100 * overlap.share_of_ngrams:.2f} % of these n-grams)"
+            f"{100 * overlap.share_of_inputs:.1f} % share {overlap.n} consecutive words with it "
+            f"({100 * overlap.share_of_ngrams:.2f} % of their n-grams)"
         )
     first = contamination.overlaps[0]
     return (
-        f"Of {first.num_inputs:,} inputs {first.num_compared:,} are long enough to be looked for in "
+        f"{first.num_compared:,} of {first.num_inputs:,} inputs are long enough to be compared with "
         f"{contamination.corpus}: {', '.join(parts)}. {contamination.num_clean:,} examples are clean."
     )
 
@@ -136,12 +140,12 @@ def score_notes(task: TaskResult) -> list[str]:
 
 
 def baseline_notes(systems: Sequence[SystemResult]) -> list[str]:
-    """Returns what each baseline has seen, a sentence for all that have seen the same."""
+    """Returns what the baselines were fitted to, a sentence for all with the same."""
     names: dict[str, list[str]] = {}
     for system in systems:
         if system.fitted_to is not None:
             names.setdefault(system.fitted_to, []).append(system.name)
-    return [f"Fitted to {what}: {', '.join(names[what])}." for what in names]
+    return [f"{', '.join(names[what])}: fitted to {what}." for what in names]
 
 
 def signature_sentences(task: TaskResult) -> list[str]:
@@ -169,9 +173,11 @@ def model_comparisons(systems: Sequence[SystemResult]) -> list[str]:
 
             relation = "do not overlap"
             if ours.low <= theirs.high and theirs.low <= ours.high:
-                relation = "overlap; `python -m eval compare` tests them in pairs"
+                relation = "overlap; `python -m eval compare` tests the difference"
+            gap = ours.value - theirs.value
+            direction = "below" if gap < 0 else "above"
             sentences.append(
-                f"{mode}: `{first.name}` is {ours.value - theirs.value:+.1f} points from `{other.name}`; "
+                f"{mode}: `{first.name}` is {abs(gap):.1f} points {direction} `{other.name}`; "
                 f"their 95 % intervals {relation}."
             )
     return sentences
@@ -245,7 +251,7 @@ def router_rows(task: TaskResult) -> list[list[str]]:
                     stack,
                     _format_finite(100 * summary.fraction_dropped, ".2f", " %"),
                     _format_finite(summary.load_cv, ".2f"),
-                    _format_finite(summary.max_over_mean, ".2f"),
+                    _format_finite(summary.max_over_mean, ".2f", "×"),
                     _format_finite(summary.dead_experts, "g"),
                 ]
             )

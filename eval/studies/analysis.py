@@ -66,7 +66,9 @@ class ContrastResult(NamedTuple):
 
     @property
     def verdict_text(self) -> str:
-        """The verdict; says when the difference is both significant and within the margin."""
+        """The verdict; says when one seed allows none, or the difference is significant and within the margin."""
+        if self.num_seeds == 1:
+            return "one seed: not tested"
         if self.verdict == "holds" and self.is_different and self.is_equal:
             return f"{self.verdict} (significant, but within the margin)"
         return self.verdict

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from eval.studies.analysis import ContrastResult, StudyResult, by_arm_and_value
 from eval.studies.outcomes import RunOutcome
-from moe.inspection.figures import COLOURS, STYLE, figure_svg
+from eval.studies.study import Measure
+from moe.inspection.figures import COLOURS, GREY, STYLE, figure_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,8 +24,8 @@ def curves_chart(result: StudyResult) -> str:
     has_tokens = all(run.tokens for run in result.outcomes)
     measure = result.study.measure
     with _axes(4.2) as (figure, axes):
-        axes.set_xlabel("millions of tokens" if has_tokens else "step")
-        axes.set_ylabel(measure.curve or measure.metric)
+        axes.set_xlabel("training tokens (millions)" if has_tokens else "training step")
+        axes.set_ylabel(_label(measure.curve or measure.metric, measure))
         groups = by_arm_and_value(result.outcomes)
         for number, ((arm, value), runs) in enumerate(groups.items()):
             name = f"{arm} at {value}" if value else arm
@@ -42,9 +43,9 @@ def sweep_chart(result: StudyResult) -> str:
     is_numeric = len(values) == len(study.sweep.values)
     with _axes(3.6) as (figure, axes):
         axes.set_xlabel(study.sweep.setting)
-        axes.set_ylabel(study.measure.metric)
-        if is_numeric and min(values) > 0:
-            axes.set_xscale("log")
+        axes.set_ylabel(_label(study.measure.metric, study.measure))
+        if is_numeric:
+            _set_places(axes, set(values))
         for number, arm in enumerate(study.arms):
             runs = [run for run in result.outcomes if run.arm == arm]
             _draw_sweep(axes, arm, runs, study.sweep.values, _style(number), is_numeric)
@@ -57,7 +58,7 @@ def setting_chart(result: StudyResult) -> str:
     study = result.study
     with _axes(4.2) as (figure, axes):
         axes.set_xlabel(study.plot_over)
-        axes.set_ylabel(study.measure.metric)
+        axes.set_ylabel(_label(study.measure.metric, study.measure))
 
         # Arms whose names differ only by the setting are one line.
         lines: dict[str, list[RunOutcome]] = {}
@@ -68,21 +69,20 @@ def setting_chart(result: StudyResult) -> str:
             places.add(value)
             line = lines.setdefault(arm.replace(f"-{value}", ""), [])
             line += [run._replace(value=value) for run in result.outcomes if run.arm == arm]
-        if min(places) > 0:
-            axes.set_xscale("log")
-        axes.set_xticks(sorted(places), [f"{place:g}" for place in sorted(places)])
-        axes.minorticks_off()
+        _set_places(axes, places)
         for number, (line, runs) in enumerate(lines.items()):
             _draw_sweep(axes, line, runs, [], _style(number), is_numeric=True)
         axes.legend(fontsize=8)
     return figure_svg(figure)
 
 
-def contrasts_chart(contrasts: Sequence[ContrastResult]) -> str:
-    """Returns each difference with its 95 % interval; right of zero the first arm is better."""
+def contrasts_chart(contrasts: Sequence[ContrastResult], unit: str) -> str:
+    """Returns each difference, in a unit, with its 95 % interval; right of zero the first arm is better."""
     with _axes(0.9 + 0.36 * len(contrasts)) as (figure, axes):
-        axes.axvline(0, color="#666666", linewidth=1)
-        axes.set_xlabel("how much better the first arm is, mean over seeds and 95 % interval")
+        axes.axvline(0, color=GREY, linewidth=1)
+        has_interval = any(result.low is not None for result in contrasts)
+        interval = ", with 95 % interval" if has_interval else ""
+        axes.set_xlabel(f"first arm better by ({unit or 'unit of the metric'}){interval}")
 
         # The primary comparison has a colour of its own.
         for row, result in enumerate(contrasts):
@@ -110,7 +110,21 @@ def contrast_name(result: ContrastResult) -> str:
     """Returns the two arms of a comparison, and where they were compared."""
     contrast = result.contrast
     place = "" if contrast.at is None else f" at {contrast.at}"
-    return f"{contrast.arm} against {contrast.against}{place}"
+    return f"{contrast.arm} vs. {contrast.against}{place}"
+
+
+def _label(metric: str, measure: Measure) -> str:
+    """Returns a metric of a study with its unit."""
+    unit = "nats per token" if metric.endswith("loss") else measure.value_unit
+    return f"{metric} ({unit})" if unit else metric
+
+
+def _set_places(axes: "Axes", places: set[float]) -> None:
+    """Marks the values of a setting on the horizontal axis, logarithmic if all are above 0."""
+    if min(places) > 0:
+        axes.set_xscale("log")
+    axes.set_xticks(sorted(places), [f"{place:g}" for place in sorted(places)])
+    axes.minorticks_off()
 
 
 def _style(number: int) -> tuple[str, str]:
@@ -160,7 +174,7 @@ def _draw_sweep(
 ) -> None:
     """Draws the numbers of one arm over the sweep."""
     colour, dash = style
-    # Dots are runs; values that are no numbers stand side by side.
+    # Dots are runs; values that are not numbers are side by side.
     numbers: dict[float, list[float]] = {}
     for run in runs:
         x = float(run.value) if is_numeric else float(values.index(run.value))  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ def _results(run: StudyRun, result: StudyResult) -> str:
 
     # The declared comparison, over all seeds.
     item = result.contrasts[0]
-    interval = f" (95 % interval {interval_text(item)})" if interval_text(item) else ""
+    interval = f" (95 % interval {interval_text(item)})" if item.low is not None else ""
     lines.append(
         f"{study.claim} *{item.verdict_text}*: {contrast_name(item)} is better by {item.difference:+.4f}"
         f"{interval}, {seeds_text(item.num_seeds)}. Released are the best seed of "

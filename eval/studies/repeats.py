@@ -126,15 +126,15 @@ def find_repeats(
 def repeat_sentence(repeat: Repeat) -> str:
     """Returns whether a repeat came to the same numbers."""
     place = "" if repeat.value is None else f" at {repeat.value}"
-    name = f"Made a second time: {repeat.arm}{place}, seed {repeat.seed}"
+    name = f"Repeated: {repeat.arm}{place}, seed {repeat.seed}"
     threads = "1 thread" if repeat.threads == 1 else f"{repeat.threads} threads"
     numbers = f"{repeat.num_values:,} logged numbers"
     if repeat.is_identical:
         weights = "" if repeat.has_equal_weights is None else " and the final weights"
-        return f"{name}, with {threads}: all {numbers}{weights} are the same to the last bit."
+        return f"{name}, with {threads}: all {numbers}{weights} are bit-identical."
     if repeat.first_difference is None:
-        return f"{name}, with {threads}: all {numbers} are the same, but the final weights differ."
-    return f"{name}, with {threads}: it **differs** from step {repeat.first_difference:,} on."
+        return f"{name}, with {threads}: all {numbers} are bit-identical, but the final weights differ."
+    return f"{name}, with {threads}: numbers **differ** from step {repeat.first_difference:,}."
 
 
 def _complete_state(run: StudyRun) -> RunState | None:

@@ -25,30 +25,14 @@ from moe.parsing import read_record, to_json
 STUDY_JSON = "study.json"
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_CONTRAST_HEADER = (
-    "comparison",
-    "expected",
-    "margin",
-    "seeds",
-    "better by",
-    "95 % interval",
-    "p",
-    "p, equal",
-    "verdict",
-)
-_ROUTER_METRICS = ("fraction_dropped", "dead_experts", "load_cv", "entropy", "router_z_loss")
-_ROUTER_HEADER = ("arm", "at", "stack", *_ROUTER_METRICS)
-_ARM_HEADER = (
-    "arm",
-    "at",
-    "seeds",
-    "mean",
-    "each seed",
-    "parameters",
-    "active",
-    "million tokens",
-    "CPU minutes",
-)
+_ROUTER_METRICS = {
+    "fraction_dropped": "dropped tokens (%)",
+    "dead_experts": "dead experts",
+    "load_cv": "load CV",
+    "entropy": "entropy (nats)",
+    "router_z_loss": "router z-loss",
+}
+_ROUTER_HEADER = ("arm", "at", "stack", *_ROUTER_METRICS.values())
 
 
 def read_result(path: Path) -> StudyResult:
@@ -73,12 +57,10 @@ def result_lines(result: StudyResult) -> list[str]:
     unit = result.study.measure.unit
     lines = []
     for item in result.contrasts:
-        text = f"{contrast_name(item)}: better by {item.difference:+.4g} {unit}"
-        if item.low is None or item.high is None:
-            lines.append(f"{text} ({seeds_text(item.num_seeds)}, no interval)")
-        else:
-            interval = f"95 % interval {interval_text(item)}, {seeds_text(item.num_seeds)}"
-            lines.append(f"{text} ({interval}): {item.verdict_text}")
+        line = f"{contrast_name(item)}: better by {item.difference:+.4g} {unit} ({interval_text(item)})"
+        if item.low is not None:
+            line += f", {seeds_text(item.num_seeds)}: {item.verdict_text}"
+        lines.append(line)
     return [*lines, *run_notes(result)]
 
 
@@ -97,13 +79,13 @@ def study_details(result: StudyResult) -> list[str]:
     study = result.study
     lines = [f"**The paper.** {study.paper}", ""]
     lines += [f"**Expected**, before the first run. {study.expected}", ""]
-    lines += [*markdown_table(_CONTRAST_HEADER, contrast_rows(result)), ""]
-    lines += [*markdown_table(_ARM_HEADER, arm_rows(result)), ""]
+    lines += [*markdown_table(contrast_header(result), contrast_rows(result)), ""]
+    lines += [*markdown_table(arm_header(result), arm_rows(result)), ""]
 
     # Dense models have no routers.
     routers = router_rows(result)
     if routers:
-        lines += ["Routers at the end of training, means over seeds:", ""]
+        lines += ["Routers at the end of training, mean over seeds:", ""]
         lines += [*markdown_table(_ROUTER_HEADER, routers), ""]
     return [*lines, *markdown_list(notes(result)), "", "```bash", result.command, "```"]
 
@@ -116,10 +98,12 @@ def study_html(result: StudyResult) -> str:
         title=result.study.title,
         study=result.study,
         notes=notes(result),
-        contrast_header=_CONTRAST_HEADER,
+        contrast_header=contrast_header(result),
         contrast_rows=contrast_rows(result),
-        contrast_chart=contrasts_chart(result.contrasts) if result.contrasts else "",
-        arm_header=_ARM_HEADER,
+        contrast_chart=contrasts_chart(result.contrasts, result.study.measure.unit)
+        if result.contrasts
+        else "",
+        arm_header=arm_header(result),
         arm_rows=arm_rows(result),
         router_header=_ROUTER_HEADER,
         router_rows=router_rows(result),
@@ -133,6 +117,13 @@ def study_html(result: StudyResult) -> str:
 
 # ---------------------------------------------------------------------------
 # Rows
+
+
+def contrast_header(result: StudyResult) -> list[str]:
+    """Returns the header of `contrast_rows`, with the unit of the differences."""
+    unit = f" ({result.study.measure.unit})" if result.study.measure.unit else ""
+    numbers = [f"margin{unit}", "seeds", f"better by{unit}", f"95 % interval{unit}"]
+    return ["comparison", "expected", *numbers, "p", "p (equal)", "verdict"]
 
 
 def contrast_rows(result: StudyResult) -> list[list[str]]:
@@ -154,6 +145,14 @@ def contrast_rows(result: StudyResult) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def arm_header(result: StudyResult) -> list[str]:
+    """Returns the header of `arm_rows`, with the unit of the numbers."""
+    unit = result.study.measure.value_unit
+    numbers = ["seeds", f"mean ({unit})" if unit else "mean", "each seed"]
+    sizes = ["parameters", "active parameters", "million tokens", "CPU minutes"]
+    return ["arm", "at", *numbers, *sizes]
 
 
 def arm_rows(result: StudyResult) -> list[list[str]]:
@@ -178,7 +177,7 @@ def arm_rows(result: StudyResult) -> list[list[str]]:
 
 
 def router_rows(result: StudyResult) -> list[list[str]]:
-    """Returns what the routers of each arm did in their last logged update, means over seeds."""
+    """Returns the last logged statistics of each arm's routers, mean over seeds."""
     rows = []
     for (arm, value), runs in by_arm_and_value(result.outcomes).items():
         for stack in ("encoder", "decoder"):
@@ -188,7 +187,8 @@ def router_rows(result: StudyResult) -> list[list[str]]:
                 values = []
                 for run in runs:
                     if name in run.routers:
-                        values.append(run.routers[name])
+                        scale = 100 if metric == "fraction_dropped" else 1
+                        values.append(scale * run.routers[name])
                 if values:
                     cells.append(f"{statistics.fmean(values):.3g}")
             if cells:
@@ -215,9 +215,9 @@ def _cost(result: StudyResult, arm: str, value: str) -> list[str]:
 
 
 def interval_text(item: ContrastResult) -> str:
-    """Returns the 95 % interval of a difference; empty for a single seed."""
+    """Returns the 95 % interval of a difference, or why there is none."""
     if item.low is None or item.high is None:
-        return ""
+        return "one seed: no interval" if item.num_seeds == 1 else "no spread over seeds"
     return f"{item.low:+.4g} to {item.high:+.4g}"
 
 
@@ -227,7 +227,7 @@ def seeds_text(number: int) -> str:
 
 
 def _p_text(p: float | None) -> str:
-    return "" if p is None else f"{p:.2g}"
+    return "-" if p is None else f"{p:.2g}"
 
 
 # ---------------------------------------------------------------------------
@@ -235,16 +235,17 @@ def _p_text(p: float | None) -> str:
 
 
 def notes(result: StudyResult) -> list[str]:
-    """Returns what a reader must know: what is missing, what diverged, where curves cross."""
+    """Returns how numbers are computed, which runs are missing or diverged, and where curves cross."""
     study = result.study
     seeds = len(study.seeds)
-    better = f"a {study.measure.better} {study.measure.metric} is better"
-    sentence = (
-        f"Differences are means over seeds, of which {seeds} were planned, with the interval of "
-        f"Student's t of paired seeds; {better}. p-values of all but the primary comparison are "
-        "corrected after Holm."
-    )
-    return [sentence, *run_notes(result)]
+    method = "One planned seed, so differences have no interval and are not tested"
+    if seeds > 1:
+        method = (
+            f"Differences are means over {seeds} planned seeds, with paired Student's t intervals; "
+            "p-values of all but the primary comparison are Holm-corrected"
+        )
+    better = f"A {study.measure.better} {study.measure.metric} is better."
+    return [f"{method}. {better}", *run_notes(result)]
 
 
 def run_notes(result: StudyResult) -> list[str]:
@@ -252,7 +253,7 @@ def run_notes(result: StudyResult) -> list[str]:
     sentences = []
     if result.missing:
         count = len(result.missing)
-        sentences.append(f"Not complete, {count} runs: {'; '.join(result.missing)}.")
+        sentences.append(f"Missing runs ({count}): {'; '.join(result.missing)}.")
 
     # No run is left out in silence.
     for run in result.outcomes:
@@ -262,8 +263,8 @@ def run_notes(result: StudyResult) -> list[str]:
         sentences.append(f"Diverged: {run.arm}{place}, seed {run.seed}.")
     sources = Counter(run.taken_from for run in result.outcomes if run.taken_from)
     for source, count in sources.items():
-        runs = "1 run was" if count == 1 else f"{count} runs were"
-        sentences.append(f"{runs} made by `{source}`.")
+        runs = "1 run is" if count == 1 else f"{count} runs are"
+        sentences.append(f"{runs} from `{source}`.")
     if result.overrides:
         settings = ", ".join(f"{name} = {value}" for name, value in result.overrides.items())
         sentences.append(f"Changed on the command line: {settings}.")
@@ -271,17 +272,17 @@ def run_notes(result: StudyResult) -> list[str]:
 
 
 def crossing_sentences(result: StudyResult) -> list[str]:
-    """Returns from how many tokens on the primary arm is ahead; nothing where no seed has both arms."""
+    """Returns after how many tokens the primary arm stays ahead; nothing where no seed has both arms."""
     crossing = result.crossing
     if crossing is None or not crossing.tokens_by_seed:
         return []
     seeds = []
     for seed, tokens in crossing.tokens_by_seed.items():
-        seeds.append(f"seed {seed}: {'never' if tokens is None else f'{tokens / 1e6:.1f}M'}")
-    text = f"The primary arm is ahead for good from ({', '.join(seeds)}) tokens on"
+        seeds.append(f"seed {seed} {'never' if tokens is None else f'{tokens / 1e6:.1f}M'}")
+    text = f"Training tokens after which the primary arm stays ahead: {', '.join(seeds)}"
     if crossing.tokens is None:
         return [text + "."]
-    text += f", in the mean from {crossing.tokens / 1e6:.1f}M"
+    text += f"; mean {crossing.tokens / 1e6:.1f}M"
     if crossing.low is not None and crossing.high is not None:
         text += f" (95 % interval {crossing.low / 1e6:.1f}M to {crossing.high / 1e6:.1f}M)"
     return [text + "."]

@@ -77,6 +77,11 @@ class Measure(NamedTuple):
     curve: str = ""
     unit: str = ""
 
+    @property
+    def value_unit(self) -> str:
+        """Unit of a number itself: percentages differ by points."""
+        return "%" if self.unit == "points" else self.unit
+
 
 class Contrast(NamedTuple):
     """Two arms whose difference is asked for.

@@ -93,10 +93,10 @@ register_task(
         name="docstring_summary",
         version=1,
         description=(
-            "The prose of a docstring below its summary line to that line, from the source files of "
-            f"Python {platform.python_version()}'s standard library. Equal bodies and equal "
-            "summaries occur once. Split by file; what some distributions package apart, such as "
-            "tkinter, is for training only."
+            "Given a docstring's prose below its summary line, write that line. Docstrings are from "
+            f"Python {platform.python_version()}'s standard library; equal bodies and equal "
+            "summaries occur once. The split is by file; modules that some distributions package "
+            "separately, such as tkinter, are in the training split only."
         ),
         licence="PSF-2.0",
         source=BuiltIn(_rows),

@@ -254,10 +254,10 @@ register_task(
         name="docstring_topic",
         version=1,
         description=(
-            f"The prose of a docstring, its first {MAX_WORDS} words, to the part of the standard "
-            f"library that it documents, one of {len(TOPICS)}, from the source files of Python "
-            f"{platform.python_version()}. The module's own name is taken out of the text; equal "
-            "texts occur once. Split by file: other modules are tested than are trained on."
+            f"Given the first {MAX_WORDS} words of a docstring's prose, name the part of Python "
+            f"{platform.python_version()}'s standard library that it documents, one of "
+            f"{len(TOPICS)}. The text does not contain the module's own name; equal texts occur "
+            "once. The split is by file: no module of the test split is trained on."
         ),
         licence="PSF-2.0",
         source=BuiltIn(_rows),

@@ -14,7 +14,7 @@ from moe.checks import check_integer
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import add_noise_density, command_text, load_inspected
-from moe.data.corpus import corpus_table, load_corpus
+from moe.data.corpus import corpus_rows, load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.tokenizer import SpecialIds
 from moe.data.tokens import tokenize_corpus
@@ -144,7 +144,7 @@ def main(argv: list[str]) -> None:
         fingerprint=fingerprint,
         facts=facts,
         recipe_text=read_text(recipe) if recipe else "",
-        corpus_table=corpus_table(corpus),
+        corpus_rows=corpus_rows(corpus),
         stages=stages,
         evaluation=evaluation,
     )

@@ -333,6 +333,14 @@ def _no_progress_bars() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+CORPUS_HEADER = [
+    "package",
+    "licence",
+    "train documents",
+    "held-out documents",
+    "train characters",
+    "held-out characters",
+]
 _TABLE_COLUMNS = (
     "train_documents",
     "held_out_documents",
@@ -342,7 +350,12 @@ _TABLE_COLUMNS = (
 
 
 def corpus_table(corpus: Corpus) -> str:
-    """Returns a Markdown table of documents and characters by package, with licences and a total."""
+    """Returns `corpus_rows` as a Markdown table."""
+    return markdown_table(CORPUS_HEADER, corpus_rows(corpus))
+
+
+def corpus_rows(corpus: Corpus) -> list[list[str | int]]:
+    """Returns documents and characters by package under CORPUS_HEADER, with licences and a total."""
     counts: Counter[tuple[str, str, str]] = Counter()
     for split in SPLITS:
         data: datasets.Dataset = getattr(corpus, split)
@@ -359,10 +372,7 @@ def corpus_table(corpus: Corpus) -> str:
         numbers = [counts[package, licence, column] for column in _TABLE_COLUMNS]
         totals = [total + number for total, number in zip(totals, numbers, strict=True)]
         rows.append([package, licence, *numbers])
-    rows.append(["total", "", *totals])
-
-    titles = [column.replace("held_out", "held-out").replace("_", " ") for column in _TABLE_COLUMNS]
-    return markdown_table(["package", "licence", *titles], rows)
+    return [*rows, ["total", "", *totals]]
 
 
 def markdown_table(header: list[str], rows: list[list[str | int]]) -> str:

@@ -30,6 +30,9 @@ GREY = "#666666"
 COLOURS = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", "#E69F00", GREY)
 """In the order in which lines of a figure use them."""
 
+INK = "#010203"
+"""Stands for the text colour of the page, so that a figure follows light and dark mode."""
+
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -40,11 +43,19 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "moe",
     "font.family": "sans-serif",
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
 }
 
 
 def figure_svg(figure: "Figure") -> str:
-    """Returns the figure as an <svg> element."""
+    """Returns the figure as an <svg> element, without background and with text in the page's colour."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -52,10 +63,11 @@ def figure_svg(figure: "Figure") -> str:
     with rc_context(STYLE):
         FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
     text = file.getvalue()
-    return text[text.index("<svg") :]
+    return text[text.index("<svg") :].replace(INK, "currentColor")
 
 
 _WIDTH = 7.8  # inches
+_NARROW_WIDTH = 4.6
 _ROW_HEIGHT = 0.27
 _CURVE_HEIGHT = 2.6
 _FRAME_HEIGHT = 0.9  # of the title and the axis of a panel
@@ -138,6 +150,8 @@ def draw_heat_maps(
     Raises:
         ConfigError: When there is no panel, or the limits are not two different numbers.
     """
+    from matplotlib import rc_context
+
     check(bool(panels), "panels", list(panels), "at least one panel")
     low, high = limits
     check(low < high, "limits", limits, "two numbers, the smaller one first")
@@ -160,22 +174,23 @@ def draw_heat_maps(
     figure = _draw_panels(panels, per_row, height, draw, extra=0.5)
 
     # One scale of colours below all of them.
-    bar = figure.colorbar(
-        figure.axes[0].collections[0],
-        ax=figure.axes,
-        orientation="horizontal",
-        extend="both",
-        aspect=60,
-        pad=0.02,
-    )
-    bar.set_label(label)
+    with rc_context(STYLE):
+        bar = figure.colorbar(
+            figure.axes[0].collections[0],
+            ax=figure.axes,
+            orientation="horizontal",
+            extend="both",
+            aspect=60,
+            pad=0.02,
+        )
+        bar.set_label(label)
     return Drawing(figure_svg(figure))
 
 
 def draw_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> Drawing:
-    """Returns a heat map of the load over the even load: a row for each layer, a column for each expert.
+    """Returns a heat map of the load over the uniform load: a row for each layer, a column for each expert.
 
-    The colours are the same in every figure: white is even, the deepest are half or less and 1.5
+    The colours are the same in every figure: white is uniform, the deepest are half or less and 1.5
     times or more.
 
     Args:
@@ -183,15 +198,15 @@ def draw_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> Drawin
         shares: For each layer, each expert's share of the requested slots.
     """
     num_experts = max(map(len, shares))
-    over_even = []
+    over_uniform = []
     texts = []
     for row in shares:
-        over_even.append([share * len(row) for share in row])
-        texts.append([f"{share * len(row):.2f} x\n{100 * share:.1f} %" for share in row])
+        over_uniform.append([share * len(row) for share in row])
+        texts.append([f"{share * len(row):.2f}×\n{100 * share:.1f} %" for share in row])
 
     experts = [str(expert + 1) for expert in range(num_experts)]
-    label = f"load over even load (1 x = {100 / num_experts:.1f} % of all slots asked for)"
-    panel = HeatMap("", names, experts, over_even, texts)
+    label = f"load over uniform load (1× = {100 / num_experts:.1f} % of all requests)"
+    panel = HeatMap("", names, experts, over_uniform, texts)
     return draw_heat_maps([panel], label=label, x_label="expert", limits=(0.5, 1.5))
 
 
@@ -268,7 +283,7 @@ class IntervalPanel(NamedTuple):
 
 
 def draw_intervals(
-    panels: Sequence[IntervalPanel], *, label: str, from_zero: bool = False
+    panels: Sequence[IntervalPanel], *, label: str, from_zero: bool = False, narrow: bool = False
 ) -> Drawing:
     """Returns estimates with their intervals.
 
@@ -276,6 +291,7 @@ def draw_intervals(
         panels: The estimates.
         label: Label of the values, with their unit.
         from_zero: Whether to draw bars that start at 0 instead of points.
+        narrow: Whether the text stays readable on a phone, in a figure with one panel a row.
 
     Raises:
         ConfigError: When there is no panel, or one has no estimate.
@@ -298,8 +314,9 @@ def draw_intervals(
         _draw_estimates(axes, panel, series, from_zero)
         axes.set_xlabel(label)
 
-    per_row = 2 if len(panels) > 1 else 1
-    figure = _draw_panels(panels, per_row, height, draw, extra=0.3)
+    per_row = 2 if len(panels) > 1 and not narrow else 1
+    width = _NARROW_WIDTH if narrow else _WIDTH
+    figure = _draw_panels(panels, per_row, height, draw, extra=0.3, width=width)
 
     # One scale, so that panels can be compared.
     lefts = [axes.get_xlim()[0] for axes in figure.axes]
@@ -322,7 +339,7 @@ def _draw_estimates(
 
     # Reference lines.
     if from_zero:
-        axes.axvline(0, color="black", linewidth=0.8)
+        axes.axvline(0, color=INK, linewidth=0.8)
     if panel.line is not None:
         label = panel.line_label or None
         axes.axvline(panel.line, color=COLOURS[2], linestyle="--", label=label)
@@ -427,6 +444,7 @@ def _draw_panels(
     height: float,
     draw: Callable[["Axes", _Panel], None],
     extra: float = 0.0,
+    width: float = _WIDTH,
 ) -> "Figure":
     """Returns a figure of panels with one legend for all.
 
@@ -436,13 +454,14 @@ def _draw_panels(
         height: Height of a panel, in inches.
         draw: Draws a panel.
         extra: Height of everything else on the figure, in inches.
+        width: Width of the figure, in inches.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     num_rows = math.ceil(len(panels) / per_row)
     with rc_context(STYLE):
-        size = (_WIDTH, num_rows * height + extra)
+        size = (width, num_rows * height + extra)
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(num_rows, per_row, squeeze=False)
         places = list(grid.flat)

@@ -25,7 +25,7 @@ _LONG_TEXT = 1_000
 HEALTH_HEADER = [
     "sparse layer",
     "dead experts",
-    "dropped",
+    "dropped tokens",
     "entropy (nats)",
     "load CV",
     "max / mean",
@@ -214,7 +214,7 @@ def health_rows(layers: Sequence[LayerCounts | LayerTrace]) -> list[list[str]]:
                 f"{100 * summary['fraction_dropped']:.2f} %",
                 f"{summary['entropy']:.2f} of {math.log(num_experts):.2f}",
                 f"{summary['load_cv']:.2f}",
-                f"{summary['max_over_mean']:.2f}",
+                f"{summary['max_over_mean']:.2f}×",
                 f"{100 * summary['expert_usage']:.0f} %",
             ]
         )

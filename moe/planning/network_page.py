@@ -22,10 +22,10 @@ from moe.planning.network_page_chart import (
     Curve,
     draw_chart,
     fastest_ranges,
+    show_bytes,
     show_seconds,
 )
-from moe.planning.network_page_layout import place_network
-from moe.planning.table import show_bytes
+from moe.planning.network_page_layout import node_names, place_network
 
 MAX_PATH_ROWS = 200
 """Transfers of a critical path in the page's table; the page says how many there are in all."""
@@ -34,7 +34,7 @@ _MAX_LINKS = 200_000
 _MAX_DEAD_SHOWN = 32
 
 _CURVE_PAYLOADS = tuple(float(2**power) for power in range(12, 31, 3))
-"""Bytes, 4 KiB to 1 GiB, for which algorithms are compared on the page."""
+"""Bytes, 4 KiB to 1 GiB, for which algorithms are compared on the page, besides the payload of the plan."""
 
 
 def network_page(timer: NetworkTimer, timed: NetworkPlan) -> str:
@@ -45,26 +45,27 @@ def network_page(timer: NetworkTimer, timed: NetworkPlan) -> str:
     # The algorithms that were simulated, on the links of one group.
     simulations = {}
     curves = []
+    payloads = tuple(sorted({*_CURVE_PAYLOADS, collective.payload_bytes}))
     for candidate in part.candidates:
         if candidate.timing is None:
             continue
         name = candidate.name
         simulations[name] = timer.simulate(collective, name)
         seconds = []
-        for payload in _CURVE_PAYLOADS:
+        for payload in payloads:
             call = collective._replace(payload_bytes=payload)
             seconds.append(timer.simulate(call, name).seconds)
-        curves.append(Curve(name, _CURVE_PAYLOADS, tuple(seconds)))
+        curves.append(Curve(name, payloads, tuple(seconds)))
 
-    what = f"{collective.kind} over {collective.axis}, for {collective.what}"
+    what = f"{collective.kind} over {collective.axis} ({collective.what})"
     return render_network_page(
-        f"{what}, on {timed.network.topology.name}",
+        f"{what} on {timed.network.topology.name}",
         next(iter(simulations.values())).topology,
         simulations,
         curves,
         notes=[
             *timed.network.notes,
-            f"The mesh is placed {timed.placement}. One group is shown, on its share of the links.",
+            f"Placement of the mesh: {timed.placement}. The page shows one group, on its share of the links.",
         ],
     )
 
@@ -82,7 +83,7 @@ def render_network_page(
         title: Heading.
         topology: The network, with its dead ranks.
         simulations: Simulation of each algorithm by name, on this network; the first is shown first.
-        curves: Times of algorithms for several payloads; may be empty.
+        curves: Times of algorithms for several payloads, that of the simulations included; may be empty.
         notes: Sentences that name what was assumed.
 
     Raises:
@@ -96,6 +97,7 @@ def render_network_page(
     text = json.dumps(numbers, ensure_ascii=False, separators=(",", ":"))
 
     # The template escapes texts.
+    payload = next(iter(simulations.values())).payload_bytes
     ranges = fastest_ranges(curves)
     environment = Environment(
         loader=PackageLoader("moe.planning"),
@@ -112,8 +114,9 @@ def render_network_page(
         facts=_facts(topology),
         summaries=[_summary(name, part) for name, part in simulations.items()],
         ranges=ranges,
-        chart=draw_chart(curves, ranges) if curves else None,
-        num_axes=len(topology.shape),
+        payload=show_bytes(payload),
+        chart=draw_chart(curves, ranges, payload) if curves else None,
+        num_axes=0 if topology.switched else len(topology.shape),
         chart_width=WIDTH,
         chart_height=HEIGHT,
     )
@@ -130,7 +133,7 @@ def _facts(topology: Topology) -> list[tuple[str, str]]:
         shown += " ..."
     return [
         ("ranks", f"{topology.num_ranks:,}"),
-        ("links, one way each", f"{len(links.source):,}"),
+        ("one-way links", f"{len(links.source):,}"),
         ("bandwidth of a link", ", ".join(rates) or "-"),
         ("latency of a link", ", ".join(latencies) or "0"),
         ("dead ranks", f"{len(dead)}: {shown}" if dead else "none"),
@@ -145,9 +148,8 @@ def _summary(name: str, simulation: Simulation) -> dict[str, str]:
     return {
         "name": name,
         "time": show_seconds(simulation.seconds),
-        "payload": show_bytes(simulation.payload_bytes),
         "transfers": f"{len(simulation.start):,}",
-        "busiest": f"{share:.0%}",
+        "busiest": f"{100 * share:.0f} %",
         "latency": show_seconds(path.latency),
         "bandwidth": show_seconds(path.bandwidth),
         "waiting": show_seconds(path.waiting),
@@ -161,12 +163,11 @@ def _page_numbers(topology: Topology, simulations: Mapping[str, Simulation]) -> 
     return {
         "width": layout.width,
         "height": layout.height,
-        "shape": topology.shape,
-        "numRanks": topology.num_ranks,
         "dead": sorted(topology.dead),
         "chips": np.round(layout.chips, 2).tolist(),
         "links": np.round(layout.links, 2).tolist(),
-        "strips": layout.strips,
+        "labels": layout.labels,
+        "names": node_names(topology),
         "source": links.source.tolist(),
         "destination": links.destination.tolist(),
         "algorithms": [_algorithm_numbers(name, part) for name, part in simulations.items()],

@@ -4,7 +4,7 @@ Both axes are logarithmic. Between two payloads that were simulated a curve is a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from moe.network.topology import FloatArray
-from moe.planning.table import show_bytes
 
 WIDTH = 760
 HEIGHT = 380
@@ -20,6 +19,7 @@ _LEFT = 70
 _RIGHT = 36
 _TOP = 14
 _BOTTOM = 44
+_LEAST_RANGE = 4  # of the axis of times, in which at least three multiples of powers of ten lie
 
 
 @dataclass(frozen=True)
@@ -105,43 +105,48 @@ class Chart(NamedTuple):
         rows: y and label of each line of the grid of times.
         lines: Name, points of the polyline, and (x, y, text) of every payload of each curve.
         crossings: x and label of the payloads at which the fastest algorithm changes.
+        payload: x of the payload of the plan.
     """
 
     columns: list[tuple[float, str]]
     rows: list[tuple[float, str]]
     lines: list[tuple[str, str, list[tuple[float, float, str]]]]
     crossings: list[tuple[float, str]]
+    payload: float
 
 
-def draw_chart(curves: Sequence[Curve], ranges: Sequence[Range]) -> Chart:
+def draw_chart(curves: Sequence[Curve], ranges: Sequence[Range], payload: float) -> Chart:
     """Returns the places of a chart of WIDTH x HEIGHT.
 
     Args:
         curves: At least one.
         ranges: Result of `fastest_ranges`.
+        payload: Payload of the plan in bytes, which the curves contain.
     """
     # The axes span all numbers.
     payloads = np.array(curves[0].payload_bytes)
     seconds = np.array([curve.seconds for curve in curves])
     across = _Scale(payloads.min(), payloads.max(), _LEFT, WIDTH - _RIGHT)
-    up = _Scale(seconds.min(), seconds.max(), HEIGHT - _BOTTOM, _TOP)
+    longest = max(seconds.max(), _LEAST_RANGE * seconds.min())
+    up = _Scale(seconds.min(), longest, HEIGHT - _BOTTOM, _TOP)
 
     lines = []
     for curve in curves:
         # Every payload is a point with a text.
         marks = []
-        for payload, time in zip(curve.payload_bytes, curve.seconds, strict=True):
-            text = f"{curve.name}: {show_bytes(payload)} in {show_seconds(time)}"
-            marks.append((across(payload), up(time), text))
+        for num_bytes, time in zip(curve.payload_bytes, curve.seconds, strict=True):
+            text = f"{curve.name}: {show_bytes(num_bytes)} in {show_seconds(time)}"
+            marks.append((across(num_bytes), up(time), text))
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in marks)
         lines.append((curve.name, points, marks))
 
     crossings = [(across(part.low), show_bytes(part.low)) for part in ranges[1:]]
     return Chart(
         columns=[(across(number), show_bytes(number)) for number in across.powers(8)],
-        rows=[(up(number), show_seconds(number)) for number in up.powers(10)],
+        rows=[(up(number), show_seconds(number)) for number in up.decimal_ticks()],
         lines=lines,
         crossings=crossings,
+        payload=across(payload),
     )
 
 
@@ -159,6 +164,19 @@ class _Scale:
         share = (math.log(number) - self._low) / self._range
         return self._first + share * (self._last - self._first)
 
+    def decimal_ticks(self) -> list[float]:
+        """Returns the powers of ten on the axis; with their multiples where there are fewer than three."""
+        low, high = self._ends
+        ticks: list[float] = []
+        for multiples in ((1,), (1, 2, 5), range(1, 10)):
+            ticks = []
+            for exponent in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1):
+                ticks += [multiple * 10.0**exponent for multiple in multiples]
+            ticks = [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+            if len(ticks) > 2:
+                break
+        return ticks
+
     def powers(self, base: int) -> list[float]:
         """Returns the powers of a number that are on the axis; both ends where there are none."""
         # A power that is rounded to just outside is on the axis.
@@ -170,11 +188,15 @@ class _Scale:
 
 def show_seconds(seconds: float) -> str:
     """Returns a time with its unit."""
-    if seconds == 0:
-        return "0 s"
+    return _show(seconds, {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}) if seconds else "0 s"
 
-    # The largest unit of which there is one.
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+
+def show_bytes(number: float) -> str:
+    """Returns a number of bytes with its binary unit."""
+    return _show(number, {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0})
+
+
+def _show(number: float, sizes: Mapping[str, float]) -> str:
+    """Returns three digits in the largest unit of which there is one, or else the smallest."""
+    unit = next((unit for unit, size in sizes.items() if number >= size), list(sizes)[-1])
+    return f"{float(f'{number / sizes[unit]:.3g}'):,g} {unit}"

@@ -2,8 +2,9 @@
 
 A grid of one or two axes is drawn as it is: two lanes between neighbours, one each way, and a stub
 outwards where a link goes around the end of an axis. If there are more axes, the last two form a
-plane; planes are drawn in rows, and the links between them are squares in the chips. The links of a
-network without a grid are drawn in strips: up from the ranks, between switches, down to the ranks.
+plane; planes are drawn in rows, and the links between them are squares in the chips. The links of
+switches are squares: with levels of switches a column for each node and a row for each rank or card
+in it, otherwise in lines.
 """
 
 import math
@@ -22,8 +23,10 @@ _GAP = PITCH - _CHIP
 _LANE = 2.4
 _STUB = 2.6
 _SQUARE = 1.8
-_STRIP_COLUMNS = 64
-_STRIP_HEAD = 9.0
+_COLUMNS = 64
+_COLUMNS_PER_LABEL = 8
+_HEAD = 9.0
+_MARGIN = 30.0
 
 
 class Layout(NamedTuple):
@@ -34,20 +37,45 @@ class Layout(NamedTuple):
         height: Height of the page.
         chips: <float64>[ranks, 4] boxes of the ranks; none on a network without a grid.
         links: <float64>[links, 4] boxes of the links.
-        strips: Title and y of each heading; none on a grid.
+        labels: Text, x and y of each heading and of the columns and rows of links; none on a grid.
     """
 
     width: float
     height: float
     chips: FloatArray
     links: FloatArray
-    strips: list[tuple[str, float]]
+    labels: list[tuple[str, float, float]]
 
 
 def place_network(topology: Topology) -> Layout:
     """Returns the position of every chip and link."""
-    is_grid = bool(topology.shape) and not topology.switched
-    return _place_grid(topology) if is_grid else _place_strips(topology)
+    if topology.switched:
+        return _place_levels(topology)
+    return _place_grid(topology) if topology.shape else _place_lines(topology)
+
+
+def node_names(topology: Topology) -> list[str]:
+    """Returns a name for each rank and switch; with two levels of switches, ranks have a node and a NIC."""
+    switches = range(topology.num_nodes - topology.num_ranks)
+    if not topology.switched or len(topology.shape) == 1:
+        ranks = [f"rank {rank}" for rank in range(topology.num_ranks)]
+        return [*ranks, *(f"switch {switch}" for switch in switches)]
+
+    # A card of each rank, or one behind the switch of a node.
+    num_nodes, per_node = topology.shape
+    top_links = topology.links.destination == topology.num_nodes - 1
+    has_cards = bool((topology.links.source[top_links] < topology.num_ranks).any())
+    names = []
+    for rank in range(topology.num_ranks):
+        node, index = divmod(rank, per_node)
+        card = f", NIC {index}" if has_cards else ""
+        names.append(f"rank {rank} (node {node}{card})")
+    card = "" if has_cards else " and NIC"
+    return [
+        *names,
+        *(f"switch{card} of node {node}" for node in range(num_nodes)),
+        "network switch",
+    ]
 
 
 def _place_grid(topology: Topology) -> Layout:
@@ -73,7 +101,7 @@ def _place_grid(topology: Topology) -> Layout:
         height=math.ceil(num_planes / planes_a_row) * plane_height,
         chips=chips,
         links=_place_lanes(topology, shape, chips),
-        strips=[],
+        labels=[],
     )
 
 
@@ -112,7 +140,64 @@ def _place_lanes(topology: Topology, shape: tuple[int, ...], chips: FloatArray) 
     return _boxes(x, y, width, height)
 
 
-def _place_strips(topology: Topology) -> Layout:
+def _place_levels(topology: Topology) -> Layout:
+    """Returns squares in a column for each node, in blocks of _COLUMNS nodes, and a row for each rank in it."""
+    links = topology.links
+    is_flat = len(topology.shape) == 1
+    num_nodes, per_node = (*topology.shape, 1)[:2]
+    columns = "rank" if is_flat else "node"
+    distance = 1 if num_nodes <= _COLUMNS_PER_LABEL else _COLUMNS_PER_LABEL
+    top_switch = topology.num_nodes - 1
+    kinds = (
+        ("from ranks to the switch of their node", "rank", False, False),
+        ("from the switch of a node to its ranks", "rank", False, True),
+        ("from network cards to the network", "NIC", True, False),
+        ("from the network to network cards", "NIC", True, True),
+    )
+    if is_flat:
+        kinds = (
+            ("from ranks to the switch", "", True, False),
+            ("from the switch to ranks", "", True, True),
+        )
+
+    boxes = np.zeros((len(links.source), 4))
+    labels = []
+    y = 0.0
+    for title, row_name, is_upper, is_down in kinds:
+        upper = links.source if is_down else links.destination
+        lower = links.destination if is_down else links.source
+        rows: IntArray = np.flatnonzero(((upper == top_switch) == is_upper) & (lower < upper))
+        if not len(rows):
+            continue
+
+        # The node of each link, and its rank there; a switch of a node has one card.
+        member = lower[rows]
+        is_switch = member >= topology.num_ranks
+        node = np.where(is_switch, member - topology.num_ranks, member // per_node)
+        index = np.where(is_switch, 0, member % per_node)
+        num_rows = int(index.max()) + 1
+
+        # A block of columns below another.
+        labels.append((title, 0.0, y + 0.7 * _HEAD))
+        y += _HEAD
+        block_height = _HEAD + num_rows * PITCH
+        block, column = np.divmod(node, _COLUMNS)
+        x = _MARGIN + column * PITCH
+        size = np.full(len(rows), PITCH - 2.0)
+        boxes[rows] = _boxes(x, y + block * block_height + _HEAD + index * PITCH, size, size)
+        for first in range(0, num_nodes, _COLUMNS):
+            labels.append((columns, 0.0, y + 0.7 * _HEAD))
+            for number in range(first, min(num_nodes, first + _COLUMNS), distance):
+                labels.append((str(number), _MARGIN + (number - first) * PITCH, y + 0.7 * _HEAD))
+            for number in range(num_rows if row_name else 0):
+                middle = y + _HEAD + (number + 0.7) * PITCH
+                labels.append((f"{row_name} {number}", 0.0, middle))
+            y += block_height
+    width = _MARGIN + min(_COLUMNS, num_nodes) * PITCH
+    return Layout(width=width, height=y, chips=np.zeros((0, 4)), links=boxes, labels=labels)
+
+
+def _place_lines(topology: Topology) -> Layout:
     # Links by the kinds of their ends.
     links = topology.links
     from_rank = links.source < topology.num_ranks
@@ -125,24 +210,24 @@ def _place_strips(topology: Topology) -> Layout:
     )
 
     boxes = np.zeros((len(links.source), 4))
-    strips = []
+    labels = []
     top = 0.0
     for title, is_kind in kinds:
         rows: IntArray = np.flatnonzero(is_kind)
         if not len(rows):
             continue
-        strips.append((f"{len(rows)} links {title}", top + 0.7 * _STRIP_HEAD))
+        labels.append((f"{len(rows)} links {title}", 0.0, top + 0.7 * _HEAD))
 
         # Squares in lines below the heading.
-        line, place = np.divmod(np.arange(len(rows)), _STRIP_COLUMNS)
-        y = top + _STRIP_HEAD + line * PITCH
+        line, place = np.divmod(np.arange(len(rows)), _COLUMNS)
+        y = top + _HEAD + line * PITCH
         size = np.full(len(rows), PITCH - 2.0)
         boxes[rows] = _boxes(place * PITCH, y, size, size)
-        top += _STRIP_HEAD + (line[-1] + 1) * PITCH
+        top += _HEAD + (line[-1] + 1) * PITCH
 
-    widest = min(_STRIP_COLUMNS, max(len(links.source), 1))
+    widest = min(_COLUMNS, max(len(links.source), 1))
     return Layout(
-        width=widest * PITCH, height=top, chips=np.zeros((0, 4)), links=boxes, strips=strips
+        width=widest * PITCH, height=top, chips=np.zeros((0, 4)), links=boxes, labels=labels
     )
 
 

@@ -303,7 +303,7 @@ def test_the_reports_are_whole_and_need_nothing_outside(tmp_path):
     text = " ".join(page.text)
     for word in (
         *("The hub is <away>.", "superglue", "81.0", "70.0 to 90.0", "1.23 %", "dead experts"),
-        *("3 cut at 8", "A note.", "a|b <i>", "CC0-1.0", "ST-MoE-32B", "[... "),
+        *("3 inputs were cut to 8 tokens", "A note.", "a|b <i>", "CC0-1.0", "ST-MoE-32B", "[... "),
     ):
         assert word in text, word
 
@@ -314,18 +314,32 @@ def test_the_reports_are_whole_and_need_nothing_outside(tmp_path):
     assert max(map(len, text.splitlines())) < 1500
 
 
-def test_the_value_in_the_chart_stands_at_the_score_and_not_at_the_end_of_its_interval():
+def test_the_interval_of_a_bar_is_in_its_middle_and_its_value_right_of_both():
     task = a_task(scores=[a_score("accuracy", 50.0, 10.0, 100.0)])
     chart = bar_chart(build_scoreboard(a_report(task)))
-    (width,) = set(re.findall(r'<rect class="ours2?" x="250" y="\d+" width="([\d.]+)"', chart))
+    bar = re.search(r'<rect class="ours" x="[\d.]+" y="(\d+)" width="[\d.]+" height="(\d+)"', chart)
+    whisker = re.search(r'd="M([\d.]+) (\d+)H([\d.]+)M[\d.]+ (\d+)v(\d+)', chart)
+    assert bar is not None
+    assert whisker is not None
+    middle = int(bar[1]) + int(bar[2]) / 2
+    assert int(whisker[2]) == int(whisker[4]) + int(whisker[5]) / 2 == middle
     (place,) = set(re.findall(r'<text x="([\d.]+)" y="[\d.]+">50\.0</text>', chart))
-    assert float(place) == pytest.approx(250 + float(width) + 6)
+    assert float(place) == pytest.approx(float(whisker[3]) + 6)
 
-    # The interval runs below the value.
-    top = int(re.search(r'y="(\d+)" width', chart)[1])
-    height = int(re.search(r'height="(\d+)"', chart)[1])
-    edge = int(re.search(r"H[\d.]+M[\d.]+ (\d+)v6", chart)[1])
-    assert edge - 3 + 6 > top + height
+
+@pytest.mark.parametrize(
+    ("scores", "ticks"),
+    [
+        ([16.6, 12.8, 21.3], ["0", "5", "10", "15", "20", "25"]),
+        ([80.0, 70.0, 90.0], ["0", "20", "40", "60", "80", "100"]),
+        ([-12.0, -19.0, 4.0], ["-20", "-15", "-10", "-5", "0", "5"]),
+    ],
+)
+def test_the_axis_of_the_chart_is_as_long_as_the_scores_need(scores, ticks):
+    board = build_scoreboard(a_report(a_task("colour", scores=[a_score("accuracy", *scores)])))
+    chart = bar_chart(board)
+    assert re.findall(r'text-anchor="middle">([^<]+)<', chart) == ticks
+    assert "accuracy (%)" in chart
 
 
 def test_a_report_says_only_what_it_has_computed(tmp_path):
@@ -335,7 +349,7 @@ def test_a_report_says_only_what_it_has_computed(tmp_path):
     assert "Metrics under other names in the papers: acc of record is our em." in page
     assert "closed-book" not in page
     assert "By class (ours by generate)" in page
-    assert "In tokens of <code>ours</code>: 6.5 on average" in page
+    assert "Tokens of <code>ours</code> per input: mean 6.5," in page
 
     # A score that is not defined is a dash everywhere.
     write_reports(a_report(a_task(scores=[a_score("accuracy", None)])), tmp_path)
@@ -399,8 +413,11 @@ def test_the_cards_header_keeps_tasks_apart_that_share_a_repository_or_have_none
 def test_models_are_compared_by_their_intervals():
     first, second = a_task().systems
     far = replace(second, scores=[a_score("accuracy", 20.0, 10.0, 30.0)])
-    assert "overlap; `python -m eval compare` tests them" in model_comparisons([first, second])[0]
-    expected = "+60.0 points from `other`; their 95 % intervals do not overlap"
+    assert (
+        "overlap; `python -m eval compare` tests the difference"
+        in model_comparisons([first, second])[0]
+    )
+    expected = "`ours` is 60.0 points above `other`; their 95 % intervals do not overlap"
     assert expected in model_comparisons([first, far])[0]
 
 

@@ -95,3 +95,30 @@ def test_an_empty_figure_is_refused():
         draw_intervals([interval_panel()], label="")
     with pytest.raises(ConfigError, match=r"limits .* smaller one first"):
         draw_heat_maps([heat_map()], label="", x_label="", limits=(1, 1))
+
+
+def test_figures_take_the_colours_of_their_page():
+    interval = interval_panel(Estimate(0.5, 0.25, 1.0))
+    maps = draw_heat_maps([heat_map()], label="lift", x_label="expert", limits=(-1, 2))
+    for drawing in (maps, draw_intervals([interval], label="nats", from_zero=True)):
+        root = ElementTree.fromstring(drawing.svg)
+        for text in root.iter("{http://www.w3.org/2000/svg}text"):
+            is_cell = ":" in "".join(text.itertext())
+            assert is_cell or "fill: currentColor" in text.attrib["style"]
+        background = re.search(r'id="patch_1">\s*<path[^>]*style="([^"]*)"', drawing.svg)
+        assert background is not None
+        assert "fill: none" in background[1]
+
+
+def test_the_whisker_of_a_bar_lies_in_its_middle():
+    drawing = draw_intervals(
+        [interval_panel(Estimate(0.5, 0.25, 1.0))], label="nats", from_zero=True
+    )
+    root = ElementTree.fromstring(drawing.svg)
+    ys = []
+    for kind in ("patch_3", "LineCollection_1"):
+        (group,) = [item for item in root.iter() if item.attrib.get("id") == kind]
+        (path,) = [item for item in group.iter() if item.tag.endswith("path")][:1]
+        heights = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path.attrib["d"])]
+        ys.append((min(heights) + max(heights)) / 2)
+    assert ys[0] == pytest.approx(ys[1], abs=0.01)

@@ -28,12 +28,24 @@ from tests.training.tiny_run import write_inputs
 
 NUM_EXPERTS, NUM_BATCHES, INPUTS_LENGTH, VOCABULARY = 7, 2, 16, 230
 NOISE = Noise(0.45, 2.0)
+NGRAMS = {"heldout/unigram": 4.75, "heldout/bigram": 4.5, "heldout/trigram": 4.375}
 LINES = [
-    {"step": 0, "heldout/loss": 7.125, "heldout/text_loss": 7.5, "heldout/unigram_entropy": 4.75},
+    {"step": 0, "heldout/loss": 7.125, "heldout/text_loss": 7.5} | NGRAMS,
     {"step": 10, "train/ce_loss": 5.5}
     | {"router/encoder/entropy": 1.25, "router/encoder/fraction_dropped": 0.0625},
-    {"step": 10, "heldout/loss": 3.875, "heldout/text_loss": 4.25, "heldout/unigram_entropy": 4.75}
-    | {"heldout/token_accuracy": 0.21875},
+    {
+        "step": 10,
+        "heldout/loss": 3.875,
+        "heldout/text_loss": 4.25,
+        "heldout/token_accuracy": 0.21875,
+    }
+    | NGRAMS,
+]
+TUNED = [
+    {"step": 0, "heldout/loss": 9.875, "heldout/text_loss": 9.625, "heldout/token_accuracy": 0.5},
+    {"step": 10, "eval/colour/accuracy": 31.25, "eval/mean": 31.25},
+    {"step": 20, "eval/colour/accuracy": 33.75, "eval/mean": 33.75},
+    {"step": 30, "eval/colour/accuracy": 32.5, "eval/mean": 32.5, "heldout/text_loss": 8.625},
 ]
 
 
@@ -104,7 +116,9 @@ def inputs(tmp_path_factory):
         model.save_pretrained(folder / name / "model")
         tokenizer.save_pretrained(str(folder / name / "model"))
     (folder / "run/recipe.yaml").write_text("seed: 41\noptim:\n  lr: 0.75\n")
-    (folder / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    for name, lines in (("run", LINES), ("bare", TUNED)):
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / name / "metrics.jsonl").write_text(text)
     digest = model_fingerprint(folder / "run/model")
     (folder / "report.json").write_text(
         json.dumps(an_evaluation(mine=digest, other="0f0f0f0f0f0f0f0f"))
@@ -123,6 +137,7 @@ def arguments_of(inputs, out, *more, run="run"):
 def everything(inputs):
     """Returns the page of a run with metrics and an evaluation."""
     metrics = ["--metrics", f"first={inputs}/run/metrics.jsonl"]
+    metrics += [f"tuned={inputs}/bare/metrics.jsonl"]
     more = [*metrics, "--evaluation", inputs / "report.json"]
     stmoe.main(["inspect", *arguments_of(inputs, inputs / "report.html", *more)])
     return (inputs / "report.html").read_text(encoding="utf-8")
@@ -166,15 +181,15 @@ def test_every_number_of_the_page_is_computed_again_from_its_inputs(inputs, ever
     text = re.sub(r"cpu \([^)]*\)|Table 14|ln E", "", text)
     found = Counter(re.findall(r"\d[\d,]*(?:\.\d+)?", text))
 
-    explained = {"0", "1", "10", "20", "95"}  # in sentences on how to read a number
+    explained = {"0", "0.0", "1", "10", "20", "95"}  # in sentences on how to read a number
     unexplained = set(found) - explained - numbers_of_the_model(inputs) - numbers_of_the_files()
     assert not unexplained
 
 
 def numbers_of_the_files():
     """Returns the numbers that metrics and evaluation give."""
-    numbers = {"10", "4.25", "3.88", "4.75", "0.50", "21.88", "6.25"}
-    numbers |= {f"{math.exp(4.25):.0f}", f"{math.exp(4.75):.0f}", "1,234", "321"}
+    numbers = {"10", "4.25", "4.75", "4.50", "4.38", "21.88", "6.25", "33.8", "20"}
+    numbers |= {f"{math.exp(4.25):.4g}", "1,234", "321"}
     numbers |= set(
         [
             "71.5",
@@ -192,6 +207,45 @@ def numbers_of_the_files():
         ]
     )
     return numbers | {f"{73.0 - 71.5:.1f}", f"{71.5 - 5.5:.1f}"}
+
+
+def test_the_page_opens_with_the_scores_and_their_comparison(everything):
+    first = everything[everything.index("<section") :]
+    first = first[: first.index("</section>")]
+    assert first.count("<svg") == 1
+    for text in (
+        "mine: 71.5 %",
+        "other: 73.0 %",
+        "majority: 5.5 %",
+        "score (%), with 95 % interval",
+    ):
+        assert f">{text}<" in first
+    text = " ".join(Text(first).all)
+    assert "mine by generate: 71.5 % (67.2 to 75.8) accuracy." in text
+    assert "1.5 points below other: 73.0 % (69.0 to 77.0); the intervals overlap." in text
+    assert "66.0 points above majority: 5.5 % (1.5 to 9.5); the intervals do not overlap." in text
+
+
+def test_a_fine_tuning_shows_dev_scores_and_no_held_out_loss(everything):
+    text = " ".join(" ".join(Text(everything).all).split())
+    assert "Best dev score: 33.8 % after 20 steps" in text
+    assert "mean dev score (%)" in text
+    for loss in ("9.88", "9.62", "8.62", "50.00"):
+        assert loss not in text
+
+
+def test_every_table_scrolls_in_its_own_box_and_none_is_raw_markdown(everything):
+    tables = re.findall(r"(.{20})<table", everything)
+    assert len(tables) >= 6
+    assert all(before.endswith('<div class="scroll">') for before in tables)
+    assert "| --- |" not in everything
+    assert "<th>held-out documents</th>" in re.sub(' class="number"', "", everything)
+
+
+def test_the_page_defines_a_dead_expert_where_it_counts_them(everything):
+    text = " ".join(Text(everything).all)
+    assert "An expert is dead if no token requests it" in text
+    assert "An expert with 0.0 % of the first choices is not dead if" in text
 
 
 def numbers_of_the_model(inputs):
@@ -213,6 +267,8 @@ def numbers_of_the_model(inputs):
     numbers |= {f"{config.num_parameters():,}", f"{config.num_active_parameters():,}"}
     sizes = (len(corpus.held_out), tokens.size, source.num_examples)
     numbers |= {f"{size:,}" for size in sizes}
+    for split in (corpus.train, corpus.held_out):
+        numbers |= {f"{len(split):,}", f"{sum(map(len, split['text'])):,}"}
     numbers |= {str(length) for length in source.lengths}
     if source.num_examples < 128:
         numbers.add(f"{128 / source.num_examples:.1f}")
@@ -292,23 +348,20 @@ def numbers_of_tokens(firsts, ids):
 
 def test_the_map_says_each_load_over_the_even_one():
     svg = draw_load(["encoder 1"], [[0.5, 0.25, 0.25, 0.0]]).svg
-    for label in ("2.00 x", "50.0 %", "1.00 x", "25.0 %", "0.00 x", "0.0 %"):
+    for label in ("2.00×", "50.0 %", "1.00×", "25.0 %", "0.00×", "0.0 %"):
         assert f">{label}<" in svg
     many = draw_load(["encoder 1", "decoder 1"], [[1 / 128] * 128] * 2).svg
-    assert ">1.00 x<" not in many
-    assert "1 x = 0.8 %" in many
+    assert ">1.00×<" not in many
+    assert "1× = 0.8 %" in many
 
 
-def loss_sentence_of(loss):
-    return loss_sentence({"heldout/text_loss": loss, "heldout/unigram_entropy": 4.75})
-
-
-def test_a_loss_is_explained_beside_the_unigram_entropy():
-    assert "this is 0.50 nats below: the model knows more than that." in loss_sentence_of(4.25)
-    above = "this is 0.50 nats above: they alone would predict as well or better."
-    assert above in loss_sentence_of(5.25)
-    assert loss_sentence_of(math.nan) == "That is no finite number."
-    assert "equally likely tokens." in loss_sentence_of(1e30)
+def test_a_loss_is_given_with_its_perplexity_and_those_of_ngram_models():
+    line = {"heldout/text_loss": 4.25} | NGRAMS
+    expected = "The perplexity is 70.11. A unigram model needs 4.75, a bigram model needs 4.50, "
+    assert loss_sentence(line) == f"{expected}a trigram model needs 4.38 nats."
+    assert loss_sentence({"heldout/text_loss": 4.25}) == "The perplexity is 70.11."
+    assert loss_sentence(line | {"heldout/text_loss": math.nan}) == "The loss is not finite."
+    assert "perplexity is 1.014e+304." in loss_sentence({"heldout/text_loss": 1e30})
 
 
 def test_systems_are_compared_by_their_intervals(tmp_path):
@@ -319,11 +372,12 @@ def test_systems_are_compared_by_their_intervals(tmp_path):
         (tmp_path / "report.json").write_text(json.dumps(report))
         return system_comparisons(read_evaluation(tmp_path / "report.json").tasks[0])
 
-    (near,) = comparisons(73.0, 69.0, 77.0)
-    assert "1.5 points below other by generate; their 95 % intervals overlap" in near
-    (far,) = comparisons(60.0, 56.0, 64.0)
-    assert "11.5 points above other by generate; their 95 % intervals do not overlap." in far
-    assert comparisons(60.0, None, None) == []
+    _, near = comparisons(73.0, 69.0, 77.0)
+    assert near == "1.5 points below other: 73.0 % (69.0 to 77.0); the intervals overlap."
+    _, far = comparisons(60.0, 56.0, 64.0)
+    assert far == "11.5 points above other: 60.0 % (56.0 to 64.0); the intervals do not overlap."
+    assert comparisons(60.0, None, None)[1] == "11.5 points above other: 60.0 %."
+    assert len(comparisons(None, None, None)) == 1
 
 
 def test_the_same_inputs_give_the_same_page_with_any_name_of_a_run(inputs, tmp_path):

@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
 from moe.network.simulate import Simulation, simulate
-from moe.network.topology import Links, Topology, grid
+from moe.network.topology import Links, Rate, Topology, grid, switch, two_level
 from moe.planning.network_page import MAX_PATH_ROWS, render_network_page
-from moe.planning.network_page_chart import Curve, Range, fastest_ranges, show_seconds
-from moe.planning.network_page_layout import PITCH, place_network
+from moe.planning.network_page_chart import (
+    Curve,
+    Range,
+    draw_chart,
+    fastest_ranges,
+    show_bytes,
+    show_seconds,
+)
+from moe.planning.network_page_layout import PITCH, node_names, place_network
 
 ROW, COLUMN = 3, 5
 
@@ -134,10 +141,67 @@ def test_no_two_links_stand_in_one_place_and_all_are_on_the_page(
     assert len(np.unique(np.round(layout.links, 6), axis=0)) == len(layout.links)
 
 
-def test_links_of_switches_stand_in_strips() -> None:
+def nodes(*, shared_card: bool = False) -> Topology:
+    """Returns 67 nodes of three ranks: more columns than one block has."""
+    inside, across = Rate(8e9, 1e-6), Rate(1e9, 1e-5)
+    return two_level(67, 3, inside=inside, across=across, shared_card=shared_card)
+
+
+def test_links_of_nodes_have_a_column_for_the_node_and_a_row_for_the_nic() -> None:
+    topology = nodes()
+    layout = place_network(topology)
+    texts = [text for text, _, _ in layout.labels]
+    assert texts.count("NIC 2") == texts.count("rank 2") == 4  # both ways, two blocks
+    assert texts.count("64") == 4
+    names = node_names(topology)
+    assert names[7] == "rank 7 (node 2, NIC 1)"
+    assert names[-1] == "network switch"
+    assert names[201] == "switch of node 0"
+
+    # The link of each card is below the number of its column, and right of that of its row.
+    rank = 64 * 3 + 2
+    (link,) = np.flatnonzero(
+        (topology.links.source == rank) & (topology.links.destination == topology.num_nodes - 1)
+    )
+    x, y, width, height = layout.links[link]
+    heads = [
+        place for place in layout.labels if place[0] == "64" and place[1] <= x < place[1] + width
+    ]
+    rows = [place for place in layout.labels if place[0] == "NIC 2" and y < place[2] < y + height]
+    assert any(0 < y - head[2] < 3 * PITCH for head in heads)
+    assert len(rows) == 1
+
+    # No two links in one place, and all on the page.
+    assert len(np.unique(layout.links[:, :2], axis=0)) == len(topology.links.source)
+    assert layout.links[:, 0].min() > 0
+    assert (layout.links[:, 0] + layout.links[:, 2]).max() <= layout.width
+    assert (layout.links[:, 1] + layout.links[:, 3]).max() <= layout.height
+
+
+def test_one_card_of_a_node_is_named_with_its_switch() -> None:
+    topology = nodes(shared_card=True)
+    names = node_names(topology)
+    assert names[7] == "rank 7 (node 2)"
+    assert names[203] == "switch and NIC of node 2"
+    texts = [text for text, _, _ in place_network(topology).labels]
+    assert "NIC 0" in texts
+    assert "NIC 1" not in texts
+
+
+def test_links_of_one_switch_have_a_column_for_each_rank() -> None:
+    layout = place_network(switch(4, Rate(8e9, 1e-6)).without(ranks=[1]))
+    texts = [text for text, _, _ in layout.labels]
+    assert texts == [
+        *("from ranks to the switch", "rank", "0", "1", "2", "3"),
+        *("from the switch to ranks", "rank", "0", "1", "2", "3"),
+    ]
+    assert len(np.unique(layout.links[:, :2], axis=0)) == 6
+
+
+def test_links_of_other_switches_are_in_lines() -> None:
     layout = place_network(tree())
 
-    titles = [title for title, _ in layout.strips]
+    titles = [title for title, _, _ in layout.labels]
     assert titles == [
         "4 links from ranks to switches",
         "2 links between switches",
@@ -167,6 +231,37 @@ def test_the_fastest_algorithm_changes_where_the_curves_cross() -> None:
     assert fastest_ranges([]) == []
 
 
-def test_times_have_the_largest_unit_in_which_they_are_one_at_least() -> None:
+@pytest.mark.parametrize("seconds", [(1e-5, 4e-3), (9.6e-6, 4e-5), (2e-3, 2.1e-3), (3e-4, 3e-4)])
+def test_the_axis_of_times_has_more_than_two_ticks(seconds: tuple[float, float]) -> None:
+    curve = Curve("ring", (4096.0, 12.5 * 2**30), seconds)
+    chart = draw_chart([curve], fastest_ranges([curve]), 12.5 * 2**30)
+    assert len({label for _, label in chart.rows}) > 2
+    heights = [y for y, _ in chart.rows]
+    assert heights == sorted(heights, reverse=True)
+
+    # The curve ends at the payload of the plan.
+    _, _, marks = chart.lines[0]
+    assert chart.payload == marks[-1][0]
+    assert marks[-1][2].startswith("ring: 12.5 GiB in ")
+
+
+def test_one_algorithm_needs_no_choice_and_tables_scroll_in_their_own_box() -> None:
+    parts = simulations(mesh())
+    curves = [Curve(name, (1e3, 1e6), (1e-5, 1e-3 + index)) for index, name in enumerate(parts)]
+    both = render_network_page("Page", mesh(), parts, curves)
+    one = render_network_page("Page", mesh(), {"ring": parts["ring"]}, curves[:1])
+    assert both.count("<select") == 1
+    assert one.count("<select") == 0
+    assert "payload of the plan: 977 KiB" in one
+    for page in (both, one):
+        tables = re.findall(r"(.*)\s*<table", page)
+        assert len(tables) >= 2
+        assert all('<div class="scroll"' in before for before in tables)
+
+
+def test_quantities_have_three_digits_in_the_largest_unit_in_which_they_are_one_at_least() -> None:
+    sizes = [0.0, 5.0, 4096.0, 1.5 * 2**20, 12.5 * 2**30, 4096 * 2**30]
+    expected = ["0 B", "5 B", "4 KiB", "1.5 MiB", "12.5 GiB", "4,100 GiB"]
+    assert [show_bytes(size) for size in sizes] == expected
     times = [0.0, 2e-9, 1.5e-6, 0.25, 61.0]
     assert [show_seconds(time) for time in times] == ["0 s", "2 ns", "1.5 µs", "250 ms", "61 s"]

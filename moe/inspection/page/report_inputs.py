@@ -1,5 +1,6 @@
 """Reads the metrics of runs and an evaluation for the report on routers."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -14,7 +15,16 @@ Line = dict[str, float]
 """One line of a metrics.jsonl: the number of updates (`step`) and each measurement by name."""
 
 LOSSES = ("train/ce_loss", "heldout/loss", "heldout/text_loss")
-_PLOTTED = (*LOSSES, "heldout/token_accuracy", "router/encoder/entropy", "router/decoder/entropy")
+DEV_SCORE = "eval/mean"
+"""Mean score of a fine-tuning on its dev examples, in percent."""
+
+_PLOTTED = (
+    *LOSSES,
+    DEV_SCORE,
+    "heldout/token_accuracy",
+    "router/encoder/entropy",
+    "router/decoder/entropy",
+)
 
 
 def find_recipe(folder: Path) -> Path | None:
@@ -56,6 +66,11 @@ class Stage(NamedTuple):
             if metric in line:
                 return line
         return None
+
+    def best_dev_line(self) -> Line | None:
+        """Returns the first line with the best dev score; None when the run has none."""
+        lines = [line for line in self.lines if math.isfinite(line.get(DEV_SCORE, math.nan))]
+        return max(lines, key=lambda line: line[DEV_SCORE], default=None)
 
     def made(self, folder: Path) -> bool:
         """Returns whether this run made the model in a folder."""

@@ -1,10 +1,18 @@
-"""Sentences of the page on routers, from the numbers of a trace, of metrics or of an evaluation."""
+"""Sentences of the report, from the numbers of a trace, of metrics or of an evaluation."""
 
 import math
 
 from moe.data.pipeline import SpanCorruptionSource
-from moe.inspection.formatting import format_versions
-from moe.inspection.page.report_inputs import Evaluation, Line, Stage, TaskScores
+from moe.inspection.formatting import format_interval, format_score, format_versions
+from moe.inspection.page.report_inputs import (
+    DEV_SCORE,
+    Evaluation,
+    Line,
+    Score,
+    Stage,
+    SystemScores,
+    TaskScores,
+)
 from moe.inspection.tables import LayerCounts, load_shares
 from moe.models.configuration import STMoEConfig
 from moe.sparse.stats import summarize
@@ -59,69 +67,65 @@ def layer_sentence(layer: LayerCounts) -> str:
     idlest = shares.index(min(shares))
     entropy = summarize(layer.stats)["entropy"]
     return (
-        f"{layer_name(layer.key)}: expert {busiest + 1} gets the most requests, "
-        f"{num_experts * shares[busiest]:.2f} x the even load, and expert {idlest + 1} the fewest, "
-        f"{num_experts * shares[idlest]:.2f} x. On average the router is as undecided about a token as between "
-        f"{math.exp(entropy):.1f} equally good experts of {num_experts} ({entropy:.2f} nats)."
+        f"{layer_name(layer.key)}: expert {busiest + 1} has the highest load, "
+        f"{num_experts * shares[busiest]:.2f}×, and expert {idlest + 1} the lowest, "
+        f"{num_experts * shares[idlest]:.2f}×. The mean router entropy is {entropy:.2f} nats: "
+        f"{math.exp(entropy):.1f} effective experts of {num_experts}."
     )
 
 
 # ---------------------------------------------------------------------------
 # Training
 
+NGRAMS = ("unigram", "bigram", "trigram")
+
+
+def ngram_losses(line: Line) -> dict[str, float]:
+    """Returns the finite held-out losses of n-gram models in a line of metrics, in nats per text token."""
+    losses = {}
+    for name in NGRAMS:
+        loss = line.get(f"heldout/{name}", math.nan)
+        if math.isfinite(loss):
+            losses[name] = loss
+    return losses
+
 
 def run_sentences(stage: Stage) -> list[str]:
-    """Returns the last measurements of a run."""
+    """Returns the last measurements of a run, and the best dev score of a fine-tuning."""
     sentences = []
+    best = stage.best_dev_line()
     line = stage.last("heldout/text_loss")
-    if line:
-        loss = _format_finite(line["heldout/text_loss"])
-        sentences.append(f"{_held_out(line)}: {loss} nats for a text token. {loss_sentence(line)}")
-    line = stage.last("heldout/loss")
-    if line:
-        loss = _format_finite(line["heldout/loss"])
+    if best:
         sentences.append(
-            f"{_held_out(line)}: {loss} nats for a target token of any kind, with sentinels and end tokens."
+            f"Best dev score: {best[DEV_SCORE]:.1f} % after {best['step']:,.0f} steps (mean over tasks)."
         )
+    elif line:
+        loss = f"{line['heldout/text_loss']:.2f} nats per held-out text token"
+        sentences.append(f"After {line['step']:,.0f} steps: {loss}. {loss_sentence(line)}")
     line = stage.last("heldout/token_accuracy")
-    if line:
-        share = _format_percent(line["heldout/token_accuracy"])
-        sentences.append(
-            f"{_held_out(line)}: {share} of the target tokens are the most probable ones."
-        )
+    if line and not best:
+        accuracy = 100 * line["heldout/token_accuracy"]
+        sentences.append(f"Top-1 token accuracy: {accuracy:.2f} %.")
 
     for stack in ("encoder", "decoder"):
         line = stage.last(f"router/{stack}/fraction_dropped")
         if line:
-            share = _format_percent(line[f"router/{stack}/fraction_dropped"])
+            share = 100 * line[f"router/{stack}/fraction_dropped"]
             sentences.append(
-                f"In training, at update {line['step']:,.0f}: the {stack} drops {share} of its tokens."
+                f"The {stack} drops {share:.2f} % of its tokens in training step {line['step']:,.0f}."
             )
     return sentences
 
 
-def _held_out(line: Line) -> str:
-    return f"Held out, after {line['step']:,.0f} updates"
-
-
 def loss_sentence(line: Line) -> str:
-    """Returns a held-out loss on text as a number of equally likely tokens."""
+    """Returns the perplexity of a held-out loss on text, and the losses of n-gram models."""
     loss = line["heldout/text_loss"]
     if not math.isfinite(loss):
-        return "That is no finite number."
-    text = f"That is as uncertain as a choice among {_format_choices(loss)} equally likely tokens."
+        return "The loss is not finite."
 
-    # The loss is compared with that of a model of token frequencies alone.
-    entropy = line.get("heldout/unigram_entropy", math.nan)
-    if not math.isfinite(entropy):
-        return text
-    relation = "above: they alone would predict as well or better"
-    if loss < entropy:
-        relation = "below: the model knows more than that"
-    return (
-        f"{text} Token frequencies alone need {entropy:.2f} nats (unigram entropy, {_format_choices(entropy)} tokens); "
-        f"this is {abs(entropy - loss):.2f} nats {relation}."
-    )
+    baselines = [f"{name} model needs {value:.2f}" for name, value in ngram_losses(line).items()]
+    text = f"The perplexity is {math.exp(min(loss, _LARGEST_EXPONENT)):,.4g}."
+    return f"{text} A {', a '.join(baselines)} nats." if baselines else text
 
 
 # ---------------------------------------------------------------------------
@@ -141,49 +145,47 @@ def model_sentences(fingerprint: str, evaluation: Evaluation) -> list[str]:
     return sentences
 
 
+def comparable_systems(task: TaskScores) -> list[SystemScores]:
+    """Returns the first system, those with its mode and metric, and the baselines; none without its score."""
+    first = task.systems[0]
+    if first.scores[0].value is None:
+        return []
+    systems = []
+    for system in task.systems:
+        score = system.scores[0]
+        has_mode = system.mode in (first.mode, "baseline")
+        if has_mode and score.metric == first.scores[0].metric and score.value is not None:
+            systems.append(system)
+    return systems
+
+
 def system_comparisons(task: TaskScores) -> list[str]:
-    """Returns how the first system's first metric differs from the baselines and from systems with the
-    same mode of answering.
-    """
+    """Returns the score of the first system, and how it differs from those that can be compared."""
     first = task.systems[0]
     ours = first.scores[0]
     sentences = []
-    for other in task.systems[1:]:
+    for other in comparable_systems(task):
         theirs = other.scores[0]
-        if other.mode not in (first.mode, "baseline") or theirs.metric != ours.metric:
-            continue
-
-        # Scores without intervals cannot be compared.
-        overlap = ours.overlaps(theirs)
-        if overlap is None or ours.value is None or theirs.value is None:
+        assert ours.value is not None
+        assert theirs.value is not None
+        if other is first:
+            sentences.append(f"{first.name} by {first.mode}: {_score(ours)} {ours.metric}.")
             continue
         gap = ours.value - theirs.value
         direction = "below" if gap < 0 else "above"
-        relation = "do not overlap"
-        if overlap:
-            relation = "overlap (`python -m eval compare` tests them in pairs)"
-        sentences.append(
-            f"{ours.metric}: {first.name} by {first.mode} is {abs(gap):.1f} points {direction} "
-            f"{other.name} by {other.mode}; their 95 % intervals {relation}."
-        )
+        sentence = f"{abs(gap):.1f} points {direction} {other.name}: {_score(theirs)}"
+
+        # Scores without intervals cannot be compared.
+        overlap = ours.overlaps(theirs)
+        if overlap is not None:
+            sentence += f"; the intervals {'overlap' if overlap else 'do not overlap'}"
+        sentences.append(f"{sentence}.")
     return sentences
 
 
-# ---------------------------------------------------------------------------
-# Numbers
-
-
-def _format_finite(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "no number of"
-
-
-def _format_percent(share: float) -> str:
-    return f"{100 * share:.2f} %" if math.isfinite(share) else "no number"
-
-
-def _format_choices(nats: float) -> str:
-    """Returns e to the power of an entropy: the number of equally likely choices with that entropy."""
-    number = math.exp(min(nats, _LARGEST_EXPONENT))
-    if number < 10:
-        return f"{number:,.1f}"
-    return f"{number:,.0f}" if number < 1e9 else f"{number:.1g}"
+def _score(score: Score) -> str:
+    """Returns e.g. `16.6 % (12.8 to 21.3)`."""
+    text = f"{format_score(score.value)} %"
+    if score.low is None or score.high is None:
+        return text
+    return f"{text} ({format_interval(score.low, score.high)})"

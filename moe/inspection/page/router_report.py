@@ -1,4 +1,4 @@
-"""report.html: the routing of a model on a text, its training, and its evaluation.
+"""report.html: the evaluation of a model, its training, and its routing of a text.
 
 Panels without data are left out.
 """
@@ -10,13 +10,23 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from moe.data.corpus import CORPUS_HEADER
 from moe.data.tokenizer import SpecialIds
 from moe.files import write_text
-from moe.inspection.figures import Curve, CurvePanel, draw_curves, draw_load
+from moe.inspection.figures import (
+    Curve,
+    CurvePanel,
+    IntervalPanel,
+    Row,
+    draw_curves,
+    draw_intervals,
+    draw_load,
+)
 from moe.inspection.formatting import format_interval, format_score
 from moe.inspection.html_page import render_page
 from moe.inspection.page import report_text
-from moe.inspection.page.report_inputs import Evaluation, Line, Stage
+from moe.inspection.page.report_inputs import DEV_SCORE, Evaluation, Line, Stage
+from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.tables import (
     HEALTH_HEADER,
     MIN_OCCURRENCES,
@@ -32,7 +42,6 @@ from moe.inspection.tables import (
 )
 from moe.models.configuration import STMoEConfig
 from moe.parsing import printable
-from moe.sparse.stats import summarize
 from moe.tracing.trace import layer_name
 
 GENERATOR = "stmoe inspect_router"
@@ -60,7 +69,7 @@ def write_report(
     fingerprint: str,
     facts: Sequence[tuple[str, str]],
     recipe_text: str,
-    corpus_table: str,
+    corpus_rows: Sequence[Sequence[str | int]],
     stages: Sequence[Stage] = (),
     evaluation: Evaluation | None = None,
 ) -> None:
@@ -75,13 +84,13 @@ def write_report(
         fingerprint: Identifies the model's files; an evaluation records the same one.
         facts: Names and texts about the trace; `names` in backquotes are set as code.
         recipe_text: The recipe of the model's run; empty where none is known.
-        corpus_table: Documents, characters and licences of the corpus.
+        corpus_rows: Documents, characters and licences of the corpus, under CORPUS_HEADER.
         stages: Metrics of runs; may be empty.
         evaluation: Evaluation of the same or of other models; None for no panel about one.
     """
-    panels = ["routers", "sentinels", "tokens"]
+    panels = ["evaluation"] if evaluation else []
     panels += ["training"] if stages else []
-    panels += ["evaluation"] if evaluation else []
+    panels += ["routers", "sentinels", "tokens"]
     load_sentences = list(map(report_text.layer_sentence, counts))
     if config.eval_capacity_field is None:
         load_sentences.append("There is no capacity in evaluation, so no token can be dropped.")
@@ -92,13 +101,12 @@ def write_report(
     shares = list(map(load_shares, counts))
     page = render_page(
         "inspection.html",
-        title=f"What the routers of {printable(folder)} do",
+        title=f"Report on {printable(folder)}",
         generator=GENERATOR,
         panels=[*panels, "corpus", "source"],
         facts=[facts],
         recipe_text=recipe_text,
         sizes=report_text.size_sentence(config),
-        cards=_cards(counts, folder, stages, evaluation),
         load_map=draw_load([layer_name(layer.key) for layer in counts], shares).svg,
         health_header=HEALTH_HEADER,
         health_rows=health_rows(counts),
@@ -107,54 +115,36 @@ def write_report(
         layers=[_expert_rows(tokenizer, layer, num_tokens) for layer in counts],
         min_occurrences=MIN_OCCURRENCES,
         runs=[_run(config, folder, stage) for stage in stages],
-        accuracy_curves=_accuracy_curves(stages),
+        dev_scores=_dev_scores(stages),
         evaluation=evaluation,
+        scores=_score_figure(evaluation) if evaluation else None,
         models=report_text.model_sentences(fingerprint, evaluation) if evaluation else [],
         comparisons=report_text.system_comparisons,
         format_score=format_score,
         format_interval=format_interval,
-        corpus_table=corpus_table,
+        corpus_header=CORPUS_HEADER,
+        corpus_rows=corpus_rows,
     )
     write_text(path, page)
 
 
-def _cards(
-    counts: RoutingCounts, folder: Path, stages: Sequence[Stage], evaluation: Evaluation | None
-) -> list[tuple[str, str]]:
-    """Returns the most important numbers of routers, training and evaluation, each with its meaning."""
-    # Routers: all layers together, and the worst one.
-    summaries = [summarize(layer.stats) for layer in counts]
-    num_experts = sum(layer.first_choice.shape[1] for layer in counts)
-    num_dead = sum(summary["dead_experts"] for summary in summaries)
-    most_dropped = max(summary["fraction_dropped"] for summary in summaries)
-    cards = [
-        (
-            f"{num_dead:.0f} of {num_experts}",
-            "experts of all sparse layers are dead: they receive no tokens",
-        ),
-        (
-            f"{100 * most_dropped:.2f} %",
-            "of the tokens reach no expert, in the layer where most are dropped",
-        ),
-    ]
-
-    # The held-out loss of the run that made the model.
-    for stage in stages:
-        line = stage.last("heldout/text_loss")
-        if line and stage.made(folder) and math.isfinite(line["heldout/text_loss"]):
-            sentence = f"for a held-out text token. {report_text.loss_sentence(line)}"
-            cards.append((f"{line['heldout/text_loss']:.2f} nats", sentence))
-
-    # The first score of each task.
-    for task in evaluation.tasks if evaluation else []:
-        for system in task.systems[:1]:
+def _score_figure(evaluation: Evaluation) -> str | None:
+    """Returns the first score of each system that can be compared with the first one; None for no score."""
+    panels = []
+    for task in evaluation.tasks:
+        rows = []
+        for system in report_text.comparable_systems(task):
             score = system.scores[0]
-            interval = format_interval(score.low, score.high)
-            sentence = (
-                f"{score.metric} of {system.name} on {task.task}, by {system.mode} ({interval})"
-            )
-            cards.append((format_score(score.value), sentence))
-    return cards
+            low = math.nan if score.low is None else score.low
+            high = math.nan if score.high is None else score.high
+            name = f"{system.name}: {format_score(score.value)} %"
+            rows.append(Row(name, "", Estimate(score.value or 0.0, low, high)))
+        if rows:
+            panels.append(IntervalPanel(f"{task.task}: {task.systems[0].scores[0].metric}", rows))
+    if not panels:
+        return None
+    label = "score (%), with 95 % interval"
+    return draw_intervals(panels, label=label, from_zero=True, narrow=True).svg
 
 
 # ---------------------------------------------------------------------------
@@ -212,30 +202,34 @@ def _run(config: STMoEConfig, folder: Path, stage: Stage) -> Mapping[str, object
     made_model = stage.made(folder)
     figures = []
     losses = _curves(stage.lines, _LOSSES)
-    if losses:
-        line = stage.last("heldout/unigram_entropy") or {}
-        entropy = line.get("heldout/unigram_entropy", math.nan)
-        losses += _level(stage.lines, "token frequencies alone (unigram entropy)", entropy)
+    if losses and not stage.best_dev_line():
+        ngrams = report_text.ngram_losses(stage.last("heldout/text_loss") or {})
+        for name, loss in ngrams.items():
+            losses += _level(stage.lines, f"{name} model", loss)
         panel = CurvePanel("Cross-entropy", losses)
-        figures.append(draw_curves([panel], x_label="step", y_label="nats per token").svg)
+        figures.append(draw_curves([panel], x_label="training step", y_label="nats per token").svg)
 
     # The routers of both stacks.
     panels = []
     for metric, title in {
         "entropy": "Router entropy (nats)",
-        "fraction_dropped": "Share of tokens dropped",
+        "fraction_dropped": "Dropped tokens (%)",
     }.items():
         curves = _curves(
-            stage.lines, {f"router/{stack}/{metric}": stack for stack in ("encoder", "decoder")}
+            stage.lines,
+            {f"router/{stack}/{metric}": stack for stack in ("encoder", "decoder")},
+            scale=100 if metric == "fraction_dropped" else 1,
         )
         if curves and metric == "entropy" and made_model:
             curves += _level(
-                stage.lines, f"most possible, ln {config.num_experts}", math.log(config.num_experts)
+                stage.lines, f"uniform, ln {config.num_experts}", math.log(config.num_experts)
             )
         if curves:
             panels.append(CurvePanel(title, curves))
     if panels:
-        figures.append(draw_curves(panels, x_label="step", y_label="", y_limits=(0, None)).svg)
+        figures.append(
+            draw_curves(panels, x_label="training step", y_label="", y_limits=(0, None)).svg
+        )
     return {
         "title": f"{stage.name}: the run of the traced model" if made_model else stage.name,
         "path": printable(stage.path),
@@ -244,19 +238,21 @@ def _run(config: STMoEConfig, folder: Path, stage: Stage) -> Mapping[str, object
     }
 
 
-def _accuracy_curves(stages: Sequence[Stage]) -> str | None:
-    """Returns the accuracies of all runs in one figure; None for fewer than two."""
+def _dev_scores(stages: Sequence[Stage]) -> str | None:
+    """Returns the dev scores of all fine-tunings in one figure; None without any."""
     curves = []
     for stage in stages:
-        curves += _curves(stage.lines, {"heldout/token_accuracy": stage.name})
-    if len(curves) < 2:
+        curves += _curves(stage.lines, {DEV_SCORE: stage.name})
+    if not curves:
         return None
-    label = "share of target tokens right"
-    return draw_curves([CurvePanel("", curves)], x_label="step", y_label=label, y_limits=(0, 1)).svg
+    label = "mean dev score (%)"
+    return draw_curves(
+        [CurvePanel("", curves)], x_label="training step", y_label=label, y_limits=(0, None)
+    ).svg
 
 
-def _curves(lines: Sequence[Line], names: Mapping[str, str]) -> list[Curve]:
-    """Returns a curve for each metric that was measured; values that are not finite are gaps."""
+def _curves(lines: Sequence[Line], names: Mapping[str, str], scale: float = 1) -> list[Curve]:
+    """Returns a curve for each metric that was measured, times a scale; values that are not finite are gaps."""
     curves = []
     for metric, name in names.items():
         steps = []
@@ -264,7 +260,7 @@ def _curves(lines: Sequence[Line], names: Mapping[str, str]) -> list[Curve]:
         for line in lines:
             if metric in line:
                 steps.append(line["step"])
-                values.append(line[metric] if math.isfinite(line[metric]) else math.nan)
+                values.append(scale * line[metric] if math.isfinite(line[metric]) else math.nan)
         if steps:
             curves.append(Curve(name, steps, values))
     return curves

@@ -22,27 +22,26 @@ function collectLinks() {
 }
 
 function algorithm() {
-  return numbers.algorithms[Number(choice.value)];
+  return numbers.algorithms[choice ? Number(choice.value) : 0];
 }
 
 // Numbers with units.
 
+function show(number, units) {
+  const [unit, size] = units.find(([, one]) => number >= one) || units[units.length - 1];
+  return `${Number((number / size).toPrecision(3)).toLocaleString("en")} ${unit}`;
+}
+
 function showSeconds(seconds) {
-  for (const [unit, size] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]) {
-    if (seconds >= size) return `${(seconds / size).toPrecision(3)} ${unit}`;
-  }
-  return seconds === 0 ? "0 s" : `${(seconds / 1e-9).toPrecision(3)} ns`;
+  return seconds === 0 ? "0 s" : show(seconds, [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]]);
 }
 
 function showBytes(size) {
-  for (const [unit, one] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) {
-    if (size >= one) return `${(size / one).toFixed(2)} ${unit}`;
-  }
-  return `${Math.round(size)} B`;
+  return show(size, [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]]);
 }
 
 function nameNode(node) {
-  return node < numbers.numRanks ? `rank ${node}` : `switch ${node - numbers.numRanks}`;
+  return numbers.names[node];
 }
 
 // Colours: of the theme, from idle over the middle to busy.
@@ -69,7 +68,7 @@ function heatScale() {
 
 function drawMap() {
   const available = map.parentElement.clientWidth;
-  cell = Math.max(Math.min(available / numbers.width, 5), numbers.strips.length ? 1.6 : 0.9);
+  cell = Math.max(Math.min(available / numbers.width, 5), numbers.labels.length ? 1.6 : 0.9);
   const ratio = window.devicePixelRatio || 1;
   map.style.width = `${numbers.width * cell}px`;
   map.style.height = `${numbers.height * cell}px`;
@@ -91,7 +90,7 @@ function drawMap() {
   });
   pen.fillStyle = colour("--ink");
   pen.font = `${12 / cell}px system-ui, sans-serif`;
-  for (const [title, y] of numbers.strips) pen.fillText(title, 0, y);
+  for (const [text, x, y] of numbers.labels) pen.fillText(text, x, y);
 
   if (showPath.checked) outline(pen, shown.pathLinks, colour("--path"), 0.7);
   if (chosenLink >= 0) outline(pen, [chosenLink], colour("--ink"), 0.9);
@@ -141,14 +140,14 @@ function tellLink(link) {
 
 function tellRank(rank) {
   if (dead.has(rank)) {
-    readout.textContent = `rank ${rank}: dead`;
+    readout.textContent = `${nameNode(rank)}: dead`;
     return;
   }
   const shown = algorithm();
   const parts = (linksOfRank.get(rank) || []).map((link) => {
     return `to ${nameNode(numbers.destination[link])} ${(100 * shown.busy[link]).toFixed(1)} %`;
   });
-  readout.textContent = `rank ${rank}: ${parts.join(", ") || "no links"}`;
+  readout.textContent = `${nameNode(rank)}: ${parts.join(", ") || "no links"}`;
 }
 
 function contains([x, y, width, height], left, top, margin) {
@@ -174,17 +173,28 @@ function choose(rank, link) {
 }
 
 map.addEventListener("keydown", (event) => {
-  const columns = numbers.chips.length ? numbers.shape[numbers.shape.length - 1] : 64;
-  const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns };
+  const moves = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
   if (!(event.key in moves)) return;
   event.preventDefault();
-  const last = (numbers.chips.length || numbers.links.length) - 1;
-  const before = numbers.chips.length ? chosenRank : chosenLink;
-  const place = before < 0 ? 0 : before + moves[event.key];
-  if (place < 0 || place > last) return;
-  if (numbers.chips.length) choose(place, -1);
-  else choose(-1, place);
+  const boxes = numbers.chips.length ? numbers.chips : numbers.links;
+  const next = nextBox(boxes, numbers.chips.length ? chosenRank : chosenLink, moves[event.key]);
+  if (next < 0) return;
+  if (numbers.chips.length) choose(next, -1);
+  else choose(-1, next);
 });
+
+// The closest box in a direction; the first one if none is chosen, -1 at the edge.
+function nextBox(boxes, chosen, [right, down]) {
+  if (chosen < 0) return 0;
+  const [left, top, width, height] = boxes[chosen];
+  for (let step = 1; step < 9; step += 1) {
+    const x = left + width / 2 + 10 * step * right;
+    const y = top + height / 2 + 10 * step * down;
+    const found = boxes.findIndex((box, index) => index !== chosen && contains(box, x, y, 2));
+    if (found >= 0) return found;
+  }
+  return -1;
+}
 
 // The critical path.
 
@@ -193,8 +203,9 @@ function drawPath() {
   const names = ["latency", "bandwidth", "waiting for links"];
   const parts = shown.parts.map((seconds, index) => `${showSeconds(seconds)} of ${names[index]}`);
   document.getElementById("path-text").textContent =
-    `${shown.pathLength} transfers set the time of ${showSeconds(shown.seconds)}: ${parts.join(", ")}.` +
-    (shown.pathLength > shown.path.length ? ` The table has the first ${shown.path.length}.` : "");
+    `The critical path of ${shown.pathLength} ${shown.pathLength === 1 ? "transfer" : "transfers"} takes ` +
+    `${showSeconds(shown.seconds)}: ${parts.join(", ")}.` +
+    (shown.pathLength > shown.path.length ? ` The table shows the first ${shown.path.length}.` : "");
 
   const bar = document.getElementById("path-bar");
   bar.replaceChildren();
@@ -213,7 +224,7 @@ function drawPath() {
   body.replaceChildren();
   for (const [step, source, destination, size, start, finish] of shown.path) {
     const row = body.insertRow();
-    const cells = [step, source, destination, showBytes(size), showSeconds(start), showSeconds(finish)];
+    const cells = [step, nameNode(source), nameNode(destination), showBytes(size), showSeconds(start), showSeconds(finish)];
     for (const text of cells) {
       const cell = row.insertCell();
       cell.className = "number";
@@ -229,7 +240,7 @@ function drawAll() {
   else if (chosenRank >= 0) tellRank(chosenRank);
 }
 
-choice.addEventListener("change", drawAll);
+if (choice) choice.addEventListener("change", drawAll);
 showPath.addEventListener("change", drawMap);
 window.addEventListener("resize", drawMap);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

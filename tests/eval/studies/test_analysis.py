@@ -10,7 +10,14 @@ from scipy import stats
 from eval.studies.analysis import ContrastResult, arm_numbers, contrast_results, crossing
 from eval.studies.outcomes import Point
 from eval.studies.repeats import Repeat
-from eval.studies.report import contrast_rows, notes, read_result, study_html, write_report
+from eval.studies.report import (
+    contrast_rows,
+    notes,
+    read_result,
+    study_html,
+    study_markdown,
+    write_report,
+)
 from eval.studies.results_page import measured_page
 from eval.studies.study import Contrast, Measure, Study, Sweep
 from tests.eval.studies.results import TOKENS_PER_STEP, build, result_of, run, runs_of
@@ -187,7 +194,7 @@ def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     text = write_report(result, tmp_path)
 
     assert read_result(tmp_path / "study.json") == result
-    for part in ("Diverged: b, seed 0", "Not complete, 1 runs: c, seed 0", "training.steps = 7"):
+    for part in ("Diverged: b, seed 0", "Missing runs (1): c, seed 0", "training.steps = 7"):
         assert part in text
 
 
@@ -198,6 +205,43 @@ def test_the_page_of_a_study_loads_nothing_and_escapes_names() -> None:
     assert page.count("<svg") == 2
     addresses = set(re.findall(r"http://([\w.]+)", page))
     assert addresses <= {"www.w3.org", "purl.org", "creativecommons.org"}  # names of namespaces
+
+
+def test_axes_of_a_study_have_units() -> None:
+    points = curve(9.0, 3.0)
+    outcomes = [run("a", seed, 1.0, curve=points) for seed in (0, 1)]
+    outcomes += [run("b", seed, 1.5 + seed, curve=points) for seed in (0, 1)]
+    page = study_html(result_of(build(measure=Measure("heldout/loss", unit="nats")), outcomes))
+    for label in (
+        "heldout/loss (nats per token)",
+        "training tokens (millions)",
+        "first arm better by (nats), with 95 % interval",
+    ):
+        assert f">{label}<" in page
+    for header in ("better by (nats)", "margin (nats)", "95 % interval (nats)"):
+        assert re.search(rf"<th[^>]*>{re.escape(header)}</th>", page)
+
+    # Curves without tokens, and a sweep of rates.
+    measure = Measure("eval/mean", better="higher", unit="points")
+    outcomes = []
+    for value in (0.02, 0.005):
+        for arm in ("a", "b"):
+            outcomes.append(run(arm, 0, 15.0, value=value, tokens=None, curve=points))
+    study = build(measure=measure, seeds=[0], sweep=Sweep("optim.lr", [0.02, 0.005]))
+    page = study_html(result_of(study, outcomes))
+    for label in ("eval/mean (%)", "training step", "optim.lr", "0.02", "0.005"):
+        assert f">{label}<" in page
+
+
+def test_one_seed_has_no_interval_and_no_verdict() -> None:
+    result = result_of(build(seeds=[0]), [run("a", 0, 1.0), run("b", 0, 2.0)])
+    for text in (study_markdown(result), study_html(result)):
+        assert "One planned seed" in text
+        assert "one seed: no interval" in text
+        assert "one seed: not tested" in text
+        assert "not resolved" not in text
+        assert "of which" not in text
+    assert result.contrasts[0].verdict == "not resolved"
 
 
 def test_arms_that_differ_by_a_setting_alone_are_one_line_over_it() -> None:

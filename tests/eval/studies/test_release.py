@@ -67,7 +67,7 @@ def test_models_are_trained_where_they_are_missing_and_released_with_a_card(
         card = (folder / "README.md").read_text()
         for number in result.numbers:
             assert f"{number.number:.4f}" in card
-        assert f"*{result.contrasts[0].verdict}*: with against without" in card
+        assert f"*{result.contrasts[0].verdict_text}*: with vs. without" in card
         assert "1 seed. Released" in card
         assert "Not run: with, seed 5; without, seed 5." in card
         assert "6 steps train on " in card

@@ -45,8 +45,8 @@ def test_a_second_run_has_the_same_bits_and_the_report_says_so(
     # Later reports say it too, and name the command that makes the study.
     run_study(repeated, out, "--report")
     text = capsys.readouterr().out
-    assert "Made a second time: with, seed 3" in text
-    assert "and the final weights are the same to the last bit" in text
+    assert "Repeated: with, seed 3" in text
+    assert "and the final weights are bit-identical" in text
     assert "--repeat" not in read_result(out / "study.json").command
 
 
@@ -62,7 +62,7 @@ def test_one_other_bit_is_found(copied: Path) -> None:
     run_study(copied, out, "--report")
     (repeat,) = read_result(out / "study.json").repeats
     assert (repeat.first_difference, repeat.is_identical) == (4, False)
-    assert "it **differs** from step 4 on" in (out / "study.md").read_text()
+    assert "numbers **differ** from step 4." in (out / "study.md").read_text()
 
 
 def test_other_weights_are_found(copied: Path) -> None:
