@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 def evaluate(
     models: Mapping[str, Path],
-    tasks: Sequence[str],
+    tasks: Sequence[str | Task],
     *,
     modes: Sequence[str] | None = None,
     split: str | None = None,
@@ -70,7 +70,7 @@ def evaluate(
 
     Args:
         models: Checkpoint folders by name; the first is the one that the report is about.
-        tasks: Names of tasks.
+        tasks: Names of tasks, or tasks that are in no registry, as of the user's own pairs.
         modes: `generate`, `rank`; of these, all that a task can be answered in. None for both.
         split: Of all tasks; None for each task's own.
         limit: Most examples of a task; whole groups are taken, evenly. None for all.
@@ -184,16 +184,20 @@ def evaluate(
 # Tasks and their examples
 
 
-def check_tasks(tasks: Sequence[str], modes: Sequence[str] | None, split: str | None) -> list[Task]:
-    """Returns the tasks of these names, each once.
+def check_tasks(
+    tasks: Sequence[str | Task], modes: Sequence[str] | None, split: str | None
+) -> list[Task]:
+    """Returns the tasks, given themselves or by name, each once.
 
     Raises:
         ConfigError: When there is no such task, mode or split, or a task can be answered in none of
             the modes.
     """
-    names = dict.fromkeys(name.strip() for name in tasks)
-    chosen = [TASKS.get(name) for name in names]
-
+    by_name: dict[str, Task] = {}
+    for item in tasks:
+        task = item if isinstance(item, Task) else TASKS.get(item.strip())
+        by_name[task.name] = task
+    chosen = list(by_name.values())
     for mode in modes or ():
         if mode not in MODES:
             raise ConfigError(

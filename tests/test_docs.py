@@ -40,15 +40,17 @@ MODULES = [path for path in sorted((ROOT / "moe").rglob("*.py")) if path.name !=
 # Blocks of a page
 
 
-def blocks(page, language):
-    """Returns the code blocks of one language, indented ones too."""
+def blocks(page, language, section=""):
+    """Returns the code blocks of one language, indented ones too, below a heading or of all."""
     text = page.read_text(encoding="utf-8")
+    if section:
+        text = text.partition(f"\n## {section}")[2].partition("\n## ")[0]
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def commands(page):
+def commands(page, section=""):
     """Returns the commands of the bash blocks, each as a list of words."""
-    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    lines = "".join(blocks(page, "bash", section)).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
@@ -187,6 +189,27 @@ def test_a_command_that_is_wrong_is_noticed(only_parse):
         check_command(["stmoe", "plan", "--mesh.epp", "4"])
     with pytest.raises(AssertionError):
         check_command(["make", "nothing"])
+
+
+@pytest.mark.slow
+def test_own_pairs_of_the_start_page_are_trained_on_scored_and_compared(
+    workspace, monkeypatch, capsys
+):
+    """Every block as written, with a tiny model in place of the demo's."""
+    monkeypatch.chdir(workspace)
+    page = DOCS / "start.md"
+    section = "3. Fine-tune it on your own pairs"
+    for block in blocks(page, "python", section):
+        exec(compile(block, page.name, "exec"), {})
+    for words in commands(page, section):
+        name, arguments = (words[0], words[1:]) if words[0] == "stmoe" else (words[2], words[3:])
+        importlib.import_module("eval.__main__" if name == "eval" else name).main(arguments)
+
+    printed = capsys.readouterr().out
+    assert "Dev scores: 30 of 30 pairs" in printed
+    assert "300 examples of the validation split in 300 groups" in printed
+    for folder in ("my_pairs/best/model", "my_pairs/model", "my_eval", "my_comparison"):
+        assert (workspace / "runs" / folder).is_dir()
 
 
 # ---------------------------------------------------------------------------

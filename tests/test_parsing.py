@@ -12,7 +12,7 @@ from pydantic import Field
 
 from moe import CheckpointError, ConfigError, DataError
 from moe.checksums import SUMS_FILE, find_damage, sha256_of
-from moe.data.documents import read_pairs
+from moe.data.pair_files import read_pairs
 from moe.parsing import parse_json, read_json, read_json_lines, read_text, read_yaml, to_record
 from moe.training.recipe_files import read_recipe_files
 
@@ -140,7 +140,7 @@ def test_data_that_the_user_names_may_come_from_a_pipe(tmp_path):
     text = '{"inputs": "two", "targets": "three"}\n'
     writer = threading.Thread(target=path.write_text, args=(text,))
     writer.start()
-    assert read_pairs(path) == [("two", "three")]
+    assert read_pairs(path) == [("two", "three", None)]
     writer.join()
 
 

@@ -10,12 +10,13 @@ import numpy as np
 
 from eval.answers.predict import MODES
 from eval.commands.command import Subparsers, name_list
+from eval.pairs import find_task
 from eval.reports.formatting import NOTED, markdown_cell, markdown_table, shorten
 from eval.reports.records import ComparedModel, Comparison, ExampleDifference, TaskComparison
 from eval.reports.run_folder import SavedAnswers, SavedReport, SavedTask, read_answers, read_report
 from eval.scores.intervals import ScoredAnswers, score_answers, task_seed
 from eval.scores.pairing import MetricComparison, compare_answers
-from eval.task import TASKS, Task
+from eval.task import Task
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
 from moe.inspection.formatting import format_score
@@ -204,7 +205,7 @@ def _check_same_examples(a: Side, b: Side, name: str) -> Task:
     Raises:
         DataError: When they did not, or the library now scores the task otherwise.
     """
-    task = TASKS.get(name)
+    task = find_task(name)
     first = a.tasks[name]
     second = b.tasks[name]
 

@@ -12,6 +12,7 @@ from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
 from eval.baselines.data import BaselineSettings
 from eval.commands.command import Subparsers, add_inference_options, inference_of, name_list
+from eval.pairs import read_pairs_task
 from eval.reports.formatting import NOTED, format_marked_interval
 from eval.reports.records import AverageScore, MetricScore, Report, SystemResult, TaskResult
 from eval.reports.report_text import (
@@ -22,7 +23,7 @@ from eval.reports.report_text import (
 )
 from eval.reports.scoreboard import NOT_SCORED
 from eval.run import evaluate
-from eval.task import SPLITS
+from eval.task import SPLITS, Task
 from moe.cli import integer, path, real, word
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
@@ -46,7 +47,17 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--also", action="append", default=[], help="a further NAME=FOLDER to stand beside it"
     )
-    parser.add_argument("--tasks", type=name_list, required=True, help="names, separated by commas")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--tasks", type=name_list, help="names, separated by commas")
+    data.add_argument(
+        "--pairs", type=path, metavar="FILE", help="JSONL file of your own pairs, instead of tasks"
+    )
+    parser.add_argument(
+        "--train-pairs",
+        type=path,
+        metavar="FILE",
+        help="JSONL file of pairs that the baselines of --pairs are fitted to, without those evaluated",
+    )
     parser.add_argument(
         "--modes",
         type=name_list,
@@ -131,15 +142,21 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates, prints the scores and where the reports are; exits with 1 when a task failed."""
     models = parse_models([arguments.model, *arguments.also])
+    files = [arguments.data, arguments.pairs, arguments.train_pairs]
     corpora = [arguments.baseline_text, arguments.contamination]
-    inputs = [arguments.data, *corpora, *models.values()]
+    inputs = [*files, *corpora, *models.values()]
     out = output_path(arguments.out, inputs=inputs)
     logging.disable_progress_bar()
+    if arguments.train_pairs is not None and arguments.pairs is None:
+        raise ConfigError(
+            f"--train-pairs {arguments.train_pairs} would change nothing: the baselines of tasks have "
+            "training rows of their own. Give --pairs, or leave it out."
+        )
 
     with launch(arguments.timeout) as world:
         report = evaluate(
             models,
-            arguments.tasks,
+            arguments.tasks or [read_own_pairs(arguments)],
             modes=arguments.modes,
             split=arguments.split,
             limit=arguments.limit,
@@ -172,6 +189,23 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"error: {failure.task} failed: {failure.message}", file=sys.stderr)
     if report.failed:
         sys.exit(1)
+
+
+def read_own_pairs(arguments: argparse.Namespace) -> Task:
+    """Returns the task of --pairs.
+
+    Raises:
+        ConfigError: When an option has no effect.
+        DataError: When a file is missing, or a line is no pair.
+    """
+    for name in ("data", "split", "revision"):
+        value = getattr(arguments, name)
+        if value is not None:
+            raise ConfigError(
+                f"--{name} {value} cannot be combined with --pairs, which is a file by itself. Leave "
+                "it out."
+            )
+    return read_pairs_task(arguments.pairs, arguments.train_pairs)
 
 
 def parse_models(values: list[str]) -> dict[str, Path]:

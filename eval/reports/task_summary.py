@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from eval.answers.predict import MODES, Predicted, RouterSummary
 from eval.answers.predictions_file import Stack
 from eval.baselines.classifiers import BaselineData, baseline_outputs, has_baselines
+from eval.pairs import find_task
 from eval.reports.formatting import shorten
 from eval.reports.published import published_scores
 from eval.reports.records import (
@@ -471,7 +472,7 @@ def _submission_notes(result: TaskResult) -> list[str]:
 
     # A file that was not written is named too.
     is_submitted = any(system.submission for system in result.systems)
-    form = TASKS.get(result.task).submission if result.num_hidden else None
+    form = find_task(result.task).submission if result.num_hidden else None
     if form is not None and not is_submitted:
         reason = "two rows have one idx"
         if result.limit is not None:

@@ -9,7 +9,6 @@ import math
 import re
 import string
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval.scores.additive import AdditiveScore, matthews, mean_f1
+from moe.training.pair_scores import rouge_fmeasures, word_f1
 
 Values = Sequence[Any]
 """Post-processed targets or answers, one for each example, in the order of the examples."""
@@ -204,28 +204,14 @@ def _equality(target: str, answer: str) -> float:
     return float(target == answer)
 
 
-def _word_f1(target: str, answer: str) -> float:
-    """Returns the F1 of the words of an answer, as bags; 0 when either is empty."""
-    target_words = target.split()
-    answer_words = answer.split()
-    num_shared = sum((Counter(target_words) & Counter(answer_words)).values())
-    if num_shared == 0:
-        return 0.0
-
-    # F1 of bags of words.
-    precision = num_shared / len(answer_words)
-    recall = num_shared / len(target_words)
-    return 2 * precision * recall / (precision + recall)
-
-
 _squad_em = best_match(normalize_squad, _equality)
-_squad_f1 = best_match(normalize_squad, _word_f1)
+_squad_f1 = best_match(normalize_squad, word_f1)
 SQUAD_EM = mean_of("em", _squad_em)
 SQUAD_F1 = mean_of("f1", _squad_f1)
 RECORD_EM = mean_of("em", first_of_each_group(_squad_em))
 RECORD_F1 = mean_of("f1", first_of_each_group(_squad_f1))
 TRIVIA_EM = mean_of("em", best_match(normalize_trivia_qa, _equality))
-TRIVIA_F1 = mean_of("f1", best_match(normalize_trivia_qa, _word_f1))
+TRIVIA_F1 = mean_of("f1", best_match(normalize_trivia_qa, word_f1))
 
 
 # ---------------------------------------------------------------------------
@@ -233,24 +219,10 @@ TRIVIA_F1 = mean_of("f1", best_match(normalize_trivia_qa, _word_f1))
 
 
 def rouge(kind: str) -> Metric:
-    """Returns the mean ROUGE F-measure of one kind, `rouge1`, `rouge2` or `rougeLsum`; no stemming.
-
-    A sentence ends at a newline and at ` . `.
-
-    Source:
-        T5 `rouge_mean`. Differs: no; T5's `rouge` reports the median of unseeded resamples.
-    """
+    """Returns the mean ROUGE F-measure of one kind, `rouge1`, `rouge2` or `rougeLsum`; no stemming."""
 
     def score_examples(targets: Values, answers: Values) -> NDArray[np.float64]:
-        # Slow to import, and only summaries need it.
-        from rouge_score.rouge_scorer import RougeScorer
-
-        scorer = RougeScorer([kind])
-        scores = []
-        for target, answer in zip(targets, answers, strict=True):
-            found = scorer.score(target.replace(" . ", " .\n"), answer.replace(" . ", " .\n"))
-            scores.append(100.0 * found[kind].fmeasure)
-        return np.asarray(scores)
+        return 100.0 * np.asarray(rouge_fmeasures(kind, targets, answers))
 
     return mean_of(kind, score_examples)
 

@@ -49,6 +49,13 @@ class DevScores:
         return {"step": self.step, **self.scores}
 
 
+def format_scores(scores: Mapping[str, float]) -> str:
+    """Returns e.g. `pairs/exact_match 61.3, pairs/f1 70.2`; with several tasks their mean, too."""
+    tasks = {name.partition("/")[0] for name in scores if name != "mean"}
+    shown = [name for name in scores if name != "mean" or len(tasks) > 1]
+    return ", ".join(f"{name} {scores[name]:.1f}" for name in shown)
+
+
 def score_model(
     folder: Path, step: int, export: Callable[[Path], None], evaluate: DevEvaluation
 ) -> dict[str, float]:

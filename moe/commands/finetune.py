@@ -3,18 +3,24 @@
     stmoe finetune --pretrained runs/pretrain/model --train pairs.jsonl --out runs/finetune
     stmoe finetune --config st_moe_base_superglue [--resume]
 
-Each line of `pairs.jsonl` is an object {"inputs": ..., "targets": ...}. With several seeds
-(`--seeds 0 1 2`) there is one run for each, and a summary of their scores.
+Each line of `pairs.jsonl` is an object {"inputs": ..., "targets": ...}. A tenth of the pairs, or
+those of `--dev`, are held out and scored during training; the best model is kept. With several
+seeds (`--seeds 0 1 2`) there is one run for each, and a summary of their scores.
 """
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from moe.checkpoint.best_model import DevEvaluation
-from moe.data.documents import read_pairs
+from transformers.utils import logging
+
+from moe.checkpoint.best_model import BEST_FOLDER, DevEvaluation, best_and_last, format_scores
+from moe.checks import check_number
 from moe.data.mixture import build_source, choose_examples, format_choice
+from moe.data.pair_files import LEAST_PAIRS, Pair, hold_out, num_shared_inputs, read_pairs
 from moe.data.pipeline import PairSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.collectives import broadcast_from_rank_zero
@@ -35,9 +41,17 @@ from moe.training.finetuning import (
 from moe.training.heldout_loss import HeldOut
 from moe.training.job_folder import JOB, claim_job
 from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, train
+from moe.training.pair_scores import check_dev_pairs, dev_scorer, scorers_for
 from moe.training.recipe import FinetuneRecipe, MixtureRecipe
+from moe.training.reporter import warn_on_rank_zero
 from moe.training.routing_probe import check_probe
 from moe.training.seeds import seed_runs, write_summary
+
+PAIRS_RECIPE = "finetune_pairs"
+"""Recipe for `--train` without `--config`."""
+
+DEV_SHARE = 0.1
+"""Share of `--train` that is held out and scored."""
 
 
 class FinetuningData(NamedTuple):
@@ -47,12 +61,14 @@ class FinetuningData(NamedTuple):
         train: Input and target texts of the training split, by task.
         dev_pairs: Input and target texts of all validation splits, for the held-out loss.
         build_dev_scorer: Returns the function that scores a model on the validation splits, given
-            the ranks of a run, the sizes of its mesh and the mesh. None without tasks.
+            the ranks of a run, the sizes of its mesh and the mesh. None where nothing is scored.
+        own_dev: The user's own pairs that are scored; None for tasks.
     """
 
     train: dict[str, list[tuple[str, str]]]
     dev_pairs: Sequence[tuple[str, str]] = ()
     build_dev_scorer: Callable[[World, MeshConfig, Mesh | None], DevEvaluation | None] | None = None
+    own_dev: Sequence[Pair] | None = None
 
 
 TaskReader = Callable[[MixtureRecipe], FinetuningData]
@@ -142,6 +158,14 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     command.add_argument(
         "--train", type=Path, help="JSONL file with inputs and targets, instead of tasks"
     )
+    command.add_argument(
+        "--dev", type=Path, help="JSONL file of pairs to score, instead of a share of --train"
+    )
+    command.add_argument(
+        "--dev_share",
+        type=float,
+        help=f"share of --train that is held out and scored ({DEV_SHARE}, 0 below {LEAST_PAIRS} pairs)",
+    )
     command.add_argument("--out", type=str, required=True, help="folder of the run")
     command.add_argument(
         "--seeds", type=int, nargs="+", help="one run in out/seed-N for each, instead of seed"
@@ -152,22 +176,111 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
 
 
 def read_data(
-    mixture: MixtureRecipe, train: Path | None, read_tasks: TaskReader | None
+    recipe: FinetuneRecipe, arguments: Namespace, read_tasks: TaskReader | None, world: World
 ) -> FinetuningData:
     """Returns the examples of a mixture of tasks, or the user's own pairs.
 
     Raises:
-        ConfigError: When a mixture names tasks and there is no repository.
+        ConfigError: When a mixture names tasks and there is no repository, or an option has no
+            effect.
+        DataError: When a file of pairs cannot be read, or the share leaves no pairs to train on.
     """
+    mixture = recipe.mixture
     if not mixture.tasks:
-        assert train is not None, "choose_data asks for tasks or pairs"
-        return FinetuningData({"pairs": read_pairs(train)})
+        return read_own_pairs(recipe, arguments, world)
+
+    for name in ("dev", "dev_share"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name} cannot be combined with tasks, which have dev splits of their own. Give "
+                "--train, or leave it out."
+            )
     if read_tasks is None:
         raise ConfigError(
             f"The task {mixture.tasks[0]!r} is part of the repository, not of the installed "
             "package. Give your own pairs by --train, or install a clone: pip install --editable ."
         )
     return read_tasks(mixture)
+
+
+def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> FinetuningData:
+    """Returns the user's own pairs, and prints how many are scored and by which metrics."""
+    train, dev = split_pairs(arguments)
+    source = arguments.dev or f"held out of {arguments.train}"
+    if not recipe.data.pack:
+        training = recipe.training
+        num_epochs = training.steps * training.batch_size / len(train)
+        world.print_on_rank_zero(
+            f"{training.steps:,} steps of {training.batch_size} pairs: {num_epochs:.1f} epochs."
+        )
+    if not dev:
+        world.print_on_rank_zero(f"{len(train):,} pairs, none held out: the run has no dev scores.")
+
+    # Pairs that would be answered from memory.
+    num_shared = num_shared_inputs(train, dev)
+    if num_shared:
+        warn_on_rank_zero(
+            f"{num_shared:,} of {len(dev):,} dev pairs have an input that is also in "
+            f"{arguments.train}: their scores show memory. Remove these pairs from one of the files."
+        )
+    num_empty = sum(not pair.targets.strip() for pair in train)
+    if num_empty:
+        warn_on_rank_zero(
+            f"{num_empty:,} of {len(train):,} targets are empty: the model learns to answer nothing."
+        )
+
+    # Those that are answered at every evaluation.
+    texts = {"pairs": [pair.texts for pair in train]}
+    dev_texts = [pair.texts for pair in dev]
+    scored = choose_examples(dev, recipe.mixture.dev_examples, seed=0)
+    if not scored:
+        return FinetuningData(texts, dev_texts)
+    metrics = scorers_for([pair.targets for pair in scored])[1]
+    world.print_on_rank_zero(
+        f"Dev scores: {len(scored):,} of {len(dev):,} pairs {source}, by {metrics}."
+    )
+
+    def build_dev_scorer(
+        world: World, mesh_config: MeshConfig, mesh: Mesh | None
+    ) -> DevEvaluation | None:
+        return dev_scorer(scored, recipe.data.inputs_length, mesh, world.device_type)
+
+    return FinetuningData(texts, dev_texts, build_dev_scorer, scored)
+
+
+def split_pairs(arguments: Namespace) -> tuple[list[Pair], list[Pair]]:
+    """Returns the pairs to train on, and those to score: of --dev, or a share of --train."""
+    pairs = read_pairs(arguments.train)
+    share = arguments.dev_share
+    if arguments.dev is not None:
+        if share is not None:
+            raise ConfigError(
+                f"--dev_share {share:g} cannot be combined with --dev {arguments.dev}. Give one of "
+                "them."
+            )
+        return pairs, read_pairs(arguments.dev)
+
+    if share is None:
+        share = DEV_SHARE if len(pairs) >= LEAST_PAIRS else 0.0
+    check_number("--dev_share", share, least=0, below=1)
+    return hold_out(pairs, share)
+
+
+def best_sentence(folder: Path) -> str:
+    """Returns where the best model of a run is, and its dev scores and those of the last."""
+    best, last = best_and_last(folder)
+    return (
+        f"Best on dev: step {best.step:,} with {format_scores(best.scores)}, in "
+        f"{folder / BEST_FOLDER / 'model'}. Last: {format_scores(last.scores)}."
+    )
+
+
+def with_recipe_for_pairs(argv: list[str]) -> list[str]:
+    """Returns the command line with the recipe for own pairs, where it names no recipe."""
+    typed = typed_settings(argv)
+    if "train" in typed and "config" not in typed:
+        return ["--config", PAIRS_RECIPE, *argv]
+    return argv
 
 
 def check_seeds_alone(mesh: MeshConfig, seeds: list[int] | None) -> None:
@@ -194,7 +307,13 @@ def main(
         process_start: When this process started, in seconds since 1970, if it serves only this
             command.
     """
-    with finetune_command().launch(argv) as (world, recipe, arguments):
+    logging.disable_progress_bar()  # of models that are loaded
+    words = with_recipe_for_pairs(argv)
+    with finetune_command().launch(words) as (world, recipe, arguments):
+        if argv != words:
+            world.print_on_rank_zero(
+                f"Settings: recipe {PAIRS_RECIPE}, since there is no --config."
+            )
         recipe = choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
 
         # Refuse what can be refused before any data are read.
@@ -212,7 +331,9 @@ def main(
         broadcast_from_rank_zero(check_folders)
         finetuning_config(pretrained, recipe)
 
-        data = read_data(recipe.mixture, arguments.train, read_tasks)
+        data = read_data(recipe, arguments, read_tasks, world)
+        for _, folder in runs:
+            broadcast_from_rank_zero(partial(check_dev_pairs, folder, data.own_dev or ()))
         for recipe_of_seed, folder in runs:
             run = build_run(recipe_of_seed, pretrained, data, folder, world)
             if arguments.seeds is not None:
@@ -222,6 +343,14 @@ def main(
             )
             process_start = None  # the next run starts loading now
             world.print_on_rank_zero(f"The model is in {model}.")
+            if run.dev is not None and world.rank == 0:
+                print(best_sentence(folder))
 
-        if recipe.mixture.dev_examples != 0 and world.rank == 0:
-            world.print_on_rank_zero(write_summary(out, runs))
+        if (
+            data.build_dev_scorer is not None
+            and recipe.mixture.dev_examples != 0
+            and world.rank == 0
+        ):
+            summary = write_summary(out, runs)
+            if arguments.seeds is not None:
+                print(summary)

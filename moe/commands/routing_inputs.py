@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from moe.checkpoint.loading import load_complete
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real
-from moe.data.documents import read_pairs
+from moe.data.pair_files import read_pairs
 from moe.data.span_corruption import DENSEST
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.errors import ConfigError, DataError
@@ -220,9 +220,9 @@ def read_batches(
 def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[SourceText]:
     """Returns the pairs of a file or of a task."""
     if options.pairs:
-        pairs = enumerate(read_pairs(options.pairs))
         name = options.pairs.stem
-        return [SourceText(inputs, targets, number, name) for number, (inputs, targets) in pairs]
+        pairs = enumerate(read_pairs(options.pairs))
+        return [SourceText(*pair.texts, number, name) for number, pair in pairs]
     if read_task is None:
         raise ConfigError(
             f"--task {options.task} is part of the repository, not of the installed package. Give "

@@ -159,26 +159,6 @@ def printable(name: str) -> str:
     return "".join(characters)
 
 
-def read_pairs(path: Path) -> list[tuple[str, str]]:
-    """Returns the pairs of a JSONL file, an object with `inputs` and `targets` a line.
-
-    Raises:
-        DataError: When a line is something else, or there is none.
-    """
-    advice = 'Expected an object like {"inputs": "...", "targets": "..."} a line.'
-    pairs = []
-    for number, record in read_json_lines(path, advice=advice, nan=True, pipe=True):
-        for name in ("inputs", "targets"):
-            if not isinstance(record.get(name), str):
-                value = shown(record[name]) if name in record else "missing"
-                raise DataError(f"{path}, line {number}: {name} is {value}. {advice}")
-        pairs.append((record["inputs"], record["targets"]))
-
-    if not pairs:
-        raise DataError(f"{path} holds no pairs. {advice}")
-    return pairs
-
-
 def _join_lines(text: str) -> str:
     """Returns the paragraphs of a text, each on one line, with a blank line between two."""
     # A line of spaces is blank.

@@ -19,6 +19,11 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.training.build import BuiltModel, build_new_model, load_pretrained_model
 from moe.training.recipe import FinetuneRecipe, MixtureRecipe
 
+SCORED_PAIRS = 500
+"""Most of your own dev pairs that are answered at an evaluation, unless mixture.dev_examples is given."""
+
+_DEV_EXAMPLES = "mixture.dev_examples"
+
 
 def finetuning_overrides(**changes: Any) -> dict[str, Any]:
     """Returns the settings of a model that fine-tuning changes: the paper's dropout, and `changes`.
@@ -69,14 +74,17 @@ def choose_data(
             f"{found} given to train on; expected one of --task, --train and mixture.tasks."
         )
 
-    # Pairs of texts are not a task: settings of a mixture have no effect.
+    # Pairs of texts are not a task: other settings of a mixture have no effect.
     if chosen == ["train"]:
-        idle = sorted(name for name in typed if name.startswith("mixture."))
+        idle = sorted(
+            name for name in typed if name.startswith("mixture.") and name != _DEV_EXAMPLES
+        )
         if idle:
             raise ConfigError(
                 f"{', '.join(idle)} would change nothing: {train} is no task. Leave it out."
             )
-        return dataclasses.replace(recipe, mixture=MixtureRecipe())
+        dev_examples = recipe.mixture.dev_examples if _DEV_EXAMPLES in typed else SCORED_PAIRS
+        return dataclasses.replace(recipe, mixture=MixtureRecipe(dev_examples=dev_examples))
 
     tasks = recipe.mixture.tasks
     if task is not None and chosen == ["task"]:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from moe.checkpoint.best_model import score_model
+from moe.checkpoint.best_model import format_scores, score_model
 from moe.checkpoint.final_model import export_model
 from moe.distributed.collectives import is_rank_zero
 from moe.distributed.replica_groups import ReplicaSeconds
@@ -180,6 +180,7 @@ class Reporter:
             scores = score_model(run.folder, step, export, run.dev)
         if self._writer is not None:
             self._writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
+            tqdm.write(f"step {step:,}: {format_scores(scores)}")
 
     def report_probe(self, step: int) -> None:
         """Records the routing after `step` updates and writes its numbers, when that is due."""

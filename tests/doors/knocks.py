@@ -27,7 +27,8 @@ from moe import (
 )
 from moe.convert.formats import convert_checkpoint
 from moe.data.corpus import build_corpus, load_corpus
-from moe.data.documents import Document, read_files, read_pairs
+from moe.data.documents import Document, read_files
+from moe.data.pair_files import read_pairs
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import load_tokenizer, train_tokenizer
 from moe.distributed.mesh import MeshLimits

@@ -305,12 +305,13 @@ def test_the_command_line_wins_over_the_recipe(inputs, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(finetune_command, "train", lambda run, **_: made.append(run))
     monkeypatch.setattr(finetune_command, "write_summary", lambda *_: "")
+    monkeypatch.setattr(finetune_command, "best_sentence", lambda *_: "")
     (tmp_path / "pairs.jsonl").write_text('{"inputs": "ba", "targets": "ko"}\n')
     tune(inputs, tmp_path / "a", "--task", "last", "--seeds", "7", "--mixture.dev_examples", "5")
     tune(inputs, tmp_path / "b", "--train", tmp_path / "pairs.jsonl", "--seeds", "7")
     assert [run.folder.parent.name for run in made] == ["a", "b"]
     assert [run.recipe.mixture.tasks for run in made] == [["last"], []]
-    assert [run.recipe.mixture.dev_examples for run in made] == [5, 0]
+    assert [run.recipe.mixture.dev_examples for run in made] == [5, 500]
     assert isinstance(made[0].source, PairSource) and made[0].source.num_examples == SIZES["last"]
     assert made[1].source.num_examples == 1 and made[1].dev is None
     assert made[0].dev is not None and DEV > 5
@@ -328,6 +329,7 @@ def test_each_seed_trains_on_its_own_subset_of_each_tasks_labels(
     monkeypatch.setattr(finetune_command, "build_source", build)
     monkeypatch.setattr(finetune_command, "train", lambda run, **_: run.folder)
     monkeypatch.setattr(finetune_command, "write_summary", lambda *_: "")
+    monkeypatch.setattr(finetune_command, "best_sentence", lambda *_: "")
     whole = read_tasks(["first", "rare"]).train
     options = ["--mixture.tasks", "[first, rare]", "--mixture.train_examples", "11"]
     tune(inputs, tmp_path / "a", *options)

@@ -1,0 +1,138 @@
+"""Your own pairs of texts as a task: `python -m eval run --pairs FILE`.
+
+The metrics follow from the targets, as in `stmoe finetune --train`. A task's name says which they are,
+so that two runs can be compared without the file.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eval.scores.metrics import Metric, Values, mean_of
+from eval.task import TASKS, Decoding, Features, Row, Task
+from eval.text.postprocess import unchanged
+from moe.checksums import sha256_of
+from moe.data.pair_files import Pair, read_pairs
+from moe.errors import DataError
+from moe.training.pair_scores import ANSWER_TOKENS, PAIR_METRICS, Scorer, kind_of_targets
+
+_MOST_CHOICES = 100
+"""Labels beyond which none are ranked: each is scored for each input."""
+
+
+@dataclass(frozen=True)
+class PairsSource:
+    """Rows of files of pairs.
+
+    Attributes:
+        origin: The evaluated file and its hash.
+        dev: Pairs that are evaluated.
+        train: Pairs that the baselines are fitted to.
+    """
+
+    origin: str
+    dev: Sequence[Pair] = ()
+    train: Sequence[Pair] = ()
+    hidden: Sequence[str] = ()
+
+    @property
+    def splits(self) -> Sequence[str]:
+        """Splits that have rows."""
+        return ("train", "validation") if self.train else ("validation",)
+
+    def expected(self, split: str) -> int | None:
+        """Returns None: a file has any number of pairs."""
+        return None
+
+    def is_local(self, split: str, folder: Path | None = None) -> bool:
+        """Returns whether there are rows of a split."""
+        return split in self.splits
+
+    def rows(
+        self, split: str, folder: Path | None = None, revision: str | None = None
+    ) -> Sequence[Row]:
+        """Returns the rows of a split; the other arguments are of other sources."""
+        return [pair._asdict() for pair in (self.train if split == "train" else self.dev)]
+
+
+def _preprocess(row: Row) -> list[Features]:
+    """Returns the example of one pair."""
+    return [{"inputs": row["inputs"], "targets": row["targets"], "group": row["group"] or ""}]
+
+
+def _metric(name: str, scorer: Scorer) -> Metric:
+    return mean_of(name, partial(_percentages, scorer))
+
+
+def _percentages(scorer: Scorer, targets: Values, answers: Values) -> NDArray[np.float64]:
+    return 100 * np.asarray(scorer(targets, answers))
+
+
+PAIR_TASKS: dict[str, Task] = {}
+"""Tasks of pairs by name, without rows."""
+
+for _kind, _scorers in PAIR_METRICS.items():
+    PAIR_TASKS[f"pairs_{_kind}"] = Task(
+        name=f"pairs_{_kind}",
+        version=1,
+        description="Pairs of texts of a user.",
+        licence="not stated",
+        source=PairsSource("a file of pairs"),
+        preprocess=_preprocess,
+        postprocess=unchanged,
+        metrics=tuple(_metric(name, scorer) for name, scorer in _scorers.items()),
+        groups=("group",),
+        decoding=Decoding(max_tokens=ANSWER_TOKENS),
+        prompt_source="the file",
+        family="Own pairs",
+    )
+
+
+def find_task(name: str) -> Task:
+    """Returns the task called `name`, which may be one of own pairs."""
+    return PAIR_TASKS.get(name) or TASKS.get(name)
+
+
+def read_pairs_task(path: Path, train: Path | None = None) -> Task:
+    """Returns the task of a file of pairs.
+
+    Args:
+        path: The evaluated pairs.
+        train: Pairs that the baselines are fitted to, without those of equal inputs; None for no
+            baselines.
+
+    Raises:
+        DataError: When a file is missing, or a line is no pair.
+    """
+    for file in filter(None, (path, train)):
+        if not file.is_file():
+            raise DataError(f"{file} is no file. Give a JSONL file with inputs and targets a line.")
+    digest = sha256_of(path)[:16]
+    dev = read_pairs(path)
+
+    # A run holds a part of its file out: no baseline may see that part.
+    evaluated = {pair.inputs for pair in dev}
+    train_pairs = (
+        [pair for pair in read_pairs(train) if pair.inputs not in evaluated] if train else []
+    )
+
+    task = PAIR_TASKS[f"pairs_{kind_of_targets([pair.targets for pair in dev])}"]
+    labels: Sequence[str] = ()
+    if task.name == "pairs_labels":
+        labels = sorted({pair.targets for pair in [*dev, *train_pairs]})
+    names = ", ".join(metric.name for metric in task.metrics)
+    has_groups = any(pair.group is not None for pair in dev)
+    return replace(
+        task,
+        description=(
+            f"Own pairs, by {names}. Each pair is a group of its own"
+            f"{', except those with a `group`' if has_groups else ''}. Inputs are truncated at "
+            f"{task.inputs_length} tokens."
+        ),
+        source=PairsSource(f"{path} (SHA-256 {digest})", dev, train_pairs),
+        choices=tuple(labels) if len(labels) <= _MOST_CHOICES else (),
+    )
