@@ -1,17 +1,27 @@
-"""The start of every command, before torch is imported; and the console command `stmoe` itself.
+"""The console command `stmoe`, and the start of every command before torch is imported.
+
+    stmoe pretrain --config st_moe_tiny_pretrain --corpus corpus --tokenizer tokenizer --out run
+    stmoe generate --model run/model "Replace the <extra_id_0> of this sentence."
+
+On several devices torchrun starts it: `torchrun --nproc-per-node 4 -m stmoe pretrain ...`.
 
 Importing torch takes seconds, in which Ctrl-C must be answered; and OpenMP reads the environment
-once, when torch loads it. Every command therefore imports this file first. It lies beside the
-package because `import moe` needs torch.
+once, when torch loads it. Every command therefore imports this file first, and help, version,
+recipes and misspelt verbs are answered here. It lies beside the package because `import moe` needs
+torch.
 """
 
+import difflib
 import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 _INTERRUPTED = b"\nInterrupted while starting. Nothing was written. Run the same command again.\n"
 
@@ -21,8 +31,64 @@ WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBR
 SPIN_COUNT = 10_000
 """Rounds that a waiting thread spins before it sleeps, half a millisecond; libgomp's default is 300,000."""
 
-_TASK_READERS = {"corpus": "CORPUS_READERS", "finetune": "read_mixture", "inspect": "read_pairs"}
-"""Names in `eval.task_readers` by which verbs read the tasks and texts of the repository."""
+_WIDTH = 11  # of the names, in --help
+
+
+class Verb(NamedTuple):
+    """A verb of a command.
+
+    Attributes:
+        summary: Line of --help that says what it does.
+        module: Module in moe.commands whose `main` it runs.
+        trains: Whether it is a training run, which can be resumed and counts its seconds.
+        tasks: Name in `eval.task_readers` by which it reads the tasks and texts of the repository.
+        verbs: Its own verbs, instead of a module.
+    """
+
+    summary: str
+    module: str = ""
+    trains: bool = False
+    tasks: str = ""
+    verbs: "Mapping[str, Verb] | None" = None
+
+
+INSPECT_VERBS = {
+    "record": Verb(
+        "record the experts of every token of a text", "inspect_record", tasks="read_pairs"
+    ),
+    "view": Verb(
+        "show a trace: an interactive page, and tables with their significance", "inspect_view"
+    ),
+    "ablate": Verb(
+        "measure the loss without each expert, and what each expert serves", "inspect_ablate"
+    ),
+    "compare": Verb("compare the routing of two models on the text of a trace", "inspect_compare"),
+    "replay": Verb("run a model with the routing of a trace", "inspect_replay"),
+    "report": Verb(
+        "explain the routers on held-out text, with the training that made them", "inspect_report"
+    ),
+}
+
+VERBS = {
+    "corpus": Verb(
+        "build a corpus from your text, or from installed packages",
+        "build_corpus",
+        tasks="CORPUS_READERS",
+    ),
+    "tokenizer": Verb("train a SentencePiece vocabulary on a corpus", "train_tokenizer"),
+    "recipes": Verb("list the recipes that --config knows by name"),
+    "plan": Verb("compute the needs of a run on a mesh, without any device", "plan"),
+    "pretrain": Verb("pre-train a model by span corruption", "pretrain", trains=True),
+    "finetune": Verb(
+        "fine-tune a model on pairs of texts", "finetune", trains=True, tasks="read_mixture"
+    ),
+    "goodput": Verb("show how the seconds of a run were spent", "goodput"),
+    "generate": Verb("answer texts with a model", "generate"),
+    "inspect": Verb("see, replay and edit what the routers of a model do", verbs=INSPECT_VERBS),
+    "convert": Verb("convert a checkpoint of T5, Switch, T5X or ours", "convert"),
+}
+
+_HELP = ("-h", "--help")
 
 
 def start_command() -> None:
@@ -62,6 +128,10 @@ def _share_cores() -> None:
         print(text, file=sys.stderr)
 
 
+# ---------------------------------------------------------------------------
+# The verbs
+
+
 def main(argv: list[str], *, process_start: float | None = None) -> None:
     """Runs a verb of `stmoe`, in the repository with the tasks of eval/.
 
@@ -70,28 +140,109 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         process_start: When this process started, in seconds since 1970, if it exists for this
             command alone; a training run then counts its seconds from there.
     """
-    from moe.commands import stmoe
+    verb, options = find_verb(argv)
+    run_verb = import_module(f"moe.commands.{verb.module}").main
 
-    read_tasks = None
+    arguments: list[Any] = [options]
     repository = Path(__file__).resolve().parent
-    if argv and argv[0] in _TASK_READERS and (repository / "eval/task_readers.py").is_file():
+    if verb.tasks and (repository / "eval/task_readers.py").is_file():
         # Console commands do not find modules in the repository by themselves.
         if str(repository) not in sys.path:
             sys.path.append(str(repository))
-        read_tasks = getattr(import_module("eval.task_readers"), _TASK_READERS[argv[0]])
-    stmoe.main(argv, read_tasks=read_tasks, process_start=process_start)
+        arguments.append(getattr(import_module("eval.task_readers"), verb.tasks))
+
+    if verb.trains:
+        run_verb(*arguments, process_start=process_start)
+    else:
+        run_verb(*arguments)
+
+
+def find_verb(argv: list[str]) -> tuple[Verb, list[str]]:
+    """Returns the verb that the arguments begin with, and its options.
+
+    Help, version, the list of recipes and misspelt verbs are answered here, and end the process.
+    """
+    if argv == ["--version"]:
+        _end(f"stmoe {version('stmoe')}")
+    if argv[:1] == ["recipes"]:
+        _end_with_recipes(argv[1:])
+
+    # A verb may have verbs of its own.
+    command = "stmoe"
+    verb = Verb("", verbs=VERBS)
+    while verb.verbs is not None:
+        if not argv or argv[0] in _HELP:
+            _end(_help(command, verb.verbs))
+        name, *argv = argv
+        if name not in verb.verbs:
+            matches = difflib.get_close_matches(name, verb.verbs, n=1, cutoff=0.5)
+            closest = f" Did you mean {matches[0]!r}?" if matches else ""
+            _refuse(f"There is no verb {name[:80]!r}.{closest} {command} --help lists all verbs.")
+        verb = verb.verbs[name]
+        command = f"{command} {name}"
+    return verb, argv
+
+
+def _help(command: str, verbs: Mapping[str, Verb]) -> str:
+    """Returns the text of --help: a line for each verb."""
+    lines = [f"usage: {command} VERB [OPTION ...]", ""]
+    lines += [f"  {name:<{_WIDTH}}{verb.summary}" for name, verb in verbs.items()]
+    lines += ["", f"{command} VERB --help explains the options of a verb."]
+    if verbs is VERBS:
+        lines[-1] = lines[-1].removesuffix(".") + "; stmoe --version prints ours."
+    return "\n".join(lines)
+
+
+def recipes_folder() -> Path:
+    """Returns the folder of our recipes: in the installed package, else in the repository."""
+    here = Path(__file__).resolve().parent
+    installed = here / "moe/recipes"
+    return installed if installed.is_dir() else here / "recipes"
+
+
+def _end_with_recipes(options: list[str]) -> NoReturn:
+    """Prints the name of each recipe and the first line of its header."""
+    if options and options[0] not in _HELP:
+        _refuse(f"There is no option {options[0][:80]!r}. stmoe recipes has none.")
+    if options:
+        _end("usage: stmoe recipes\n\nLists the recipes that --config knows by name.")
+
+    lines: list[str] = []
+    for path in sorted(recipes_folder().glob("*.yaml")):
+        header = path.read_text(encoding="utf-8").partition("\n")[0]
+        lines.append(f"{path.stem:<32} {header.removeprefix('# ')}")
+    _end("\n".join(lines))
+
+
+def _end(text: str) -> NoReturn:
+    """Prints an answer and ends the process."""
+    try:
+        print(text, flush=True)
+    except OSError as error:  # the reader closed the pipe, as `head` does, or the disk is full
+        is_closed = isinstance(error, BrokenPipeError)
+        if not is_closed:
+            print(f"error: {error}", file=sys.stderr)
+        os._exit(141 if is_closed else 2)
+    sys.exit(0)
+
+
+def _refuse(text: str) -> NoReturn:
+    """Prints what is wrong and ends the process, as `moe.cli.run_main` does."""
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(2)
 
 
 def run() -> None:
     """Runs `stmoe` with the arguments of the process: the entry point of the wheel."""
     process_start = time.time()
+    verb, _ = find_verb([argument for argument in sys.argv[1:] if argument != "--debug"])
+
     start_command()
     from functools import partial
 
-    from moe.cli import run_main
-    from moe.commands.stmoe import advice_after_interrupt
+    from moe.cli import AGAIN, RESUME, run_main
 
-    advice = advice_after_interrupt(sys.argv[1:])
+    advice = RESUME if verb.trains else AGAIN
     run_main(partial(main, process_start=process_start), interrupted=advice)
 
 

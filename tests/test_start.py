@@ -1,13 +1,15 @@
 """The start of a command, before torch: what it sets, says and leaves alone."""
 
 import ast
+import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from moe.commands.stmoe import VERBS
+import stmoe
 
 ROOT = Path(__file__).parents[1]
 SAID = "Waiting threads soon sleep (GOMP_SPINCOUNT=10000; set it to choose).\n"
@@ -68,6 +70,56 @@ def test_every_command_starts_here_before_it_imports_anything():
             assert ast.unparse(first) == START, path
 
 
+HEAVY = ("moe", "torch", "transformers", "numpy", "jsonargparse", "scipy")
+LIGHT = """
+import sys
+sys.argv[1:] = sys.argv[1].split()
+try:
+    import stmoe
+    stmoe.run()
+finally:
+    print(*(name for name in {HEAVY} if name in sys.modules), file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "code", "answer"),
+    [
+        ("", 0, "usage: stmoe VERB"),
+        ("--help", 0, "usage: stmoe VERB"),
+        ("--version", 0, f"stmoe {version('stmoe')}"),
+        ("recipes", 0, "st_moe_tiny_pretrain  "),
+        ("recipes --help", 0, "usage: stmoe recipes"),
+        ("recipes all", 2, "no option 'all'"),
+        ("inspect -h", 0, "usage: stmoe inspect VERB"),
+        ("pretrian --debug", 2, "no verb 'pretrian'. Did you mean 'pretrain'?"),
+        ("inspect vew", 2, "no verb 'vew'. Did you mean 'view'? stmoe inspect --help"),
+    ],
+)
+def test_help_version_recipes_and_misspelt_verbs_import_no_library(arguments, code, answer):
+    words = [sys.executable, "-c", LIGHT.replace("{HEAVY}", repr(HEAVY)), arguments]
+    environment = {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert ended.returncode == code
+    *message, imported = ended.stderr.split("\n")[:-1]
+    assert imported == ""
+    assert answer in (ended.stdout if code == 0 else message[0])
+
+
+@pytest.mark.slow
+def test_help_that_nobody_reads_ends_as_other_commands_do():
+    """The reader of the output closed the pipe, as `head` does; the disk is full."""
+    for file, code in (("/dev/full", 2), (None, 141)):
+        read, write = os.pipe()
+        os.close(read)
+        with open(file or write, "w") as out:  # noqa: PTH123  a descriptor has no path
+            words = [sys.executable, "-m", "stmoe", "--help"]
+            ended = subprocess.run(words, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True)
+        assert ended.returncode == code
+        assert "Traceback" not in ended.stderr
+
+
 # Seconds each, which a command needs once it works: functions import them.
 IMPORTED_LATE = "datasets,matplotlib,nltk,pandas,rouge_score,scipy.stats,sklearn,tensorstore"
 IMPORTS = """
@@ -82,7 +134,8 @@ print(*(name for name in sys.argv[2].split(",") if name in sys.modules))
 def test_no_command_imports_what_only_its_work_needs():
     modules = [f"scripts.{path.stem}" for path in sorted(ROOT.glob("scripts/*.py"))]
     modules += ["moe", "eval.__main__", "benchmarks.network"]
-    modules += [f"moe.commands.{verb.module}" for verb in VERBS.values()]
+    verbs = [*stmoe.VERBS.values(), *stmoe.INSPECT_VERBS.values()]
+    modules += [f"moe.commands.{verb.module}" for verb in verbs if verb.module]
     words = [sys.executable, "-c", IMPORTS, ",".join(modules), IMPORTED_LATE]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)

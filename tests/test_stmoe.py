@@ -7,16 +7,16 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 
-from moe.commands import generate, stmoe
+import stmoe
+from moe.commands import generate
 from moe.data.tokenizer import train_tokenizer
 from moe.errors import CheckpointError, ConfigError, DataError
-from moe.training.recipe_files import find_recipe
+from moe.training.recipe_files import find_recipe, read_recipe_files
 from tests.models.tiny import tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -25,29 +25,26 @@ TEXTS = ["the cat sat on the mat", "a dog", "the dog sat on a cat and a mat"]
 VOCAB_SIZE = 117
 
 
-def test_the_version_is_that_of_the_distribution(capsys):
-    stmoe.main(["--version"])
-    assert capsys.readouterr().out == f"stmoe {version('stmoe')}\n"
+def answer(capsys, *words):
+    """Returns what `stmoe` prints and ends with success."""
+    with pytest.raises(SystemExit) as end:
+        stmoe.main(list(words))
+    assert end.value.code == 0
+    return capsys.readouterr().out
 
 
 def test_the_help_lists_every_verb_with_a_summary(capsys):
-    stmoe.main(["--help"])
-    text = capsys.readouterr().out
-    for name, verb in stmoe.VERBS.items():
-        assert re.search(rf"^  {name} +{re.escape(verb.summary)}$", text, re.MULTILINE)
-
-
-def test_a_misspelt_verb_is_answered_with_the_closest():
-    with pytest.raises(ConfigError, match=r"no verb 'plam'. Did you mean 'plan'\?"):
-        stmoe.main(["plam"])
+    for words, verbs in ((["--help"], stmoe.VERBS), (["inspect"], stmoe.INSPECT_VERBS)):
+        text = answer(capsys, *words)
+        for name, verb in verbs.items():
+            assert re.search(rf"^  {name} +{re.escape(verb.summary)}$", text, re.MULTILINE)
 
 
 def test_every_verb_explains_its_options(capsys):
-    for verb in stmoe.VERBS:
-        with pytest.raises(SystemExit) as end:
-            stmoe.main([verb, "--help"])
-        assert end.value.code == 0
-        assert "--" in capsys.readouterr().out
+    inspect = [f"inspect {name}" for name in stmoe.INSPECT_VERBS]
+    for verb in [*stmoe.VERBS, *inspect]:
+        text = answer(capsys, *verb.split(), "--help")
+        assert text.startswith(f"usage: stmoe {verb}")
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +93,7 @@ def test_generate_refuses_what_it_cannot_answer(model_folder, tmp_path, monkeypa
 
 
 def test_recipes_are_listed_with_the_first_line_of_their_header(capsys):
-    stmoe.main(["recipes"])
-    lines = capsys.readouterr().out.splitlines()
+    lines = answer(capsys, "recipes").splitlines()
     assert len(lines) == len(list((ROOT / "recipes").glob("*.yaml")))
     assert any(re.match("st_moe_tiny_pretrain +A tiny ST-MoE: 2 ", line) for line in lines)
 
@@ -112,6 +108,17 @@ def test_a_recipe_is_known_by_its_name_unless_a_file_is_called_that(tmp_path, mo
 
     (tmp_path / "st_moe_tiny_pretrain").touch()
     assert find_recipe("st_moe_tiny_pretrain") == Path("st_moe_tiny_pretrain")
+
+
+def test_a_file_anywhere_extends_one_of_our_recipes_by_name(tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: st_moe_tiny_pretrain\nseed: 3\n")
+    paths = [file.path for file in read_recipe_files(mine)]
+    assert paths == [mine, ROOT / "recipes/st_moe_tiny_pretrain.yaml"]
+
+    mine.write_text("extends: st_moe_tny_pretrain\n")
+    with pytest.raises(ConfigError, match=r"no file .*names are those that stmoe recipes lists"):
+        read_recipe_files(mine)
 
 
 @pytest.mark.slow
@@ -137,6 +144,9 @@ def test_the_wheel_has_the_recipes_and_no_tasks(tmp_path):
     listed = run("recipes").stdout.splitlines()
     recipes = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
     assert [line.split()[0] for line in listed] == recipes
+    assert "usage: stmoe VERB" in run("--help").stdout
+    without = run("pretrain", "--corpus", "corpus", "--tokenizer", "t", "--out", "run")
+    assert "No recipe is given. Start with --config st_moe_tiny_pretrain" in without.stderr
     printed = run("pretrain", "--config", "st_moe_tiny_pretrain", "--print_config").stdout
     assert yaml.safe_load(printed)["model"]["num_experts"] == 8
     refused = run("corpus", "--out", "corpus", "--unseen", "docstring_topic")

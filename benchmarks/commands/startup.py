@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
 from eval.__main__ import COMMANDS
-from moe.commands.stmoe import VERBS
 from moe.errors import ConfigError, MoEError, did_you_mean
+from stmoe import VERBS
 
 MOST = 1.3
 """What a command may take, over the imports that it must have."""

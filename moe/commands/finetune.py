@@ -129,7 +129,9 @@ def build_run(
 
 def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     """Returns the command with its options, all of which a recipe may set."""
-    command = RecipeCommand(FinetuneRecipe, "Fine-tunes a model on pairs of texts.")
+    command = RecipeCommand(
+        FinetuneRecipe, "Fine-tunes a model on pairs of texts.", prog="stmoe finetune"
+    )
     command.add_argument(
         "--pretrained",
         type=Path,

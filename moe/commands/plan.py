@@ -1,7 +1,7 @@
 """stmoe plan: the needs of a run on a mesh, computed without any device.
 
     stmoe plan --preset st-moe-32b --mesh.ep 64 --mesh.tp 16 --training.batch_size 2048 --memory 80GiB
-    stmoe plan --config recipes/st_moe_tiny_pretrain.yaml --suggest 8 --memory 16GiB
+    stmoe plan --config st_moe_tiny_pretrain --suggest 8 --memory 16GiB
 
 It prints the memory of a rank, the arithmetic, and the bytes on each axis of the mesh. The settings
 are those of `stmoe pretrain`. --suggest N ranks the meshes of N ranks: those that fit into memory
@@ -86,7 +86,9 @@ def read_workload(recipe: PretrainRecipe) -> Workload:
 
 def plan_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
-    command = RecipeCommand(PretrainRecipe, "Computes the needs of a run on a mesh.")
+    command = RecipeCommand(
+        PretrainRecipe, "Computes the needs of a run on a mesh.", prog="stmoe plan"
+    )
     presets = ", ".join(PRESETS.names())
     command.add_argument("--preset", type=str, help=f"published size to start from: {presets}")
     command.add_argument("--memory", type=str, help="memory of a device, e.g. 80GiB")

@@ -30,11 +30,13 @@ from moe.training.build import (
     check_run_fits,
     load_pretrained_model,
 )
-from moe.training.command import RecipeCommand
+from moe.training.command import RecipeCommand, typed_settings
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import Run, train
 from moe.training.recipe import PretrainRecipe
 from moe.training.routing_probe import check_probe
+
+_SIZE = ("model.d_model", "model.num_layers", "model.num_experts")
 
 
 def build_run(
@@ -113,16 +115,35 @@ def describe_amount(source: SpanCorruptionSource, steps: int) -> str:
     num_tokens = num_drawn * source.tokens_per_example
     corpus_tokens = source.num_examples * source.tokens_per_example
     epochs = num_drawn / source.num_examples
+    digits = 2 if epochs < 10 else 0
     return (
-        f"{steps:,} steps train on {num_tokens:,} tokens of text: {epochs:.2f} epochs of the "
+        f"{steps:,} steps train on {num_tokens:,} tokens of text: {epochs:,.{digits}f} epochs of the "
         f"{corpus_tokens:,} in the corpus."
     )
+
+
+def check_size(argv: list[str]) -> None:
+    """Refuses to train the defaults, a dense model of 12 + 12 blocks, which nobody has asked for.
+
+    Raises:
+        ConfigError: When neither a recipe nor the size of the model is given.
+    """
+    typed = typed_settings(argv)
+    missing = [name for name in _SIZE if name not in typed]
+    if "config" not in typed and missing:
+        raise ConfigError(
+            "No recipe is given. Start with --config st_moe_tiny_pretrain (2.9M parameters, minutes "
+            "on a CPU) or st_moe_base_pretrain (0.7B); stmoe recipes lists all. Without a recipe, "
+            f"the model's size is needed: {', '.join(f'--{name}' for name in missing)}."
+        )
 
 
 def pretrain_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its options, all of which a recipe may set."""
     command = RecipeCommand(
-        PretrainRecipe, "Pre-trains a sparse encoder-decoder by span corruption."
+        PretrainRecipe,
+        "Pre-trains a sparse encoder-decoder by span corruption.",
+        prog="stmoe pretrain",
     )
     command.add_argument("--corpus", type=Path, required=True, help="folder made by stmoe corpus")
     command.add_argument(
@@ -148,6 +169,8 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
             command.
     """
     with pretrain_command().launch(argv) as (world, recipe, arguments):
+        check_size(argv)
+
         # Refuse what can be refused before any data are read.
         corpus, tokenizer = arguments.corpus, arguments.tokenizer
         pretrained = arguments.pretrained

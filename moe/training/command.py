@@ -6,6 +6,7 @@ Every mistake is one ConfigError that names the setting, and the file that conta
 import argparse
 import dataclasses
 import re
+import sys
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ from moe.distributed.launch import DEFAULT_TIMEOUT, World, launch
 from moe.errors import ConfigError, MoEError, did_you_mean
 from moe.files import write_text
 from moe.models.configuration import STMoEConfig
+from moe.sparse.config import SparseConfig
 from moe.sparse.router_options import router_options_by_name
+from moe.training.command_help import Setting, short_help
 from moe.training.optim_recipe import optim_options
 from moe.training.recipe import Recipe
 from moe.training.recipe_files import (
@@ -33,24 +36,13 @@ from moe.training.recipe_files import (
 
 R = TypeVar("R", bound=Recipe)
 
+_USAGE = "%(prog)s [--config RECIPE] [--OPTION VALUE ...]"
+
+_STEPS = "training.steps"
+_COOLDOWN = "optim.cooldown_steps"
+
 _LONGEST_VALUE = 80  # characters
 _LONGEST_TEXT = 400
-
-
-class Setting(NamedTuple):
-    """One key of a recipe.
-
-    Attributes:
-        name: Dotted name, e.g. `optim.lr`.
-        type: Type of its value.
-        default: Default value; `argparse.SUPPRESS` for none.
-        help: Its text in `--help`.
-    """
-
-    name: str
-    type: Any
-    default: Any
-    help: str
 
 
 class _Arguments(NamedTuple):
@@ -71,15 +63,16 @@ class RecipeCommand(Generic[R]):
     """A command whose arguments are the settings of a recipe and a few of its own.
 
     `--config FILE` (or the name of one of our recipes) may be given several times, later files and later arguments win;
-    `--print_config` shows the result, with what files inherit by `extends:`, and ends.
+    `--print_config` shows the result, with what files inherit by `extends:`, and ends. `--help`
+    explains the options people use, `--help-all` all.
 
     Example:
-        command = RecipeCommand(PretrainRecipe, "Pre-trains a model.")
+        command = RecipeCommand(PretrainRecipe, "Pre-trains a model.", prog="stmoe pretrain")
         command.add_argument("--out", type=str, required=True, help="folder of the run")
         recipe, arguments = command.parse(argv)
     """
 
-    def __init__(self, kind: type[R], description: str) -> None:
+    def __init__(self, kind: type[R], description: str, *, prog: str | None = None) -> None:
         self.kind = kind
         self._settings = {setting.name: setting for setting in recipe_settings(kind)}
         self._mappings = {name for name, item in self._settings.items() if _is_mapping(item.type)}
@@ -91,7 +84,9 @@ class RecipeCommand(Generic[R]):
             for option in optim_options(name) or router_options_by_name():
                 self._suggestions.add(f"{name}.{option}")
 
-        self._parser = ArgumentParser(description=description, exit_on_error=False)
+        self._parser = ArgumentParser(
+            prog=prog, usage=_USAGE, description=description, exit_on_error=False
+        )
         explanation = "YAML file with settings, or name of a recipe; later ones win"
         self._parser.add_argument("--config", action="config", help=explanation)
         for setting in self._settings.values():
@@ -131,10 +126,20 @@ class RecipeCommand(Generic[R]):
     def parse(self, argv: list[str]) -> tuple[R, argparse.Namespace]:
         """Returns the recipe and the command's own arguments.
 
+        `--help` and `--help-all` are answered here, and end the process.
+
         Raises:
             ConfigError: When a key is unknown, a value has the wrong type or is impossible, or a
                 file is unreadable.
         """
+        if "--help" in argv or "-h" in argv:
+            print(self._short_help())  # noqa: T201  the answer to --help
+            sys.exit(0)
+        if "--help-all" in argv:
+            # jsonargparse takes a space back by a backspace, which files and escapes would show.
+            print(self._parser.format_help().replace(" \b", ""))  # noqa: T201  likewise
+            sys.exit(0)
+
         # Check names before values, so that a misspelt setting is reported by its name.
         self._refuse_unknown_options(argv)
         arguments = self._read_files(argv)
@@ -164,9 +169,22 @@ class RecipeCommand(Generic[R]):
             setattr(own_arguments, name, values[name])
         return recipe, own_arguments
 
+    def _short_help(self) -> str:
+        parser = self._parser
+        return short_help(
+            parser.prog, parser.description or "", self._settings, self._command_arguments
+        )
+
     def _refuse_unknown_options(self, argv: list[str]) -> None:
         """Raises a ConfigError for the first `--name` that the command does not have."""
-        known = {"config", "print_config", "help", *self._settings, *self._command_arguments}
+        known = {
+            "config",
+            "print_config",
+            "help",
+            "help-all",
+            *self._settings,
+            *self._command_arguments,
+        }
         for argument in argv:
             name = argument.removeprefix("--").split("=")[0]
             is_option = argument.startswith("--")
@@ -175,7 +193,7 @@ class RecipeCommand(Generic[R]):
             if is_option and name not in known and not in_mapping:
                 closest = did_you_mean(name, known | self._suggestions)
                 raise ConfigError(
-                    f"There is no option --{name}.{closest} --help lists all of them."
+                    f"There is no option --{name}.{closest} --help-all lists all of them."
                 )
 
     def _read_files(self, argv: list[str]) -> _Arguments:
@@ -185,6 +203,7 @@ class RecipeCommand(Generic[R]):
             ConfigError: When a file cannot be read, or a key of it is no setting.
         """
         arguments = _Arguments([], {}, {})
+        steps_of_cooldown = ""
         previous = ""
         for argument in argv:
             option, separator, value = argument.partition("=")
@@ -194,9 +213,12 @@ class RecipeCommand(Generic[R]):
 
                 # Where several files give a setting, the last child wins.
                 for file in reversed(files):
-                    for name, setting in self._check_file(file).items():
+                    settings = self._check_file(file)
+                    for name, setting in settings.items():
                         arguments.sources[name] = file.path
                         arguments.values[name] = str(setting)
+                    if _COOLDOWN in settings:
+                        steps_of_cooldown = arguments.values.get(_STEPS, "")
 
                 # jsonargparse accepts the text of a file instead of its path.
                 if previous == "--config":
@@ -216,6 +238,7 @@ class RecipeCommand(Generic[R]):
                 arguments.values[previous.removeprefix("--")] = argument
             arguments.argv.append(argument)
             previous = argument
+        arguments.argv.extend(_scaled_cooldown(arguments, steps_of_cooldown))
         return arguments
 
     def _check_file(self, file: RecipeFile) -> dict[str, Any]:
@@ -268,6 +291,11 @@ class RecipeCommand(Generic[R]):
                 expected = describe_type(self._settings[name].type, none="null")
                 return f"{name} is {_shorten(value, _LONGEST_VALUE)}; expected {expected}."
 
+        missing = text.partition("arguments are required: ")[2]
+        if missing:
+            options = ", ".join(f"--{name}" for name in missing.split(", "))
+            return f"{options} must be given. --help explains them."
+
         # Of a value that YAML cannot read, only a part is named.
         for name, value in values.items():
             if text.strip("'") in value:
@@ -305,6 +333,10 @@ def recipe_settings(kind: type[Recipe]) -> Iterator[Setting]:
 def _model_settings(kind: type[Recipe]) -> Iterator[Setting]:
     """Yields the settings of the model, in the order of STMoEConfig."""
     help_texts = _attribute_help(STMoEConfig)
+    # STMoEConfig leaves the explanation of a sparse layer's fields to SparseConfig.
+    for name, text in _attribute_help(SparseConfig).items():
+        if name in help_texts and (not help_texts[name] or "`SparseConfig`" in help_texts[name]):
+            help_texts[name] = text
     for item in dataclasses.fields(STMoEConfig):
         if item.name in kind.model_fields:
             default = kind.model_defaults.get(item.name, argparse.SUPPRESS)
@@ -318,6 +350,27 @@ def _section_settings(name: str, section: Any) -> Iterator[Setting]:
     for item in dataclasses.fields(section):
         default = getattr(section, item.name)
         yield Setting(f"{name}.{item.name}", field_types[item.name], default, help_texts[item.name])
+
+
+def _scaled_cooldown(arguments: _Arguments, steps_of_cooldown: str) -> list[str]:
+    """Returns the option that keeps the cooldown of a recipe in proportion to the steps of the run.
+
+    With `cooldown_steps: 400` of `steps: 800`, `--training.steps 150` has a cooldown of 75 steps. A
+    cooldown on the command line is kept as it is.
+
+    Args:
+        arguments: The command line, whose files have been read.
+        steps_of_cooldown: Steps of the run for which a file has set the cooldown; "" for none.
+    """
+    cooldown = arguments.values.get(_COOLDOWN, "")
+    steps = arguments.values.get(_STEPS, "")
+    is_from_file = _COOLDOWN in arguments.sources
+    are_counts = all(
+        re.fullmatch("[1-9][0-9]{0,7}", n) for n in (cooldown, steps, steps_of_cooldown)
+    )
+    if not (is_from_file and are_counts) or steps == steps_of_cooldown:
+        return []
+    return [f"--{_COOLDOWN}={int(cooldown) * int(steps) // int(steps_of_cooldown)}"]
 
 
 def build_recipe(kind: type[R], values: dict[str, Any]) -> R:

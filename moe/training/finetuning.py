@@ -95,9 +95,9 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
         check_model_folder(folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error} To have one, pre-train it (stmoe pretrain --config recipes/st_moe_base_pretrain.yaml "
-            f"--out {folder.parent} leaves it in {folder.parent}/model), or convert a published one (python -m "
-            f"stmoe convert --from google/switch-base-8 --to {folder}) and fine-tune it with "
+            f"{error} To have one, pre-train it (stmoe pretrain --config st_moe_base_pretrain "
+            f"--out {folder.parent} leaves it in {folder.parent}/model), or convert a published one "
+            f"(stmoe convert --from google/switch-base-8 --to {folder}) and fine-tune it with "
             "--optimizer_state reset."
         ) from None
 

@@ -41,7 +41,8 @@ class OptimRecipe:
         warmup_steps: Steps of constant (`rsqrt`) or linearly rising rate (the others).
         warmup_epochs: The same in epochs, instead of warmup_steps; null for none.
         epoch_examples: Sequences in an epoch.
-        cooldown_steps: Last steps, over which the rate falls linearly to zero.
+        cooldown_steps: Last steps, over which the rate falls linearly to zero. That of a recipe file
+            keeps its share of the run when only training.steps is changed.
         clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper
             loses quality with 0.1.
         weight_decay: Share of lr by which adamw, lamb and lars shrink weights.

@@ -5,7 +5,8 @@
     training:
       batch_size: 512
 
-The parent's path is relative to the file, and the parent may have a parent of its own. Mappings are
+The parent's path is relative to the file, or it is the name of one of ours (`extends:
+st_moe_base_pretrain`); it may have a parent of its own. Mappings are
 merged key by key; any other value, a list too, replaces that of the parent.
 """
 
@@ -18,6 +19,7 @@ import yaml
 from moe.checks import shown
 from moe.errors import ConfigError, did_you_mean
 from moe.parsing import PlainLoader, read_text, read_yaml
+from stmoe import recipes_folder
 
 EXTENDS = "extends"
 
@@ -35,13 +37,6 @@ class RecipeFile(NamedTuple):
     path: Path
     settings: dict[str, Any]
     node: yaml.MappingNode
-
-
-def recipes_folder() -> Path:
-    """Returns the folder of our recipes: in the installed package, else in the repository."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
 
 
 def find_recipe(name: str) -> Path:
@@ -127,10 +122,13 @@ def _parent_path(path: Path, parent: Any) -> Path:
         )
     # Resolve `..`, so that messages show the path that the user knows.
     parent_path = Path(os.path.normpath(path.parent / parent))
+    ours = recipes_folder() / f"{parent}.yaml"
+    if not parent_path.exists() and Path(parent).name == parent and ours.is_file():
+        return ours
     if not parent_path.exists():
         raise ConfigError(
             f"{path}: {EXTENDS} is {shown(parent)}, and there is no file {parent_path}. Paths are relative to the file "
-            "that names them."
+            "that names them; names are those that stmoe recipes lists."
         )
     return parent_path
 

@@ -18,6 +18,7 @@ from moe.checkpoint.final_model import export_model
 from moe.distributed.collectives import is_rank_zero
 from moe.distributed.replica_groups import ReplicaSeconds
 from moe.distributed.wait_seconds import Waits
+from moe.training.forecast import Forecast
 from moe.training.heldout_loss import evaluate_held_out
 from moe.training.metrics import MetricsWriter, replica_values, step_values
 from moe.training.planned_steps import PlannedStep
@@ -62,6 +63,7 @@ class Reporter:
         mesh = run.built.mesh
         self._ranks = RankClock(mesh, waits) if mesh else None
         self._stragglers = StragglerWatch()
+        self._forecast = Forecast(run.recipe.training, first_step)
         path = run.folder / TIMELINE_FILE if writer else None
         self._timeline = Timeline(path, first_step, started=process_start)
         if process_start is not None:
@@ -120,6 +122,10 @@ class Reporter:
             bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
             self.restart_clock()
 
+        forecast = self._forecast.count_step()
+        if forecast is not None and self._writer is not None:
+            bar.write(forecast)
+
         # A healed replica group has skipped steps.
         bar.update(step - bar.n)
 
@@ -156,7 +162,7 @@ class Reporter:
             return
         bfloat16 = run.recipe.training.precision == "bfloat16"
         model, _, mesh = run.built
-        with self._evaluation(step):
+        with self._evaluation(step, run.recipe.training.evaluate_every):
             values = evaluate_held_out(model, run.held_out, mesh, bfloat16=bfloat16)
         if self._writer is not None:
             self._writer.write(step, values)
@@ -170,7 +176,7 @@ class Reporter:
         def export(folder: Path) -> None:
             export_model(*run.built, folder, run.tokenizer)
 
-        with self._evaluation(step):
+        with self._evaluation(step, run.recipe.training.evaluate_every):
             scores = score_model(run.folder, step, export, run.dev)
         if self._writer is not None:
             self._writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
@@ -183,7 +189,7 @@ class Reporter:
             return
 
         # Every rank takes part in the record.
-        with self._evaluation(step):
+        with self._evaluation(step, every):
             scores = self._probe.record(step).scores
         if self._writer is not None:
             self._writer.write(step, probe_values(scores))
@@ -206,11 +212,13 @@ class Reporter:
         self._timeline.end()
 
     @contextmanager
-    def _evaluation(self, step: int) -> Iterator[None]:
-        """Measures an evaluation after `step` updates."""
+    def _evaluation(self, step: int, every: int) -> Iterator[None]:
+        """Measures an evaluation after `step` updates, one of those after `every` updates."""
         started = time.perf_counter()
         yield
-        self._timeline.write_evaluation(step, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._timeline.write_evaluation(step, seconds)
+        self._forecast.count_evaluation(every, seconds)
 
 
 def open_metrics(folder: Path, first_step: int) -> AbstractContextManager[MetricsWriter | None]:

@@ -12,9 +12,9 @@ from importlib.metadata import version
 import pytest
 import torch
 
+import stmoe
 from moe import CheckpointError, ConfigError, DataError
 from moe.checksums import model_fingerprint
-from moe.commands import inspect_router
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
@@ -124,13 +124,13 @@ def everything(inputs):
     """Returns the page of a run with metrics and an evaluation."""
     metrics = ["--metrics", f"first={inputs}/run/metrics.jsonl"]
     more = [*metrics, "--evaluation", inputs / "report.json"]
-    inspect_router.main(arguments_of(inputs, inputs / "report.html", *more))
+    stmoe.main(["inspect", *arguments_of(inputs, inputs / "report.html", *more)])
     return (inputs / "report.html").read_text(encoding="utf-8")
 
 
 def test_without_metrics_evaluation_and_recipe_the_page_does_not_mention_them(inputs, tmp_path):
     out = tmp_path / "bare.html"
-    inspect_router.main(arguments_of(inputs, out, run="bare"))
+    stmoe.main(["inspect", *arguments_of(inputs, out, run="bare")])
     text = " ".join(Text(out.read_text(encoding="utf-8")).all)
     for word in ("Training", "Evaluation", "scratch", "gain", "overlap", "points", "updates"):
         assert word not in text, word
@@ -333,7 +333,7 @@ def test_the_same_inputs_give_the_same_page_with_any_name_of_a_run(inputs, tmp_p
     for _ in range(2):
         name = f"a $x^2$ <run>={metrics}"
         arguments = arguments_of(inputs, tmp_path / "page.html", "--metrics", name)
-        inspect_router.main([*arguments, "--batches", "1", "--noise-density", "0.25"])
+        stmoe.main(["inspect", *arguments, "--batches", "1", "--noise-density", "0.25"])
         pages.append((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert pages[0] == pages[1]
     text = " ".join(Text(pages[0]).all)
@@ -405,7 +405,7 @@ def test_wrong_arguments_are_refused_in_one_line(inputs, tmp_path, arguments, me
     (inputs / "other.html").write_text("<!doctype html><title>Mine</title>")
     arguments = [argument.format(inputs=inputs) for argument in arguments]
     with pytest.raises((ConfigError, DataError, CheckpointError), match=message) as caught:
-        inspect_router.main([*arguments_of(inputs, tmp_path / "page.html"), *arguments])
+        stmoe.main(["inspect", *arguments_of(inputs, tmp_path / "page.html"), *arguments])
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "page.html").exists()
     assert (inputs / "other.html").read_text() == "<!doctype html><title>Mine</title>"
@@ -421,7 +421,7 @@ def test_a_model_without_routers_or_with_another_tokenizer_is_refused(inputs, tm
         load_tokenizer(inputs / "run/model").save_pretrained(str(tmp_path / "model"))
         arguments = arguments_of(inputs, tmp_path / "page.html")
         with pytest.raises(DataError, match=message):
-            inspect_router.main([*arguments, "--model", str(tmp_path / "model")])
+            stmoe.main(["inspect", *arguments, "--model", str(tmp_path / "model")])
 
 
 def test_a_damaged_recipe_is_named(tmp_path):

@@ -10,10 +10,10 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
+import stmoe
 from eval.answers.seq2seq import load_seq2seq
 from moe import CheckpointError, DataError, STMoEForConditionalGeneration, load_complete
 from moe.checksums import read_sums
-from moe.commands import inspect_router
 from moe.training.build import BuiltModel
 from moe.training.finetuning import finetuning_config, load_for_finetuning
 from moe.training.recipe import FinetuneRecipe
@@ -21,9 +21,8 @@ from tests.models.tiny import tiny_model
 
 
 def inspect(folder: Path) -> None:
-    inspect_router.main(
-        ["report", "--model", str(folder), "--corpus", "nowhere", "--out", "report.html"]
-    )
+    arguments = ["--model", str(folder), "--corpus", "nowhere", "--out", "report.html"]
+    stmoe.main(["inspect", "report", *arguments])
 
 
 def finetune(folder: Path, recipe: FinetuneRecipe) -> BuiltModel:
@@ -33,7 +32,7 @@ def finetune(folder: Path, recipe: FinetuneRecipe) -> BuiltModel:
 DOORS = {
     "eval": load_seq2seq,
     "finetune": lambda folder: finetune(folder, FinetuneRecipe()),
-    "inspect_router": inspect,
+    "inspect report": inspect,
     "library": lambda folder: load_complete(STMoEForConditionalGeneration, folder),
 }
 

@@ -51,8 +51,8 @@ def files_of(path):
     """
     if re.search(r"^extends:", path.read_text(), re.M):
         return [path]
-    files = re.findall(r"--config recipes/(\S+)", header_of(path)) or [path.name]
-    return [FOLDER / file for file in files[: files.index(path.name) + 1]]
+    names = re.findall(r"--config (\S+)", header_of(path)) or [path.stem]
+    return [FOLDER / f"{name}.yaml" for name in names[: names.index(path.stem) + 1]]
 
 
 def test_every_recipe_parses_says_its_source_and_cost_and_names_tasks_with_the_splits_it_needs():
@@ -221,6 +221,36 @@ def test_later_files_and_arguments_win_over_what_a_recipe_inherits(tmp_path):
 
     save_recipe(recipe, tmp_path / "saved.yaml")
     assert parse_files(tmp_path / "saved.yaml") == recipe
+
+
+def test_a_cooldown_of_a_file_keeps_its_share_of_the_steps(tmp_path):
+    files = write(
+        tmp_path,
+        a="optim: {cooldown_steps: 400}\ntraining: {steps: 800}\n",
+        child="extends: a.yaml\ntraining: {steps: 80}\n",
+        both="extends: a.yaml\noptim: {cooldown_steps: 3}\ntraining: {steps: 80}\n",
+        alone="optim: {cooldown_steps: 5}\n",
+    )
+
+    def cooldown(*argv):
+        return parse(*argv).optim.cooldown_steps
+
+    a = ("--config", files["a"])
+    steps = ("--training.steps", 150)
+    typed = ("--optim.cooldown_steps", 31)
+    assert cooldown(*a) == 400
+    assert cooldown(*a, *steps) == cooldown(*a, "--training.steps=150") == 75
+    assert cooldown("--config", files["child"]) == 40
+    assert cooldown("--config", files["child"], *steps) == 75
+    assert cooldown("--config", files["both"]) == 3
+    assert cooldown(*a, "--config", files["alone"], *steps) == 5 * 150 // 800
+
+    # What the command line says is kept, and so is a cooldown without a length.
+    assert cooldown(*a, *steps, *typed) == cooldown(*a, *typed, *steps) == 31
+    assert cooldown(*steps, *a) == 400
+    assert cooldown("--config", files["alone"], *steps) == 5
+    with pytest.raises(ConfigError, match="cooldown_steps is 31; expected 0 to the 30 steps"):
+        parse(*a, *typed, "--training.steps", 30)
 
 
 def test_numbers_and_texts_that_are_inherited_stay_what_they_were_written_as(tmp_path):
