@@ -134,6 +134,7 @@ def test_experts_have_memory_of_their_own_and_learn_apart(dense, tmp_path):
     for layer in sparse_layers(sparse).values():
         weight = layer.experts.down_proj
         assert len({expert.data_ptr() for expert in weight.unbind()}) == 5
+        assert weight.grad is not None
         assert not torch.equal(weight.grad[0], weight.grad[1])
 
 
