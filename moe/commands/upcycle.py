@@ -57,6 +57,12 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--selected", type=integer(least=1), default=2, help="experts of a token (2)"
     )
+    parser.add_argument(
+        "--granularity",
+        type=integer(least=1),
+        default=1,
+        help="parts that each expert is cut into; a token uses as many times more experts (1)",
+    )
     for stack in ("encoder", "decoder"):
         parser.add_argument(
             f"--{stack}-layers",
@@ -110,6 +116,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     upcycling = Upcycling(
         num_experts=options.experts,
         num_selected_experts=options.selected,
+        granularity=options.granularity,
         num_sparse_encoder_layers=options.encoder_layers,
         num_sparse_decoder_layers=options.decoder_layers,
         method=options.method,

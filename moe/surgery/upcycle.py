@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from moe.checkpoint.sharded_weights import stored_tensors
@@ -46,14 +47,17 @@ class Upcycling:
     """Settings of an upcycling.
 
     Attributes:
-        num_experts: Experts in a sparse layer, E.
-        num_selected_experts: Experts of a token, K.
+        num_experts: Copies of the dense layer in a sparse layer, E.
+        num_selected_experts: Copies that a token uses, K.
+        granularity: Parts that each copy is cut into, G. The layer then has G E experts of d_ff / G
+            units, of which a token uses G K. The parts of a copy start with the same router row, so
+            that a token uses each part equally often.
         num_sparse_encoder_layers: Sparse layers of the encoder; None for every second block.
         num_sparse_decoder_layers: The same for the decoder.
         method: `copy` makes every expert the dense layer. `drop_reinit` draws a share of the hidden
             units of each expert anew: the experts differ from the start, and the output changes.
         reinit_share: Share of the hidden units that `drop_reinit` draws anew, r.
-        scale: Factor on the experts' output.
+        scale: Factor on the experts' output, beside the G that makes up for the parts.
         seed: Seed of the routers and of the units that are drawn anew.
         fields: Further fields of STMoEConfig, e.g. another router or a capacity factor; they win
             over those with which nothing is lost.
@@ -62,10 +66,13 @@ class Upcycling:
         Sparse upcycling (arXiv:2212.05055). Differs: tokens choose in both stacks, gates sum to 1,
         and no token is dropped, so that nothing is lost at step 0. `drop_reinit`: Drop-Upcycling
         (arXiv:2502.19261). Differs: the units are the same in gate, up and down projection.
+        `granularity`: virtual groups (arXiv:2410.07524). Differs: the output is scaled instead of
+        all weights, which is exact for GEGLU.
     """
 
     num_experts: int = 8
     num_selected_experts: int = 2
+    granularity: int = 1
     num_sparse_encoder_layers: int | None = None
     num_sparse_decoder_layers: int | None = None
     method: Method = "copy"
@@ -78,6 +85,8 @@ class Upcycling:
         """Raises a ConfigError when a value is out of range."""
         check_choice("method", self.method, get_args(Method))
         check_integer("num_experts", self.num_experts, least=2)
+        check_integer("num_selected_experts", self.num_selected_experts, least=1)
+        check_integer("granularity", self.granularity, least=1)
         check_number("reinit_share", self.reinit_share, above=0, most=1)
         check_number("scale", self.scale, above=0, most=1e6)
         check_integer("seed", self.seed, least=0)
@@ -92,12 +101,20 @@ class Upcycling:
             raise ConfigError(
                 f"The model has {dense.num_experts} experts already; expected a dense one, with num_experts 0."
             )
-        widths = {"d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"}
-        changed = sorted(self.fields.keys() & (widths | {"vocab_size", "feed_forward_proj"}))
+        widths = {"d_model", "d_kv", "d_ff", "expert_d_ff", "num_heads", "vocab_size"}
+        blocks = {"num_layers", "num_decoder_layers", "feed_forward_proj"}
+        changed = sorted(self.fields.keys() & (widths | blocks))
         if changed:
             raise ConfigError(
                 f"{', '.join(changed)} cannot be set: the experts are copies of the dense layers. "
                 "Leave it out."
+            )
+
+        # Parts of equal width.
+        G = self.granularity
+        if dense.d_ff % G:
+            raise ConfigError(
+                f"granularity is {G}; expected a divisor of d_ff, {dense.d_ff}: the parts of a layer are equal."
             )
 
         # Routers have different options.
@@ -113,8 +130,9 @@ class Upcycling:
             if number is None:
                 sparse_layers[name] = _every_second(dense.stack_sizes(decoder)[0])
         settings = {
-            "num_experts": self.num_experts,
-            "num_selected_experts": self.num_selected_experts,
+            "num_experts": G * self.num_experts,
+            "num_selected_experts": G * self.num_selected_experts,
+            "expert_d_ff": None if G == 1 else dense.d_ff // G,
             **sparse_layers,
         }
         fields = {**_EXACT_ROUTING, **settings, **self.fields, "router_options": options}
@@ -160,7 +178,7 @@ def upcycled(dense: ConvertedCheckpoint, upcycling: Upcycling) -> ConvertedCheck
         shapes = stored_tensors(STMoEForConditionalGeneration(config))
 
     weights: dict[str, LazyTensor] = {}
-    routers = draw_routers(config, upcycling.seed)
+    routers = draw_routers(config, upcycling)
     for name, tensor in shapes.items():
         if name in routers:
             router = routers[name]
@@ -172,17 +190,23 @@ def upcycled(dense: ConvertedCheckpoint, upcycling: Upcycling) -> ConvertedCheck
     return dense._replace(config=config, weights=weights)
 
 
-def draw_routers(config: STMoEConfig, seed: int) -> dict[str, Tensor]:
-    """Returns the parameters and buffers <any>[...] of the routers by name, drawn as for a new model."""
+def draw_routers(config: STMoEConfig, upcycling: Upcycling) -> dict[str, Tensor]:
+    """Returns the parameters and buffers <any>[...] of the routers by name, drawn as for a new model.
+
+    The parts of a copy have equal rows.
+    """
     drawn: dict[str, Tensor] = {}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(upcycling.seed)
         for prefix, decoder in (("model.encoder.stack", False), ("model.decoder", True)):
             num_blocks, _ = config.stack_sizes(decoder)
             for block in range(num_blocks):
                 if not config.is_sparse_block(block, decoder=decoder):
                     continue
                 router = build_router(config.sparse_config(decoder=decoder))
+                if upcycling.granularity > 1:
+                    rows = router.gate.data[:: upcycling.granularity]  # [E, D]
+                    router.gate.data = rows.repeat_interleave(upcycling.granularity, dim=0)
                 for name, tensor in router.state_dict().items():
                     drawn[f"{prefix}.blocks.{block}.{_ROUTER}{name}"] = tensor
     return drawn
@@ -208,7 +232,8 @@ def _sparse_weight(
         config: Config of the sparse model.
         upcycling: The settings.
     """
-    E = config.num_experts
+    E = upcycling.num_experts
+    G = upcycling.granularity
     F = config.d_ff
     weight = source.read()
 
@@ -219,16 +244,22 @@ def _sparse_weight(
         return weight
     if name.endswith("bias"):
         is_factor = config.expert_bias == "multiplicative"
-        return torch.full((E, F), 1.0 if is_factor else 0.0, dtype=weight.dtype)
+        return torch.full((G * E, F // G), 1.0 if is_factor else 0.0, dtype=weight.dtype)
 
     # Copies with memory of their own: shared storage would train, and be saved, as one expert.
-    experts = weight.repeat(E, 1, 1)  # [E, 2F or F, D], or [E, D, F]
+    copies = weight.repeat(E, 1, 1)  # [E, 2F or F, D], or [E, D, F]
     is_down = name.endswith("down_proj")
     if upcycling.method == "drop_reinit":
         layer = name.partition(_EXPERTS)[0]
         for expert in range(E):
-            _reinitialize(experts[expert], layer, expert, upcycling, F, is_down=is_down)
-    return experts * upcycling.scale if is_down else experts
+            _reinitialize(copies[expert], layer, expert, upcycling, F, is_down=is_down)
+
+    # Hidden units are cut into parts; gate and up projection stand above each other.
+    if is_down:
+        parts = rearrange(copies, "e d (g f) -> (e g) d f", g=G)
+        return parts * (upcycling.scale * G)
+    halves = copies.shape[1] // F
+    return rearrange(copies, "e (h g f) d -> (e g) (h f) d", h=halves, g=G)
 
 
 def _is_stacked_output(name: str, config: STMoEConfig) -> bool:

@@ -45,6 +45,19 @@ def test_copies_compute_what_the_dense_model_does(dense, tmp_path, num_selected,
         assert row.training.accepted == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.parametrize("granularity", [3, 6])
+def test_parts_of_copies_compute_what_the_dense_model_does(tmp_path, granularity):
+    model = tiny_model(**DENSE, d_ff=36)
+    model.save_pretrained(tmp_path / "dense")
+    sparse = upcycle(tmp_path / "dense", tmp_path / "sparse", granularity=granularity)
+    experts = next(iter(sparse_layers(sparse).values())).experts
+    assert experts.down_proj.shape == (5 * granularity, 29, 36 // granularity)
+    assert sparse.config.num_parameters() == sum(p.numel() for p in sparse.parameters())
+    real = tiny_batch()["labels"] != -100
+    expected = model(**tiny_batch()).logits[real]
+    torch.testing.assert_close(sparse(**tiny_batch()).logits[real], expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_t5_of_transformers_keeps_its_logits(tmp_path):
     theirs = as_t5(tiny_model(**DENSE))
     theirs.save_pretrained(tmp_path / "t5")
@@ -143,7 +156,9 @@ def test_experts_have_memory_of_their_own_and_learn_apart(dense, tmp_path):
     [
         ({"num_selected_experts": 6}, "num_selected_experts is 6"),
         ({"num_experts": 1}, "num_experts is 1"),
+        ({"granularity": 2}, "granularity is 2; expected a divisor of d_ff, 31"),
         ({"num_sparse_encoder_layers": 3}, "num_sparse_encoder_layers"),
+        ({"granularity": 31, "fields": {"router": "hash"}}, "num_selected_experts is 62"),
         ({"method": "noise"}, "method is 'noise'"),
         ({"reinit_share": 1.5}, "reinit_share is 1.5"),
         ({"fields": {"d_ff": 64}}, "d_ff cannot be set"),
