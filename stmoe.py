@@ -86,6 +86,9 @@ VERBS = {
     "generate": Verb("answer texts with a model", "generate"),
     "inspect": Verb("see, replay and edit what the routers of a model do", verbs=INSPECT_VERBS),
     "convert": Verb("convert a checkpoint of T5, Switch, T5X or ours", "convert"),
+    "upcycle": Verb(
+        "make a dense model sparse, with copies as experts", "upcycle", tasks="read_pairs"
+    ),
 }
 
 _HELP = ("-h", "--help")

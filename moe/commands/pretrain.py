@@ -3,18 +3,21 @@
     stmoe pretrain --config st_moe_tiny_pretrain \
         --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain [--resume] [--optim.lr 0.5]
 
-With `--pretrained MODEL` it continues training a model, with other text or other settings.
+With `--pretrained MODEL` it continues training a model, with other text or other settings; a recipe
+without settings of a model, such as upcycled_pretrain, keeps the model's own.
 
 On several devices:
 
     torchrun --nproc-per-node 4 -m stmoe pretrain ... --mesh.ep 2 --mesh.dp_shard 2
 """
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moe.checkpoint.loading import check_model_folder
 from moe.data.corpus import load_corpus
 from moe.data.ngrams import ngram_losses
 from moe.data.pipeline import SpanCorruptionSource
@@ -25,6 +28,7 @@ from moe.distributed.launch import World
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
 from moe.files import check_kind, output_path
+from moe.models.configuration import STMoEConfig
 from moe.training.build import (
     build_new_model,
     check_continues,
@@ -131,18 +135,28 @@ def check_size(argv: list[str]) -> None:
     """Refuses to train the defaults, a dense model of 12 + 12 blocks, which nobody has asked for.
 
     Raises:
-        ConfigError: When neither a recipe nor the size of the model is given.
+        ConfigError: When neither a recipe, a model nor its size is given.
     """
     typed = typed_settings(argv)
     missing = [name for name in _SIZE if name not in typed]
     trains = "-h" not in argv and not typed & {"help", "help-all", "print_config"}
-    if trains and missing and "config" not in typed:
+    if trains and missing and not typed & {"config", "pretrained"}:
         raise ConfigError(
             "No recipe is given. Start with a small one: stmoe pretrain --config "
             "st_moe_tiny_pretrain --corpus CORPUS --tokenizer TOKENIZER --out RUN; stmoe recipes "
             "lists all. Without a recipe, the size of the model must be given: "
             f"{', '.join(f'--{name}' for name in missing)}."
         )
+
+
+def with_architecture(recipe: PretrainRecipe, pretrained: Path) -> PretrainRecipe:
+    """Returns a recipe with the settings of a model, if it has none of its own."""
+    if recipe.model != dict(recipe.model_defaults):
+        return recipe
+    check_model_folder(pretrained)
+    config = STMoEConfig.from_pretrained(pretrained)
+    model = {name: getattr(config, name) for name in recipe.model_fields}
+    return dataclasses.replace(recipe, model=model)
 
 
 def pretrain_command() -> RecipeCommand[PretrainRecipe]:
@@ -159,7 +173,7 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
     command.add_argument(
         "--pretrained",
         type=Path,
-        help="model to continue training, with the architecture of the recipe (fresh weights)",
+        help="model to continue training; without settings of a model in the recipe it keeps its own (fresh weights)",
     )
     command.add_argument("--out", type=str, required=True, help="folder of the run")
     command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
@@ -182,6 +196,8 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         out = output_path(arguments.out, inputs=[corpus, tokenizer, pretrained])
         check_kind(out, "training run")
         find_replica_groups(recipe.mesh, world)
+        if pretrained is not None:
+            recipe = with_architecture(recipe, pretrained)
 
         run = build_run(recipe, corpus, tokenizer, out, world, pretrained)
         config = run.built.model.config

@@ -83,9 +83,9 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
     return InspectedModel(folder, model, tokenizer)
 
 
-def add_inputs(parser: Parser) -> None:
-    """Adds the options for what is traced."""
-    sources = parser.add_mutually_exclusive_group(required=True)
+def add_inputs(parser: Parser, *, required: bool = True) -> None:
+    """Adds the options for what is traced, which may be nothing unless it is `required`."""
+    sources = parser.add_mutually_exclusive_group(required=required)
     sources.add_argument(
         "--corpus",
         type=path,

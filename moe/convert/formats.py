@@ -131,9 +131,45 @@ def convert_checkpoint(
     expected = "a torch.dtype such as torch.bfloat16, or None"
     check(dtype is None or isinstance(dtype, torch.dtype), "dtype", dtype, expected)
 
-    # The model, and the files next to it.
     download = {name: value for name, value in settings.items() if name in DOWNLOAD}
     checkpoint = open_checkpoint(source, **settings)
+    write_checkpoint(
+        checkpoint,
+        source,
+        folder,
+        form=form,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        **download,
+    )
+    return checkpoint.report
+
+
+def write_checkpoint(
+    checkpoint: ConvertedCheckpoint,
+    source: Path | str,
+    folder: Path,
+    *,
+    form: Format = "ours",
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    **download: Any,
+) -> None:
+    """Writes a checkpoint with the tokenizer and generation settings of its source.
+
+    Args:
+        checkpoint: The model; its weights are read one at a time.
+        source: Where it comes from: a folder or a name of the hub.
+        folder: See `convert_checkpoint` for this and the following.
+        form: Likewise.
+        dtype: Likewise.
+        max_shard_size: Likewise.
+        download: `revision`, `token`, `cache_dir` and the like.
+
+    Raises:
+        ConfigError: When the model cannot be written as `form`; gives every reason.
+        CheckpointError: When a tensor of the source is not accounted for.
+    """
     checkpoint.report.refuse_unexplained()
     config = checkpoint.config
     tokenizer_files: dict[str, Path] = {}
@@ -161,7 +197,6 @@ def convert_checkpoint(
     generation_config.save_pretrained(folder)
     for name, path in tokenizer_files.items():
         shutil.copyfile(path, folder / name)
-    return checkpoint.report
 
 
 def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> dict[str, Path]:

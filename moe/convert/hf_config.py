@@ -368,6 +368,7 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
         "sparse_dense_stacking": False,
         "expert_bias": "none",
         "capacity_scope": "sequence",
+        "expert_d_ff": None,
     }
     for name, expected in only_values.items():
         value = getattr(config, name)

@@ -243,7 +243,10 @@ def _backbone_rows(config: STMoEConfig) -> list[tuple[str, str]]:
     """Returns the rows of the table that every model has."""
     activation = "GEGLU" if config.feed_forward_proj == "gated-gelu" else "ReLU"
     blocks = f"{config.num_layers} in the encoder, {config.num_decoder_layers} in the decoder"
-    width = f"d_model {config.d_model}, d_ff {config.d_ff} ({activation}), {config.num_heads} heads"
+    d_ff = f"d_ff {config.d_ff}"
+    if config.expert_d_ff is not None:
+        d_ff += f", of an expert {config.expert_d_ff}"
+    width = f"d_model {config.d_model}, {d_ff} ({activation}), {config.num_heads} heads"
     return [("blocks", blocks), ("width", width), ("vocabulary", f"{config.vocab_size:,}")]
 
 

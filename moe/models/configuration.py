@@ -60,7 +60,8 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         vocab_size: Rows of the embedding, V.
         d_model: Width of the residual stream, D.
         d_kv: Width of one attention head; heads x d_kv need not equal d_model.
-        d_ff: Hidden width of a feed-forward layer and of one expert, F.
+        d_ff: Hidden width of a feed-forward layer, F.
+        expert_d_ff: Hidden width of one expert; None for `d_ff`.
         num_layers: Blocks of the encoder.
         num_decoder_layers: Blocks of the decoder; None for as many as the encoder has.
         num_heads: Attention heads, H.
@@ -133,6 +134,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     d_model: int = 768
     d_kv: int = 64
     d_ff: int = 2048
+    expert_d_ff: int | None = None
     num_layers: int = 12
     num_decoder_layers: int | None = None
     num_heads: int = 12
@@ -386,6 +388,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         settings: dict[str, Any] = {
             "router": router,
             "router_options": options or {},
+            "d_ff": self.expert_d_ff or self.d_ff,
             "decoder": decoder,
             "activation": "gelu" if gated else "relu",
             "gated": gated,
@@ -501,11 +504,10 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     def _count_stack_parameters(self, experts_per_layer: int, *, decoder: bool) -> int:
         """Returns the parameters of the encoder or the decoder, likewise."""
         D = self.d_model
-        F = self.d_ff
         attention = 4 * D * self.num_heads * self.d_kv  # query, key, value, output
         gated = self.feed_forward_proj == "gated-gelu"
-        feed_forward = (3 if gated else 2) * D * F
-        expert_bias = F if self.expert_bias != "none" else 0
+        num_matrices = 3 if gated else 2
+        feed_forward = num_matrices * D * self.d_ff
 
         num_layers, num_sparse = self.stack_sizes(decoder)
         num_stacked = num_sparse if self.sparse_dense_stacking else 0
@@ -518,7 +520,8 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         if num_sparse:
             layer = self.sparse_config(decoder=decoder)
             router = load_routers().get(layer.router).num_parameters(layer)
-            experts = experts_per_layer * (feed_forward + expert_bias)
+            expert_bias = layer.d_ff if self.expert_bias != "none" else 0
+            experts = experts_per_layer * (num_matrices * D * layer.d_ff + expert_bias)
             total += num_sparse * (experts + router)
 
         # A norm before each layer of a block, and one at the end.

@@ -184,6 +184,9 @@ def check_sizes(config: PreTrainedConfig) -> None:
     """Checks the sizes of the backbone, and that the relative position buckets can be laid out."""
     for name, largest in LARGEST_SIZES.items():
         check_integer(name, getattr(config, name), least=1, most=largest)
+    largest = LARGEST_SIZES["d_ff"]
+    follow = "None for d_ff"
+    check_integer("expert_d_ff", config.expert_d_ff, least=1, most=largest, optional=follow)
     check_dtype(config.dtype)
     classes = config.architectures
     check(classes is None or isinstance(classes, list), "architectures", classes, "a list of names")

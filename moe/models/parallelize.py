@@ -4,6 +4,7 @@ Initial weights are a function of a seed and a parameter's name: the same on eve
 """
 
 import hashlib
+import math
 import warnings
 from collections.abc import Mapping
 from typing import cast
@@ -67,7 +68,8 @@ def mesh_limits(config: STMoEConfig, num_ranks: int, num_groups: int | None = No
     """Returns what a mesh of `num_ranks` ranks must divide; see `check_mesh`."""
     is_sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
     num_experts = config.num_experts if is_sparse else 0
-    return MeshLimits(num_ranks, num_experts, config.num_heads, config.d_ff, num_groups)
+    d_ff = math.gcd(config.d_ff, config.expert_d_ff or 0)
+    return MeshLimits(num_ranks, num_experts, config.num_heads, d_ff, num_groups)
 
 
 def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> dict[str, Layout]:

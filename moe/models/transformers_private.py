@@ -8,6 +8,7 @@ transformers shards parameters as it loads them; the layers compute with their s
 of this library, see `parallelize.py`, whose rules the plan repeats.
 """
 
+import math
 import os
 import re
 from collections.abc import Generator
@@ -244,5 +245,6 @@ def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None
 
     # Every rank holds a part of each expert, so their number does not matter.
     tp = distributed.tp_size
-    limits = MeshLimits(tp, 0, config.num_heads, config.d_ff, None)
+    d_ff = math.gcd(config.d_ff, config.expert_d_ff or 0)
+    limits = MeshLimits(tp, 0, config.num_heads, d_ff, None)
     check_mesh(MeshConfig(tp=tp), limits)

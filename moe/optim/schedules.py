@@ -27,7 +27,12 @@ LR_SCALINGS: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": mat
 
 @SCHEDULES.register("rsqrt")
 def rsqrt(
-    *, lr: float, warmup_steps: float, warmup: Warmup = "constant", warmup_start: int = -1
+    *,
+    lr: float,
+    warmup_steps: float,
+    warmup: Warmup = "constant",
+    warmup_start: int = -1,
+    first_step: int = 0,
 ) -> Schedule:
     """Returns lr / sqrt(max(step, warmup_steps)): constant at first, then falling.
 
@@ -36,14 +41,18 @@ def rsqrt(
         warmup_steps: Steps at the highest rate; 0 is read as 1.
         warmup: `linear` rises to the highest rate over these steps instead of starting with it.
         warmup_start: Step at which a linear warm-up has the rate 0; see `polynomial`.
+        first_step: Steps of the run that made the model, from which the rate continues without a
+            jump, as sparse upcycling does (arXiv:2212.05055).
 
     Source:
         ST-MoE (arXiv:2202.08906) §6.2; `truncated_rsqrt` of Mesh-TensorFlow, T5X pretrain.gin.
         Differs: no. With `linear`: `linear_warmup * rsqrt_decay` of flax's examples.
     """
     _check_warmup_start(warmup_start)
+    check_integer("first_step", first_step, least=0)
 
     def rate(step: int) -> float:
+        step += first_step
         highest = lr / math.sqrt(max(step, warmup_steps, 1))
         if warmup == "constant":
             return highest

@@ -204,3 +204,9 @@ def test_settings_that_do_not_go_together_are_refused():
     ):
         with pytest.raises(ConfigError, match=message):
             OptimRecipe(**optim).schedule_for(5, 40)
+
+
+def test_rsqrt_continues_from_the_steps_of_an_earlier_run():
+    whole = rsqrt(lr=1.0, warmup_steps=100)
+    rest = rsqrt(lr=1.0, warmup_steps=100, first_step=70)
+    assert [rest(step) for step in range(200)] == [whole(70 + step) for step in range(200)]

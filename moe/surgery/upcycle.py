@@ -1,0 +1,300 @@
+"""Upcycling: a sparse model whose experts are copies of a dense model's feed-forward layers.
+
+Everything else is copied and the routers are drawn anew. With the default settings the new model
+computes what the dense one did; `moe.surgery.kept_output` measures how much other settings keep.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from moe.checkpoint.sharded_weights import stored_tensors
+from moe.checks import check_choice, check_integer, check_number
+from moe.convert.formats import open_checkpoint, write_checkpoint
+from moe.convert.weight_map import ConvertedCheckpoint
+from moe.errors import ConfigError
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.weight_files import LazyTensor
+from moe.sparse.all_routers import build_router
+from moe.sparse.router_options import ROUTER_REQUIREMENTS, option_names
+
+Method = Literal["copy", "drop_reinit"]
+
+_EXACT_ROUTING: Mapping[str, Any] = {
+    "router": "token_choice",
+    "decoder_router": None,
+    "decoder_router_options": None,
+    "capacity_factor": None,
+    "eval_capacity_factor": None,
+}
+_EXACT_OPTIONS = {"second_expert_policy": "all", "eval_second_expert_policy": "all"}
+# With these, copies compute the dense layer: gates sum to 1, and no token is dropped.
+
+_EXPERTS = "sparse_feed_forward.experts."
+_ROUTER = "sparse_feed_forward.router."
+
+
+@dataclass(frozen=True)
+class Upcycling:
+    """Settings of an upcycling.
+
+    Attributes:
+        num_experts: Copies of the dense layer in a sparse layer, E.
+        num_selected_experts: Copies that a token uses, K.
+        granularity: Parts that each copy is cut into, G. The layer then has G E experts of d_ff / G
+            units, of which a token uses G K. The parts of a copy start with the same router row, so
+            that a token uses each part equally often.
+        num_sparse_encoder_layers: Sparse layers of the encoder; None for every second block.
+        num_sparse_decoder_layers: The same for the decoder.
+        method: `copy` makes every expert the dense layer. `drop_reinit` draws a share of the hidden
+            units of each expert anew: the experts differ from the start, and the output changes.
+        reinit_share: Share of the hidden units that `drop_reinit` draws anew, r.
+        scale: Factor on the experts' output, beside the G that makes up for the parts.
+        seed: Seed of the routers and of the units that are drawn anew.
+        fields: Further fields of STMoEConfig, e.g. another router or a capacity factor; they win
+            over those with which nothing is lost.
+
+    Source:
+        Sparse upcycling (arXiv:2212.05055). Differs: tokens choose in both stacks, gates sum to 1,
+        and no token is dropped, so that nothing is lost at step 0. `drop_reinit`: Drop-Upcycling
+        (arXiv:2502.19261). Differs: the units are the same in gate, up and down projection.
+        `granularity`: virtual groups (arXiv:2410.07524). Differs: the output is scaled instead of
+        all weights, which is exact for GEGLU.
+    """
+
+    num_experts: int = 8
+    num_selected_experts: int = 2
+    granularity: int = 1
+    num_sparse_encoder_layers: int | None = None
+    num_sparse_decoder_layers: int | None = None
+    method: Method = "copy"
+    reinit_share: float = 0.5
+    scale: float = 1.0
+    seed: int = 0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises a ConfigError when a value is out of range."""
+        check_choice("method", self.method, get_args(Method))
+        check_integer("num_experts", self.num_experts, least=2)
+        check_integer("num_selected_experts", self.num_selected_experts, least=1)
+        check_integer("granularity", self.granularity, least=1)
+        check_number("reinit_share", self.reinit_share, above=0, most=1)
+        check_number("scale", self.scale, above=0, most=1e6)
+        check_integer("seed", self.seed, least=0)
+
+    def config(self, dense: STMoEConfig) -> STMoEConfig:
+        """Returns the config of the sparse model.
+
+        Raises:
+            ConfigError: When the model is sparse already, or a setting does not fit it.
+        """
+        if dense.num_experts:
+            raise ConfigError(
+                f"The model has {dense.num_experts} experts already; expected a dense one, with num_experts 0."
+            )
+        widths = {"d_model", "d_kv", "d_ff", "expert_d_ff", "num_heads", "vocab_size"}
+        blocks = {"num_layers", "num_decoder_layers", "feed_forward_proj"}
+        changed = sorted(self.fields.keys() & (widths | blocks))
+        if changed:
+            raise ConfigError(
+                f"{', '.join(changed)} cannot be set: the experts are copies of the dense layers. "
+                "Leave it out."
+            )
+
+        # Parts of equal width.
+        G = self.granularity
+        if dense.d_ff % G:
+            raise ConfigError(
+                f"granularity is {G}; expected a divisor of d_ff, {dense.d_ff}: the parts of a layer are equal."
+            )
+
+        # Routers have different options.
+        router = self.fields.get("router", _EXACT_ROUTING["router"])
+        known = option_names(ROUTER_REQUIREMENTS.get(router))
+        options = {name: value for name, value in _EXACT_OPTIONS.items() if name in known}
+        options |= self.fields.get("router_options") or {}
+        sparse_layers = {
+            "num_sparse_encoder_layers": self.num_sparse_encoder_layers,
+            "num_sparse_decoder_layers": self.num_sparse_decoder_layers,
+        }
+        for (name, number), decoder in zip(sparse_layers.items(), (False, True), strict=True):
+            if number is None:
+                sparse_layers[name] = _every_second(dense.stack_sizes(decoder)[0])
+        settings = {
+            "num_experts": G * self.num_experts,
+            "num_selected_experts": G * self.num_selected_experts,
+            "expert_d_ff": None if G == 1 else dense.d_ff // G,
+            **sparse_layers,
+        }
+        fields = {**_EXACT_ROUTING, **settings, **self.fields, "router_options": options}
+        return dense.replaced(**fields)
+
+
+def _every_second(num_blocks: int) -> int:
+    """Returns the largest number of sparse layers, at most half of the blocks, that divides them."""
+    return max(
+        number for number in range(1, max(1, num_blocks // 2) + 1) if num_blocks % number == 0
+    )
+
+
+def upcycle_checkpoint(
+    source: Path | str, folder: Path, upcycling: Upcycling, **download: Any
+) -> STMoEConfig:
+    """Writes the upcycled model of a dense one; holds one tensor in memory at a time.
+
+    Args:
+        source: A folder of a dense T5, T5X checkpoint or model of ours, or a name of the hub.
+        folder: Exists, and is empty.
+        upcycling: The settings.
+        download: `revision`, `token`, `cache_dir` and the like.
+
+    Returns:
+        The config of the sparse model.
+
+    Raises:
+        ConfigError: When the model is sparse already, or a setting does not fit it.
+        CheckpointError: When a tensor of the source is not accounted for.
+    """
+    dense = open_checkpoint(source, **download)
+    dense.report.refuse_unexplained()
+    sparse = upcycled(dense, upcycling)
+    write_checkpoint(sparse, source, folder, **download)
+    return sparse.config
+
+
+def upcycled(dense: ConvertedCheckpoint, upcycling: Upcycling) -> ConvertedCheckpoint:
+    """Returns the weights of the sparse model, each of which is made when it is read."""
+    config = upcycling.config(dense.config)
+    with torch.device("meta"):
+        shapes = stored_tensors(STMoEForConditionalGeneration(config))
+
+    weights: dict[str, LazyTensor] = {}
+    routers = draw_routers(config, upcycling)
+    for name, tensor in shapes.items():
+        if name in routers:
+            router = routers[name]
+            weights[name] = LazyTensor(router.shape, router.dtype, lambda router=router: router)
+            continue
+        source = dense.weights[_dense_name(name)]
+        read = partial(_sparse_weight, name, source, config, upcycling)
+        weights[name] = LazyTensor(tensor.shape, source.dtype, read)
+    return dense._replace(config=config, weights=weights)
+
+
+def draw_routers(config: STMoEConfig, upcycling: Upcycling) -> dict[str, Tensor]:
+    """Returns the parameters and buffers <any>[...] of the routers by name, drawn as for a new model.
+
+    The parts of a copy have equal rows.
+    """
+    drawn: dict[str, Tensor] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(upcycling.seed)
+        for prefix, decoder in (("model.encoder.stack", False), ("model.decoder", True)):
+            num_blocks, _ = config.stack_sizes(decoder)
+            for block in range(num_blocks):
+                if not config.is_sparse_block(block, decoder=decoder):
+                    continue
+                router = build_router(config.sparse_config(decoder=decoder))
+                if upcycling.granularity > 1:
+                    rows = router.gate.data[:: upcycling.granularity]  # [E, D]
+                    router.gate.data = rows.repeat_interleave(upcycling.granularity, dim=0)
+                for name, tensor in router.state_dict().items():
+                    drawn[f"{prefix}.blocks.{block}.{_ROUTER}{name}"] = tensor
+    return drawn
+
+
+def _dense_name(name: str) -> str:
+    """Returns the weight of the dense model that a weight of the sparse one comes from."""
+    name = name.replace(".sparse_norm.", ".feed_forward_norm.")
+    name = name.replace(_EXPERTS + "down_proj", "feed_forward.down_proj.weight")
+    for first_projection in ("gate_up_proj", "up_proj", "bias"):
+        name = name.replace(_EXPERTS + first_projection, "feed_forward.up_proj.weight")
+    return name
+
+
+def _sparse_weight(
+    name: str, source: LazyTensor, config: STMoEConfig, upcycling: Upcycling
+) -> Tensor:
+    """Returns a weight <any>[...] of the sparse model.
+
+    Args:
+        name: Its name.
+        source: The weight of the dense model that it comes from.
+        config: Config of the sparse model.
+        upcycling: The settings.
+    """
+    E = upcycling.num_experts
+    G = upcycling.granularity
+    F = config.d_ff
+    weight = source.read()
+
+    # A dense layer behind the sparse one starts with an output of zero.
+    if _is_stacked_output(name, config):
+        return torch.zeros_like(weight)
+    if _EXPERTS not in name:
+        return weight
+    if name.endswith("bias"):
+        is_factor = config.expert_bias == "multiplicative"
+        return torch.full((G * E, F // G), 1.0 if is_factor else 0.0, dtype=weight.dtype)
+
+    # Copies with memory of their own: shared storage would train, and be saved, as one expert.
+    copies = weight.repeat(E, 1, 1)  # [E, 2F or F, D], or [E, D, F]
+    is_down = name.endswith("down_proj")
+    if upcycling.method == "drop_reinit":
+        layer = name.partition(_EXPERTS)[0]
+        for expert in range(E):
+            _reinitialize(copies[expert], layer, expert, upcycling, F, is_down=is_down)
+
+    # Hidden units are cut into parts; gate and up projection stand above each other.
+    if is_down:
+        parts = rearrange(copies, "e d (g f) -> (e g) d f", g=G)
+        return parts * (upcycling.scale * G)
+    halves = copies.shape[1] // F
+    return rearrange(copies, "e (h g f) d -> (e g) (h f) d", h=halves, g=G)
+
+
+def _is_stacked_output(name: str, config: STMoEConfig) -> bool:
+    """Returns whether a weight is the last of a dense layer that follows a sparse one."""
+    stack, found, rest = name.partition(".blocks.")
+    block, _, weight = rest.partition(".")
+    return (
+        bool(found)
+        and weight == "feed_forward.down_proj.weight"
+        and config.is_sparse_block(int(block), decoder=stack == "model.decoder")
+    )
+
+
+def _reinitialize(
+    expert_weight: Tensor, layer: str, expert: int, upcycling: Upcycling, F: int, *, is_down: bool
+) -> None:
+    """Draws a share of an expert's hidden units anew: normal, with the moments of what it replaces.
+
+    Args:
+        expert_weight: <any>[2F or F, D] (gate above up), or [D, F]; changed.
+        layer: Name of the layer. Its seed gives one expert the same units in all projections.
+        expert: Number of the expert.
+        upcycling: The settings.
+        F: Number of hidden units.
+        is_down: Whether the hidden units are columns.
+    """
+    text = f"{upcycling.seed} {layer} {expert}".encode()
+    seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+    generator = torch.Generator().manual_seed(seed)
+    num_units = round(upcycling.reinit_share * F)
+    units = torch.randperm(F, generator=generator)[:num_units]
+
+    generator.manual_seed(seed + (1 if is_down else 2))
+    blocks = [expert_weight.T] if is_down else expert_weight.split(F)  # [F, D] each
+    for block in blocks:
+        replaced = block[units].float()
+        drawn = torch.randn(replaced.shape, generator=generator)
+        block[units] = (drawn * replaced.std() + replaced.mean()).to(block.dtype)

@@ -1,0 +1,90 @@
+"""stmoe upcycle from end to end: a dense model becomes sparse, and pre-training continues from it."""
+
+import json
+
+import pytest
+import yaml
+
+from moe import STMoEConfig, STMoEForConditionalGeneration
+from moe.commands import pretrain, upcycle
+from moe.errors import ConfigError
+from tests.training.tiny_run import MODEL, pretrain_arguments, write_inputs
+
+DENSE = {
+    "num_experts": 0,
+    "num_sparse_encoder_layers": 0,
+    "num_sparse_decoder_layers": 0,
+    "sparse_dense_stacking": False,
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    paths = write_inputs(tmp_path_factory.mktemp("inputs"))
+    recipe = yaml.safe_load(paths["pretrain.yaml"].read_text())
+    recipe["model"] = {**MODEL, **DENSE}
+    recipe["training"] |= {"steps": 12, "evaluate_every": 12}
+    paths["pretrain.yaml"].write_text(yaml.safe_dump(recipe))
+    paths["dense"] = paths["texts"].parent / "dense"
+    pretrain.main(pretrain_arguments(paths, paths["dense"]))
+    return paths
+
+
+def upcycle_to(inputs, folder, *more):
+    source = ["--from", str(inputs["dense"] / "model"), "--to", str(folder), "--experts", "3"]
+    upcycle.main([*source, *map(str, more)])
+
+
+def test_an_upcycled_model_answers_as_before_and_is_trained_further(inputs, tmp_path, capsys):
+    text = ["--corpus", inputs["corpus"], "--inputs-length", "16", "--examples", "23"]
+    upcycle_to(inputs, tmp_path / "sparse", *text)
+    printed = capsys.readouterr().out
+    report = json.loads((tmp_path / "sparse/surgery.json").read_text())
+    before, after = report["loss"]
+    assert after == pytest.approx(before, abs=1e-6)
+    assert abs(report["loss_change"]["value"]) < 1e-6
+    changed, number = report["changed_answers"]
+    assert (changed, number) == (0, 23)
+    assert "0 of 23" in printed and "encoder 1" in printed
+    assert all(row[1:] == [pytest.approx(1), pytest.approx(1), "nothing"] for row in report["kept"])
+
+    # Sizes are those of the models, and the card says what was done.
+    config = STMoEConfig.from_pretrained(tmp_path / "sparse")
+    assert report["sizes"][0][1:] == [
+        STMoEConfig.from_pretrained(inputs["dense"] / "model").num_parameters(),
+        config.num_parameters(),
+    ]
+    assert "stmoe upcycle --from" in (tmp_path / "sparse/README.md").read_text()
+
+    # A recipe without settings of a model keeps those of the model.
+    recipe = yaml.safe_load(inputs["pretrain.yaml"].read_text())
+    del recipe["model"]
+    recipe["optim"]["schedule_options"] = {"first_step": 12}
+    (tmp_path / "continue.yaml").write_text(yaml.safe_dump(recipe))
+    paths = {**inputs, "pretrain.yaml": tmp_path / "continue.yaml"}
+    more = ["--pretrained", tmp_path / "sparse", "--training.steps", "3"]
+    pretrain.main(pretrain_arguments(paths, tmp_path / "run", *more, "--optim.cooldown_steps", "0"))
+    trained = STMoEForConditionalGeneration.from_pretrained(tmp_path / "run/model")
+    assert trained.config.num_experts == 3
+    saved = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
+    assert saved["model"]["num_experts"] == 3
+
+
+def test_without_text_the_routers_read_random_tokens(inputs, tmp_path, capsys):
+    setting = ["--set", "capacity_factor=0.5"]
+    upcycle_to(inputs, tmp_path / "sparse", *setting)
+    printed = capsys.readouterr().out
+    assert "the capacity drops" in printed and "loss (nats)" not in printed
+    upcycle_to(inputs, tmp_path / "top1", "--selected", "1", "--set", "router=switch")
+    assert "--scale 2." in capsys.readouterr().out
+
+
+def test_options_that_change_nothing_or_do_not_fit_are_refused(inputs, tmp_path):
+    with pytest.raises(ConfigError, match="--reinit-share has no effect"):
+        upcycle_to(inputs, tmp_path / "a", "--reinit-share", "0.5")
+    with pytest.raises(ConfigError, match="num_selected_experts is 4"):
+        upcycle_to(inputs, tmp_path / "a", "--selected", "4")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="exists already"):
+        upcycle_to(inputs, tmp_path / "there")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
