@@ -106,14 +106,18 @@ def kind_of_targets(targets: Sequence[str]) -> str:
     """Returns the kind of the targets, a key of `PAIR_METRICS`.
 
     If most targets occur more than once, they are labels; others are answers up to a mean length of
-    10 words, and texts beyond.
+    10 words, and texts beyond. Long targets in another script are answers, too: ROUGE reads the
+    letters a to z and digits only.
     """
     counts = Counter(targets)
     num_repeated = sum(counts[target] > 1 for target in targets)
     if 2 * num_repeated > len(targets):
         return "labels"
     mean_words = sum(len(target.split()) for target in targets) / len(targets)
-    return "answers" if mean_words <= _SHORT_WORDS else "texts"
+    characters = "".join(targets)
+    num_ascii = sum(character.isascii() for character in characters)
+    is_text = mean_words > _SHORT_WORDS and 2 * num_ascii > len(characters)
+    return "texts" if is_text else "answers"
 
 
 def scorers_for(targets: Sequence[str]) -> tuple[dict[str, Scorer], str]:
@@ -123,7 +127,7 @@ def scorers_for(targets: Sequence[str]) -> tuple[dict[str, Scorer], str]:
     num_distinct = len(set(targets))
     reasons = {
         "labels": f"most targets occur more than once ({num_distinct:,} different)",
-        "answers": f"the targets are short, {_SHORT_WORDS} words or fewer on average",
+        "answers": f"the targets have up to {_SHORT_WORDS} words on average, or another script than ROUGE reads",
         "texts": f"the targets are long, more than {_SHORT_WORDS} words on average",
     }
 

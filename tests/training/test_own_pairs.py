@@ -110,6 +110,8 @@ def test_the_targets_decide_the_metrics():
     assert kind_of_targets(WORDS) == "answers"
     assert kind_of_targets([f"{sentence} {word}" for word in WORDS]) == "texts"
     assert kind_of_targets(["only one"]) == "answers"
+    russian = [f"{'Лист ' * 11}{word}" for word in WORDS]
+    assert kind_of_targets(russian) == "answers", "ROUGE would read none of their letters"
 
 
 def test_the_f1_counts_shared_words():
