@@ -75,7 +75,7 @@ class _Axis:
         for bar in bars:
             ends += [end for end in (bar.value, bar.low, bar.high) if end is not None]
         locator = MaxNLocator(nbins=6, steps=[1, 2, 5, 10])
-        self.ticks: list[float] = locator.tick_values(min(ends), max(ends)).tolist()
+        self.ticks = [float(tick) for tick in locator.tick_values(min(ends), max(ends))]
 
     def x(self, value: float) -> float:
         """Returns where a score lies."""
