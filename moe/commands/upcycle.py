@@ -29,8 +29,8 @@ from moe.errors import ConfigError
 from moe.files import output_path, whole_folder
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
-from moe.surgery import KeptOutput, Upcycling, kept_output, upcycle_checkpoint
-from moe.surgery.upcycle import Method
+from moe.surgery.kept_output import KeptOutput, kept_output
+from moe.surgery.upcycle import Method, Upcycling, upcycle_checkpoint
 from moe.tracing.recorder import TracedBatch, traced_batches
 from moe.tracing.trace import layer_name
 

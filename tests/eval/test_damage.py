@@ -197,8 +197,8 @@ def test_a_run_that_fails_keeps_the_report_of_an_earlier_one(folders, tmp_path):
     assert report.earlier == "report.1.json"
     kept = ("report.1.json", "report.1.html", "card.1.md")
     assert [(out / name).read_bytes() for name in kept] == earlier
-    assert "it is kept as <code>report.1.json</code>" in (out / "report.html").read_text()
-    assert "it is kept as `report.1.json`" in (out / "report.md").read_text()
+    assert "kept as <code>report.1.json</code>" in (out / "report.html").read_text()
+    assert "kept as `report.1.json`" in (out / "report.md").read_text()
 
 
 @pytest.mark.parametrize("name", [KIND_FILE, "corpus.json", "config.json"])

@@ -149,7 +149,7 @@ def test_the_settings_stand_in_report_and_predictions(saved, tmp_path):
     assert (tight["dtype"], tight["capacity"]) == ("bfloat16", "none")
     assert tight["inference"] == {"capacity_factor": None, "dtype": "bfloat16"}
     assert wide["inference"] == {"capacity_factor": "saved", "dtype": "bfloat16"}
-    assert "bfloat16, no token is dropped" in (tmp_path / "report.md").read_text()
+    assert "bfloat16, no capacity limit" in (tmp_path / "report.md").read_text()
     assert report.failed == []
 
     header = read_predictions_file(tmp_path / "predictions/copa.tight.rank.jsonl").header
@@ -275,7 +275,7 @@ def test_two_runs_write_the_same_report_and_keep_their_times_apart(saved, tmp_pa
     assert timing.tokens == pytest.approx(num_tokens)
     for name in ("report.md", "report.html"):
         text = (first / name).read_text()
-        assert "FLOPs per example = 2 x" in text
+        assert "FLOPs per example = 2 ×" in text
         assert f"{timing.tokens_per_second:,.0f}" in text
 
     # The times of another task are not shown, and later ones of the same model win.

@@ -6,7 +6,8 @@ import torch
 from moe import STMoEForConditionalGeneration
 from moe.errors import ConfigError
 from moe.sparse.editing import sparse_layers
-from moe.surgery import Upcycling, kept_output, upcycle_checkpoint
+from moe.surgery.kept_output import kept_output
+from moe.surgery.upcycle import Upcycling, upcycle_checkpoint
 from tests.models.t5 import as_t5
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
