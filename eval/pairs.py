@@ -60,7 +60,6 @@ class PairsSource:
 
 
 def _preprocess(row: Row) -> list[Features]:
-    """Returns the example of one pair."""
     return [{"inputs": row["inputs"], "targets": row["targets"], "group": row["group"] or ""}]
 
 

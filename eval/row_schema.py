@@ -37,10 +37,6 @@ LabelValues = Collection[Any] | Interval
 """The values that a label may have."""
 
 
-# ---------------------------------------------------------------------------
-# Rows
-
-
 def require_columns(names: Iterable[str], columns: ColumnKinds, where: str) -> None:
     """Raises when rows lack a column.
 
@@ -113,10 +109,6 @@ def require_label(
     )
 
 
-# ---------------------------------------------------------------------------
-# Values
-
-
 def _fit_value(value: Any, kind: Any, column: str, where: str) -> Any:
     """Returns a value of a kind, or raises a DataError."""
     # A struct, in either form.
@@ -176,10 +168,6 @@ def _refuse_half_characters(text: str, column: str, where: str) -> None:
             f"{where} has in {column!r} half a character: {_show(text)}. Expected text without lone "
             "surrogates, \\ud800 to \\udfff. Write the character whole, or leave the row out."
         )
-
-
-# ---------------------------------------------------------------------------
-# Messages
 
 
 def format_columns(columns: ColumnKinds) -> str:

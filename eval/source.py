@@ -290,7 +290,6 @@ class HubData:
         return dataset
 
     def _hidden_values(self, split: str) -> Mapping[str, Any] | None:
-        """Returns what stands for a hidden label, by column; None where none is hidden."""
         return self.hidden_values if split in self.hidden else None
 
     def _checked_dataset(self, dataset: "datasets.Dataset", split: str, revision: str) -> list[Row]:

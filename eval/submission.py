@@ -119,10 +119,6 @@ def _key(item: tuple[Key, Any]) -> Key:
     return item[0]
 
 
-# ---------------------------------------------------------------------------
-# Labels
-
-
 def _one_of(labels: Sequence[Any]) -> Callable[[Any], Any]:
     def to_label(answer: int) -> Any:
         return labels[answer] if 0 <= answer < len(labels) else None
@@ -139,10 +135,6 @@ def _to_similarity(answer: float) -> str | None:
 
 def _unchanged(answer: str) -> str:
     return answer
-
-
-# ---------------------------------------------------------------------------
-# Contents
 
 
 def _to_json_lines(labels: Labels) -> str:
@@ -176,9 +168,7 @@ def _to_paragraphs(labels: Labels) -> str:
     return "".join(lines)
 
 
-# ---------------------------------------------------------------------------
-# Files that are no classification with one number for each example
-
+# Files with several numbers for each example, or texts.
 MULTIRC_FILE = SubmissionFile(
     site="SuperGLUE",
     name="MultiRC.jsonl",

@@ -29,10 +29,6 @@ _SIZE = re.compile(
 _MOST_CHARACTERS = 2_000  # of a message, whose value may be as long as the command line
 
 
-# ---------------------------------------------------------------------------
-# Options
-
-
 class Parser(argparse.ArgumentParser):
     """An `argparse` parser whose errors are ConfigErrors of one line."""
 
@@ -117,10 +113,6 @@ def _refuse(check_value: Callable[..., None], value: object, **bounds: Any) -> N
         check_value("", value, **bounds)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error).strip()) from error
-
-
-# ---------------------------------------------------------------------------
-# Exit of a command
 
 
 def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> None:

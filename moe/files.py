@@ -401,10 +401,8 @@ def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
 
 
 def _a(kind: str) -> str:
-    """Returns a kind of folder with its article."""
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
 def _absolute(path: Path) -> Path:
-    """Returns a path from the root; a link stays, where `resolve` would write to its far end."""
     return Path(os.path.abspath(path))  # noqa: PTH100

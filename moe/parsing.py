@@ -294,7 +294,6 @@ PlainLoader.yaml_implicit_resolvers = _plain_resolvers()
 
 @cache
 def _reader(kind: Any) -> TypeAdapter[Any]:
-    """Returns the reader of records of a type, which is slow to build."""
     return TypeAdapter(kind)
 
 

@@ -205,7 +205,6 @@ READERS: dict[str, Callable[[InputCase, PreTrainedTokenizerFast, Path], dict[str
 
 
 def _batches(case: InputCase, source: BatchSource) -> Iterable[Batch]:
-    """Returns our batches, made by this process as a worker would."""
     return batches_ahead(source, ALL_ROWS, range(case.num_batches), workers=0)
 
 

@@ -152,10 +152,6 @@ def _fill_disk(number: int, frame: FrameType | None) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (_FULL, resource.RLIM_INFINITY))
 
 
-# ---------------------------------------------------------------------------
-# What a run leaves
-
-
 def read_lines(folder: Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's metrics; a torn last one is left out."""
     path = folder / METRICS_FILE

@@ -216,7 +216,6 @@ def _cannot_improve(finished: _Finished, running: _Beams, largest_penalty: float
 
 
 def _select(tokens: Tensor, beams: Tensor) -> Tensor:
-    """Returns the hypotheses [N, M, T] of `tokens` [N, K, T] at the indices `beams` [N, M]."""
     return tokens.gather(1, beams[..., None].expand(-1, -1, tokens.shape[-1]))
 
 

@@ -100,10 +100,6 @@ class TokenFlops(NamedTuple):
     of_output: int
 
 
-# ---------------------------------------------------------------------------
-# Tokens and operations
-
-
 def count_tokens(
     requests: Sequence[TokenizedRequest],
     predictions: Sequence[Prediction],
@@ -164,10 +160,6 @@ def _num_multiplied(stack: nn.Module) -> int:
         if not isinstance(module, nn.Embedding):
             total += sum(parameter.numel() for parameter in module.parameters(recurse=False))
     return total
-
-
-# ---------------------------------------------------------------------------
-# Times
 
 
 def read_timings(folder: Path) -> list[Timing]:

@@ -34,5 +34,4 @@ def is_whole(text: str, value: dict[str, Any], before: str = "") -> bool:
 
 
 def _digest(before: str, body: str) -> str:
-    """Returns the SHA-256 of two texts in hexadecimal digits."""
     return hashlib.sha256(f"{before}\n{body}".encode()).hexdigest()

@@ -124,7 +124,6 @@ def _choose(data: BaselineData, test: Sequence[Example]) -> dict[str, Baseline]:
 
 
 def _is_summarization(task: Task) -> bool:
-    """Returns whether the task's first metric is ROUGE."""
     return task.metrics[0].name.lower().startswith("rouge")
 
 
@@ -205,12 +204,10 @@ def _summarize(train: Sequence[Example], test: Sequence[Example]) -> dict[str, l
 
 
 def _sentences(example: Example) -> list[str]:
-    """Returns the sentences of a text; at least one."""
     return _SENTENCE_END.split(example.inputs.removeprefix(_PROMPT).strip())
 
 
 def _with_position(sentences: Sequence[str]) -> list[str]:
-    """Returns each sentence with a word for its position."""
     return [f"{sentence} place{number}" for number, sentence in enumerate(sentences)]
 
 

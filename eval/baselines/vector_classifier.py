@@ -192,5 +192,4 @@ def _choose(classifiers: _Classifiers) -> Setting:
 
 
 def _best(num_right: Counter[Setting]) -> Setting:
-    """Returns the setting that is right most often; of equals the one that was tried first."""
     return num_right.most_common(1)[0][0]

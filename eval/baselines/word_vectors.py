@@ -79,7 +79,6 @@ class WordVectors(NamedTuple):
         return largest
 
     def _words(self, text: str) -> list[int]:
-        """Returns the numbers of the known words of a text."""
         return [self.numbers[word] for word in split_words(text) if word in self.numbers]
 
 

@@ -282,7 +282,6 @@ def _print_costs(report: Report) -> None:
 
 
 def _value_and_interval(score: MetricScore | AverageScore) -> tuple[str, str]:
-    """Returns the last two cells of a line."""
     return format_score(score.value), f"({format_marked_interval(score)})"
 
 

@@ -258,5 +258,4 @@ def wordnet_documents(synsets: Iterable[Synset]) -> list[Document]:
 
 
 def _closed_sentence(text: str) -> str:
-    """Returns a text that ends as a sentence does."""
     return text if text.endswith((".", "!", "?")) else f"{text}."

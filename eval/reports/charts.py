@@ -61,10 +61,6 @@ class Column(NamedTuple):
     tooltip: str
 
 
-# ---------------------------------------------------------------------------
-# Scores
-
-
 class _Axis:
     """The axis of scores: from 0, or the lowest end of an interval below it, to the highest one."""
 
@@ -181,10 +177,6 @@ def _shorten_name(name: str) -> str:
     if len(name) <= _NAME_CHARACTERS:
         return name
     return f"{name[:20]}…{name[-15:]}"
-
-
-# ---------------------------------------------------------------------------
-# Histograms
 
 
 def length_histogram(lengths: InputLengths) -> str:

@@ -47,10 +47,6 @@ _LIBRARIES = (
 )
 
 
-# ---------------------------------------------------------------------------
-# What computed the numbers
-
-
 def library_versions() -> dict[str, str]:
     """Returns the versions of Python and of the libraries that compute the numbers."""
     versions = {"python": platform.python_version()}
@@ -131,10 +127,6 @@ def _read_selection(run: Path) -> Selection | None:
         step=None if step is None else int(step),
         mean=scores.get("mean"),
     )
-
-
-# ---------------------------------------------------------------------------
-# Writing
 
 
 def save_report(report: Report, out: Path, *, last: bool) -> Report:

@@ -305,5 +305,4 @@ def class_rows(task: TaskResult) -> list[list[str]]:
 
 
 def _format_finite(value: float, form: str, unit: str = "") -> str:
-    """Returns a number; `-` where no token gives one."""
     return f"{value:{form}}{unit}" if math.isfinite(value) else "-"

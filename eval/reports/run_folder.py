@@ -281,7 +281,6 @@ def results_of_saved(report: SavedReport) -> Set[Result]:
 
 
 def _baseline_source(system: SystemResult | SavedSystem) -> str:
-    """Returns what tells a baseline from those that have seen something else."""
     return f"{system.name}: {system.fitted_to}"
 
 
@@ -333,7 +332,6 @@ def is_superseded(path: Path, results: Set[Result]) -> bool:
 
 
 def _numbered(path: Path, number: int) -> Path:
-    """Returns `report.1.html` for `report.html`."""
     return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
@@ -403,7 +401,6 @@ def _check_header(
 
 
 def _show(value: Any) -> str:
-    """Returns a value as it stands in the files."""
     return shown(value._asdict() if hasattr(value, "_asdict") else value)
 
 
@@ -417,5 +414,4 @@ def _existing(path: Path) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Returns what JSON can hold of a value that it does not know."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -54,7 +54,6 @@ def matching_scores(
 
 
 def _as_given(targets: Values, answers: Values) -> NDArray[np.float64]:
-    """Returns the answers, which are scores already."""
     return np.asarray(answers, dtype=np.float64)
 
 

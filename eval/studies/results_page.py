@@ -75,10 +75,6 @@ def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
     return {name: studies[name] for name in names}
 
 
-# ---------------------------------------------------------------------------
-# The page
-
-
 def curve_figures(results: Mapping[str, StudyResult]) -> dict[str, str]:
     """Returns the figure of each study that has one, as SVG, by the name of the study.
 

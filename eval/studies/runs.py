@@ -216,7 +216,6 @@ def _recipe_content(
 
 
 def _options_content(settings: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
-    """Returns the options of the command, without the file of the recipe."""
     return {name: settings[name] for name in settings if "." not in name and name != "config"}
 
 

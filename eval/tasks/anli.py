@@ -16,10 +16,6 @@ YES_OR_NO = ("Yes", "It's impossible to say", "No")
 TRUE_OR_FALSE = ("True", "Neither", "False")
 
 
-# ---------------------------------------------------------------------------
-# Prompts
-
-
 def flan(row: Row) -> list[Features]:
     """Maps premise, question and three answers to Yes, It's impossible to say or No.
 
@@ -43,10 +39,6 @@ def gpt3(row: Row) -> list[Features]:
     """
     inputs = f"{row['premise']}\nQuestion: {row['hypothesis']} True, False, or Neither?\nAnswer:"
     return [{"uid": row["uid"], "inputs": inputs, "targets": TRUE_OR_FALSE[row["label"]]}]
-
-
-# ---------------------------------------------------------------------------
-# Tasks
 
 
 def _register_round(number: int, *, num_train: int, num_eval: int) -> None:

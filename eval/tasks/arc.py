@@ -17,10 +17,6 @@ from moe.errors import DataError
 LETTERS = "ABCDE"
 
 
-# ---------------------------------------------------------------------------
-# Prompts
-
-
 def ask_letter(name: str) -> Preprocess:
     """Returns the preprocessor that maps a question with its choices to a letter.
 
@@ -87,12 +83,7 @@ def choices_of_row(features: Features) -> tuple[str, ...]:
 
 
 def _with_letters(texts: list[str]) -> str:
-    """Returns `(A) first (B) second`."""
     return " ".join(f"({letter}) {text}" for letter, text in zip(LETTERS, texts, strict=False))
-
-
-# ---------------------------------------------------------------------------
-# Tasks
 
 
 def _register_level(name: str, config: str, counts: Mapping[str, int]) -> None:

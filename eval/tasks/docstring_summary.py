@@ -22,10 +22,6 @@ _SPLIT_SALT = "docstring-summary-v1"
 _summarize = summarize("body", "summary")
 
 
-# ---------------------------------------------------------------------------
-# Rows
-
-
 def _rows(split: str) -> list[Row]:
     return _all_rows()[split]
 
@@ -79,12 +75,7 @@ def _is_packaged_apart(relative: Path) -> bool:
     return relative.parts[0] in PACKAGED_APART
 
 
-# ---------------------------------------------------------------------------
-# The task
-
-
 def _preprocess(row: Row) -> list[Features]:
-    """Returns the example of one docstring, in T5's form."""
     return [{**row, **features} for features in _summarize(row)]
 
 

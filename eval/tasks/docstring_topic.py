@@ -243,7 +243,6 @@ def _module_words(module: str) -> re.Pattern[str]:
 
 
 def _preprocess(row: Row) -> list[Features]:
-    """Returns the example of one docstring."""
     return [{**row, "inputs": f"docstring topic: {row['text']}", "targets": row["topic"]}]
 
 

@@ -107,9 +107,6 @@ def _register(
     register_task(task)
 
 
-# ---------------------------------------------------------------------------
-# One sentence
-
 _register(
     "cola",
     "Whether a sentence is grammatical: acceptable or unacceptable.",
@@ -129,9 +126,6 @@ _register(
     numbers=True,
 )
 
-
-# ---------------------------------------------------------------------------
-# Two sentences that mean the same
 
 _register(
     "mrpc",
@@ -186,9 +180,6 @@ register_task(
     )
 )
 
-
-# ---------------------------------------------------------------------------
-# Inference
 
 _register(
     "mnli",

@@ -22,10 +22,6 @@ UNANSWERABLE = "unanswerable"
 _COLUMNS = {"id": str, "context": str, "question": str, "answers": {"text": [str]}}
 
 
-# ---------------------------------------------------------------------------
-# Prompts and scores of SQuAD 2.0
-
-
 def squad_v2(row: Row) -> list[Features]:
     """Maps a question to its first answer, as T5 does, or to UNANSWERABLE."""
     examples = squad(row)
@@ -58,9 +54,6 @@ def _f1(targets: Values, answers: Values) -> NDArray[np.float64]:
 SQUAD_V2_F1 = mean_of("f1", _f1)
 """Source: evaluate-v2.0.py of SQuAD. Differs: no."""
 
-
-# ---------------------------------------------------------------------------
-# Tasks
 
 register_task(
     Task(

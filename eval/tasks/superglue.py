@@ -191,7 +191,6 @@ def _record_train(row: Row) -> list[Features]:
 
 
 def _record(row: Row) -> list[Features]:
-    """Maps a query to its first answer alone."""
     return _record_train(row)[:1]
 
 

@@ -39,10 +39,6 @@ _NUMBERED_NAMES = ("CJK", "HANGUL SYLLABLE", "VARIATION SELECTOR", "TANGUT", "NU
 """Beginnings of names that only count on, as CJK UNIFIED IDEOGRAPH-4E00."""
 
 
-# ---------------------------------------------------------------------------
-# Rows
-
-
 def _rows(split: str) -> list[Row]:
     return _all_rows()[split]
 
@@ -76,10 +72,6 @@ def _all_rows() -> dict[str, list[Row]]:
 
 def _order(code: int) -> float:
     return hash_fraction(f"{_SPLIT_SALT}/{code:06x}")
-
-
-# ---------------------------------------------------------------------------
-# The task
 
 
 def _preprocess(row: Row) -> list[Features]:

@@ -20,10 +20,6 @@ _LABELS = {"1": 0, "2": 1, "": HIDDEN_LABEL}
 _ask_name = glue("winogrande", OPTIONS, id_field=None)
 
 
-# ---------------------------------------------------------------------------
-# Prompts
-
-
 def ask_name(row: Row) -> list[Features]:
     """Maps `winogrande option1: A option2: B sentence: S` to option1 or option2."""
     return _ask_name(
@@ -84,10 +80,6 @@ def _features(row: Row, inputs: str, choices: tuple[str, str]) -> Features:
 def choices_of_row(features: Features) -> tuple[str, ...]:
     """Returns the choices of an example, each once."""
     return tuple(dict.fromkeys(features["choices"]))
-
-
-# ---------------------------------------------------------------------------
-# Tasks
 
 
 def _register_size(size: str, num_train: int) -> Task:

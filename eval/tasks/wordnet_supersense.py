@@ -41,10 +41,6 @@ SUPERSENSES = _supersenses()
 """The classes in words, e.g. "animal" and "motion (verb)", by lexicographer file."""
 
 
-# ---------------------------------------------------------------------------
-# Rows
-
-
 def _rows(split: str) -> list[Row]:
     return _all_rows()[split]
 
@@ -76,10 +72,6 @@ def _all_rows() -> dict[str, list[Row]]:
 
 def _order(synset: Synset) -> float:
     return hash_fraction(f"{_SPLIT_SALT}/order/{letters(synset.definition)}")
-
-
-# ---------------------------------------------------------------------------
-# The task
 
 
 def _preprocess(row: Row) -> list[Features]:

@@ -29,10 +29,6 @@ _NOT_IN_THE_TEXT = "wordnet_supersense"
 """The task whose tested definitions the text of the studies lacks."""
 
 
-# ---------------------------------------------------------------------------
-# Rows
-
-
 def _rows(split: str) -> list[Row]:
     return _all_rows()[split]
 
@@ -100,10 +96,6 @@ def _questions(synsets: Sequence[Synset]) -> Iterator[Row]:
             "word": synset.words[0],
             "choices": choices,
         }
-
-
-# ---------------------------------------------------------------------------
-# The task
 
 
 def _preprocess(row: Row) -> list[Features]:

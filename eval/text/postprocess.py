@@ -15,10 +15,6 @@ _DETERMINERS = re.compile(
 )
 
 
-# ---------------------------------------------------------------------------
-# Texts and labels
-
-
 def unchanged(text: str, fields: Features, is_target: bool) -> str:
     """Returns the text, for tasks such as summaries."""
     return text
@@ -58,9 +54,6 @@ def string_to_float(default: float = -1.0) -> Callable[[str, Features, bool], fl
 
     return postprocess
 
-
-# ---------------------------------------------------------------------------
-# SuperGLUE
 
 _true_or_false = label_index(("False", "True"))
 
@@ -117,10 +110,6 @@ def _without_determiners(text: str) -> str:
     """Returns the text in lower case without determiners."""
     words = text.strip().lower().split(" ")
     return " ".join(word for word in words if not _DETERMINERS.fullmatch(word))
-
-
-# ---------------------------------------------------------------------------
-# Questions
 
 
 def qa(text: str, fields: Features, is_target: bool) -> str | list[str]:

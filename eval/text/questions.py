@@ -18,10 +18,6 @@ _PUNCTUATION = re.compile(f"([{re.escape(string.punctuation)}])")
 _SPACES = re.compile(r"[\t\n\f\r ]+")  # RE2's \s
 
 
-# ---------------------------------------------------------------------------
-# Open book
-
-
 def pad_punctuation(text: str) -> str:
     """Returns the text with spaces around each ASCII punctuation mark, and no two spaces in a row.
 
@@ -58,10 +54,6 @@ def squad(row: Row, *, include_context: bool = True) -> list[Features]:
             "answers": answers,
         }
     ]
-
-
-# ---------------------------------------------------------------------------
-# Closed book
 
 
 def natural_questions_open(row: Row) -> list[Features]:

@@ -109,7 +109,6 @@ def set_numbers(
                 state[key] = type(value)(number)
 
 
-# ---------------------------------------------------------------------------
 # Without a file: a replica group that comes back takes the state from one that is alive, rank by
 # rank of the same mesh.
 

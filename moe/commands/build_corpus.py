@@ -224,5 +224,4 @@ def read_sources(options: argparse.Namespace, readers: RepositoryReaders | None)
 
 
 def _given(option: Path | bool | None) -> Path | None:
-    """Returns the path given with an option; None for an option without a value."""
     return option if isinstance(option, Path) else None

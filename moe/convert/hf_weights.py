@@ -276,7 +276,6 @@ def _two_tables(source: str, first: str, first_table: str, second: str, second_t
 
 
 def _are_equal(a: LazyTensor, b: LazyTensor) -> bool:
-    """Returns whether two tensors hold the same numbers."""
     return a is b or (a.shape == b.shape and torch.equal(a.read(), b.read()))
 
 

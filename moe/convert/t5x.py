@@ -199,7 +199,6 @@ def _join_chunks(folder: Path, name: str, leaf: Mapping[str, Any]) -> Tensor:
 
 
 def _list_of(tree: Mapping[str, Any]) -> list[Any]:
-    """Returns a list, which flax writes as a tree with branches 0, 1, 2 and so on."""
     return [tree[str(number)] for number in range(len(tree))]
 
 
@@ -430,10 +429,8 @@ def _up_layers(config: STMoEConfig, module: str) -> list[str]:
 
 
 def _scale(name: str, norm: str) -> WeightMapping:
-    """Returns the weight of a norm."""
     return WeightMapping(name, (f"{norm}/scale",))
 
 
 def _kernels(name: str, *layers: str) -> WeightMapping:
-    """Returns a weight made of the kernels of these layers, which T5X stores transposed."""
     return WeightMapping(name, tuple(f"{layer}/kernel" for layer in layers), transposed=True)

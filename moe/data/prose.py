@@ -142,7 +142,6 @@ def _without_markup(block: list[str]) -> str:
 
 
 def _role_text(match: re.Match[str]) -> str:
-    """Returns the text of a role as a literal: `:meth:`~Tensor.sum`` -> `Tensor.sum`."""
     return f"`{match[1].lstrip('~!')}`"
 
 

@@ -81,10 +81,6 @@ def _encode(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -
     return {_TOKENS: np.concatenate(parts)}
 
 
-# ---------------------------------------------------------------------------
-# Files
-
-
 def tokens_name(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, settings: str = ""
 ) -> str:

@@ -275,7 +275,6 @@ def divisors(number: int) -> list[int]:
 
 
 def _experts_divide(limits: MeshLimits, ep: int) -> bool:
-    """Returns whether each rank of an `ep` axis gets as many experts as the others."""
     return ep == 1 or (limits.num_experts > 0 and limits.num_experts % ep == 0)
 
 

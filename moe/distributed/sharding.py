@@ -439,7 +439,6 @@ def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float | None) ->
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Returns float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -190,7 +190,6 @@ class _FusedFeedForward(torch.autograd.Function):
 
 
 def _dropout_seed(form: ExpertForm) -> int:
-    """Returns a seed of torch's default generator; 0 where nothing is dropped."""
     return int(torch.randint(2**62, ()).item()) if form.dropout_rate else 0
 
 

@@ -120,7 +120,6 @@ class _GroupedLinear(torch.autograd.Function):
 
 @torch.library.custom_op("moe::grouped_linear", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _grouped_linear_op(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Returns what `grouped_linear` does; a loop over experts waits for the device."""
     return grouped_linear(x, weight, counts)
 
 
@@ -135,7 +134,6 @@ def _fake_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def _gradients_op(
     d_product: Tensor, x: Tensor, weight: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x and weight."""
     return _gradients(d_product, x, weight, counts)
 
 

@@ -147,5 +147,4 @@ def _warn_of_plain_experts(model: PreTrainedModel) -> None:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Returns whether a weight holds floating-point numbers and is not quantised."""
     return weight.is_floating_point() and not is_quantized(weight)

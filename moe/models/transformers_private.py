@@ -34,10 +34,6 @@ _WITHOUT_BIAS = ("flash", "flex", "paged", "/")
 """Parts of names of attention implementations that cannot add a bias; `/` occurs in hub names."""
 
 
-# ---------------------------------------------------------------------------
-# Files
-
-
 def find_file(source: Path | str, name: str, **download: Any) -> Path | None:
     """Returns a file of a folder or hub name, downloaded if necessary; None when there is none."""
     path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **download)
@@ -68,9 +64,6 @@ def attention_implementation(config: PreTrainedConfig) -> str:
     return config._attn_implementation or "eager"
 
 
-# ---------------------------------------------------------------------------
-# Hooks of the configuration
-
 _EXPERTS_IMPLEMENTATION: dict[Dispatch, str] = {"ragged": "grouped_mm", "static": "batched_mm"}
 """Transformers' names of how the experts are run."""
 
@@ -82,7 +75,6 @@ class PrivateConfigHooks:
 
     @property
     def _experts_implementation(self) -> str:
-        """Transformers' name of `dispatch`."""
         return _EXPERTS_IMPLEMENTATION[self.dispatch]
 
     @_experts_implementation.setter
@@ -115,10 +107,6 @@ class PrivateConfigHooks:
             CheckpointError: When the file is torn or holds something else.
         """
         return cast(Any, cls)._decode_special_floats(read_json_object(Path(json_file)))
-
-
-# ---------------------------------------------------------------------------
-# Hooks of the models
 
 
 class PrivateModelHooks:
@@ -207,10 +195,6 @@ class PrivateModelHooks:
         if mesh is not None:
             cast(Any, distributed).set_parallel_axes(None, mesh["tp"].get_group())
         return distributed
-
-
-# ---------------------------------------------------------------------------
-# Tensor parallelism
 
 
 def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None:

@@ -144,7 +144,6 @@ class Topology:
 
     @cached_property
     def _routes(self) -> dict[tuple[int, int], IntArray]:
-        """Routes that were found before, by source and destination."""
         return {}
 
     @cached_property

@@ -151,7 +151,6 @@ def _without_clipping(
 
 
 def _moments(layout: Layout, mesh: MeshConfig, *, num_moments: int, **options: Any) -> int:
-    """Returns the numbers of so many moments of the shard."""
     return num_moments * math.prod(layout.local_shape(mesh))
 
 

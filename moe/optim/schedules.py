@@ -212,7 +212,6 @@ def exponential(
 
 
 def _warmed_up(step: int, warmup_steps: float, warmup_start: int) -> float:
-    """Returns the share of the rate that a linear warm-up has reached."""
     return min(1.0, (step - warmup_start) / warmup_steps) if warmup_steps else 1.0
 
 

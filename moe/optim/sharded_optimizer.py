@@ -247,5 +247,4 @@ def matrix_norms(
 
 
 def _norm(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Returns the root of the sum of squares over `dims`, kept with size 1; of no dims, |x|."""
     return torch.linalg.vector_norm(x, dim=dims, keepdim=True) if dims else x.abs()

@@ -93,5 +93,4 @@ def _position_bias_bytes(stack: StackPass) -> int:
 
 
 def _residual_bytes(stack: StackPass) -> int:
-    """Returns the bytes of the residual stream between two blocks."""
     return stack.num_tokens * stack.d_model * FLOAT32_BYTES

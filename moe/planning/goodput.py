@@ -99,10 +99,6 @@ def _survival(
     return Survival(name, idle, redone, spare_share, left * (1 - spare_share))
 
 
-# ---------------------------------------------------------------------------
-# Text
-
-
 def parse_duration(name: str, text: str) -> float:
     """Returns the seconds that a text like `3h`, `18min` or `30s` means.
 

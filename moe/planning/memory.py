@@ -162,5 +162,4 @@ def _autocast_copies(layouts: Mapping[str, Layout], units: list[Unit], mesh: Mes
 
 
 def _is_multiplied(layout: Layout) -> bool:
-    """Returns whether a parameter is in a product that autocast computes in bfloat16."""
     return layout.rule not in ("embedding", "norm", "router", "position bias")

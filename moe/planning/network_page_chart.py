@@ -78,7 +78,6 @@ def fastest_ranges(curves: Sequence[Curve]) -> list[Range]:
 
 
 def _number(logarithm: float) -> float:
-    """Returns the number of a logarithm, to twelve digits, so that 1 GiB stays exact."""
     return float(f"{math.exp(logarithm):.12g}")
 
 

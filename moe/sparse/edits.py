@@ -104,10 +104,6 @@ class SwapExperts(_ExpertsEdit):
         return plan._replace(expert_index=swapped)
 
 
-# ---------------------------------------------------------------------------
-# The same for single choices
-
-
 def drop_choices(plan: DispatchPlan, dropped: Tensor) -> DispatchPlan:
     """Returns the plan in which some choices <bool>[G, S, K] are not accepted; all else stays."""
     return plan._replace(

@@ -191,7 +191,6 @@ class Experts(nn.Module):
         )
 
     def _fused_weights(self) -> ExpertWeights:
-        """Returns the weights as fused experts take them: quantised ones one expert at a time."""
         return self.product_weights(keep_quantized=not torch.compiler.is_compiling())
 
     def _product_weight(self, weight: Tensor, keep_quantized: bool) -> Tensor:

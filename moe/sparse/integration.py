@@ -280,7 +280,6 @@ def total_stats(routers: Sequence[RouterOutput]) -> RouterStats:
 
 
 def _num_experts_and_choices(router: RouterOutput) -> tuple[int, int]:
-    """Returns E and K of a layer."""
     return router.stats.expert_load.numel(), router.stats.dropped_by_choice.numel()
 
 

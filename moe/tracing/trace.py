@@ -184,9 +184,6 @@ def id_dtype(vocab_size: int) -> torch.dtype:
     return torch.int16 if vocab_size <= torch.iinfo(torch.int16).max + 1 else torch.int32
 
 
-# ---------------------------------------------------------------------------
-# As named tensors, which files hold
-
 _CHOICE_TENSORS = ("expert", "state", "gate", "first", "best_expert", "best_prob")
 """Fields of a `LayerTrace` with a row for each token."""
 

@@ -155,10 +155,6 @@ class _RowStream(ExitStack):
         shutil.rmtree(self._folder)
 
 
-# ---------------------------------------------------------------------------
-# Reading
-
-
 def read_trace(folder: Path) -> Trace:
     """Returns a trace that was written to a folder.
 

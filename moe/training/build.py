@@ -190,7 +190,6 @@ def _state_of_changed_routers(saved: STMoEConfig, config: STMoEConfig) -> Callab
 
 
 def _in_bfloat16(recipe: Recipe) -> bool:
-    """Returns whether FSDP gathers parameters in bfloat16."""
     return recipe.training.precision == "bfloat16"
 
 

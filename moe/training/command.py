@@ -422,7 +422,6 @@ def _attribute_help(cls: Any) -> dict[str, str]:
 
 
 def _is_mapping(kind: Any) -> bool:
-    """Returns whether a setting of this type may be a mapping."""
     return any(typing.get_origin(part) is dict for part in (kind, *typing.get_args(kind)))
 
 

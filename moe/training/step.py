@@ -411,7 +411,6 @@ def _add_balance_totals(passes: Iterator[STMoEOutput]) -> _LayerTotals:
 
 
 def _add_layer_totals(parts: Sequence[_LayerTotals]) -> _LayerTotals:
-    """Returns the totals of each layer over several parts of a batch."""
     return tuple(reduce(add_totals, layer) for layer in zip(*parts, strict=True))
 
 
@@ -471,5 +470,4 @@ def add_layer_stats(total: list[RouterStats], stats: list[RouterStats]) -> list[
 
 
 def _sum_layers(stats: list[RouterStats]) -> RouterStats | None:
-    """Returns the statistics added up over layers; None when there are no layers."""
     return reduce(add_stats, stats) if stats else None

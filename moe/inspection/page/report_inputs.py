@@ -43,10 +43,6 @@ def find_recipe(folder: Path) -> Path | None:
     return None
 
 
-# ---------------------------------------------------------------------------
-# Metrics of runs
-
-
 class Stage(NamedTuple):
     """Metrics of one run.
 
@@ -139,9 +135,6 @@ def _read_metrics(path: Path) -> list[Line]:
         raise DataError(f"{path} measures none of {', '.join(_PLOTTED)}. {advice}")
     return lines
 
-
-# ---------------------------------------------------------------------------
-# An evaluation
 
 # In percent, down to -100 for a correlation; values beyond the range (except for rounding) are damage.
 Percent = Annotated[float, Field(ge=-100.001, le=100.001)]

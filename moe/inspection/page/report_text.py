@@ -74,9 +74,6 @@ def layer_sentence(layer: LayerCounts) -> str:
     )
 
 
-# ---------------------------------------------------------------------------
-# Training
-
 NGRAMS = ("unigram", "bigram", "trigram")
 
 
@@ -126,10 +123,6 @@ def loss_sentence(line: Line) -> str:
     baselines = [f"{name} model needs {value:.2f}" for name, value in ngram_losses(line).items()]
     text = f"The perplexity is {math.exp(min(loss, _LARGEST_EXPONENT)):,.4g}."
     return f"{text} A {', a '.join(baselines)} nats." if baselines else text
-
-
-# ---------------------------------------------------------------------------
-# Evaluation
 
 
 def model_sentences(fingerprint: str, evaluation: Evaluation) -> list[str]:

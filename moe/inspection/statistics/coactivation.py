@@ -102,10 +102,6 @@ def _expected_pairs(counts: Tensor) -> Tensor:
     return expected.masked_fill(~is_pair, math.nan)
 
 
-# ---------------------------------------------------------------------------
-# From layer to layer
-
-
 class Flow(NamedTuple):
     """Where tokens go in the next sparse layer, by where they went in one.
 

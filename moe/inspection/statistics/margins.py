@@ -65,10 +65,6 @@ def choice_margins(layer: LayerTrace) -> Margins:
     return Margins(layer.key, place, probs[:, place - 1] - probs[:, place])
 
 
-# ---------------------------------------------------------------------------
-# Noise
-
-
 class NoiseStability(NamedTuple):
     """How many choices noise at the input of one layer's router changes.
 

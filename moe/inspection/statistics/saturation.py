@@ -88,12 +88,7 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
 
 
 def _corrected(share: float, chance: float) -> float:
-    """Returns (share - chance) / (1 - chance); NaN when chance is 1."""
     return (share - chance) / (1 - chance) if chance < 1 else math.nan
-
-
-# ---------------------------------------------------------------------------
-# Over training
 
 
 class Snapshot(NamedTuple):

@@ -108,10 +108,6 @@ def chosen_experts(layer: LayerTrace, choices: str) -> Tensor:
     return one_hot_choices(experts, layer.facts.num_experts)
 
 
-# ---------------------------------------------------------------------------
-# More than chance?
-
-
 class SpecializationTest(NamedTuple):
     """Whether classes and experts of one layer are related more than by chance.
 

@@ -84,7 +84,6 @@ def is_all_marks(word: str) -> bool:
 
 
 def _has_end(word: str) -> bool:
-    """Returns whether punctuation may end a sentence."""
     return is_all_marks(word) and not _SENTENCE_END.isdisjoint(word)
 
 
