@@ -66,19 +66,17 @@ def trained_sentence(config: STMoEConfig) -> str:
 
 
 def loss_sentence(line: Line) -> str:
-    """Returns the held-out loss beside that of the n-gram tables, and which of them it beats."""
+    """Returns the held-out loss, and which n-gram tables of the training text it beats."""
     loss = line["heldout/text_loss"]
-    text = f"Held-out loss: {loss:.2f} nats per masked token"
-    tables = [name for name in _TABLES if f"heldout/{name}" in line]
-    if not tables:
-        return f"{text}."
-
-    numbers = ", ".join(f"{name} {line[f'heldout/{name}']:.2f}" for name in tables)
-    beaten = [name for name in tables if loss < line[f"heldout/{name}"]]
-    verdict = f"better than the {beaten[-1]}" if beaten else "worse than all of them"
-    if beaten and beaten != tables:
-        verdict += f", worse than the {tables[len(beaten)]}"
-    return f"{text}; tables of the same text: {numbers}. It is {verdict}."
+    sides: dict[str, list[str]] = {"better than": [], "worse than": []}
+    for name in _TABLES:
+        table = line.get(f"heldout/{name}")
+        if table is not None:
+            side = "better than" if loss < table else "worse than"
+            sides[side].append(f"{name} {table:.2f}")
+    compared = [f"{side} {', '.join(names)}" for side, names in sides.items() if names]
+    tables = f"; tables of its text: {'; '.join(compared)}" if compared else ""
+    return f"Held-out loss: {loss:.2f} nats per masked token{tables}."
 
 
 def task_lines(evaluation: Evaluation, comparison: Comparison, labels: int | None) -> list[str]:

@@ -60,15 +60,15 @@ def test_a_job_finds_its_recipes_from_any_folder(job, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("loss", "verdict"),
     [
-        (6.5, "It is worse than all of them."),
-        (5.0, "It is better than the unigram, worse than the bigram."),
-        (3.5, "It is better than the trigram."),
+        (6.5, "worse than unigram 6.00, bigram 4.50, trigram 4.00."),
+        (5.0, "better than unigram 6.00; worse than bigram 4.50, trigram 4.00."),
+        (3.5, "better than unigram 6.00, bigram 4.50, trigram 4.00."),
     ],
 )
 def test_the_summary_says_which_tables_the_model_beats(loss, verdict):
     tables = {"heldout/unigram": 6.0, "heldout/bigram": 4.5, "heldout/trigram": 4.0}
     sentence = loss_sentence({"heldout/text_loss": loss, **tables})
-    assert sentence.endswith(verdict) and "bigram 4.50" in sentence
+    assert sentence.endswith(f"tables of its text: {verdict}")
     assert loss_sentence({"heldout/text_loss": loss}).endswith(" nats per masked token.")
 
 
