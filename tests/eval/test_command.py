@@ -47,7 +47,7 @@ def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(
     printed = capsys.readouterr().out
     compared = json.loads((tmp_path / "c/compare.json").read_text())
     (metric,) = compared["tasks"][0]["metrics"]
-    line, place = printed.splitlines()
+    line, *_, place = printed.splitlines()
     assert line.startswith(f"unicode_category by rank, accuracy: ours {metric['a']:.1f}, t5 ")
     assert f"{metric['wins']:,} wins" in line and str(tmp_path / "c/compare.md") in place
     assert "## unicode_category by rank" in (tmp_path / "c/compare.md").read_text()
