@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import load_complete
 from moe.checksums import model_fingerprint
-from moe.cli import Parser, integer, path, real
+from moe.cli import Parser, integer, path, real, word
 from moe.data.pair_files import read_pairs
 from moe.data.span_corruption import DENSEST
 from moe.data.tokenizer import SpecialIds, load_tokenizer
@@ -121,7 +121,9 @@ def add_inputs(parser: Parser, *, required: bool = True) -> None:
     sources.add_argument(
         "--pairs", type=path, help="a .jsonl file of pairs with inputs and targets"
     )
-    sources.add_argument("--task", help="a task of eval/, in the repository; see --split")
+    sources.add_argument(
+        "--task", type=word, help="a task of eval/, in the repository; see --split"
+    )
 
     # Amount and processing.
     parser.add_argument("--split", default="validation", help="split of the task (validation)")
