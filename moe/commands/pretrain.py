@@ -4,7 +4,7 @@
         --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain [--resume] [--optim.lr 0.5]
 
 With `--pretrained MODEL` it continues training a model, with other text or other settings; a recipe
-without settings of a model, such as upcycled_pretrain, keeps the model's own.
+without an architecture, such as upcycled_pretrain, keeps the model's own.
 
 On several devices:
 
@@ -30,6 +30,7 @@ from moe.errors import ConfigError
 from moe.files import check_kind, output_path
 from moe.models.configuration import STMoEConfig
 from moe.training.build import (
+    MAY_CHANGE,
     build_new_model,
     check_continues,
     check_run_fits,
@@ -149,14 +150,29 @@ def check_size(argv: list[str]) -> None:
         )
 
 
-def with_architecture(recipe: PretrainRecipe, pretrained: Path) -> PretrainRecipe:
-    """Returns a recipe with the settings of a model, if it has none of its own."""
-    if recipe.model != dict(recipe.model_defaults):
+def with_architecture(recipe: PretrainRecipe, pretrained: Path, argv: list[str]) -> PretrainRecipe:
+    """Returns a recipe that takes from a model what it does not set itself.
+
+    A recipe of an architecture of its own is returned as it is. A setting in a file that equals the
+    default is taken for one that is not set.
+
+    Args:
+        recipe: The recipe.
+        pretrained: Folder of the model.
+        argv: The command line; the settings on it are set whatever their value.
+    """
+    typed = typed_settings(argv)
+    settings = {}
+    for name, value in recipe.model.items():
+        if f"model.{name}" in typed or value != recipe.model_defaults[name]:
+            settings[name] = value
+    if settings.keys() - MAY_CHANGE:
         return recipe
+
     check_model_folder(pretrained)
     config = STMoEConfig.from_pretrained(pretrained)
     model = {name: getattr(config, name) for name in recipe.model_fields}
-    return dataclasses.replace(recipe, model=model)
+    return dataclasses.replace(recipe, model={**model, **settings})
 
 
 def pretrain_command() -> RecipeCommand[PretrainRecipe]:
@@ -173,7 +189,7 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
     command.add_argument(
         "--pretrained",
         type=Path,
-        help="model to continue training; without settings of a model in the recipe it keeps its own (fresh weights)",
+        help="model to continue training; it keeps its architecture unless the recipe has one (fresh weights)",
     )
     command.add_argument("--out", type=str, required=True, help="folder of the run")
     command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
@@ -197,7 +213,7 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         check_kind(out, "training run")
         find_replica_groups(recipe.mesh, world)
         if pretrained is not None:
-            recipe = with_architecture(recipe, pretrained)
+            recipe = with_architecture(recipe, pretrained, argv)
 
         run = build_run(recipe, corpus, tokenizer, out, world, pretrained)
         config = run.built.model.config

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import load_complete
 from moe.checksums import model_fingerprint
-from moe.cli import Parser, integer, path, real
+from moe.cli import Parser, integer, path, real, word
 from moe.data.pair_files import read_pairs
 from moe.data.span_corruption import DENSEST
 from moe.data.tokenizer import SpecialIds, load_tokenizer
@@ -73,10 +73,26 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
             "Give another."
         )
 
+    return with_tokenizer(folder, model, folder)
+
+
+def with_tokenizer(
+    folder: Path, model: STMoEForConditionalGeneration, source: Path | str
+) -> InspectedModel:
+    """Returns a model with the tokenizer of its folder.
+
+    Args:
+        folder: Folder with the tokenizer.
+        model: The model.
+        source: Where the tokenizer comes from, for messages.
+
+    Raises:
+        DataError: When the tokenizer is missing, damaged or of another model.
+    """
     tokenizer = load_tokenizer(folder)
     if len(tokenizer) > model.config.vocab_size:
         raise DataError(
-            f"The tokenizer in {folder} has {len(tokenizer):,} tokens, its model "
+            f"The tokenizer in {source} has {len(tokenizer):,} tokens, its model "
             f"{model.config.vocab_size:,}: it is that of another model. Put the right tokenizer.json "
             "beside the model."
         )
@@ -84,7 +100,13 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
 
 
 def add_inputs(parser: Parser, *, required: bool = True) -> None:
-    """Adds the options for what is traced, which may be nothing unless it is `required`."""
+    """Adds the options for what is traced.
+
+    Args:
+        parser: The parser.
+        required: Whether routing is traced; else a model is measured, perhaps on nothing, and reads
+            the targets with the capacity of its config.
+    """
     sources = parser.add_mutually_exclusive_group(required=required)
     sources.add_argument(
         "--corpus",
@@ -99,15 +121,20 @@ def add_inputs(parser: Parser, *, required: bool = True) -> None:
     sources.add_argument(
         "--pairs", type=path, help="a .jsonl file of pairs with inputs and targets"
     )
-    sources.add_argument("--task", help="a task of eval/, in the repository; see --split")
+    sources.add_argument(
+        "--task", type=word, help="a task of eval/, in the repository; see --split"
+    )
 
     # Amount and processing.
     parser.add_argument("--split", default="validation", help="split of the task (validation)")
-    parser.add_argument(
-        "--generate",
-        action="store_true",
-        help="let the decoder read the model's own greedy answers instead of the targets",
-    )
+    if required:
+        parser.add_argument(
+            "--generate",
+            action="store_true",
+            help="let the decoder read the model's own greedy answers instead of the targets",
+        )
+    else:
+        parser.set_defaults(generate=False)
     parser.add_argument(
         "--examples", type=integer(least=1), default=1024, help="most examples, taken evenly (1024)"
     )
@@ -118,7 +145,7 @@ def add_inputs(parser: Parser, *, required: bool = True) -> None:
         help="most encoder tokens of an example (64)",
     )
     add_noise_density(parser)
-    add_batches(parser)
+    add_batches(parser, dropless=required)
 
 
 def add_noise_density(parser: Parser) -> None:
@@ -131,17 +158,18 @@ def add_noise_density(parser: Parser) -> None:
     )
 
 
-def add_batches(parser: Parser) -> None:
-    """Adds the options for how a model reads examples."""
+def add_batches(parser: Parser, *, dropless: bool = True) -> None:
+    """Adds the options for how a model reads examples, with or without --dropless."""
     parser.add_argument(
         "--batch-size",
         type=integer(least=1),
         default=32,
         help="examples of a batch, which share the experts' slots (32)",
     )
-    parser.add_argument(
-        "--dropless", action="store_true", help="give every expert room for all tokens"
-    )
+    if dropless:
+        parser.add_argument(
+            "--dropless", action="store_true", help="give every expert room for all tokens"
+        )
 
 
 def command_text(verb: str, argv: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ stmoe pretrain --pretrained runs/upcycled --corpus runs/corpus --tokenizer runs/
 
 import shlex
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import get_args
 
@@ -16,22 +17,23 @@ from moe.checksums import write_sums
 from moe.cli import Parser, integer, real, word
 from moe.commands.convert import read_fields
 from moe.commands.routing_inputs import (
-    InspectedModel,
     TaskReader,
     add_inputs,
     check_noise_density,
     describe_inputs,
     read_batches,
+    with_tokenizer,
 )
 from moe.commands.surgery_report import SurgeryReport, compare, measure, size_rows
-from moe.data.tokenizer import load_tokenizer
+from moe.convert.t5x import is_t5x
+from moe.data.pipeline import Batch
+from moe.data.tokenizer import TOKENIZER_FILE
 from moe.errors import ConfigError
 from moe.files import output_path, whole_folder
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.surgery.kept_output import KeptOutput, kept_output
 from moe.surgery.upcycle import Method, Upcycling, upcycle_checkpoint
-from moe.tracing.recorder import TracedBatch, traced_batches
 from moe.tracing.trace import layer_name
 
 _RANDOM_BATCHES = 4
@@ -67,7 +69,7 @@ def build_parser() -> Parser:
         parser.add_argument(
             f"--{stack}-layers",
             type=integer(least=0),
-            help=f"sparse layers of the {stack} (every second block)",
+            help=f"sparse layers of the {stack} (half of its blocks, or the largest smaller number that divides them)",
         )
     parser.add_argument(
         "--method",
@@ -87,7 +89,10 @@ def build_parser() -> Parser:
         help="factor on the experts' output (1)",
     )
     parser.add_argument(
-        "--seed", type=integer(least=0), default=0, help="of the routers and redrawn units (0)"
+        "--seed",
+        type=integer(least=0, most=2**32 - 1),
+        default=0,
+        help="of the routers and redrawn units (0)",
     )
     parser.add_argument(
         "--set",
@@ -110,7 +115,8 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         read_task: Reads the pairs of a task of eval/; None where there is none.
     """
     start = time.perf_counter()
-    options = build_parser().parse_args(argv)
+    parser = build_parser()
+    options = parser.parse_args(argv)
     if options.reinit_share is not None and options.method != "drop_reinit":
         raise ConfigError("--reinit-share has no effect without --method drop_reinit.")
     upcycling = Upcycling(
@@ -125,8 +131,8 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         seed=options.seed,
         fields=read_fields(options.set),
     )
-    check_noise_density(options)
     has_text = bool(options.corpus or options.text or options.pairs or options.task)
+    _check_source(options, parser, has_text=has_text)
     inputs = [options.source, options.corpus, options.pairs]
     target = output_path(options.to, option="--to", inputs=inputs)
     if target.exists() or target.is_symlink():
@@ -137,23 +143,28 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     # One model in memory at a time.
     with whole_folder(target, kind="model") as folder:
         upcycle_checkpoint(options.source, folder, upcycling)
+        if has_text and not (folder / TOKENIZER_FILE).is_file():
+            raise ConfigError(
+                f"--from {options.source} has no {TOKENIZER_FILE}, which reads the text. Put it "
+                "beside the model, or leave the text out."
+            )
         before = None
         if has_text:
             dense = load_complete(STMoEForConditionalGeneration, options.source)
-            inspected = InspectedModel(folder, dense, load_tokenizer(folder))
+            inspected = with_tokenizer(folder, dense, options.source)
             before = measure(dense, read_batches(options, inspected, read_task))
             del dense, inspected
 
         sparse = load_complete(STMoEForConditionalGeneration, folder)
         if before is None:
             text = "random tokens"
-            kept = kept_output(sparse, (batch.batch for batch in random_batches(sparse.config)))
+            kept = kept_output(sparse, random_batches(sparse.config), scale=options.scale)
             measured = {"loss": None, "loss_change": None, "changed_answers": None}
         else:
-            inspected = InspectedModel(folder, sparse, load_tokenizer(folder))
+            inspected = with_tokenizer(folder, sparse, options.source)
             batches = list(read_batches(options, inspected, read_task))
             text = describe_inputs(options, sparse.config)
-            kept = kept_output(sparse, (batch.batch for batch in batches))
+            kept = kept_output(sparse, [batch.batch for batch in batches], scale=options.scale)
             losses, change, changed = compare(before, measure(sparse, batches))
             measured = {
                 "loss": losses,
@@ -165,7 +176,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
             source=options.source,
             sizes=size_rows(options.source, folder),
             text=text,
-            kept=[_kept_row(row) for row in kept],
+            kept=[_kept_row(row, upcycling) for row in kept],
             seconds=time.perf_counter() - start,
             **measured,
         )
@@ -175,24 +186,46 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     print(report)
     if scale := _restoring_scale(kept):
         print(
-            f"--scale {scale * options.scale:.3g} brings the output back to that of the dense model."
+            f"--scale {scale * options.scale:.3g} brings the output back to that of the dense model, "
+            "on average over tokens and layers."
         )
     print(f"The model is in {target}.")
 
 
-def random_batches(config: STMoEConfig) -> Iterator[TracedBatch]:
+def _check_source(options: Namespace, parser: Parser, *, has_text: bool) -> None:
+    """Raises a ConfigError for a source that cannot be measured, or an option without effect."""
+    if is_t5x(options.source):
+        raise ConfigError(
+            f"--from {options.source} is a checkpoint of T5X. Convert it first: "
+            f"stmoe convert --from {options.source} --to MODEL"
+        )
+    if has_text:
+        check_noise_density(options)
+        return
+    for name in ("split", "examples", "inputs_length", "noise_density", "batch_size"):
+        if getattr(options, name) != parser.get_default(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect without text. Leave it out, or give "
+                "--corpus, --text, --pairs or --task."
+            )
+
+
+def random_batches(config: STMoEConfig) -> Iterator[Batch]:
     """Yields batches of random tokens, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(_RANDOM_BATCHES):
         shape = (16, 64)
         input_ids = torch.randint(2, config.vocab_size, shape, generator=generator)
         labels = torch.randint(2, config.vocab_size, shape, generator=generator)
-        yield from traced_batches([{"input_ids": input_ids, "labels": labels}])
+        yield {"input_ids": input_ids, "labels": labels}
 
 
-def _kept_row(row: KeptOutput) -> tuple[str, float, float, str]:
-    reasons = "; ".join(row.losses()) or "nothing"
-    return layer_name(row.key), row.training.accepted, row.evaluation.accepted, reasons
+def _kept_row(row: KeptOutput, upcycling: Upcycling) -> tuple[str, float, float, str]:
+    reasons = row.losses()
+    if upcycling.method == "drop_reinit":
+        reasons.append("the units drawn anew, which the numbers leave out")
+    name = layer_name(row.key)
+    return name, row.training.accepted, row.evaluation.accepted, "; ".join(reasons) or "nothing"
 
 
 def _restoring_scale(kept: list[KeptOutput]) -> float | None:

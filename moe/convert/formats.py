@@ -266,6 +266,7 @@ def write_weights(
 
     for name, weight in tqdm(weights.items(), desc="Converting", unit="tensor"):
         tensor = weight.read()
+        assert tensor.shape == weight.shape, f"{name} is {tensor.shape}, not {weight.shape}"
         check_finite(name, tensor, source)
         path, start = positions[name]
         write_tensor(path, tensor, start)

@@ -1,7 +1,7 @@
 """How much of a dense layer's output a sparse layer of its copies keeps, and which setting loses the rest.
 
 Comes after `upcycle`. Experts that are copies turn the layer's output into the dense one times the
-sum of a token's gates.
+sum of a token's gates, and times the scale of the experts' output.
 """
 
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe.data.pipeline import Batch
+from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey, edit_routing, sparse_layers
 from moe.sparse.plan import DispatchPlan, RouterScores
@@ -20,7 +21,7 @@ _TOLERANCE = 1e-3
 
 
 class Kept(NamedTuple):
-    """Mean over tokens of the sum of gates, in one mode.
+    """Mean over tokens of the sum of gates times the scale, in one mode.
 
     Attributes:
         chosen: Of all choices of a token.
@@ -51,7 +52,7 @@ class KeptOutput(NamedTuple):
         chosen, requested, accepted = self.training
         reasons = []
         if abs(chosen - 1) > _TOLERANCE:
-            reasons.append(f"the gates of a token sum to {chosen:.2f}")
+            reasons.append(f"the gates of a token, times the scale, sum to {chosen:.2f}")
         if chosen - requested > _TOLERANCE:
             lost = 1 - requested / chosen
             reasons.append(f"the policy for second experts leaves out {100 * lost:.0f} %")
@@ -73,23 +74,37 @@ class _Sums:
         """Adds the tokens of a plan and returns it unchanged."""
         gates = self.router.gates(scores, plan.expert_index)  # [G, S, K]
         real = plan.token_mask[..., None]
-        choices: list[Tensor] = [gates * real, gates * plan.requested, plan.combine_weight]
+        # Experts that choose request what fits into their capacity.
+        requested = real if self.router.experts_choose else plan.requested
+        choices: list[Tensor] = [gates * real, gates * requested, plan.combine_weight]
         self.gates += torch.stack([weights.double().sum() for weights in choices]).cpu()
         self.num_tokens += int(plan.token_mask.sum())
         return plan
 
-    def kept(self) -> Kept:
+    def kept(self, scale: float) -> Kept:
         """Returns the means."""
-        return Kept(*(self.gates / max(1, self.num_tokens)).tolist())
+        return Kept(*(scale * self.gates / max(1, self.num_tokens)).tolist())
+
+
+def _without_labels(model: STMoEForConditionalGeneration, batch: Batch) -> Batch:
+    """Returns inputs that route the same tokens, but have no loss."""
+    inputs = dict(batch)
+    labels = inputs.pop("labels")
+    inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    inputs["decoder_attention_mask"] = labels != IGNORED_LABEL
+    return inputs
 
 
 @torch.no_grad()
-def kept_output(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -> list[KeptOutput]:
+def kept_output(
+    model: STMoEForConditionalGeneration, batches: Iterable[Batch], *, scale: float = 1.0
+) -> list[KeptOutput]:
     """Returns what each layer of an upcycled model keeps of the dense output on some batches.
 
     Args:
         model: The model, whole and in evaluation mode, before any training.
         batches: Keyword arguments of its forward, with labels.
+        scale: Factor on the experts' output that the model was made with.
     """
     kept: dict[bool, list[Kept]] = {}
     layers = sparse_layers(model)
@@ -100,8 +115,9 @@ def kept_output(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) 
             layer.router.train(training)
         with edit_routing(model, {key: layer_sums.add for key, layer_sums in sums.items()}):
             for batch in examples:
-                model(**batch, use_cache=False)
-        kept[training] = [layer_sums.kept() for layer_sums in sums.values()]
+                inputs = _without_labels(model, batch)
+                model(**inputs, logits_to_keep=1, use_cache=False)
+        kept[training] = [layer_sums.kept(scale) for layer_sums in sums.values()]
 
     rows = zip(layers, kept[True], kept[False], strict=True)
     return [KeptOutput(key, training, evaluation) for key, training, evaluation in rows]

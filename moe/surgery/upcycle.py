@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor
 
 from moe.checkpoint.sharded_weights import stored_tensors
-from moe.checks import check_choice, check_integer, check_number
+from moe.checks import check, check_choice, check_integer, check_number
 from moe.convert.formats import open_checkpoint, write_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint
 from moe.errors import ConfigError
@@ -38,6 +38,34 @@ _EXACT_ROUTING: Mapping[str, Any] = {
 _EXACT_OPTIONS = {"second_expert_policy": "all", "eval_second_expert_policy": "all"}
 # With these, copies compute the dense layer: gates sum to 1, and no token is dropped.
 
+_FROM_SETTINGS: Mapping[str, str] = {
+    "num_experts": "--experts",
+    "num_selected_experts": "--selected",
+    "num_sparse_encoder_layers": "--encoder-layers",
+    "num_sparse_decoder_layers": "--decoder-layers",
+    "expert_d_ff": "--granularity",
+}
+_FROM_DENSE = {
+    "model_type",
+    "vocab_size",
+    "d_model",
+    "d_kv",
+    "d_ff",
+    "num_layers",
+    "num_decoder_layers",
+    "num_heads",
+    "feed_forward_proj",
+    "tie_word_embeddings",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "layer_norm_epsilon",
+    "is_encoder_decoder",
+    "pad_token_id",
+    "eos_token_id",
+    "bos_token_id",
+    "decoder_start_token_id",
+}
+
 _EXPERTS = "sparse_feed_forward.experts."
 _ROUTER = "sparse_feed_forward.router."
 
@@ -56,7 +84,7 @@ class Upcycling:
         num_sparse_decoder_layers: The same for the decoder.
         method: `copy` makes every expert the dense layer. `drop_reinit` draws a share of the hidden
             units of each expert anew: the experts differ from the start, and the output changes.
-        reinit_share: Share of the hidden units that `drop_reinit` draws anew, r.
+        reinit_share: Share of the hidden units that `drop_reinit` draws anew, r; at least one unit.
         scale: Factor on the experts' output, beside the G that makes up for the parts.
         seed: Seed of the routers and of the units that are drawn anew.
         fields: Further fields of STMoEConfig, e.g. another router or a capacity factor; they win
@@ -89,7 +117,7 @@ class Upcycling:
         check_integer("granularity", self.granularity, least=1)
         check_number("reinit_share", self.reinit_share, above=0, most=1)
         check_number("scale", self.scale, above=0, most=1e6)
-        check_integer("seed", self.seed, least=0)
+        check_integer("seed", self.seed, least=0, most=2**32 - 1)
 
     def config(self, dense: STMoEConfig) -> STMoEConfig:
         """Returns the config of the sparse model.
@@ -101,14 +129,7 @@ class Upcycling:
             raise ConfigError(
                 f"The model has {dense.num_experts} experts already; expected a dense one, with num_experts 0."
             )
-        widths = {"d_model", "d_kv", "d_ff", "expert_d_ff", "num_heads", "vocab_size"}
-        blocks = {"num_layers", "num_decoder_layers", "feed_forward_proj"}
-        changed = sorted(self.fields.keys() & (widths | blocks))
-        if changed:
-            raise ConfigError(
-                f"{', '.join(changed)} cannot be set: the experts are copies of the dense layers. "
-                "Leave it out."
-            )
+        self._check_fields(dense)
 
         # Parts of equal width.
         G = self.granularity
@@ -117,11 +138,6 @@ class Upcycling:
                 f"granularity is {G}; expected a divisor of d_ff, {dense.d_ff}: the parts of a layer are equal."
             )
 
-        # Routers have different options.
-        router = self.fields.get("router", _EXACT_ROUTING["router"])
-        known = option_names(ROUTER_REQUIREMENTS.get(router))
-        options = {name: value for name, value in _EXACT_OPTIONS.items() if name in known}
-        options |= self.fields.get("router_options") or {}
         sparse_layers = {
             "num_sparse_encoder_layers": self.num_sparse_encoder_layers,
             "num_sparse_decoder_layers": self.num_sparse_decoder_layers,
@@ -135,8 +151,36 @@ class Upcycling:
             "expert_d_ff": None if G == 1 else dense.d_ff // G,
             **sparse_layers,
         }
-        fields = {**_EXACT_ROUTING, **settings, **self.fields, "router_options": options}
+        fields = {**_EXACT_ROUTING, **settings, **self.fields}
+        fields["router_options"] = self._options(fields["router"], "router_options")
+        if fields["decoder_router"] is not None:
+            options = self._options(fields["decoder_router"], "decoder_router_options")
+            fields["decoder_router_options"] = options
         return dense.replaced(**fields)
+
+    def _check_fields(self, dense: STMoEConfig) -> None:
+        """Raises a ConfigError for a field that follows from the dense model or another setting."""
+        inherited = (
+            vars(dense).keys() | dense.attribute_map.keys()
+        ) - STMoEConfig.__annotations__.keys()
+        for name in sorted(self.fields):
+            if name in _FROM_SETTINGS:
+                raise ConfigError(
+                    f"{name} cannot be set as a field. Give {_FROM_SETTINGS[name]} instead."
+                )
+            if name in _FROM_DENSE | inherited:
+                raise ConfigError(
+                    f"{name} cannot be set: the sparse model has that of the dense one. Leave it out."
+                )
+
+    def _options(self, router: str, field_name: str) -> dict[str, Any]:
+        """Returns the options of a router: those with which nothing is lost, then the given ones."""
+        given = self.fields.get(field_name)
+        is_mapping = given is None or isinstance(given, Mapping)
+        check(is_mapping, field_name, given, "a mapping of options, or None")
+        known = option_names(ROUTER_REQUIREMENTS.get(router))
+        exact = {name: value for name, value in _EXACT_OPTIONS.items() if name in known}
+        return exact | dict(given or {})
 
 
 def _every_second(num_blocks: int) -> int:
@@ -257,7 +301,7 @@ def _sparse_weight(
     # Hidden units are cut into parts; gate and up projection stand above each other.
     if is_down:
         parts = rearrange(copies, "e d (g f) -> (e g) d f", g=G)
-        return parts * (upcycling.scale * G)
+        return parts.mul_(upcycling.scale * G)
     halves = copies.shape[1] // F
     return rearrange(copies, "e (h g f) d -> (e g) (h f) d", h=halves, g=G)
 
@@ -289,7 +333,7 @@ def _reinitialize(
     text = f"{upcycling.seed} {layer} {expert}".encode()
     seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
     generator = torch.Generator().manual_seed(seed)
-    num_units = round(upcycling.reinit_share * F)
+    num_units = max(1, round(upcycling.reinit_share * F))
     units = torch.randperm(F, generator=generator)[:num_units]
 
     generator.manual_seed(seed + (1 if is_down else 2))

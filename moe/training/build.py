@@ -30,7 +30,7 @@ from moe.training.step import check_groups
 
 # Fields that continued pre-training may change: routers differ in how they use the scores of the same
 # gate.
-_MAY_CHANGE = FinetuneRecipe.model_fields | {"router", "decoder_router"}
+MAY_CHANGE = FinetuneRecipe.model_fields | {"router", "decoder_router"}
 
 # They only affect how fresh weights are drawn.
 _WITHOUT_EFFECT = frozenset({"initializer_scale", "router_initializer_std"})
@@ -100,7 +100,7 @@ def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedToke
     check_model_folder(folder)
     saved = STMoEConfig.from_pretrained(folder)
     differing: list[str] = []
-    for name in sorted(PretrainRecipe.model_fields - _MAY_CHANGE - _WITHOUT_EFFECT):
+    for name in sorted(PretrainRecipe.model_fields - MAY_CHANGE - _WITHOUT_EFFECT):
         given = getattr(config, name)
         present = getattr(saved, name)
         if given != present:

@@ -55,7 +55,7 @@ CASES = {
     },
     "accumulated, checkpointed, adamw": {"micro": 2, "checkpointed": True, "optimizer": "adamw"},
     "lars": {"optimizer": "lars"},
-    "lamb": {"optimizer": "lamb"},
+    "lamb, narrow experts": {"optimizer": "lamb", "expert_d_ff": 12},
     "balanced over all ranks": {"balance_scope": "global", "micro": 2},
     "without tokens on a rank": {"hole": True},
     "all tokens on two experts": {"crowded": True, "capacity_factor": None},
@@ -73,7 +73,12 @@ MESHES = {  # dp_replicate, dp_shard, ep, tp, nodes
         (2, 1, 2, 1): ("ragged",),
     },
     "with sharded layers": {
-        (1, 1, 2, 2): ("ragged", "dropless, relu, tied head", "all tokens on two experts", "lamb"),
+        (1, 1, 2, 2): (
+            "ragged",
+            "dropless, relu, tied head",
+            "all tokens on two experts",
+            "lamb, narrow experts",
+        ),
         (1, 4, 1, 1): ("bias_balanced, expert bias",),
         (2, 2, 1, 1): ("balanced over all ranks",),
         (2, 1, 1, 2): ("accumulated, checkpointed, adamw",),

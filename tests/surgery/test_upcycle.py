@@ -74,8 +74,8 @@ def test_a_t5_of_transformers_keeps_its_logits(tmp_path):
     [
         ({"capacity_factor": 0.5}, "capacity"),
         ({"router_options": {"second_expert_policy": "none"}}, "policy for second experts"),
-        ({"router_options": {"normalize_gates": False}}, "gates of a token sum to"),
-        ({"router": "switch", "num_selected_experts": 1}, "gates of a token sum to"),
+        ({"router_options": {"normalize_gates": False}}, "gates of a token"),
+        ({"router": "switch", "num_selected_experts": 1}, "gates of a token"),
     ],
 )
 def test_the_report_names_the_setting_that_loses_output(dense, tmp_path, fields, reason):
@@ -115,6 +115,43 @@ def test_a_scale_makes_up_for_small_gates(dense, tmp_path):
     real = tiny_batch()["labels"] != -100
     expected = before(**tiny_batch()).logits[real]
     torch.testing.assert_close(sparse(**tiny_batch()).logits[real], expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_what_is_kept_includes_the_scale(dense, tmp_path, scale):
+    """A scale of 1/2 leaves half of the output."""
+    sparse = upcycle(dense, tmp_path / "s", scale=scale)
+    for row in kept_output(sparse, [tiny_batch()], scale=scale):
+        assert row.evaluation.accepted == pytest.approx(scale, abs=1e-5)
+        assert len(row.losses()) == (scale != 1)
+
+
+def test_where_experts_choose_the_capacity_loses_output(dense, tmp_path):
+    fields = {"router": "expert_choice", "decoder_router": "token_choice"}
+    capacity = {"capacity_factor": 2.0, "eval_capacity_factor": 2.0}
+    sparse = upcycle(dense, tmp_path / "s", fields={**fields, **capacity})
+    *encoder, _ = kept_output(sparse, [tiny_batch()])
+    assert [reason.split(" drops")[0] for row in encoder for reason in row.losses()] == [
+        "the capacity",
+        "the capacity",
+    ]
+
+    # Without a capacity nothing is lost, in the decoder with its other router either.
+    sparse = upcycle(dense, tmp_path / "t", fields=fields)
+    for row in kept_output(sparse, [tiny_batch()]):
+        assert row.losses() == []
+        assert row.evaluation.accepted == pytest.approx(1, abs=1e-5)
+
+
+def test_a_sharded_model_keeps_its_dtype_and_a_share_too_small_redraws_one_unit(dense, tmp_path):
+    model = STMoEForConditionalGeneration.from_pretrained(dense, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "dense", max_shard_size="50KB")
+    settings = {"method": "drop_reinit", "reinit_share": 1e-9}
+    sparse = upcycle(tmp_path / "dense", tmp_path / "s", **settings)
+    assert sparse.dtype == torch.bfloat16
+    layer = sparse_layers(sparse)["encoder", 0]
+    differing = layer.experts.down_proj[0] != layer.experts.down_proj[1]
+    assert 1 <= differing.any(0).sum() <= 2
 
 
 def test_dropped_units_are_the_same_in_all_projections_and_differ_between_experts(dense, tmp_path):
@@ -163,6 +200,11 @@ def test_experts_have_memory_of_their_own_and_learn_apart(dense, tmp_path):
         ({"method": "noise"}, "method is 'noise'"),
         ({"reinit_share": 1.5}, "reinit_share is 1.5"),
         ({"fields": {"d_ff": 64}}, "d_ff cannot be set"),
+        ({"fields": {"num_experts": 12}}, "num_experts cannot be set as a field. Give --experts"),
+        ({"fields": {"tie_word_embeddings": True}}, "tie_word_embeddings cannot be set"),
+        ({"fields": {"hidden_size": 3}}, "hidden_size cannot be set"),
+        ({"fields": {"router_options": []}}, "router_options is \\[\\]"),
+        ({"seed": 2**32}, "seed is 4294967296"),
         ({"fields": {"capacity_facto": 2}}, "capacity_factor"),
     ],
 )

@@ -1,6 +1,7 @@
 """stmoe upcycle from end to end: a dense model becomes sparse, and pre-training continues from it."""
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -30,9 +31,10 @@ def inputs(tmp_path_factory):
     return paths
 
 
-def upcycle_to(inputs, folder, *more):
-    source = ["--from", str(inputs["dense"] / "model"), "--to", str(folder), "--experts", "3"]
-    upcycle.main([*source, *map(str, more)])
+def upcycle_to(inputs, folder, *more, source=None):
+    source = source or inputs["dense"] / "model"
+    arguments = ["--from", source, "--to", folder, "--experts", "3", *more]
+    upcycle.main([str(argument) for argument in arguments])
 
 
 def test_an_upcycled_model_answers_as_before_and_is_trained_further(inputs, tmp_path, capsys):
@@ -68,6 +70,17 @@ def test_an_upcycled_model_answers_as_before_and_is_trained_further(inputs, tmp_
     assert trained.config.num_experts == 3
     saved = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
     assert saved["model"]["num_experts"] == 3
+    assert saved["model"]["capacity_factor"] is None
+
+    # The finished run is left as it is, and settings that leave the weights alone are set.
+    arguments = pretrain_arguments(paths, tmp_path / "run", *more, "--optim.cooldown_steps", "0")
+    pretrain.main([*arguments, "--resume"])
+    default = STMoEConfig.capacity_factor
+    changed = ["--model.dropout_rate", "0.25", "--model.capacity_factor", str(default)]
+    arguments = pretrain_arguments(paths, tmp_path / "other", *more, *changed)
+    pretrain.main([*arguments, "--optim.cooldown_steps", "0"])
+    config = STMoEConfig.from_pretrained(tmp_path / "other/model")
+    assert (config.num_experts, config.dropout_rate, config.capacity_factor) == (3, 0.25, default)
 
 
 def test_without_text_the_routers_read_random_tokens(inputs, tmp_path, capsys):
@@ -82,9 +95,42 @@ def test_without_text_the_routers_read_random_tokens(inputs, tmp_path, capsys):
 def test_options_that_change_nothing_or_do_not_fit_are_refused(inputs, tmp_path):
     with pytest.raises(ConfigError, match="--reinit-share has no effect"):
         upcycle_to(inputs, tmp_path / "a", "--reinit-share", "0.5")
+    with pytest.raises(ConfigError, match="--examples has no effect without text"):
+        upcycle_to(inputs, tmp_path / "a", "--examples", "23")
+    with pytest.raises(ConfigError, match="no option --dropless"):
+        upcycle_to(inputs, tmp_path / "a", "--corpus", inputs["corpus"], "--dropless")
     with pytest.raises(ConfigError, match="num_selected_experts is 4"):
         upcycle_to(inputs, tmp_path / "a", "--selected", "4")
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match="exists already"):
         upcycle_to(inputs, tmp_path / "there")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+
+
+def test_a_source_that_cannot_be_measured_is_named(inputs, tmp_path):
+    source = tmp_path / "bare"
+    shutil.copytree(inputs["dense"] / "model", source)
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=f"--from {source} has no tokenizer.json"):
+        upcycle_to(inputs, tmp_path / "a", "--corpus", inputs["corpus"], source=source)
+    (tmp_path / "t5x").mkdir()
+    (tmp_path / "t5x/checkpoint").touch()
+    with pytest.raises(ConfigError, match="Convert it first"):
+        upcycle_to(inputs, tmp_path / "a", source=tmp_path / "t5x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "t5x"]
+
+
+def test_the_scale_that_is_advised_keeps_the_output(inputs, tmp_path, capsys):
+    """Whatever scale the advice is given at."""
+    settings = ["--selected", "1", "--set", "router=switch", "--scale", "1.7"]
+    upcycle_to(inputs, tmp_path / "a", *settings)
+    advice = capsys.readouterr().out.split("--scale ")[1].split()[0]
+    upcycle_to(inputs, tmp_path / "b", *settings[:-1], advice)
+    report = json.loads((tmp_path / "b/surgery.json").read_text())
+    assert sum(row[1] for row in report["kept"]) / 2 == pytest.approx(1, abs=1e-2)
+    assert "brings the output back" not in capsys.readouterr().out
+
+
+def test_units_drawn_anew_are_reported_as_a_loss(inputs, tmp_path, capsys):
+    upcycle_to(inputs, tmp_path / "a", "--method", "drop_reinit")
+    assert "the units drawn anew" in capsys.readouterr().out
