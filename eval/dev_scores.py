@@ -97,7 +97,7 @@ def read_tasks(names: Sequence[str], folder: str | None = None) -> TaskData:
     rows = Path(folder) if folder else None
     if rows is not None and not rows.is_dir():
         raise DataError(
-            f"mixture.folder is {rows}, which is no folder. Give one that holds FOLDER/TASK/train.jsonl."
+            f"mixture.folder is {rows}, which is not a folder. Give one that contains FOLDER/TASK/train.jsonl."
         )
 
     train: dict[str, list[Pair]] = {}

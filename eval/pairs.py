@@ -109,7 +109,9 @@ def read_pairs_task(path: Path, train: Path | None = None) -> Task:
     """
     for file in filter(None, (path, train)):
         if not file.is_file():
-            raise DataError(f"{file} is no file. Give a JSONL file with inputs and targets a line.")
+            raise DataError(
+                f"{file} is not a file. Give a JSONL file with inputs and targets on each line."
+            )
     digest = sha256_of(path)[:16]
     dev = read_pairs(path)
 

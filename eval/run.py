@@ -245,7 +245,7 @@ def read_task(
     available = task.examples_of(rows, split)
     if not available:
         raise DataError(
-            f"No example of {task.name} can be made of the {len(rows):,} rows of split {split!r}."
+            f"No example of {task.name} can be built from the {len(rows):,} rows of split {split!r}."
         )
     num_hidden = sum(map(_has_hidden_label, available))
     if num_hidden and split not in task.source.hidden:
@@ -408,8 +408,8 @@ def _check_file_names(models: Iterable[str], tasks: Iterable[Task], out: Path) -
             path = predictions_path(out, task.name, name, "generate")
             if path in owners:
                 raise ConfigError(
-                    f"The answers of {name!r} to {task.name} and those of {owners[path]} would be "
-                    f"one file, {path}. Give the models other names: NAME=FOLDER."
+                    f"The answers of {name!r} to {task.name} and those of {owners[path]} would go into the same file, "
+                    f"{path}. Give the models other names: NAME=FOLDER."
                 )
             owners[path] = f"{name!r} to {task.name}"
 

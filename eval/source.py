@@ -89,7 +89,7 @@ class BuiltIn:
         """
         if folder is not None and folder.exists():
             raise DataError(
-                f"{folder} was given for a task whose rows come with Python. Take it away."
+                f"{folder} was given for a task whose rows come with Python. Remove it."
             )
         return list(self.read(split))
 
@@ -299,10 +299,9 @@ class HubData:
         require_columns(dataset.column_names, self.columns, name)
         if len(dataset) != self.counts[split]:
             raise DataError(
-                f"{name} has {len(dataset):,} rows; expected {self.counts[split]:,}. The dataset "
-                "has changed, or is another. Name the branch or commit that you mean with "
-                f"--revision; or download it and give it as FOLDER/TASK/{split}.jsonl or .parquet "
-                "with --data FOLDER, where any number of rows is taken."
+                f"{name} has {len(dataset):,} rows; expected {self.counts[split]:,}. The dataset has changed, or it "
+                "is a different one. Select a branch or commit with --revision, or download the dataset to "
+                f"FOLDER/TASK/{split}.jsonl or .parquet with --data FOLDER, which accepts any number of rows."
             )
 
         rows: list[Row] = []
@@ -363,7 +362,7 @@ def read_files(
     if not rows:
         names = ", ".join(path.name for path in files)
         raise DataError(
-            f"The files of split {split!r} in {folder} hold no row ({names}). Give at least one."
+            f"The files of split {split!r} in {folder} contain no rows ({names}). Give at least one."
         )
     return rows
 
@@ -408,7 +407,7 @@ def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
     )
     try:
         if not folder.is_dir():
-            raise DataError(f"There is no folder {folder}. Make it, and put into it {expected}.")
+            raise DataError(f"There is no folder {folder}. Create it and add {expected}.")
         forms = _file_forms(folder, split)
         names = [] if forms else sorted(path.name for path in folder.iterdir())
     except OSError as error:

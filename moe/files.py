@@ -96,7 +96,7 @@ def check_kind(folder: Path, kind: str) -> None:
             "Choose another --out."
         )
     if folder.is_symlink() and not folder.exists():
-        raise DataError(f"{folder} is a link to nothing. Remove the link, or choose another --out.")
+        raise DataError(f"{folder} is a broken link. Remove the link, or choose another --out.")
 
     present_kind = kind_of(folder)
     if present_kind is None and (folder / SUMS_FILE).exists():
@@ -289,10 +289,7 @@ def only_writer(target: Path) -> Iterator[Path]:
         DataError: When a pipe or a device is there.
     """
     if target.exists() and not target.is_file() and not target.is_dir():
-        raise DataError(
-            f"{target} is no regular file but a pipe or a device, which a file would replace. "
-            "Choose another name."
-        )
+        raise DataError(f"{target} is a pipe or a device, not a regular file. Choose another name.")
     target.parent.mkdir(parents=True, exist_ok=True)
     with work_folder(target, wait=True) as work:
         yield work / PARTIAL
@@ -377,8 +374,8 @@ def _check_apart(path: Path, resolved: Path, source: Path | str, option: str) ->
     else:
         return
     raise ConfigError(
-        f"{option} {path} {relation} {source}, which is read: one would damage the other. "
-        "Choose another place."
+        f"{option} {path} {relation} {source}, which is read: the output would overwrite the input. Choose another "
+        "path."
     )
 
 

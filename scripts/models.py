@@ -113,8 +113,8 @@ def best_pair(study: Study, runs: list[StudyRun], folder: Path, jobs: int) -> Pa
         pairs = primary_runs(result, runs)
     if not pairs:
         raise DataError(
-            f"The runs of the first seed in {folder} diverged or were made elsewhere: there is no "
-            "model. Remove those that were made elsewhere to train them here."
+            f"The runs of the first seed in {folder} diverged or were made elsewhere: there is no model. Remove the "
+            "runs made elsewhere to train them here."
         )
     write_report(result, folder)
     return pairs[0]

@@ -110,7 +110,7 @@ def run_tests(python: Path, tests: Sequence[Path]) -> None:
     results = python.parents[2] / RESULTS
     code = subprocess.run([*command, f"--junitxml={results}", *tests], cwd=ROOT, env=variables)
     if code.returncode not in (0, 1):
-        raise DataError(f"pytest ended with code {code.returncode}. Its output says why.")
+        raise DataError(f"pytest ended with code {code.returncode}. See its output above.")
 
 
 def version_table(folders: Sequence[Path]) -> str:
@@ -154,7 +154,7 @@ def with_table(page: str, table: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise DataError(f"The page has no place for the table. Write the lines {BEGIN!r}, {END!r}.")
+        raise DataError(f"The page has no markers for the table. Add the lines {BEGIN!r}, {END!r}.")
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 

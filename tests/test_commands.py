@@ -95,7 +95,7 @@ def test_the_folder_one_is_in_and_a_link_to_nothing_are_refused(tmp_path, monkey
     with pytest.raises(DataError, match="holds the folder that you are in"):
         check_replaceable(tmp_path, kind="corpus")
     (tmp_path / "link").symlink_to("nothing")
-    with pytest.raises(DataError, match="is a link to nothing"):
+    with pytest.raises(DataError, match="is a broken link"):
         check_kind(tmp_path / "link", "corpus")
 
 

@@ -68,7 +68,9 @@ class StartupBenchmark:
         known = starts()
         for name in self.only or ():
             if name not in known:
-                raise ConfigError(f"There is no start {name!r}.{did_you_mean(name, known)}")
+                raise ConfigError(
+                    f"There is no start-up benchmark {name!r}.{did_you_mean(name, known)}"
+                )
 
 
 def starts() -> dict[str, list[str]]:

@@ -130,8 +130,8 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             raise MoEError(
-                f"The process that was measured ended with code {self._process.wait()}; its own message "
-                "stands above. One without a message was killed, perhaps for the memory that it used."
+                f"The process that was measured ended with code {self._process.wait()}; see its message above. If "
+                "there is none, it was killed, perhaps because it used too much memory."
             )
         return line
 

@@ -58,8 +58,8 @@ class GpuBenchmark:
         """
         if not torch.cuda.is_available():
             raise ConfigError(
-                "The benchmark `gpu` measures a GPU, and torch finds none. Run it where there is one; on a CPU "
-                "python -m scripts.benchmark layer and model measure the same."
+                "The benchmark `gpu` measures a GPU, and torch finds none. Run it on a machine with a GPU; on a CPU, "
+                "use python -m scripts.benchmark layer and model."
             )
 
 

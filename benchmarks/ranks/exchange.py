@@ -76,12 +76,12 @@ class ExchangeBenchmark:
         for num_ranks in self.ranks:
             if num_ranks < 2:
                 raise ConfigError(
-                    f"--ranks is {num_ranks}; expected at least 2, since one sends nothing."
+                    f"--ranks is {num_ranks}; expected at least 2, since a single rank sends nothing."
                 )
             if self.device == "cuda" and num_ranks > torch.cuda.device_count():
                 raise ConfigError(
-                    f"--ranks is {num_ranks}, but torch finds {torch.cuda.device_count()} GPUs. Write --device cpu, "
-                    "or fewer."
+                    f"--ranks is {num_ranks}, but torch finds {torch.cuda.device_count()} GPUs. Use --device cpu, or "
+                    "fewer ranks."
                 )
             for index in self.cases:
                 self._check_case(index, num_ranks)

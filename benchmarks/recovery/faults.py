@@ -247,7 +247,7 @@ def _wait_for_end(launch: Launch, folder: Path) -> None:
     if set(launch.exit_codes) != {0}:
         log = folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
         raise DistributedError(
-            f"A run did not come to its end (exit codes {launch.exit_codes}). It said: {log[-2000:]}"
+            f"A run did not finish (exit codes {launch.exit_codes}). Its log ends with: {log[-2000:]}"
         )
 
 

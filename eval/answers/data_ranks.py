@@ -120,4 +120,4 @@ def _check_divisible(folder: Path, mesh_config: MeshConfig, world: World) -> Non
     try:
         check_mesh(mesh_config, mesh_limits(config, world.size))
     except ConfigError as error:
-        raise ConfigError(f"{folder}: {error} Choose --ep and --tp of one of them.") from error
+        raise ConfigError(f"{folder}: {error} Choose --ep and --tp from one of them.") from error

@@ -89,7 +89,7 @@ def check_inference(inference: Inference, folders: Iterable[Path]) -> None:
         num_sparse += isinstance(config, STMoEConfig) and config.num_experts > 0
     if num_sparse == 0 and factor not in (SAVED, None):
         raise ConfigError(
-            f"--capacity-factor is {factor:g}, and no evaluated model has experts. Leave it out."
+            f"--capacity-factor is {factor:g}, and no evaluated model has experts. Remove the option."
         )
 
 

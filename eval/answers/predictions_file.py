@@ -254,8 +254,7 @@ class PredictionsFile:
         answered = [prediction.id for prediction in batch.predictions]
         if answered != list(ids):
             raise DataError(
-                f"{self.path} answers {shown(answered)} where {shown(list(ids))} were asked. "
-                f"{_ADVICE}"
+                f"{self.path} answers {shown(answered)} where {shown(list(ids))} were expected. {_ADVICE}"
             )
 
     def _write_error(self, error: OSError) -> DataError:
@@ -348,13 +347,13 @@ def read_predictions_file(
         counted_lines = "\n".join(lines[checksum_start : number - 1])
         if not is_whole(lines[number - 1], value, counted_lines):
             raise DataError(
-                f"{path}, lines {checksum_start + 1} to {number}: they are not what was written "
-                f"({SEAL} differs). {_ADVICE}"
+                f"{path}, lines {checksum_start + 1} to {number}: they have changed since they were written ({SEAL} "
+                f"differs). {_ADVICE}"
             )
         batches.append(Batch(open_batch, closing.routers))
         if _num_counts(closing.routers) != _num_counts(batches[0].routers):
             raise DataError(
-                f"{where}: routers has other counts than that of the first batch. {_ADVICE}"
+                f"{where}: the number of routers differs from the first batch. {_ADVICE}"
             )
         open_batch = []
         checksum_start = number - 1
@@ -367,7 +366,7 @@ def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
     where = f"{path}, line {number}"
     value = parse_json(line, where=where, advice=_ADVICE, nan=True)
     if not isinstance(value, dict):
-        raise DataError(f"{where}: {shown(line[:60])} is no JSON object. {_ADVICE}")
+        raise DataError(f"{where}: {shown(line[:60])} is not a JSON object. {_ADVICE}")
     return value
 
 
@@ -375,7 +374,7 @@ def _to_prediction(value: dict[str, Any], mode: Mode, where: str) -> Prediction:
     """Returns the prediction of a line, or raises a DataError when it is none of this mode."""
     prediction = to_record(Prediction, value, where=where, advice=_ADVICE)
     if not _fits_mode(prediction, mode):
-        raise DataError(f"{where}: {shown(value)} is no answer of mode {mode}. {_ADVICE}")
+        raise DataError(f"{where}: {shown(value)} is not an answer of mode {mode}. {_ADVICE}")
     return prediction
 
 

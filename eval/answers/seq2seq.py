@@ -193,7 +193,7 @@ def _load_tokenizer(folder: Path) -> Any:
     files = list(dict.fromkeys(type(tokenizer).vocab_files_names.values()))
     if files and not any((folder / name).is_file() for name in files):
         raise CheckpointError(
-            f"{folder} holds no tokenizer: none of {', '.join(files)} is there. Put that of the "
-            "model beside it, with the tokenizer's save_pretrained."
+            f"{folder} holds no tokenizer: none of {', '.join(files)} exists. Save the model's tokenizer there with "
+            "its save_pretrained."
         )
     return tokenizer

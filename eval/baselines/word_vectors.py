@@ -137,8 +137,7 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
     association = _positive_mutual_information(_count_neighbours(paragraphs, numbers))
     if association.nnz == 0:
         raise DataError(
-            f"No two words of {source} stand near each other more often than by chance. Give a "
-            "larger corpus."
+            f"No two words of {source} occur near each other more often than by chance. Give a larger corpus."
         )
     shares = np.array([counts[word] for word in numbers]) / counts.total()
     weights = (_FREQUENT / (_FREQUENT + shares)).astype(np.float32)

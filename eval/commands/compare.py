@@ -220,14 +220,14 @@ def _check_same_examples(a: Side, b: Side, name: str) -> Task:
         reasons = ["other data, of the same number"]
     if reasons:
         raise DataError(
-            f"The runs did not answer the same examples of {name}: {'; '.join(reasons)}. Run both in the same way, "
-            "or leave the task out with --tasks."
+            f"The runs answered different examples of {name}: {'; '.join(reasons)}. Run both in the same way, or "
+            "leave the task out with --tasks."
         )
 
     if first.version != task.version:
         raise DataError(
             f"The runs answered version {first.version} of {name}; the library now has version {task.version}, which "
-            "scores otherwise. Run both again."
+            "scores differently. Run both again."
         )
     return task
 

@@ -221,7 +221,7 @@ def _task_manager(names: Sequence[str], include_path: Path | None) -> Any:
 
     if include_path is not None and not include_path.is_dir():
         raise ConfigError(
-            f"--include-path {include_path} is no folder. Give one with the YAML files of tasks."
+            f"--include-path {include_path} is not a folder. Give one with the YAML files of tasks."
         )
 
     if include_path is not None:
@@ -268,7 +268,7 @@ def _check_task_file(file: Path) -> None:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{file} is not YAML: {reason}. {advice}") from error
     if not is_mapping:
-        raise ConfigError(f"{file} holds no mapping. {advice}")
+        raise ConfigError(f"{file} is not a YAML mapping. {advice}")
 
 
 def _reason(error: BaseException) -> str:

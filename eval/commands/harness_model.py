@@ -106,8 +106,7 @@ class HarnessModel(TemplateLM):
             continuation = tuple(continuation_tokens)
             if not continuation:
                 raise DataError(
-                    f"A choice of a task is {texts[1]!r}, which is no token. "
-                    f"Its context: {texts[0]!r}."
+                    f"A choice of a task is {texts[1]!r}, which has no tokens. Its context: {texts[0]!r}."
                 )
             pairs.append((context, continuation))
             scores.setdefault(context, {})[continuation] = _NOT_SCORED

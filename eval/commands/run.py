@@ -149,8 +149,8 @@ def run(arguments: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     if arguments.train_pairs is not None and arguments.pairs is None:
         raise ConfigError(
-            f"--train-pairs {arguments.train_pairs} would change nothing: the baselines of tasks have "
-            "training rows of their own. Give --pairs, or leave it out."
+            f"--train-pairs {arguments.train_pairs} would change nothing: tasks train their baselines on their own "
+            "training rows. Give --pairs, or leave it out."
         )
 
     with launch(arguments.timeout) as world:
@@ -228,7 +228,7 @@ def parse_models(values: list[str]) -> dict[str, Path]:
         if not name or not folder.strip():
             raise ConfigError(f"{value!r} names no model. Give FOLDER or NAME=FOLDER.")
         if name in models:
-            raise ConfigError(f"Two models are called {name!r}. Give them names: NAME=FOLDER.")
+            raise ConfigError(f"Two models have the name {name!r}. Give them names: NAME=FOLDER.")
         models[name] = Path(folder)
     return models
 

@@ -100,8 +100,8 @@ def find_dictionary(file: Path | None = None) -> Path:
     index = file.with_name(f"{stem}.index")
     if not file.is_file() or not index.is_file():
         raise DataError(
-            f"{file} is no dictionary of dictd: there is no {file if not file.is_file() else index}. "
-            "Give NAME.index with NAME.dict or NAME.dict.dz beside it."
+            f"{file} is not a dictd dictionary: there is no {file if not file.is_file() else index}. Give NAME.index "
+            "with NAME.dict or NAME.dict.dz beside it."
         )
     return index
 
@@ -177,14 +177,13 @@ def _read_index(index: Path, num_bytes: int) -> Iterator[_Entry]:
             entry = _Entry(_base_64(offset), _base_64(length), headword)
         except (ValueError, KeyError) as error:
             raise DataError(
-                f"{index}, line {number}: {shown(line[:60])} is no headword, offset and length. "
-                "Give the .index file of a dictionary of dictd."
+                f"{index}, line {number}: {shown(line[:60])} is not a headword with offset and length. Give the "
+                ".index file of a dictionary of dictd."
             ) from error
         if entry.offset + entry.length > num_bytes:
             raise DataError(
-                f"{index}, line {number}: {shown(headword)} ends at byte "
-                f"{entry.offset + entry.length:,}, but the definitions have {num_bytes:,}. Take "
-                "both files from one dictionary."
+                f"{index}, line {number}: {shown(headword)} ends at byte {entry.offset + entry.length:,}, but the "
+                f"definitions have {num_bytes:,}. Use two files of the same dictionary."
             )
         yield entry
 

@@ -115,8 +115,8 @@ def _unpacked_package(folder: Path) -> Package:
     """Returns the package of an unpacked source distribution, or of any folder of sources."""
     if not folder.is_dir():
         raise DataError(
-            f"{folder} is no folder. Give the folder of an unpacked source distribution, or the "
-            "name of an installed package."
+            f"{folder} is not a folder. Give the folder of an unpacked source distribution, or the name of an "
+            "installed package."
         )
     name = printable(folder.resolve().name)
     return Package(name, folder, stated_licence(Distribution.at(folder)))

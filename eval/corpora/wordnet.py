@@ -179,8 +179,8 @@ def _read_data_file(path: Path) -> Iterator[Synset]:
             yield _parse_synset(path.name, line)
         except (ValueError, IndexError, KeyError) as error:
             raise DataError(
-                f"{path}, line {number}: {shown(line[:60])} is no synset of WordNet 3. Install "
-                "WordNet again, or name the folder of its database."
+                f"{path}, line {number}: {shown(line[:60])} is not a WordNet 3 synset. Install WordNet again, or name "
+                "the folder of its database."
             ) from error
 
 

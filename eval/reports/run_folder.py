@@ -189,7 +189,7 @@ def _read_examples(report: SavedReport, task: SavedTask) -> list[Example]:
         where = f"{path}, line {number}"
         line = to_record(_ExampleLine, value, where=where, advice=_ADVICE)
         if line.id in examples:
-            raise DataError(f"{where}: the example {shown(line.id)} is there twice. {_ADVICE}")
+            raise DataError(f"{where}: the example {shown(line.id)} occurs twice. {_ADVICE}")
         examples[line.id] = Example(
             id=line.id,
             group=line.group,
@@ -201,14 +201,14 @@ def _read_examples(report: SavedReport, task: SavedTask) -> list[Example]:
 
     if len(examples) != task.num_examples:
         raise DataError(
-            f"{path} holds {len(examples):,} of the {task.num_examples:,} examples that the report is about. {_ADVICE}"
+            f"{path} holds {len(examples):,} of the {task.num_examples:,} examples in the report. {_ADVICE}"
         )
 
     # The digest tells other examples, the checksum any other byte.
     digest = digest_of(task.task, task.version, list(examples.values()))
     if digest != task.digest or sha256_of(path) != task.examples_sha256:
         raise DataError(
-            f"{path} does not hold the examples that the report is about: its SHA-256 differs. {_ADVICE}"
+            f"{path} does not contain the examples of the report: its SHA-256 differs. {_ADVICE}"
         )
     return list(examples.values())
 
@@ -239,14 +239,14 @@ def read_report(folder: Path) -> SavedReport:
     tasks: dict[str, SavedTask] = {}
     for task in content.tasks:
         if task.task in tasks:
-            raise DataError(f"{path}: the task {shown(task.task)} is there twice. {_ADVICE}")
+            raise DataError(f"{path}: the task {shown(task.task)} occurs twice. {_ADVICE}")
         tasks[task.task] = task
 
     # The checksum comes last: an error above says more of what is wrong.
     if not is_whole(text, value):
-        raise DataError(f"{path} is not what was written: its sha256 differs. {_ADVICE}")
+        raise DataError(f"{path} has changed since it was written: its SHA-256 differs. {_ADVICE}")
     if not content.models:
-        raise DataError(f"{path} is about no model. {_ADVICE}")
+        raise DataError(f"{path} lists no model. {_ADVICE}")
     return SavedReport(
         folder=path.parent,
         fingerprints={name: model.fingerprint for name, model in content.models.items()},
@@ -357,7 +357,7 @@ def read_answers(report: SavedReport, task: str, name: str, mode: str) -> SavedA
     for id, number in written.line_numbers.items():
         if id not in known:
             raise DataError(
-                f"{path}, line {number}: {shown(id)} is none of the examples of the report. {_ADVICE}"
+                f"{path}, line {number}: {shown(id)} is not an example of the report. {_ADVICE}"
             )
 
     # Answers by id, since batches are sorted by length.
@@ -369,7 +369,7 @@ def read_answers(report: SavedReport, task: str, name: str, mode: str) -> SavedA
     if missing:
         raise DataError(
             f"{path} answers {len(examples) - len(missing):,} of {len(examples):,} examples; the first without an "
-            f"answer is {missing[0]!r}. Run the same `python -m eval run` again: it goes on where it stopped."
+            f"answer is {missing[0]!r}. Run the same `python -m eval run` again: it resumes where it stopped."
         )
     return SavedAnswers(examples, [outputs[example.id] for example in examples])
 
@@ -396,7 +396,7 @@ def _check_header(
         found = getattr(header, field)
         if found != value:
             raise DataError(
-                f"{path}, line 1: {field} is {_show(found)}, and the report is about {_show(value)}. {_ADVICE}"
+                f"{path}, line 1: {field} is {_show(found)}, but the report has {_show(value)}. {_ADVICE}"
             )
 
 
@@ -408,7 +408,7 @@ def _existing(path: Path) -> Path:
     """Returns the path of a file that is there."""
     if not path.is_file():
         raise DataError(
-            f"There is no {path}. Run `python -m eval run` again: what is there is kept."
+            f"There is no {path}. Run `python -m eval run` again: existing results are kept."
         )
     return path
 

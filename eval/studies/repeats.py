@@ -90,8 +90,8 @@ def repeat_runs(
             )
         if read_taken(first) is not None:
             raise ConfigError(
-                f"--repeat is {arm_and_seed!r}, but {first.name} was taken from another study, and "
-                f"is not here to compare with. Remove {first.folder} to run it here."
+                f"--repeat is {arm_and_seed!r}, but {first.name} was taken from another study, so there is nothing to "
+                f"compare with. Remove {first.folder} to run it here."
             )
         threads = state.threads
         chosen.append(second)

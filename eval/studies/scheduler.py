@@ -176,7 +176,7 @@ def read_state(run: StudyRun) -> RunState | None:
     state = read_record(path, RunState, advice=f"Remove {run.folder} to run it again.")
     if state.settings != run.settings:
         raise StudyError(
-            f"{run.folder} holds a run with other settings. Choose another --out, or remove it."
+            f"{run.folder} holds a run with other settings. Choose another --out, or remove the folder."
         )
     return state
 

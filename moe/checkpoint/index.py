@@ -107,13 +107,14 @@ def read_index(path: Path) -> Metadata:
             _require_counts(name, (location.offset, location.length))
     except _ForbiddenNameError as error:
         raise CheckpointError(
-            f"{file} names {error}, which no index of a checkpoint does: it may have been made to run code, and "
-            "nothing of it was run. Do not use this checkpoint unless you know who wrote it; go on from another one."
+            f"{file} names {error}, which never occurs in the index of a checkpoint: the file may have been made to "
+            "run code. Nothing was executed. Do not use this checkpoint unless you know who wrote it; resume from "
+            "another one."
         ) from error
     except Exception as error:
         raise CheckpointError(
-            f"{path} has no index of its shards ({INDEX_FILE}: {type(error).__name__}: {error}): it is torn. "
-            "Resume from another checkpoint, or start a new run."
+            f"{path} has no index of its shards ({INDEX_FILE}: {type(error).__name__}: {error}): the checkpoint is "
+            "incomplete. Resume from another checkpoint, or start a new run."
         ) from error
     return index
 

@@ -76,8 +76,8 @@ def load_complete(
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"The weights in {folder} cannot be read: a .bin file holds more than tensors, which "
-            "could run code, or is torn. Give a folder with .safetensors files."
+            f"The weights in {folder} cannot be read: a .bin file holds more than tensors, which could run code, or "
+            "is incomplete. Give a folder with .safetensors files."
         ) from error
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error

@@ -51,7 +51,7 @@ def load_optimizer_state(
     path, _ = newest_whole_checkpoint(folder, advice=advice)
     if path is None:
         raise CheckpointError(
-            f"{folder} holds no checkpoint whose optimizer state could be kept. Give the model/ folder of a run that "
+            f"{folder} has no checkpoint whose optimizer state could be kept. Give the model/ folder of a run that "
             f"still has its checkpoints beside it, {_ADVICE}"
         )
     _check_settings(path, name)
@@ -82,7 +82,7 @@ def _check_settings(path: Path, name: str) -> None:
     steps = state.recipe["training"]["steps"]
     if steps != state.step:
         raise CheckpointError(
-            f"{path} is not of the last step, {steps}, as the model is. Finish that run, {_ADVICE}"
+            f"{path} is not from the last step, {steps}, but the model is. Finish that run, {_ADVICE}"
         )
     earlier_name = state.recipe["optim"]["optimizer"]
     if earlier_name != name:

@@ -291,7 +291,7 @@ def load_checkpoint(
     """
     if not verified and (damage := first_damage(path)) is not None:
         raise CheckpointError(
-            f"{path} is damaged: {damage}. Go on from another checkpoint, or restore it from a copy."
+            f"{path} is damaged: {damage}. Resume from another checkpoint, or restore it from a copy."
         )
 
     saved_weights: dict[str, tuple[int, ...]] = {}

@@ -96,7 +96,7 @@ def read_fields(texts: list[str]) -> dict[str, object]:
                 "Give it as an option of its own."
             )
         if name in fields:
-            raise ConfigError(f"--set gives {name} twice. Leave one away.")
+            raise ConfigError(f"--set gives {name} twice. Remove one of them.")
 
         try:
             fields[name] = parse_json(value, where=f"--set {name}")

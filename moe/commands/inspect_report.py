@@ -180,7 +180,7 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
             head = file.read(1000)
         if head and _GENERATOR_TAG not in head:
             raise DataError(
-                f"--out {page} exists and is no page of this command, so it is not overwritten. "
-                "Choose another name, or move it away."
+                f"--out {page} exists and was not written by this command, so it is not overwritten. Choose another "
+                "name, or move it away."
             )
     return page

@@ -176,7 +176,9 @@ def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
     for name, (default, _) in _FAILURE_COSTS.items():
         text = getattr(arguments, name)
         if text is not None and arguments.mtbf is None:
-            raise ConfigError(f"--{name} is about failures. Give the time between them: --mtbf 3h.")
+            raise ConfigError(
+                f"--{name} applies to failures. Give the mean time between failures: --mtbf 3h."
+            )
         seconds[name] = parse_duration(f"--{name}", default if text is None else text)
     if arguments.mtbf is None:
         return None
@@ -196,8 +198,7 @@ def check_options(arguments: argparse.Namespace) -> None:
     for name in _NEED_NETWORK:
         if getattr(arguments, name) is not None and arguments.network is None:
             raise ConfigError(
-                f"--{name} is about a network. Give one: --network FILE, e.g. "
-                "recipes/networks/tpu_v3_pod.yaml."
+                f"--{name} applies to a network. Give one: --network FILE, e.g. recipes/networks/tpu_v3_pod.yaml."
             )
     inputs = [arguments.network]
     for name, suffix in (("page", ".html"), ("measure", ".json")):
@@ -209,7 +210,7 @@ def check_options(arguments: argparse.Namespace) -> None:
     for name in ("page", "place", "mtbf"):
         if getattr(arguments, name) is not None and arguments.suggest is not None:
             raise ConfigError(
-                f"--{name} is about one mesh, and --suggest about all. Leave one of them out."
+                f"--{name} applies to one mesh, but --suggest ranks all meshes. Remove one of them."
             )
 
 
@@ -218,8 +219,8 @@ def print_network_plan(plan: Plan, network: Network, arguments: argparse.Namespa
     for name in ("dead", "page"):
         if getattr(arguments, name) is not None and not plan.collectives:
             raise ConfigError(
-                f"--{name} is about exchanges between ranks, but a mesh of one rank exchanges "
-                "nothing. Choose a larger mesh, e.g. --mesh.dp_shard 4."
+                f"--{name} applies to exchanges between ranks, but a mesh of one rank exchanges nothing. Choose a "
+                "larger mesh, e.g. --mesh.dp_shard 4."
             )
     placement = read_placement(plan, network, arguments.place)
     dead = read_dead(arguments.dead, network)

@@ -76,9 +76,8 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
     tokenizer = load_tokenizer(folder)
     if len(tokenizer) > model.config.vocab_size:
         raise DataError(
-            f"The tokenizer in {folder} has {len(tokenizer):,} tokens, its model "
-            f"{model.config.vocab_size:,}: it is that of another model. Put the right tokenizer.json "
-            "beside the model."
+            f"The tokenizer in {folder} has {len(tokenizer):,} tokens, its model {model.config.vocab_size:,}: the "
+            "tokenizer belongs to another model. Put the right tokenizer.json beside the model."
         )
     return InspectedModel(folder, model, tokenizer)
 
@@ -259,7 +258,9 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
         folder = Path(trace.facts.model)
         if not trace.facts.model or not folder.is_dir():
             where = trace.facts.model or "memory"
-            raise DataError(f"The traced model was in {where}, and is not there: {_SAY_WHERE}")
+            raise DataError(
+                f"The traced model was saved in {where}, and is not there: {_SAY_WHERE}"
+            )
 
     # The folder may contain another model by now, e.g. one that was trained further.
     inspected = load_inspected(folder, dropless=dropless)
@@ -274,9 +275,9 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
     fingerprint = tokenizer_fingerprint(inspected.tokenizer)
     if trace.facts.tokenizer_fingerprint not in ("", fingerprint):
         raise DataError(
-            f"The tokenizer of {inspected.folder} is {fingerprint}, that of the trace "
-            f"{trace.facts.tokenizer_fingerprint}: the token ids would mean other words. Give the model that was "
-            "traced, or one with its tokenizer."
+            f"The tokenizer of {inspected.folder} is {fingerprint}, but the trace used "
+            f"{trace.facts.tokenizer_fingerprint}: the token ids would stand for different words. Use the traced "
+            "model, or one with the same tokenizer."
         )
     return inspected
 

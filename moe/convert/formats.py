@@ -221,7 +221,7 @@ def _float_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype:
     for weight in weights.values():
         if weight.is_floating_point():
             return weight.dtype
-    raise AssertionError("a model has weights of floating point")
+    raise AssertionError("a model has floating-point weights")
 
 
 def _cast(weight: LazyTensor, dtype: torch.dtype) -> LazyTensor:

@@ -267,9 +267,8 @@ def _count_sparse_layers(
 
     if num_sparse and (num_layers % num_sparse or num_layers // num_sparse != step):
         raise ConfigError(
-            f"config.json has {num_layers} layers in the {stack}, of which every {step}th from "
-            f"the second on is sparse: {num_sparse}. Such a model cannot be represented here, "
-            "where sparse layers stand in equal stretches."
+            f"config.json has {num_layers} layers in the {stack}, of which every {step}th from the second on is "
+            f"sparse: {num_sparse}. Such a model cannot be represented here, where the sparse layers must divide the stack into equal groups."
         )
     return num_sparse
 
@@ -294,9 +293,9 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
         obstacles = _switch_obstacles(config)
     if obstacles:
         raise ConfigError(
-            f"The model cannot be written as {family!r}, whose class in transformers has no "
-            f"place for it: {'; '.join(obstacles)}. Keep it in our format, or give settings "
-            "that such a model has, e.g. --set expert_capacity=64 capacity_scope=sequence."
+            f"The model cannot be written as {family!r}, whose class in transformers does not support it: "
+            f"{'; '.join(obstacles)}. Keep it in our format, or give settings that such a model has, e.g. --set "
+            "expert_capacity=64 capacity_scope=sequence."
         )
 
     # Fields of the backbone, and those for callers.

@@ -91,7 +91,7 @@ def build_corpus(
     missing = sorted(set(leave_out) - sources)
     if missing:
         raise ConfigError(
-            f"{missing[0]!r} is to be left out, but is no source of the documents. Remove it from leave_out."
+            f"{missing[0]!r} is listed in leave_out, but is not a source of the documents. Remove it from leave_out."
         )
 
     # Of equal paragraphs the first stays: with the unseen documents in front, no other document

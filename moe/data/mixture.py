@@ -82,7 +82,7 @@ def mixing_rate(
         return rate ** (1.0 / temperature)
     except OverflowError:
         raise ConfigError(
-            f"{rate:g} to the power 1 / {temperature} is no number. Raise mixture.temperature."
+            f"{rate:g} to the power 1 / {temperature} is not a finite number. Raise mixture.temperature."
         ) from None
 
 

@@ -68,7 +68,7 @@ def encode_pairs(
     sentinel = [ids.first_sentinel] if sentinels == "one" else []
     if min(lengths) <= len(sentinel):
         raise ConfigError(
-            f"Rows of {lengths} tokens have no room for a sentinel and an end token. Allow 2."
+            f"Rows of {lengths} tokens are too short for a sentinel and an end token; expected at least 2 tokens."
         )
 
     # A file costs more than it saves where the texts are few.

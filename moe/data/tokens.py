@@ -56,7 +56,7 @@ def tokenize_corpus(
     tokens = kept_arrays(path, (_TOKENS,), encode)[_TOKENS]
 
     if tokens.size == 0:
-        raise DataError("The corpus has no token. Give documents with text.")
+        raise DataError("The corpus has no tokens. Give documents with text.")
     return tokens
 
 
@@ -123,7 +123,7 @@ def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arra
     if arrays is not None:
         return arrays
     if path.is_file():
-        logger.warning("%s is damaged or cannot be read, and its tokens are made anew.", path)
+        logger.warning("%s is damaged or cannot be read, so the tokens are computed again.", path)
 
     # A home that cannot be written to, or a full disk, takes nothing but time.
     with suppress(OSError, DataError, SafetensorError), only_writer(path) as unfinished:

@@ -327,9 +327,9 @@ class ReplicaGroups:
         self._lost_in_a_row += 1
         if self._lost_in_a_row == _MOST_LOST_IN_A_ROW:
             raise DistributedError(
-                f"{_MOST_LOST_IN_A_ROW} steps in a row were lost: the replica groups meet at "
-                f"{self._lighthouse} ({LIGHTHOUSE}), and exchanges among them fail. Check that "
-                "their machines reach each other on all ports, and raise --timeout if one is slow."
+                f"{_MOST_LOST_IN_A_ROW} steps in a row were lost: the replica groups coordinate through "
+                f"{self._lighthouse} ({LIGHTHOUSE}), and exchanges among them fail. Check that their machines reach "
+                "each other on all ports, and raise --timeout if one is slow."
             )
         raise LostStepError
 
@@ -409,6 +409,6 @@ def _address_towards(lighthouse: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise DistributedError(
-            f"{LIGHTHOUSE} is {lighthouse}, which this machine does not find ({error}). Give an "
-            "address that all replica groups know."
+            f"{LIGHTHOUSE} is {lighthouse}, which this machine cannot resolve ({error}). Give an address that all "
+            "replica groups know."
         ) from error

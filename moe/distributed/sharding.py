@@ -131,8 +131,8 @@ def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
         if re.fullmatch(rule.pattern, name):
             return rule
     raise ConfigError(
-        f"No rule says where the parameter {name} of shape {tuple(shape)} lies on a mesh. "
-        "Add a Rule for it, or leave the module out."
+        f"No rule defines the layout of parameter {name} of shape {tuple(shape)} on a mesh. Add a Rule for it, or "
+        "leave the module out."
     )
 
 

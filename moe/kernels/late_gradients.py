@@ -41,7 +41,7 @@ class LateGradients:
         """
         if self._is_used:
             raise RuntimeError(
-                "The weights of one pass_weights call were given to two calls of the experts, and the gradients of "
+                "The weights of one pass_weights call were given to two calls of the experts, so the gradients of "
                 "one call would be lost. Call pass_weights once for each."
             )
         self._is_used = True

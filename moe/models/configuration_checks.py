@@ -124,8 +124,8 @@ def check_keywords(config: PreTrainedConfig, keywords: Mapping[str, Any]) -> Non
             suggestion = f" Did you mean {close[0]!r}?" if close else ""
             descriptions.append(f"{name} ({shown(keywords[name])}){suggestion}")
         warnings.warn(
-            f"The config has fields that STMoEConfig does not read: {', '.join(descriptions)}. They "
-            "are kept as attributes and change nothing.",
+            f"The config has fields that STMoEConfig does not read: {', '.join(descriptions)}. They are kept as "
+            "attributes but have no effect.",
             stacklevel=2,
         )
     check_integer(

@@ -294,8 +294,8 @@ def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
     num_memories = memory.shape[0]
     if num_memories != 1 and num_memories != decoder.shape[0]:
         raise DataError(
-            f"The decoder has {decoder.shape[0]} sequences and the encoder {memory.shape[0]}; "
-            "expected as many, or one of the encoder for all. Give each target its input."
+            f"The decoder has {decoder.shape[0]} sequences and the encoder {memory.shape[0]}; expected equal numbers, "
+            "or one encoder sequence for all. Give one input for each target."
         )
 
 
@@ -311,9 +311,8 @@ def check_targets(labels: Tensor, decoder_inputs: Tensor) -> None:
     """
     if labels.shape != decoder_inputs.shape[:2]:
         raise DataError(
-            f"labels is {list(labels.shape)}, but the decoder's inputs are "
-            f"{list(decoder_inputs.shape[:2])}; expected one label for each. Leave the "
-            "decoder's inputs out to have them made of the labels."
+            f"labels is {list(labels.shape)}, but the decoder's inputs are {list(decoder_inputs.shape[:2])}; expected "
+            "one label for each. Omit the decoder's inputs to derive them from the labels."
         )
 
 

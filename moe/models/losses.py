@@ -275,16 +275,14 @@ def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
     lost = [f"{name} {getattr(config, name)}" for name in names if getattr(config, name)]
     if lost:
         raise ConfigError(
-            "The Trainer gave num_items_in_batch without labels, so that the losses of "
-            f"{', '.join(lost)} would be left out. In place of label_smoothing_factor of the "
-            "training arguments, set label_smoothing of the model's config; with a "
-            "compute_loss_func of your own, set these weights to 0."
+            f"The Trainer gave num_items_in_batch without labels, so the losses of {', '.join(lost)} would be left "
+            "out. Set label_smoothing in the model's config instead of label_smoothing_factor in the training "
+            "arguments; with your own compute_loss_func, set these weights to 0."
         )
 
     # The labels would also have told padding from the decoder's tokens.
     if config.num_sparse_decoder_layers and not decoder_masked:
         raise ConfigError(
-            "The Trainer gave num_items_in_batch without labels, and no decoder_attention_mask "
-            "tells the decoder's tokens from padding, which would be routed and take capacity. "
-            "Let the data collator add one."
+            "The Trainer gave num_items_in_batch without labels, and without a decoder_attention_mask, so padding "
+            "would be routed and use expert capacity. Let the data collator add one."
         )

@@ -138,10 +138,9 @@ def _warn_of_plain_experts(model: PreTrainedModel) -> None:
             plain += sum(weight.numel() for weight in module.parameters() if _is_plain(weight))
     if plain:
         warnings.warn(
-            f"The quantiser left the stacked experts as they were: {plain:,} of {total:,} "
-            f"parameters ({plain / total:.0%}). torchao reaches them by name, with the linear "
-            "modules: FqnToConfig({'re:.*_proj': config}), inside of TorchAoConfig for "
-            "from_pretrained, or with filter_fn=None for quantize_.",
+            f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%}). "
+            "torchao reaches them by name, with the linear modules: FqnToConfig({'re:.*_proj': config}), inside "
+            "TorchAoConfig for from_pretrained, or with filter_fn=None for quantize_.",
             stacklevel=3,
         )
 

@@ -386,8 +386,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             refuse_missing_labels(self.config, decoder_masked=decoder_attention_mask is not None)
         if loss_counts is not None and num_items_in_batch is not None:
             raise DataError(
-                "loss_counts and num_items_in_batch were both given, and both say what the "
-                "losses are divided by. Leave one of them out."
+                "loss_counts and num_items_in_batch were both given, but both set the divisor of the losses. Remove "
+                "one of them."
             )
         check_logits_to_keep(logits_to_keep, labels)
         output_routers = self.argument_or_config("output_router_logits", output_router_logits)
@@ -483,9 +483,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         """Raises a ConfigError for a replica of torch.nn.DataParallel."""
         if getattr(self, "_is_replica", False):
             raise ConfigError(
-                "torch.nn.DataParallel cannot join what the routers of its replicas did. Start "
-                "one process for each device with torchrun or accelerate, or show the process "
-                "one device with CUDA_VISIBLE_DEVICES."
+                "torch.nn.DataParallel cannot combine the router outputs of its replicas. Start one process for each "
+                "device with torchrun or accelerate, or restrict the process to one device with CUDA_VISIBLE_DEVICES."
             )
 
     def _vocabulary_logits(self, hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
@@ -514,9 +513,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 raise ConfigError(f"{name} is {shown(value)}, but {reason}. Leave it out.")
         if kwargs.setdefault("output_router_logits", False):
             raise ConfigError(
-                "generate() has no place to return output_router_logits in. Leave it out, and "
-                "give the generated tokens to the model as decoder_input_ids, with "
-                "decoder_drop_tokens=False, to see how they are routed."
+                "output_router_logits is not supported by generate(). Remove it; to see how the generated tokens are "
+                "routed, pass them to the model as decoder_input_ids with decoder_drop_tokens=False."
             )
         return cast(Any, super()).generate(*args, **kwargs)
 
@@ -527,9 +525,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             ConfigError: Always.
         """
         raise ConfigError(
-            "Continuous batching (generate_batch) is not supported: transformers' scheduler packs "
-            "prompts for a decoder alone and has no place for encoder outputs. Call generate() "
-            "with a padded batch."
+            "Continuous batching (generate_batch) is not supported: transformers' scheduler packs prompts for a "
+            "decoder alone and cannot hold encoder outputs. Call generate() with a padded batch."
         )
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -115,9 +115,8 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
     check_subset(subset)
     if not isinstance(model, STMoEPreTrainedModel):
         raise ConfigError(
-            f"select_parameters got a {type(model).__name__}; expected a model of this "
-            "library. Adapters choose by themselves what trains: give the model before they "
-            "are attached."
+            f"select_parameters got a {type(model).__name__}; expected a model of this library. Adapters select the "
+            "trainable parameters themselves: pass the model before attaching them."
         )
 
     # The sharding rules give the kind of every parameter.
@@ -221,10 +220,9 @@ def lora_config(
     check_number("alpha", alpha, above=0)
     if "target_modules" in options:
         raise ConfigError(
-            f"lora_config was given target_modules {options['target_modules']!r}, but chooses "
-            "by experts and attention. For some projections only, make a peft.LoraConfig with "
-            "the names of this library: T5's q, k, v and o are q_proj, k_proj, v_proj and "
-            "o_proj here; wi and wo are up_proj and down_proj."
+            f"lora_config was given target_modules {options['target_modules']!r}, but selects modules with experts "
+            "and attention. For some projections only, make a peft.LoraConfig with the names of this library: T5's "
+            "q, k, v and o are q_proj, k_proj, v_proj and o_proj here; wi and wo are up_proj and down_proj."
         )
     if experts:
         _check_options_of_experts(options)
@@ -248,12 +246,11 @@ def lora_config(
 
     if experts and not expert_weights:
         raise ConfigError(
-            "lora_config was asked for adapters on experts, but the model is dense: it has "
-            "none. Pass experts=False."
+            "lora_config got experts=True, but the model is dense. Pass experts=False."
         )
     if not (experts or attention):
         raise ConfigError(
-            "lora_config was asked for no adapters: experts and attention are both False. Set one."
+            "lora_config got experts=False and attention=False; expected at least one of them to be True."
         )
     try:
         return LoraConfig(
@@ -274,8 +271,8 @@ def _check_options_of_experts(options: dict[str, Any]) -> None:
     if ignored:
         settings = ", ".join(f"{name} {options[name]!r}" for name in ignored)
         raise ConfigError(
-            f"{settings}: PEFT does not heed that for the stacked parameters of experts. Leave "
-            "it out, or pass experts=False."
+            f"{settings}: PEFT ignores this for the stacked parameters of experts. Leave it out, or pass "
+            "experts=False."
         )
     if options.get("lora_dropout"):
         raise ConfigError(

@@ -140,8 +140,8 @@ def open_weights(paths: Iterable[Path]) -> dict[str, LazyTensor]:
                 weights[name] = LazyTensor(header.shape, header.dtype, read)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"The weights in {path} cannot be read: the file is torn, or holds more than "
-                f"tensors, which could run code. {COPY_AGAIN}"
+                f"The weights in {path} cannot be read: the file is incomplete, or holds more than tensors, which "
+                f"could run code. {COPY_AGAIN}"
             ) from error
         except _UNREADABLE as error:
             reason = _first_line(error)
@@ -232,7 +232,7 @@ def _find_shards_of_index(
         ) from error
     for file in paths:
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing, which the index {path} names. {COPY_AGAIN}")
+            raise CheckpointError(f"{file} is missing, but the index {path} lists it. {COPY_AGAIN}")
     return paths
 
 
@@ -478,7 +478,6 @@ def _other_sums(folder: Path) -> dict[str, str]:
 def _refuse(folder: Path, damaged: Sequence[Damage]) -> None:
     if damaged:
         raise CheckpointError(
-            f"The model in {folder} is damaged: {damaged[0]}. Copy the whole folder again from "
-            "where it was saved; if another tool rewrote the weights on purpose, remove "
-            f"{folder / SUMS_FILE}."
+            f"The model in {folder} is damaged: {damaged[0]}. Copy the whole folder again from its source; if another "
+            f"tool rewrote the weights on purpose, remove {folder / SUMS_FILE}."
         )

@@ -185,8 +185,8 @@ class Topology:
                     queue.append(neighbour)
         if destination not in previous:
             raise ConfigError(
-                f"{self.name} has no path left from rank {source} to rank {destination}. Declare "
-                "ranks dead that cannot be reached."
+                f"{self.name} has no path left from rank {source} to rank {destination}. Declare the unreachable "
+                "ranks dead."
             )
 
         # Back from the destination.

@@ -113,7 +113,9 @@ def _unit(units: Mapping[str, float], example: str) -> BeforeValidator:
             return value
         match = _NUMBER.fullmatch(value)
         if match is None or match[2] not in units:
-            raise ValueError(f"expected a number and one of {', '.join(units)}, e.g. {example}")
+            raise ValueError(
+                f"expected a number with one of the units {', '.join(units)}, e.g. {example}"
+            )
         return float(match[1]) * units[match[2]]
 
     return BeforeValidator(read)

@@ -170,8 +170,8 @@ def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int
             plans.append(plan)
     if not plans:
         raise ConfigError(
-            f"No mesh of {num_ranks} ranks goes with the model and the batch. Choose another "
-            "number of ranks, a batch size that more ranks divide, or a smaller model.group_size."
+            f"No mesh of {num_ranks} ranks fits the model and the batch. Choose another number of ranks, a batch size "
+            "that more ranks divide, or a smaller model.group_size."
         )
 
     def by_preference(plan: Plan) -> tuple[bool, float, int]:

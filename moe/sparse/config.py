@@ -178,8 +178,8 @@ class SparseConfig:
             self.eval_capacity_factor,
         ):
             raise ConfigError(
-                f"expert_capacity is {self.expert_capacity} and a capacity factor is None, which drops no token. "
-                "Set expert_capacity to None, or give both factors a number, which is then not used."
+                f"expert_capacity is {self.expert_capacity} and a capacity factor is None, which drops no token. Set "
+                "expert_capacity to None, or set both factors to a number, which is then ignored."
             )
 
         # Dropout and initialisation. A rate of 1 would leave nothing of the hidden units.

@@ -74,8 +74,8 @@ class RerouteExperts(_ExpertsEdit):
         least = 1 if layer.router.experts_choose else config.num_selected_experts
         if num_left < least:
             raise ConfigError(
-                f"{len(set(self.experts))} of {config.num_experts} experts are to be rerouted, which leaves {num_left} "
-                f"where a token chooses {least}. Leave at least {least}."
+                f"{len(set(self.experts))} of {config.num_experts} experts would be rerouted, which leaves "
+                f"{num_left}, but each token chooses {least}. Leave at least {least}."
             )
 
         def reroute(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:

@@ -88,14 +88,14 @@ def _refuse_additive_mask(token_mask: Tensor) -> None:
     if odd_values.numel():
         raise DataError(
             f"token_mask holds {shown(odd_values[0].item())}; expected 0 for padding and 1 for real tokens. "
-            f"{_MASK_ADVICE}; of an additive mask, which hides by large negative numbers, that is `mask == 0`."
+            f"{_MASK_ADVICE}; for an additive mask with large negative numbers, use `mask == 0`."
         )
 
     # All 0 is nothing but padding in a mask of 0 and 1, and no padding in an additive one.
     if token_mask.is_floating_point() and token_mask.numel() and not token_mask.any():
         raise DataError(
-            f"token_mask is 0 everywhere, in {token_mask.dtype}: nothing but padding, or an additive mask that "
-            f"hides nothing. {_MASK_ADVICE}."
+            f"token_mask is 0 everywhere, in {token_mask.dtype}: either all tokens are padding, or it is an additive "
+            f"mask that masks nothing. {_MASK_ADVICE}."
         )
 
 

@@ -199,7 +199,7 @@ def _check_layers(
     if not layers:
         raise ConfigError(
             f"There is no SparseFeedForward in this {type(module).__name__}, so there is nothing to collect. Put a "
-            "SparseFeedForwardAdapter(config) in the place of its feed-forward layers first, or pass the module that "
+            "SparseFeedForwardAdapter(config) in place of its feed-forward layers first, or pass the module that "
             "holds them."
         )
 
@@ -334,9 +334,9 @@ class _Collector:
         # Reentrant checkpointing runs the forward pass without gradient, and records it later.
         if self.wants_gradient and layer.training and not torch.is_grad_enabled():
             raise ConfigError(
-                "A sparse layer in training ran without gradient inside a context that was opened with it. If this is "
-                "activation checkpointing, set use_reentrant=False: the reentrant kind loses the gradient of the "
-                "routers' losses. If no gradient is wanted, open torch.no_grad() around collect_routers."
+                "A sparse layer in training ran without gradient inside a context that was opened with gradient. If "
+                "this is activation checkpointing, set use_reentrant=False: the reentrant kind loses the gradient of "
+                "the routers' losses. If no gradient is wanted, open torch.no_grad() around collect_routers."
             )
         self.routers.append(output[1])
 

@@ -119,8 +119,8 @@ def check_causal(name: str, advice: str) -> None:
     names = ROUTER_REQUIREMENTS.names()
     causal = ", ".join(other for other in names if ROUTER_REQUIREMENTS.get(other).causal)
     raise ConfigError(
-        f"Router {name!r} cannot be used in a decoder: it decides about a token by looking at later ones, which a "
-        f"decoder does not have when it generates. {advice} one of {causal}."
+        f"Router {name!r} cannot be used in a decoder: it routes a token by looking at later tokens, which do not "
+        f"exist during generation. {advice} one of {causal}."
     )
 
 

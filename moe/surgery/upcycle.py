@@ -114,7 +114,7 @@ class Upcycling:
         G = self.granularity
         if dense.d_ff % G:
             raise ConfigError(
-                f"granularity is {G}; expected a divisor of d_ff, {dense.d_ff}: the parts of a layer are equal."
+                f"granularity is {G}; expected a divisor of d_ff, {dense.d_ff}: each layer is split into equal parts."
             )
 
         # Routers have different options.

@@ -163,7 +163,7 @@ def paired_batches(
         DataError: When there is no pair.
     """
     if not pairs:
-        raise DataError("There is nothing to trace: not one pair was given.")
+        raise DataError("There is nothing to trace: no pairs were given.")
 
     # Truncation and sentinels are those of fine-tuning.
     chosen = [pairs[number] for number in _evenly(len(pairs), most_examples)]

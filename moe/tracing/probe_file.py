@@ -201,9 +201,8 @@ def begin_probes(folder: Path, facts: ProbeFacts, text: ProbeText, step: int) ->
         comparable = facts._replace(library=earlier.library, text=earlier.text)
         if comparable != earlier:
             raise DataError(
-                f"{folder} holds probes of another text or of other layers, "
-                "with which those to come could not be compared. "
-                "Probe the same batches as before, or move the folder away."
+                f"{folder} holds probes of a different text or different layers, so new probes could not be compared "
+                "with them. Probe the same batches as before, or move the folder."
             )
 
     # Those that the run takes again.
@@ -272,7 +271,7 @@ def read_probe_text(folder: Path) -> ProbeText:
     missing = _TEXT_TENSORS - tensors.keys()
     text = None if missing else _text_from(tensors)
     if text is None or _fingerprint(text) != facts.text_fingerprint:
-        raise DataError(f"{path} is not the text of {folder / FACTS_FILE}. {_ADVICE}")
+        raise DataError(f"{path} does not hold the text of {folder / FACTS_FILE}. {_ADVICE}")
     return text
 
 
@@ -303,7 +302,9 @@ def read_probe_facts(folder: Path) -> ProbeFacts:
 def _read_probe(path: Path, facts: ProbeFacts) -> Probe:
     tensors, metadata = _read_tensors(path)
     if metadata.get(_FINGERPRINT) != facts.text_fingerprint:
-        raise DataError(f"{path} is of another text than {FACTS_FILE} beside it. {_ADVICE}")
+        raise DataError(
+            f"{path} belongs to a different text than {FACTS_FILE} beside it. {_ADVICE}"
+        )
 
     choices = {}
     for layer in facts.layers:

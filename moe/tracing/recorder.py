@@ -295,7 +295,7 @@ class Recording:
         """
         num_examples = sum(lengths.numel() for lengths in self._lengths["encoder"])
         if not num_examples:
-            raise DataError("There is nothing to trace: not one example was given.")
+            raise DataError("There is nothing to trace: no examples were given.")
 
         return TraceFacts(
             version=FORMAT_VERSION,

@@ -103,7 +103,8 @@ def _refuse_other_layers(
         if len(numbers) != layer.facts.num_experts or max(numbers) >= config.num_experts:
             raise DataError(
                 f"{layer_name(layer.key)}: the trace has {layer.facts.num_experts} experts, the model "
-                f"{config.num_experts}. Say in expert_map which number each recorded expert has there, -1 for none."
+                f"{config.num_experts}. Map each recorded expert to its number in the model with expert_map, -1 for "
+                "none."
             )
 
 
@@ -159,7 +160,7 @@ class _Player:
         token_ids = self._token_ids.get(stack)
         if token_ids is None:
             raise DataError(
-                f"The {stack} got no token ids, by which a replay finds its examples. Give input_ids instead of "
+                f"The {stack} got no token ids, which a replay needs to find its examples. Give input_ids instead of "
                 "embeddings, and run the whole model inside replay_routing."
             )
         return token_ids

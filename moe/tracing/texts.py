@@ -74,5 +74,5 @@ def reference_texts() -> list[SourceText]:
     """
     documents = topic_documents()
     if not documents:
-        raise DataError("This Python comes without its language reference. Give files of text.")
+        raise DataError("This Python does not include its language reference. Give text files.")
     return [SourceText(each.text, "", number, REFERENCE) for number, each in enumerate(documents)]

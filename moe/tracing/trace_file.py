@@ -187,5 +187,5 @@ def read_trace(folder: Path) -> Trace:
 
     # Checksums found other damage; this finds the tensors of another trace.
     if inputs_fingerprint(trace) != facts.inputs_fingerprint:
-        raise DataError(f"{path} has other token ids than {FACTS_FILE} beside it. {advice}")
+        raise DataError(f"{path} has different token ids from {FACTS_FILE} beside it. {advice}")
     return trace

@@ -107,8 +107,8 @@ def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedToke
             differing.append(f"model.{name} is {given!r}, the model has {present!r}")
     if differing:
         raise ConfigError(
-            f"The model in {folder} is not the one that the recipe describes: "
-            f"{'; '.join(differing)}. Give the recipe that it was trained with, or these settings."
+            f"The model in {folder} does not match the recipe: {'; '.join(differing)}. Give the recipe that it was "
+            "trained with, or these settings."
         )
 
     # With another vocabulary, every row of the embedding would mean another word.

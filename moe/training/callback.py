@@ -104,9 +104,10 @@ class RouterStatsCallback(TrainerCallback):
         # Reporters created by the Trainer itself come before any callback.
         if args.report_to:
             warnings.warn(
-                f"The reporters of report_to={args.report_to} log before RouterStatsCallback adds its numbers and "
-                'miss them. Set report_to="none" and give the reporters as callbacks behind it, for example '
-                "callbacks=[RouterStatsCallback(), TensorBoardCallback()] with that of transformers.integrations.",
+                f"The reporters of report_to={args.report_to} log before RouterStatsCallback adds its numbers, so "
+                'they miss them. Set report_to="none" and give the reporters as callbacks behind it, for example '
+                "callbacks=[RouterStatsCallback(), TensorBoardCallback()] with TensorBoardCallback from "
+                "transformers.integrations.",
                 stacklevel=2,
             )
 
@@ -131,8 +132,8 @@ class RouterStatsCallback(TrainerCallback):
         is_taken = broadcast_from_rank_zero(lambda: has_probes(folder))
         if is_taken and not step:
             raise DataError(
-                f"{folder} holds the probes of another training. "
-                "Resume it, choose another output_dir, or move the folder away."
+                f"{folder} holds the probes of another training run. Resume it, choose another output_dir, or move "
+                "the folder away."
             )
 
         num_batches = len(self._probe_batches)

@@ -81,7 +81,7 @@ def choose_data(
         )
         if idle:
             raise ConfigError(
-                f"{', '.join(idle)} would change nothing: {train} is no task. Leave it out."
+                f"{', '.join(idle)} would change nothing: {train} is not a task. Leave it out."
             )
         dev_examples = recipe.mixture.dev_examples if _DEV_EXAMPLES in typed else SCORED_PAIRS
         return dataclasses.replace(recipe, mixture=MixtureRecipe(dev_examples=dev_examples))
@@ -103,10 +103,9 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
         check_model_folder(folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error} To have one, pre-train it (stmoe pretrain --config st_moe_tiny_pretrain "
-            f"--out {folder.parent} leaves it in {folder.parent}/model), or convert a published one "
-            f"(stmoe convert --from google/switch-base-8 --to {folder}) and fine-tune it with "
-            "--optimizer_state reset."
+            f"{error} To get a model, pre-train one (stmoe pretrain --config st_moe_tiny_pretrain --out "
+            f"{folder.parent} leaves it in {folder.parent}/model), or convert a published one (stmoe convert --from "
+            f"google/switch-base-8 --to {folder}) and fine-tune it with --optimizer_state reset."
         ) from None
 
     # With a capacity in slots, from the model or the recipe, a factor has no effect.

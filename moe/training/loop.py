@@ -180,7 +180,7 @@ def _run_steps(
                 if signal_number is not None:
                     checkpoints.wait()
                     raise Interrupted(
-                        f"Stopped after step {done:,}; {checkpoint} is whole.", signal_number
+                        f"Stopped after step {done:,}; {checkpoint} is complete.", signal_number
                     )
 
 
@@ -332,8 +332,8 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
     # `training.steps` may not be lowered below what is done.
     if saved.step > run.recipe.training.steps:
         raise CheckpointError(
-            f"{path} is of step {saved.step:,}, and the run ends at training.steps, {run.recipe.training.steps:,}. "
-            "Remove it to go on from an earlier one, or restore its state.json."
+            f"{path} is from step {saved.step:,}, but the run ends at training.steps, {run.recipe.training.steps:,}. "
+            "Remove it to resume from an earlier checkpoint, or restore its state.json."
         )
 
 
@@ -374,5 +374,5 @@ def refuse_to_overwrite(folder: Path, resume: bool) -> None:
     holds_run = any((folder / name).exists() for name in names)
     if holds_run and not resume:
         raise DataError(
-            f"{folder} already holds a run. Give --resume to go on with it, choose another --out, or remove it."
+            f"{folder} already holds a run. Use --resume to continue it, choose another --out, or remove it."
         )

@@ -157,8 +157,8 @@ class OptimRecipe:
             if str(name).endswith("_epochs") and in_steps in known:
                 if in_steps in self.schedule_options:
                     raise ConfigError(
-                        f"optim.schedule_options has {in_steps} and {name}, which are one length. "
-                        "Keep one of them."
+                        f"optim.schedule_options has {in_steps} and {name}, which set the same duration. Keep one of "
+                        "them."
                     )
                 place = f"optim.schedule_options.{name}"
                 options[in_steps] = self._steps(place, value, batch_size)
@@ -175,8 +175,8 @@ class OptimRecipe:
         """Returns the number of steps in a number of epochs."""
         if self.epoch_examples is None:
             raise ConfigError(
-                f"{name} is in epochs, but optim.epoch_examples is null. Say how many sequences an "
-                "epoch has."
+                f"{name} is in epochs, but optim.epoch_examples is null. Set it to the number of sequences in an "
+                "epoch."
             )
         check_number(name, epochs, least=0)
         steps = epochs * self.epoch_examples / batch_size

@@ -259,8 +259,8 @@ class Recipe:
         for name in self.model:
             if name not in self.model_fields:
                 raise ConfigError(
-                    f"model.{name} is no setting of a {type(self).__name__}."
-                    f"{did_you_mean(name, self.model_fields)} Known: {', '.join(sorted(self.model_fields))}."
+                    f"model.{name} is not a setting of {type(self).__name__}.{did_you_mean(name, self.model_fields)} "
+                    f"Known: {', '.join(sorted(self.model_fields))}."
                 )
         object.__setattr__(self, "model", {**self.model_defaults, **self.model})
 

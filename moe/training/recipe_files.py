@@ -130,8 +130,8 @@ def _parent_path(path: Path, parent: Any) -> Path:
         return ours
     if not parent_path.exists():
         raise ConfigError(
-            f"{path}: {EXTENDS} is {shown(parent)}, and there is no file {parent_path}. Paths are relative to the file "
-            "that names them; names are those that stmoe recipes lists."
+            f"{path}: {EXTENDS} is {shown(parent)}, and there is no file {parent_path}. Paths are relative to the "
+            "file that names them; stmoe recipes lists the names."
         )
     return parent_path
 

@@ -296,9 +296,9 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
 
     whole = [sequences_per_group(batch_size, length, group_size) for length in lengths]
     raise ConfigError(
-        f"A batch of {batch_size} rows of {lengths[0]} and {lengths[1]} tokens is routed in groups of {whole[0]} "
-        f"and {whole[1]} sequences (model.group_size {group_size}), but a forward pass has {rows} rows "
-        "(training.micro_batch_size, or the batch's share of a data rank) and would group them otherwise. Set "
+        f"A batch of {batch_size} rows of {lengths[0]} and {lengths[1]} tokens is routed in groups of {whole[0]} and "
+        f"{whole[1]} sequences (model.group_size {group_size}), but a forward pass has {rows} rows "
+        "(training.micro_batch_size, or the batch's share of a data rank) and would group them differently. Set "
         f"model.group_size to {fitting}, the largest that fits, or choose more rows for a forward pass."
     )
 

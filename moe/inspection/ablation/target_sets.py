@@ -162,7 +162,9 @@ def sequence_sets(
 
 def _named_sets(names: Sequence[str], masks: Sequence[Tensor]) -> TargetSets:
     if len(set(names)) < len(names):
-        raise DataError(f"Two of the sets {', '.join(names)} have one name. Rename a class.")
+        raise DataError(
+            f"Two of the sets {', '.join(names)} have the same name. Rename one of them."
+        )
     return TargetSets(tuple(names), torch.stack(list(masks)))
 
 

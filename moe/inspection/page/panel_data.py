@@ -298,7 +298,7 @@ def read_ablation(path: Path, trace: Trace) -> list[AblationBar]:
     content = read_record(path, _Ablation, advice=_ADVICE)
     if content.inputs_fingerprint != trace.facts.inputs_fingerprint:
         raise DataError(
-            f"{path} is of inputs {content.inputs_fingerprint[:12]}, the trace of "
+            f"{path} was computed on inputs {content.inputs_fingerprint[:12]}, but the trace on inputs "
             f"{trace.facts.inputs_fingerprint[:12]}. {_ADVICE}"
         )
     bars = []

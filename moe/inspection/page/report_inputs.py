@@ -115,7 +115,7 @@ def _read_metrics(path: Path) -> list[Line]:
         where = f"{path}, line {number}"
         if "stage" in values:
             raise DataError(
-                f"{where} is of stage {shown(values['stage'])} of a job. Give each run's own metrics.jsonl."
+                f"{where} is from stage {shown(values['stage'])} of a job. Give each run's own metrics.jsonl."
             )
 
         # Steps are counts, and never fall within a run.

@@ -257,7 +257,7 @@ def _fitting_page(render: Callable[[Shown], str], trace: Trace, most_bytes: int)
     room = most_bytes - bare_size
     if room <= 0:
         raise DataError(
-            f"The page may have {most_bytes:,} bytes, and its tables alone have {bare_size:,}. Give a larger "
+            f"The page is limited to {most_bytes:,} bytes, but its tables alone take {bare_size:,}. Give a larger "
             "most_bytes, or fewer classes, steps or bars."
         )
 
@@ -282,6 +282,6 @@ def _fitting_page(render: Callable[[Shown], str], trace: Trace, most_bytes: int)
             return page
         most_tokens //= 2
     raise DataError(
-        f"The page may have {most_bytes:,} bytes, too few for {_FEWEST_TOKENS} tokens of an example. Give a larger "
-        "most_bytes."
+        f"The page is limited to {most_bytes:,} bytes, too few for {_FEWEST_TOKENS} tokens of an example. Give a "
+        "larger most_bytes."
     )

@@ -89,8 +89,9 @@ def match_traces(a: Trace, b: Trace) -> dict[LayerKey, ExpertMatching]:
     """
     if a.facts.inputs_fingerprint != b.facts.inputs_fingerprint:
         raise DataError(
-            f"The traces are of inputs {a.facts.inputs_fingerprint[:12]!r} and {b.facts.inputs_fingerprint[:12]!r}; "
-            "expected the same inputs. Trace the same text with both models, with one tokenizer."
+            f"The traces were recorded on inputs {a.facts.inputs_fingerprint[:12]!r} and "
+            f"{b.facts.inputs_fingerprint[:12]!r}; expected the same inputs. Trace the same text with both models, "
+            "with one tokenizer."
         )
     layers_a = {layer.key: layer for layer in a.layers}
     layers_b = {layer.key: layer for layer in b.layers}

@@ -110,8 +110,8 @@ class DocumentShuffle(Shuffle):
         num_documents = int(self._document.max(initial=-1)) + 1
         if num_documents < LEAST_DOCUMENTS:
             raise DataError(
-                f"The tokens are of {num_documents} documents; shuffling whole documents needs {LEAST_DOCUMENTS} at "
-                "least. Trace more documents, or take TokenShuffle, which takes tokens for independent."
+                f"The tokens come from {num_documents} documents; shuffling whole documents needs {LEAST_DOCUMENTS} "
+                "at least. Trace more documents, or use TokenShuffle, which treats tokens as independent."
             )
 
         # Examples in the order of their documents: first token and length.
@@ -255,6 +255,6 @@ def check_tokens(what: str, num_tokens: int, expected: int) -> None:
     """Raises a DataError unless two things are of the same tokens."""
     if num_tokens != expected:
         raise DataError(
-            f"{what} are of {num_tokens:,} tokens; expected {expected:,}, those of the layer. Take both from the same "
+            f"{what} cover {num_tokens:,} tokens; expected {expected:,}, those of the layer. Take both from the same "
             "stack of one trace."
         )

@@ -59,8 +59,8 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
     chosen_b = one_hot_choices(b, num_experts)
     if len(chosen_a) != len(chosen_b):
         raise DataError(
-            f"The choices are of {len(chosen_a):,} and of {len(chosen_b):,} tokens; expected the same tokens. Trace "
-            "the same text with both."
+            f"The choices cover {len(chosen_a):,} and {len(chosen_b):,} tokens; expected the same tokens. Trace the "
+            "same text with both."
         )
 
     # Experts that a token has in each, in both, and at most.
@@ -168,7 +168,8 @@ def _check_snapshots(snapshots: Sequence[Snapshot]) -> None:
     for earlier, now in pairwise(snapshots):
         if now.step <= earlier.step:
             raise DataError(
-                f"Step {now.step} comes after step {earlier.step}; expected rising steps. Sort the snapshots by step."
+                f"Step {now.step} comes after step {earlier.step}; expected increasing steps. Sort the snapshots by "
+                "step."
             )
 
     last = snapshots[-1]
@@ -181,5 +182,6 @@ def _check_snapshots(snapshots: Sequence[Snapshot]) -> None:
         if dict(other.num_experts) != dict(last.num_experts):
             raise DataError(
                 f"Step {other.step} has the experts {dict(other.num_experts)} by layer, step {last.step} has "
-                f"{dict(last.num_experts)}; expected the same. For models of other shapes see `match_experts`."
+                f"{dict(last.num_experts)}; expected the same. To compare models of different shapes, see "
+                "`match_experts`."
             )

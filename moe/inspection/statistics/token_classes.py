@@ -135,7 +135,7 @@ def token_ids(stack: StackTrace, tokens: str) -> Tensor:
     # Only the decoder has targets.
     if stack.targets.numel() != stack.ids.numel():
         raise ConfigError(
-            "tokens is 'target', but this stack has no targets: only the decoder predicts. Take the decoder's part of "
+            "tokens is 'target', but this stack has no targets: only the decoder predicts. Use the decoder's part of "
             "the trace, or tokens='input'."
         )
     return stack.targets.long()

@@ -31,7 +31,7 @@ class HashOptions:
         """Raises a ConfigError when the gate is asked to see something: there is none."""
         if config.router_input != "hidden":
             raise ConfigError(
-                f"router_input is {config.router_input!r}, but router 'hash' has no gate that could see it. Leave "
+                f"router_input is {config.router_input!r}, but router 'hash' has no gate that could read it. Leave "
                 "router_input at 'hidden'."
             )
 
