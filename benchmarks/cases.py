@@ -81,7 +81,7 @@ class Problem:
 
     @property
     def dtype_name(self) -> str:
-        """The name in `DTYPES` of what everything is stored in."""
+        """Name of the storage dtype, a key of `DTYPES`."""
         return str(self.x.dtype).removeprefix("torch.")
 
 

@@ -1,7 +1,7 @@
 """The benchmark of the start: CPU seconds and memory until a command explains its options.
 
-They are those of the process, user and system together, so that a busy machine changes little; and
-relative to what every command must pay, the import of torch and of transformers' T5.
+Times are CPU times of the process (user and system), so that a busy machine changes little, and
+relative to the import of torch and of transformers' T5, which every command must pay.
 """
 
 import os
@@ -135,7 +135,7 @@ def measure_start(name: str, arguments: Sequence[str]) -> Start:
 
 
 def describe_rows(rounds: Mapping[str, Sequence[Start]]) -> list[dict[str, Any]]:
-    """Returns a row for each start: medians, and the same over those of the base."""
+    """Returns a row for each start: medians, absolute and relative to the baseline."""
     medians: dict[str, Start] = {}
     for name, taken in rounds.items():
         seconds = statistics.median(start.cpu_seconds for start in taken)

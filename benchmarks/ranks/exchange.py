@@ -1,8 +1,8 @@
-"""The exchange benchmark: one layer whose experts are on several ranks, beside what it cannot avoid.
+"""The exchange benchmark: one layer whose experts are on several ranks, compared with the unavoidable cost.
 
-A layer must compute and must send rows; `ideal` is the time of one process for all tokens, divided
-by the ranks, and that of the same four all-to-alls with nothing around them. All of it is measured
-in turn, in one run.
+A layer must compute and must send rows; `ideal` is the time of one process for all tokens divided
+by the number of ranks, plus the time of the same four all-to-alls alone. All of it is measured in
+turn, in one run.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ class ExchangeBenchmark:
 
 
 def run_exchange(benchmark: ExchangeBenchmark) -> None:
-    """Measures, prints the tables and saves them; what is measured is saved as it goes."""
+    """Measures, prints the tables and saves them; results are saved as they come in."""
     # Every rank has one thread, however many cores there are.
     report = benchmark.report
     report.update(
@@ -155,7 +155,7 @@ def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int)
     mesh = build_mesh(MeshConfig(ep=dist.get_world_size()), device.type)
     problems = split_problem(build_problem(case, DTYPES[dtype], device))
 
-    # What is timed: three jobs for each of our layers, and the peer's.
+    # Timed jobs: three for each of our layers, and the peer's.
     jobs: list[Job] = []
     bytes_by_layer: dict[str, Row] = {}
     for name in LAYERS:
@@ -290,14 +290,14 @@ def describe_bytes(transfers: Sequence[Transfer], router: RouterOutput, problem:
     rank_experts = problem.case.num_experts // dist.get_world_size()
     load = router.stats.accepted_load.clone()
 
-    # Of this rank: bytes of rows, bytes of counts, and the fewest bytes of rows.
+    # This rank's bytes of rows, bytes of counts, and smallest possible bytes of rows.
     row_bytes = sum(transfer.bytes_away for transfer in transfers if transfer.is_rows)
     count_bytes = sum(transfer.bytes_away for transfer in transfers if not transfer.is_rows)
     is_elsewhere = router.plan.expert_index // rank_experts != dist.get_rank()
     num_away = int((router.plan.accepted & is_elsewhere).sum())
     fewest_bytes = 4 * num_away * problem.case.d_model * problem.x.element_size()
 
-    # Of all ranks, with the load of every expert.
+    # The same for all ranks, with the load of every expert.
     numbers = torch.tensor([row_bytes, count_bytes, fewest_bytes], device=load.device)
     total = torch.cat([numbers, load])
     dist.all_reduce(total)

@@ -113,7 +113,7 @@ class RankTimes(NamedTuple):
 def measure_together(jobs: Sequence[Job], rounds: int, device: torch.device) -> RankTimes:
     """Returns the times of every job.
 
-    A first round is not counted. The order is drawn anew for every round, and all ranks begin a job
+    A first round is not counted. The order is redrawn for every round, and all ranks begin a job
     together.
     """
     generator = random.Random(0)  # the same order on every rank
@@ -145,7 +145,7 @@ class Transfer(NamedTuple):
     """One all-to-all of a rank.
 
     Attributes:
-        shape: Shape of what is sent.
+        shape: Shape of the sent tensor.
         dtype: Its dtype.
         send_splits: Rows for each rank; None for equally many.
         receive_splits: Rows from each rank; None likewise.

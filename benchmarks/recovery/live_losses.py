@@ -2,9 +2,9 @@
 
     python -m benchmarks.recovery.live_losses --losses 30 --groups 3 --json benchmarks/recovery/results/live_losses.json
 
-A group is killed by `kill -9` at a random moment and started again; the others go on, and it gets
-their state. In the end all groups must have the same weights to the last bit, and, since the rows of
-a lost group are taken over, the losses of a run in one process that nobody disturbed.
+A group is killed by `kill -9` at a random moment and started again; the others continue, and it receives their state.
+In the end all groups must have the same weights to the last bit, and, since the rows of a lost group are taken over,
+the losses of a run in one process that nobody disturbed.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Loss(NamedTuple):
 
     Attributes:
         group: Its number.
-        step: Updates that the run had behind it.
+        step: Updates that the run had completed.
         stall_seconds: From the kill to the next update of the others.
         steps_without: Updates of the others before it was started again.
         healed_step: Updates after which it went on.
@@ -84,11 +84,11 @@ class Groups:
         return self._folder / str(group)
 
     def lose(self, group: int, step: int, pause: float, steps_without: int) -> Loss | None:
-        """Kills a group after a step, starts it again, and waits until it goes on.
+        """Kills a group after a step, starts it again, and waits until it continues.
 
         Args:
             group: Which.
-            step: Updates that all groups have behind them before.
+            step: Updates that all groups have completed before.
             pause: Seconds from there to the kill.
             steps_without: Updates of the others before it is started again.
 
@@ -115,7 +115,7 @@ class Groups:
             return None
         self._launches[group] = self._start(group)
 
-        # It goes on where they are.
+        # It continues from their step.
         if not self._wait(group, lambda: self._healed_step(group, killed_step) is not None):
             return None
         healed = self._healed_step(group, killed_step)
@@ -150,7 +150,7 @@ class Groups:
         raise DistributedError(self._what_happened(group))
 
     def _healed_step(self, group: int, after: int) -> int | None:
-        """Returns the first step behind `after` that a group was healed for; None for none yet."""
+        """Returns the first step after `after` at which a group was healed; None for none yet."""
         for line in read_lines(self.folder(group)):
             if line["step"] > after and line.get("replicas/healed"):
                 return int(line["step"])

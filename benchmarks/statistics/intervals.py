@@ -99,7 +99,7 @@ class Setting(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """N examples, and what two systems answer.
+    """N examples, and the answers of two systems.
 
     Attributes:
         groups: Name of each example's group.
@@ -115,7 +115,7 @@ class Sample(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """What intervals of one method did.
+    """Coverage and width of the intervals of one method.
 
     Attributes:
         coverage: Per cent of them that hold the true value.
@@ -212,7 +212,8 @@ def draw_sample(case: IntervalCase, setting: Setting, rng: np.random.Generator) 
         sizes = rng.choice(case.group_sizes, size=setting.size)
         group = np.repeat(group, sizes)[: setting.size]
 
-    # Examples of a group share a chance, which has a beta distribution around that of the case.
+    # Examples of a group share a probability, drawn from a beta distribution around that of the
+    # case.
     p = np.full(setting.size, setting.chance)
     if setting.grouped:
         spread = (1 - case.correlation) / case.correlation
