@@ -19,7 +19,7 @@ Pair = tuple[str, str]
 
 
 class TaskData(NamedTuple):
-    """What fine-tuning reads of tasks.
+    """Task data that fine-tuning reads.
 
     Attributes:
         train: Pairs of the training split, by task.

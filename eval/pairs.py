@@ -101,7 +101,7 @@ def read_pairs_task(path: Path, train: Path | None = None) -> Task:
 
     Args:
         path: The evaluated pairs.
-        train: Pairs that the baselines are fitted to, without those of equal inputs; None for no
+        train: Pairs for fitting the baselines, without those whose inputs are equal; None for no
             baselines.
 
     Raises:
@@ -115,7 +115,7 @@ def read_pairs_task(path: Path, train: Path | None = None) -> Task:
     digest = sha256_of(path)[:16]
     dev = read_pairs(path)
 
-    # A run holds a part of its file out: no baseline may see that part.
+    # A run holds a part of its file out: no baseline may use that part.
     evaluated = {pair.inputs for pair in dev}
     train_pairs = (
         [pair for pair in read_pairs(train) if pair.inputs not in evaluated] if train else []

@@ -63,13 +63,13 @@ def evaluate(
     """Evaluates models on tasks, writes the reports and returns what they hold.
 
     The reports are written after each task. A task that fails, for instance because its data cannot
-    be had, is reported with its message, and the others go on.
+    be had, is reported with its message, and the others continue.
 
     Every rank must call it with the same arguments but `world`. All of them predict; rank 0 alone
     scores, writes and has something to return. Nothing depends on the number of ranks.
 
     Args:
-        models: Checkpoint folders by name; the first is the one that the report is about.
+        models: Checkpoint folders by name; the report is about the first one.
         tasks: Names of tasks, or tasks that are in no registry, as of the user's own pairs.
         modes: `generate`, `rank`; of these, all that a task can be answered in. None for both.
         split: Of all tasks; None for each task's own.
@@ -77,7 +77,8 @@ def evaluate(
         data: Holds a folder TASK with files in place of the hub's rows. None for the hub.
         revision: Branch or commit of the hub's data; None for each task's own.
         scoring: How choices are ranked; None for the log-probability with the end token.
-        baselines: What the baselines may see; None for all training examples and no other text.
+        baselines: Data that the baselines may use; None for all training examples and no other
+            text.
         contamination: Folder of a corpus in which the examples are looked for; None for none.
         out: Receives examples/, predictions/ and the reports. A report that is there, with results
             that the new one lacks, is kept as report.1.json.
@@ -86,7 +87,7 @@ def evaluate(
         ep: Ranks over which the experts of a layer are sharded.
         tp: Ranks over which heads and hidden units are sharded.
         inference: Capacity and dtype in place of the checkpoints' own. Answers of the same model
-            under another are not gone on with.
+            with another `Inference` cannot be resumed.
 
     Raises:
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
@@ -96,7 +97,7 @@ def evaluate(
             writes there, it has answers of these models under another `inference`, or
             `contamination` or the baselines' text is no corpus.
     """
-    # What can be refused is refused before anything is loaded.
+    # Reject invalid requests before loading anything.
     chosen = check_tasks(tasks, modes, split)
     check_integer("--limit", limit, least=1, optional="none for all")
     baselines = baselines or BaselineSettings()
@@ -137,7 +138,7 @@ def evaluate(
         models={name: model_info(models[name], system) for name, system in systems.items()},
     )
 
-    # Answers are gone on with as they were begun, which is known before anything is written.
+    # Check that existing answers can be resumed before anything is written.
     gather_or_raise(lambda: _check_answers(systems, chosen, out))
 
     # Lengths of inputs are counted in tokens of the first model.

@@ -126,7 +126,7 @@ class SystemData:
 
     Attributes:
         read: Returns the rows of a split; raises a DataError that says what to install.
-        task: Name of the task: rows of one's own lie in a folder of that name.
+        task: Name of the task: custom rows are in a folder of that name.
         origin: Name of the database, for a list of tasks.
         columns: Kinds of the columns.
         labels: By column, the values that a label may have.
@@ -190,7 +190,7 @@ class HubData:
         columns: Kinds of the columns that are read.
         labels: By column, the values that a label may have.
         hidden: Splits whose labels the authors keep to themselves.
-        hidden_values: By column, what stands for a label that a row of such a split lacks.
+        hidden_values: By column, the value that replaces a missing label in a row of such a split.
         hub_splits: The hub's name of a split, where it is another.
         revisions: Tried one after the other when the user names none.
     """
@@ -312,7 +312,7 @@ class HubData:
         return rows
 
     def _name_of(self, split: str, revision: str | None = None) -> str:
-        """Returns what is asked of the hub, in words."""
+        """Returns a description of the dataset requested from the hub."""
         hub_split = self.hub_splits.get(split, split)
         at = f" at {revision}" if revision else ""
         return f"{self.repository} (config {self.config}, split {hub_split}{at})"
@@ -323,7 +323,7 @@ class HubData:
 
 
 class _FileRow(NamedTuple):
-    """A row of a file, and where it stands, in words."""
+    """A row of a file, and its location, in words."""
 
     row: Any
     where: str
@@ -344,13 +344,13 @@ def read_files(
         split: Which.
         columns: Kinds of the columns.
         labels: By column, the values that a label may have.
-        hidden_values: Where labels may be hidden, by column what stands for one that is; None
+        hidden_values: If labels may be hidden, the value of a hidden label, by column; None
             where every row has its label.
 
     Raises:
         DataError: When there is no file or no row, or a row does not fit.
     """
-    # The files of a benchmark's own site have no column for what they hide.
+    # Files from a benchmark's own site have no column for hidden values.
     required = {name: columns[name] for name in columns if name not in (hidden_values or {})}
     rows: list[Row] = []
     files = find_files(folder, split, required)
@@ -374,7 +374,7 @@ def _checked(
     where: str,
     hidden_values: Mapping[str, Any] | None,
 ) -> Row:
-    """Returns a row that is as expected; what stands for a hidden label is put where it lacks one."""
+    """Returns a validated row; missing hidden labels are filled in."""
     if hidden_values and isinstance(row, Mapping):
         row = dict(row)
         for name, value in hidden_values.items():
@@ -430,7 +430,7 @@ def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
 
 
 def has_files(folder: Path, split: str) -> bool:
-    """Returns whether there are files of a split in `folder`, in whatever form."""
+    """Returns whether there are files of a split in `folder`, in any format."""
     try:
         return bool(_file_forms(folder, split))
     except OSError:

@@ -125,7 +125,7 @@ class Source(Protocol):
 
 
 class MetricInputs(NamedTuple):
-    """What metrics compare, for each example.
+    """Values that metrics compare, for each example.
 
     Attributes:
         targets: Values of the targets.
@@ -143,12 +143,13 @@ class Task:
     Attributes:
         name: As on the command line.
         version: Grows when examples or scoring change, so that results are never mixed.
-        description: One sentence: what goes in, what comes out, where the data are from.
+        description: One sentence: the input, the output and the source of the data.
         licence: Of the data.
         source: Where rows come from.
-        preprocess: Makes of a row mappings with `inputs`, `targets` and what `postprocess` needs.
-        postprocess: (text, fields, is_target) to the value that metrics compare; -1 for no valid
-            answer.
+        preprocess: Converts a row to mappings with `inputs`, `targets` and what `postprocess`
+            needs.
+        postprocess: (text, fields, is_target) to the value that metrics compare; -1 if the answer
+            is invalid.
         metrics: What answers are scored by.
         headline: Metrics whose mean is the task's score in an average; () for the first metric.
         choices: All targets of a classification, or a function of fields; () for free text.
@@ -158,7 +159,7 @@ class Task:
         inputs_length: Most input tokens, end included.
         targets_length: Most target tokens in training, end included.
         decoding: How answers are generated.
-        split: What is reported on: labels of others may be hidden.
+        split: Split to report on; labels of others may be hidden.
         for_training: Another `preprocess` of the training split; None for the same.
         prompt_source: Where inputs and targets are from: `T5`, `this library`, or a published
             alternative.
@@ -287,7 +288,7 @@ class Task:
         return {metric.name: metric.score(targets, answers) for metric in self.metrics}
 
     def _repeated_id(self, example_id: str, split: str) -> str:
-        """Returns what is wrong with two examples of one id."""
+        """Returns a description of two examples with the same id."""
         return (
             f"Two examples of {self.name} have the id {shown(example_id)} in split {split!r}. "
             f"Remove the repeated row, or give each row {' and '.join(self.ids)} of its own."

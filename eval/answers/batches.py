@@ -52,7 +52,7 @@ def make_batches(
         max_rows: Largest number of requests in a batch.
         max_tokens: Largest number of tokens in a batch, padding included; a single longer request is
             a batch of its own.
-        min_rows: Number of requests that may share a batch whatever their lengths. More decode
+        min_rows: Number of requests that may share a batch regardless of their lengths. More decode
             together; fewer need less padding.
     """
     remaining = sorted(requests, key=_longest_first)
@@ -80,7 +80,7 @@ class PaddedTokens(NamedTuple):
     """Rows of tokens of different lengths as tensors.
 
     Attributes:
-        tokens: <int64>[N, L] padded behind the end of a row.
+        tokens: <int64>[N, L] padded after the end of a row.
         mask: <int64>[N, L] 1 at real tokens, 0 at padding.
     """
 

@@ -25,7 +25,7 @@ class _Beams(NamedTuple):
     """Hypotheses that are still growing, best first.
 
     Attributes:
-        tokens: <int64>[N, K, T] padded behind the length reached so far.
+        tokens: <int64>[N, K, T] padded after the length reached so far.
         log_probs: <float32>[N, K] sum over the tokens.
     """
 
@@ -69,7 +69,7 @@ class BeamAnswers(NamedTuple):
     """The best hypothesis of each input.
 
     Attributes:
-        tokens: <int64>[N, T] padded behind the end token.
+        tokens: <int64>[N, T] padded after the end token.
         scores: <float32>[N]
     """
 
@@ -90,13 +90,13 @@ def beam_search(
 ) -> BeamAnswers:
     """Returns the best answer found for each of N inputs, and its score.
 
-    K beams grow, and beside them the K best hypotheses that have ended are kept. Each step
+    K beams grow, and the K best finished hypotheses are kept separately. Each step
     continues every beam by every token and keeps the 2 K best continuations: at most K of them end,
     so K can grow on. A score is the log-probability divided by the length penalty
     ((5 + length) / 6) ** alpha, with the end token counted in the length. The search stops once the
     worst finished hypothesis of every input beats the best score that its beams can still reach;
-    what is decoded beside an input does not change its answer. When nothing ends in time, the best
-    beam is returned with its plain log-probability.
+    the other inputs of a batch do not change an answer. When nothing ends in time, the best beam is
+    returned with its plain log-probability.
 
     Args:
         logits: <float>[N, V] of the first token.
@@ -105,7 +105,7 @@ def beam_search(
         alpha: Strength of the length penalty. 0 is none; larger favours longer answers.
         max_tokens: Most tokens of an answer, end token included.
         eos: End tokens.
-        pad: Fills an answer behind its end.
+        pad: Fills an answer after its end.
         ranks: Those in lockstep decode until the last of them has finished.
 
     Returns:
@@ -149,7 +149,7 @@ def beam_search(
         last_tokens = candidates.last_tokens.gather(1, kept)
         parents = candidates.parents.gather(1, kept)
 
-        # Those that end now compete with those that ended before.
+        # Hypotheses that end now compete with those that ended before.
         finished = _best_finished(finished, candidates, num_beams)
 
         is_done = _cannot_improve(finished, running, largest_penalty)
@@ -175,7 +175,7 @@ def _best_continuations(
     num_inputs, num_beams = running.log_probs.shape
     vocab_size = logits.shape[-1]
 
-    # Log-probability of each beam with each token behind it.
+    # Log-probability of each beam extended by each token.
     log_probs = logits.float().log_softmax(dim=-1).unflatten(0, (num_inputs, num_beams))
     log_probs = log_probs + running.log_probs[..., None]  # [N, K, V]
 
@@ -252,7 +252,7 @@ def generate_greedily(
         start: Tokens that the decoder starts from.
         max_tokens: Most tokens of an answer, end token included.
         eos: End tokens.
-        pad: Fills an answer behind its end; the routers do not count it.
+        pad: Fills an answer after its end; the routers do not count it.
         ranks: Those in lockstep decode until the last of them has finished.
         report_routers: Whether to collect router outputs; only sparse models of this library have
             them.
@@ -319,7 +319,7 @@ def generate_beams(
         alpha: Strength of the length penalty.
         max_tokens: Most tokens of an answer, end token included.
         eos: End tokens.
-        pad: Fills an answer behind its end.
+        pad: Fills an answer after its end.
         ranks: Those in lockstep decode until the last of them has finished.
 
     Returns:

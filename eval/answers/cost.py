@@ -1,7 +1,7 @@
 """The cost of an answer: tokens, floating-point operations, and time.
 
-Tokens and operations are the same on every machine and are part of report.json. Times are not: they
-have a file of their own, timing.json.
+Tokens and operations are the same on every machine and are part of report.json. Times are not; they
+are in a separate file, timing.json.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """What a run computed itself, without the answers it read back.
+    """Work that a run did itself, without the answers it read back.
 
     Attributes:
         seconds: Time from the first batch to the last.

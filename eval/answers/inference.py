@@ -122,7 +122,7 @@ def _capacity_settings(folder: Path, config: Any, inference: Inference) -> dict[
     if factor == SAVED:
         return {}
 
-    # Other libraries' sparse models have capacities of their own.
+    # Other libraries' sparse models have their own capacities.
     if not isinstance(config, STMoEConfig):
         if getattr(config, "num_experts", 0):
             raise ConfigError(
@@ -142,7 +142,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     """Returns the config of a checkpoint of this library or of transformers.
 
     Raises:
-        CheckpointError: When the folder holds none, or one that needs code of its own.
+        CheckpointError: When the folder holds none, or one that needs custom code.
     """
     check_model_folder(folder)
     try:

@@ -45,9 +45,9 @@ class Scoring:
     Attributes:
         include_eos: Whether the end token counts. T5 and T0 count it, lm-evaluation-harness does
             not.
-        normalize: What the log-probability is divided by: `none`, the number of `tokens` that it is
-            the sum of (T5's `normalize_by_target_length`), or that of `characters`
-            (lm-evaluation-harness's `acc_norm`).
+        normalize: Divisor of the log-probability: `none`, its number of `tokens` (T5's
+            `normalize_by_target_length`), or that of `characters` (lm-evaluation-harness's
+            `acc_norm`).
 
     Raises:
         ConfigError: When there is no such normalisation.
@@ -134,7 +134,7 @@ def target_log_probs(
 
     The decoder runs with a cache, as in generation. The tokens that all targets begin with go
     through it once for each input, which also makes the keys and values of cross-attention. These
-    are then repeated for the targets, and what is left of each target goes through in one pass.
+    are then repeated for the targets, and the rest of each target is computed in one pass.
 
     A sparse decoder of this library therefore drops no token, as in generation, and a score depends
     on no other target; teacher forcing with a capacity factor could drop some. Without a capacity
@@ -183,7 +183,7 @@ def target_log_probs(
     is_argmax[:, :width] = heads.is_argmax
 
     def continue_rows(rows: Tensor, inputs: Tensor, mask: Tensor) -> Tensor:
-        """Returns the logits [R', T', V] of inputs [R', T'] behind the cache of some rows."""
+       """Returns the logits [R', T', V] of inputs [R', T'] after the cached prefix of some rows."""
         output = model(
             **encoded.cached_inputs(rows),
             decoder_input_ids=inputs,
@@ -205,7 +205,7 @@ def target_log_probs(
         longest = int(lengths[members[0]])
         rows = row_of_target[members]
 
-        # A token goes in and predicts the one behind it; behind a shorter target is padding.
+        # Each input token predicts the next one; shorter targets are padded.
         is_tail = is_real[members, width:longest].bool()  # [R', T']
         inputs = tokens[members, width - 1 : longest - 1].where(is_tail, start)
         mask = is_real[members, :longest] * has_input[rows]  # [R', width + T']

@@ -121,11 +121,12 @@ def predict(
     Rank 0 appends the predictions to `path`. A resumed run, on any number of ranks, reads back the
     complete batches and answers the others: its file equals, byte for byte, that of an uninterrupted
     run on the same machine. A file of another model, task, mode, decoding or list of requests is
-    replaced. One with another scoring is rescored without the model. One with another `Inference` is
-    refused.
+    replaced. One with another scoring is rescored without the model. Predictions made with another `Inference` cannot
+    be resumed.
 
-    A sparse model drops tokens by group, so a prediction may depend on the requests beside it. The
-    batches are therefore a function of all requests, and not of the ranks that share them.
+    A sparse model drops tokens by group, so a prediction may depend on the other requests in its
+    batch. The batches are therefore a function of all requests, and not of the ranks that share
+    them.
 
     Args:
         system: The model.
@@ -145,7 +146,7 @@ def predict(
     ranks = system.ranks
     is_writer = ranks.world.rank == 0
 
-    # The same batches on every rank and in every run; their digest stands in the header.
+    # The same batches on every rank and in every run; the header contains their digest.
     num_beams = task.decoding.num_beams if mode == "generate" else 1
     batches = make_batches(
         system.tokenize(requests, task.inputs_length),

@@ -168,8 +168,8 @@ class PredictionsFile:
     Args:
         path: The file; None on all ranks but rank 0.
         header: What the predictions depend on. A file with another header is replaced; one that
-            differs only in its scoring is rescored; one of the same model under another `Inference`
-            is refused.
+            differs only in its scoring is rescored; one of the same model with another `Inference`
+            raises an error.
     """
 
     def __init__(self, path: Path | None, header: Header) -> None:
@@ -188,7 +188,7 @@ class PredictionsFile:
 
         Raises:
             DataError: When the file cannot be read or written, holds no predictions, or was edited.
-                What it held is then still there.
+                The old content is then still there.
         """
         if self.path is None:
             return []
@@ -198,7 +198,7 @@ class PredictionsFile:
             for batch_ids, batch in zip(ids, batches, strict=False):
                 self._check_ids(batch_ids, batch)
 
-            # Kept batches are scored anew, in case the file is of another scoring.
+            # Kept batches are scored again, in case the file was written with another scoring.
             scoring = Scoring(*self.header.scoring)
             num_kept = num_reusable(len(batches))
             batches = [batch.scored(scoring) for batch in batches[:num_kept]]
@@ -211,7 +211,7 @@ class PredictionsFile:
         """Writes further batches.
 
         Raises:
-            DataError: When the file cannot be written; the next run goes on behind the last closed
+            DataError: When the file cannot be written; the next run continues after the last closed
                 batch.
         """
         if self.path is None:
@@ -306,12 +306,12 @@ def read_predictions_file(
 
     Args:
         path: The file.
-        check_header: Raises when the header is not that of the file which is wanted.
+        check_header: Raises if the header does not match.
 
     Raises:
         DataError: When it cannot be read, or a line is not what was written there; names the line.
     """
-    # Behind the last newline a line was still being written.
+    # Text after the last newline is an unfinished line.
     if not path.exists():
         return _NO_CONTENT
     lines = read_text(path, advice=_ADVICE).split("\n")[:-1]

@@ -10,7 +10,7 @@ _SEAL_START = f', "{SEAL}": "'
 
 
 def seal(text: str, before: str = "") -> str:
-    """Returns the text of a JSON object with a checksum of all that stands before it as last field.
+    """Returns the text of a JSON object whose last field is a checksum of everything before it.
 
     Args:
         text: The object, which has fields.
@@ -21,7 +21,7 @@ def seal(text: str, before: str = "") -> str:
 
 
 def is_whole(text: str, value: dict[str, Any], before: str = "") -> bool:
-    """Returns whether a sealed text is the one that was written.
+    """Returns whether a sealed text is unchanged.
 
     Args:
         text: The sealed object.

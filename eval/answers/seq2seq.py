@@ -131,11 +131,11 @@ def load_seq2seq(
     Args:
         folder: The checkpoint.
         ranks: Those that will answer with it; on a mesh each reads its part only.
-        inference: What is set in place of the checkpoint's own.
+        inference: Settings that replace the checkpoint's own.
 
     Raises:
         CheckpointError: When the folder is missing, or holds no such model with all its weights and
-            a tokenizer; or one of them needs code that lies beside it, which is never run.
+            a tokenizer; or one of them needs custom code from the folder, which is never run.
         ConfigError: When the model cannot have the capacity that is set.
     """
     configured = configure(folder, inference)

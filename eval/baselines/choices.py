@@ -42,7 +42,7 @@ def choose_words(train: Sequence[Example], test: Sequence[Example]) -> dict[str,
 
 
 def choose_by_vectors(vectors: WordVectors, test: Sequence[Example]) -> ChoiceScores:
-    """Returns how much the words of each choice are like those of the input, by their vectors.
+    """Returns the similarity of each choice's words to the input's words, by their vectors.
 
     A choice that the text of the vectors lacks is like nothing.
     """
@@ -64,10 +64,11 @@ def _by_choice(example: Example, values: NDArray[np.floating]) -> dict[str, floa
 
 
 def _most_like(texts: Sequence[str], test: Sequence[Example]) -> ChoiceScores:
-    """Returns how much the letters of each choice are like those of the text of its question."""
+    """Returns the similarity of each choice's letters to those of its question."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    # Runs of two to four letters, rare ones weighing more; each choice beside its question's text.
+    # Runs of two to four letters, weighted by rarity; each choice is compared with its question's
+    # text.
     words: list[str] = []
     questions: list[int] = []
     for number, example in enumerate(test):
@@ -87,7 +88,7 @@ def _most_like(texts: Sequence[str], test: Sequence[Example]) -> ChoiceScores:
 
 
 def _nearest_targets(train: Sequence[Example], inputs: Sequence[str]) -> list[str]:
-    """Returns the target of the training example whose words are most like those of each input."""
+    """Returns the target of the training example whose words are most similar to each input."""
     from scipy import sparse
     from sklearn.feature_extraction.text import TfidfVectorizer
 

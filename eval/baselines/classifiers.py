@@ -27,14 +27,14 @@ _MAX_COMPARED = 1000
 
 
 class BaselineData(NamedTuple):
-    """What baselines are fitted to.
+    """Training data of the baselines.
 
     Attributes:
         train: Examples with their targets.
         dev: Examples by which settings are chosen, other ones than are answered; none for a part
             of `train`.
         fitted_to: What `train` is, in words.
-        vectors: Vectors of words; None for no baseline of them.
+        vectors: Vectors of words; None omits these baselines.
     """
 
     train: Sequence[Example]
@@ -79,7 +79,7 @@ def baseline_outputs(
     regression` on counts of words, and with vectors of words `word vectors`, logistic regression on
     those. A summarization has `majority` (the most frequent summary; of equals the one with the
     highest mean ROUGE-1 against the others), `lead` (the first sentence), and the two classifiers
-    as pickers of a sentence. Those of a choice of words are in `choice_baselines`.
+    as pickers of a sentence. Baselines for choices of words are in `choice_baselines`.
 
     Args:
         task: The task.
@@ -103,7 +103,7 @@ def baseline_outputs(
         outputs = _summarize(data.train, test)
     baselines = {name: Baseline(texts, data.fitted_to) for name, texts in outputs.items()}
 
-    # What more a text without labels tells.
+    # What unlabelled text adds.
     if task.is_classification and data.vectors is not None:
         answers = classify_by_vectors(data.vectors, data.train, data.dev, test)
         fitted_to = f"{data.fitted_to} and {answers.features}"
@@ -153,8 +153,8 @@ def _classify(train: Sequence[Example], test: Sequence[Example]) -> dict[str, li
     same = [majority] * len(test)
     outputs = {"majority": same}
 
-    # What words alone tell, without their order. Without words, or with one class, there is nothing
-    # to fit.
+    # How much the words alone predict, without their order. Without words, or with one class, there
+    # is nothing to fit.
     split_words = CountVectorizer().build_analyzer()
     can_fit = len(set(targets)) > 1 and any(map(split_words, inputs))
     for name, classifier in _classifiers().items():
@@ -223,8 +223,8 @@ def _best_sentence(sentences: Sequence[str], summary: str) -> int:
 def _most_typical(summaries: Sequence[str]) -> str:
     """Returns the most frequent summary; of several, the one most like all summaries.
 
-    Where there are many, both the candidates and what they are compared with are evenly spaced
-    samples.
+    If there are many, both the candidates and the examples that they are compared with are evenly
+    spaced samples.
     """
     from sklearn.feature_extraction.text import CountVectorizer
 

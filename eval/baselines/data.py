@@ -14,13 +14,13 @@ from moe.errors import ConfigError
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """What the baselines may see.
+    """Data that the baselines may use.
 
     Attributes:
-        train_examples: Largest number of training examples of a task; with the same seed, the ones
-            that fine-tuning with `mixture.train_examples` sees. None for all.
+        train_examples: Largest number of training examples of a task; with the same seed, the same
+            ones as fine-tuning with `mixture.train_examples`. None for all.
         train_seed: Seed of the choice.
-        text: Folder of a corpus for word vectors; None for no word-vector baseline.
+        text: Folder of a corpus for word vectors; None omits the word-vector baseline.
     """
 
     train_examples: int | None = None
@@ -68,7 +68,7 @@ def read_baseline_data(
     Args:
         task: The task.
         split: The evaluated split, which chooses no settings.
-        settings: What the baselines may see.
+        settings: Data that the baselines may use.
         folder: Holds a folder TASK with files in place of the task's own rows; None for those.
         vectors: Vectors of the words of `settings.text`.
 
@@ -81,13 +81,14 @@ def read_baseline_data(
     if not task.source.is_local("train", rows_folder):
         return None
 
-    # The labels that the baselines may see.
+    # The labels that the baselines may use.
     examples = task.examples("train", folder)
     size = settings.train_examples
     train = choose_examples(examples, size, settings.train_seed)
     fitted_to = format_choice(len(train), len(examples), size, settings.train_seed)
 
-    # Only vectors have settings that are chosen, and never on what is evaluated.
+    # Only the word-vector classifier has tuned settings, and they are never tuned on evaluated
+    # examples.
     dev: Sequence[Example] = ()
     has_dev = split != "validation" and task.source.is_local("validation", rows_folder)
     if vectors is not None and task.is_classification and has_dev:

@@ -23,11 +23,11 @@ _MOST_ITERATIONS = 300
 
 
 class Setting(NamedTuple):
-    """What a classifier sees of a text, and how strongly it is regularised.
+    """Features and regularization strength of a classifier.
 
     Attributes:
         strength: C of the regression on vectors.
-        has_max: Whether it sees the largest values beside the means.
+        has_max: Whether the features include the maxima next to the means.
         word_share: Share of the regression on counts of words.
     """
 
@@ -49,7 +49,7 @@ class VectorAnswers(NamedTuple):
 
     Attributes:
         outputs: N answers.
-        features: What it has seen beside the labels, and by what that was chosen, in words.
+        features: Description of its features and of how they were chosen.
     """
 
     outputs: list[str]
@@ -67,7 +67,7 @@ def classify_by_vectors(
         dev: Examples that choose; none for every fifth of `train`, which is then fitted to all.
         test: N examples to answer.
     """
-    # What fits and what chooses.
+    # Examples for fitting and for choosing.
     fitting = list(train)
     chosen_on = f"{len(dev):,} dev examples"
     if not dev:
@@ -94,7 +94,7 @@ FeatureFunction = Callable[[Sequence[str]], NDArray[np.float32]]
 
 
 class _Features(NamedTuple):
-    """<float32>[N, D] features of the texts that fit, and of those that are answered."""
+    """<float32>[N, D] features of the training texts and of the evaluated texts."""
 
     train: NDArray[np.float32]
     test: NDArray[np.float32]
@@ -112,7 +112,7 @@ class _Classifiers:
         self._test_targets = [example.targets for example in test]
         self._classes = sorted(set(self._targets))
 
-        # Each is fitted once, however often it is asked.
+        # Each is fitted once, no matter how often it is used.
         self._vectors = vectors
         self._features = lru_cache(self._standardized)
         self._by_vectors = lru_cache(self._fit_to_vectors)

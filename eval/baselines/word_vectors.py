@@ -1,7 +1,7 @@
 """Word vectors from the co-occurrence counts of a corpus: pre-training for baselines.
 
-A word's vector is a row of the positive pointwise mutual information of words that stand near each
-other, reduced by a truncated singular value decomposition. Nothing but the text goes in.
+A word's vector is a row of the positive pointwise mutual information of words that occur near each
+other, reduced by a truncated singular value decomposition. It uses nothing but the text.
 
 Source:
     Levy and Goldberg (NIPS 2014, "Neural word embedding as implicit matrix factorization"): PPMI and
@@ -83,7 +83,7 @@ class WordVectors(NamedTuple):
 
 
 def split_words(text: str) -> list[str]:
-    """Returns the words of a text in lower case; digits and letters are words of their own."""
+    """Returns the words of a text in lower case; digits and letters form separate words."""
     return _WORD.findall(text.lower())
 
 
@@ -96,7 +96,7 @@ def read_word_vectors(corpus: Path) -> WordVectors:
     texts: list[str] = list(load_corpus(corpus).train["text"])
     num_characters = sum(map(len, texts))
 
-    # Of a large text evenly spaced documents.
+    # Large corpora are reduced to evenly spaced documents.
     step = -(-num_characters // MAX_CHARACTERS)
     chosen = texts[::step]
     amount = f"{sum(map(len, chosen)) / 1e6:,.1f}"
@@ -133,7 +133,7 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
             "at least 2. Give a larger corpus."
         )
 
-    # What stands near what, more than by chance; and how little a frequent word says of its text.
+    # Words that occur together more often than by chance, and smaller weights for frequent words.
     association = _positive_mutual_information(_count_neighbours(paragraphs, numbers))
     if association.nnz == 0:
         raise DataError(
@@ -147,7 +147,7 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
 def _count_neighbours(
     paragraphs: Sequence[Sequence[str]], numbers: dict[str, int]
 ) -> "sparse.csr_matrix":
-    """Returns <float64>[V, V] how often two words stand near each other, over their distance."""
+   """Returns <float64>[V, V] how often two words occur near each other, weighted by 1 / distance."""
     from scipy import sparse
 
     # All paragraphs in a row, with a gap between two that is as wide as the window.

@@ -244,7 +244,7 @@ def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
     examples = answers_a.examples
     groups = [example.group for example in examples]
 
-    # Both sides are scored anew, from their answers.
+    # Both sides are rescored from their answers.
     scored_a = score_answers(task.metrics, *task.values(examples, answers_a.outputs))
     scored_b = score_answers(task.metrics, *task.values(examples, answers_b.outputs))
     metrics = []

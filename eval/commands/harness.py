@@ -1,7 +1,7 @@
 """python -m eval harness: tasks of lm-evaluation-harness (EleutherAI) by our scoring and decoding.
 
 A task with choices costs one encoder pass for all choices of a context, where `lm_eval --model hf`
-makes one for each. That command serves our checkpoints too:
+makes one for each. The same command evaluates our checkpoints:
 
     lm_eval --model hf --model_args \
         pretrained=DIR,trust_remote_code=True,backend=seq2seq,eval_capacity_factor=None --tasks NAME

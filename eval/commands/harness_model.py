@@ -37,7 +37,7 @@ Tokens = tuple[int, ...]
 
 
 class TargetScore(NamedTuple):
-    """The score of a continuation, as lm-evaluation-harness asks for it.
+    """Score of a continuation, as lm-evaluation-harness expects it.
 
     Attributes:
         log_prob: Sum over its tokens, in nats.
@@ -75,7 +75,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Token that stands for an empty context."""
+        """Token used as an empty context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
@@ -201,7 +201,7 @@ class HarnessModel(TemplateLM):
     def _batches(self, contexts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Gives the numbers of all contexts in batches, the longest first.
 
-        What does not fit into memory then shows at once.
+        Running out of memory then shows at once.
         """
         longest_first = sorted(range(len(contexts)), key=lambda number: -len(contexts[number]))
         for start in range(0, len(longest_first), self.batch_size):

@@ -84,7 +84,7 @@ def add_parser(commands: Subparsers) -> None:
         help="corpus in which the examples are looked for; scores without those it has stand beside",
     )
 
-    # What the baselines of classifications and summaries see.
+    # Data for the baselines of classification and summarization.
     parser.add_argument(
         "--train-examples",
         type=integer(least=1),
@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace) -> None:
     if report is None:  # rank 0 prints
         return
 
-    # Scores, where the reports are, and what failed.
+    # Scores, the paths of the reports, and failures.
     print_scores(report)
     _print_costs(report)
     print(f"The reports are {', '.join(str(out / name) for name in _REPORTS)}.")
@@ -211,7 +211,7 @@ def read_own_pairs(arguments: argparse.Namespace) -> Task:
 def parse_models(values: list[str]) -> dict[str, Path]:
     """Returns folders by name, of texts `FOLDER` or `NAME=FOLDER`; without a name it is `model`.
 
-    A name is part of the names of files. What is a folder, or has a slash before the first `=`, has
+    A name is part of the names of files. A folder, or a text with a slash before the first `=`, has
     no name.
 
     Raises:
@@ -258,13 +258,13 @@ def print_scores(report: Report) -> None:
         if average.note:
             scored_by_note.setdefault(average.note, []).append("SuperGLUE average")
 
-    # Columns as wide as their widest cell; numbers stand at the right.
+    # Columns as wide as their widest cell; numbers are right-aligned.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for *names, value, interval in rows:
         cells = [name.ljust(width) for name, width in zip(names, widths, strict=False)]
         print("  ".join([*cells, value.rjust(widths[-2]), interval]))
 
-    # Settings of metrics, and what the marks mean: each note once.
+    # Settings of metrics, and the meaning of the marks: each note once.
     for task in report.tasks:
         for signature in signature_sentences(task):
             print(f"{task.task}, {signature}")

@@ -1,8 +1,8 @@
 """Dictionaries in the format of dictd, as Debian installs them: headwords with their definitions.
 
 Pronunciation, etymology, labels and sources are left out;
-what reads as English stays. The rules are those of GCIDE, the largest free dictionary of English;
-others of the format have less of that markup.
+what reads as English stays. The rules follow GCIDE, the largest free dictionary of English; other
+dictionaries of the format have less markup.
 
 Source:
     dictd 1.13, dictfmt(1): a file of definitions (.dict, or .dict.dz, which gzip reads) and an
@@ -80,7 +80,7 @@ def find_dictionary(file: Path | None = None) -> Path:
     """Returns the index of a dictionary.
 
     Args:
-        file: The index, or the definitions that lie beside it; None for GCIDE of the system.
+        file: The index, or the definitions in the same folder; None for GCIDE of the system.
 
     Raises:
         DataError: When there is no such file, or the other one is missing.
@@ -109,8 +109,8 @@ def find_dictionary(file: Path | None = None) -> Path:
 def read_dictionary(index: Path) -> list[Document]:
     """Returns a document per entry of a dictionary: the headword with its definitions.
 
-    Left out are pronunciation, etymology, labels, lists of synonyms, and what the dictionary took
-    from WordNet, which is a source of its own.
+    Left out are pronunciation, etymology, labels, lists of synonyms, and entries taken from
+    WordNet, which is a separate source.
 
     Args:
         index: See `find_dictionary`.

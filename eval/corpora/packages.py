@@ -1,4 +1,4 @@
-"""The English in packages: docstrings and documentation of what is installed, or of unpacked sources.
+"""The English in packages: docstrings and documentation of installed packages or of unpacked sources.
 
 No package is imported or run.
 """
@@ -76,7 +76,7 @@ def _find_packages(name: str) -> list[Package]:
     if "/" in name or os.sep in name:
         return [_unpacked_package(Path(name))]
 
-    # A name as in `import`, else that of a distribution; the two often differ.
+    # An import name, else the name of a distribution; the two often differ.
     distributions = packages_distributions()
     import_names = [name] if name.isidentifier() and _has_folder(name) else []
     if not import_names:
@@ -157,7 +157,7 @@ def stated_licence(package: Distribution) -> str:
 
 
 def _page_documents(package: Package) -> Iterator[Document]:
-    """Yields the documentation that lies among the sources of a package, a document per page."""
+    """Yields the documentation files among the sources of a package, a document per page."""
     pages = []
     for suffix in PAGE_SUFFIXES:
         for path in package.folder.rglob(f"*{suffix}"):

@@ -85,7 +85,7 @@ the supersenses."""
 _PARTS_OF_SPEECH = {"n": "noun", "v": "verb", "a": "adjective", "s": "adjective", "r": "adverb"}
 
 _ADJECTIVE_MARKER = re.compile(r"\((?:a|p|ip)\)$")
-# The definition ends at a quotation behind a punctuation mark, but not one behind "e.g.," or "as in".
+# The definition ends at a quotation after a punctuation mark, but not after "e.g.," or "as in".
 _FIRST_EXAMPLE = re.compile(r'(?:(?<=[;:)])|(?<=[^.],))\s*"')
 _EXAMPLE = re.compile(r'"([^"]+)(?:"|$)')
 
@@ -115,7 +115,7 @@ def find_wordnet(folder: Path | None = None) -> Path:
 
     Args:
         folder: Holds the data files, or a folder `dict` with them, as WordNet's archives do. None
-            for the one that the environment variable WNSEARCHDIR names, or else the system's.
+            uses the folder in the environment variable WNSEARCHDIR, or else the system's.
 
     Raises:
         DataError: When a data file is missing there, or no folder is given and none is found.
@@ -223,7 +223,7 @@ def _lexicographer_file(number: str) -> str:
 
 
 def split_gloss(gloss: str) -> tuple[str, tuple[str, ...]]:
-    """Returns the definition in a gloss, and the quoted examples behind it, without their authors."""
+    """Returns the definition in a gloss, and the quoted examples after it, without their authors."""
     gloss = " ".join(gloss.split())
     first_example = _FIRST_EXAMPLE.search(gloss)
     if first_example is None:

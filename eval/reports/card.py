@@ -58,7 +58,7 @@ def _hub_result(
 ) -> EvalResult:
     """Returns a score as the hub's header has it.
 
-    Rows of a folder are not passed off as those of the hub. The header puts results of one
+    Local rows are not presented as rows from the hub. The header puts results of one
     repository, config and split under the name of the first of them: tasks therefore differ in one
     of these, but for a task and its variants, which are told apart by the prompt.
     """

@@ -37,8 +37,8 @@ def task_contamination(
 ) -> Contamination:
     """Returns the overlap of examples with a training text, and the scores on the clean examples.
 
-    An example is clean when no run of 8 words of its input stands in the text; so is one of fewer
-    words than are compared.
+    An example is clean if no run of 8 words of its input occurs in the text; shorter inputs are
+    clean, too.
 
     Args:
         asked: The examples.

@@ -1,7 +1,7 @@
 """Records of the results of an evaluation and of a comparison.
 
 `eval.run` and `eval.commands.compare` build them; report.json, report.md, report.html, card.md,
-compare.json and compare.md are views of them. The fields stand in the order of the JSON files.
+compare.json and compare.md are views of them. The order of the fields is that of the JSON files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ class DataInfo:
     """Where the rows of a task come from.
 
     Attributes:
-        folder: Folder of the user's own rows; None for those of the hub or of Python.
+        folder: Folder of the user's own rows; None for rows from the hub or from Python.
         repository: Dataset on the hub.
         config: Configuration of the dataset.
         split: Split under the dataset's own name.
@@ -108,14 +108,14 @@ class DataInfo:
 
 @dataclass(frozen=True)
 class SystemResult:
-    """What one system scored on a task in one mode.
+    """Scores of one system on a task in one mode.
 
     Attributes:
         name: Name of the model or of the baseline.
         mode: `generate`, `rank` or `baseline`.
         scores: One for each metric of the task; empty where labels are hidden.
         num_examples: Number of examples that were answered.
-        num_unparsable: Number of answers that stand for no value; None where values are texts.
+        num_unparsable: Number of answers that could not be parsed; None where values are texts.
         num_empty: Number of empty answers.
         router: By stack, what the routers did; None for a dense model and for a baseline.
         fitted_to: What a baseline has seen of the training split and other text; None for a model.
@@ -191,7 +191,7 @@ class WorstAnswer:
 
 @dataclass(frozen=True)
 class CleanScores:
-    """What one system scored on the examples that share nothing with its training text."""
+    """Scores of one system on the examples that share no text with its training data."""
 
     name: str
     mode: str
@@ -200,7 +200,7 @@ class CleanScores:
 
 @dataclass(frozen=True)
 class Contamination:
-    """What the examples of a task and a training text have in common.
+    """Overlap between the examples of a task and a training text.
 
     Attributes:
         corpus: Folder of the corpus.
@@ -235,17 +235,18 @@ class TaskResult:
         num_examples: Number of examples that were evaluated.
         num_groups: Number of their groups.
         decoding: How answers were generated.
-        digest: Tells the examples from others.
+        digest: Identifies the examples.
         examples_sha256: Checksum of the file of examples.
         systems: Scores of models, then of baselines.
         inputs: Lengths of the inputs, in tokens of the first model.
         published: Published results of the same metrics.
         by_class: Counts of a classification, of the first model and mode; else empty.
         worst: Worst answers of the first model and mode.
-        notes: What is not scored, and what keeps scores from being compared with published ones.
+        notes: Parts that are not scored, and reasons why scores are not comparable with published
+            ones.
         contamination: What the examples have in common with a corpus; None when none is given.
         num_hidden: Number of evaluated examples whose label is hidden.
-        signatures: By metric, library, version and settings of those that are computed elsewhere.
+        signatures: Library, version and settings of each metric that another library computes.
     """
 
     task: str
@@ -311,7 +312,7 @@ class ModelInfo:
 
     Attributes:
         folder: Folder that it was loaded from.
-        fingerprint: Tells its files from those of other checkpoints.
+        fingerprint: Identifies the checkpoint's files.
         class_name: Class of the model.
         parameters: Number of parameters.
         active_parameters: Number of parameters that one token uses.
@@ -335,7 +336,7 @@ class ModelInfo:
 
     @property
     def identity(self) -> str:
-        """What tells its answers from those of others, and from its own in other ways."""
+        """Identity of a system's answers: the model and the settings."""
         return identity(self.fingerprint, self.inference or AS_SAVED)
 
 

@@ -50,7 +50,7 @@ class SavedSystem(BaseModel, frozen=True):
 
 
 class SavedTask(BaseModel, frozen=True):
-    """What is read back of a task in report.json; the fields are those of `TaskResult`."""
+    """A task read back from report.json; the fields are those of `TaskResult`."""
 
     task: str
     version: int
@@ -65,7 +65,7 @@ class SavedTask(BaseModel, frozen=True):
 
 
 class SavedReport(NamedTuple):
-    """What is read back of report.json.
+    """A report read back from report.json.
 
     Attributes:
         folder: Folder of the run.
@@ -87,7 +87,7 @@ class SavedReport(NamedTuple):
 
 
 class SavedAnswers(NamedTuple):
-    """One system's answers to a task, beside the examples.
+    """One system's answers to a task, with the examples.
 
     Attributes:
         examples: N examples in the order of the run.
@@ -132,7 +132,7 @@ class _ExampleLine(NamedTuple):
 
 
 class ExamplesDigest(NamedTuple):
-    """What tells the examples of a task from others.
+    """Identity of the examples of a task.
 
     Attributes:
         digest: Digest of their content, whichever version of this library wrote them.
@@ -157,7 +157,7 @@ def write_examples(folder: Path, task: Task, examples: Sequence[Example]) -> Exa
     """Writes the examples of a task, whole or not at all."""
     lines = []
     for example in examples:
-        # Inputs and targets stand beside the other fields, not twice.
+        # Inputs and targets are stored once, with the other fields.
         fields = dict(example.fields)
         fields.pop("inputs", None)
         fields.pop("targets", None)
@@ -204,7 +204,7 @@ def _read_examples(report: SavedReport, task: SavedTask) -> list[Example]:
             f"{path} holds {len(examples):,} of the {task.num_examples:,} examples in the report. {_ADVICE}"
         )
 
-    # The digest tells other examples, the checksum any other byte.
+    # The digest detects different examples, the checksum any changed byte.
     digest = digest_of(task.task, task.version, list(examples.values()))
     if digest != task.digest or sha256_of(path) != task.examples_sha256:
         raise DataError(
@@ -242,7 +242,7 @@ def read_report(folder: Path) -> SavedReport:
             raise DataError(f"{path}: the task {shown(task.task)} occurs twice. {_ADVICE}")
         tasks[task.task] = task
 
-    # The checksum comes last: an error above says more of what is wrong.
+    # The checksum comes last: the errors above are more specific.
     if not is_whole(text, value):
         raise DataError(f"{path} has changed since it was written: its SHA-256 differs. {_ADVICE}")
     if not content.models:
@@ -352,7 +352,7 @@ def read_answers(report: SavedReport, task: str, name: str, mode: str) -> SavedA
         _check_header(path, header, report, report.tasks[task], name, mode)
 
     written = read_predictions_file(_existing(path), check_header)
-    # Answers to other examples than those of the report.
+    # Answers to examples that are not in the report.
     known = {example.id for example in examples}
     for id, number in written.line_numbers.items():
         if id not in known:

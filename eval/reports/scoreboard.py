@@ -73,7 +73,7 @@ def build_scoreboard(report: Report) -> Scoreboard:
     systems = _own_systems(report)
     average = published_scores("superglue", "average") if report.averages else []
 
-    # Of the published systems those that have a result for anything in this report.
+    # Published systems that have a result for anything in this report.
     with_results = {result.system for result in average}
     for task in report.tasks:
         with_results.update(result.system for result in task.published)
@@ -104,7 +104,7 @@ def _average_line(
     average: Sequence[PublishedScore],
 ) -> ScoreboardLine:
     """Returns the line of the SuperGLUE average."""
-    # Of a system with two published averages the last is shown.
+    # If a system has two published averages, the last is shown.
     results = {result.system: result for result in average}
     scores = {(score.name, score.mode): score for score in report.averages}
 
@@ -185,7 +185,7 @@ def _task_lines(
 
 
 def _marks(task: TaskResult) -> str:
-    """Returns the signs of what keeps our scores of a task from being compared."""
+    """Returns the marks for the reasons why our scores of a task are not comparable."""
     other_rows = task.num_expected not in (None, task.num_rows)
     marks = ""
     if task.data.folder or task.limit is not None or other_rows:
@@ -196,8 +196,8 @@ def _marks(task: TaskResult) -> str:
 
 
 def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
-    """Returns a sentence for each sign that occurs, and the sources of what is published."""
-    # What occurs in the table.
+    """Returns a sentence for each mark in use, and the sources of published results."""
+    # Marks that occur in the table.
     marks = "".join(line.marks for line in lines)
     sources: set[str] = set()
     other_names: set[tuple[str, str, str]] = set()
@@ -242,7 +242,7 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
             "The validation split of natural_questions is what others call its test set."
         )
 
-    # Where published results are from, and what they are called there.
+    # Sources of published results, and their names there.
     if sources:
         sentences.append(
             f"Published: {'; '.join(sorted(sources))}. They are of models that were fine-tuned on the task."

@@ -1,7 +1,7 @@
 """95 % intervals: Wilson's for scores with bounds, Bonett and Price's for differences of means,
 the bootstrap's percentiles for all others.
 
-Of 56 answers that are each right with probability 0.98, all are right in one sample of three. Every
+If 56 answers are each right with probability 0.98, all are right in one sample of three. Every
 bootstrap draw of such a sample scores 100, and so do both percentiles. Wilson's interval still
 knows how little 56 examples can show. `python -m scripts.benchmark intervals` measures how often
 each interval holds the true value.

@@ -53,7 +53,7 @@ class Score(NamedTuple):
 
 
 class ScoredAnswers(NamedTuple):
-    """Answers beside their targets, with the scores of single examples.
+    """Answers with their targets and the scores of single examples.
 
     Attributes:
         metrics: Metrics of the task.
@@ -91,8 +91,8 @@ class ScoredAnswers(NamedTuple):
         """Returns a metric as a function of sums over examples.
 
         Returns:
-            <float64>[N, P] what each example adds to P sums, and the score of the sums; None for a
-            metric that is no function of sums.
+            <float64>[N, P] what each example adds to P sums, and the score of the sums; None if the
+            metric is not a function of sums.
         """
         if metric.name in self.example_scores:
             return mean_terms(self.example_scores[metric.name]), mean_of_sums
@@ -109,7 +109,7 @@ class ScoredAnswers(NamedTuple):
 
 
 def score_answers(metrics: Sequence[Metric], targets: Values, answers: Values) -> ScoredAnswers:
-    """Returns answers beside their targets, each scored once by every metric that scores them."""
+    """Returns answers with their targets, scored once by every metric."""
     example_scores = {}
     example_terms = {}
     for metric in metrics:
@@ -163,7 +163,8 @@ def group_sums(terms: NDArray[np.float64], groups: list[NDArray[np.int64]]) -> N
     if not groups:
         return terms[:0]
 
-    # Terms in the order of the groups, added up from the start of each to that of the next.
+    # Terms in the order of the groups, summed from the start of each group to the start of the
+    # next.
     starts = np.cumsum([0, *map(len, groups[:-1])])
     return np.add.reduceat(terms[np.concatenate(groups)], starts, axis=0)
 
@@ -173,8 +174,8 @@ def group_statistic(
 ) -> GroupStatistic:
     """Returns a metric as a function of drawn groups.
 
-    A function of sums is computed from the sums of groups. Any other metric is computed anew on the
-    drawn examples, in which those of a group that was drawn twice stand twice.
+    A function of sums is computed from the sums of groups. Any other metric is recomputed on the
+    drawn examples; a group that was drawn twice occurs twice.
     """
     additive = answers.terms(metric)
     if additive is not None:
@@ -318,7 +319,7 @@ def metric_bounds(metric: Metric) -> tuple[float, float] | None:
 
 
 def _remark(answers: ScoredAnswers, metric: Metric) -> str:
-    """Returns what the value of a metric leaves unsaid, as that it is not defined."""
+    """Returns a remark about the value of a metric, e.g. that it is undefined."""
     terms = answers.example_terms.get(metric.name)  # [N, P]
     if metric.additive is None or terms is None or not len(terms):
         return ""

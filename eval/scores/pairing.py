@@ -31,7 +31,7 @@ PERMUTATIONS = 9999
 RECOMPUTED_PERMUTATIONS = 999
 """Of metrics that are no function of sums, which are computed anew for each permutation."""
 
-_TOLERANCE = 1e-9  # in points: two differences that rounding alone tells apart are one
+_TOLERANCE = 1e-9  # in points: two differences within rounding error are equal
 _CHUNK = 500
 
 SwapStatistic = Callable[[NDArray[np.bool_]], NDArray[np.float64]]
@@ -140,7 +140,7 @@ def difference_interval(
     """Returns the interval of a - b; None for the percentiles of its draws.
 
     Args:
-        metric: What is compared; without bounds it has no such interval.
+        metric: Metric to compare; without bounds it has no such interval.
         a: N answers of the first system.
         b: N answers of the second system.
         groups: Numbers of the examples of each group.
@@ -233,7 +233,7 @@ def _swap_sums(
         b: <float64>[G, P] sums of the groups of the second system.
         score_of_sums: The score.
     """
-    # What a swap of a group moves from one total to the other.
+    # Change of each total when a group is swapped.
     moved = (b - a)[(a != b).any(axis=-1)]  # [K, P]
     total_a = a.sum(axis=0)  # [P]
     total_b = b.sum(axis=0)  # [P]
@@ -248,7 +248,7 @@ def _swap_sums(
 def _swap_answers(
     metric: Metric, a: ScoredAnswers, b: ScoredAnswers, groups: list[NDArray[np.int64]]
 ) -> tuple[SwapStatistic, int]:
-    """Returns the difference of scores computed anew after swaps, and how many groups differ."""
+    """Returns the difference of the recomputed scores after swaps, and how many groups differ."""
     differing = []
     for members in groups:
         if any(a.answers[row] != b.answers[row] for row in members):

@@ -43,7 +43,7 @@ def build_parser() -> Parser:
         help="setting that wins over those of the study, e.g. training.steps=50",
     )
 
-    # Which runs are made here: those of several machines, or of two studies, come together.
+    # Which runs to make here; runs of several machines, or of two studies, can be combined.
     parser.add_argument(
         "--only",
         type=word,
@@ -76,7 +76,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> None:
-    """Runs what is not complete, writes the report and prints what it shows."""
+    """Runs incomplete runs, writes the report and prints the results."""
     options = build_parser().parse_args(argv)
     study = read_study(options.study)
     out = output_path(options.out or f"runs/studies/{options.study.stem}", inputs=[options.study])
@@ -170,7 +170,7 @@ def study_result(
         else:
             missing.append(run.name)
 
-    # The models of an arm have one size, whatever the seed.
+    # The models of an arm have the same size for every seed.
     sizes = {}
     for run in progress.complete:
         size = None if run.arm in sizes else arm_size(run)

@@ -63,13 +63,13 @@ def primary_runs(result: StudyResult, runs: Sequence[StudyRun]) -> list[Pair]:
         if best in outcomes and rival in outcomes:
             pairs.append(Pair(by_arm_seed[best], by_arm_seed[rival]))
 
-    # Of equal ones the first seed.
+    # Ties go to the first seed.
     sign = 1 if result.study.measure.better == "lower" else -1
     return sorted(pairs, key=lambda pair: sign * outcomes[contrast.arm, pair.best.seed].number)
 
 
 def release_model(run: StudyRun, result: StudyResult, corpus: Path, target: Path) -> None:
-    """Makes a folder with a run's model and tokenizer, and a card that says what is known of it.
+    """Makes a folder with a run's model and tokenizer, and a model card.
 
     An earlier folder is replaced.
 
@@ -121,7 +121,7 @@ def _text(corpus: Path) -> str:
 
 
 def _results(run: StudyRun, result: StudyResult) -> str:
-    """Returns the numbers of all models that it was compared with, and what they show."""
+    """Returns the numbers of all models that it was compared with, and the conclusions."""
     study = result.study
     unit = f" ({study.measure.unit})" if study.measure.unit else ""
     rows = []

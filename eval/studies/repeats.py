@@ -31,7 +31,7 @@ class Repeat(NamedTuple):
         arm: Name of the arm.
         value: Value of the sweep; None without one.
         seed: Seed of the run.
-        threads: Threads of the second run; those of the first, where these were written down.
+        threads: Threads of the second run; those of the first run, if recorded.
         num_values: Numbers that both runs have logged: all metrics but the speed.
         first_difference: First step at which a number differs or is missing; None for none.
         has_equal_weights: Whether the final weights are equal; None where there are none.
@@ -112,7 +112,7 @@ def find_repeats(
     if not (out / REPEATS_FOLDER).exists():
         return []
 
-    # In the order of the runs, each beside its repeat.
+    # In the order of the runs, each next to its repeat.
     repeats = []
     again = study_runs(study, out, overrides, subfolder=REPEATS_FOLDER)
     for first, second in zip(runs, again, strict=True):

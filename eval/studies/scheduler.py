@@ -54,7 +54,7 @@ class Budget(NamedTuple):
     Attributes:
         jobs: Number of runs at a time.
         hours: A run that would probably not end within them is not begun; None for no limit.
-        threads: Threads of each run; 0 deals those of the processor out to the jobs.
+        threads: Threads of each run; 0 divides the processor's cores among the jobs.
     """
 
     jobs: int = 1
@@ -103,7 +103,7 @@ class Progress:
 
     Attributes:
         complete: Runs that are complete, diverged ones too.
-        left_out: Runs that are not, as those for which the budget was too small.
+        left_out: Runs that were not started, e.g. because the budget was too small.
     """
 
     complete: list[StudyRun] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Progress:
 
 
 def run_all(runs: Sequence[StudyRun], budget: Budget) -> None:
-    """Runs what is not complete yet.
+    """Runs all incomplete runs.
 
     Args:
         runs: The runs, in the order in which they begin.
@@ -119,17 +119,17 @@ def run_all(runs: Sequence[StudyRun], budget: Budget) -> None:
 
     Raises:
         StudyError: When a command fails; its last lines are in the message, the others stop.
-        KeyboardInterrupt: After the runs were told to stop; they go on with the next call.
+        KeyboardInterrupt: After the runs were told to stop; the next call resumes them.
     """
-    # What is complete is not run again.
+    # Complete runs are skipped.
     progress = find_progress(runs)
     waiting = list(progress.left_out)
 
-    # Starting Python and torch anew for every run would take ten seconds each.
+    # Restarting Python and torch for every run would take ten seconds each.
     _CONTEXT.set_forkserver_preload(_PRELOADED)
     threads = budget.threads or max(1, len(os.sched_getaffinity(0)) // budget.jobs)
 
-    # Runs go on until none waits.
+    # Continue until no run is waiting.
     end = None if budget.hours is None else time.monotonic() + 3600 * budget.hours
     running: list[_Process] = []
     total = sum(run.recipe.training.steps for run in runs)
@@ -195,7 +195,7 @@ def mark_complete(run: StudyRun, *, has_diverged: bool, seconds: float, cpu_seco
 
 
 def _without_interpreter(commands: Sequence[Sequence[str]]) -> list[list[str]]:
-    # The path of Python is that of one machine.
+    # The path of Python depends on the machine.
     return [list(command[1:]) for command in commands]
 
 
@@ -315,7 +315,7 @@ def _last_lines(run: StudyRun) -> str:
 
 @contextmanager
 def _stopped_at_the_end(running: Sequence[_Process]) -> Iterator[None]:
-    """Stops the runs that still go on when the block ends, however it ends."""
+    """Stops all remaining runs when the block ends, even after an error."""
     try:
         yield
     finally:
@@ -337,7 +337,7 @@ def _fits(run: StudyRun, progress: Progress, running: Sequence[_Process], end: f
         if state is not None and not state.has_diverged:
             seconds.append((other.arm, state.seconds / other.recipe.training.steps))
 
-    # Until a run is complete, those that go on tell how fast steps are.
+    # Until a run is complete, active runs report the speed of steps.
     for process in running:
         steps = steps_done(process.run)
         if steps:
@@ -372,7 +372,7 @@ def steps_done(run: StudyRun) -> int:
     if not path.exists():
         return 0
 
-    # The end of the file alone, since this is asked twice a second; its last line may be torn.
+    # The end of the file alone, since this is called twice a second; its last line may be torn.
     with open(path, "rb", opener=open_to_read) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _LONGEST_LINE))

@@ -27,9 +27,9 @@ MIN_WORDS = 4
 class Topic(NamedTuple):
     """A part of the standard library: names of modules, divided into the three splits.
 
-    A package stands for all modules in it that have no place of their own. A module that a version
-    of Python lacks has no rows. What some distributions package apart, such as distutils, is for
-    training only, so that the test split is the same without it.
+    A package covers all its modules that are not listed separately. A module that a version
+    of Python lacks has no rows. Modules that some distributions package separately, such as
+    distutils, are used for training only, so that the test split does not depend on them.
     """
 
     train: str

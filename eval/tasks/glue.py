@@ -1,8 +1,8 @@
 """GLUE: nine tasks, and the diagnostic of MNLI.
 
 Prompts, targets and scoring are T5's. Labels of the test splits are hidden: scores are those of the
-validation split; a test split gives a file for the benchmark's site. Of MRPC the hub's copy has
-them, since they were published before; there both come out.
+validation split; a test split gives a file for the benchmark's site. The hub's copy of MRPC has
+them, since they were published before; both are then written.
 """
 
 from collections.abc import Sequence

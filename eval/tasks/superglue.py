@@ -233,8 +233,8 @@ register_task(
 )
 
 
-# ---------------------------------------------------------------------------
-# WSC and definite pronoun resolution: the noun that a pronoun stands for
+# --------------------------------------------------------------------------- WSC and definite
+# pronoun resolution: the noun that a pronoun refers to
 
 
 def _wsc_train(row: Row) -> list[Features]:

@@ -1,4 +1,4 @@
-"""From a row of Winograd schemas to `inputs` and `targets`: which noun a marked pronoun stands for.
+"""From a row of Winograd schemas to `inputs` and `targets`: which noun a marked pronoun refers to.
 
 Source: T5 `t5/data/preprocessors.py` (google-research/text-to-text-transfer-transformer at
 e081111).
