@@ -173,7 +173,7 @@ def law_rows() -> list[Row]:
 
 
 def _bandwidth_rows(shape: tuple[int, int]) -> list[Row]:
-   """Returns the rows of R6: the time divided by the time of the payload on one link without latency."""
+    """Returns the rows of R6: the time divided by the time of the payload on one link without latency."""
     num_chips = shape[0] * shape[1]
     ranks = np.arange(num_chips).reshape(shape)
 
@@ -200,7 +200,7 @@ def _bandwidth_rows(shape: tuple[int, int]) -> list[Row]:
 
 
 def _load_factor(schedule: Schedule, topology: Topology) -> float:
-   """Returns the bytes of the busiest link of each axis together, over the bytes of the payload."""
+    """Returns the bytes of the busiest link of each axis together, over the bytes of the payload."""
     simulation = simulate(schedule, topology, RESNET_BYTES)
 
     # Axes are used one after the other: their loads add up.

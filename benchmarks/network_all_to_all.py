@@ -54,7 +54,7 @@ def _even(topology: Topology) -> IntArray:
 
 @REPORTS.register("all_to_all_laws")
 def law_rows() -> list[Row]:
-    """Returns A1 and A2: the time around a ring of N ranks, over a rank's payload divided by a link's bandwidth."""
+    """Returns A1 and A2: time around a ring of N ranks, over a rank's payload divided by a link's bandwidth."""
     rows = []
     for size in (4, 5, 8, 9, 16):
         ring = grid((size,), wraps=True, bandwidth=1.0, latency=0.0)

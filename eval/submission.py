@@ -72,7 +72,7 @@ def superglue_file(name: str, labels: Sequence[Any]) -> SubmissionFile:
 
 
 def glue_file(name: str, labels: Sequence[Any]) -> SubmissionFile:
-   """Returns the file format of a GLUE classification; the arguments are those of `superglue_file`."""
+    """Returns the file format of a GLUE classification; the arguments are those of `superglue_file`."""
     return SubmissionFile("GLUE", name, _one_of(labels), labels[0], _to_table)
 
 

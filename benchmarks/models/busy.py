@@ -140,7 +140,7 @@ class Worker:
 
 @contextmanager
 def start_worker(benchmark: BusyBenchmark, variables: Mapping[str, str]) -> Iterator[Worker]:
-   """Yields a worker that is ready, with these environment variables instead of the user's policy."""
+    """Yields a worker that is ready, with these environment variables instead of the user's policy."""
     environment = dict(os.environ) | dict(variables)
     for name in WAIT_POLICIES:
         if name not in variables:

@@ -249,7 +249,7 @@ def build_model(
 
 
 def decode(decoding: Decoding, step: Step) -> list[list[int]]:
-   """Returns the tokens of a few steps <int64>[steps, B] from the current position of the sequences."""
+    """Returns the tokens of a few steps <int64>[steps, B] from the current position of the sequences."""
     tokens: list[list[int]] = []
     for _ in range(COMPARED_STEPS):
         step()

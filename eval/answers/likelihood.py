@@ -183,7 +183,7 @@ def target_log_probs(
     is_argmax[:, :width] = heads.is_argmax
 
     def continue_rows(rows: Tensor, inputs: Tensor, mask: Tensor) -> Tensor:
-       """Returns the logits [R', T', V] of inputs [R', T'] after the cached prefix of some rows."""
+        """Returns the logits [R', T', V] of inputs [R', T'] after the cached prefix of some rows."""
         output = model(
             **encoded.cached_inputs(rows),
             decoder_input_ids=inputs,

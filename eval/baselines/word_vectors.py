@@ -147,7 +147,7 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
 def _count_neighbours(
     paragraphs: Sequence[Sequence[str]], numbers: dict[str, int]
 ) -> "sparse.csr_matrix":
-   """Returns <float64>[V, V] how often two words occur near each other, weighted by 1 / distance."""
+    """Returns <float64>[V, V] how often two words occur near each other, weighted by 1 / distance."""
     from scipy import sparse
 
     # All paragraphs in a row, with a gap between two that is as wide as the window.

@@ -173,7 +173,7 @@ def _grid_line(value: float, bottom: float, axis: _Axis) -> str:
 
 
 def _shorten_name(name: str) -> str:
-   """Returns a name shortened to fit next to a bar; its end, which identifies the mode, is kept."""
+    """Returns a name shortened to fit next to a bar; its end, which identifies the mode, is kept."""
     if len(name) <= _NAME_CHARACTERS:
         return name
     return f"{name[:20]}…{name[-15:]}"

@@ -78,7 +78,7 @@ def _order(synset: Synset) -> float:
 
 
 def _shares_letters(word: str, definition: str) -> bool:
-   """Returns whether four consecutive letters of the word also occur in a word of the definition."""
+    """Returns whether four consecutive letters of the word also occur in a word of the definition."""
     letters_of_word = word.lower()
     last = max(1, len(letters_of_word) - _RUN + 1)
     text = definition.lower()
