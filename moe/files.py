@@ -66,7 +66,7 @@ def kind_of(folder: Path) -> str | None:
     if kind:
         return kind
 
-    # Others are recognized by their markers. Of several kinds, the one that explains most files wins: a
+    # Others are recognized by their markers. If several kinds match, the one that explains the most files wins: a
     # model's folder contains a tokenizer, too.
     most_parts = 0
     best_kind = None
@@ -159,7 +159,7 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
     """Yields an empty sibling folder, which becomes `target` if the block ends without an error.
 
     If the process is killed, `target` is unchanged, and the next run removes the hidden work folder
-    beside it. An earlier folder of the same kind is replaced; anything else is left alone.
+    next to it. An earlier folder of the same kind is replaced; anything else is left alone.
 
     Args:
         target: The folder to make.
@@ -213,7 +213,7 @@ def refuse_links(folder: Path, *, kind: str) -> None:
     """Raises when a file in a folder that will be written is a link.
 
     Raises:
-        DataError: Names the first; writing it would change the file behind it.
+        DataError: Names the first; writing it would change the target of the link.
     """
     for path in sorted(folder.glob("*")):
         is_written = _is_part(path.name, kind) or path.name in (SUMS_FILE, KIND_FILE)
@@ -324,7 +324,7 @@ def output_path(
             are not given.
 
     Raises:
-        ConfigError: When it is empty, impossible, has another ending, or lies in an input or a
+        ConfigError: When it is empty, impossible, has another ending, or is inside an input or a
             finished folder.
     """
     if not str(text).strip():
@@ -365,7 +365,7 @@ def _check_suffix(path: Path, suffix: str, option: str) -> None:
 
 
 def _check_apart(path: Path, resolved: Path, source: Path | str, option: str) -> None:
-    """Raises a ConfigError when a path is an input, or lies in one."""
+    """Raises a ConfigError when a path is an input, or is inside one."""
     resolved_source = Path(os.path.realpath(source))
     if resolved == resolved_source:
         relation = "is"
@@ -380,7 +380,7 @@ def _check_apart(path: Path, resolved: Path, source: Path | str, option: str) ->
 
 
 def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
-    """Raises a ConfigError when a path lies in a finished folder, or in a part of one."""
+    """Raises a ConfigError when a path is inside a finished folder, or in a part of one."""
     for folder in (resolved, *resolved.parents):
         kind = kind_of(folder.parent)
         if kind is None:

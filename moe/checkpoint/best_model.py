@@ -32,7 +32,7 @@ class DevScores:
     """The dev scores of one model of a run; a file scores.json holds them.
 
     Attributes:
-        step: Updates behind the model.
+        step: Number of updates of the model.
         scores: Scores in 0..100 by `TASK/METRIC`, and their `mean`.
     """
 
@@ -65,7 +65,7 @@ def score_model(
 
     Args:
         folder: Folder of the run.
-        step: Updates behind the model.
+        step: Number of updates of the model.
         export: Writes the model to a folder; called by every rank, or none.
         evaluate: Scores it; not called again for a step whose scores are there.
     """

@@ -63,10 +63,10 @@ def export_model(
 
     Args:
         model: Whole, or sharded by `shard_model`.
-        layouts: Where each parameter lies.
+        layouts: Layout of each parameter.
         mesh: Mesh that the model is sharded over; None for one process.
         folder: Folder on a file system that all ranks see.
-        tokenizer: Saved beside the model.
+        tokenizer: Saved next to the model.
 
     Raises:
         DataError: When something else is there.

@@ -95,7 +95,7 @@ def read_index(path: Path) -> Metadata:
         with open(file, "rb", opener=open_to_read) as stream:
             index: Metadata = _IndexUnpickler(stream).load()
 
-        # Tensors have shapes, and each piece of one lies in a file of this checkpoint, as it is.
+        # Tensors have shapes, and each piece of a tensor is in a file of this checkpoint.
         for name, entry in index.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise ValueError(f"{name} is no tensor")

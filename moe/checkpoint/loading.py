@@ -255,7 +255,7 @@ def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _float_dtype(config: STMoEConfig, saved: dict[str, Any]) -> torch.dtype:
-    """Returns the dtype of floating-point weights: that of the config, or else of the files."""
+    """Returns the dtype of floating-point weights: the config's, or else the files'."""
     if config.dtype is not None:
         return getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
     for piece in saved.values():

@@ -38,7 +38,7 @@ class RunState(NamedTuple):
 
 
 class StateFile(NamedTuple):
-    """The content of state.json: the state of a run, and of the files beside it.
+    """The content of state.json: the state of a run, and checksums of the files next to it.
 
     Attributes:
         step: See `RunState`.
@@ -95,7 +95,7 @@ def load_state(path: Path) -> RunState:
 def check_same_run(
     path: Path, saved: RunState, current: RunState, changeable: frozenset[str]
 ) -> None:
-    """Refuses to continue with other data or settings than those of a checkpoint.
+    """Raises if the data or settings differ from those of a checkpoint.
 
     Args:
         path: The checkpoint, for the message.

@@ -201,7 +201,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def plan_file(name: str, tensors: Mapping[str, Tensor]) -> WeightsFile:
-    """Returns the layout of a safetensors file, the same as that of the library safetensors.
+    """Returns the layout of a safetensors file, identical to that of the safetensors library.
 
     Args:
         name: Name of the file.
@@ -313,7 +313,7 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 def _write_config(model: STMoEForConditionalGeneration, folder: Path) -> None:
     """Writes config.json, generation_config.json and the model card as `save_pretrained` does."""
-    # As `save_pretrained` does: the dtype of the weights, and the class that has them.
+    # Same as `save_pretrained`: the dtype of the weights, and the model's class.
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [STMoEForConditionalGeneration.__name__]
     model.config.save_pretrained(folder)

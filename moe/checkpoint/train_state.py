@@ -42,7 +42,7 @@ def optimizer_tensors(
     for name, parameter in model.named_parameters():
         shape = layouts[name].shape
         for key, value in optimizer.state.get(parameter, {}).items():
-            # Second moments have the shape of the parameter, or that of its rows or columns.
+            # Second moments have the shape of the parameter, or of its rows or columns.
             if not isinstance(value, Tensor):
                 value = torch.tensor(value)
             elif value.shape == parameter.shape:

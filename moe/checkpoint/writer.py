@@ -117,7 +117,7 @@ class CheckpointWriter:
 
         Raises:
             DataError: When the path of the checkpoint holds something else.
-            Others: Those of `wait`, for the previous save.
+            Others: As for `wait`, about the previous save.
         """
         self.wait()
 
@@ -356,7 +356,7 @@ def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
     """Removes checkpoints, whole or damaged, that are older than the newest `keep` whole ones.
 
     Args:
-        newest: The checkpoint just written; those of later steps are left alone.
+        newest: The checkpoint just written; those of later steps are kept.
         keep: Number of whole checkpoints that are kept.
         damaged: Checkpoints that do not count as whole.
     """
@@ -371,7 +371,7 @@ def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
     if len(whole) < keep:
         return
 
-    # Of a damaged one, only files of a checkpoint are removed.
+    # From a damaged checkpoint, only files that belong to checkpoints are removed.
     oldest_kept = whole[-keep]
     for path in checkpoints[: checkpoints.index(oldest_kept)]:
         if path in whole or holds_only_checkpoint_files(path):

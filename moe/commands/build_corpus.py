@@ -26,7 +26,7 @@ class UnseenTask(NamedTuple):
 
     Attributes:
         name: Name of the task.
-        sources: Sources of the documents behind its validation and test examples.
+        sources: Sources of the documents used for its validation and test examples.
         inputs: Inputs of these examples, by split.
     """
 
@@ -67,7 +67,7 @@ def build_parser(*, in_repository: bool) -> Parser:
         "--data", type=path, nargs="+", help="your .txt, .md, .rst or .jsonl files, or folders"
     )
 
-    # What is held out, and what is left out.
+    # Documents that are held out, and documents that are left out.
     parser.add_argument(
         "--held-out",
         type=real(above=0, below=1),
@@ -152,7 +152,7 @@ def main(argv: list[str], readers: RepositoryReaders | None = None) -> None:
         unseen_inputs=unseen_inputs,
     )
 
-    # Check the finished text for what should be left out.
+    # Check the finished text for content that should be left out.
     overlaps = split_overlaps(corpus, tasks)
     save_corpus(corpus, out, overlaps)
 

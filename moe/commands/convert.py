@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     options = build_parser().parse_args(argv)
     fields = read_fields(options.set)
 
-    # Without a target, the report is all that is asked for.
+    # Without a target, only the report is printed.
     if options.to is None:
         print(conversion_report(options.source, **fields))
         return
@@ -81,7 +81,7 @@ def read_fields(texts: list[str]) -> dict[str, object]:
     """Returns values by field name of texts FIELD=JSON; a value that is not JSON is a string.
 
     Raises:
-        ConfigError: When one has no value, is given twice, or is an option of its own.
+        ConfigError: When one has no value, is given twice, or has its own option.
     """
     fields: dict[str, object] = {}
     for text in texts:

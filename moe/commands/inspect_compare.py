@@ -1,4 +1,4 @@
-r"""stmoe inspect compare: the routing of two models on the same text, and what it costs.
+r"""stmoe inspect compare: the routing of two models on the same text, and its effect on the loss.
 
 stmoe inspect compare --trace runs/trace --model runs/finetune/model --out runs/compare.html
 """

@@ -51,7 +51,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     """
     options = build_parser().parse_args(argv)
 
-    # Refuse what can be refused before the model is loaded.
+    # Reject invalid options before loading the model.
     check_noise_density(options)
     inputs = [options.model, options.corpus, options.pairs]
     out = output_path(options.out, inputs=inputs)

@@ -144,7 +144,7 @@ def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
             "tokens of one document are not independent."
         )
 
-    # Of the significant experts, the one with the largest lift.
+    # The significant expert with the largest lift.
     cells = []
     for table in classes:
         for row in table.rows:

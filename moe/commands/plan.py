@@ -215,7 +215,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 
 def print_network_plan(plan: Plan, network: Network, arguments: argparse.Namespace) -> None:
-    """Prints the times of a plan on a network, and what dead ranks cost."""
+    """Prints the times of a plan on a network, and the cost of dead ranks."""
     for name in ("dead", "page"):
         if getattr(arguments, name) is not None and not plan.collectives:
             raise ConfigError(

@@ -190,7 +190,7 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
             command.
     """
     with pretrain_command().launch(argv, check_size) as (world, recipe, arguments):
-        # Refuse what can be refused before any data are read.
+        # Reject invalid options before reading any data.
         corpus, tokenizer = arguments.corpus, arguments.tokenizer
         pretrained = arguments.pretrained
         out = output_path(arguments.out, inputs=[corpus, tokenizer, pretrained])

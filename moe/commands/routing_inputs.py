@@ -56,13 +56,13 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
 
     Args:
         folder: Folder of a model with its tokenizer.
-        dropless: Whether experts have unlimited capacity, whatever the config says.
+        dropless: Whether experts have unlimited capacity, regardless of the config.
 
     Raises:
         CheckpointError: When the model is missing or damaged.
         DataError: When it has no router, or the tokenizer is missing or of another model.
     """
-    # Both names of a capacity, ours and that of transformers' Switch.
+    # Both names of the capacity: ours, and the one of Switch in transformers.
     changes: dict[str, Any] = {}
     if dropless:
         changes = {"eval_capacity_factor": None, "expert_capacity": None}
@@ -83,7 +83,7 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
 
 
 def add_inputs(parser: Parser, *, required: bool = True) -> None:
-    """Adds the options for what is traced, which may be nothing unless it is `required`."""
+    """Adds the options for the inputs to trace, which are optional unless `required`."""
     sources = parser.add_mutually_exclusive_group(required=required)
     sources.add_argument(
         "--corpus",
@@ -158,7 +158,7 @@ def check_noise_density(options: Namespace) -> None:
 
 
 def describe_inputs(options: Namespace, config: STMoEConfig) -> str:
-    """Returns a description of what is traced."""
+    """Returns a description of the traced inputs."""
     masks = describe_noise(pretraining_noise(config, options.noise_density), config)
     if options.corpus:
         text = f"held-out text of {options.corpus}, {masks}"
@@ -247,7 +247,7 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
     Args:
         trace: The trace.
         folder: Where the model is now; None for where it was.
-        dropless: Whether experts have unlimited capacity, whatever the config says.
+        dropless: Whether experts have unlimited capacity, regardless of the config.
 
     Raises:
         DataError: When the model is gone from where it was or has changed there, or the folder has

@@ -50,7 +50,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--to", required=True, help="the folder to make")
 
-    # What is made sparse, and how.
+    # Which layers become sparse, and how.
     parser.add_argument(
         "--experts", type=integer(least=2), default=8, help="experts of a sparse layer (8)"
     )
@@ -97,7 +97,7 @@ def build_parser() -> Parser:
         help="other fields of STMoEConfig, e.g. capacity_factor=2.0",
     )
 
-    # What both models are measured on.
+    # Data on which both models are evaluated.
     add_inputs(parser, required=False)
     return parser
 

@@ -287,7 +287,7 @@ def _hf_weights(checkpoint: ConvertedCheckpoint, family: Family) -> dict[str, La
     config = checkpoint.config
     weights = _split_weights(checkpoint.weights, hf_weight_map(config, family))
 
-    # A Switch with a head of its own has a table for each stack.
+    # A Switch with its own head has a table for each stack.
     if family == "switch_transformers" and not config.tie_word_embeddings:
         for stack in ("encoder", "decoder"):
             weights[f"{stack}.embed_tokens.weight"] = weights["shared.weight"]
@@ -295,7 +295,7 @@ def _hf_weights(checkpoint: ConvertedCheckpoint, family: Family) -> dict[str, La
 
 
 class _WeightSplitter:
-    """Splits our weights into parts, and keeps only those of the last weight, as they are read in order."""
+    """Splits our weights into parts, and keeps only the parts of the last weight, since they are read in order."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}

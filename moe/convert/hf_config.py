@@ -155,7 +155,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     else:
         fields["tie_word_embeddings"] = hf_config.tie_word_embeddings
 
-    # Special tokens; the end token may stand in a list.
+    # Special tokens; the end token may be in a list.
     ends = hf_config.eos_token_id
     fields["eos_token_id"] = ends[0] if isinstance(ends, list) and len(ends) == 1 else ends
     start = raw.get("decoder_start_token_id")
@@ -251,7 +251,7 @@ def _sparse_fields(hf_config: SwitchTransformersConfig) -> dict[str, Any]:
 def _count_sparse_layers(
     hf_config: SwitchTransformersConfig, stack: str, num_layers: int | None
 ) -> int:
-    """Returns how many sparse layers transformers builds in a stack, whatever config.json says.
+    """Returns how many sparse layers transformers builds in a stack, regardless of config.json.
 
     Raises:
         ConfigError: When they do not divide the stack into equal stretches.
@@ -268,7 +268,8 @@ def _count_sparse_layers(
     if num_sparse and (num_layers % num_sparse or num_layers // num_sparse != step):
         raise ConfigError(
             f"config.json has {num_layers} layers in the {stack}, of which every {step}th from the second on is "
-            f"sparse: {num_sparse}. Such a model cannot be represented here, where the sparse layers must divide the stack into equal groups."
+            f"sparse: {num_sparse}. Such a model cannot be represented here, where the sparse layers must divide "
+            "the stack into equal groups."
         )
     return num_sparse
 
@@ -384,7 +385,7 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
 
 
 def _router_obstacles(config: STMoEConfig) -> list[str]:
-    """Returns why the routers of a model are not those of a Switch."""
+    """Returns why the routers of a model differ from a Switch's routers."""
     layers = []
     names: set[str] = set()
     policies: set[str] = set()

@@ -267,7 +267,7 @@ def _infer_config(
     fields["num_sparse_encoder_layers"] = sum(encoder.values())
     fields["num_sparse_decoder_layers"] = sum(decoder.values())
     fields["sparse_dense_stacking"] = any("/extra_mlp/" in name for name in shapes)
-    # Ungated experts are those of Switch, which selects one.
+    # Models with ungated experts are Switch models, which select one expert.
     if fields["feed_forward_proj"] == "relu":
         fields["router"] = "switch"
     router = {**fields, **settings}.get("router")

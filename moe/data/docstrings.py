@@ -20,8 +20,8 @@ from moe.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-# Test code repeats itself and hardly explains anything; site-packages lies inside the standard
-# library's folder.
+# Test code is repetitive and explains little; site-packages is inside the standard library's
+# folder.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "_internal", "lib2to3", "__pycache__"}
 )
@@ -85,7 +85,7 @@ def topic_documents() -> list[Document]:
 
 
 def docstring_documents(package: Package) -> Iterator[Document]:
-    """Yields the docstrings of a package, a document per source file that has any."""
+    """Yields the docstrings of a package, one document per source file that has docstrings."""
     for path in python_files(package.folder):
         paragraphs = []
         for docstring in docstrings(path):
@@ -154,7 +154,7 @@ def docstrings(path: Path) -> list[str]:
 
 
 def _walk_docstrings(node: ast.AST) -> Iterator[str]:
-    """Yields the docstrings of a module, class or function and of what is defined inside it."""
+    """Yields the docstrings of a module, class or function and of everything defined inside it."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         docstring = ast.get_docstring(node)
         if docstring:

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 _WINDOW = 4096
 _LARGEST_WINDOW = 1 << 22
-_WHOLE = 1 << 48  # shares are integers of this: rounding is exact however far a run goes
+_WHOLE = 1 << 48  # shares are integers of this: rounding stays exact for any number of steps
 
 
 def mixing_rate(
@@ -152,7 +152,7 @@ class MixtureSource:
             targets_length: Most decoder tokens of a row.
             batch_size: Rows in a batch.
             seed: Another seed gives another order.
-            pack: Whether rows hold as many examples as fit, of whatever tasks.
+            pack: Whether rows hold as many examples as fit, from any tasks.
             sentinels: Which sentinels the pairs get; see `PairSource`.
             maximum: See `mixing_rate`.
             temperature: See `mixing_rate`.

@@ -1,4 +1,4 @@
-"""Packing: several encoder-decoder examples in one row, told apart by segment numbers."""
+"""Packing: several encoder-decoder examples in one row, distinguished by segment numbers."""
 
 from collections.abc import Sequence
 

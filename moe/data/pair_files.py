@@ -25,7 +25,7 @@ class Pair(NamedTuple):
     Attributes:
         inputs: Text that the model sees.
         targets: Text that it is to write.
-        group: Pairs of one group depend on each other; None for a pair of its own.
+        group: Pairs of one group depend on each other; None if the pair is its own group.
     """
 
     inputs: str

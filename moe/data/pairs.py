@@ -93,7 +93,7 @@ def encode_pairs(
 def _encode(
     texts: list[str], tokenizer: PreTrainedTokenizerFast, side: _Side, keep_in: Path | None
 ) -> list[NDArray[np.int32]]:
-    """Returns the tokens of each text of a side: parts of one array, which may lie on disk."""
+    """Returns the tokens of each text of a side: views of one array, which may be on disk."""
     path = None
     if keep_in is not None:
         # Besides texts and tokenizer, these determine the tokens.
@@ -113,7 +113,7 @@ def _encode(
             side.length,
         )
 
-    # Views, so that a rank reads no text but those of its rows.
+    # Views, so that a rank reads only the texts of its rows.
     tokens = arrays["tokens"]
     encoded: list[NDArray[np.int32]] = []
     start = 0
@@ -138,7 +138,7 @@ def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast, side: _Side)
             enclosed = enclose(ids, side.length, start=side.start, end=side.end)
             encoded.append(np.asarray(enclosed, dtype=np.int32))
 
-    # One text behind the other, as they lie on disk.
+    # Texts are stored one after the other on disk.
     lengths = [len(tokens) for tokens in encoded[1:]]
     return {
         "tokens": np.concatenate(encoded),
@@ -156,7 +156,7 @@ def enclose(
         ids: Tokens of a text; they alone are truncated.
         length: Most tokens with both ends; None for any number.
         start: Tokens in front, e.g. a sentinel.
-        end: Tokens behind, e.g. the end token.
+        end: Tokens to append, e.g. the end token.
 
     Source:
         seqio `preprocessors.append_eos_after_trim` and `experimental.add_task_with_sentinels` at

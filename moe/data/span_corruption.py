@@ -204,7 +204,7 @@ def _replace_runs(tokens: Tokens, masks: NDArray[np.bool_], ids: SpecialIds) -> 
     sentinels = ids.first_sentinel + 1 - np.cumsum(starts, axis=-1)
     replaced = np.where(starts, sentinels, tokens)
 
-    # The rest of each row, and the end token behind it.
+    # The rest of each row, followed by the end token.
     rows = tokens.shape[:-1]
     left = replaced[starts | ~masks].reshape(*rows, -1)
     ends = np.full((*rows, 1), ids.eos)

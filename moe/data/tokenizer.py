@@ -150,7 +150,7 @@ def train_tokenizer(
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer in `folder`: that of `train_tokenizer`, or of a saved model.
+    """Returns the tokenizer in `folder`: made by `train_tokenizer`, or saved with a model.
 
     Raises:
         DataError: When the folder has no tokenizer.json, or a file of it is damaged; names the
@@ -196,7 +196,7 @@ def check_tokenizer_files(folder: Path, *, advice: str) -> None:
         with _failures_of_tokenizers(path, advice):
             tokenizers.Tokenizer.from_file(str(path))
 
-    # The settings beside it are objects.
+    # The settings next to it are objects.
     for name in _SETTINGS_FILES:
         if not (folder / name).is_file():
             continue

@@ -61,7 +61,7 @@ def tokenize_corpus(
 
 
 def _kept_file(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -> Path | None:
-    """Returns where the tokens are kept; None for documents that lie in memory."""
+    """Returns where the tokens are kept; None for documents in memory."""
     if not documents.cache_files:
         return None
     folder = Path(documents.cache_files[0]["filename"]).parent
@@ -109,8 +109,8 @@ def tokens_name(
 def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arrays]) -> Arrays:
     """Returns the arrays of a file; makes and writes them first if there is no complete file.
 
-    Of several processes one makes them, and the others wait for its file. Where nothing can be
-    written they are made each time.
+    One process computes them, and the others wait for its file. If the file cannot be written, they
+    are computed each time.
 
     Args:
         path: The file; None for none.
@@ -125,12 +125,12 @@ def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arra
     if path.is_file():
         logger.warning("%s is damaged or cannot be read, so the tokens are computed again.", path)
 
-    # A home that cannot be written to, or a full disk, takes nothing but time.
+    # A read-only home folder, or a full disk, costs only time.
     with suppress(OSError, DataError, SafetensorError), only_writer(path) as unfinished:
         arrays = _read_arrays(path, names)  # another process may have been faster
         if arrays is None:
             arrays = make()
-            # `save_file` would put another file in the place of the one that is locked.
+            # `save_file` would replace the locked file.
             unfinished.write_bytes(save(arrays, {_DIGEST: _digest(arrays, names)}))
             unfinished.replace(path)
     return make() if arrays is None else arrays

@@ -104,7 +104,8 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
                 raise SystemExit(2) from error
             raise
         except RuntimeError as error:
-            # torch has no class for a broken connection: only the text tells it from other errors.
+            # torch has no class for a broken connection: only the text distinguishes it from other
+            # errors.
             if not isinstance(error, dist.DistError) and not _LOST_RANK.search(str(error)):
                 raise
             raise DistributedError(

@@ -2,7 +2,8 @@
 
 A replica group is a separate launch: a mesh with one copy of the model and all its experts. The
 groups meet before each step. Those present share the batch and sum their gradients; the step counts
-only if every sum succeeds. A group that has fallen behind receives the state of one that has not.
+only if every sum succeeds. A group that has fallen behind receives the state of an up-to-date
+group.
 This module handles only tensors and ranks: its caller defines the state.
 """
 
@@ -84,7 +85,7 @@ def deal_all_shares(live: LiveGroups, num_groups: int) -> list[int]:
 
 
 def keep_one_share(live: LiveGroups, num_groups: int) -> list[int]:
-    """Returns this group's one share of a batch; those of lost groups are left out."""
+    """Returns this group's one share of a batch; the shares of lost groups are left out."""
     return [live.number] if live.number < num_groups else []
 
 
@@ -153,7 +154,7 @@ class ReplicaGroups:
 
         Args:
             step: Updates of this group so far.
-            save: Returns the state after the updates so far, for a group that is behind.
+            save: Returns the state after the updates so far, for a group that has fallen behind.
             load: Loads such a state.
         """
         from torchft.manager import Manager
@@ -202,7 +203,7 @@ class ReplicaGroups:
     def begin_step(self) -> LiveGroups:
         """Meets the other groups and returns the next step and its groups.
 
-        Afterwards, a group that was behind has the state of another.
+        Afterwards, a group that had fallen behind has the state of another group.
 
         Raises:
             LostStepError: When a group is lost meanwhile.
@@ -362,7 +363,7 @@ def _build_group(device_type: str, timeout: timedelta) -> Any:
 
 
 def _build_transport(host: str, timeout: timedelta) -> Any:
-    """Returns the transport of a state to a group that is behind."""
+    """Returns the transport of a state to a group that has fallen behind."""
     from torchft.checkpointing import HTTPTransport
 
     class Transport(HTTPTransport[Any]):

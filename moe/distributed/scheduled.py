@@ -228,7 +228,7 @@ class Execution:
         steps: Steps of this rank.
         buffer: <any>[N, ...] spans count its first dimension; it changes until `wait` returns.
         group: The ranks; None for all.
-        wire: Dtype of messages; None for that of the buffer.
+        wire: Dtype of messages; None uses the dtype of the buffer.
     """
 
     def __init__(

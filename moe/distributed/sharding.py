@@ -379,7 +379,7 @@ def sum_gradients_now(module: nn.Module, is_last: bool) -> None:
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Returns the norm of all gradients <float>[], the same on every rank.
 
-    Parameters may lie on different meshes. Every shard is counted once: its sum of squares is
+    Parameters may be on different meshes. Every shard is counted once: its sum of squares is
     divided by the number of ranks that hold it.
     """
     parameters = list(parameters)
@@ -479,7 +479,7 @@ def is_first_replica(layout: Layout, mesh: Mesh, coordinate: MeshCoordinate) -> 
 def contiguous_runs(slices: ShardSlices, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields the contiguous runs of elements that slices of a whole tensor consist of.
 
-    Their order is that of the shard's own elements, row by row.
+    They are in the order of the shard's elements, row by row.
 
     Args:
         slices: Start and end in each dimension.
@@ -518,7 +518,7 @@ def _element_offset(index: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _chunk(whole: tuple[int, int], num_chunks: int, index: int) -> tuple[int, int]:
-    """Returns start and end of one chunk of what lies between two ends."""
+    """Returns start and end of one chunk of the interval between two ends."""
     first, last = whole
     start, end = chunk_range(last - first, num_chunks, index)
     return first + start, first + end

@@ -2,7 +2,7 @@
 
 A compiler cannot look into cpu_experts.py, which starts threads and counts rows. As an operation
 whose shapes follow from those of its inputs it breaks no graph. There may therefore be more rows
-than tokens were sent to experts: those behind the last expert's are read by nobody.
+than tokens were sent to experts: rows after the last expert's are never read.
 """
 
 from typing import Any
@@ -207,7 +207,7 @@ def _backward(ctx: Any, d_output: Tensor, *d_values: None) -> tuple[Any, ...]:
         d_output, tokens, row_weight, weights, row_indices, values, *ctx.form, needed
     )
 
-    # Autograd wants None for what it did not ask for.
+    # Autograd expects None for gradients that it did not request.
     gradients: list[Tensor | None] = []
     for is_needed, gradient in zip(needed, computed, strict=True):
         gradients.append(gradient if is_needed else None)

@@ -57,7 +57,7 @@ def multiply(
     Returns:
         <float>[N, O].
     """
-    # The cheapest question first: a step of decoding asks it for every product.
+    # The cheapest check comes first: decoding runs it for every product.
     is_float32 = x.dtype == torch.float32
     if not is_float32 or not is_onednn_chosen(kind, x.shape[0]) or not _has_choice(x, weight):
         return torch.mm(x, weight.t(), out=out)

@@ -1,7 +1,7 @@
 """Pieces of experts' work on a CPU, and the threads that do them.
 
 A piece is some rows of one expert. As many pieces run at once as torch has threads, each of them on
-one core: `cpu_experts.py` says what is done for a piece.
+one core: `cpu_experts.py` has the work of a piece.
 """
 
 import functools
@@ -116,7 +116,7 @@ def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
 def _thread_pool(num_threads: int) -> ThreadPoolExecutor:
     """Returns the workers for so many threads: each runs torch on one core and builds no graph.
 
-    Workers of a number of threads that is no longer asked for end when the cache forgets them.
+    Workers for a number of threads that is no longer used end when the cache forgets them.
     """
     started = threading.Barrier(num_threads)
 

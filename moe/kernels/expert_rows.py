@@ -1,6 +1,6 @@
 """Rows of experts: the token of each row, tokens to rows, and rows back to tokens.
 
-A token that uses two experts is two rows. Rows stand sorted by expert, since an expert works on all
+A token that uses two experts is two rows. Rows are sorted by expert, since an expert works on all
 of its rows at once; a token's sum over its rows needs the opposite order, which `ExpertRows` holds
 too. Sums read the rows of a token side by side: that needs no atomic additions, and its result does
 not depend on the number of threads.
@@ -22,7 +22,7 @@ _MOST_EXACT_ROWS = 64
 
 
 class ExpertRows(NamedTuple):
-    """Which token each row is; no row stands for an empty slot or a dropped token.
+    """The token of each row; empty slots and dropped tokens have no row.
 
     Attributes:
         counts: <int64>[E] rows of each expert; they add up to N.
@@ -42,7 +42,7 @@ class ExpertRows(NamedTuple):
 class ChoiceRows(NamedTuple):
     """A row for every choice of every token, sorted by expert; no shape depends on the choices.
 
-    Rows of refused choices stand behind those of all experts, and may hold anything.
+    Rows of refused choices come after those of all experts, with undefined values.
 
     Attributes:
         counts: <int64>[E] rows of each expert.
@@ -158,7 +158,7 @@ def round_up_rows(rows: ExpertRows) -> ExpertRows:
     if rounded == counts:
         return rows
 
-    # Where each row goes: behind what was added to the experts before its own.
+    # Position of each row: after the rows that were added to earlier experts.
     num_slots = sum(rounded)
     device = rows.token.device
     rounded_counts = torch.tensor(rounded, device=device)  # [E]

@@ -5,11 +5,11 @@ is faster depends on the processor and on the kind of product, see product_measu
 measurement takes two seconds when a process first needs it, and is kept in the user's cache folder
 by processor and release of torch.
 
-Results of the two differ by rounding. Who wants equal bits on several machines gives a fixed choice
-in the environment variable STMOE_PRODUCTS: `blas`, `onednn`, or a file that
-`python -m scripts.benchmark products --json FILE` wrote. A resumed run keeps the choice of its
-checkpoint. In 16 bits torch's own operations end in oneDNN too; chosen is how an expert's gradients
-are given to it.
+Results of the two differ by rounding. For bit-identical results on several machines, fix the choice
+with the environment variable STMOE_PRODUCTS: `blas`, `onednn`, or a file that `python -m
+scripts.benchmark products --json FILE` wrote. A resumed run keeps the choice of its checkpoint. In
+16 bits torch's own operations end in oneDNN too; chosen is how an expert's gradients are given to
+it.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ def products_in_use() -> ProductChoice:
 
 
 def use_products(choice: ProductChoice | None) -> None:
-    """Makes this process use another choice; None for what it would choose itself."""
+    """Makes this process use another choice; None chooses automatically."""
     with _IN_USE.lock:
         _IN_USE.choice = choice
 
@@ -139,7 +139,7 @@ def _saved_or_measured() -> ProductChoice:
         return saved.choice
 
     try:
-        # Of processes that start together one measures and the others wait, so that all agree.
+        # If several processes start together, one measures and the others wait, so that all agree.
         with whole_file(path) as partial:
             measurement = _read_saved(path) or measure_products()
             partial.write_text(_as_text(measurement), encoding="utf-8")

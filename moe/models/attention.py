@@ -90,7 +90,7 @@ class RelativePositionBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the table anew: uniform with variance s / fan_avg, as flaxformer does."""
+        """Re-initializes the table: uniform with variance s / fan_avg, as flaxformer does."""
         fan_avg = sum(self.table.shape) / 2
         limit = math.sqrt(3 * self.config.initializer_scale / fan_avg)
         nn.init.uniform_(self.table, -limit, limit)
@@ -117,7 +117,7 @@ def relative_position_bucket(
 
     Args:
         distance: <int64>[...] key position minus query position.
-        bidirectional: Whether keys after the query have buckets of their own (half of them).
+        bidirectional: Whether keys after the query have their own buckets (half of them).
         num_buckets: Buckets in all.
         max_distance: Distance in tokens from which on all share the last bucket.
 
@@ -165,7 +165,7 @@ class Attention(nn.Module):
         self.d_kv = config.d_kv
         self.dropout_rate = config.dropout_rate
 
-        # Variances s / fan_in; that of the query has the 1 / d_kv of the scores in it.
+        # Variances s / fan_in; the query's includes the 1 / d_kv of the scores.
         width = config.num_heads * config.d_kv
         std_in = math.sqrt(config.initializer_scale / config.d_model)
         std_out = math.sqrt(config.initializer_scale / width)
@@ -207,7 +207,7 @@ class Attention(nn.Module):
         source = x if memory is None else memory
         key, value = self._keys_and_values(source, cache)  # [B, H, keys, d_kv]
 
-        # transformers' registry has sdpa and what users add to it; eager is ours.
+        # transformers' registry has sdpa and users' own functions; eager is ours.
         implementation = attention_implementation(self.config)
         dropout = self.dropout_rate if self.training else 0.0
         drops_on_cpu = dropout > 0 and x.device.type == "cpu" and implementation == "sdpa"

@@ -56,7 +56,7 @@ class FeedForward(nn.Module):
 
 
 class Context(NamedTuple):
-    """Inputs of every block of a stack beside the residual stream.
+    """Inputs of every block of a stack, in addition to the residual stream.
 
     Attributes:
         self_bias: <float>[B, 1 or H, L, keys] positions and masks of self-attention.
@@ -171,7 +171,7 @@ class Block(GradientCheckpointingLayer):
             )
             x = x + self.dropout(y)
 
-        # The sparse layer; appendix C of the paper adds a dense one behind it.
+        # The sparse layer; appendix C of the paper adds a dense one after it.
         if self.sparse:
             y, router = self.sparse_feed_forward(
                 self.sparse_norm(x),
@@ -239,8 +239,7 @@ class Stack(nn.Module):
                 cache, its tokens too; with a static cache, also its positions not filled yet.
             segment_ids: <int64>[B, L] example of each token, 0 for padding; tokens see only their
                 own example.
-            routing_mask: <bool>[B, L] tokens that may be routed; None for those of
-                `attention_mask`.
+            routing_mask: <bool>[B, L] tokens that may be routed; None uses `attention_mask`.
             memory: <float>[B, M, D] encoder output, in a decoder.
             memory_mask: <int64 or bool>[B, M] real tokens of the memory; None for those with a
                 segment.
@@ -254,7 +253,7 @@ class Stack(nn.Module):
         Raises:
             DataError: When a mask or segments have another type, shape or range of values.
         """
-        # Positions of the tokens after those of the cache. The length of a static cache is a tensor.
+        # Positions of the tokens after the cached ones. The length of a static cache is a tensor.
         batch, length = x.shape[:2]
         past = 0
         num_keys = length
@@ -270,7 +269,7 @@ class Stack(nn.Module):
             memory_shape = (memory.shape[0], memory.shape[1])
             memory_mask = _token_mask("", memory_mask, memory_segment_ids, memory_shape)
 
-        # Which tokens may be routed: the real ones among those of this call.
+        # Tokens that may be routed: the real ones of this call.
         if routing_mask is None:
             routing_mask = attention_mask
             if attention_mask is not None and cache is not None:
@@ -278,7 +277,7 @@ class Stack(nn.Module):
         if routing_mask is None:
             routing_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
 
-        # Keys that each query may see. One new token sees the whole cache if no position is free.
+        # Keys visible to each query. One new token sees the whole cache if no position is free.
         causal = None
         fixed_size = cache is not None and cache.is_compileable
         if self.decoder and (length > 1 or fixed_size):

@@ -1,4 +1,4 @@
-"""The model card: README.md beside the weights, with a header that the hub reads."""
+"""The model card: README.md next to the weights, with a header that the hub reads."""
 
 import hashlib
 import json
@@ -46,14 +46,13 @@ def model_card(
     Args:
         config: Config of the model.
         model_class: Name of its class.
-        parameters: Total, and used by one token; None computes those of the whole model from the
-            config.
+        parameters: Total, and used by one token; None counts the whole model from the config.
         base_model: Name on the hub of the model that this one comes from.
         license: Its identifier on the hub.
         language: ISO codes.
         datasets: Names on the hub.
         metrics: Names on the hub.
-        tags: Further tags, besides those of every card.
+        tags: Additional tags.
         stats: Statistics of the routers in an evaluation, by stack: `encoder`, `decoder`; see
             `total_stats`.
         sections: Markdown by title, e.g. on training data and quality. Without them the card says
@@ -75,7 +74,7 @@ def model_card(
             sparse_fields["expert_capacity"] = config.expert_capacity
         sparse_fields["drop_rate"] = _drop_rate(config, stats)
 
-    # Beside the common entries of the hub: parameters, capacity and drops.
+    # In addition to the hub's common entries: parameters, capacity and drops.
     generates = model_class == _GENERATES
     header = ModelCardData(
         library_name="moe",

@@ -102,7 +102,7 @@ def read_json_object(path: Path | str, *, advice: str = COPY_AGAIN) -> dict[str,
 
 
 def write_config(text: str, path: Path) -> None:
-    """Writes a config.json with `auto_map`, and beside it the module that this names.
+    """Writes a config.json with `auto_map`, and the module that it names.
 
     Args:
         text: The config as JSON.

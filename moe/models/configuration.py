@@ -84,14 +84,15 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         router: Name in ROUTERS of the encoder's router.
         router_options: Its settings by name; others have their defaults. None for no settings.
         decoder_router: The decoder's router; None for the same.
-        decoder_router_options: Its settings; None for those of the encoder when it is the same,
+        decoder_router_options: Its settings; None uses the encoder's if it has the same router,
             else the defaults.
         num_selected_experts: See `SparseConfig` for this and the following fields, up to
             `router_initializer_std`.
         load_balance_loss_weight: Factor of the balance loss.
         router_z_loss_weight: Factor of the router z-loss; independent of the other.
         router_loss_reduction: Whether the routers' losses are the `sum` over sparse layers
-            (Mesh-TensorFlow) or their `mean` over those of encoder and decoder together (T5X).
+            (Mesh-TensorFlow) or their `mean` over the sparse layers of encoder and decoder together
+            (T5X).
         z_loss_weight: Factor of the z-loss on the vocabulary logits.
         label_smoothing: Probability that targets give to all tokens in equal parts; in training
             mode alone.
@@ -273,7 +274,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         return cls(**{**settings, **overrides})
 
     def replaced(self, **settings: Any) -> "STMoEConfig":
-        """Returns a copy with other settings, checked anew.
+        """Returns a copy with other settings, validated again.
 
         Args:
             settings: Fields of this class.
@@ -341,11 +342,12 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         Raises:
             ConfigError: When a value is out of range.
         """
-        # Fields among the arguments are validated together with those of the file.
+        # Fields among the arguments are validated together with the file's fields.
         names = ({item.name for item in fields(cls)} | cls.attribute_map.keys()) - {"dtype"}
         settings = {name: kwargs.pop(name) for name in names & kwargs.keys()}
 
-        # The version marks the fields as those of a file, where unknown ones are no mistake.
+        # The version marks the fields as read from a file, in which unknown fields are not an
+        # error.
         version = {"transformers_version": transformers_version}
         return super().from_dict({**version, **config_dict, **settings}, **kwargs)
 
@@ -493,7 +495,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     def _count_parameters(self, experts_per_layer: int) -> int:
         """Returns the parameters with that many experts in each sparse layer, and whole routers."""
-        # The embedding, and a head of its own.
+        # The embedding, and a separate head.
         total = self.vocab_size * self.d_model
         if not self.tie_word_embeddings:
             total *= 2

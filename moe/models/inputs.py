@@ -94,10 +94,10 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int, *, ignored: int | N
         name: Of the argument.
         ids: Value of the argument.
         vocab_size: V; ids are from 0 to V - 1.
-        ignored: Another value that is accepted, the label of no target.
+        ignored: Another accepted value, the label of positions without a target.
 
     Raises:
-        DataError: With the value, and where it stands.
+        DataError: With the value and its position.
     """
     is_label = ignored is not None
     meaning = f"token ids, {ignored} for no target" if is_label else "token ids"
@@ -110,7 +110,7 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int, *, ignored: int | N
     if not _values_are_free(ids):
         return
 
-    # One pass over the values tells whether there is something to look for.
+    # One pass over the values shows whether a search is needed.
     known = ids.masked_fill(ids == ignored, 0) if is_label else ids
     least, most = known.aminmax()
     if int(least) < 0 or int(most) >= vocab_size:
@@ -179,7 +179,7 @@ def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tenso
         return None
 
     batch, num_keys = shape
-    # One value for each token: masks of pairs of tokens are refused with the reason.
+    # One value for each token: masks of pairs of tokens raise an error that says why.
     if not isinstance(mask, Tensor) or mask.is_complex():
         _refuse(name, mask, f"a mask [{batch}, {num_keys}], 1 for a token and 0 for padding")
     if mask.dim() != 2:
@@ -304,7 +304,7 @@ def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
 
 
 def check_targets(labels: Tensor, decoder_inputs: Tensor) -> None:
-    """Refuses labels <int64>[B, T] that are not one for each decoder input [B, T] or [B, T, D].
+    """Raises unless labels <int64>[B, T] has one label for each decoder input [B, T] or [B, T, D].
 
     Raises:
         DataError: With both shapes.

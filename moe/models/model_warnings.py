@@ -25,7 +25,7 @@ _TOLERATED_FRACTION = 0.01
 class _DropMessage:
     """Message to the logger, equal for all drops of one model.
 
-    transformers logs equal messages once, so that each model is warned of once, whatever the text.
+    transformers logs equal messages once, so each model gets its own warning.
     """
 
     model: weakref.ref[nn.Module]

@@ -152,8 +152,8 @@ class STMoEModel(STMoEPreTrainedModel):
         check_vectors("encoder_outputs", memory, self.config.d_model)
         check_same_batch(embedded, memory)
 
-        # A requested cache means decoding, which drops no token. A cache that only the config asks
-        # for does not change the routing of this call.
+        # A requested cache means decoding, which drops no token. A cache enabled only by the config
+        # does not change the routing of this call.
         drop_tokens = decoder_drop_tokens and not use_cache and past_key_values is None
         if use_cache is None:
             outside_training = not self.training and not torch.compiler.is_exporting()
@@ -364,13 +364,14 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             output_hidden_states: Whether to return the hidden states of every layer; None likewise.
             decoder_drop_tokens: False lets no token of the decoder be dropped, as `generate` does,
                 with a cache or without.
-            loss_counts: Divisors of the losses; None for those of this batch.
+            loss_counts: Divisors of the losses; None uses those of this batch.
             num_items_in_batch: Targets of the whole batch that this is a part of, as transformers'
                 Trainer counts them; see `model_losses`. In place of `loss_counts`.
             logits_to_keep: Number of last positions whose logits are returned, 0 for all, or
                 <int64>[positions] their indices; without labels.
-            return_dict: False for a tuple of what is there; None for the config's choice.
-            further: Arguments of other names, which are refused unless they change nothing here.
+            return_dict: False for a tuple of the fields that are not None; None for the config's
+                choice.
+            further: Other arguments, which must have no effect.
 
         Raises:
             DataError: When neither inputs nor outputs of the encoder, or neither decoder inputs nor
@@ -438,7 +439,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             encoder_routers = _within(encoder_routers, totals[:num_encoder_layers])
             decoder_routers = _within(decoder_routers, totals[num_encoder_layers:])
 
-        # Divided by the counts of this batch, unless those of a larger one were given.
+        # Divided by the counts of this batch, unless counts of a larger batch were given.
         losses: dict[str, Any] = {}
         if labels is not None:
             if divisors is None:
@@ -448,7 +449,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                     "decoder_attention_mask": decoder_attention_mask,
                 }
                 masks = {name: mask for name, mask in given.items() if mask is not None}
-                encoded = outputs.encoder_last_hidden_state  # whose shape is that of the inputs
+                encoded = outputs.encoder_last_hidden_state  # with the shape of the inputs
                 divisors = self.loss_counts({"input_ids": encoded, "labels": labels, **masks})
             smoothing = self.config.label_smoothing if self.training else 0.0
             parts = model_losses(
@@ -457,7 +458,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             losses = parts._asdict()
             losses["loss"] = losses.pop("total")
 
-        # The losses need the routers' records; the output has them only on request.
+        # The losses need the routers' records; the output includes them only on request.
         router_fields: dict[str, Any] = {}
         if output_routers:
             router_fields = {

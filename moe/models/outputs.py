@@ -78,7 +78,7 @@ register_tree_node(RouterRecords, _flatten_records, _unflatten_records)
 def logits_by_sequence(
     routers: Sequence[RouterOutput] | None, batch: int
 ) -> tuple[Tensor, ...] | None:
-    """Returns the routers' logits as transformers has them, <float32>[B, L, E] for each layer.
+    """Returns the routers' logits in transformers' format, <float32>[B, L, E] for each layer.
 
     Args:
         routers: With logits <float32>[G, S, E]; a group is a whole number of sequences.

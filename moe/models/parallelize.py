@@ -111,8 +111,8 @@ def shard_model(
 ) -> dict[str, Layout]:
     """Shards a model over a mesh and returns the layout of each parameter.
 
-    Every block is a unit of FSDP, its experts and its router are units of their own; the router,
-    the embedding and the head are gathered as they are, so that routing and loss stay float32.
+    Every block is an FSDP unit, and its experts and its router are separate units; the router, the
+    embedding and the head are gathered as they are, so that routing and loss stay float32.
 
     Args:
         model: With whole parameters, equal on all ranks, or on the meta device.
@@ -177,7 +177,7 @@ def _shard_block(block: Block, mesh: Mesh, dims: dict[nn.Parameter, int], bfloat
         if mesh.experts.size() > 1:
             shard_unit(layer.experts, mesh, dims, experts=True, bfloat16=bfloat16)
 
-        # A router is a unit of its own only if it must stay wider than its block.
+        # A router is a separate unit only if it must stay wider than its block.
         has_gate = next(layer.router.parameters(), None) is not None
         if bfloat16 and has_gate:
             shard_unit(layer.router, mesh, dims, experts=False, bfloat16=False)
@@ -192,7 +192,7 @@ def draw_weights(
     mesh: MeshConfig,
     coordinate: MeshCoordinate,
 ) -> None:
-    """Draws every parameter anew and resets buffers.
+    """Re-initializes every parameter and resets buffers.
 
     Besides its shards, a rank holds one module's weights at a time. It draws only its own experts,
     one at a time.
@@ -215,7 +215,7 @@ def draw_weights(
             if f"{path}.{name}" in layouts:
                 leaf_layouts[name] = layouts[f"{path}.{name}"]
 
-        # A head that is the embedding has no layout of its own.
+        # A head that is the embedding has no separate layout.
         if not leaf_layouts:
             continue
         if isinstance(leaf, Experts):
@@ -233,7 +233,7 @@ def _draw_experts(
     mesh: MeshConfig,
     coordinate: MeshCoordinate,
 ) -> None:
-    """Fills the shards of stacked experts; each expert is drawn from a seed of its own."""
+    """Fills the shards of stacked experts; each expert is drawn from its own seed."""
     num_local = layouts["down_proj"].shape[0] // mesh.ep
 
     # Layouts of a single expert: not over ep, and over FSDP only where that shards within experts.

@@ -155,7 +155,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     def set_parallel_axes(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
-        """Tells the layers which ranks hold the other experts, heads and hidden units."""
+        """Tells the layers which ranks have the other experts, heads and hidden units."""
         for module in self.modules():
             if isinstance(module, SparseFeedForward):
                 module.set_parallel_axes(ep, tp)
@@ -164,7 +164,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws the weights of one module anew; transformers keeps those that were loaded."""
+        """Re-initializes the weights of one module; transformers keeps those that were loaded."""
         if isinstance(module, _MODULES_WITH_WEIGHTS):
             module.reset_parameters()
 
@@ -172,13 +172,13 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the model of a folder or hub name, which computes bit for bit as when it was saved.
 
-        A T5 or Switch of transformers is converted as it is read, one shard at a time, and refused
-        unless every one of its tensors is accounted for; see `conversion_report`. `save_pretrained`
-        then writes our format.
+        A T5 or Switch of transformers is converted as it is read, one shard at a time; loading raises
+        unless all of its tensors are accounted for; see `conversion_report`. `save_pretrained` then
+        writes our format.
 
-        Arguments and results are those of transformers. Weights read from safetensors may lie at
-        any address, and matrix products on a CPU round differently by address; each such weight is
-        moved to an aligned one.
+        Arguments and results are the same as in transformers. Weights read from safetensors may
+        start at any address, and matrix products on a CPU round differently by address; each such
+        weight is moved to an aligned one.
 
         Raises:
             CheckpointError: When weights are not those that were saved or not finite, or tensors of a
@@ -286,7 +286,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         Args:
             save_directory: The folder.
             args: As in transformers.
-            push_to_hub: Whether to upload the new files of the folder; its arguments are those of
+            push_to_hub: Whether to upload the new files of the folder; takes the arguments of
                 `push_to_hub`.
             card: Arguments of `model_card`: `license`, `datasets`, `metrics`, `stats` and others.
             kwargs: As in transformers.
@@ -296,7 +296,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
             self._save_and_push(folder, card, args, kwargs)
             return
 
-        # Refuse what is wrong before anything is written.
+        # Reject invalid arguments before writing anything.
         text = self._card_text(card or {})
         self.config.validate()
         refuse_links(folder, kind=MODEL)
@@ -412,7 +412,7 @@ def _read_raw_config(source: Any, download: dict[str, Any]) -> dict[str, Any] | 
 
 
 def _refuse_adapter_of_other_library(source: Any, download: dict[str, Any]) -> None:
-    """Raises a ConfigError for PEFT adapters of a T5 or Switch, whose base would be drawn anew."""
+    """Raises a ConfigError for PEFT adapters of a T5 or Switch, whose base would be re-initialized."""
     if not isinstance(source, str | os.PathLike):
         return
     path = find_adapter_config_file(str(source), **download)

@@ -88,14 +88,15 @@ class Selection(NamedTuple):
 def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
     """Trains one subset of the parameters, freezes the others, and returns their numbers.
 
-    Call it before building the optimizer. The model may lie on a mesh. The subsets, and what the
-    paper found on SuperGLUE with each:
+    Call it before building the optimizer. The model may be on a mesh. The subsets, and the paper's
+    results on SuperGLUE:
 
     - `all`: every parameter.
     - `non_moe`: everything but routers and experts; about as good as all, with less memory.
     - `moe`: routers and experts; much worse.
     - `attention`: projections and position biases of self-attention and encoder-decoder attention.
-    - `ffn`: the dense feed-forward layers, those beside sparse ones too; slightly better than all.
+    - `ffn`: the dense feed-forward layers, including those next to sparse ones; slightly better
+      than all.
     - `router_frozen`: everything but routers (not in the paper).
 
     Norms, embedding and head train with `all`, `non_moe` and `router_frozen` only, the norm before
@@ -182,10 +183,9 @@ def lora_config(
 ) -> LoraConfig:
     """Returns a PEFT configuration whose adapters all attach to parameters of `model`.
 
-    PEFT's own `target_modules="all-linear"` attaches nothing to the experts, without a warning: they
-    are stacked parameters, not linear modules, and stand under `target_parameters`. An adapter of
-    experts is one A and one B of `rank` for each expert; B starts at zero, so that attaching
-    changes no output.
+    PEFT's own `target_modules="all-linear"` attaches nothing to the experts, without a warning: they are stacked
+    parameters, not linear modules, and are listed in `target_parameters`. An adapter of experts is one A and one B of
+    `rank` for each expert; B starts at zero, so that attaching changes no output.
 
     Example:
         model = peft.get_peft_model(model, moe.lora_config(model))
@@ -202,9 +202,9 @@ def lora_config(
         options: Further fields of `peft.LoraConfig`.
 
     Raises:
-        ConfigError: When peft is not installed, the model has no such parts, nothing is asked for,
-            the rank is below 1, or an option is unknown to peft, given by the arguments above, or
-            does not work on experts.
+        ConfigError: When peft is not installed, the model has no such parts, no adapters are
+            requested, the rank is below 1, or an option is unknown to peft, given by the arguments
+            above, or does not work on experts.
     """
     try:
         from peft import LoraConfig
@@ -213,7 +213,7 @@ def lora_config(
             "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`."
         ) from error
 
-    # Options that PEFT would drop in silence are refused.
+    # Options that PEFT would silently ignore raise an error.
     check_flag("experts", experts)
     check_flag("attention", attention)
     check_integer("rank", rank, least=1)

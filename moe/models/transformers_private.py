@@ -149,8 +149,8 @@ class PrivateModelHooks:
     def _optimize_model_for_decode(self) -> Generator[None, None, None]:
         """Leaves the experts as they are in the block.
 
-        transformers would switch to batched products, which here read the weights of all experts
-        and not those of the few that a step uses.
+        transformers would switch to batched products, which here would read the weights of all
+        experts instead of the few that a step uses.
         """
         yield
 
@@ -177,11 +177,11 @@ class PrivateModelHooks:
     def maybe_distribute_model(
         cls, model: nn.Module, distributed_config: Any, *args: Any, **kwargs: Any
     ) -> nn.Module:
-        """Returns the model with its parameters sharded as `distributed_config` asks for.
+        """Returns the model with its parameters sharded as `distributed_config` requests.
 
         Raises:
-            ConfigError: When it asks for more than tensor parallelism, or for ranks that do not
-                divide the heads and hidden units.
+            ConfigError: When it requests more than tensor parallelism, or a number of ranks that do
+                not divide the heads and hidden units.
         """
         if distributed_config is not None:
             check_distributed_config(cast(Any, model).config, distributed_config)

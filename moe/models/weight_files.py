@@ -170,7 +170,7 @@ def _read_headers(path: Path) -> dict[str, Tensor]:
                 headers[name] = torch.empty(piece.get_shape(), dtype=DTYPES[dtype], device="meta")
         return headers
 
-    # A .bin is a pickle; only tensors are accepted of it, and no memory is taken for them.
+    # A .bin is a pickle; only tensors are accepted, and they use no memory on the meta device.
     tensors = torch.load(path, map_location="meta", weights_only=True)
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise TypeError("it does not hold tensors by name")
@@ -391,7 +391,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def forget_weight_sums(folder: Path) -> None:
-    """Removes the checksums of weights before they are written; those of other files stay."""
+    """Removes the checksums of weights before they are written; the checksums of other files stay."""
     if not (folder / SUMS_FILE).is_file():
         return
 

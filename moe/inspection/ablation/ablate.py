@@ -42,9 +42,9 @@ from moe.tracing.recorder import TracedBatch, evaluation_mode
 
 
 class LayerAblation(NamedTuple):
-    """Sums of what ablating each of the E experts of a layer did to G documents.
+    """Sums of the effects of ablating each of the E experts of a layer on G documents.
 
-    The C sets are classes of target tokens; the first one is that of all.
+    The C sets are classes of target tokens; the first one contains all tokens.
 
     Attributes:
         key: Name of the layer.
@@ -53,8 +53,8 @@ class LayerAblation(NamedTuple):
         change: <float64>[E, C, G] change of their loss, in nats.
         random_change: <float64>[E, C, G] change when as many choices, drawn at random in each
             sequence, are ablated instead of the expert's.
-        chosen_tokens: <float64>[E, G] target tokens that the expert works on; in the encoder those
-            of sequences in which it works on an input token.
+        chosen_tokens: <float64>[E, G] target tokens that the expert works on; in the encoder,
+            target tokens of the sequences in which it processes an input token.
         chosen_change: <float64>[E, G] change of their loss.
         load: <int64>[E] accepted choices of each expert.
         peer: <int64>[E] the other expert of nearest load.
@@ -106,7 +106,8 @@ def ablate_experts(
     """Returns what ablating each expert does to the loss of every class, in evaluation mode.
 
     Every expert costs two forward passes of each batch: one without it, and one in which as many
-    random choices are ablated likewise. Those of the decoder reuse the encoder's output.
+    random choices are ablated likewise. Runs with ablated decoder experts reuse the encoder's
+    output.
 
     Example:
         ablation = ablate_experts(model, traced_batches(batches), {"numbers": is_number})
@@ -271,7 +272,7 @@ def _fill_tables(
         unchanged = run_unchanged(model, traced.batch)
         total_loss += float(unchanged.losses.sum())
 
-        # Each batch and layer has random choices of its own.
+        # Each batch and layer has its own random choices.
         for table_number, table in enumerate(tables):
             numbers = np.random.SeedSequence((seed, number, table_number))
             lot = int(numbers.generate_state(1)[0])
@@ -294,7 +295,7 @@ def _ablate_layer(
 
     Args:
         model: The model.
-        unchanged: The batch, and what the model does with it.
+        unchanged: The batch, and the results of the unchanged model.
         document: <int64>[n] document of each target.
         table: The layer; masks <bool>[C, n] of the batch.
         kind: The intervention.

@@ -33,7 +33,7 @@ NOTHING_SHOWN = "nothing was shown"
 
 
 class ExpertEffect(NamedTuple):
-    """What ablating one expert does to the loss.
+    """Effect of ablating one expert on the loss.
 
     Attributes:
         key: Name of the layer.
@@ -175,8 +175,8 @@ def top_effects(
 ) -> list[TopEffect]:
     """Returns the experts whose ablation costs most, and the classes that they are for.
 
-    Only experts whose interval of the effect lies above 0: the list is empty where nothing was
-    shown. Arguments as in `class_verdicts`.
+    Only experts whose interval of the effect is above 0: the list is empty if no effect is
+    significant. Arguments as in `class_verdicts`.
     """
     check_integer("n", n, least=1)
     effects = expert_effects(ablation, confidence=confidence)

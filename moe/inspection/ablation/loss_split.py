@@ -20,7 +20,7 @@ from moe.tracing.trace import Trace
 
 
 class LossSplit(NamedTuple):
-    """Why the loss of one model differs from that of another on the same examples.
+    """Reasons why the losses of two models differ on the same examples.
 
     Attributes:
         first: Mean loss of the first model's target tokens, in nats.
@@ -48,8 +48,8 @@ def split_loss(
 ) -> LossSplit:
     """Returns the loss of two models on the same batches, and why they differ.
 
-    The weights of replayed choices are those of the second router: only the choice of experts comes from the
-    first. Both models evaluate; their training modes are restored.
+    The weights of replayed choices come from the second router: only the choice of experts comes from the first. Both
+    models evaluate; their training modes are restored.
 
     Args:
         first: The model that was traced.

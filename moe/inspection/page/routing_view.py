@@ -80,14 +80,14 @@ class RoutingView:
             path: The .html file; an existing one is replaced.
 
         Raises:
-            ConfigError: When it is not the path of an .html file, or lies in a finished folder.
+            ConfigError: When it is not the path of an .html file, or is inside a finished folder.
         """
         page = output_path(path, suffix=".html", option="path")
         write_text(page, self.html)
         return page
 
     def _repr_html_(self) -> str:
-        # A frame keeps styles apart, and what is in it can reach nothing outside.
+        # A frame isolates styles, and its content cannot access anything outside.
         return (
             f'<iframe srcdoc="{escape(self.html)}" sandbox="allow-scripts" title="Routing view" '
             f'style="width: 100%; height: {_FRAME_HEIGHT}px; border: 0"></iframe>'
@@ -113,11 +113,11 @@ def routing_view(
     Args:
         trace: Trace of the model; with `num_best` it also has probabilities to show.
         tokenizer: Names the tokens.
-        other: Trace of another model on the same text, to show beside it.
+        other: Trace of another model on the same text, to show next to it.
         matching: For layers of the other model, the number that each expert has in the first model,
             -1 for none. By default experts of the same number correspond.
         classes: Class by expert.
-        saturation: Agreement of choices with those of the last checkpoint.
+        saturation: Agreement of choices with the last checkpoint.
         ablation: Effects of the ablation of experts on the loss, in display order.
         title: Heading of the page; by default it names the model.
         most_bytes: Largest size of the page.
@@ -127,7 +127,7 @@ def routing_view(
         DataError: When there is no sparse layer, the other model read another text, or not even the
             start of one example fits.
     """
-    # Refuse what can be refused before anything is built.
+    # Reject invalid arguments before building anything.
     check_integer("most_bytes", most_bytes, least=1)
     if not trace.layers:
         raise DataError(

@@ -188,8 +188,8 @@ def _assigned(router: Router, scores: RouterScores, inputs: RouterInputs) -> Dis
 def _changes(
     scores: RouterScores, plan: DispatchPlan, noisy_scores: RouterScores, noisy_plan: DispatchPlan
 ) -> Tensor:
-    """Returns <int64>[4]: tokens that were routed, their requests, those of them that two plans
-    <...>[G, S, K] have in common, and tokens with the same first choice in both.
+    """Returns <int64>[4]: tokens that were routed, their requests, requests that two plans <...>[G,
+    S, K] have in common, and tokens with the same first choice in both.
     """
     before = _requested_experts(plan, scores)  # [G, S, E]
     after = _requested_experts(noisy_plan, noisy_scores)

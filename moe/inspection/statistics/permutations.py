@@ -49,7 +49,8 @@ def token_places(trace: Trace, stack: Stack) -> TokenPlaces:
 class Shuffle(ABC):
     """A way to give tokens the experts of other tokens, so that only chance relates them.
 
-    Subclass it for another null hypothesis: under it, whatever a draw exchanges is exchangeable.
+    Subclass it for another null hypothesis: under it, the values that a draw exchanges must be
+        exchangeable.
     """
 
     def __init__(self, places: TokenPlaces) -> None:
@@ -90,15 +91,15 @@ class TokenShuffle(Shuffle):
 class DocumentShuffle(Shuffle):
     """Exchanges whole documents: a token gets the expert of the token at the same place in another.
 
-    Ten to twenty documents of similar length are permuted at random. Where the document assigned to
-    a document is too short, the one assigned to that continues, and so on: tokens keep their
+    Ten to twenty documents of similar length are permuted at random. If the document assigned to a
+    document is too short, the document assigned to that one follows, and so on: tokens keep their
     position, and neighbours in a document stay neighbours.
 
     Null hypothesis: a document's routing does not depend on its text. Within a document, tokens may
     depend on each other and on their position. With 40 documents its p-values are right; with 12 of
     unequal lengths, up to 12 % were at 0.05 or below. A class that has the same positions in all
     documents, such as the end of texts truncated to one length, has p = 1: experts for the class
-    cannot be told from experts for its position.
+    cannot be distinguished from experts for its position.
     """
 
     def __init__(self, places: TokenPlaces) -> None:
@@ -123,7 +124,7 @@ class DocumentShuffle(Shuffle):
         self._first_token = first_token[by_document]
         self._length = length[by_document]
 
-        # Where the examples of a document begin in that order, and how many they are.
+        # Start and number of the examples of each document in that order.
         self._num_examples = np.bincount(document_of_example)
         self._first_example = self._num_examples.cumsum() - self._num_examples
 
@@ -145,7 +146,7 @@ class DocumentShuffle(Shuffle):
         given = np.empty_like(shuffled)
         given[self._by_circle] = shuffled  # [D] the document whose experts each gets
 
-        # Where that one is too short, the one assigned to it, and so on; in the end, the document itself.
+        # If it is too short, the document assigned to it follows, and so on; in the end, the document itself.
         source = np.empty_like(self._document)
         tokens = np.arange(len(source))
         other = given[self._document]

@@ -18,7 +18,7 @@ from moe.tracing.trace import Trace
 
 
 class Agreement(NamedTuple):
-    """How far two sets of choices of the same tokens agree.
+    """Agreement of two sets of choices for the same tokens.
 
     Attributes:
         share: Mean over tokens of the experts chosen in both, over those chosen; NaN without tokens.
@@ -110,7 +110,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(step: int, trace: Trace) -> Snapshot:
-    """Returns the choices <int8 or int16>[N, K] of a trace as those of a step."""
+    """Returns the choices <int8 or int16>[N, K] of a trace as the choices of a step."""
     return Snapshot(
         step=step,
         inputs_fingerprint=trace.facts.inputs_fingerprint,
@@ -126,8 +126,8 @@ class SaturationPoint(NamedTuple):
     Attributes:
         step: Training step.
         layer: Stack and number.
-        first: Agreement of the first choices with those of the last step.
-        all_choices: Agreement of all choices with those of the last step.
+        first: Agreement of the first choices with the last step.
+        all_choices: Agreement of all choices with the last step.
     """
 
     step: int
@@ -137,7 +137,7 @@ class SaturationPoint(NamedTuple):
 
 
 def saturation_curve(snapshots: Sequence[Snapshot]) -> list[SaturationPoint]:
-    """Returns the agreement of each layer's choices with those of the last snapshot, step by step.
+    """Returns the agreement of each layer's choices with the last snapshot, step by step.
 
     Args:
         snapshots: At least two, by rising step, of the same text.

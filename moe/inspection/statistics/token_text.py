@@ -29,8 +29,8 @@ class TokenText(NamedTuple):
     """N tokens with their words; the input of classes of tokens.
 
     A run is the text between two spaces. Its word is the run without the punctuation around it;
-    each piece of that punctuation is a word of its own. `don't` is one word. Special tokens and
-    lone spaces have the empty word.
+    each piece of that punctuation is a separate word. `don't` is one word. Special tokens and lone
+    spaces have the empty word.
 
     Attributes:
         tokenizer: The model's.
@@ -199,7 +199,7 @@ class _Vocabulary(NamedTuple):
 def _read_run(pieces: list[str]) -> tuple[str, list[str], list[bool]]:
     """Returns a run, the word of each of its pieces, and which pieces are the first of their words.
 
-    Pieces within the word belong to it, others are words of their own.
+    Pieces within the word belong to it, others are separate words.
     """
     # A lone mark of a space at the start of a run belongs to the piece after it.
     has_mark = len(pieces) > 1 and not pieces[0]
@@ -221,7 +221,7 @@ def _read_run(pieces: list[str]) -> tuple[str, list[str], list[bool]]:
         in_word = overlaps
         start = end
 
-    # The mark is the first piece of what follows.
+    # The mark is the first piece of the following word.
     if has_mark:
         words.insert(0, words[0])
         is_start.insert(1, False)

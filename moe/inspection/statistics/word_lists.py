@@ -83,7 +83,7 @@ def plain_form(word: str) -> str:
     if len(word) > 1 and word.isupper():
         return word
 
-    # What an apostrophe ties to a word is not a part of it.
+    # Text joined to a word by an apostrophe is not part of the word.
     word = word.lower()
     if word in _IRREGULAR:
         return _IRREGULAR[word]
