@@ -80,7 +80,7 @@ ALL_TO_ALL: Registry[Algorithm] = Registry("all-to-all algorithm")
 
 
 def _reason_against(build: Build, topology: Topology) -> str:
-    # Built for no units, a schedule checks everything and sends nothing.
+    # With a payload of zero units, building a schedule runs all checks and sends nothing.
     try:
         build(topology, 0)
     except ConfigError as error:
@@ -250,7 +250,7 @@ def _check_connected(topology: Topology) -> None:
         is_next = reached[links.source]
         reached[links.destination[is_next]] = True
 
-    # Those on the smaller side are cut off.
+    # Ranks on the smaller side are cut off.
     is_reached = reached[live]
     is_most = is_reached.mean() > 0.5
     lost = live[is_reached != is_most].tolist()

@@ -117,8 +117,8 @@ def row_pair_client_all_reduce(
         rows: Result of `pair_rows_around_holes`.
         num_units: Units of the payload.
         num_ranks: Ranks of the schedule, the dead ones included.
-        num_slices: Slices of the payload, each a turn of a ring behind the one before it; more cost
-            latency, fewer leave links idle.
+        num_slices: Slices of the payload, each starting one turn of a ring after the previous one;
+            more cost latency, fewer leave links idle.
 
     Source:
         Highly Available Data Parallel ML training on Mesh Networks (arXiv:2011.03605). Differs:
@@ -130,7 +130,7 @@ def row_pair_client_all_reduce(
         fragments=[Fragment(ring[::-1], hosts[::-1]) for ring, hosts in rows.fragments],
     )
 
-    # Each slice in both directions, a turn of a ring behind the one before it.
+    # Each slice in both directions, each starting one turn of a ring after the previous one.
     bounds = split_evenly(num_units, 2 * num_slices)
     parts = []
     for index, direction in enumerate([rows, flipped] * num_slices):
@@ -180,7 +180,7 @@ def _facing_rows(is_whole: BoolArray, *, wraps: bool) -> IntArray:
     num_rows = 2 * len(is_whole)
     rows = np.arange(num_rows)
 
-    # The distance of each row from those of whole pairs.  [Y, rows]
+    # Distance of each row from the rows of whole pairs.  [Y, rows]
     candidates = rows[np.repeat(is_whole, 2)]
     distance = np.abs(rows[:, None] - candidates)
     if wraps:

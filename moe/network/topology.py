@@ -283,7 +283,7 @@ def two_level(
         inside: Rate of each rank's link to the switch of its node.
         across: Rate of each network card, or of the uplink of a rack.
         shared_card: Whether a node has one card behind its switch, shared by its ranks; else every
-            rank has a card of its own.
+            rank has its own card.
         name: For tables.
     """
     # A switch for each node, then the one above.

@@ -23,7 +23,7 @@ class FailureCosts(NamedTuple):
 
     Attributes:
         mtbf: Mean time between failures of all ranks of a mesh together.
-        restart: Time from a failure until all ranks, or those of a replica group, are back.
+        restart: Time from a failure until all ranks, or the ranks of a replica group, are back.
         checkpoint: Time from one checkpoint to the next.
         stall: Time from the loss of a replica group until the others continue.
         heal: Time for which the others wait for a group that comes back.

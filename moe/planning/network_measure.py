@@ -5,7 +5,7 @@ as the steps of a schedule do. A message of a few bytes shows the latency, the d
 large ones the bandwidth. Then the all-reduces of `moe.network.algorithms` are run, and compared with
 their simulation on a network of those numbers.
 
-Ranks are those of torchrun; without it they are started on this machine, over gloo.
+Ranks are started by torchrun, or else on this machine, over gloo.
 """
 
 import json
@@ -257,7 +257,7 @@ def _with_rates(
 
 
 def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...]:
-    """Returns the time of every all-reduce that fits, and what the simulation says."""
+    """Returns the measured and the simulated time of every all-reduce that fits."""
     trials = []
     for name in ALL_REDUCE.names():
         algorithm = ALL_REDUCE.get(name)
@@ -274,7 +274,7 @@ def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...
 
 
 def show_measurement(measurement: Measurement) -> str:
-    """Returns the measured rates, and the schedules beside what was predicted, as text."""
+    """Returns the measured rates, and the schedules next to the predictions, as text."""
     # Each rate, by its keys in the file.
     content = measurement.content
     network = parse_network(content)

@@ -19,7 +19,7 @@ _LEFT = 70
 _RIGHT = 36
 _TOP = 14
 _BOTTOM = 44
-_LEAST_RANGE = 4  # of the axis of times, in which at least three multiples of powers of ten lie
+_LEAST_RANGE = 4  # of the axis of times, which contains at least three multiples of powers of ten
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ def _split_ep(mesh: MeshConfig, tiles: Mapping[str, Tile]) -> dict[str, Tile]:
     Raises:
         ConfigError: If the tile of `ep` cannot be split so.
     """
-    # Ranks of a node lie along the last axis as far as they can.
+    # Ranks of a node are along the last axis as far as possible.
     inside = [1] * len(tiles["ep"])
     across = list(tiles["ep"])
     left = mesh.ep // mesh.ep_nodes

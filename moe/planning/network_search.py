@@ -7,7 +7,7 @@ the time in which all links together carry what any schedule must send.
 
 Source:
     PowerAI DDL (arXiv:1708.02188): learners as a grid, cost by dimension, and a mode that explores.
-    Differs: the dimensions are those of the network, and what is explored are meshes and placements.
+    Differs: the dimensions are those of the network, and the search runs over meshes and placements.
 """
 
 import math
@@ -38,7 +38,7 @@ class Suggestion:
     """A mesh on a network.
 
     Attributes:
-        plan: The mesh and what it needs.
+        plan: The mesh and its requirements.
         placement: Positions of its ranks on the network.
         estimate: Seconds of all collectives by the formula.
         seconds: Simulated seconds of all collectives; None where it does not fit or is slower than
@@ -58,8 +58,8 @@ def suggest_on_network(
 
     Meshes that fit into memory come first. They and all their placements are simulated in the order
     of the formula, each until it is clear that another is faster; so nothing that fits is faster
-    than the first. Those that were simulated to the end come first, by their time, then the others,
-    by the formula.
+    than the first. Fully simulated meshes come first, ordered by their time, then the others,
+    ordered by the formula.
 
     Args:
         plans: Meshes of so many ranks as the network has, or fewer.
@@ -77,7 +77,8 @@ def suggest_on_network(
             placed.append(_estimated(plan, placement, network))
     placed.sort(key=attrgetter("estimate"))
 
-    # The fastest placement of each mesh. Of a mesh that was not simulated, the formula's first one.
+    # The fastest placement of each mesh. For a mesh that was not simulated, the formula's first
+    # one.
     bounds = LowerBounds(network.topology, dead)
     known: dict[Question, TimedCollective] = {}
     fastest = math.inf
@@ -150,8 +151,8 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
 
     A ring along each axis of the group in turn: p - 1 messages of the latency from a rank to its
     neighbour, and (p - 1) / p of the payload, which is smaller by p for the next axis. On a grid
-    rings go both ways around, the axes share the payload, strided rings beside each other share
-    links, and a ring on a line without wrap crosses each link twice.
+    rings go both ways around, the axes share the payload, adjacent strided rings share links, and a
+    ring on a line without wrap crosses each link twice.
 
     Args:
         collective: The collective.
@@ -199,9 +200,9 @@ class _Cut(NamedTuple):
     """A way to count what crosses links: every message adds its distance times its bytes.
 
     Attributes:
-        positions: <int64>[ranks, axes] where each rank lies.
+        positions: <int64>[ranks, axes] position of each rank.
         periods: Ranks of each axis whose ends are joined; 0 for others.
-        farthest: Largest distance that counts: 1 when positions only say what lies together.
+        farthest: Largest distance that counts: 1 if positions only identify neighbours.
         bandwidth: Bytes a second of all links that are counted, together.
     """
 
@@ -254,7 +255,7 @@ class LowerBounds:
         if not is_live.all():
             return measure(ranks, is_live, cut) / cut.bandwidth
 
-        # Without holes all groups lie alike.
+        # Without holes, all groups are equivalent.
         return measure(ranks[:1], is_live[:1], cut) * len(ranks) / cut.bandwidth
 
 

@@ -1,8 +1,8 @@
 """The groups of an axis that run at once, each on its share of the links.
 
-A link that several groups use is shared in proportion to what each sends over it, as packet networks
-do. So every group can be timed alone, on links that are slower where others use them too, and groups
-whose links and routes are alike take the same time.
+A link that several groups use is shared in proportion to their traffic, as packet networks do. So every group can be
+timed alone, on links that are slower where others use them too, and groups whose links and routes are alike take the
+same time.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ class GroupOnLinks(NamedTuple):
     Attributes:
         schedule: Schedule of ranks of the network.
         topology: The network with the group's share of each bandwidth.
-        load: Units on its busiest link over the bandwidth, those of other groups included.
+        load: Units on its busiest link, including other groups', over the bandwidth.
         latency: Mean latency of a message in seconds.
     """
 
@@ -104,7 +104,7 @@ def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
         instances: What every group does, all at the same time.
         topology: The network.
     """
-    # What each link carries for all groups.
+    # Load of each link from all groups.
     uses = [_use(instance, topology) for instance in instances]
     total = np.zeros(len(topology.links.source))
     for use in uses:
@@ -132,7 +132,7 @@ def _use(instance: Instance, topology: Topology) -> _Use:
     pair = np.searchsorted(routes.key, source * topology.num_ranks + destination)
     units = np.bincount(pair, table.high - table.low, minlength=len(routes.key))
 
-    # Units of each link, which may lie on the routes of several pairs.
+    # Units of each link, which may be on the routes of several pairs.
     row, hop = routes.hops(np.arange(len(routes.key)))
     link, place = np.unique(hop, return_inverse=True)
     load = np.bincount(place, units[row]) / topology.links.bandwidth[link]
@@ -140,7 +140,7 @@ def _use(instance: Instance, topology: Topology) -> _Use:
 
 
 def _on_links(instance: Instance, use: _Use, total: FloatArray, topology: Topology) -> GroupOnLinks:
-    """Returns a group on its share of the links: its own load over that of all groups."""
+    """Returns a group on its share of the links: its own load divided by the load of all groups."""
     bandwidth = topology.links.bandwidth.copy()
     bandwidth[use.link] *= use.load / total[use.link]
     links = topology.links._replace(bandwidth=bandwidth)

@@ -45,7 +45,8 @@ class Plan:
         num_parameters: Parameters of the whole model.
         num_active_parameters: Parameters that a token uses.
         forward_flops: Operations of a forward pass over the update, of all ranks together.
-        repeated_flops: Operations beside one forward and one backward pass, see `repeated_flops`.
+        repeated_flops: Operations in addition to one forward and one backward pass, see
+            `repeated_flops`.
         parameters: Bytes of parameters.
         gradients: Bytes of gradients at the end of an update.
         optimizer: Bytes of the optimizer's state.
@@ -84,7 +85,7 @@ class Plan:
 
     @property
     def flops_per_rank(self) -> float:
-        """Operations of a rank in an update, with what it repeats."""
+        """Operations per rank and update, including recomputation."""
         return (3 * self.forward_flops + self.repeated_flops) / self.mesh.num_ranks
 
     @property
@@ -116,7 +117,7 @@ def make_plan(model: STMoEForConditionalGeneration, workload: Workload, mesh: Me
     config = model.config
     layouts = model_layouts(model, config, mesh)
 
-    # A gradient lies as its parameter does.
+    # Gradients have the same layout as their parameters.
     state_bytes = parameter_bytes(layouts, mesh)
     gathered = gathered_bytes(
         layouts, mesh, bfloat16=workload.bfloat16, accumulates=workload.num_passes(mesh) > 1
@@ -141,8 +142,8 @@ def make_plan(model: STMoEForConditionalGeneration, workload: Workload, mesh: Me
 def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int) -> list[Plan]:
     """Returns a plan for every mesh that the model and the batch allow, the best first.
 
-    Those that fit into memory come first; then those that send for the fewest seconds, by
-    `seconds_of`. Where the workload leaves the micro-batch open, a mesh gets the largest that fits,
+    Meshes that fit into memory come first, ordered by their communication time, by `seconds_of`.
+    Where the workload leaves the micro-batch open, a mesh gets the largest that fits,
     or 1 when none does: larger ones gather parameters less often.
 
     Args:
@@ -210,7 +211,7 @@ def _plan_largest_pass(
 def seconds_of(transfer: Transfer, mesh: MeshConfig) -> float:
     """Returns how long a rank would send at `BYTES_PER_SECOND`.
 
-    A group lies inside a node when the innermost axes up to its outermost have no more than
+    A group is inside a node if the innermost axes up to its outermost have no more than
     `RANKS_PER_NODE` ranks. A measure to compare meshes by; a run is also bound by its products, and
     does both at the same time.
     """

@@ -62,7 +62,7 @@ def show_plan(plan: Plan, title: str, memory: int | None) -> str:
 
     Args:
         plan: The plan.
-        title: Name of what is planned.
+        title: Name of the planned run.
         memory: Bytes of a device; None for no verdict.
     """
     transfers = "\n".join(_transfer_lines(plan))
@@ -70,7 +70,7 @@ def show_plan(plan: Plan, title: str, memory: int | None) -> str:
 
 
 def show_needs(plan: Plan, title: str, memory: int | None) -> str:
-    """Returns what is planned, and the memory of a rank; see `show_plan` for the arguments."""
+    """Returns the plan and the memory of a rank; see `show_plan` for the arguments."""
     lines = list(_summary_lines(plan, title))
     lines.append("")
     lines += _memory_lines(plan, memory)
@@ -152,7 +152,7 @@ MESH_HEADING = f"{'dp_replicate':>12}{'dp_shard':>10}{'ep':>6}{'tp':>6}{'rows/pa
 
 
 def show_mesh(plan: Plan, memory: int) -> str:
-    """Returns a mesh and what it needs, as the start of a row of a table."""
+    """Returns a mesh and its requirements, as the first cells of a table row."""
     mesh = plan.mesh
     fits = "yes" if plan.memory <= memory else "no"
     sizes = f"{mesh.dp_replicate:>12}{mesh.dp_shard:>10}{mesh.ep:>6}{mesh.tp:>6}"

@@ -1,9 +1,9 @@
 """The collectives of one update, and the bytes that one rank sends in them, by purpose and mesh axis.
 
-Bytes are counted as they leave the rank, whatever route the backend takes: among n ranks a gather
-sends this rank's shard to the n - 1 others, a reduce-scatter a shard of the input to each of them, an
-all-reduce does both with one n-th of its tensor, and an all-to-all sends everything that is not for
-this rank itself. Rows are assumed to be spread evenly over experts.
+Bytes are counted as they leave the rank, for any route of the backend: among n ranks a gather sends this rank's shard
+to the n - 1 others, a reduce-scatter a shard of the input to each of them, an all-reduce does both with one n-th of its
+tensor, and an all-to-all sends everything that is not for this rank itself. Rows are assumed to be spread evenly over
+experts.
 """
 
 import math
@@ -50,7 +50,7 @@ _NAMES = {axes: name for name, axes in AXES.items()}
 
 
 class Kind(StrEnum):
-    """A kind of collective, and what the payload of a call is."""
+    """A kind of collective, and the meaning of a call's payload."""
 
     ALL_GATHER = "all-gather"
     """Payload: the tensor that is gathered."""
@@ -94,7 +94,7 @@ class Collective(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What one rank sends in one update.
+    """Data that one rank sends in one update.
 
     Attributes:
         what: Purpose, e.g. `parameter gathers`.
@@ -133,8 +133,8 @@ def collectives(
 ) -> tuple[Collective, ...]:
     """Returns all collectives of one update, equal ones as one.
 
-    Those of one rank, or of no bytes, are left out. Optimizer sums and statistics, which are small,
-    count as one message on each axis.
+    Collectives of one rank, or without bytes, are omitted. Optimizer sums and statistics, which are
+    small, count as one message on each axis.
 
     Args:
         model: Whole or on a mesh, on any device.
@@ -220,7 +220,7 @@ def _expert_collectives(
     if mesh.ep_nodes > 1:
         levels = ("ep inside a node", "ep across nodes")
     for axis in levels:
-        # What all ranks of a group put in.
+        # Total input of all ranks of a group.
         size = group_size(axis, mesh)
         rows = "rows to experts and back"
         num_calls = num_layers * num_row_exchanges
@@ -232,8 +232,8 @@ def _expert_collectives(
 def _tensor_parallel_collectives(stack: StackPass, passes: PassCounts) -> Iterator[Collective]:
     """Yields all-reduces over `tp`: of layers' outputs forwards, of their inputs' gradients back.
 
-    Outputs travel in the dtype of products, gradients of inputs in that of the residual stream,
-    which is float32; the rows of a sparse layer are cast before.
+    Outputs are sent in the dtype of products, gradients of inputs in the residual stream's, which
+    is float32; the rows of a sparse layer are cast before.
     """
     num_dense = 0
     for module in stack.module.modules():

@@ -88,7 +88,7 @@ class PassCounts(NamedTuple):
 
     @property
     def counts_first(self) -> bool:
-        """Whether forward passes of their own count choices for the balance loss."""
+        """Whether separate forward passes count choices for the balance loss."""
         return self.forward > self.backward
 
 
@@ -104,7 +104,7 @@ def pass_counts(
     """
     num_passes = workload.num_passes(mesh)
 
-    # A balance loss over more than one pass needs all counts first: a forward pass of its own.
+    # A balance loss over more than one pass needs all counts first: a separate forward pass.
     scope = model.config.balance_scope
     is_wide = scope in ("ranks", "global")
     counts_first = is_wide and num_passes * num_scope_ranks(scope, mesh) > 1
@@ -131,7 +131,7 @@ class StackPass:
         tp: Ranks that share heads and hidden units.
         expert_parallel: Whether experts are on other ranks too.
         product_bytes: Bytes of a number in a matrix product.
-        cpu: Whether the kernels are those of a CPU instead of an accelerator's.
+        cpu: Whether to count the kernels of a CPU instead of an accelerator's.
     """
 
     module: Stack
@@ -180,7 +180,7 @@ def stack_passes(
         model: Whole or on a mesh, on any device.
         workload: The update.
         mesh: Sizes.
-        cpu: Whether the kernels are those of a CPU instead of an accelerator's.
+        cpu: Whether to count the kernels of a CPU instead of an accelerator's.
     """
     encoder = _stack_pass(model.model.encoder.stack, None, workload, mesh, cpu)
     decoder = _stack_pass(model.model.decoder, encoder, workload, mesh, cpu)
