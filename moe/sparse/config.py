@@ -1,7 +1,7 @@
 """The settings of a sparse layer, checked when they are built.
 
 Read first; the token's journey starts in groups.py. A configuration checks its own numbers here;
-what its router asks of it is in router_options.py.
+its router's requirements are in router_options.py.
 """
 
 import functools
@@ -70,34 +70,32 @@ class SparseConfig:
         router: Name in ROUTERS of the rule that brings tokens to experts.
         router_options: Settings of that router alone, by name; see the `Options` of its file in
             moe/sparse/routers.
-        router_input: What the gate sees: the `hidden` state, or with the token's word embedding
-            behind it (`concat`) or added (`add`); `..._stop_gradient` sends no gradient into the
-            embedding.
-        decoder: Whether the layer stands in a decoder, where no token may learn of later ones.
+        router_input: Input of the gate: the `hidden` state, alone or with the token's word
+            embedding concatenated (`concat`) or added (`add`); `..._stop_gradient` sends no
+            gradient into the embedding.
+        decoder: Whether the layer is in a decoder, where tokens must not depend on later ones.
         capacity_factor: Slots of an expert relative to an even share of the group, in training.
             Larger drops fewer tokens and costs memory; None drops none.
         eval_capacity_factor: The same outside training.
         min_expert_capacity: Fewest slots of an expert in a group; matters for small groups.
         capacity_rounding: `floor`, and never more slots than tokens (Mesh-TensorFlow), or `round`
             (Flaxformer).
-        expert_capacity: Slots of an expert in a group whatever its size, in training and outside;
-            it takes the place of both factors, of the least and of the rounding. None leaves it to
-            them.
+        expert_capacity: Slots of an expert in a group of any size, in training and evaluation;
+            replaces both factors, the minimum and the rounding. None leaves it to them.
         capacity_scope: Whether tokens are routed together, and compete for slots, in a `group` of
             sequences, or each `sequence` is a group of its own whatever `group_size` (transformers'
             Switch).
         group_size: Most tokens that are routed together; a group is a whole number of sequences,
-            and a sequence that is longer is a group of its own.
+            and a longer sequence is its own group.
         balance_choices: Whether the balance loss counts the `first` choice of a token (the loss is
             1 at perfect balance) or `all` K (then K).
         balance_over: What the shares in the balance loss are of: `real_tokens`, so that padding
             changes nothing, or `all_positions` of the group (Mesh-TensorFlow). The loss is a mean
             over groups: over those that hold a real token, or with `all_positions` over all, so
-            that a group of nothing but padding lowers it.
+            that groups of padding lower it.
         balance_scope: Tokens over which the shares are taken: one `group` (paper), a `micro_batch`
-            (one call), those of the `ranks` that hold one copy of the model between them (all but
-            `dp_replicate` in a mesh), or the `global` batch; for the last two see
-            `balance_totals`.
+            (one call), the tokens of the `ranks` that share one copy of the model (all but
+            `dp_replicate` in a mesh), or the `global` batch; for the last two see `balance_totals`.
         router_z_loss_over: What the z-loss is the mean over: `real_tokens`, or `all_positions`
             (Flaxformer).
         dispatch: `ragged` moves exactly the accepted rows; `static` has fixed slots for each
@@ -210,12 +208,12 @@ class SparseConfig:
 
         Args:
             reference: A name in REFERENCES: `mesh_tensorflow` or `flaxformer`.
-            overrides: Fields of this class, which go before those of the reference.
+            overrides: Fields of this class, which override the reference's.
 
         Raises:
             ConfigError: When there is no such reference, or a value is out of range.
         """
-        # What the caller sets goes before what the reference sets.
+        # The caller's settings override the reference's.
         settings = reference_fields(reference, overrides.get("router", cls.router))
         return cls(**{**settings, **overrides})
 
@@ -272,7 +270,7 @@ def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[
             f"Known: {', '.join(sorted(REFERENCES))}."
         )
 
-    # Of the reference's options, those that the router has.
+    # Options of the reference that the router has.
     known = option_names(ROUTER_REQUIREMENTS.get(router))
     options: dict[str, Any] = {}
     for name, value in REFERENCES[reference]["router_options"].items():

@@ -59,12 +59,12 @@ def edit_routing(module: nn.Module, edits: Mapping[LayerKey, RoutingEdit]) -> It
     """Changes the plans of sparse layers inside the block.
 
     An edit sees the scores of the router and the plan that it made of them, and returns the plan
-    that is carried out and reported. It need not care for slots: they are assigned anew, and every
-    accepted choice gets one, whatever the capacity. Auxiliary losses stay those of the scores and
-    the new plan.
+    that is carried out and reported. It can ignore slots: they are reassigned, and every accepted
+    choice gets one, regardless of the capacity. Auxiliary losses follow from the scores and the new
+    plan.
     Edits hold in every forward pass: in training, in evaluation, and in each step of generation,
-    where a call has one token of each sequence. Of nested contexts the outer one edits first. With
-    activation checkpointing the backward pass belongs inside the block.
+    where a call has one token of each sequence. With nested contexts, the outer one edits first.
+    With activation checkpointing the backward pass belongs inside the block.
 
     Example:
         with edit_routing(model, {("encoder", 1): DropExperts(3)}):
@@ -77,8 +77,7 @@ def edit_routing(module: nn.Module, edits: Mapping[LayerKey, RoutingEdit]) -> It
     Raises:
         ConfigError: When the module has no such layer, a value is no edit, or the context ends
             before the backward pass of checkpointed layers.
-        DataError: In the forward pass, when an edit returns something that is no plan for these
-            tokens.
+        DataError: In the forward pass, when an edit does not return a valid plan for these tokens.
     """
     # Every edit belongs to a layer that there is.
     layers = sparse_layers(module)
@@ -90,7 +89,7 @@ def edit_routing(module: nn.Module, edits: Mapping[LayerKey, RoutingEdit]) -> It
         function = edit.for_layer(layers[key]) if isinstance(edit, LayerEdit) else edit
         bound_edits[key] = partial(_edited, key, function, layers[key], recomputation)
 
-    # Each layer gets its edits back as they were, whatever happens.
+    # Each layer gets its edits back as they were, even after an error.
     earlier = {key: layers[key].plan_edits for key in bound_edits}
     for key, edit in bound_edits.items():
         layers[key].plan_edits = (*earlier[key], edit)

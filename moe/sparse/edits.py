@@ -65,7 +65,7 @@ class DropExperts(_ExpertsEdit):
 class RerouteExperts(_ExpertsEdit):
     """The experts cannot be chosen: their tokens choose again among the others, as after pruning.
 
-    The weights are those that the router gives to what is left.
+    The weights are the router's for the remaining experts.
     """
 
     def _for_checked(self, layer: SparseFeedForward) -> PlanEdit:
@@ -129,7 +129,7 @@ def choose_again(
     lowest = torch.finfo(scores.logits.dtype).min
     masked = router_scores(scores.logits.masked_fill(barred, lowest))
 
-    # Choose anew, with barred experts below all others, whatever bias is on top. Where too few are
+    # Choose again, with barred experts below all others, even with a bias. Where too few are
     # left they are chosen all the same, and dropped below.
     below_all = masked.probs.masked_fill(barred, lowest)  # [G, S, E]
     has_capacity = plan.capacity is not None
@@ -137,7 +137,7 @@ def choose_again(
         masked._replace(probs=below_all), plan.token_mask, drop_tokens=has_capacity
     )
 
-    # The weights of what is left, as if the others had not been there.
+    # Weights of the remaining choices, as if the others did not exist.
     is_left = ~barred.gather(-1, assigned.expert_index)  # [G, S, K]
     left = assigned._replace(accepted=assigned.accepted & is_left)
     return left._replace(combine_weight=router.combine_weight(masked, left))

@@ -1,6 +1,6 @@
 """The experts: E feed-forward networks as stacked weights; rows in, rows out.
 
-Stands between the two halves of dispatch.py. The products are in the fastest form that the device
+Comes between the two halves of dispatch.py. The products are in the fastest form that the device
 has; an expert sees no token but those that were sent to it.
 """
 
@@ -61,8 +61,8 @@ class Experts(nn.Module):
         return self.gate_up_proj if self.config.gated else self.up_proj
 
     def reset_parameters(self) -> None:
-        """Draws every expert anew and independently: truncated normal with variance scale / fan_in."""
-        # The fan-in of the first product is D, that of the second F.
+        """Re-initializes every expert independently: truncated normal with variance scale / fan_in."""
+        # The fan-in of the first product is D, of the second F.
         scale = self.config.initializer_scale
         truncated_normal_(self.first_proj, math.sqrt(scale / self.config.d_model))
         truncated_normal_(self.down_proj, math.sqrt(scale / self.config.d_ff))
@@ -82,7 +82,8 @@ class Experts(nn.Module):
             <dtype of the products> of the inputs' shape: rows [N, D] or slots [E, n, D]. Rows that
             were not gathered come back combined, [T, D]: the CPU's kernel does it all.
         """
-        # What a backward pass computes while gradients of rows travel is made before the wait.
+        # Work for the backward pass that overlaps with the exchange of row gradients is set up
+        # before the wait.
         remote_weights = None
         if in_flight.delays_weight_gradients:
             remote_weights = pass_weights(self._fused_weights())
@@ -135,8 +136,8 @@ class Experts(nn.Module):
     def run_slots(self, slots: Tensor, weights: ExpertWeights) -> Tensor:
         """Returns the outputs of each expert for its slots.
 
-        The weights stand on the left of their products, so that their gradients come in the layout
-        of the weights.
+        The weights are on the left of their products, so that their gradients come in the layout of
+        the weights.
 
         Args:
             slots: <float>[E, n, D].
@@ -166,7 +167,7 @@ class Experts(nn.Module):
         )
 
     def product_dtype(self) -> torch.dtype:
-        """Returns the dtype of the products: that of the model, or of autocast where it is on."""
+        """Returns the dtype of the products: the model's, or autocast's if enabled."""
         device = self.down_proj.device.type
         # Weights that wait on a disk are on the meta device, which has no autocast.
         if device != "meta" and torch.is_autocast_enabled(device):
@@ -177,8 +178,8 @@ class Experts(nn.Module):
         """Returns this rank's weights in the dtype of the products, gate and up side by side.
 
         Args:
-            keep_quantized: Whether quantised weights stay so where experts can be had one by one;
-                else they are the numbers that they stand for.
+            keep_quantized: Whether quantised weights stay quantised where experts are read one by
+                one; otherwise they are dequantised.
         """
         first = local_shard(self.first_proj)
         if first.dim() == 4:  # packed for a mesh: [E, 2, F, D]

@@ -38,9 +38,9 @@ def tokens_per_group(config: Grouping) -> int:
 def sequences_per_group(batch: int, length: int, group_size: int) -> int:
     """Returns how many sequences are routed together.
 
-    It is the largest divisor of `batch` whose tokens fit into `group_size`; a sequence longer than
-    that is a group of its own. Groups of whole sequences keep routing independent of how a batch is
-    split into micro-batches, as long as each micro-batch gives the same number here.
+    It is the largest divisor of `batch` whose tokens fit into `group_size`; a longer sequence is
+    its own group. Groups of whole sequences keep routing independent of how a batch is split into
+    micro-batches, as long as each micro-batch gives the same number here.
 
     Args:
         batch: Sequences in the batch, B.
@@ -115,7 +115,7 @@ def to_groups(x: Tensor, sequences: int) -> Tensor:
 
 
 def from_groups(x: Tensor, sequences: int) -> Tensor:
-    """Returns the tokens of each sequence in a row of their own again: the inverse of `to_groups`.
+    """Returns one row of tokens for each sequence again: the inverse of `to_groups`.
 
     Args:
         x: <any>[G, S, ...] values by token.

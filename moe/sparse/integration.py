@@ -60,7 +60,7 @@ class SparseFeedForwardAdapter(nn.Module):
         if isinstance(layer, SparseConfig):
             layer = SparseFeedForward(layer)
 
-        # PEFT, compilation and activation checkpointing wrap a layer into a module of their own.
+        # PEFT, compilation and activation checkpointing wrap a layer in their own module.
         parts = layer.modules() if isinstance(layer, nn.Module) else ()
         num_sparse = sum(isinstance(part, SparseFeedForward) for part in parts)
         expected = "a SparseFeedForward, be it wrapped, or the SparseConfig of one"
@@ -103,8 +103,8 @@ def replace_feed_forward(
     """Puts a sparse layer where a layer of torch's Transformer has its feed-forward layer.
 
     Everything between the attention and the residual sum is replaced: both products, the activation
-    and the dropout on the hidden units, for which `config` has settings of its own. torch's fast
-    path, which knows dense products only, is not taken.
+    and the dropout on the hidden units, for which `config` has its own settings. torch's fast path,
+    which knows dense products only, is not taken.
 
     Example:
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, batch_first=True), 6)
@@ -122,7 +122,7 @@ def replace_feed_forward(
     Raises:
         ConfigError: When the layer is of another class, is not batch first, or has another width.
     """
-    # Tokens of a sequence lie side by side, and are as wide as the experts.
+    # Tokens of a sequence are adjacent, and are as wide as the experts.
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     expected = "an nn.TransformerEncoderLayer or nn.TransformerDecoderLayer"
     check(isinstance(layer, kinds), "layer", layer, expected)
@@ -150,13 +150,13 @@ def collect_routers(
 ) -> Iterator[list[RouterOutput]]:
     """Gives a list that fills with the RouterOutput of every sparse layer inside `module`.
 
-    The outputs stand in the order of the calls. Run the backward pass inside the context.
+    The outputs are in the order of the calls. Run the backward pass inside the context.
     Activation checkpointing calls the layers again there: that is not recorded, but needs the same
     token mask. Only without a mask, or without checkpointing, may backward come later.
 
-    Open one context for the encoder and one for the decoder when their masks differ. Of nested
-    contexts over the same layer each records, and the innermost mask holds; a mask that the model
-    passes itself comes before all.
+    Open one context for the encoder and one for the decoder when their masks differ. With nested
+    contexts over the same layer, each one records, and the innermost mask applies; a mask passed by
+    the model itself overrides all.
 
     Example:
         with collect_routers(model, token_mask=mask) as routers:
@@ -203,7 +203,7 @@ def _check_layers(
             "holds them."
         )
 
-    # Encoder and decoder have sequences of their own, and so masks of their own.
+    # Encoder and decoder have separate sequences, and so separate masks.
     num_stacks = len({layer.config.decoder for layer in layers})
     if token_mask is not None and num_stacks > 1:
         raise ConfigError(
@@ -304,7 +304,7 @@ def _checked_routers(routers: Any) -> list[RouterOutput]:
 
 
 class _Collector:
-    """The hooks of one context, and what they collected."""
+    """The hooks of one context, and the collected outputs."""
 
     def __init__(self, token_mask: Tensor | None) -> None:
         self.token_mask = token_mask

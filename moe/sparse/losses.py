@@ -33,7 +33,7 @@ class RouterLosses(NamedTuple):
             gradient.
         num_share_tokens: <float32>[] tokens that the shares are of, in this call.
         group_load_balance: <float32>[G] balance loss of each group, 0 without a real token; for
-            wider scopes that of the whole scope, G times.
+            wider scopes the loss of the whole scope, G times.
         group_router_z: <float32>[G] mean over the tokens of each group, 0 without any.
     """
 
@@ -62,7 +62,7 @@ class RouterLosses(NamedTuple):
 
 
 class BalanceTotals(NamedTuple):
-    """What the shares of a balance loss are of, when its scope is wider than one call.
+    """Data for the shares of a balance loss whose scope is wider than one call.
 
     Attributes:
         choices: <float32>[E] choices of each expert.
@@ -145,7 +145,7 @@ def _with_balance_loss(
     is_real: Tensor,
     config: SparseConfig,
 ) -> RouterLosses:
-    """Returns the losses with that of appendix A: E * sum_i f_i P_i of each group, and their sum."""
+    """Returns the losses with the balance loss of appendix A: E * sum_i f_i P_i of each group, and their sum."""
     num_groups, _, num_experts = scores.probs.shape
     num_share_tokens = _num_share_tokens(is_real, config)  # n  [G]
 

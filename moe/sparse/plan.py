@@ -30,8 +30,8 @@ class RouterScores(NamedTuple):
     def log_normalizer(self) -> Tensor:
         """<float32>[G, S] logsumexp of the logits.
 
-        Losses and statistics ask for it; for a token of a step of decoding, which has neither, it
-        would take a fifth of the layer's time beside its products.
+        Losses and statistics need it; in decoding, which has neither, it would take a fifth of the
+        layer's time without its products.
         """
         return self.logits.logsumexp(dim=-1)
 
@@ -46,10 +46,10 @@ def router_scores(logits: Tensor) -> RouterScores:
 
 
 class DispatchPlan(NamedTuple):
-    """Where every token of every group goes.
+    """The routing of every token of every group.
 
     A token has K choices: with token choice its K experts, best first; with expert choice one for
-    each expert. A choice is requested or not, and a requested one is accepted or refused.
+    each expert. A choice is requested or not, and a requested choice is accepted or refused.
 
     Attributes:
         expert_index: <int64>[G, S, K] expert of each choice.
@@ -57,8 +57,8 @@ class DispatchPlan(NamedTuple):
         accepted: <bool>[G, S, K] whether the choice got a slot; never for padding.
         combine_weight: <float32 or float64>[G, S, K] weight of the expert's output; 0 where not
             accepted.
-        requested: <bool>[G, S, K] whether the choice asks for a slot, before capacity; where experts
-            choose, whether it was accepted.
+        requested: <bool>[G, S, K] whether the choice requests a slot, before capacity; where experts choose, whether it
+            was accepted.
         token_mask: <bool>[G, S] real tokens; False is padding.
         capacity: Slots of an expert in a group, C; None when every expert has room for all tokens,
             and for a token twice if an edit gave it the expert twice.
@@ -83,13 +83,13 @@ def assign_slots(
     """Returns the slot of every choice and whether it was accepted.
 
     All first choices are served before any second choice, and tokens in the order of the sequence,
-    so that what a decoder drops of the first choices tells nothing of later tokens. A second choice
+    so that dropped first choices in a decoder do not depend on later tokens. A second choice
     can be lost to the first choice of a later token: that is the paper's rule, and an incremental
     decoder, which drops nothing, is free of it.
 
     Args:
         expert_index: <int64>[G, S, K] chosen experts.
-        requested: <bool>[G, S, K] choices that ask for a slot.
+        requested: <bool>[G, S, K] choices that request a slot.
         num_experts: Experts, E.
         capacity: Slots of an expert in a group, C; None accepts every request.
         priority: <float>[G, S] serves tokens of larger values first instead; of equals the earlier.
@@ -101,7 +101,7 @@ def assign_slots(
     Source:
         ST-MoE (arXiv:2202.08906) appendix D; Mesh-TensorFlow transformer/moe.py at a32810e,
         `_top_n_gating`. Differs: no; a choice's position in the queue of its expert is its slot,
-        since whoever asks after a refusal finds the expert full.
+        since every later request after a refusal finds the expert full.
     """
     # Put the tokens in the order in which they are served.
     serving_order = None

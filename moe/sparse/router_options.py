@@ -1,6 +1,6 @@
 """The options of each router, and the layers it supports.
 
-Read beside config.py, which checks every configuration against it. A router is entered here when it
+Read with config.py, which checks every configuration against it. A router is entered here when it
 is registered (router.py), so that configurations need to know neither routers nor tensors.
 """
 
@@ -23,12 +23,12 @@ class NoOptions:
 
 @dataclass(frozen=True)
 class RouterRequirements:
-    """What a router asks of a configuration.
+    """A router's requirements for a configuration.
 
     Attributes:
         options: Frozen dataclass of the options of this router alone. A method `check(config)` of
             it is optional; it raises a ConfigError.
-        causal: Whether the router may stand in a decoder; see `Router`.
+        causal: Whether the router may be used in a decoder; see `Router`.
         single: Whether a token has one expert, so that `num_selected_experts` must be 1.
     """
 
@@ -60,12 +60,12 @@ class RouterSettings(Protocol):
 
     @property
     def decoder(self) -> bool:
-        """Whether the layer stands in a decoder."""
+        """Whether the layer is in a decoder."""
         ...
 
 
 def check_router(config: RouterSettings) -> None:
-    """Checks the router, its options and what it asks of the other settings.
+    """Checks the router, its options, and its requirements for the other settings.
 
     Raises:
         ConfigError: When there is no such router or option, or the layer is not made for it.
@@ -73,7 +73,7 @@ def check_router(config: RouterSettings) -> None:
     requirements = ROUTER_REQUIREMENTS.get(config.router)
     _check_options(config, requirements)
 
-    # What the router asks of the layer around it.
+    # Requirements of the router for its layer.
     if config.decoder:
         check_causal(config.router, "Use it in the encoder only, and here")
     if requirements.single and config.num_selected_experts != 1:

@@ -75,7 +75,7 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
         plan: The plan made of them.
         losses: The losses of the same plan.
     """
-    # Who asked for an expert, who got one, and who did not.
+    # Tokens that requested an expert, that got one, and that did not.
     num_groups, group_size, num_experts = scores.probs.shape
     expert_load = _count_experts(plan.expert_index, plan.requested, num_experts)  # [E]
     accepted_load = _count_experts(plan.expert_index, plan.accepted, num_experts)  # [E]
@@ -112,7 +112,7 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
 
 
 def _count_experts(expert_index: Tensor, is_counted: Tensor, num_experts: int) -> Tensor:
-    """Returns <int64>[E]: how often each expert stands in <int64>[G, S, K] where it is counted."""
+    """Returns <int64>[E]: how often each expert occurs in <int64>[G, S, K] where counted."""
     counts = expert_index.new_zeros(num_experts)
     return counts.scatter_add(0, expert_index.flatten(), is_counted.flatten().long())
 

@@ -35,11 +35,11 @@ class ExpertChoiceRouter(Router):
     loss is 0. `num_selected_experts` plays no part; the capacity factor is the mean number of
     experts a token has. In the plan, choice e of a token is expert e.
 
-    What a token gets depends on its batch mates: experts compare the tokens of a group. Without a
-    capacity every expert takes every token, at E / C times the cost and far from what was trained;
-    with `softmax_over` `experts` a token's output is then its own, with `tokens` it depends on
-    batch mates even so. A model that must answer for each sequence alone is better served by
-    another router.
+    The experts of a token depend on its batch mates: experts compare the tokens of a group. Without
+    a capacity every expert takes every token, at E / C times the cost and far from the training
+    conditions; with `softmax_over` `experts` a token's output is then its own, with `tokens` it
+    depends on batch mates even so. A model that must answer for each sequence alone is better
+    served by another router.
 
     Source:
         Expert Choice (arXiv:2202.09368); google/flaxformer architectures/moe/routing.py at

@@ -28,7 +28,7 @@ class HashOptions:
     seed: int = 0
 
     def check(self, config: SparseConfig) -> None:
-        """Raises a ConfigError when the gate is asked to see something: there is none."""
+        """Raises a ConfigError if the gate has an input setting: there is no gate."""
         if config.router_input != "hidden":
             raise ConfigError(
                 f"router_input is {config.router_input!r}, but router 'hash' has no gate that could read it. Leave "
