@@ -51,7 +51,7 @@ def work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
         finally:
             _put_back(work, target)
             _remove_content(work)
-            # The marker goes last: a folder without it is not ours unless it is empty.
+            # The marker is written last: a folder without it is not ours unless it is empty.
             with suppress(OSError):
                 if [path.name for path in work.iterdir()] == [_MARKER]:
                     (work / _MARKER).unlink()
@@ -133,7 +133,7 @@ def _remove_content(work: Path) -> None:
 
 
 def _is_still(descriptor: int, path: Path) -> bool:
-    """Returns whether an open file is the one that now lies at `path`."""
+    """Returns whether an open file is the one that is now at `path`."""
     try:
         status_at_path = path.lstat()
     except FileNotFoundError:

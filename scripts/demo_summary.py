@@ -1,6 +1,6 @@
 """The end of the demo: at most 12 lines that say what was trained, and how good it is.
 
-Reads the files of the steps; only the tokens of the experts are traced anew.
+Reads the files of the steps; only the tokens of the experts are traced again.
 """
 
 from pathlib import Path
@@ -66,7 +66,7 @@ def trained_sentence(config: STMoEConfig) -> str:
 
 
 def loss_sentence(line: Line) -> str:
-    """Returns the held-out loss beside that of the n-gram tables, and which of them it beats."""
+    """Returns the held-out loss next to the n-gram tables' losses, and which of them it beats."""
     loss = line["heldout/text_loss"]
     text = f"Held-out loss: {loss:.2f} nats per masked token"
     tables = [name for name in _TABLES if f"heldout/{name}" in line]

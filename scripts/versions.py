@@ -103,7 +103,7 @@ def floors() -> list[str]:
 
 
 def run_tests(python: Path, tests: Sequence[Path]) -> None:
-    """Runs the fast tests, and writes RESULTS beside the environment."""
+    """Runs the fast tests, and writes RESULTS next to the environment."""
     variables = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     variables |= {"OMP_NUM_THREADS": "1"}  # each process of pytest has a core
     command = [python, "-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", "-m", "not slow"]
@@ -130,7 +130,7 @@ def version_table(folders: Sequence[Path]) -> str:
 
 
 def read_outcomes(folder: Path) -> dict[str, str]:
-    """Returns "passed", "failed" or "skipped" for each test whose result lies in a folder."""
+    """Returns "passed", "failed" or "skipped" for each test with a result in a folder."""
     outcomes = {}
     for case in ElementTree.parse(folder / RESULTS).iter("testcase"):
         kinds = {child.tag for child in case}
@@ -141,7 +141,7 @@ def read_outcomes(folder: Path) -> dict[str, str]:
 
 
 def installed_versions(folder: Path) -> list[str]:
-    """Returns the version of an environment's Python, and those of PACKAGES."""
+    """Returns the versions of an environment's Python and of PACKAGES."""
     code = (
         "import json, platform, importlib.metadata as m;"
         f"print(json.dumps([platform.python_version(), *map(m.version, {PACKAGES})]))"

@@ -38,7 +38,7 @@ class RunState(NamedTuple):
 
 
 class StateFile(NamedTuple):
-    """The content of state.json: the state of a run, and checksums of the files next to it.
+    """The content of state.json: the state of a run, and the sizes of the files next to it.
 
     Attributes:
         step: See `RunState`.

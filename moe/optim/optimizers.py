@@ -1,4 +1,4 @@
-"""Optimizers by name, as a recipe asks for them: how each is built, and what it costs on a mesh."""
+"""Optimizers by name, as recipes request them: how each is built, and its cost on a mesh."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ class OptimizerSpec:
             `summed_elements` take the options that a recipe gives by name, too.
         summed_elements: Returns the numbers that a rank sums over other ranks in a step for one
             parameter, by the mesh axes over which it sums.
-        options_of: Its keywords but `RESERVED` are the options; None for those of `build`.
+        options_of: Its keywords but `RESERVED` are the options; None if same as for `build`.
     """
 
     build: Callable[..., torch.optim.Optimizer]

@@ -1,7 +1,6 @@
 """Options that a recipe gives to an optimizer or a schedule by name: the keywords of a function.
 
-Read beside optimizers.py and schedules.py, whose entries say with their keywords which options they
-have.
+Read with optimizers.py and schedules.py, whose entries declare their options as keywords.
 """
 
 import functools

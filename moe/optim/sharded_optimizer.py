@@ -59,7 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     parameters take the same steps as whole ones. Their gradients must be placed as they are, and
     all ranks must bring gradients of the same parameters.
 
-    Sums travel together: an all-reduce for each round of `update` and each axis, in
+    Sums are bucketed: an all-reduce for each round of `update` and each axis, in
     `MAX_BUCKET_ELEMENTS`.
     """
 
@@ -74,8 +74,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Adds a group of scalars, vectors or matrices, or of stacks of the last two.
 
         Raises:
-            ConfigError: When `batch_dims` is below 0, a stack has no dimension beside its batch
-                ones, or `kinds` are not as many as parameters.
+            ConfigError: When `batch_dims` is below 0, a stack has only batch dimensions, or `kinds`
+                are not as many as parameters.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _buckets(pending: Iterable[PendingUpdate]) -> Iterator[list[PendingUpdate]]:
-    """Yields what is updated together.
+    """Yields groups of parameters that are updated together.
 
     A parameter that needs no sums over ranks comes alone, the others in buckets of at most
     `MAX_BUCKET_ELEMENTS`.

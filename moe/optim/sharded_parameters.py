@@ -1,4 +1,4 @@
-"""Parameters that are sharded over ranks: state tensors beside them, and sums over the shards.
+"""Parameters that are sharded over ranks: their state tensors, and sums over the shards.
 
 A parameter is read as `<float>[..., n, m]`: batch dimensions, then one matrix. Its last dimension
 counts the m columns, all the others together the n rows. A DTensor holds a shard of that on each

@@ -73,7 +73,7 @@ def summed_norms(
     """Returns the numbers that a rank sums over other ranks for one parameter, by mesh axes.
 
     Args:
-        layout: Where the parameter lies.
+        layout: Layout of the parameter.
         mesh: Sizes.
         num_norms: Norms that are taken of each matrix.
         skip: Kinds without a ratio.

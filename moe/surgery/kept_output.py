@@ -39,7 +39,7 @@ class KeptOutput(NamedTuple):
     Attributes:
         key: The layer.
         training: With the capacity and policy of training.
-        evaluation: With those of evaluation.
+        evaluation: With the settings of evaluation.
     """
 
     key: LayerKey

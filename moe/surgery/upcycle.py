@@ -1,7 +1,8 @@
 """Upcycling: a sparse model whose experts are copies of a dense model's feed-forward layers.
 
-Everything else is copied and the routers are drawn anew. With the default settings the new model
-computes what the dense one did; `moe.surgery.kept_output` measures how much other settings keep.
+Everything else is copied and the routers are re-initialized. With the default settings the new
+model computes what the dense one did; `moe.surgery.kept_output` measures how much other settings
+keep.
 """
 
 import hashlib
@@ -56,9 +57,9 @@ class Upcycling:
         num_sparse_decoder_layers: The same for the decoder.
         method: `copy` makes every expert the dense layer. `drop_reinit` draws a share of the hidden
             units of each expert anew: the experts differ from the start, and the output changes.
-        reinit_share: Share of the hidden units that `drop_reinit` draws anew, r.
-        scale: Factor on the experts' output, beside the G that makes up for the parts.
-        seed: Seed of the routers and of the units that are drawn anew.
+        reinit_share: Share of the hidden units that `drop_reinit` re-initializes, r.
+        scale: Factor on the experts' output, in addition to the factor G for the parts.
+        seed: Seed of the routers and of the re-initialized units.
         fields: Further fields of STMoEConfig, e.g. another router or a capacity factor; they win
             over those with which nothing is lost.
 
@@ -237,7 +238,7 @@ def _sparse_weight(
     F = config.d_ff
     weight = source.read()
 
-    # A dense layer behind the sparse one starts with an output of zero.
+    # A dense layer after the sparse one starts with an output of zero.
     if _is_stacked_output(name, config):
         return torch.zeros_like(weight)
     if _EXPERTS not in name:
@@ -246,7 +247,7 @@ def _sparse_weight(
         is_factor = config.expert_bias == "multiplicative"
         return torch.full((G * E, F // G), 1.0 if is_factor else 0.0, dtype=weight.dtype)
 
-    # Copies with memory of their own: shared storage would train, and be saved, as one expert.
+    # Copies with their own memory: shared storage would train, and be saved, as one expert.
     copies = weight.repeat(E, 1, 1)  # [E, 2F or F, D], or [E, D, F]
     is_down = name.endswith("down_proj")
     if upcycling.method == "drop_reinit":
@@ -254,7 +255,7 @@ def _sparse_weight(
         for expert in range(E):
             _reinitialize(copies[expert], layer, expert, upcycling, F, is_down=is_down)
 
-    # Hidden units are cut into parts; gate and up projection stand above each other.
+    # Hidden units are cut into parts; gate and up projection are stacked.
     if is_down:
         parts = rearrange(copies, "e d (g f) -> (e g) d f", g=G)
         return parts * (upcycling.scale * G)
@@ -276,7 +277,8 @@ def _is_stacked_output(name: str, config: STMoEConfig) -> bool:
 def _reinitialize(
     expert_weight: Tensor, layer: str, expert: int, upcycling: Upcycling, F: int, *, is_down: bool
 ) -> None:
-    """Draws a share of an expert's hidden units anew: normal, with the moments of what it replaces.
+    """Re-initializes a share of an expert's hidden units: normal, with the moments of the old
+    values.
 
     Args:
         expert_weight: <any>[2F or F, D] (gate above up), or [D, F]; changed.

@@ -34,7 +34,7 @@ class SourceText(NamedTuple):
     Attributes:
         text: The text, or the input of a pair.
         target: Target of a pair; empty for a text alone.
-        document: Number of what it is from: texts of one document are not independent.
+        document: Number of its document: texts of one document are not independent.
         domain: Name of its kind.
     """
 
@@ -57,7 +57,7 @@ def pretraining_noise(config: STMoEConfig, density: float | None = None) -> Nois
 
     Args:
         config: Config of the model, which may say how pre-training masked text.
-        density: Share of tokens to mask; None for that of pre-training.
+        density: Share of tokens to mask; None uses the settings of pre-training.
     """
     paper = Noise()
     return Noise(
@@ -91,8 +91,8 @@ def corrupted_batches(
 ) -> Iterator[TracedBatch]:
     """Yields batches in which spans of the texts are masked, as in pre-training.
 
-    Each text is cut into examples of its own, in order. Of more than `most_examples` those are taken
-    that lie evenly over all.
+    Each text is cut into separate examples, in order. Of more than `most_examples`, evenly spaced
+    ones are used.
 
     Args:
         texts: Texts without targets.
@@ -234,7 +234,7 @@ def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
 def generated_batches(
     model: STMoEForConditionalGeneration, batches: Iterable[TracedBatch], *, max_tokens: int
 ) -> Iterator[TracedBatch]:
-    """Yields the batches with the model's own greedy answers in the place of their labels.
+    """Yields the batches with the model's own greedy answers instead of their labels.
 
     Args:
         model: The model; its training mode is restored.
@@ -249,7 +249,7 @@ def generated_batches(
         with evaluation_mode(model):
             answers = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
 
-        # Behind the first end token there is only padding.
+        # Only padding follows the first end token.
         labels = answers[:, 1:]  # [B, T]
         has_ended = (labels == end).cumsum(dim=1) - (labels == end).long() > 0
         labels = labels.masked_fill(has_ended, _NOT_A_TARGET)

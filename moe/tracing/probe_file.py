@@ -187,7 +187,7 @@ def _fingerprint(text: ProbeText) -> str:
 
 
 def begin_probes(folder: Path, facts: ProbeFacts, text: ProbeText, step: int) -> None:
-    """Prepares a folder for the probes of a run that has `step` updates behind it.
+    """Prepares a folder for the probes of a run that has completed `step` updates.
 
     Probes of later steps, which the run takes again, are removed; at step 0 those are all.
 
@@ -205,7 +205,7 @@ def begin_probes(folder: Path, facts: ProbeFacts, text: ProbeText, step: int) ->
                 "with them. Probe the same batches as before, or move the folder."
             )
 
-    # Those that the run takes again.
+    # Probes that the run will repeat.
     folder.mkdir(parents=True, exist_ok=True)
     for path in _step_files(folder):
         if not step or _step_of(path) > step:

@@ -37,12 +37,12 @@ _HASHED = ("encoder.lengths", "encoder.ids", "decoder.lengths", "decoder.ids")
 
 
 class Provenance(NamedTuple):
-    """Where a trace comes from; what is not known is empty.
+    """The origin of a trace; unknown fields are empty.
 
     Attributes:
         text: What the examples are, in words.
         model: Where the model came from, as the user named it.
-        model_fingerprint: Tells the model's files from others.
+        model_fingerprint: Identifies the model's files.
         tokenizer_fingerprint: The same of the tokenizer.
         command: The command that recorded it.
     """
@@ -69,7 +69,7 @@ class TracedBatch(NamedTuple):
 
 
 def traced_batches(batches: Iterable[Batch], domain: str = "") -> Iterator[TracedBatch]:
-    """Yields batches in which each example is a document of its own, all of one domain."""
+    """Yields batches in which each example is its own document, all from one domain."""
     num_documents = 0
     for batch in batches:
         num_rows = batch["labels"].shape[0]
@@ -85,7 +85,7 @@ def record_routing(
     num_best: int = 0,
     provenance: Provenance = Provenance(),  # noqa: B008  an immutable tuple
 ) -> Trace:
-    """Returns where every token of the batches goes, in evaluation mode.
+    """Returns the routing of every token of the batches, in evaluation mode.
 
     Args:
         model: The model; the mode of each of its parts is restored.
@@ -126,7 +126,7 @@ class StackInputs(NamedTuple):
 
 
 def unpacked(batch: Batch) -> Batch:
-    """Returns a batch with a mask in the place of its segments.
+    """Returns a batch with a mask instead of its segments.
 
     Raises:
         DataError: When it has no labels, or a row holds several examples.
@@ -212,7 +212,7 @@ class Recording:
             reason = f"{layer.stack} layer {layer.layer} has so many experts"
             check_integer("num_best", num_best, least=0, most=layer.num_experts, reason=reason)
 
-        # What adds up over batches.
+        # Sums over batches.
         self._stats: dict[tuple[Stack, int], RouterStats] = {}
         self._lengths: dict[Stack, list[Tensor]] = {stack: [] for stack in STACKS}
         self._domains: dict[str, int] = {}
@@ -349,7 +349,7 @@ def _layer_rows(router: RouterOutput, is_real: Tensor, num_best: int) -> dict[st
     first = expert.gather(1, wanted.argmax(dim=-1, keepdim=True)).squeeze(1)  # [N]
     first = first.masked_fill(~requested.any(dim=-1), -1)
 
-    # The best by probability, whatever was chosen.
+    # The best by probability, regardless of the choice.
     best = logits.softmax(dim=-1).topk(num_best)
     return {
         "expert": expert.to(dtype),

@@ -17,7 +17,8 @@ REFERENCE = "language reference"
 
 
 def find_texts(files: Sequence[str], corpus: Path | str) -> list[SourceText]:
-    """Returns the user's files; without any, held-out text of a corpus, or what Python carries.
+    """Returns the user's files; without any, held-out text of a corpus, or text that comes with
+    Python.
 
     Args:
         files: See `file_texts`; empty for none.

@@ -45,7 +45,7 @@ class TraceFacts(NamedTuple):
         version: Version of the format.
         library: Version of this library.
         model: Where the model came from, as the user named it.
-        model_fingerprint: Tells the model's files from others; empty for a model in memory.
+        model_fingerprint: Identifies the model's files; empty for a model in memory.
         tokenizer_fingerprint: The same of the tokenizer.
         inputs_fingerprint: SHA-256 of the token ids of all examples.
         text: What the examples are, in words.
@@ -102,7 +102,7 @@ class LayerTrace(NamedTuple):
 
     @property
     def choices(self) -> Tensor:
-        """Returns <int8 or int16>[N, K]: the requested experts, -1 for no request."""
+        """Returns <int8 or int16>[N, K]: the requested experts, -1 if not requested."""
         return self.expert.masked_fill(self.state == NOT_REQUESTED, -1)
 
     @property
@@ -147,8 +147,8 @@ class Trace(NamedTuple):
         facts: Facts about the trace.
         encoder: The encoder's tokens and sparse layers.
         decoder: The decoder's.
-        document: <int32>[num_examples] number of the document that each example is from: what is
-            independent of each other, for intervals.
+        document: <int32>[num_examples] document of each example; documents are independent, as
+            intervals require.
         domain: <int32>[num_examples] kind of text of each example, an index into `facts.domains`.
     """
 
@@ -190,14 +190,14 @@ _CHOICE_TENSORS = ("expert", "state", "gate", "first", "best_expert", "best_prob
 
 def trace_tensors(trace: Trace) -> dict[str, Tensor]:
     """Returns the tensors of a trace by name, e.g. `encoder.0.expert`; ids are as narrow as can be."""
-    # Of examples, then of tokens.
+    # Per-example tensors, then per-token tensors.
     tensors = {"document": trace.document, "domain": trace.domain}
     for stack in STACKS:
         part = trace.stack(stack)
         tensors |= {f"{stack}.ids": _narrow(part.ids), f"{stack}.starts": part.starts}
     tensors["decoder.targets"] = _narrow(trace.decoder.targets)
 
-    # Of layers: choices of every token, and sums over them.
+    # Per-layer tensors: choices of every token, and sums over them.
     for layer in trace.layers:
         prefix = f"{layer.facts.stack}.{layer.facts.layer}"
         for name in _CHOICE_TENSORS:

@@ -1,4 +1,4 @@
-"""A trace on disk: `trace.safetensors`, and `trace.json` with what was traced.
+"""A trace on disk: `trace.safetensors`, and `trace.json` with its description.
 
 Comes after `recorder`, whose rows it writes while they come.
 """
@@ -54,7 +54,7 @@ def record_to_folder(
     num_best: int = 0,
     provenance: Provenance = Provenance(),  # noqa: B008  an immutable tuple
 ) -> TraceFacts:
-    """Writes where every token of the batches goes, whole or not at all, and returns what it is.
+    """Writes the routing of every token of the batches atomically, and returns its description.
 
     Memory holds one batch, however many there are. An earlier trace in the folder is replaced.
 
@@ -130,7 +130,8 @@ class _RowStream(ExitStack):
             self._shapes[name] = list(values.shape)
         self.close()
 
-        # The header says where each tensor lies; wide numbers come first, so that all are aligned.
+        # The header has the position of each tensor; wide numbers come first, so that all are
+        # aligned.
         names = sorted(self._files, key=lambda name: (-self._dtypes[name].itemsize, name))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0

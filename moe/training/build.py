@@ -62,7 +62,7 @@ def check_run_fits(
         lengths: Tokens of a row in the encoder and the decoder; None if batches differ.
 
     Raises:
-        ConfigError: With the numbers and what would fit.
+        ConfigError: With the numbers and possible values.
     """
     # Replicas that may be lost are launched separately.
     num_ranks *= recipe.mesh.num_ranks // recipe.mesh.launched.num_ranks

@@ -60,7 +60,7 @@ class _Arguments(NamedTuple):
 
 
 class RecipeCommand(Generic[R]):
-    """A command whose arguments are the settings of a recipe and a few of its own.
+    """A command whose arguments are the settings of a recipe and a few additional ones.
 
     `--config FILE` (or the name of one of our recipes) may be given several times, later files and later arguments win;
     `--print_config` shows the result, with what files inherit by `extends:`, and ends. `--help`
@@ -253,7 +253,7 @@ class RecipeCommand(Generic[R]):
         """Returns the settings of a file by their dotted names.
 
         Raises:
-            ConfigError: For the first key that is no setting, or whose value cannot be one.
+            ConfigError: For the first unknown key or invalid value.
         """
         # An empty section changes nothing and is allowed.
         known = {*self._settings, *self._command_arguments}
@@ -304,7 +304,7 @@ class RecipeCommand(Generic[R]):
             options = ", ".join(f"--{name}" for name in missing.split(", "))
             return f"{options} must be given. --help explains them."
 
-        # Of a value that YAML cannot read, only a part is named.
+        # Of a value that YAML cannot read, only a part is shown.
         for name, value in values.items():
             if text.strip("'") in value:
                 return f"{name} is {_shorten(value, _LONGEST_VALUE)}, which cannot be read."
@@ -387,7 +387,7 @@ def build_recipe(kind: type[R], values: dict[str, Any]) -> R:
     for item in dataclasses.fields(kind):
         if item.name not in values:
             continue
-        # A section is a dataclass of its own.
+        # A section is a nested dataclass.
         default = _default(item)
         value = values[item.name]
         if dataclasses.is_dataclass(default):

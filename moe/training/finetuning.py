@@ -38,7 +38,7 @@ def finetuning_overrides(**changes: Any) -> dict[str, Any]:
     Args:
         changes: Fields of STMoEConfig that do not affect weights, e.g. `dropout_rate` (0.1),
             `expert_dropout_rate` (0.4), `capacity_factor`, `eval_capacity_factor`,
-            `load_balance_loss_weight`; others stay as the model has them.
+            `load_balance_loss_weight`; others keep the model's values.
 
     Raises:
         ConfigError: When a field is unknown or belongs to the architecture.
@@ -59,12 +59,12 @@ def choose_data(
         recipe: May name a mixture of tasks.
         task: The only task, or None.
         train: File of pairs, or None.
-        typed: Names of the settings on the command line; they win over those of a recipe.
+        typed: Names of the settings on the command line; they override the recipe's.
 
     Raises:
         ConfigError: When there is not exactly one source of data, or a setting has no effect.
     """
-    # Data given on the command line override those of the recipe.
+    # Data given on the command line override the recipe's.
     options = {"task": task, "train": train, "mixture.tasks": recipe.mixture.tasks}
     given = [name for name, value in options.items() if value not in (None, [])]
     chosen = [name for name in given if name in typed] or given

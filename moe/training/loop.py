@@ -66,9 +66,8 @@ def train(
 
     Args:
         run: What to train.
-        resume: Whether to continue from the newest whole checkpoint in the folder, or from the start
-            if there is none; losses are then bit-identical to those of a run that was never stopped
-            (same machine, threads and mesh).
+        resume: Whether to continue from the newest whole checkpoint in the folder, or from the start if there is none;
+            losses are then bit-identical to an uninterrupted run's (same machine, threads and mesh).
         description: Label of the progress bar.
         process_start: When this process started, in seconds since 1970, if it serves only this run:
             its seconds are then counted from its start to its exit.
@@ -172,7 +171,7 @@ def _run_steps(
                 what = f"At step {done} training has diverged. {error}"
                 raise _divergence(what, run.folder) from error
 
-            # A run that is asked to end saves its work.
+            # A run that is told to stop saves its work.
             signal_number = stop_requested()
             saves = is_due(done, training.checkpoint_every, training.steps)
             if saves or signal_number is not None:
@@ -329,7 +328,7 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
     saved = load_state(path)
     check_same_run(path, saved, _run_state(run, saved.step), _CHANGEABLE_SETTINGS)
 
-    # `training.steps` may not be lowered below what is done.
+    # `training.steps` must not be lowered below the completed steps.
     if saved.step > run.recipe.training.steps:
         raise CheckpointError(
             f"{path} is from step {saved.step:,}, but the run ends at training.steps, {run.recipe.training.steps:,}. "

@@ -35,14 +35,14 @@ class OptimRecipe:
             length in steps such as decay_steps may be given in epochs as decay_epochs.
         lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the highest rate is
             lr / sqrt(warmup_steps).
-        lr_scaling: How the rate grows with the batch size relative to base_batch_size: `linear`, or
+        lr_scaling: Growth of the rate with the batch size relative to base_batch_size: `linear`, or
             `sqrt` for the square root; null for no scaling.
         base_batch_size: Sequences in an update for which lr was tuned.
         warmup_steps: Steps of constant (`rsqrt`) or linearly rising rate (the others).
         warmup_epochs: The same in epochs, instead of warmup_steps; null for none.
         epoch_examples: Sequences in an epoch.
-        cooldown_steps: Last steps, over which the rate falls linearly to zero. That of a recipe file
-            keeps its share of the run when only training.steps is changed.
+        cooldown_steps: Last steps, over which the rate falls linearly to zero. A recipe file's value keeps its share of
+            the run if only training.steps is changed.
         clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper
             loses quality with 0.1.
         weight_decay: Share of lr by which adamw, lamb and lars shrink weights.

@@ -131,7 +131,7 @@ def scorers_for(targets: Sequence[str]) -> tuple[dict[str, Scorer], str]:
         "texts": f"the targets are long, more than {_SHORT_WORDS} words on average",
     }
 
-    # What is missing is said, and the rest reported.
+    # Missing metrics are named, and the rest is reported.
     if kind == "texts" and find_spec("rouge_score") is None:
         short = PAIR_METRICS["answers"]
         return short, (

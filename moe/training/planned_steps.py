@@ -111,7 +111,7 @@ def live_steps(
     Args:
         replicas: The groups.
         source: Makes batches.
-        state: State that a group that is behind takes over.
+        state: State that a group that has fallen behind takes over.
         steps: Remaining steps of this group.
     """
     mesh = state.built.mesh

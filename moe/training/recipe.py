@@ -61,7 +61,7 @@ class TrainingRecipe:
             CPU with a C++ compiler, after a minute of compilation; results differ by rounding.
         log_every: Steps from one line of metrics to the next.
         evaluate_every: Steps from one held-out evaluation to the next.
-        held_out_batches: Batches in a held-out evaluation; 0 for no evaluation.
+        held_out_batches: Batches in a held-out evaluation; 0 disables it.
         probe_every: Steps from one record of the routing of held-out text to the next, see
             moe/training/routing_probe.py; 0 for none.
         probe_batches: Batches of that text.
@@ -188,7 +188,7 @@ class MixtureRecipe:
             the tasks' shares more equal.
         dev_examples: Maximum number of examples of each task's dev split that are answered by
             generation at every evaluation, to keep the best model as well as the last; null for
-            all, 0 for no such evaluation.
+            all, 0 disables it.
 
     Source:
         ST-MoE (arXiv:2202.08906) §6.1: proportional to the examples, at most 65,536 a task; T5
@@ -324,7 +324,7 @@ _FINETUNE_OPTIM = OptimRecipe(schedule="constant", lr=1e-3, warmup_steps=1_000)
 class FinetuneRecipe(Recipe):
     """Fine-tuning on pairs of texts; defaults are the paper's.
 
-    The architecture is that of the initial model: only settings without weights can be changed.
+    The architecture comes from the initial model: only settings without weights can be changed.
 
     Attributes:
         init: `pretrained` starts from the model's weights, `scratch` from fresh ones of the same
@@ -359,7 +359,7 @@ class FinetuneRecipe(Recipe):
             "num_selected_experts",
             "router_options",
             "decoder_router_options",
-            # What the routers' losses count, and how rows travel.
+            # Settings of the routers' losses, and of the exchange of rows.
             "balance_choices",
             "balance_over",
             "balance_scope",

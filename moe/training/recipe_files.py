@@ -6,8 +6,8 @@
       batch_size: 512
 
 The parent's path is relative to the file, or it is the name of one of ours (`extends:
-st_moe_base_pretrain`); it may have a parent of its own. Mappings are
-merged key by key; any other value, a list too, replaces that of the parent.
+st_moe_base_pretrain`); it may have its own parent. Mappings are merged key by key; any other value,
+a list too, replaces the parent's.
 """
 
 import os
@@ -86,7 +86,7 @@ def read_recipe_files(path: Path) -> list[RecipeFile]:
 
 
 def merged_text(files: list[RecipeFile]) -> str:
-    """Returns the settings of a chain of files as one YAML text; those of the first file win.
+    """Returns the settings of a chain of files as one YAML text; the first file's settings win.
 
     Args:
         files: What `read_recipe_files` returned.

@@ -138,7 +138,7 @@ class Reporter:
         self._timeline.write(step, seconds)
 
     def _report_ranks(self, step: int) -> None:
-        """Counts the work of this rank, and writes that of all ranks when it is due."""
+        """Counts the work of this rank, and writes the work of all ranks when due."""
         if self._ranks is None:
             return
         self._ranks.end_step()

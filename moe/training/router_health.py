@@ -29,9 +29,9 @@ NUM_LOGS = 10
 # experts were equally probable, it would have none with probability e^-20.
 FAIR_SHARE = 20
 
-# Largest |logit| of a healthy router. From 128 on bfloat16 steps by 1: 128.5 is 128, and beside ten
-# others of 128 its probability is 0.091 instead of 0.142.
-# Source: ST-MoE (arXiv:2202.08906), footnote 7.
+# Largest |logit| of a healthy router. From 128 on bfloat16 steps by 1: 128.5 is 128, and next to
+# ten others of 128 its probability is 0.091 instead of 0.142. Source: ST-MoE (arXiv:2202.08906),
+# footnote 7.
 MAX_LOGIT = 128.0
 
 # Share of dropped tokens that costs little.
@@ -57,7 +57,7 @@ class RouterHealth:
 
     def __init__(self, layers: Sequence[LayerKey]) -> None:
         self._warned: set[tuple[LayerKey, Trouble]] = set()
-        # Of each log, the share of tokens that reached no expert and the load <int64>[E].
+        # For each log, the share of tokens that reached no expert and the load <int64>[E].
         self._logs: dict[LayerKey, deque[tuple[float, Tensor]]] = {}
         for key in layers:
             self._logs[key] = deque(maxlen=2 * NUM_LOGS)

@@ -28,9 +28,9 @@ class Run(NamedTuple):
             that all machines see.
         recipe: All settings.
         built: The model with its initial weights, on its device or mesh.
-        tokenizer: Saved beside the model.
+        tokenizer: Saved next to the model.
         source: Training batches.
-        held_out: Batches for the held-out loss; None for no held-out loss.
+        held_out: Batches for the held-out loss; None disables the held-out loss.
         earlier_checkpoints: Folder of the checkpoints of an earlier run, with whose optimizer state
             the run starts; None for fresh state.
         dev: Scores models at every evaluation; the best is kept in best/, see best_model.py. None

@@ -69,7 +69,8 @@ class Share(NamedTuple):
 
 
 class StepRanks(NamedTuple):
-    """The ranks that take a step together: those of a mesh, and replica groups that may be lost.
+    """The ranks that take a step together: the ranks of a mesh, and replica groups that may be
+    lost.
 
     Attributes:
         mesh: Mesh over which `shard_model` has sharded the model; None for one process.
@@ -191,7 +192,7 @@ def take_step(
         LostStepError: When a replica group was lost: weights and optimizer are as they were before.
     """
     # Every loss is a sum over tokens (or groups) divided by a count. With the counts of the whole
-    # batch, of all ranks, losses and gradients of its parts add up to those of the batch.
+    # batch, of all ranks, losses and gradients of its parts add up to the batch's.
     counts = reduce(add_counts, [model.loss_counts(share.batch) for share in shares])
     counts = sum_counts(counts, ranks.sum_each)
     work = _split_shares(model, shares, recipe, counts, ranks)
@@ -282,8 +283,8 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
     if has_same_groups(lengths, batch_size, rows, group_size):
         return
 
-    # Groups change where one more sequence fits: just below such a size lies the largest with the
-    # same groups. A group of one token is always one sequence.
+    # Groups change where one more sequence fits: the size just below is the largest with the same
+    # groups. A group of one token is always one sequence.
     most = min(group_size, rows * max(lengths))
     candidates = {1, most}
     for length in lengths:
@@ -455,7 +456,7 @@ def update_routers(layers: Sequence[SparseFeedForward], stats: Sequence[RouterSt
 
 
 def learns_from_load(layer: SparseFeedForward) -> bool:
-    """Returns whether a layer's router has an `update` of its own and is not frozen."""
+    """Returns whether a layer's router has its own `update` and is not frozen."""
     router = layer.router
     if not isinstance(router, Router) or type(router).update is Router.update:
         return False
@@ -463,7 +464,7 @@ def learns_from_load(layer: SparseFeedForward) -> bool:
 
 
 def add_layer_stats(total: list[RouterStats], stats: list[RouterStats]) -> list[RouterStats]:
-    """Returns the statistics of each layer added up; an empty list stands for zero."""
+    """Returns the statistics of each layer added up; an empty list means zero."""
     if not total or not stats:
         return total or stats
     return [add_stats(a, b) for a, b in zip(total, stats, strict=True)]
