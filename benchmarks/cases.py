@@ -1,4 +1,4 @@
-"""What is measured: sizes, the tensors that all variants of a size share, and what a variant is."""
+"""Benchmark cases: sizes, the tensors that all variants of a size share, and the type of a variant."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What all reports share: the machine, the form of their tables, and how they are saved."""
+"""Common parts of all reports: the machine, the form of their tables, and how they are saved."""
 
 import datetime
 import json

@@ -74,9 +74,10 @@ def torus_shape(num_chips: int) -> tuple[int, int]:
 def scaling_rows() -> list[Row]:
     """Returns R1 and R2: ResNet-50 from 16 to 1,024 chips, on a model of two fitted numbers.
 
-    A step takes a time for every image of a core, a constant, and the all-reduce, which is not
-    fitted. The two constants make 16 and 1,024 chips exact. They say little about the network: with an all-reduce of no
-    time, or of ten times as much, the fit is about as good. So nothing is asserted, and the last two rows show it.
+    The time of a step is proportional to the images per core, plus a constant and the time of the all-reduce, which is
+    not fitted. The two constants make 16 and 1,024 chips exact. They say little about the network: with an all-reduce
+    of no time, or of ten times as much, the fit is about as good. So nothing is asserted, and the last two rows show
+    it.
     """
     # The logged values, and the share of the network alone.
     runs = published("resnet_v0.6")
@@ -313,7 +314,7 @@ def hosts_in_racks(core_share: float) -> Topology:
 def hole_rows() -> list[Row]:
     """Returns F1: what holes cost an all-reduce on 512 and 1,024 chips without wrap.
 
-    These holes lie at an even row and column in the middle, which is favourable. The cost of all other holes is shown
+    These holes are at an even row and column in the middle, which is favourable. The cost of all other holes is shown
     on 8 x 8 chips.
     """
     rows = []

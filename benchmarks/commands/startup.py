@@ -34,7 +34,7 @@ _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024
 
 
 class Start(NamedTuple):
-    """What a process took.
+    """Time and memory of a process.
 
     Attributes:
         cpu_seconds: User and system time.
@@ -63,7 +63,7 @@ class StartupBenchmark:
         """Checks what argparse cannot.
 
         Raises:
-            ConfigError: When there is no start of a name.
+            ConfigError: When a name is unknown.
         """
         known = starts()
         for name in self.only or ():
@@ -115,7 +115,7 @@ def run_startup(benchmark: StartupBenchmark) -> None:
 
 
 def measure_start(name: str, arguments: Sequence[str]) -> Start:
-    """Returns what one process took from its start to its end.
+    """Returns the CPU time and peak memory of one process.
 
     Raises:
         MoEError: When it failed.

@@ -55,7 +55,7 @@ class LayerBenchmark:
         """Checks what argparse cannot.
 
         Raises:
-            ConfigError: When the machine cannot do what was asked for.
+            ConfigError: When the machine does not support the request.
         """
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
@@ -71,7 +71,7 @@ class LayerBenchmark:
 
 def run_layer(benchmark: LayerBenchmark) -> None:
     """Measures, prints the table and saves it; results are saved as they come in."""
-    # As training does.
+    # As in training.
     keep_freed_memory()
 
     # Saved before anything is measured: a path that cannot be written is known at once.

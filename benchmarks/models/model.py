@@ -109,7 +109,7 @@ class ModelBenchmark:
 
 def run_model(benchmark: ModelBenchmark) -> None:
     """Measures, prints the table and saves it; results are saved as they come in."""
-    # As training does.
+    # As in training.
     keep_freed_memory()
 
     report = benchmark.report

@@ -30,7 +30,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class TracingBenchmark:
-    """What is measured.
+    """Measured functions.
 
     Attributes:
         rounds: Results are medians over so many.

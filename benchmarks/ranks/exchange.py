@@ -71,7 +71,7 @@ class ExchangeBenchmark:
         """Checks what argparse cannot.
 
         Raises:
-            ConfigError: When the machine or a case cannot do what was asked for.
+            ConfigError: When the machine or a case does not support the request.
         """
         for num_ranks in self.ranks:
             if num_ranks < 2:

@@ -46,12 +46,12 @@ class Job(NamedTuple):
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any
 ) -> Any:
-    """Returns what `function(device, *arguments)` returned on the first rank.
+    """Returns the result of `function(device, *arguments)` on the first rank.
 
     Every rank has one thread.
 
     Args:
-        function: Of a module, since the processes are fresh; what it returns must go into JSON.
+        function: Must be at module level, since the processes are spawned, and return JSON data.
         num_ranks: Processes.
         device_type: `cpu` for gloo, `cuda` for NCCL with a GPU for each rank.
         arguments: What pickle takes.

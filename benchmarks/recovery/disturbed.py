@@ -1,4 +1,4 @@
-"""Ranks of a small run that are killed, stopped and started again, and what their runs leave.
+"""Ranks of a small run that are killed, stopped and started again, and the results of their runs.
 
 The processes are forked from a server that has imported the library, so that a start takes a
 second. `kill -9` ends such a process as it ends any other.

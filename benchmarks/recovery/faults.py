@@ -1,4 +1,4 @@
-"""A campaign of random faults over small runs: what survives, and what it costs.
+"""A campaign of random faults over small runs: the damage, and its cost.
 
     python -m benchmarks.recovery.faults --faults 100 --json benchmarks/recovery/results/faults.json
     python -m benchmarks.recovery.faults --faults 100 --only kill --json benchmarks/recovery/results/kills.json
@@ -154,7 +154,7 @@ class Reference(NamedTuple):
 
 
 def run_undisturbed(folder: Path, ranks: int) -> Reference:
-    """Returns what a run on so many ranks leaves that nobody disturbs."""
+    """Returns the results of an undisturbed run on this many ranks."""
     launch = _start(folder, ranks)
     try:
         _wait_for_end(launch, folder)
@@ -258,7 +258,7 @@ def _starts(folder: Path) -> list[int]:
 
 
 def _count_damaged(folder: Path) -> int:
-    """Returns how many checkpoints in a run's folder are not whole."""
+    """Returns how many checkpoints in a run's folder are incomplete."""
     damaged = [first_damage(path) for path in checkpoint_folders(folder / CHECKPOINTS_FOLDER)]
     return sum(damage is not None for damage in damaged)
 

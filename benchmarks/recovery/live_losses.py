@@ -1,4 +1,5 @@
-"""Losses of replica groups in the middle of a run: the command behind the table of live losses.
+"""Losses of replica groups in the middle of a run: the command that measures the table of live
+losses.
 
     python -m benchmarks.recovery.live_losses --losses 30 --groups 3 --json benchmarks/recovery/results/live_losses.json
 
@@ -93,7 +94,7 @@ class Groups:
             steps_without: Updates of the others before it is started again.
 
         Returns:
-            What came of it; None when the run ended before.
+            The outcome; None when the run ended before.
         """
         survivor = (group + 1) % len(self._launches)
         if not self._wait(group, lambda: last_step(self.folder(group)) >= step):
@@ -105,7 +106,7 @@ class Groups:
         self._launches[group].send(signal.SIGKILL)
         self._launches[group].wait(_TIMEOUT)
 
-        # The others go on.
+        # The others continue.
         survivor_folder = self.folder(survivor)
         if not self._wait(survivor, lambda: last_step(survivor_folder) > killed_step + 1):
             return None
@@ -201,7 +202,7 @@ def run_alone(folder: Path, steps: int) -> dict[int, float]:
 
 
 def compare(folder: Path, num_groups: int, alone: dict[int, float]) -> dict[str, Any]:
-    """Returns how far the groups are from each other and from the run that nobody disturbed."""
+    """Returns the differences of the groups from each other and from an undisturbed run."""
     hashes = {hash_model(folder / str(group)) for group in range(num_groups)}
     furthest = 0.0
     steps: set[int] = set()

@@ -279,7 +279,7 @@ def _bootstrap(
 
 
 def _tally(intervals: Sequence[Interval], truth: float) -> Tally:
-    """Returns how often intervals hold the true value, and how wide they are."""
+    """Returns the coverage and the width of intervals."""
     ends = np.asarray(intervals)  # [N, 2]
     is_held = (ends[:, 0] <= truth + _ROUNDING) & (truth - _ROUNDING <= ends[:, 1])
     return Tally(
@@ -318,7 +318,7 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 
 def _verdict(report: Mapping[str, Any]) -> str:
-    """Returns how the worst cases compare with the bar."""
+    """Compares the worst cases with the required coverage."""
     ours = [row["coverage"] for row in report["rows"]]
     percentiles = [row["percentile"]["coverage"] for row in report["rows"]]
     num_below = sum(coverage < report["bar"] for coverage in ours)
