@@ -37,7 +37,7 @@ class TaskData(NamedTuple):
         return pairs
 
     def scores(self, limit: int | None, ranks: DataRanks) -> DevEvaluation | None:
-        """Returns what scores a model on the dev splits; None for a limit of 0.
+        """Returns a function that scores a model on the dev splits; None for a limit of 0.
 
         It returns scores in 0..100 by `TASK/METRIC`, and `mean`, the mean of the tasks' headline
         scores, which for the tasks of SuperGLUE is the leaderboard's average. Answers are generated

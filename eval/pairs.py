@@ -105,7 +105,7 @@ def read_pairs_task(path: Path, train: Path | None = None) -> Task:
             baselines.
 
     Raises:
-        DataError: When a file is missing, or a line is no pair.
+        DataError: When a file is missing, or a line is not a pair.
     """
     for file in filter(None, (path, train)):
         if not file.is_file():

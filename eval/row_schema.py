@@ -43,7 +43,7 @@ def require_columns(names: Iterable[str], columns: ColumnKinds, where: str) -> N
     Args:
         names: Columns of the rows.
         columns: Columns that are read.
-        where: The rows, in words.
+        where: Description of the rows.
 
     Raises:
         DataError: When one is missing; names the columns of the rows and the expected ones.
@@ -63,7 +63,7 @@ def fit_row(row: Any, columns: ColumnKinds, where: str) -> dict[str, Any]:
     Args:
         row: What a file holds.
         columns: Columns that are read.
-        where: The row, in words.
+        where: Description of the row.
 
     Raises:
         DataError: When a column is missing, or a value is of another kind.
@@ -89,7 +89,7 @@ def require_label(
         value: The label.
         allowed: Labels that the dataset has.
         column: Column of the label.
-        where: The row, in words.
+        where: Description of the row.
         hidden: Whether the split may hide its labels.
 
     Raises:

@@ -93,9 +93,9 @@ def evaluate(
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
             in this way.
         CheckpointError: When a model cannot be loaded.
-        DataError: When `out` cannot be made or is no folder of an evaluation, another evaluation
-            writes there, it has answers of these models under another `inference`, or
-            `contamination` or the baselines' text is no corpus.
+        DataError: When `out` cannot be created or is not the folder of an evaluation, another
+            evaluation writes there, it has answers of these models with another `inference`, or
+            `contamination` or the baselines' text is not a corpus.
     """
     # Reject invalid requests before loading anything.
     chosen = check_tasks(tasks, modes, split)
@@ -170,7 +170,7 @@ def evaluate(
                     results.append(result)
                     draws |= task_draws
 
-            # The reports are written after each task: a run that is stopped has what it finished.
+            # The reports are written after each task: a stopped run keeps its finished tasks.
             if is_first:
                 averages = superglue_averages(results, draws)
                 merged = merge_timings(earlier_timings, timings)
@@ -191,8 +191,8 @@ def check_tasks(
     """Returns the tasks, given themselves or by name, each once.
 
     Raises:
-        ConfigError: When there is no such task, mode or split, or a task can be answered in none of
-            the modes.
+        ConfigError: When there is no such task, mode or split, or a task supports none of the
+            modes.
     """
     by_name: dict[str, Task] = {}
     for item in tasks:
@@ -236,7 +236,7 @@ def read_task(
         revision: Branch or commit of the hub's data; None for the task's own.
 
     Raises:
-        DataError: When the rows cannot be had, on any rank, are not what the task expects, or lack
+        DataError: When the rows cannot be loaded on some rank, are not valid for the task, or lack
             labels in a split that has them.
     """
     folder = None if isinstance(task.source, BuiltIn) else data
@@ -273,7 +273,7 @@ def read_task(
 
 
 def _together(read: Callable[[], T]) -> T:
-    """Returns what `read` returns on this rank; an error of any rank is raised on all of them."""
+    """Returns the result of `read` on this rank; an error of any rank is raised on all of them."""
     try:
         result = read()
     except Exception as error:
@@ -297,7 +297,7 @@ def _has_hidden_label(example: Example) -> bool:
 
 
 def _data_info(task: Task, split: str, folder: Path | None, revision: str | None) -> DataInfo:
-    """Returns where the rows of a task come from."""
+    """Returns the origin of the rows of a task."""
     rows_folder = task.rows_folder(folder)
     source = task.source
     on_hub = isinstance(source, HubData)
@@ -318,7 +318,7 @@ def _answer_task(
     scoring: Scoring,
     out: Path,
 ) -> dict[tuple[str, str], Predicted]:
-    """Returns what every system answered in every mode."""
+    """Returns the answers of every system in every mode."""
     task = asked.task
     requests = requests_of(asked.examples)
     answers: dict[tuple[str, str], Predicted] = {}
@@ -373,7 +373,7 @@ def _with_costs(
 def _timings(
     report: Report, result: TaskResult, answers: Mapping[tuple[str, str], Predicted]
 ) -> list[Timing]:
-    """Returns how fast the models were in what this run computed itself."""
+    """Returns the speed of the models in the part that this run computed itself."""
     timings: list[Timing] = []
     for (name, mode), predicted in answers.items():
         if predicted.timed is None:
@@ -427,7 +427,7 @@ def _check_answers(systems: Mapping[str, Seq2Seq], tasks: Iterable[Task], out: P
 
 
 def _check_folder(out: Path) -> None:
-    """Raises a DataError when nothing can be written to `out`, or it is no folder of evaluations."""
+    """Raises a DataError when nothing can be written to `out`, or it is not a folder of evaluations."""
     with _as_write_error(out):
         check_kind(out, "evaluation")
 
@@ -437,8 +437,8 @@ def _claimed(out: Path) -> Iterator[None]:
     """Holds the folder for this evaluation: two would take each other's answers for their own.
 
     Raises:
-        DataError: When the folder cannot be written, is no evaluation's, or another process holds
-            it.
+        DataError: When the folder cannot be written, does not belong to an evaluation, or another
+            process holds it.
     """
     taken = f"Another evaluation writes to {out}. Wait for it, or give another --out."
     with contextlib.ExitStack() as stack:

@@ -37,7 +37,7 @@ _HUB_ERRORS = HfHubHTTPError.__bases__
 
 
 def _loading_errors() -> tuple[type[Exception], ...]:
-    """Returns what `datasets` raises, which only those import who load from the hub."""
+    """Returns the exceptions of `datasets`, which is imported only when loading from the hub."""
     from datasets.exceptions import DatasetsError
 
     return (DatasetsError, *_HUB_ERRORS, RuntimeError, ValueError)
@@ -54,7 +54,7 @@ class BuiltIn:
     Attributes:
         read: Returns the rows of a split.
         splits: Splits that have rows.
-        hidden: Splits whose labels nobody knows.
+        hidden: Splits whose labels are not public.
     """
 
     read: Callable[[str], list[Row]]
@@ -63,7 +63,7 @@ class BuiltIn:
 
     @property
     def origin(self) -> str:
-        """Where the rows are from, for a list of tasks."""
+        """Origin of the rows, for a list of tasks."""
         return "this Python installation"
 
     def expected(self, split: str) -> int | None:
@@ -122,7 +122,7 @@ def split_by_hash(text: str, *, test: float, validation: float) -> str:
 
 @dataclass(frozen=True)
 class SystemData:
-    """Rows that are made of a database which may be installed on this system.
+    """Rows that are built from a database, which may be installed on this system.
 
     Attributes:
         read: Returns the rows of a split; raises a DataError that says what to install.
@@ -131,7 +131,7 @@ class SystemData:
         columns: Kinds of the columns.
         labels: By column, the values that a label may have.
         splits: Splits that have rows.
-        hidden: Splits whose labels nobody knows.
+        hidden: Splits whose labels are not public.
     """
 
     read: Callable[[str], list[Row]]
@@ -212,7 +212,7 @@ class HubData:
 
     @property
     def origin(self) -> str:
-        """Where the rows are from, for a list of tasks."""
+        """Origin of the rows, for a list of tasks."""
         return f"{self.repository} {self.config}"
 
     def expected(self, split: str) -> int | None:
@@ -245,7 +245,7 @@ class HubData:
 
     def _rows_from_hub(self, split: str, revision: str | None) -> list[Row]:
         """Returns the rows of the first revision that can be loaded."""
-        # A mirror may lack what another has; only without a network there is no use in going on.
+        # One mirror may lack what another has; stop only if there is no network.
         revisions = (revision,) if revision else self.revisions
         failures: list[str] = []
         for each in revisions:
@@ -270,7 +270,7 @@ class HubData:
         )
 
     def _load(self, split: str, revision: str) -> "datasets.Dataset":
-        """Returns a split as `datasets` has it."""
+        """Returns a split as a `datasets` object."""
         import datasets
 
         hub_split = self.hub_splits.get(split, split)
@@ -348,7 +348,7 @@ def read_files(
             where every row has its label.
 
     Raises:
-        DataError: When there is no file or no row, or a row does not fit.
+        DataError: When there is no file or no row, or a row is invalid.
     """
     # Files from a benchmark's own site have no column for hidden values.
     required = {name: columns[name] for name in columns if name not in (hidden_values or {})}

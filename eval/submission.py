@@ -93,7 +93,7 @@ def write_submission(
         answers: N post-processed answers.
 
     Returns:
-        What was written; None where two examples have one key, so that they are not the site's.
+        The written file; None where two examples have one key, so that they are not the site's.
     """
     labels: list[tuple[Key, Any]] = []
     num_replaced = 0

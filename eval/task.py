@@ -43,7 +43,7 @@ class Example(NamedTuple):
     """One example of a task.
 
     Attributes:
-        id: Unique within the split; a row that comes twice has `#2` behind it.
+        id: Unique within the split; a repeated row gets the suffix `#2`.
         group: Examples of one group depend on each other; they are resampled together.
         inputs: Text that the model sees.
         targets: Text that training teaches; `<unk>` when the label is hidden.
@@ -78,11 +78,11 @@ GREEDY = Decoding()
 
 
 class Source(Protocol):
-    """Where rows come from."""
+    """Origin of the rows."""
 
     @property
     def origin(self) -> str:
-        """Where the rows are from, for a list of tasks."""
+        """Origin of the rows, for a list of tasks."""
         ...
 
     @property
@@ -96,7 +96,7 @@ class Source(Protocol):
         ...
 
     def expected(self, split: str) -> int | None:
-        """Returns how many rows the published split has; None when that is not fixed."""
+        """Returns the number of rows of the published split; None when that is not fixed."""
         ...
 
     def is_local(self, split: str, folder: Path | None = None) -> bool:
@@ -230,7 +230,7 @@ class Task:
             revision: Branch or commit on the hub in place of the task's.
 
         Raises:
-            DataError: When there is no such split, or the rows are not what the task expects.
+            DataError: When there is no such split, or the rows are not valid for the task.
         """
         return self.examples_of(self.rows(split, folder, revision), split)
 

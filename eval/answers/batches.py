@@ -50,8 +50,7 @@ def make_batches(
     Args:
         requests: Requests with unique ids.
         max_rows: Largest number of requests in a batch.
-        max_tokens: Largest number of tokens in a batch, padding included; a single longer request is
-            a batch of its own.
+        max_tokens: Largest number of tokens in a batch, padding included; a longer request is a separate batch.
         min_rows: Number of requests that may share a batch regardless of their lengths. More decode
             together; fewer need less padding.
     """

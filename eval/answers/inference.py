@@ -52,7 +52,7 @@ AS_SAVED = Inference()
 
 
 def identity(fingerprint: str, inference: Inference) -> str:
-    """Returns what identifies a model's answers: its files and the settings it was run with."""
+    """Returns the identity of a model's answers: its files and settings."""
     return f"{fingerprint} {inference.options}".rstrip()
 
 
@@ -103,7 +103,7 @@ def configure(folder: Path, inference: Inference) -> ConfiguredModel:
     config = read_config(folder)
     changes = inference
 
-    # Settings that the checkpoint already has are no changes.
+    # Settings that equal the checkpoint's are not changes.
     own_dtype = str(config.dtype).removeprefix("torch.")
     if inference.dtype == own_dtype:
         changes = changes._replace(dtype=SAVED)

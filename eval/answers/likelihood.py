@@ -252,7 +252,7 @@ def _flatten(
 
 
 def _common_prefix_length(tokens: Tensor, lengths: Tensor) -> int:
-    """Returns how many first tokens of targets [R, T] are equal; one of each is left over."""
+    """Returns how many first tokens of targets [R, T] are equal; at least one token of each remains."""
     shortest = int(lengths.min())
     is_equal = (tokens[:, : shortest - 1] == tokens[0, : shortest - 1]).all(dim=0)
     return int(is_equal.long().cumprod(dim=0).sum())
@@ -314,7 +314,7 @@ def _by_input(
 
 
 def _select_rows(cache: EncoderDecoderCache, rows: Tensor) -> EncoderDecoderCache:
-    """Returns a cache of the rows <int64>[R] of another, which is left as it is."""
+    """Returns a cache of the rows <int64>[R] of another, which is unchanged."""
     # A shallow copy of each layer: selecting replaces its tensors, and leaves the other's alone.
     parts = [copy.copy(cache.self_attention_cache), copy.copy(cache.cross_attention_cache)]
     for part in parts:

@@ -300,7 +300,7 @@ def _check_inference(path: Path, header: Header, model: str, inference: Inferenc
 def read_predictions_file(
     path: Path, check_header: Callable[[Header], None] | None = None
 ) -> PredictionsContent:
-    """Returns what a predictions file holds, without an end that was still being written.
+    """Returns the content of a predictions file, without an incomplete end.
 
     A missing file holds nothing.
 

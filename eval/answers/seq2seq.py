@@ -90,12 +90,12 @@ class Seq2Seq(NamedTuple):
         """Returns the requests with their tokens; truncated ones keep what the tokenizer ends with.
 
         Args:
-            requests: What is asked.
+            requests: The requests.
             max_tokens: Most tokens of an input; the tokenizer's own limit may be lower.
         """
         if not requests:
             return []
-        # All texts at once, which is faster; the few that are too long once more, truncated.
+        # Tokenize all texts at once, which is faster; the few that are too long again, truncated.
         max_tokens = min(max_tokens, self.tokenizer.model_max_length)
         texts = [request.inputs for request in requests]
         try:
@@ -189,7 +189,7 @@ def _load_tokenizer(folder: Path) -> Any:
         reason = loading_reason(error)
         raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {reason}") from error
 
-    # Where the files are missing transformers may make up an empty tokenizer. One of bytes has none.
+    # If the files are missing, transformers may create an empty tokenizer. One of bytes has none.
     files = list(dict.fromkeys(type(tokenizer).vocab_files_names.values()))
     if files and not any((folder / name).is_file() for name in files):
         raise CheckpointError(

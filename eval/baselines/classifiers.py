@@ -33,7 +33,7 @@ class BaselineData(NamedTuple):
         train: Examples with their targets.
         dev: Examples by which settings are chosen, other ones than are answered; none for a part
             of `train`.
-        fitted_to: What `train` is, in words.
+        fitted_to: Description of `train`.
         vectors: Vectors of words; None omits these baselines.
     """
 
@@ -48,7 +48,7 @@ class Baseline(NamedTuple):
 
     Attributes:
         outputs: N answers.
-        fitted_to: What it has seen, in words.
+        fitted_to: Description of its training data.
         scores: Of a choice of words, the scores of the choices; None for other tasks.
     """
 

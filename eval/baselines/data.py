@@ -61,7 +61,7 @@ def read_baseline_data(
     folder: Path | None,
     vectors: WordVectors | None,
 ) -> BaselineData | None:
-    """Returns what the baselines of a task are fitted to; None where it has none, or no labels.
+    """Returns the training data of a task's baselines; None where it has none, or no labels.
 
     Rows of the hub are not loaded for baselines: they may be many.
 

@@ -36,7 +36,7 @@ class Setting(NamedTuple):
     word_share: float = 0.0
 
     def __str__(self) -> str:
-        """Returns the setting in words."""
+        """Returns a description of the setting."""
         features = "the mean and maximum" if self.has_max else "the mean"
         text = f"logistic regression on {features} of a text's words, C {self.strength:g}"
         if self.word_share:
@@ -64,7 +64,8 @@ def classify_by_vectors(
     Args:
         vectors: Vectors of words.
         train: Examples with their targets, at least one.
-        dev: Examples that choose; none for every fifth of `train`, which is then fitted to all.
+        dev: Examples for choosing settings; if empty, every fifth example of `train`, and the final
+            fit uses all of `train`.
         test: N examples to answer.
     """
     # Examples for fitting and for choosing.
@@ -169,7 +170,7 @@ class _Classifiers:
 
 
 def _choose(classifiers: _Classifiers) -> Setting:
-    """Returns the setting with the most right answers; of equals the first, which is the simplest."""
+    """Returns the setting with the most right answers; ties go to the first, which is the simplest."""
     # How strongly the weights of the means are held to zero.
     num_right: Counter[Setting] = Counter()
     for strength in STRENGTHS:
@@ -183,7 +184,7 @@ def _choose(classifiers: _Classifiers) -> Setting:
         setting = Setting(strength, has_max=True)
         num_right[setting] = classifiers.num_right(setting)
 
-    # Words beside the vectors.
+    # Words in addition to the vectors.
     best = _best(num_right)
     for word_share in WORD_SHARES:
         setting = best._replace(word_share=word_share)

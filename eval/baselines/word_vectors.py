@@ -47,7 +47,7 @@ class WordVectors(NamedTuple):
         numbers: Number of each word, from 0 to V - 1.
         vectors: <float32>[V, D] of length 1.
         weights: <float32>[V] how much a word counts: frequent ones little.
-        source: The text, in words.
+        source: Description of the text.
     """
 
     numbers: dict[str, int]
@@ -110,7 +110,7 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
 
     Args:
         texts: Documents; words of two paragraphs are not near each other.
-        source: The text, in words.
+        source: Description of the text.
 
     Raises:
         DataError: When fewer than two words are frequent enough.

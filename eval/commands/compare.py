@@ -50,7 +50,7 @@ class Side(NamedTuple):
         return self.report.tasks
 
     def modes(self, task: str) -> list[str]:
-        """Returns how the model answered a task; empty when it did not."""
+        """Returns the model's answers to a task; empty when it did not."""
         if task not in self.tasks:
             return []
         systems = self.tasks[task].systems
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> None:
 def compare_runs(
     a: str, b: str, *, tasks: Sequence[str] | None = None, mode: str | None = None
 ) -> Comparison:
-    """Returns how two runs differ on every task, mode and metric that both have.
+    """Returns the differences of two runs on every task, mode and metric that both have.
 
     Args:
         a: Folder of a run, or NAME=FOLDER for another than its first model.
@@ -237,7 +237,7 @@ def _check_same_examples(a: Side, b: Side, name: str) -> Task:
 
 
 def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
-    """Returns how two sides differ on one task."""
+    """Returns the differences of two sides on one task."""
     task = _check_same_examples(a, b, name)
     answers_a = read_answers(a.report, name, a.name, mode)
     answers_b = read_answers(b.report, name, b.name, mode)

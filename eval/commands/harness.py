@@ -291,7 +291,7 @@ def format_results(results: HarnessResults) -> str:
     rows: list[list[str]] = []
     for name, scores in {**results["results"], **results.get("groups", {})}.items():
         for key, value in scores.items():
-            # A key is `metric,filter`; others are no scores.
+            # A key is `metric,filter`; other keys are not scores.
             metric, separator, filter_name = key.partition(",")
             if not separator or metric.endswith("_stderr"):
                 continue

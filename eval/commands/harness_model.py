@@ -1,6 +1,6 @@
 """A checkpoint as a model of lm-evaluation-harness: log-likelihoods of choices, and generation.
 
-Only `eval.commands.harness` imports this file, once it knows that the package is there.
+Only `eval.commands.harness` imports this file, after checking that the package is installed.
 """
 
 import json
@@ -54,9 +54,9 @@ _NOT_SCORED = TargetScore(0.0, False)
 class HarnessModel(TemplateLM):
     """Answers as `lm_eval --model hf` with `backend=seq2seq` does, and truncates texts as it does.
 
-    It differs where that one is at fault: a generation ends after as many tokens as the task asks
-    for, where that one adds the length of the input, and at the task's stop strings, which that one
-    finds only afterwards; a model that was fine-tuned with a token before every target is given it.
+    It corrects these faults: generation stops after the number of tokens that the task requests, to
+    which theirs adds the input's length, and at the task's stop strings, which theirs applies only
+    afterwards; a model fine-tuned with a token before every target gets this token.
     """
 
     backend = "seq2seq"

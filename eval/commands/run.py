@@ -40,7 +40,7 @@ def add_parser(commands: Subparsers) -> None:
     """Adds the command and its options."""
     parser = commands.add_parser("run", help="evaluates models on tasks")
 
-    # What is evaluated.
+    # Models and pairs to evaluate.
     parser.add_argument(
         "--model", required=True, help="checkpoint folder, or NAME=FOLDER to name it in the report"
     )
@@ -115,7 +115,7 @@ def add_parser(commands: Subparsers) -> None:
     # How the models compute.
     add_inference_options(parser)
 
-    # Where the reports go, and on which ranks.
+    # Folder of the reports, and the ranks that write them.
     parser.add_argument(
         "--out", default="runs/eval", help="folder of the reports (default: runs/eval)"
     )
@@ -196,7 +196,7 @@ def read_own_pairs(arguments: argparse.Namespace) -> Task:
 
     Raises:
         ConfigError: When an option has no effect.
-        DataError: When a file is missing, or a line is no pair.
+        DataError: When a file is missing, or a line is not a pair.
     """
     for name in ("data", "split", "revision"):
         value = getattr(arguments, name)

@@ -109,8 +109,8 @@ def find_dictionary(file: Path | None = None) -> Path:
 def read_dictionary(index: Path) -> list[Document]:
     """Returns a document per entry of a dictionary: the headword with its definitions.
 
-    Left out are pronunciation, etymology, labels, lists of synonyms, and entries taken from
-    WordNet, which is a separate source.
+    This omits pronunciation, etymology, labels, lists of synonyms, and entries taken from WordNet,
+    which is a separate source.
 
     Args:
         index: See `find_dictionary`.
@@ -231,7 +231,7 @@ def entry_paragraphs(text: str, headword: str) -> tuple[str, list[str]]:
 
 
 def _split_header(text: str) -> tuple[str, str]:
-    """Returns the lines with headword, pronunciation and etymology, and what follows them."""
+    """Returns the lines with headword, pronunciation and etymology, and the lines that follow."""
     lines = text.split("\n")
     depth = 0
     for number, line in enumerate(lines):

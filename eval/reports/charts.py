@@ -180,7 +180,7 @@ def _shorten_name(name: str) -> str:
 
 
 def length_histogram(lengths: InputLengths) -> str:
-    """Returns how many inputs have how many tokens; those past the limit in the second colour."""
+    """Returns a histogram of the inputs' lengths; lengths above the limit have the second colour."""
     columns = []
     for interval in lengths.histogram:
         style = "theirs" if interval.first > lengths.limit else "ours"

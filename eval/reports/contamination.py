@@ -27,7 +27,7 @@ def load_training_text(folder: Path) -> TrainingText:
     """Returns the training documents of a corpus, without those held out.
 
     Raises:
-        DataError: When the folder is no corpus, or damaged.
+        DataError: When the folder is not a corpus, or is damaged.
     """
     return TrainingText(folder, load_corpus(folder).train["text"])
 

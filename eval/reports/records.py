@@ -87,7 +87,7 @@ class PublishedScore:
 
 @dataclass(frozen=True)
 class DataInfo:
-    """Where the rows of a task come from.
+    """Origin of the rows of a task.
 
     Attributes:
         folder: Folder of the user's own rows; None for rows from the hub or from Python.
@@ -373,7 +373,7 @@ class Report:
         averages: Averages over benchmarks of which all tasks were evaluated.
         failed: Tasks that could not be evaluated.
         earlier: File name of the kept copy of an earlier report; None for none.
-        timings: How fast systems were; not in report.json, which is the same in every run.
+        timings: Speed of the systems; not in report.json, which is identical in every run.
     """
 
     command: str

@@ -66,7 +66,7 @@ def device_name() -> str:
 
 
 def model_info(folder: Path, system: Seq2Seq) -> ModelInfo:
-    """Returns what the report says about a checkpoint.
+    """Returns the report's information on a checkpoint.
 
     Raises:
         CheckpointError: When its dev scores are damaged.
@@ -140,7 +140,7 @@ def save_report(report: Report, out: Path, *, last: bool) -> Report:
         out: The folder.
         last: Whether no further task follows.
     """
-    # Before anything is overwritten: keep what an earlier report knows beyond this one.
+    # Keep results that only an earlier report has, before anything is overwritten.
     results = results_of_report(report)
     if report.earlier is None:
         copy = keep_earlier_report(out, results)

@@ -82,7 +82,7 @@ class SavedReport(NamedTuple):
     inference: Mapping[str, Inference] = MappingProxyType({})
 
     def inference_of(self, model: str) -> Inference:
-        """Returns what was set in place of a checkpoint's own."""
+        """Returns the settings that replaced a checkpoint's own."""
         return self.inference.get(model, AS_SAVED)
 
 
@@ -144,12 +144,12 @@ class ExamplesDigest(NamedTuple):
 
 
 def examples_path(folder: Path, task: str) -> Path:
-    """Returns where the examples of a task are."""
+    """Returns the path of a task's examples."""
     return folder / "examples" / f"{task}.jsonl"
 
 
 def predictions_path(folder: Path, task: str, name: str, mode: str) -> Path:
-    """Returns where a system's answers to a task are."""
+    """Returns the path of a system's answers to a task."""
     return folder / "predictions" / f"{task}.{name}.{mode}.jsonl"
 
 
@@ -218,7 +218,7 @@ def _read_examples(report: SavedReport, task: SavedTask) -> list[Example]:
 
 
 def read_report(folder: Path) -> SavedReport:
-    """Returns what report.json says, in the folder of a run or as the file itself.
+    """Returns the content of report.json, given the folder of a run or the file itself.
 
     Raises:
         DataError: When there is none, it is of another kind, or was changed after it was written.
@@ -257,7 +257,7 @@ def read_report(folder: Path) -> SavedReport:
 
 
 def results_of_report(report: Report) -> Set[Result]:
-    """Returns what a report has scores of."""
+    """Returns the keys of a report's scores."""
     results = set()
     for task in report.tasks:
         for system in task.systems:
@@ -268,7 +268,7 @@ def results_of_report(report: Report) -> Set[Result]:
 
 
 def results_of_saved(report: SavedReport) -> Set[Result]:
-    """Returns what a report that was read back has scores of."""
+    """Returns the keys of the scores in a report that was read back."""
     results = set()
     for task in report.tasks.values():
         for system in task.systems:

@@ -215,7 +215,7 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
 
     sentences = []
 
-    # What the signs mean.
+    # Meaning of the marks.
     if any(line.metric == NOT_SCORED for line in lines):
         sentences.append(
             f"{NOT_SCORED}: the labels of the split are hidden; see where its predictions are below."

@@ -342,7 +342,8 @@ def worst_answers(
 ) -> list[WorstAnswer]:
     """Returns the examples with the lowest scores, except those with full marks.
 
-    Where more have the lowest score than are shown, those shown are evenly spaced among them.
+    If more examples have the lowest score than are shown, the shown ones are evenly spaced among
+    them.
 
     Args:
         examples: N examples.

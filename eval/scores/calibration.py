@@ -49,7 +49,7 @@ def choice_probabilities(scores: Sequence[float]) -> NDArray[np.float64]:
     """Returns <float64>[C] the softmax of the scores of C choices.
 
     The scores are those that decide: log-probabilities, divided by lengths where the evaluation
-    does so. Where all are minus infinity, every choice is as probable.
+    does so. If all are minus infinity, every choice is equally probable.
     """
     exponents = np.asarray(scores, dtype=np.float64)
 
@@ -122,8 +122,8 @@ def calibration_of_choices(
         right: Of each example, the choices that are right.
 
     Returns:
-        The calibration; None when there is no example, or one has not exactly one right choice:
-        then no probability says how sure the answer is.
+        The calibration; None if there is no example, or one does not have exactly one right choice:
+        confidence is then undefined.
     """
     scores = []
     indices = []

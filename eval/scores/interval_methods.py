@@ -3,7 +3,7 @@ the bootstrap's percentiles for all others.
 
 If 56 answers are each right with probability 0.98, all are right in one sample of three. Every
 bootstrap draw of such a sample scores 100, and so do both percentiles. Wilson's interval still
-knows how little 56 examples can show. `python -m scripts.benchmark intervals` measures how often
+reflects the uncertainty of 56 examples. `python -m scripts.benchmark intervals` measures how often
 each interval holds the true value.
 
 Source:
@@ -39,8 +39,8 @@ def mean_interval(sums: NDArray[np.float64]) -> Interval | None:
     """Returns Wilson's interval of the mean of scores in 0..100, over groups of examples.
 
     Independent scores of 0 and 100 have Wilson's own interval. Others count as the number of such
-    scores whose mean would have the same variance. Where all groups score alike, that is the number
-    of groups, if they are of one size: no scores in 0..100 can be less certain.
+    scores whose mean would have the same variance. If all groups have the same score and size, that
+    is the number of groups: no scores in 0..100 can be less certain.
 
     Args:
         sums: <float64>[G, 2] of each group, the sum of its scores and how many they are.

@@ -151,7 +151,7 @@ def examples_by_group(groups: Sequence[str]) -> list[NDArray[np.int64]]:
 
 
 def group_sums(terms: NDArray[np.float64], groups: list[NDArray[np.int64]]) -> NDArray[np.float64]:
-    """Returns what each group adds to the sums.
+    """Returns each group's contribution to the sums.
 
     Args:
         terms: <float64>[N, P] what each example adds.

@@ -169,7 +169,7 @@ def _normalize(text: str, punctuation: str, replacement: str) -> str:
 def best_match(
     normalize: Callable[[str], str], score: Callable[[str, str], float]
 ) -> ExampleScorer:
-    """Returns what scores an answer against the best of the accepted answers.
+    """Returns a function that scores an answer against the best of the accepted answers.
 
     Args:
         normalize: Applied to both before they are compared.
@@ -303,7 +303,7 @@ def _f1(targets: Any, answers: Any, **options: Any) -> float:
 
 
 def _groups(targets: Values) -> list[Any]:
-    """Returns the `group` of each target; lists, as JSON has them, become tuples."""
+    """Returns the `group` of each target; JSON's lists become tuples."""
     groups = []
     for target in targets:
         group = target["group"]

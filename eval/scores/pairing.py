@@ -1,8 +1,8 @@
 """Whether two systems differ on the same examples by more than chance.
 
 Two tools: the interval of their difference (interval_methods.py), and the paired permutation test,
-which swaps their answers group by group and gives the p-value. They are two methods: near 0.05 one
-may see a difference where the other does not.
+which swaps their answers group by group and gives the p-value. They are two methods: near 0.05, one
+may be significant while the other is not.
 """
 
 import math
@@ -78,7 +78,7 @@ def compare_answers(
     groups: Sequence[str],
     seed: Sequence[int] = (0,),
 ) -> MetricComparison:
-    """Returns how two systems differ in a metric.
+    """Returns the difference of two systems in a metric.
 
     Args:
         metric: What to compare.
@@ -150,7 +150,8 @@ def difference_interval(
         gaps = a.example_scores[metric.name] - b.example_scores[metric.name]  # [N]
         return mean_difference_interval(group_sums(mean_terms(gaps), groups))
 
-    # Where all draws are alike, their spread is unknown, and the number of groups says too little.
+    # If all draws are equal, their spread is unknown, and the number of groups is not enough to
+    # estimate it.
     bounds = metric_bounds(metric)
     if bounds is None or len(draws) == 0 or np.ptp(draws) <= _TOLERANCE:
         return None
@@ -166,7 +167,7 @@ def permutation_test(
     groups: list[NDArray[np.int64]],
     seed: Sequence[int] = (0,),
 ) -> tuple[float, bool]:
-    """Returns how often chance alone makes a difference as large, two-sided, and whether that is
+    """Returns the probability of a difference as large by chance, two-sided, and whether it is
     exact.
 
     If the systems were alike, which of them gave which answers to a group would be a toss of a

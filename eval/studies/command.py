@@ -19,7 +19,7 @@ from moe.training.job_folder import JOB
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="python -m scripts.study", description="Runs a study.")
     parser.add_argument("study", type=path, help="YAML file, e.g. recipes/studies/balance.yaml")
     parser.add_argument("--out", help="folder of the study (default runs/studies/NAME)")
@@ -122,7 +122,7 @@ def read_overrides(texts: list[str]) -> dict[str, SettingValue]:
     """Returns settings of the command line, whose values are read as YAML.
 
     Raises:
-        ConfigError: When one is not NAME=VALUE, or its value is no plain YAML value.
+        ConfigError: When one is not NAME=VALUE, or its value is not a plain YAML value.
     """
     overrides: dict[str, SettingValue] = {}
     for text in texts:
@@ -139,7 +139,7 @@ def read_overrides(texts: list[str]) -> dict[str, SettingValue]:
 
 
 def plan_text(study: Study, runs: list[StudyRun], jobs: int) -> str:
-    """Returns what will be run, before anything is."""
+    """Returns a description of the planned runs."""
     # So many arms, values and seeds, and the steps of all their runs.
     arms = f"{len(study.arms)} arms"
     seeds = f"{len(study.seeds)} seeds"
@@ -159,7 +159,7 @@ def study_result(
     overrides: dict[str, SettingValue],
     command: str,
 ) -> StudyResult:
-    """Returns what the complete runs of a study show."""
+    """Returns the results of a study's complete runs."""
     # Outcomes in the order of the study, whichever run ended first.
     complete = {run.name for run in progress.complete}
     outcomes = []

@@ -174,9 +174,9 @@ def reuse_outcomes(
 ) -> int:
     """Marks runs as complete that another study has made, and returns how many.
 
-    This lets several machines share the seeds of a study, and two studies share an arm. Both runs
-    have the same settings. Whether both studies read the same text is not checked. Runs that have
-    begun here are not replaced.
+    Several machines can then share the seeds of a study, and two studies can share an arm. Both
+    runs have the same settings. Whether both studies read the same text is not checked. Runs that
+    have begun here are not replaced.
 
     Args:
         runs: The runs of this study.
@@ -272,7 +272,7 @@ def _score(run: StudyRun, evaluate: Evaluation, metric: str) -> float:
     path = run.folder / EVALUATION_FOLDER / REPORT
     report = read_json(path, advice=f"Remove {run.folder / EVALUATION_FOLDER} and run again.")
 
-    # The only model in the only task; baselines answer in a mode of their own.
+    # The only model in the only task; baselines have their own mode.
     for task in report["tasks"]:
         for system in task["systems"]:
             for score in system["scores"]:

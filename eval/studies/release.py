@@ -115,7 +115,7 @@ def _training(run: StudyRun, result: StudyResult, corpus: Path) -> str:
 
 
 def _text(corpus: Path) -> str:
-    """Returns what the text is, with its licences."""
+    """Returns a description of the text, with its licences."""
     sentence = "Cleaned and de-duplicated; each part of it keeps its licence:"
     return f"{sentence}\n\n{corpus_table(load_corpus(corpus))}"
 
@@ -153,7 +153,7 @@ def _recipe(run: StudyRun) -> str:
 
 
 def _outcome_of(run: StudyRun, result: StudyResult) -> RunOutcome:
-    """Returns what a run came to."""
+    """Returns the results of a run."""
     for outcome in result.outcomes:
         if (outcome.arm, outcome.seed) == (run.arm, run.seed):
             return outcome

@@ -68,7 +68,7 @@ def repeat_runs(
         budget: Runs at a time, and hours.
 
     Raises:
-        ConfigError: When there is no such arm or seed, or it was not run to its end.
+        ConfigError: When there is no such arm or seed, or its run is incomplete.
     """
     arm, seed = parse_arm_and_seed(study, arm_and_seed, option="--repeat")
     if seed is None:
@@ -101,7 +101,7 @@ def repeat_runs(
 def find_repeats(
     study: Study, out: Path, overrides: Mapping[str, SettingValue], runs: Sequence[StudyRun]
 ) -> list[Repeat]:
-    """Returns what the complete repeats in the folder of a study show.
+    """Returns the results of the complete repeats in the folder of a study.
 
     Args:
         study: The study.
@@ -144,7 +144,7 @@ def _complete_state(run: StudyRun) -> RunState | None:
 
 
 def _compare(first: StudyRun, second: StudyRun, threads: int) -> Repeat:
-    """Returns what two runs of the same settings have in common."""
+    """Returns which results two runs of the same settings share."""
     lines = _logged(first)
     again = _logged(second)
     differing = [step for step in lines.keys() | again.keys() if lines.get(step) != again.get(step)]

@@ -53,7 +53,7 @@ def write_report(result: StudyResult, out: Path) -> None:
 
 
 def result_lines(result: StudyResult) -> list[str]:
-    """Returns what is printed: a line for each comparison, and notes about the runs."""
+    """Returns the printed text: a line for each comparison, and notes about the runs."""
     unit = result.study.measure.unit
     lines = []
     for item in result.contrasts:
@@ -222,7 +222,7 @@ def interval_text(item: ContrastResult) -> str:
 
 
 def seeds_text(number: int) -> str:
-    """Returns a number of seeds in words."""
+    """Returns a description of a number of seeds."""
     return "1 seed" if number == 1 else f"{number} seeds"
 
 

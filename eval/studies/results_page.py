@@ -54,7 +54,7 @@ def read_results(folder: Path) -> dict[str, StudyResult]:
 
 
 def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
-    """Returns the studies of a folder of which there is no result, by name, in their order.
+    """Returns the studies of a folder that have no result, by name, in their order.
 
     Studies with one seed have no interval and are not required.
 
@@ -68,7 +68,7 @@ def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
         if path.stem not in present and len(study.seeds) > 1:
             studies[path.stem] = study
 
-    # One is no grid of runs, and has no recipe.
+    # One of them is not a grid of runs, and has no recipe.
     if sentinel_entropy.NAME not in present:
         studies[sentinel_entropy.NAME] = sentinel_entropy.sentinel_study(["encoder 1"], [])
     names = sorted(studies, key=lambda name: studies[name].order)

@@ -171,7 +171,7 @@ def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> Study
     settings |= setup.overrides
     folder /= f"seed-{seed}"
 
-    # The command line, which is read here once, so that a mistake is found before any run begins.
+    # Parse the command line once, so that errors are found before any run begins.
     places = {"seed": seed, "out": setup.out, "studies": setup.out.parent}
     argv = list(_options(settings, places))
     argv += ["--seed", str(seed), "--out", str(folder)]

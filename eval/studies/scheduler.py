@@ -49,7 +49,7 @@ class StudyError(MoEError, RuntimeError):
 
 
 class Budget(NamedTuple):
-    """What runs may use.
+    """Resources of the runs.
 
     Attributes:
         jobs: Number of runs at a time.
@@ -135,7 +135,7 @@ def run_all(runs: Sequence[StudyRun], budget: Budget) -> None:
     total = sum(run.recipe.training.steps for run in runs)
     with _stopped_at_the_end(running), tqdm(total=total, unit="step", desc="study") as bar:
         while waiting or running:
-            # As many runs at a time as there are jobs.
+            # Run as many runs at a time as there are jobs.
             while waiting and len(running) < budget.jobs:
                 run = waiting.pop(0)
                 if end is not None and not _fits(run, progress, running, end):
@@ -215,7 +215,7 @@ def _begin(run: StudyRun, threads: int) -> _Process:
 
 
 def _wait_for_earlier(run: StudyRun) -> None:
-    """Waits until the process of a study that was killed has let go of the run's folder."""
+    """Waits until the process of a killed study has released the run's folder."""
     taken = f"Another process works in {run.folder}. Wait for it, or choose another --out."
     end = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -365,7 +365,7 @@ def _show(bar: "tqdm[NoReturn]", progress: Progress, running: Sequence[_Process]
 
 
 def steps_done(run: StudyRun) -> int:
-    """Returns how far a run's metrics go."""
+    """Returns the last step in a run's metrics."""
     if (run.folder / EVALUATION_FOLDER).exists():
         return run.recipe.training.steps
     path = run.folder / METRICS_FILE

@@ -91,7 +91,7 @@ class Contrast(NamedTuple):
         against: Name of the arm that it is compared with.
         expect: What the claim says of the first arm: `better`, `worse` or `equal`.
         margin: Differences within it count as none.
-        at: Value of the sweep; None for all of them, or where there is no sweep.
+        at: Value of the sweep; None for all of them, or without a sweep.
     """
 
     arm: str
@@ -123,7 +123,7 @@ class Study(NamedTuple):
         has_crossing: Whether to report after how many tokens the primary arm becomes better.
         plot_over: A setting that is a number in every arm, over which the arms are drawn; those
             whose names differ by `-NUMBER` alone are one line. Empty for no figure.
-        cost: What the runs were expected to cost, in words.
+        cost: Expected cost of the runs, in words.
         order: Position of the study among others: the lowest first.
     """
 

@@ -51,8 +51,8 @@ def _all_rows() -> dict[str, list[Row]]:
 def _rows_of_file(path: Path, file: str) -> Iterator[Row]:
     """Yields the rows of a source file.
 
-    A docstring gives one when it has a summary line, a blank line and a longer body, as PEP 257
-    asks for.
+    A docstring gives an example if it has a summary line, a blank line and a longer body, as PEP
+    257 asks for.
     """
     for number, docstring in enumerate(docstrings(path), start=1):
         first_line, _, rest = docstring.partition("\n")

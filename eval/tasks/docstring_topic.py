@@ -153,7 +153,7 @@ TOPICS = {
 
 
 class _Place(NamedTuple):
-    """Where the rows of a module belong."""
+    """Split and topic of a module's rows."""
 
     topic: str
     split: str
@@ -232,7 +232,7 @@ def _rows_of_file(path: Path, relative: Path, topic: str) -> Iterator[Row]:
 
 
 def _module_words(module: str) -> re.Pattern[str]:
-    """Returns what finds the words of a module's name in a text, with and without underscores."""
+    """Returns a pattern that matches the words of a module's name in a text, with and without underscores."""
     names = {re.escape(name.strip("_")) for name in module.split(".")}
     pattern = "|".join(sorted(names, key=len, reverse=True))
     return re.compile(rf"(?<!\w)_*(?:{pattern})(?!\w)", re.IGNORECASE)

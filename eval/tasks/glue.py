@@ -149,7 +149,7 @@ _register(
 
 
 def _stsb(row: Row) -> list[Features]:
-    """Returns T5's example; where the label is hidden, T5 has it as a similarity of -1.0."""
+    """Returns T5's example; if the label is hidden, T5 uses a similarity of -1.0."""
     examples = preprocess.stsb(row)
     for features in examples:
         if row["label"] == HIDDEN_LABEL:

@@ -42,7 +42,7 @@ def answer_or_none(text: str, fields: Features, is_target: bool) -> str | list[s
 
 
 def _f1(targets: Values, answers: Values) -> NDArray[np.float64]:
-    """Returns <float64>[N] SQuAD's F1, which is 100 where no answer is wanted and none is given."""
+    """Returns <float64>[N] SQuAD's F1, which is 100 if no answer is expected and none is given."""
     is_rightly_empty: list[bool] = []
     for target, answer in zip(targets, answers, strict=True):
         is_rightly_empty.append(target == [""] and not normalize_squad(answer))

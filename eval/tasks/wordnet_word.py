@@ -1,6 +1,7 @@
-"""WordNet definition -> the word, without a text to look it up in: what a model knows of its text.
+"""WordNet definition -> the word, without a text to look it up in: it tests knowledge from
+pre-training.
 
-Fine-tuned on some words and tested on others, a model can have an answer from nowhere but
+A model is fine-tuned on some words and tested on others, so it can know an answer only from
 pre-training, whose text has the definitions with their words. The four words of a question occur in
 three more questions, each word once as the answer: any fixed order of words is right in one of
 four. Some words are likely for any question; `matching` (eval/scores/matching.py) leaves that out.

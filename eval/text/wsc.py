@@ -26,7 +26,7 @@ def wsc_simple(row: Row, *, correct_referent_only: bool = False) -> list[Feature
 
     Args:
         row: A row of wsc.fixed.
-        correct_referent_only: For training: nothing is made of a row whose candidate is wrong.
+        correct_referent_only: For training: rows whose candidate is wrong are skipped.
 
     Raises:
         DataError: When the index of the candidate is past the end, or that of the pronoun does not
