@@ -150,7 +150,7 @@ def is_kind(value: object, kind: type) -> bool:
 
 
 def describe_type(annotation: Any, *, none: str = "None") -> str:
-    """Returns an annotation in words, e.g. `an integer or None`."""
+    """Returns a description of an annotation, e.g. `an integer or None`."""
     origin = get_origin(annotation)
     kinds = get_args(annotation)
     if annotation is type(None):

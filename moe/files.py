@@ -1,8 +1,8 @@
 """Writes files and folders atomically, and marks folders with their kind.
 
 Folders that appear at once (a corpus, a tokenizer, a model, a checkpoint) are made by
-`whole_folder`; folders that grow (a run, an evaluation) are locked by `claim_folder`. Both refuse a
-folder of another kind. Modules that write a kind of folder register it.
+`whole_folder`; folders that grow (a run, an evaluation) are locked by `claim_folder`. Both raise if
+the folder is of another kind. Modules that write a kind of folder register it.
 """
 
 import os

@@ -159,8 +159,8 @@ def to_record(
     """Returns a typed record of plain values.
 
     Args:
-        kind: A NamedTuple, dataclass, TypedDict or any type that pydantic knows; annotations such as
-            `Annotated[int, Field(ge=0)]` give bounds.
+        kind: A NamedTuple, dataclass, TypedDict or any type that pydantic supports; annotations such as `Annotated[int,
+            Field(ge=0)]` give bounds.
         value: Plain values, e.g. from JSON.
         where: File and line, for the message.
         advice: Advice for the user.

@@ -145,9 +145,9 @@ def lock_file(descriptor: int, *, wait: bool) -> bool:
     """Locks an open file until it is closed.
 
     Returns:
-        False when another process has it and `wait` is not set.
+        False if another process holds it and `wait` is not set.
     """
-    import fcntl  # Unix alone has it, and `import moe` reads this file
+    import fcntl  # It exists only on Unix, and `import moe` reads this file
 
     mode = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
     try:

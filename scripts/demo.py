@@ -104,7 +104,7 @@ def job_parser(
 
 
 def check_inputs(options: argparse.Namespace, tokenizer: Path) -> None:
-    """Raises before any stage runs if a later one would refuse its inputs.
+    """Raises before any stage runs if a later one would reject its inputs.
 
     Args:
         options: Options of `job_parser`.

@@ -54,8 +54,8 @@ class WeightsFile(NamedTuple):
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and persistent buffers <any>[...] of this rank by name.
 
-    Tied ones appear once, under their first name. FSDP frees what it has gathered, so that each is
-    the shard that the optimizer knows.
+    Tied ones appear once, under their first name. FSDP frees what it has gathered, so that each
+    parameter is again the shard that the optimizer holds.
     """
     state = model.state_dict()
     first_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}

@@ -36,7 +36,7 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Returns the optimizer's state <any>[...] as `optimizer/NAME/KEY`; numbers as <any>[].
 
-    Call `model_tensors` first: only then are the parameters those that the optimizer knows.
+    Call `model_tensors` first: only then are the parameters the ones that the optimizer holds.
     """
     tensors = {}
     for name, parameter in model.named_parameters():

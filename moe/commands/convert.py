@@ -20,7 +20,7 @@ OTHER_OPTIONS = ("self", "source", "folder", "form", "format", "dtype", "max_sha
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe convert", description="Converts a checkpoint.")
     parser.add_argument(
         "--from",

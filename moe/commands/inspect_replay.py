@@ -16,7 +16,7 @@ HEADER = ["routing", "mean loss (nats)", "target tokens"]
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect replay", description="Replays the routing of a trace.")
     add_trace(parser)
     parser.add_argument(

@@ -33,7 +33,7 @@ _LEVEL = 0.05
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect view", description="Shows a trace as a page.")
     add_trace(parser)
     parser.add_argument("--model", type=path, help="folder of the traced model (where it was)")

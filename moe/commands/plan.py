@@ -167,7 +167,7 @@ def main(argv: list[str]) -> None:
 
 
 def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
-    """Returns how long failures take; None without `--mtbf`.
+    """Returns the duration of failures; None without `--mtbf`.
 
     Raises:
         ConfigError: If a time cannot be read, or is given without `--mtbf`.

@@ -132,7 +132,7 @@ def describe_amount(source: SpanCorruptionSource, steps: int) -> str:
 
 
 def check_size(argv: list[str]) -> None:
-    """Refuses to train the defaults, a dense model of 12 + 12 blocks, which nobody has asked for.
+    """Raises instead of training the defaults, a dense model of 12 + 12 blocks, unless requested.
 
     Raises:
         ConfigError: When neither a recipe, a model nor its size is given.

@@ -38,7 +38,7 @@ _RANDOM_BATCHES = 4
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     default = Upcycling()
     parser = Parser(prog="stmoe upcycle", description="Makes a dense model sparse.")
     parser.add_argument(
@@ -103,7 +103,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str], read_task: TaskReader | None = None) -> None:
-    """Upcycles a model, and prints what it keeps of the dense one.
+    """Upcycles a model, and prints the share of the dense output that it keeps.
 
     Args:
         argv: The options.

@@ -58,7 +58,7 @@ def conversion_report(source: Path | str, **settings: Any) -> ConversionReport:
 
     Raises:
         ConfigError: When it is of a model that this library cannot represent.
-        CheckpointError: When there are no weights, or they are torn.
+        CheckpointError: When there are no weights, or they are incomplete.
     """
     return open_checkpoint(source, **settings).report
 

@@ -147,7 +147,7 @@ def open_hf_checkpoint(
         download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
 
     Raises:
-        CheckpointError: When there are no weights, or they are torn.
+        CheckpointError: When there are no weights, or they are incomplete.
     """
     family = hf_family(raw_config)
     paths = find_weight_files(source, use_safetensors=use_safetensors, **download)

@@ -222,7 +222,7 @@ def _open_zarr(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
 
     def read() -> Tensor:
         array = store.read().result()
-        # torch knows no bfloat16 of numpy.
+        # torch cannot read numpy's bfloat16.
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view("uint16")).view(torch.bfloat16)
         return torch.from_numpy(array)

@@ -95,7 +95,7 @@ def build_corpus(
         )
 
     # Of several equal paragraphs, the first is kept: with the unseen documents in front, no other
-    # document keeps a paragraph of theirs.
+    # document keeps a paragraph that they contain.
     unseen = [document for document in documents if document.source in leave_out]
     others = [document for document in documents if document.source not in leave_out]
     kept, num_repeated = drop_repeated_paragraphs([*unseen, *others])

@@ -8,7 +8,7 @@ own examples come epoch by epoch, each epoch in an order drawn from (seed, task,
 examples of window w follow from (seed, w) alone, without those before it.
 
 A row is one example or, packed, as many examples of a window as fit, in the order of the stream.
-As in seqio a packed row holds several tasks, and no example is left out or seen twice. Only the
+As in seqio, a packed row holds several tasks, and every example is used exactly once. Only the
 last row of a window may be emptier than it could be. How many packed rows a window gives is known
 once it is packed: a run that resumes at a late row packs the windows before it again, some
 5 seconds for a million examples. The position is one integer either way.
@@ -110,7 +110,8 @@ def choose_examples(examples: Sequence[T], size: int | None, seed: int) -> list[
 
 
 def format_choice(num_chosen: int, num_examples: int, size: int | None, seed: int) -> str:
-    """Returns what `choose_examples` did, e.g. "250 of 4,485 training examples (seed 0)".
+    """Returns a description of the work of `choose_examples`, e.g. "250 of 4,485 training examples
+    (seed 0)".
 
     Args:
         num_chosen: Examples of the subset.

@@ -86,7 +86,7 @@ class SplitOverlap(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """Where n-grams occur in texts.
+    """Positions of n-grams in texts.
 
     Attributes:
         ngrams: <int64>[M] number of the n-gram.
@@ -227,7 +227,7 @@ class NgramIndex:
         self._tables = {size: _Table(of_size) for size, of_size in numbers.items()}
 
     def find(self, texts: Sequence[Sequence[str]]) -> Matches:
-        """Returns where the n-grams occur.
+        """Returns the positions of the n-grams.
 
         Args:
             texts: Each a list of its paragraphs, over which an n-gram may run.

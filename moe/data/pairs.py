@@ -36,7 +36,7 @@ class _Side(NamedTuple):
         name: `inputs` or `targets`.
         length: Most tokens of a text.
         start: Tokens in front of each.
-        end: Tokens behind each.
+        end: Tokens to append to each.
     """
 
     name: str

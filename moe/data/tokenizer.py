@@ -294,7 +294,7 @@ def _filled_lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _explain_training_error(message: str, vocab_size: int) -> str:
-    """Returns what a failure of sentencepiece means for the user."""
+    """Returns an explanation of a sentencepiece failure."""
     too_large = re.search(r"Vocabulary size too high.*<= (\d+)", message)
     if too_large:
         largest = int(too_large[1]) + NUM_SENTINELS

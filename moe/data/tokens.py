@@ -61,7 +61,7 @@ def tokenize_corpus(
 
 
 def _kept_file(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -> Path | None:
-    """Returns where the tokens are kept; None for documents in memory."""
+    """Returns the path of the cached tokens; None for documents in memory."""
     if not documents.cache_files:
         return None
     folder = Path(documents.cache_files[0]["filename"]).parent
@@ -141,7 +141,7 @@ def _read_arrays(path: Path, names: Sequence[str]) -> Arrays | None:
     if not path.is_file():
         return None
     try:
-        # As torch's tensors they are mapped, as numpy's they would be copies.
+        # torch's tensors are memory-mapped; numpy's would be copies.
         with safe_open(path, framework="pt") as file:
             arrays = {name: file.get_tensor(name).numpy() for name in names}
             digest = (file.metadata() or {}).get(_DIGEST)

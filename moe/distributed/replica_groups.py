@@ -1,9 +1,9 @@
 """Replica groups that can fail while a run continues: quorum, sums and healing by torchft.
 
 A replica group is a separate launch: a mesh with one copy of the model and all its experts. The
-groups meet before each step. Those present share the batch and sum their gradients; the step counts
-only if every sum succeeds. A group that has fallen behind receives the state of an up-to-date
-group.
+groups meet before each step. The live groups share the batch and sum their gradients; the step
+counts only if every sum succeeds. A group that has fallen behind receives the state of an
+up-to-date group.
 This module handles only tensors and ranks: its caller defines the state.
 """
 

@@ -447,7 +447,7 @@ ShardSlices = tuple[tuple[int, int], ...]
 
 
 def shard_slices(layout: Layout, config: MeshConfig, coordinate: MeshCoordinate) -> ShardSlices:
-    """Returns what one rank holds of a parameter, gate and up apart.
+    """Returns one rank's shard of a parameter, with gate and up projection separate.
 
     It equals the result of `shard_over_ep_tp` and `shard_over_fsdp`.
     """

@@ -113,7 +113,7 @@ def preferred_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[T
 
 
 def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
-    """Returns how much an expert prefers each token, 1 for no preference.
+    """Returns an expert's preference for each token; 1 means no preference.
 
     It is the expert's share of the token over its share q of all tokens, as if the token had been
     seen 20 times more and routed like all tokens: (k / q + 20) / (n + 20) for k of n occurrences.

@@ -22,7 +22,7 @@ _NO_GRADIENTS = (None,) * 7
 def compiled_feed_forward(
     tokens: Tensor, rows: ExpertRows, weights: ExpertWeights, form: ExpertForm
 ) -> Tensor:
-    """Returns what `fused_feed_forward` does, bit for bit, inside of a graph.
+    """Same as `fused_feed_forward`, bit for bit, for compiled graphs.
 
     Args:
         tokens: <float>[T, D].

@@ -78,7 +78,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the inputs of `fused_feed_forward`; None for those not asked for.
+    """Gradients of the inputs of `fused_feed_forward`; None if not requested.
 
     Attributes:
         tokens: <float>[T, D].
@@ -444,7 +444,7 @@ class _HiddenLayer:
         if self.is_gated:
             plain = gate * product.chunk(2, dim=-1)[1]
 
-        # h: the bias, then dropout, which scales up what it keeps.
+        # h: the bias, then dropout, which scales the kept units up.
         output = plain
         if bias is not None:
             output = plain * bias if self.multiplies_bias else plain + bias
@@ -472,7 +472,7 @@ class _HiddenLayer:
         return d_hidden
 
     def d_product(self, d_plain: Tensor, product: Tensor, gate: Tensor) -> Tensor:
-        """Returns dz <float>[n, 2F or F] of dp <float>[n, F], which is overwritten."""
+        """Returns dz <float>[n, 2F or F] from dp <float>[n, F], which is overwritten."""
         if not self.is_gated:
             return self._d_activation(d_plain, product, d_plain)
 

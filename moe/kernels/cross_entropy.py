@@ -75,7 +75,7 @@ class _VocabularyLosses(torch.autograd.Function):
         logits, labels, is_target, log_normalizer = ctx.saved_tensors
         smoothing = ctx.label_smoothing
 
-        # A gradient that will be differentiated again is made of torch's own operations.
+        # A gradient that will be differentiated again is computed with torch's own operations.
         if torch.is_grad_enabled():
             sums = _plain_losses(logits, labels, is_target, smoothing)
             weights = (d_cross_entropy, d_z)

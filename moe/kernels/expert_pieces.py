@@ -1,7 +1,7 @@
 """Pieces of experts' work on a CPU, and the threads that do them.
 
-A piece is some rows of one expert. As many pieces run at once as torch has threads, each of them on
-one core: `cpu_experts.py` has the work of a piece.
+A piece is some rows of one expert. One piece per torch thread runs at a time, each on one core:
+`cpu_experts.py` has the work of a piece.
 """
 
 import functools
@@ -121,14 +121,14 @@ def _thread_pool(num_threads: int) -> ThreadPoolExecutor:
     started = threading.Barrier(num_threads)
 
     def prepare() -> None:
-        # A thread's first question sets it to the process's number: let that be over.
+        # A thread's first query sets its number of threads to the process's; trigger it now.
         torch.get_num_threads()
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
 
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="experts", initializer=prepare)
     try:
-        # The barrier lets no worker take two of these jobs, so that all workers start now.
+        # The barrier prevents a worker from taking two of these jobs, so all workers start now.
         for ready in [pool.submit(started.wait) for _ in range(num_threads)]:
             ready.result()
     except BaseException:

@@ -1,6 +1,6 @@
 """Backward passes that cannot be differentiated again say so.
 
-torch's `once_differentiable` refuses only if the gradient that comes in has a graph of its own. The
+torch's `once_differentiable` raises only if the incoming gradient has its own graph. The
 sum of an output has none, and a penalty on its gradients would then silently be a constant.
 """
 
@@ -15,7 +15,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def first_order_only(backward: Backward) -> Backward:
-    """Decorates `backward` of a Function: its gradients refuse to be differentiated."""
+    """Decorates `backward` of a Function: differentiating its gradients raises an error."""
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:

@@ -88,7 +88,7 @@ def _gradients(
 def _gradients_in_one_call(
     d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `_gradients` does, by grouped products."""
+    """Same as `_gradients`, by grouped products."""
     d_product = d_product.contiguous()
     d_x = F.grouped_mm(d_product, weight, offs=ends)
     d_weight = F.grouped_mm(rearrange(d_product, "n o -> o n"), x, offs=ends)

@@ -99,7 +99,7 @@ def fixed_choice(library: Library) -> ProductChoice:
 
 
 def cache_file() -> Path:
-    """Returns where the measurement of this machine is kept."""
+    """Returns the path of this machine's measurement."""
     parts = [processor_name(), str(torch.__version__), *Measurement._fields]
     key = "|".join([*parts, *LibraryByTokens._fields])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
@@ -132,7 +132,7 @@ def _read_given(given: str) -> ProductChoice:
 
 
 def _saved_or_measured() -> ProductChoice:
-    """Returns what the cache holds; else measures, and keeps that for the next process."""
+    """Returns the cached choice; else measures, and caches the result for the next process."""
     path = cache_file()
     saved = _read_saved(path)
     if saved is not None:

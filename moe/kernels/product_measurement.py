@@ -222,7 +222,7 @@ def _time_product(kind: ProductKind, tokens: str, weights: Tensor) -> ProductTim
 
 
 def _time_copy() -> CopyTime:
-    # All into memory that is there already, as in a training that keeps what it frees.
+    # Results go to existing memory, as in training that reuses freed memory.
     d_weight = torch.empty(_NUM_OUTPUTS, _NUM_INPUTS, dtype=torch.bfloat16)
     as_it_lies = 0.0
     copied = 0.0

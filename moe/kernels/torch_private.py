@@ -1,7 +1,7 @@
 """Every private name of torch that the library uses, each behind one small function.
 
-A private name may change in any release of torch. Each function says what it is for and what torch
-offers instead, if anything; tests/kernels/test_torch_private.py shows what breaks without the name.
+A private name may change in any release of torch. Each function documents its purpose and torch's
+alternative, if anything; tests/kernels/test_torch_private.py shows what breaks without the name.
 `python -m scripts.versions` runs these tests with the newest torch.
 """
 

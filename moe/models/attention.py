@@ -44,7 +44,7 @@ class Projection(nn.Linear):
         return linear(input, weight)
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew; `truncated` bounds them at two deviations."""
+        """Re-initializes the weights; `truncated` bounds them at two deviations."""
         if self.truncated:
             truncated_normal_(self.weight, self.std)
         else:

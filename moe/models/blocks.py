@@ -66,7 +66,7 @@ class Context(NamedTuple):
         cache: Keys and values of earlier steps.
         drop_tokens: Whether experts have a capacity.
         report: Whether sparse layers return the records of their routers.
-        token_ids: <int64>[B, L] vocabulary ids, when the caller has them.
+        token_ids: <int64>[B, L] vocabulary ids, if the caller has them.
         word_embeddings: <float>[B, L, D] what the stack started from.
         output_attentions: Whether blocks return the weights of their attention.
     """
@@ -89,8 +89,8 @@ class BlockOutput(NamedTuple):
     Attributes:
         hidden: <float>[B, L, D] residual stream after the block.
         router: Record of its router, if it is sparse.
-        self_weights: <float>[B, H, L, keys] of self-attention, if asked for.
-        cross_weights: <float>[B, H, L, M] of cross-attention, if asked for and there is one.
+        self_weights: <float>[B, H, L, keys] of self-attention, if requested.
+        cross_weights: <float>[B, H, L, M] of cross-attention, if requested and present.
     """
 
     hidden: Tensor
@@ -105,10 +105,10 @@ class StackOutput(NamedTuple):
     Attributes:
         hidden: <float>[B, L, D] after the last norm.
         routers: One for each sparse layer.
-        hidden_states: <float>[B, L, D] before each block, and `hidden`; None unless asked for.
-        attentions: <float>[B, H, L, keys] of each block's self-attention; None unless asked for.
-        cross_attentions: <float>[B, H, L, M] of each block's cross-attention; None unless asked
-            for.
+        hidden_states: <float>[B, L, D] before each block, and `hidden`; None unless requested.
+        attentions: <float>[B, H, L, keys] of each block's self-attention; None unless requested.
+        cross_attentions: <float>[B, H, L, M] of each block's cross-attention; None unless
+            requested.
     """
 
     hidden: Tensor

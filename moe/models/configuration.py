@@ -148,7 +148,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     expert_dropout_rate: float | int | None = None
     initializer_scale: float | int = SparseConfig.initializer_scale
 
-    # Where the sparse layers are.
+    # Positions of the sparse layers.
     num_experts: int = 0
     num_sparse_encoder_layers: int = 0
     num_sparse_decoder_layers: int = 0
@@ -206,7 +206,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         check_keywords(self, kwargs)
         check_dtype(kwargs.get("torch_dtype") if self.dtype is None else self.dtype)
 
-        # `to_json_file` writes it anew.
+        # `to_json_file` writes it again.
         kwargs.pop("auto_map", None)
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_layers

@@ -91,7 +91,7 @@ def strict_config(config_class: C) -> C:
 
 
 def _plain_value(value: Any) -> Any:
-    """Returns a value as JSON has it: numbers of numpy as Python's, and mappings as a copy."""
+    """Returns a value in JSON's types: numpy's numbers as Python's, and mappings as a copy."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, int):

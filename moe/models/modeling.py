@@ -258,7 +258,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         Each segment starts with decoder_start_token_id.
 
         Raises:
-            DataError: When these are no labels.
+            DataError: When the labels are invalid.
         """
         check_token_ids("labels", labels, self.config.vocab_size, ignored=IGNORED_LABEL)
         return self._shift_right(labels, decoder_segment_ids)
@@ -341,7 +341,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             input_ids: <int64>[B, L], or give `inputs_embeds` or `encoder_outputs`.
             attention_mask: <int64 or bool>[B, L], 0 for padding; padding is never attended to and
                 never routed.
-            decoder_input_ids: <int64>[B, T]; made of `labels` when not given.
+            decoder_input_ids: <int64>[B, T]; derived from `labels` if not given.
             decoder_attention_mask: <int64 or bool>[B, T], with a cache [B, past + T], with a static
                 one [B, its size]. Without a cache it may be shorter: the tokens beyond its end are
                 padding, as in transformers.
@@ -362,8 +362,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             output_attentions: Whether to return the weights of attention, which is then eager; None
                 likewise.
             output_hidden_states: Whether to return the hidden states of every layer; None likewise.
-            decoder_drop_tokens: False lets no token of the decoder be dropped, as `generate` does,
-                with a cache or without.
+            decoder_drop_tokens: False keeps all tokens of the decoder, as `generate` does, with a
+                cache or without.
             loss_counts: Divisors of the losses; None uses those of this batch.
             num_items_in_batch: Targets of the whole batch that this is a part of, as transformers'
                 Trainer counts them; see `model_losses`. In place of `loss_counts`.

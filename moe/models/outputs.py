@@ -101,8 +101,8 @@ class STMoEEncoderOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: <float>[B, L, D].
-        hidden_states: <float>[B, L, D] before each block, and the last; if asked for.
-        attentions: <float>[B, H, L, L] of each block; if asked for.
+        hidden_states: <float>[B, L, D] before each block, and the last; if requested.
+        attentions: <float>[B, H, L, L] of each block; if requested.
         encoder_router_logits: <float32>[B, L, E] of each sparse layer, zeros for padding.
         encoder_router_outputs: One for each sparse layer.
     """
@@ -120,8 +120,8 @@ class STMoEModelOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: <float>[B, T, D] of the decoder.
-        past_key_values: Cache for the next step, if asked for.
-        decoder_hidden_states: <float>[B, T, D] before each block, and the last; if asked for, like
+        past_key_values: Cache for the next step, if requested.
+        decoder_hidden_states: <float>[B, T, D] before each block, and the last; if requested, like
             the others below.
         decoder_attentions: <float>[B, H, T, keys] of each block.
         cross_attentions: <float>[B, H, T, L] of each block.

@@ -65,7 +65,7 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
 
 
 def mesh_limits(config: STMoEConfig, num_ranks: int, num_groups: int | None = None) -> MeshLimits:
-    """Returns what a mesh of `num_ranks` ranks must divide; see `check_mesh`."""
+    """Returns the sizes that a mesh of `num_ranks` ranks must divide; see `check_mesh`."""
     is_sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
     num_experts = config.num_experts if is_sparse else 0
     d_ff = math.gcd(config.d_ff, config.expert_d_ff or 0)
@@ -250,7 +250,7 @@ def _draw_experts(
         number = coordinate.ep * num_local + expert
         weights = _draw(experts, single_layouts, f"{seed}/{number}")
         for name, weight in weights.items():
-            # Where FSDP shards the experts themselves, some belong to other ranks.
+            # If FSDP shards the experts dimension itself, some experts belong to other ranks.
             start = 0
             end = num_local
             if layouts[name].shard_dim == 0:

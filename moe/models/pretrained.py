@@ -444,7 +444,7 @@ def _checking_local_weights(source: Any, download: dict[str, Any]) -> AbstractCo
 def enable_activation_checkpointing(
     model: PreTrainedModel, settings: dict[str, bool] | None = None
 ) -> None:
-    """Makes a model recompute its activations; transformers 5.17 knows only the older name."""
+    """Makes a model recompute its activations; transformers 5.17 has only the older name."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
         enable = model.gradient_checkpointing_enable

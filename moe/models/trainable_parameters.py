@@ -107,7 +107,7 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
         subset: One of the names above.
 
     Raises:
-        ConfigError: When there is no such subset, or it would train or freeze nothing of the model.
+        ConfigError: When there is no such subset, or it would train or freeze no parameters.
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.2 and figure 5. Differs: the paper does not say where norms,

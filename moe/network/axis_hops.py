@@ -303,7 +303,7 @@ def _linked(ranks: IntArray, axis: int, topology: Topology) -> NDArray[np.bool_]
     backwards = topology.find_links(following, ranks)
     joined = (forwards >= 0) & (backwards >= 0)
 
-    # Two ranks have one link, which is not also that around the end.
+    # Two ranks have one link, which must not also count as the link around the end.
     if ranks.shape[axis] <= 2:
         np.moveaxis(joined, axis, 0)[-1] = False
     return joined

@@ -67,8 +67,8 @@ def ring_reduce_to(
 ) -> Schedule:
     """Returns a reduce-scatter around rings whose ranks own any number of chunks each.
 
-    A chunk starts at the rank behind its owner and passes all others on its way there, so that
-    every link of a ring carries all chunks but those of the rank after it.
+    A chunk starts at the rank after its owner and passes all others on its way there, so that every
+    link of a ring carries all chunks but those of the rank after it.
 
     Args:
         rings: <int64>[R, p] ranks in the order of each of R rings.

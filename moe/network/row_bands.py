@@ -131,7 +131,7 @@ def _find_helpers(is_dead: BoolArray) -> dict[int, int]:
     has_clients = is_broken & ~is_dead.all(axis=1)
     whole = set(np.flatnonzero(~is_broken).tolist())
 
-    # The pair above, if no other one has it; from the top down this helps the most.
+    # Use the pair above unless it is taken; going from the top down helps the most pairs.
     helpers: dict[int, int] = {}
     for pair in np.flatnonzero(has_clients).tolist():
         free = whole.intersection((pair - 1, pair + 1))

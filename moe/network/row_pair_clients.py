@@ -190,7 +190,7 @@ def _facing_rows(is_whole: BoolArray, *, wraps: bool) -> IntArray:
 
 def _runs(is_live: BoolArray) -> list[tuple[int, int]]:
     """Returns the first and the last column, exclusive, of each run of live columns."""
-    # Where live changes to dead, and back.
+    # Rows where live changes to dead, and back.
     padded = np.concatenate([[False], is_live, [False]])
     edges = np.flatnonzero(padded[1:] != padded[:-1])
     return [(int(low), int(high)) for low, high in edges.reshape(-1, 2)]

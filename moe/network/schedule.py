@@ -46,7 +46,8 @@ class Transfers(NamedTuple):
 
     All that is sent in a step is read before anything that arrives in it is written, and arriving
     units are added in the order of the rows. Steps group messages and order reads and writes of the
-    same units; they are no barriers: a rank continues as soon as what it sends has arrived.
+    same units; they are not barriers: a rank continues as soon as the data that it sends has
+    arrived.
 
     Attributes:
         step: <int64>[T] from 0.

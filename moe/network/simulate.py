@@ -39,7 +39,7 @@ class Simulation:
         payload_bytes: Bytes of all units of a buffer.
         timeline: Start and end of each transfer, and what it waits for.
         link_bytes: <float64>[L] bytes that each link carries.
-        link_busy_seconds: <float64>[L] how long each link takes for them.
+        link_busy_seconds: <float64>[L] transfer time of each link.
     """
 
     schedule: Schedule

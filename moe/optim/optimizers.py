@@ -131,7 +131,7 @@ def build_adamw(
 def _without_clipping(
     name: str, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> Callable[..., torch.optim.Optimizer]:
-    """Returns what builds an optimizer with the options that its class has, and refuses clipping."""
+    """Returns a builder of an optimizer with the options of its class, which does not support clipping."""
 
     def build(
         groups: list[dict[str, Any]],

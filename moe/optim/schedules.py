@@ -105,8 +105,8 @@ def polynomial(
         decay_steps: Steps over which the rate falls; None for those that are left of the run.
         decay_start: Where t is 0. From the `first_step`, the end of the warm-up jumps to a rate
             that has been falling since then (BERT).
-        warmup_start: Step at which the warm-up has the rate 0. -1 lets the first update learn, 0
-            wastes it; a number further below begins with a higher rate.
+        warmup_start: Step at which the warm-up has the rate 0. -1 gives the first update a positive
+            rate, 0 a rate of zero; lower numbers start with a higher rate.
 
     Raises:
         ConfigError: When an option is out of range.
@@ -120,7 +120,7 @@ def polynomial(
     check_number("end_lr", end_lr, least=0, most=lr, reason="it is the end of a fall from lr")
     _check_warmup_start(warmup_start)
 
-    # Where the fall begins and how long it takes.
+    # Start and duration of the decay.
     start = 0.0
     if warmup_steps and decay_start == "warmup_end":
         start = warmup_start + warmup_steps

@@ -131,7 +131,7 @@ def zeros_with_dims(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype
     if not isinstance(parameter, DTensor):
         return zeros
 
-    # An empty meta tensor knows the strides of the whole.
+    # An empty meta tensor has the strides of the whole parameter.
     whole_shape = [parameter.shape[dim] for dim in dims]
     whole = torch.empty(whole_shape, device="meta")
 

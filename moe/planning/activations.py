@@ -40,7 +40,7 @@ class Activations(NamedTuple):
 def activations(
     model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig, *, cpu: bool = False
 ) -> Activations:
-    """Returns what one forward pass of a rank keeps.
+    """Returns the activations that one forward pass keeps on a rank.
 
     Args:
         model: Whole or on a mesh, on any device.

@@ -442,7 +442,7 @@ class NetworkTimer:
         return frozenset(np.flatnonzero(np.isin(ranks, list(self.dead))).tolist())
 
     def _instances(self, axis: str, kind: Kind, algorithm: Algorithm) -> list[Instance]:
-        """Returns what each group does: the same, except for groups with dead ranks."""
+        """Returns the transfers of each group: the same, except for groups with dead ranks."""
         # One schedule for all groups with the same members dead.
         groups = self.groups(axis)
         schedules: dict[frozenset[int], Schedule] = {}

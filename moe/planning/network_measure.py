@@ -156,7 +156,8 @@ def _measure_on(world: World, content: Mapping[str, Any]) -> Measurement | None:
 def _targets(
     content: Mapping[str, Any], topology: Topology
 ) -> list[tuple[tuple[str, ...], IntArray]]:
-    """Returns where each rate is in the file, and <int64>[ranks] the rank that each rank sends to.
+    """Returns the position of each rate in the file, and <int64>[ranks] the rank that each rank
+    sends to.
 
     Raises:
         ConfigError: If the network has no axes along which ranks have neighbours.

@@ -157,7 +157,7 @@ def _summary(name: str, simulation: Simulation) -> dict[str, str]:
 
 
 def _page_numbers(topology: Topology, simulations: Mapping[str, Simulation]) -> dict[str, Any]:
-    """Returns what the page's script draws."""
+    """Returns the data for the page's script."""
     layout = place_network(topology)
     links = topology.links
     return {

@@ -1,10 +1,9 @@
 """Positions of the ranks of a mesh on a network, and of the groups of each axis.
 
 A placement gives every axis of the mesh a tile: its extent along each axis of the network. `tp` 16
-may be a row of 16 chips of a torus or a tile of 4 x 4. Along an axis of the network the ranks of the
-innermost axis of the mesh are neighbours, and the groups of an outer axis hop over them: e.g. rings
-of `ep` with strides of 4 beside each other. On levels of switches the axes of the network are nodes
-and the ranks of a node.
+may be a row of 16 chips of a torus or a tile of 4 x 4. Along an axis of the network the ranks of the innermost axis of
+the mesh are neighbours, and the groups of an outer axis hop over them: e.g. rings of `ep` with strides of 4, side by
+side. On levels of switches the axes of the network are nodes and the ranks of a node.
 
 Next: `network` times the collectives of the groups.
 """

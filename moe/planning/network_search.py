@@ -260,7 +260,7 @@ class LowerBounds:
 
 
 def _cuts(topology: Topology) -> Iterator[_Cut]:
-    """Yields the cuts of a network: links of a grid, of each axis too, or what leaves ranks and nodes."""
+    """Yields the cuts of a network: links of a grid, of each axis too, or the links that leave ranks and nodes."""
     links = topology.links
     ranks = np.arange(topology.num_ranks)
     if topology.shape and not topology.switched:
@@ -309,7 +309,7 @@ def _tree_distance(ranks: IntArray, is_live: BoolArray, cut: _Cut) -> float:
 
 
 def _exchange_distance(ranks: IntArray, is_live: BoolArray, cut: _Cut) -> float:
-    """Returns how far the parts of an exchange between live ranks go, of a payload of one byte."""
+    """Returns bytes times distance of an exchange between live ranks, for a payload of one byte."""
     total = 0
     for member in range(ranks.shape[1]):
         distance = cut.distance(ranks, ranks[:, member : member + 1])

@@ -22,7 +22,7 @@ _MOST_GROUPS = 3
 
 
 class Instance(NamedTuple):
-    """What one group does.
+    """Schedule of one group.
 
     Attributes:
         ranks: <int64>[size] its ranks of the network.
@@ -84,7 +84,7 @@ class SharedLinks(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """What one group uses.
+    """Links that one group uses.
 
     Attributes:
         link: <int64>[L] links.

@@ -219,7 +219,7 @@ def _alike(parts: Iterable[TimedCollective]) -> str:
 
 
 def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
-    """Returns what dead ranks cost, by use and for the whole update.
+    """Returns the cost of dead ranks, by use and for the whole update.
 
     Args:
         healthy: The plan on the whole network.
@@ -271,7 +271,7 @@ def _lost_lines(broken: NetworkPlan) -> Iterator[str]:
 
 
 def _survival(mesh: MeshConfig) -> str:
-    """Returns what the other ranks can do without the dead ones."""
+    """Returns the remaining use of the other ranks without the dead ones."""
     if mesh.dp_replicate == mesh.num_ranks:
         return "Every rank holds the whole model: the survivors go on with their own rows."
     if mesh.dp_replicate == 1:

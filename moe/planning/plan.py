@@ -107,7 +107,7 @@ def build_model(config: STMoEConfig) -> STMoEForConditionalGeneration:
 
 
 def make_plan(model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig) -> Plan:
-    """Returns what an update needs; the mesh must fit, see `check_mesh`.
+    """Returns the requirements of an update; the mesh must fit, see `check_mesh`.
 
     Args:
         model: With whole parameters, on any device; see `build_model`.
@@ -143,8 +143,8 @@ def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int
     """Returns a plan for every mesh that the model and the batch allow, the best first.
 
     Meshes that fit into memory come first, ordered by their communication time, by `seconds_of`.
-    Where the workload leaves the micro-batch open, a mesh gets the largest that fits,
-    or 1 when none does: larger ones gather parameters less often.
+    If the workload does not set the micro-batch, a mesh gets the largest that fits, or 1 when none
+    does: larger ones gather parameters less often.
 
     Args:
         config: Settings of the model.

@@ -22,7 +22,7 @@ _MAX_BYTES = 10**6 * 2**40
 
 
 def parse_quantity(text: str, units: Mapping[str, float]) -> float:
-    """Returns what a text of a number and a unit means; 0 for any other text.
+    """Returns the value of a text with a number and a unit; 0 for any other text.
 
     Args:
         text: E.g. `80GiB` or `3h`.

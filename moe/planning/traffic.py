@@ -83,7 +83,7 @@ class Collective(NamedTuple):
     num_calls: int
 
     def sent_bytes(self, mesh: MeshConfig) -> float:
-        """Returns what one rank sends in all calls."""
+        """Returns one rank's traffic in all calls."""
         size = group_size(self.axis, mesh)
         share = (size - 1) / size
         if self.kind == Kind.ALL_REDUCE:
@@ -165,7 +165,7 @@ def collectives(
 
 
 def transfers(parts: Iterable[Collective], mesh: MeshConfig) -> tuple[Transfer, ...]:
-    """Returns what one rank sends in some collectives, equal kinds added up."""
+    """Returns one rank's traffic in some collectives, equal kinds added up."""
     totals: dict[tuple[str, str], float] = {}
     for part in parts:
         kind = (part.what, part.axis)

@@ -95,7 +95,7 @@ class PassCounts(NamedTuple):
 def pass_counts(
     model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig
 ) -> PassCounts:
-    """Returns how often passes run on a rank in an update.
+    """Returns the number of passes of a rank in an update.
 
     Args:
         model: Whole or on a mesh, on any device.

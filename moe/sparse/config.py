@@ -83,8 +83,8 @@ class SparseConfig:
         expert_capacity: Slots of an expert in a group of any size, in training and evaluation;
             replaces both factors, the minimum and the rounding. None leaves it to them.
         capacity_scope: Whether tokens are routed together, and compete for slots, in a `group` of
-            sequences, or each `sequence` is a group of its own whatever `group_size` (transformers'
-            Switch).
+            sequences, or each `sequence` is its own group, regardless of `group_size`
+            (transformers' Switch).
         group_size: Most tokens that are routed together; a group is a whole number of sequences,
             and a longer sequence is its own group.
         balance_choices: Whether the balance loss counts the `first` choice of a token (the loss is

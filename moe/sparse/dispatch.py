@@ -37,7 +37,7 @@ class SortedRows(NamedTuple):
 
 
 class UngatheredRows(NamedTuple):
-    """Inputs of the fused experts: tokens, and the rows that are to be made of them.
+    """Inputs of the fused experts: tokens, and the rows to build from them.
 
     Attributes:
         tokens: <float>[T, D].
@@ -282,7 +282,7 @@ class FusedDispatcher(Dispatcher):
         self._rows = rows
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """Returns the tokens <float>[T, D] with the rows that are to be made of them."""
+        """Returns the tokens <float>[T, D] with the rows to build from them."""
         return Arrived(UngatheredRows(tokens, self._rows))
 
     def combine(self, outputs: Tensor) -> Tensor:
@@ -297,8 +297,8 @@ class Slots(NamedTuple):
     """A plan as fixed slots: every expert has C of them for each group, empty or not.
 
     Attributes:
-        token: <int64>[E, G * C] token in each slot, an index into [T, D]; T, which is none, for an
-            empty one.
+        token: <int64>[E, G * C] token in each slot, an index into [T, D]; T (none) for an empty
+            slot.
         weight: <float32>[E, G * C] combine weight; 0 for an empty slot.
         num_tokens: T.
     """

@@ -58,10 +58,9 @@ def sparse_layers(module: nn.Module) -> dict[LayerKey, SparseFeedForward]:
 def edit_routing(module: nn.Module, edits: Mapping[LayerKey, RoutingEdit]) -> Iterator[None]:
     """Changes the plans of sparse layers inside the block.
 
-    An edit sees the scores of the router and the plan that it made of them, and returns the plan
-    that is carried out and reported. It can ignore slots: they are reassigned, and every accepted
-    choice gets one, regardless of the capacity. Auxiliary losses follow from the scores and the new
-    plan.
+    An edit gets the router's scores and plan, and returns the plan that is executed and reported.
+    It can ignore slots: they are reassigned, and every accepted choice gets one, regardless of the
+    capacity. Auxiliary losses follow from the scores and the new plan.
     Edits hold in every forward pass: in training, in evaluation, and in each step of generation,
     where a call has one token of each sequence. With nested contexts, the outer one edits first.
     With activation checkpointing the backward pass belongs inside the block.
@@ -75,7 +74,7 @@ def edit_routing(module: nn.Module, edits: Mapping[LayerKey, RoutingEdit]) -> It
         edits: A function `(scores, plan) -> plan`, or a `LayerEdit`, by layer.
 
     Raises:
-        ConfigError: When the module has no such layer, a value is no edit, or the context ends
+        ConfigError: When the module has no such layer, a value is not an edit, or the context ends
             before the backward pass of checkpointed layers.
         DataError: In the forward pass, when an edit does not return a valid plan for these tokens.
     """

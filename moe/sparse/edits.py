@@ -125,12 +125,12 @@ def choose_again(
         plan: The plan of those scores; says whether there is a capacity.
         barred: <bool>[G, S, E] experts that a token cannot have.
     """
-    # A logit as low as can be, which is finite, so that no difference is NaN.
+    # The lowest finite logit, so that no difference is NaN.
     lowest = torch.finfo(scores.logits.dtype).min
     masked = router_scores(scores.logits.masked_fill(barred, lowest))
 
-    # Choose again, with barred experts below all others, even with a bias. Where too few are
-    # left they are chosen all the same, and dropped below.
+    # Choose again, with barred experts below all others, even with a bias. If too few experts are
+    # left, barred ones are chosen too, and dropped below.
     below_all = masked.probs.masked_fill(barred, lowest)  # [G, S, E]
     has_capacity = plan.capacity is not None
     assigned = router.assign(

@@ -170,7 +170,7 @@ class SlotExchange(Dispatcher):
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Returns the tokens <float>[T, D] of the slots <float>[E / ep, ep * n, D]."""
-        # Sorted by rank again, so that every rank gets back what it sent.
+        # Sorted by rank again, so that every rank gets its own rows back.
         outputs = rearrange(outputs, "e (p n) d -> (p e n) d", **self._sizes)
         returned = send_rows(outputs, self._route, "combine", reverse=True).wait()
         returned = rearrange(returned, "(e n) d -> e n d", e=self._num_experts)

@@ -76,7 +76,8 @@ class Experts(nn.Module):
         """Returns the outputs of the experts, in the form of their inputs.
 
         Args:
-            in_flight: Of a dispatcher: rows, or slots <any float>[E, n, D], or what will be them.
+            in_flight: Of a dispatcher: rows, or slots <any float>[E, n, D], or a pending exchange
+                of them.
 
         Returns:
             <dtype of the products> of the inputs' shape: rows [N, D] or slots [E, n, D]. Rows that
@@ -158,7 +159,7 @@ class Experts(nn.Module):
             return rearrange(outputs, "e d n -> e n d").contiguous()
 
     def _form(self) -> ExpertForm:
-        """Returns what an expert computes: kernels know no configuration and no training mode."""
+        """Returns what an expert computes: kernels do not depend on the configuration or the training mode."""
         return ExpertForm(
             activation=self.config.activation,
             gated=self.config.gated,

@@ -51,7 +51,7 @@ def sequences_per_group(batch: int, length: int, group_size: int) -> int:
         ST-MoE (arXiv:2202.08906) §7.2: groups of 4 sequences, mostly 2 to 8. Differs:
         Mesh-TensorFlow splits the flat token axis, and may split a sequence.
     """
-    # As many as fit into a group, or the next smaller number that divides the batch.
+    # The number that fits into a group, or the next smaller number that divides the batch.
     most_sequences = max(1, group_size // max(1, length))
     sequences = min(most_sequences, max(1, batch))
     while batch % sequences:

@@ -35,7 +35,7 @@ def check_inputs(
         d_model: Width of the layer, D.
 
     Raises:
-        DataError: When one is no tensor, or has another shape or dtype.
+        DataError: When one is not a tensor, or has another shape or dtype.
     """
     # x itself: three dimensions, the last as wide as the layer.
     _check_tensor("x", x)

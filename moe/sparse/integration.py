@@ -104,7 +104,7 @@ def replace_feed_forward(
 
     Everything between the attention and the residual sum is replaced: both products, the activation
     and the dropout on the hidden units, for which `config` has its own settings. torch's fast path,
-    which knows dense products only, is not taken.
+    which supports only dense products, is not used.
 
     Example:
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, batch_first=True), 6)
@@ -232,8 +232,9 @@ def router_loss(
         <float32>[].
 
     Raises:
-        ConfigError: When there is no such reduction, or a weight is no finite number of at least 0.
-        DataError: When there are no routers, or something else than RouterOutputs.
+        ConfigError: When there is no such reduction, or a weight is not a finite number of at least
+            0.
+        DataError: When there are no routers, or values other than RouterOutputs.
 
     Source:
         ST-MoE (arXiv:2202.08906) eq. 6 and its weights; Mesh-TensorFlow sums over layers. Differs:

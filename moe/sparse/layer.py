@@ -237,7 +237,7 @@ def group_inputs(
 
 
 def real_tokens(inputs: RouterInputs) -> Tensor:
-    """Returns which tokens are real <bool>[G, S]: all where there is no mask."""
+    """Returns which tokens are real <bool>[G, S]: all of them without a mask."""
     if inputs.token_mask is not None:
         return inputs.token_mask
     tokens = inputs.tokens

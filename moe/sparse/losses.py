@@ -90,7 +90,7 @@ def router_losses(
 
     Args:
         scores: <float32>[G, S, E] of the router.
-        plan: The plan made of them.
+        plan: The resulting plan.
         config: Says which choices and positions count, and the scope.
         balanced_by_construction: Makes the balance loss 0, for routers in which experts choose.
 
@@ -173,7 +173,7 @@ def _with_balance_loss(
 
 
 def _num_share_tokens(is_real: Tensor, config: SparseConfig) -> Tensor:
-    """Returns how many tokens of each group the shares are of <float32>[G]."""
+    """Returns <float32>[G] the number of tokens of each group that the shares refer to."""
     num_real = is_real.sum(dim=-1)
     if config.balance_over == "real_tokens":
         return num_real
@@ -191,7 +191,7 @@ def num_scope_ranks(scope: BalanceScope, mesh: MeshConfig) -> int:
 
 
 def balance_totals(losses: RouterLosses, group: ProcessGroup | None = None) -> BalanceTotals:
-    """Returns what the shares are of over the ranks of `group`, without gradient.
+    """Returns the totals of the shares over the ranks of `group`, without gradient.
 
     A collective of E + 1 numbers. Add the totals of several calls up with `add_totals` when the
     scope spans micro-batches.

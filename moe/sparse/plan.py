@@ -190,7 +190,7 @@ def queue_position(expert_index: Tensor, requested: Tensor, num_experts: int) ->
     order = queue.argsort(stable=True)  # [G * R]
     sorted_queue = queue.index_select(0, order)
 
-    # Where each queue starts in that order.
+    # Start of each queue in that order.
     queue_size = queue.new_zeros(num_queues + 1)
     queue_size = queue_size.scatter_add(0, queue, torch.ones_like(queue))  # [G * E + 1]
     start = queue_size.cumsum(0) - queue_size

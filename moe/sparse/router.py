@@ -1,4 +1,4 @@
-"""The router: scores of every expert for every token, and the plan that is made of them.
+"""The router: scores of every expert for every token, and the resulting plan.
 
 Comes after groups.py; dispatch.py carries the plan out. The common parts of all routers are here;
 each router is a file in moe/sparse/routers/. Read token_choice.py first, the router of ST-MoE.
@@ -76,7 +76,7 @@ class Router(nn.Module):
 
     @staticmethod
     def gate_width(config: SparseConfig) -> int:
-        """Returns how many numbers of a token the gate sees: D or 2D."""
+        """Returns the width of the gate's input: D or 2D."""
         return config.d_model * (2 if config.router_input.startswith("concat") else 1)
 
     @classmethod
@@ -132,7 +132,7 @@ class Router(nn.Module):
         return scores
 
     def gate_input(self, inputs: RouterInputs) -> Tensor:
-        """Returns what the gate sees of the tokens: hidden states, perhaps with word embeddings.
+        """Returns the gate's inputs: hidden states, optionally with word embeddings.
 
         Returns:
             <any float>[G, S, D or 2D].
@@ -267,7 +267,7 @@ class RouterRegistry(Registry[type[Router]]):
         """Stores a router under `name` and returns it.
 
         Raises:
-            ConfigError: When the name is taken, or the value is no router.
+            ConfigError: When the name is taken, or the value is not a router.
         """
         super().add(name, value)
 

@@ -68,7 +68,7 @@ def check_router(config: RouterSettings) -> None:
     """Checks the router, its options, and its requirements for the other settings.
 
     Raises:
-        ConfigError: When there is no such router or option, or the layer is not made for it.
+        ConfigError: When there is no such router or option, or the layer does not support it.
     """
     requirements = ROUTER_REQUIREMENTS.get(config.router)
     _check_options(config, requirements)

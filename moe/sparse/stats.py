@@ -34,13 +34,13 @@ class RouterStats(NamedTuple):
     Counts are integers and sums float64, so that no token is lost in a long run.
 
     Attributes:
-        expert_load: <int64>[E] choices that asked for each expert, before capacity.
+        expert_load: <int64>[E] choices that requested each expert, before capacity.
         accepted_load: <int64>[E] choices that got a slot.
         num_slots: <int64>[] slots there were; without a capacity, the slots that were used.
         num_tokens: <int64>[] real tokens.
         num_positions: <int64>[] tokens with their padding.
         dropped_tokens: <int64>[] tokens that reached no expert.
-        dropped_by_choice: <int64>[K] choices that asked for a slot and got none.
+        dropped_by_choice: <int64>[K] choices that requested a slot and got none.
         second_expert_tokens: <int64>[] tokens that reached two or more experts.
         entropy_sum: <float64>[] entropy of the router's probabilities in nats, over tokens.
         confidence_sum: <float64>[] combine weights of the accepted choices.
@@ -72,7 +72,7 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
 
     Args:
         scores: <float32>[G, S, E] of the router.
-        plan: The plan made of them.
+        plan: The resulting plan.
         losses: The losses of the same plan.
     """
     # Tokens that requested an expert, that got one, and that did not.
@@ -130,7 +130,7 @@ def add_stats(a: RouterStats, b: RouterStats) -> RouterStats:
     """Returns the statistics of both together; they must have the same E and K.
 
     Raises:
-        DataError: When one is no RouterStats.
+        DataError: When one is not a RouterStats.
     """
     _check_stats(a)
     _check_stats(b)
@@ -159,19 +159,19 @@ def summarize(stats: RouterStats) -> dict[str, float]:
 
     Returns:
         `load_balance_loss` and `router_z_loss` (unweighted means), `fraction_dropped` (tokens that
-        reached no expert), `fraction_dropped_choice_1` to `_K` (choices that asked and got no slot,
-        of all tokens), `fraction_padding` (of all positions), `second_expert_rate` (tokens that
-        reached two or more experts), `entropy` (nats, mean over tokens), `load_cv` (standard
-        deviation over mean of the expert load before capacity), `max_over_mean` of the same load,
-        `dead_experts` (that no token asked for), `expert_usage` (filled slots over slots),
-        `confidence` (mean combine weight of an accepted choice).
+        reached no expert), `fraction_dropped_choice_1` to `_K` (choices that requested a slot and
+        got none, of all tokens), `fraction_padding` (of all positions), `second_expert_rate`
+        (tokens that reached two or more experts), `entropy` (nats, mean over tokens), `load_cv`
+        (standard deviation over mean of the expert load before capacity), `max_over_mean` of the
+        same load, `dead_experts` (that no token requested), `expert_usage` (filled slots over
+        slots), `confidence` (mean combine weight of an accepted choice).
 
     Raises:
         DataError: When the statistics are not RouterStats.
     """
     _check_stats(stats)
 
-    # Where nothing was counted, shares are of 1 instead of 0.
+    # If nothing was counted, shares are divided by 1 instead of 0.
     load = stats.expert_load.double()  # [E]
     mean_load = float(load.mean()) or 1.0
     num_tokens = float(stats.num_tokens) or 1.0

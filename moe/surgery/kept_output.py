@@ -34,7 +34,7 @@ class Kept(NamedTuple):
 
 
 class KeptOutput(NamedTuple):
-    """What one layer keeps.
+    """Share of the output that one layer keeps.
 
     Attributes:
         key: The layer.
@@ -85,7 +85,8 @@ class _Sums:
 
 @torch.no_grad()
 def kept_output(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -> list[KeptOutput]:
-    """Returns what each layer of an upcycled model keeps of the dense output on some batches.
+    """Returns the share of the dense output that each layer of an upcycled model keeps on some
+    batches.
 
     Args:
         model: The model, whole and in evaluation mode, before any training.

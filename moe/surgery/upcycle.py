@@ -56,7 +56,7 @@ class Upcycling:
         num_sparse_encoder_layers: Sparse layers of the encoder; None for every second block.
         num_sparse_decoder_layers: The same for the decoder.
         method: `copy` makes every expert the dense layer. `drop_reinit` draws a share of the hidden
-            units of each expert anew: the experts differ from the start, and the output changes.
+            units of each expert again: the experts differ from the start, and the output changes.
         reinit_share: Share of the hidden units that `drop_reinit` re-initializes, r.
         scale: Factor on the experts' output, in addition to the factor G for the parts.
         seed: Seed of the routers and of the re-initialized units.
@@ -173,7 +173,7 @@ def upcycle_checkpoint(
 
 
 def upcycled(dense: ConvertedCheckpoint, upcycling: Upcycling) -> ConvertedCheckpoint:
-    """Returns the weights of the sparse model, each of which is made when it is read."""
+    """Returns the weights of the sparse model, each of which is computed when it is read."""
     config = upcycling.config(dense.config)
     with torch.device("meta"):
         shapes = stored_tensors(STMoEForConditionalGeneration(config))

@@ -54,7 +54,7 @@ class ProbeFacts(NamedTuple):
     Attributes:
         version: Version of the format.
         library: Version of this library.
-        text: What the text is, in words.
+        text: Description of the text.
         text_fingerprint: SHA-256 of the text's tokens.
         num_tokens: Tokens of the text in each stack, N.
         layers: The sparse layers, the encoder's first.
@@ -89,7 +89,7 @@ class Probe(NamedTuple):
 
     Attributes:
         step: Updates so far.
-        choices: <int8 or int16>[N, K] of each sparse layer: the experts that each token asked for,
+        choices: <int8 or int16>[N, K] of each sparse layer: the experts that each token requested,
             or that chose it, its first choice in front and -1 for none at the end. Tokens are in
             the order of `ProbeText`.
     """
@@ -103,7 +103,7 @@ class Probe(NamedTuple):
 
 
 def probe_text(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -> ProbeText:
-    """Returns the tokens of whole batches; the model says what its decoder reads.
+    """Returns the tokens of whole batches; the model determines the decoder's tokens.
 
     Raises:
         DataError: When a batch has no labels, or is packed.
@@ -136,7 +136,7 @@ def probe_facts(
     Args:
         model: Gives the sparse layers.
         text: See `probe_text`.
-        description: What the text is, in words.
+        description: Description of the text.
     """
     return ProbeFacts(
         version=FORMAT_VERSION,
@@ -276,7 +276,7 @@ def read_probe_text(folder: Path) -> ProbeText:
 
 
 def read_probe_facts(folder: Path) -> ProbeFacts:
-    """Returns what the probes of a run are of.
+    """Returns the description of a run's probes.
 
     Args:
         folder: The folder `probe` of a run.

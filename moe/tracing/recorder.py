@@ -40,7 +40,7 @@ class Provenance(NamedTuple):
     """The origin of a trace; unknown fields are empty.
 
     Attributes:
-        text: What the examples are, in words.
+        text: Description of the examples.
         model: Where the model came from, as the user named it.
         model_fingerprint: Identifies the model's files.
         tokenizer_fingerprint: The same of the tokenizer.
@@ -166,7 +166,7 @@ def stack_inputs(model: STMoEForConditionalGeneration, batch: Batch) -> dict[Sta
 
 
 def layer_facts(model: nn.Module) -> list[LayerFacts]:
-    """Returns what the sparse layers of a model are, the encoder's first."""
+    """Returns the descriptions of a model's sparse layers, the encoder's first."""
     layers = []
     for (stack, number), layer in sparse_layers(model).items():
         config = layer.config
@@ -198,7 +198,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class Recording:
-    """Records batch by batch; what it returns for each is for the caller to keep.
+    """Records batch by batch; the caller keeps the results.
 
     Rows of one name are to be put one after the other, in the order of the batches.
     """
@@ -288,7 +288,7 @@ class Recording:
         return tensors
 
     def facts(self, provenance: Provenance) -> TraceFacts:
-        """Returns what was recorded until now.
+        """Returns the trace recorded so far.
 
         Raises:
             DataError: When that is nothing.
@@ -343,7 +343,7 @@ def _layer_rows(router: RouterOutput, is_real: Tensor, num_best: int) -> dict[st
     state = requested.to(torch.uint8)
     state[rows(plan.accepted)] = ACCEPTED
 
-    # First choice: of the experts that a token asked for, the one of the highest logit.
+    # First choice: of the experts that a token requested, the one with the highest logit.
     logits = rows(router.router_logits).float()  # [N, E]
     wanted = logits.gather(-1, expert).masked_fill(~requested, float("-inf"))
     first = expert.gather(1, wanted.argmax(dim=-1, keepdim=True)).squeeze(1)  # [N]

@@ -48,7 +48,7 @@ class TraceFacts(NamedTuple):
         model_fingerprint: Identifies the model's files; empty for a model in memory.
         tokenizer_fingerprint: The same of the tokenizer.
         inputs_fingerprint: SHA-256 of the token ids of all examples.
-        text: What the examples are, in words.
+        text: Description of the examples.
         command: The command that recorded it; empty where none did.
         num_examples: Number of examples.
         domains: Names of the kinds of text.
@@ -78,10 +78,10 @@ class LayerTrace(NamedTuple):
         expert: <int8 or int16>[N, K] expert of each choice, requested or not.
         state: <uint8>[N, K] NOT_REQUESTED, REFUSED or ACCEPTED.
         gate: <float32>[N, K] combine weight; 0 where not accepted.
-        first: <int8 or int16>[N] first choice: of the experts that a token asked for, or that chose
-            it, the one of highest probability; -1 where there is none.
+        first: <int8 or int16>[N] first choice: of the experts that a token requested, or that chose
+            it, the one with the highest probability; -1 if there is none.
         best_expert: <int8 or int16>[N, M] experts of the M highest probabilities, the highest first;
-            M = 0 where they were not asked for.
+            M = 0 if they were not requested.
         best_prob: <float16>[N, M] those probabilities.
         stats: Summed statistics.
     """
@@ -141,7 +141,7 @@ class StackTrace(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Where every token of some examples went.
+    """Routing of every token of some examples.
 
     Attributes:
         facts: Facts about the trace.

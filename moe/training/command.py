@@ -63,8 +63,8 @@ class RecipeCommand(Generic[R]):
     """A command whose arguments are the settings of a recipe and a few additional ones.
 
     `--config FILE` (or the name of one of our recipes) may be given several times, later files and later arguments win;
-    `--print_config` shows the result, with what files inherit by `extends:`, and ends. `--help`
-    explains the options people use, `--help-all` all.
+    `--print_config` prints the result, including inherited settings (`extends:`), and exits.
+    `--help` explains the options people use, `--help-all` all.
 
     Example:
         command = RecipeCommand(PretrainRecipe, "Pre-trains a model.", prog="stmoe pretrain")
@@ -208,7 +208,7 @@ class RecipeCommand(Generic[R]):
         """Reads and checks the recipe files that the arguments name, and their parents.
 
         Raises:
-            ConfigError: When a file cannot be read, or a key of it is no setting.
+            ConfigError: When a file cannot be read, or one of its keys is not a setting.
         """
         arguments = _Arguments([], {}, {})
         steps_of_cooldown = ""
@@ -219,7 +219,7 @@ class RecipeCommand(Generic[R]):
                 path = find_recipe(argument if previous == "--config" else value)
                 files = read_recipe_files(path)
 
-                # Where several files give a setting, the last child wins.
+                # If several files give a setting, the last child wins.
                 for file in reversed(files):
                     settings = self._check_file(file)
                     for name, setting in settings.items():
@@ -277,7 +277,7 @@ class RecipeCommand(Generic[R]):
     def _refuse_nulls(self, parsed: Any) -> None:
         """Raises a ConfigError for the first setting that is null and may not be.
 
-        jsonargparse lets all be null.
+        jsonargparse allows null for all settings.
         """
         for setting in self._settings.values():
             is_nullable = type(None) in typing.get_args(setting.type)

@@ -232,7 +232,7 @@ def _print_on_rank_zero(text: str) -> None:
 
 
 class _Start(NamedTuple):
-    """Where a run begins.
+    """Starting point of a run.
 
     Attributes:
         checkpoint: Checkpoint to continue from; None to start at the first step.
@@ -244,7 +244,7 @@ class _Start(NamedTuple):
 
 
 def _find_start(run: Run) -> _Start | None:
-    """Returns where a resumed run begins; None when it is complete.
+    """Returns the starting point of a resumed run; None when it is complete.
 
     Raises:
         CheckpointError: When the checkpoint belongs to other settings or data (a complete run is

@@ -148,7 +148,7 @@ def scorers_for(targets: Sequence[str]) -> tuple[dict[str, Scorer], str]:
 def dev_scorer(
     pairs: Sequence[Pair], inputs_length: int, mesh: Mesh | None, device_type: str
 ) -> DevEvaluation:
-    """Returns what scores a saved model on pairs, by greedy decoding.
+    """Returns a function that scores a saved model on pairs, by greedy decoding.
 
     Every rank must call it. On a mesh all ranks answer the same pairs, so that the scores don't
     depend on their number. The pairs are written to dev/pairs.jsonl, for `python -m eval run

@@ -114,7 +114,7 @@ class TrainingRecipe:
 
 @dataclass(frozen=True)
 class SpanCorruptionRecipe:
-    """How pre-training examples are made of text: T5's span corruption.
+    """How pre-training examples are built from text: T5's span corruption.
 
     Attributes:
         inputs_length: Encoder tokens of an example with sentinels and end; the targets' length
@@ -144,7 +144,7 @@ class SpanCorruptionRecipe:
 
 @dataclass(frozen=True)
 class PairsRecipe:
-    """How fine-tuning rows are made of pairs: an input text and a target text.
+    """How fine-tuning rows are built from pairs: an input text and a target text.
 
     Attributes:
         inputs_length: Encoder tokens of a row; longer inputs are truncated.
@@ -155,7 +155,7 @@ class PairsRecipe:
         workers: Processes of every rank that make batches ahead; see `SpanCorruptionRecipe`.
 
     Source:
-        ST-MoE (arXiv:2202.08906) §4.5: a sentinel trains faster and is no better in general.
+        ST-MoE (arXiv:2202.08906) §4.5: a sentinel trains faster but is not better in general.
     """
 
     inputs_length: int = 512
@@ -203,7 +203,7 @@ class MixtureRecipe:
     dev_examples: int | None = 0
 
     def __post_init__(self) -> None:
-        # Only the type of names is checked: eval/, which knows the tasks, is not imported here.
+        # Only the type of names is checked: eval/, which defines the tasks, is not imported here.
         tasks = self.tasks
         are_names = isinstance(tasks, list) and all(
             isinstance(name, str) and name for name in tasks
@@ -299,7 +299,7 @@ class PretrainRecipe(Recipe):
     """Pre-training by span corruption; defaults are the paper's.
 
     Attributes:
-        data: How examples are made of text.
+        data: How examples are built from text.
     """
 
     data: SpanCorruptionRecipe = field(default_factory=SpanCorruptionRecipe)
@@ -335,7 +335,7 @@ class FinetuneRecipe(Recipe):
             run, whose checkpoints must be next to the model's folder, and is better in the paper;
             `reset` starts without and needs only the model. The schedule restarts either way.
         mixture: The tasks, and how often each is drawn.
-        data: How rows are made of pairs.
+        data: How rows are built from pairs.
 
     Source:
         ST-MoE (arXiv:2202.08906) §5 and T5X's MoE fine-tuning: constant rate 1e-3 after 1,000

@@ -123,7 +123,7 @@ def _parent_path(path: Path, parent: Any) -> Path:
         raise ConfigError(
             f"{path}: {EXTENDS} is {shown(parent)}; expected the path of one recipe file, relative to this one."
         )
-    # Resolve `..`, so that messages show the path that the user knows.
+    # Resolve `..`, so that messages show a path that the user recognizes.
     parent_path = Path(os.path.normpath(path.parent / parent))
     ours = recipes_folder() / f"{parent}.yaml"
     if not parent_path.exists() and Path(parent).name == parent and ours.is_file():

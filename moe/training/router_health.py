@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 # as many.
 NUM_LOGS = 10
 
-# Choices in an even share of those logs above which an expert without any is no accident: if all
-# experts were equally probable, it would have none with probability e^-20.
+# Expected choices per expert above which an unused expert is not due to chance: if all experts were
+# equally probable, one would be unused with probability e^-20.
 FAIR_SHARE = 20
 
 # Largest |logit| of a healthy router. From 128 on bfloat16 steps by 1: 128.5 is 128, and next to

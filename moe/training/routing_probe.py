@@ -138,7 +138,7 @@ class RoutingProbe:
         self._mesh = mesh
         self._bfloat16 = bfloat16
 
-        # Every rank knows the whole text, and records its own rows of it.
+        # Every rank has the whole text, and records its own rows of it.
         self._text = probe_text(model, self._batches(ALL_ROWS))
         self._facts = probe_facts(model, self._text, text)
 
@@ -162,7 +162,7 @@ class RoutingProbe:
         with seeded_random_numbers(_SEED, device), autocast:
             part = _record_rows(self._model, self._batches(rows))
 
-        # Those of all ranks.
+        # Values of all ranks.
         parts = [part]
         if self._mesh:
             parts = gather_or_raise(lambda: part, self._mesh.data)

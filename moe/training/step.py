@@ -1,6 +1,6 @@
 """One update of the weights: the same result however the batch is split into micro-batches.
 
-The loop (loop.py) calls `take_step` once for each batch and reports what it returns.
+The loop (loop.py) calls `take_step` once for each batch and reports its results.
 """
 
 import dataclasses

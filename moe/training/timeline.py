@@ -122,7 +122,7 @@ class Timeline:
             self._append(TimelineEvent("end", time.time(), self._step))
 
     def goodput(self) -> "Goodput":
-        """Returns how the seconds of this process were spent; `steps` are its own."""
+        """Returns a breakdown of this process's seconds; `steps` are its own."""
         return self._goodput._replace(total=time.time() - self._started)
 
     def _append(self, event: TimelineEvent) -> None:
@@ -220,7 +220,7 @@ def read_timeline(folder: Path) -> list[TimelineEvent]:
 
 
 def measure_goodput(events: Sequence[TimelineEvent]) -> Goodput:
-    """Returns how the seconds of a run were spent."""
+    """Returns a breakdown of the seconds of a run."""
     starts = sum(event.event == "start" for event in events)
     total = events[-1].time - events[0].time
     goodput = Goodput(events[-1].step, starts, total)

@@ -103,7 +103,7 @@ def ablate_experts(
     seed: int = 0,
     progress: bool = True,
 ) -> Ablation:
-    """Returns what ablating each expert does to the loss of every class, in evaluation mode.
+    """Returns the effect of ablating each expert on the loss of every class, in evaluation mode.
 
     Every expert costs two forward passes of each batch: one without it, and one in which as many
     random choices are ablated likewise. Runs with ablated decoder experts reuse the encoder's

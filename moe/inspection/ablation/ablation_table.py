@@ -160,7 +160,7 @@ def expert_effects(ablation: Ablation, *, confidence: float = CONFIDENCE) -> lis
 
 
 def rank_correlations(ablation: Ablation) -> list[RankCorrelation]:
-    """Returns how well load and first-order estimate tell which experts have a large effect."""
+    """Returns how well load and first-order estimate predict which experts have a large effect."""
     correlations = []
     for layer in ablation.layers:
         effect = layer.change[:, 0].sum(dim=-1)  # [E]

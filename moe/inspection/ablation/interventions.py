@@ -1,4 +1,4 @@
-"""Interventions on an expert that show what it contributes: drop, reroute, mean, swap.
+"""Interventions on an expert that show its contribution: drop, reroute, mean, swap.
 
 Each applies to the choices of an expert, or to as many random ones; `ablate` runs them over all experts.
 """

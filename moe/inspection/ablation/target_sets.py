@@ -51,7 +51,7 @@ class TargetSets(NamedTuple):
 
 
 def list_targets(batches: Sequence[TracedBatch]) -> Targets:
-    """Returns where the target tokens of batches come from.
+    """Returns the origin of the target tokens of batches.
 
     Raises:
         DataError: When a batch has no labels or has segments, or there is no target at all.

@@ -80,7 +80,7 @@ class AblationBar(NamedTuple):
         effect: Change of the loss in nats per token; above 0 the model needs the expert.
         low: Lower end of its interval.
         high: Upper end of its interval.
-        verdict: Conclusion in words.
+        verdict: Conclusion, as text.
         edit: Name of the intervention, e.g. `drop`.
     """
 

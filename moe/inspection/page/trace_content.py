@@ -349,7 +349,7 @@ def _nodes(layer: LayerTrace) -> list[int]:
         busiest = first[:-1].argsort(descending=True, stable=True)[: _MOST_NODES - 1]
         nodes = [*sorted(busiest.tolist()), _REST]
 
-    # Where experts choose tokens, some tokens are chosen by none.
+    # If experts choose tokens, some tokens are not chosen.
     return [*nodes, _NO_EXPERT] if first[-1] else nodes
 
 
@@ -366,7 +366,7 @@ def _node_of(nodes: list[int], num_experts: int) -> Tensor:
 def agreements(
     trace: Trace, other: Trace, matching: Mapping[LayerKey, Sequence[int]]
 ) -> list[Json]:
-    """Returns how far two models agree on first choices in their common layers.
+    """Returns the agreement of two models on first choices in their common layers.
 
     `same` of `num_tokens` have the same expert; `by_chance` is the share that would if the choices
     of the models were independent.

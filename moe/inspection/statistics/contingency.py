@@ -21,7 +21,7 @@ def one_hot_choices(choices: Tensor, num_experts: int) -> Tensor:
         num_experts: E.
 
     Raises:
-        DataError: When there is no such expert.
+        DataError: When an expert is out of range.
     """
     # One choice is K = 1.
     choices = choices.long()

@@ -38,7 +38,7 @@ class Margins(NamedTuple):
 
 
 def choice_margins(layer: LayerTrace) -> Margins:
-    """Returns how far the next expert is from being chosen instead, token by token.
+    """Returns the margin by which the next expert is not chosen, token by token.
 
     Args:
         layer: The layer's part of a trace that was recorded with `num_best` above K.
@@ -105,7 +105,7 @@ def noise_stability(
         For each layer and each variance.
 
     Raises:
-        ConfigError: When a variance is not above 0, or the seed is no integer.
+        ConfigError: When a variance is not above 0, or the seed is not an integer.
 
     Source:
         REAP (arXiv:2510.13999), router stability.

@@ -106,7 +106,7 @@ def match_traces(a: Trace, b: Trace) -> dict[LayerKey, ExpertMatching]:
 
 
 def adjusted_rand(counts: Tensor) -> float:
-    """Returns how far two groupings of tokens agree beyond chance: 0 by chance, 1 for the same.
+    """Returns the agreement of two groupings of tokens beyond chance: 0 by chance, 1 for the same.
 
     Args:
         counts: <int64>[E, E'] tokens by their groups in both.

@@ -38,7 +38,7 @@ class Agreement(NamedTuple):
 
 
 def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
-    """Returns how far two sets of choices of the same tokens agree.
+    """Returns the agreement of two sets of choices of the same tokens.
 
     If a token has more choices in one set, the larger number counts; tokens without choices in both
     are left out.
@@ -49,7 +49,7 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
         num_experts: E.
 
     Raises:
-        DataError: When the shapes differ, or there is no such expert.
+        DataError: When the shapes differ, or an expert is out of range.
 
     Source:
         OLMoE (arXiv:2409.02060) eq. 5.

@@ -79,7 +79,7 @@ def is_mark(character: str) -> bool:
 
 
 def is_all_marks(word: str) -> bool:
-    """Returns whether a word is nothing but punctuation and symbols."""
+    """Returns whether a word consists only of punctuation and symbols."""
     return all(map(is_mark, word))
 
 
@@ -98,7 +98,7 @@ def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor
     Raises:
         DataError: When an id is not the tokenizer's, or it does not mark where words start.
     """
-    # What each id is.
+    # Text of each id.
     vocabulary = _Vocabulary.of(tokenizer)
     num_pieces = len(vocabulary.pieces)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_pieces:

@@ -76,7 +76,7 @@ _IRREGULAR = {"can't": "can", "won't": "will", "shan't": "shall", "ain't": "is"}
 def plain_form(word: str) -> str:
     """Returns a word in small letters, without what an apostrophe ties to it: `don't` is `do`.
 
-    Words all in capitals stay so: `US` and `IT` are no pronouns.
+    Words all in capitals stay so: `US` and `IT` are not pronouns.
     """
     # One kind of apostrophe; acronyms stay.
     word = word.replace("\u2019", "'")

@@ -95,7 +95,7 @@ class ExpertChoiceRouter(Router):
         return self._accepted_weights(weights, plan.accepted)
 
     def _weights(self, scores: RouterScores, token_mask: Tensor) -> Tensor:
-        """Returns what each expert thinks of each token <float32>[G, S, E]."""
+        """Returns each expert's score for each token <float32>[G, S, E]."""
         if self.options.softmax_over == "experts":
             return scores.probs
 

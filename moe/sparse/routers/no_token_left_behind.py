@@ -43,7 +43,7 @@ class NoTokenLeftBehindRouter(Router):
     The weight is the raw probability of the expert that accepts. Within a round, a refused early
     token can take a slot from a later token, never the other way round; across rounds an early
     token's second try comes after every first try, so a plan depends on later tokens, and a decoder
-    refuses the router.
+    does not support the router.
 
     Source:
         Switch Transformers (arXiv:2101.03961) appendix B; Mesh-TensorFlow transformer/moe.py at
