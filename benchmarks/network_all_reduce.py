@@ -335,7 +335,7 @@ def hole_rows() -> list[Row]:
 
 
 def hole_ratios(healthy: Topology, hole: tuple[int, int]) -> FloatArray:
-    """Returns <float64>[holes] the all-reduce around each hole of a size over the healthy one.
+    """Returns <float64>[holes] the all-reduce time with each hole of a size, over the time without.
 
     Both are the best that the planner finds.
     """

@@ -141,7 +141,7 @@ class Task:
     """A text-to-text task.
 
     Attributes:
-        name: As on the command line.
+        name: Name on the command line.
         version: Grows when examples or scoring change, so that results are never mixed.
         description: One sentence: the input, the output and the source of the data.
         licence: Of the data.

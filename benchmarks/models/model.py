@@ -80,7 +80,7 @@ class ModelBenchmark:
         rounds: How often everything is measured; results are medians.
         json: File to save to after every part; None for none.
         case: Sizes.
-        report: What has been measured.
+        report: Results so far.
     """
 
     parts: Sequence[str]

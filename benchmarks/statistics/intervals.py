@@ -86,7 +86,7 @@ class Setting(NamedTuple):
     """A row of the table but for its metric.
 
     Attributes:
-        chance: Of the first system's answers to be right.
+        chance: Probability that an answer of the first system is right.
         rival: Of the second system's; None for the score of one system.
         size: Number of examples.
         grouped: Whether examples come in groups.

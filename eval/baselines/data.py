@@ -44,8 +44,8 @@ def check_baselines(settings: BaselineSettings, tasks: Iterable[Task]) -> None:
     if settings.train_examples is not None and not any(map(has_baselines, tasks)):
         raise ConfigError(
             f"--train-examples {settings.train_examples} would change nothing: no task has "
-            "baselines, which are those of classifications, choices of words and summaries. Leave it "
-            "out."
+            "baselines; they exist for classification, choices of words and summarization. Remove the "
+            "option."
         )
     if settings.text is not None and not any(map(uses_vectors, tasks)):
         raise ConfigError(
