@@ -140,7 +140,7 @@ def read_json_lines(
         try:
             value = parse_json(line, where=where, advice=advice, nan=nan)
             if not isinstance(value, dict):
-                raise DataError(f"{where}: {shown(line[:60])} is no JSON object. {advice}")
+                raise DataError(f"{where}: {shown(line[:60])} is not a JSON object. {advice}")
         except DataError:
             if torn_end and number == last:
                 return

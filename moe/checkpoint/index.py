@@ -44,7 +44,7 @@ class _ForbiddenNameError(Exception):
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Reads the index of a checkpoint, and refuses any other name before importing it.
+    """Reads the index of a checkpoint; rejects any other name before importing it.
 
     It uses the Python implementation: for a damaged position of a value, the one in C allocates so
     much memory that the system kills the process.

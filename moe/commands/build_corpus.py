@@ -22,7 +22,7 @@ from moe.files import check_replaceable, output_path
 
 
 class UnseenTask(NamedTuple):
-    """Examples of a task that must not be trained on.
+    """Examples of a task that must be excluded from training.
 
     Attributes:
         name: Name of the task.
@@ -208,7 +208,8 @@ def overlap_table(overlaps: Sequence[SplitOverlap]) -> str:
 def read_sources(options: argparse.Namespace, readers: RepositoryReaders | None) -> list[Document]:
     """Returns the documents of all given sources.
 
-    The first of equal paragraphs is kept, so the order decides which source it counts for.
+    The first of equal paragraphs is kept, so the order determines the source that it is counted
+    for.
     """
     documents: list[Document] = []
     if readers is not None:

@@ -216,7 +216,7 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
     if not dev:
         world.print_on_rank_zero(f"{len(train):,} pairs, none held out: the run has no dev scores.")
 
-    # Pairs that would be answered from memory.
+    # Pairs that the model could answer from memory.
     num_shared = num_shared_inputs(train, dev)
     if num_shared:
         warn_on_rank_zero(
@@ -284,9 +284,10 @@ def with_recipe_for_pairs(argv: list[str]) -> list[str]:
 
 
 def check_seeds_alone(mesh: MeshConfig, seeds: list[int] | None) -> None:
-    """Refuses several seeds with replica groups that may be lost.
+    """Raises for several seeds with replica groups that may be lost.
 
-    The runs follow each other, and a group that rejoins could be in another run than the rest.
+    The runs follow each other, and a group that rejoins could be in a different run than the
+    others.
     """
     if seeds is not None and mesh.on_lost_replica is not None:
         raise ConfigError(

@@ -152,7 +152,7 @@ def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
             if not shown:
                 continue
 
-            # A significant expert may also be avoided.
+            # A significant expert may also be avoided by a class.
             expert = max(shown, key=lambda number: row.lifts[number])
             if row.lifts[expert] <= 1:
                 continue

@@ -1,4 +1,4 @@
-"""stmoe plan: the needs of a run on a mesh, computed without any device.
+"""stmoe plan: the requirements of a run on a mesh, computed without any device.
 
     stmoe plan --preset st-moe-32b --mesh.ep 64 --mesh.tp 16 --training.batch_size 2048 --memory 80GiB
     stmoe plan --config st_moe_tiny_pretrain --suggest 8 --memory 16GiB
@@ -192,8 +192,8 @@ def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Refuses network options without a network, files that cannot be written, and options about one
-    mesh with `--suggest`.
+    """Raises for network options without a network, files that cannot be written, and options about one mesh with
+    `--suggest`.
     """
     for name in _NEED_NETWORK:
         if getattr(arguments, name) is not None and arguments.network is None:

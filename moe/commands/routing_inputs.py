@@ -262,7 +262,7 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
                 f"The traced model was saved in {where}, and is not there: {_SAY_WHERE}"
             )
 
-    # The folder may contain another model by now, e.g. one that was trained further.
+    # The folder may contain another model by now, e.g. after further training.
     inspected = load_inspected(folder, dropless=dropless)
     recorded = trace.facts.model_fingerprint
     if is_where_it_was and recorded not in ("", model_fingerprint(folder)):
@@ -285,7 +285,7 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     """Returns 16 hexadecimal digits that identify the meaning of a tokenizer's ids.
 
-    Tokens that it appends to a text do not count: fine-tuning may have changed them.
+    Tokens that it appends to a text are ignored: fine-tuning may have changed them.
     """
     tokens = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.sha256(tokens.encode()).hexdigest()[:16]

@@ -78,7 +78,7 @@ class SurgeryReport:
         command: The command line.
         source: Folder or hub name of the model before.
         sizes: Name, number before and number after, of parameters and bytes.
-        text: What the models were measured on; empty for nothing.
+        text: Evaluation data of both models; empty for none.
         loss: Mean loss in nats of a target, before and after; None without text.
         loss_change: Change of the loss and its 95 % interval over documents, paired.
         changed_answers: Examples whose greedy answer changed, and their number.

@@ -196,6 +196,6 @@ def _kept_row(row: KeptOutput) -> tuple[str, float, float, str]:
 
 
 def _restoring_scale(kept: list[KeptOutput]) -> float | None:
-    """Returns the factor that makes up for small gates; None where there is nothing to make up for."""
+    """Returns the factor that compensates for small gates; None if no compensation is needed."""
     mean = sum(row.training.requested for row in kept) / len(kept)
     return 1 / mean if abs(mean - 1) > 1e-3 else None

@@ -185,7 +185,7 @@ def open_hf_weights(
     use_safetensors: bool | None = None,
     **download: Any,
 ) -> dict[str, LazyTensor]:
-    """Returns the weights of a T5 or Switch as ours <any>[...] by name; see `open_hf_checkpoint`."""
+    """Returns our weights <any>[...] by name, converted from a T5 or Switch; see `open_hf_checkpoint`."""
     checkpoint = open_hf_checkpoint(
         source, raw_config, config, leave_out=leave_out, use_safetensors=use_safetensors, **download
     )

@@ -63,9 +63,9 @@ def build_corpus(
 ) -> Corpus:
     """Returns the documents without repeated paragraphs, divided into training and held-out.
 
-    The split of a document depends on `seed` and its source alone, so a document that is added
-    later moves no other. Only where one split would be empty does the document nearest to the
-    border change splits.
+    The split of a document depends on `seed` and its source alone, so adding a document later does
+    not move any other. Only if one split would be empty, the document nearest to the threshold
+    changes splits.
 
     Args:
         documents: Documents in any order; of equal paragraphs the first stays. All documents of one
@@ -144,8 +144,8 @@ def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Docume
     """Returns the documents without repeated paragraphs, and the number of those.
 
     Two paragraphs are equal when they have the same letters and digits, ignoring case, spaces and
-    punctuation: otherwise inherited docstrings would be in both training and held-out data. A
-    document that becomes empty is dropped.
+    punctuation: otherwise inherited docstrings would be in both training and held-out data. Empty
+    documents are dropped.
     """
     seen: set[str] = set()
     kept: list[Document] = []
@@ -227,7 +227,7 @@ def save_corpus(
             facts["num_quoting"] = corpus.num_quoting
         (partial / FACTS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
-        # The file is for people and for studies; a corpus is whole without it.
+        # The file is for people and for studies; a corpus is complete without it.
         if overlaps:
             records = [overlap._asdict() for overlap in overlaps]
             content = json.dumps(records, indent=1) + "\n"
@@ -251,7 +251,7 @@ def load_corpus(folder: Path | str) -> Corpus:
             f"Make one with `stmoe corpus --out {folder}`."
         )
 
-    # Every file is there, and holds what was written.
+    # Every file exists and is unchanged.
     train_shards = _find_shards(folder / "train", advice)
     held_out_shards = _find_shards(folder / "held_out", advice)
     names = [FACTS_FILE]
@@ -287,7 +287,7 @@ def _read_split(shards: list[Path], advice: str, *, validate: bool) -> "datasets
 
     Args:
         shards: Files of the split.
-        advice: What the user can do when one is damaged.
+        advice: Advice for the user if one is damaged.
         validate: Whether to check every row: an invalid offset would crash the process.
 
     Raises:
@@ -305,7 +305,7 @@ def _read_split(shards: list[Path], advice: str, *, validate: bool) -> "datasets
         except _DAMAGE as error:
             raise DataError(f"{path} is damaged: {str(error).strip()}. {advice}") from error
 
-        # An Arrow file of something else.
+        # An Arrow file with other content.
         if dict(part.features) != columns:
             raise DataError(
                 f"{path} has the columns {shown(dict(part.features))}; expected those of "

@@ -134,8 +134,8 @@ def python_files(folder: Path) -> list[Path]:
 def docstrings(path: Path) -> list[str]:
     """Returns the docstrings of one source file in reading order, dedented.
 
-    A file that this Python cannot parse is named in a warning and gives none: packages ship files
-    for other versions.
+    A file that this Python cannot parse causes a warning and is skipped: packages ship files for
+    other versions.
     """
     # Parsing takes 95 % of the time, and a file without triple quotes has no prose.
     source = path.read_bytes()
@@ -170,7 +170,7 @@ def _walk_docstrings(node: ast.AST) -> Iterator[str]:
 def language_topics() -> dict[str, str]:
     """Returns the language reference that `help("topic")` shows, by topic.
 
-    It is empty where Python comes without it.
+    It is empty if Python does not include it.
     """
     path = package_folder("stdlib") / "pydoc_data" / "topics.py"
     if not path.is_file():

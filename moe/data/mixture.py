@@ -1,8 +1,8 @@
 """Mixtures of tasks: how often each is drawn, and batches that are a pure function of the step.
 
 The examples of a mixture form one endless stream, divided into windows of a few thousand. A window
-has a fixed number of examples of each task: the task's rounded share up to the end of the window,
-less that up to its start. After any number of windows every task is within one example of its
+has a fixed number of examples of each task: the task's rounded share up to the end of the window
+minus the one up to its start. After any number of windows every task is within one example of its
 share, and no window lacks a task. The order inside a window is drawn from (seed, window). A task's
 own examples come epoch by epoch, each epoch in an order drawn from (seed, task, epoch). So the
 examples of window w follow from (seed, w) alone, without those before it.
@@ -55,8 +55,8 @@ def mixing_rate(
     Args:
         num_examples: Training examples of the task; one example of ReCoRD is a query with one
             answer.
-        maximum: Cap of the scaled number, so that large tasks do not drown small ones; None for no
-            cap.
+        maximum: Cap of the scaled number, so that large tasks do not dominate small ones; None for
+            no cap.
         temperature: The capped number is raised to 1 / temperature; more than 1 makes the rates
             more even.
         scale: Factor of the number before the cap.
@@ -100,8 +100,8 @@ def choose_examples(examples: Sequence[T], size: int | None, seed: int) -> list[
 
     Args:
         examples: N examples.
-        size: Most examples of the subset; None for all.
-        seed: Another seed gives another subset.
+        size: Maximum size of the subset; None for all.
+        seed: Different seeds give different subsets.
     """
     if size is None or size >= len(examples):
         return list(examples)
@@ -115,7 +115,7 @@ def format_choice(num_chosen: int, num_examples: int, size: int | None, seed: in
 
     Args:
         num_chosen: Examples of the subset.
-        num_examples: Examples of which they are.
+        num_examples: Total number of examples.
         size: Requested number; None for all.
         seed: Of the choice.
     """
@@ -149,10 +149,10 @@ class MixtureSource:
         Args:
             tasks: Input and target texts of each task, by its name.
             tokenizer: Tokenizer with an end token.
-            inputs_length: Most encoder tokens of a row.
-            targets_length: Most decoder tokens of a row.
+            inputs_length: Maximum number of encoder tokens of a row.
+            targets_length: Maximum number of decoder tokens of a row.
             batch_size: Rows in a batch.
-            seed: Another seed gives another order.
+            seed: Different seeds give different orders.
             pack: Whether rows hold as many examples as fit, from any tasks.
             sentinels: Which sentinels the pairs get; see `PairSource`.
             maximum: See `mixing_rate`.

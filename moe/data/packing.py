@@ -25,8 +25,8 @@ def pack_rows(
 
     Args:
         examples: Input and target tokens of each example.
-        inputs_length: Most input tokens of a row.
-        targets_length: Most target tokens of a row.
+        inputs_length: Maximum number of input tokens of a row.
+        targets_length: Maximum number of target tokens of a row.
 
     Raises:
         DataError: When one example alone is longer than a row.

@@ -24,7 +24,7 @@ class Pair(NamedTuple):
 
     Attributes:
         inputs: Text that the model sees.
-        targets: Text that it is to write.
+        targets: Text that the model should write.
         group: Pairs of one group depend on each other; None if the pair is its own group.
     """
 

@@ -34,8 +34,8 @@ class _Side(NamedTuple):
 
     Attributes:
         name: `inputs` or `targets`.
-        length: Most tokens of a text.
-        start: Tokens in front of each.
+        length: Maximum number of tokens of a text.
+        start: Tokens to prepend to each.
         end: Tokens to append to each.
     """
 
@@ -57,7 +57,7 @@ def encode_pairs(
     Args:
         pairs: Input and target texts.
         tokenizer: Tokenizer with an end token.
-        lengths: Most tokens of an input and of a target.
+        lengths: Maximum number of tokens of an input and of a target.
         sentinels: See `PairSource`.
         keep_in: Folder that keeps the tokens of many texts for the next run; None for none.
 
@@ -71,7 +71,7 @@ def encode_pairs(
             f"Rows of {lengths} tokens are too short for a sentinel and an end token; expected at least 2 tokens."
         )
 
-    # A file costs more than it saves where the texts are few.
+    # For few texts, a file costs more time than it saves.
     num_characters = 0
     for pair in pairs:
         num_characters += sum(map(len, pair))

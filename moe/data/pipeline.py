@@ -82,7 +82,7 @@ class SpanCorruptionSource:
             ids: Special tokens.
             inputs_length: Encoder tokens of an example, L; the targets' length T follows.
             batch_size: Examples in a batch.
-            seed: Another seed gives another order and other masks.
+            seed: Different seeds give different orders and masks.
             noise: How much is masked.
 
         Raises:

@@ -37,7 +37,7 @@ def prose_paragraphs(text: str) -> list[str]:
     Args:
         text: A dedented docstring or page.
     """
-    # Lines that a reader would not call prose become blank.
+    # Lines that are not prose become blank.
     lines: Iterable[str] = text.expandtabs().splitlines()
     for drop in (_drop_fences, _drop_doctests, _drop_indented_code, _drop_headings):
         lines = drop(lines)

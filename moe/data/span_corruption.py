@@ -78,7 +78,8 @@ def corrupted_lengths(length: int, noise: Noise) -> tuple[int, int]:
 
 
 def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
-    """Returns the most tokens whose corrupted inputs fit into `inputs_length`: 568 for 512.
+    """Returns the maximum number of tokens whose corrupted inputs fit into `inputs_length`: 568 for
+    512.
 
     Raises:
         ConfigError: When the noise or the length is out of range, or `inputs_length` is too short

@@ -42,7 +42,7 @@ def tokenize_corpus(
     """Returns <int32>[N]: the tokens of all documents one after the other, without special tokens.
 
     For a corpus on disk they are kept in its folder, as 55M characters take more than a minute. A
-    folder that cannot be written to keeps none.
+    read-only folder keeps none.
 
     Raises:
         DataError: When there is no token at all.
@@ -137,7 +137,7 @@ def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arra
 
 
 def _read_arrays(path: Path, names: Sequence[str]) -> Arrays | None:
-    """Returns the arrays of a file, mapped; None where it is missing or damaged."""
+    """Returns the arrays of a file, memory-mapped; None if it is missing or damaged."""
     if not path.is_file():
         return None
     try:

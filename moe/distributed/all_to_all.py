@@ -127,7 +127,7 @@ Rows leave sorted by their destination rank, and arrive sorted by their origin r
 
 
 class DirectCounts(NamedTuple):
-    """Numbers of rows on their way to the ranks that will receive those rows.
+    """Numbers of rows in transit to the ranks that will receive those rows.
 
     Attributes:
         axis: The ranks.
@@ -172,7 +172,7 @@ class DirectCounts(NamedTuple):
         num_nodes = dist.get_world_size(inter_node)
         ranks_per_node = self.axis.size // num_nodes
 
-        # Rows in each block, experts added up. A block has one origin and one destination.
+        # Rows in each block, summed over experts. A block has one origin and one destination.
         sent_rows = self.sent.sum(dim=1)  # [node x local]
         relayed_rows = relayed.sum(dim=1)  # [local x node]
         received_rows = received.sum(dim=1)  # [node x local]
@@ -205,7 +205,7 @@ class DirectCounts(NamedTuple):
 
 
 class ScheduledCounts(NamedTuple):
-    """The counts of all ranks, on their way to all: ranks that pass rows on must know their number.
+    """The counts of all ranks, sent to all: ranks that forward rows must know their number.
 
     Attributes:
         exchange: Schedule for exchanging rows.
@@ -305,7 +305,7 @@ def _transpose_blocks(lengths: Tensor, num_rows: int) -> Tensor:
     blocks = torch.arange(lengths.numel(), device=device)
     blocks = rearrange(blocks, "(r c) -> (c r)", r=num_rows)  # [C * R]
 
-    # How far each block moves: from where it starts now to where it starts in the new order.
+    # Offset of each block: from its current start to its start in the new order.
     old_starts = (lengths.cumsum(0) - lengths)[blocks]
     new_lengths = lengths[blocks]
     new_starts = new_lengths.cumsum(0) - new_lengths

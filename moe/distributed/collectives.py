@@ -1,4 +1,4 @@
-"""Collectives: sums over ranks, and steps that all ranks take or none.
+"""Collectives: sums over ranks, and steps that all ranks take together or not at all.
 
 With one rank they have no effect.
 """
@@ -34,7 +34,7 @@ def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None
     if not has_ranks():
         return [function()]
 
-    # Keep a failure until the others know of it.
+    # Keep a failure until the others are informed.
     own_error: Exception | None = None
     try:
         outcome = (function(), None)

@@ -60,8 +60,8 @@ class MeshConfig:
         expert_exchange: Schedule for exchanging rows over `ep`, in the same format. Null for
             torch's own.
         on_lost_replica: What happens when one of the `dp_replicate` replicas, which are launched
-            separately, is lost in a step: with `constant_work` the others take over its rows, with
-            `shrink` they are left out. Null launches all ranks together, and the run ends.
+            separately, is lost in a step: with `constant_work`, the others take over its rows; with
+            `shrink`, its rows are dropped. Null launches all ranks together, and the run ends.
 
     Source:
         ST-MoE (arXiv:2202.08906) §5: an outer x inner x model mesh; 2-D gradient summation
@@ -192,7 +192,7 @@ class MeshLimits(NamedTuple):
 
 
 def check_mesh(config: MeshConfig, limits: MeshLimits) -> None:
-    """Refuses a mesh that does not fit, before anything is allocated.
+    """Raises if a mesh does not fit, before anything is allocated.
 
     Raises:
         ConfigError: With every number that does not divide, and the nearest meshes that would fit.

@@ -97,7 +97,7 @@ _SHARES_BY_POLICY = {"constant_work": deal_all_shares, "shrink": keep_one_share}
 
 
 def find_replica_groups(config: MeshConfig, world: World) -> "ReplicaGroups | None":
-    """Returns the replica groups of a mesh; None where no replica may be lost.
+    """Returns the replica groups of a mesh; None if no replica may be lost.
 
     Raises:
         ConfigError: When torchft is missing, or the address of the lighthouse.
@@ -119,7 +119,7 @@ def find_replica_groups(config: MeshConfig, world: World) -> "ReplicaGroups | No
     if not urlparse(address).hostname:
         raise ConfigError(
             f"mesh.on_lost_replica is {config.on_lost_replica}, and {LIGHTHOUSE} is {address!r}; "
-            "expected the address at which the replica groups meet, e.g. http://localhost:29510. "
+            "expected the address of the lighthouse of all replica groups, e.g. http://localhost:29510. "
             "Start torchft_lighthouse --min_replicas 1 there first."
         )
     return ReplicaGroups(config, world, address)
@@ -294,7 +294,7 @@ class ReplicaGroups:
         if not has_failed:
             return
 
-        # Groups that still wait for this one learn of it at once, not after their timeout.
+        # Groups that still wait for this one are informed at once, not after their timeout.
         self._group.abort()
         self._manager.report_error(RuntimeError("a rank of this group has lost another group"))
         self._should_commit()

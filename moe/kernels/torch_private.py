@@ -122,7 +122,7 @@ def register_tree_node(
 
 
 def flatten_mesh_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Returns the mesh of one axis, called `name`, that all axes of `mesh` make together."""
+    """Returns a mesh that flattens all axes of `mesh` into one axis, called `name`."""
     return mesh._flatten(name)
 
 

@@ -25,10 +25,11 @@ from moe.sparse.experts import truncated_normal_
 
 
 class Projection(nn.Linear):
-    """A linear map without bias that draws its own weights from a normal of a given deviation.
+    """A linear map without bias that initializes its weights from a normal distribution of a given
+    deviation.
 
-    Its initialisation belongs to the leaf because transformers initialises what a checkpoint lacks
-    leaf by leaf.
+    Its initialisation belongs to the leaf because transformers initialises missing weights leaf by
+    leaf.
     """
 
     def __init__(self, d_in: int, d_out: int, *, std: float, truncated: bool = False) -> None:
@@ -38,7 +39,7 @@ class Projection(nn.Linear):
         super().__init__(d_in, d_out, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns <float>[..., d_out of this rank] of <float>[..., d_in of this rank]."""
+        """Returns <float>[..., d_out of this rank] from <float>[..., d_in of this rank]."""
         # On a mesh the gate and the up projection of a gated layer are packed as [2, F, D].
         weight = local_shard(self.weight).flatten(0, -2)  # [d_out, d_in]
         return linear(input, weight)
@@ -139,7 +140,8 @@ def relative_position_bucket(
     # The nearest half of the buckets holds one distance each.
     num_exact = num_buckets // 2
 
-    # The other half grows logarithmically up to max_distance; the last one holds all beyond.
+    # The other half grows logarithmically up to max_distance; the last one holds all larger
+    # distances.
     log_distance = torch.log(distance.clamp(min=1).float() / num_exact)
     growth = log_distance / math.log(max_distance / num_exact)  # 0 at num_exact, 1 at max_distance
     far = num_exact + (growth * (num_buckets - num_exact)).long()
@@ -270,7 +272,7 @@ def eager_attention(
     The signature is that of transformers' attention functions.
 
     Args:
-        module: Says whether this is training.
+        module: Determines whether this is training.
         query: <float>[B, H, L, d_kv].
         key: <float>[B, H, keys, d_kv].
         value: <float>[B, H, keys, d_kv].

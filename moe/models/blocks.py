@@ -331,7 +331,7 @@ class Stack(nn.Module):
                 attentions.append(self_weights)
                 cross_attentions.append(cross_weights)
 
-        # The last hidden state is that after the norm.
+        # The last hidden state is the one after the norm.
         x = self.dropout(self.final_norm(x))
         has_cross_attention = context.memory is not None
         return StackOutput(

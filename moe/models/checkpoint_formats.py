@@ -1,12 +1,12 @@
 """Reads and writes config.json, and recognizes other libraries' formats.
 
-`from_pretrained` reads other libraries' checkpoints by `model_type`. The models know no other
-library: `moe.convert` enters its formats here when `moe` is imported.
+`from_pretrained` reads other libraries' checkpoints by `model_type`. The models do not depend on
+other libraries: `moe.convert` registers its formats here when `moe` is imported.
 
-transformers can load a saved model in a process that never imported this library, as `lm_eval` is:
-with `trust_remote_code=True` it imports the file that `auto_map` of a config.json names. Ours
-imports the installed library and holds no code of a model, so that a checkpoint never carries an
-older copy of it.
+transformers can load a saved model in a process that never imported this library, such as
+`lm_eval`: with `trust_remote_code=True` it imports the file that `auto_map` of a config.json names.
+Ours imports the installed library and holds no code of a model, so that a checkpoint never carries
+an older copy of it.
 """
 
 import json

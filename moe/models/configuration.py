@@ -103,7 +103,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         output_router_logits: Whether outputs contain the records of the routers.
         pad_token_id: Id of padding.
         eos_token_id: Id or ids that end generation; None for none.
-        bos_token_id: Kept for tokenizers and harnesses; nothing here reads it.
+        bos_token_id: Kept for tokenizers and harnesses; not used here.
         decoder_start_token_id: Id before the first target.
 
     Source:
@@ -245,7 +245,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "STMoEConfig":
-        """Returns the published configuration called `name`, with `overrides` on top.
+        """Returns the published configuration called `name`, with `overrides` applied.
 
         Raises:
             ConfigError: When there is no such preset; the message names the closest.
@@ -254,7 +254,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     @classmethod
     def after(cls, reference: str, **overrides: Any) -> "STMoEConfig":
-        """Returns a configuration that routes and weighs losses as a reference implementation does.
+        """Returns a configuration with the routing and loss weights of a reference implementation.
 
         Args:
             reference: `mesh_tensorflow` or `flaxformer`; see `SparseConfig.after`.
@@ -266,7 +266,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         settings = reference_fields(reference, overrides.get("router", cls.router))
         settings["router_loss_reduction"] = _REFERENCE_REDUCTION[reference]
 
-        # Options are of a router: another one of the decoder has its own.
+        # Options belong to a router: a different decoder router has its own.
         decoder_router = overrides.get("decoder_router")
         if decoder_router is not None:
             decoder_settings = reference_fields(reference, decoder_router)
@@ -352,7 +352,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         return super().from_dict({**version, **config_dict, **settings}, **kwargs)
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        """Writes config.json, and the module by which `trust_remote_code=True` finds this library."""
+        """Writes config.json, and the module with which `trust_remote_code=True` finds this library."""
         write_config(self.to_json_string(use_diff), Path(json_file_path))
 
     @classmethod
@@ -372,7 +372,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         Raises:
             ConfigError: When one of them is out of range, or the model is dense.
         """
-        # Another router of the decoder does not have the options of the encoder's.
+        # A different decoder router does not inherit the encoder's options.
         router = self.router
         options = self.router_options
         if decoder and self.decoder_router not in (None, router):

@@ -142,7 +142,7 @@ def check_settings(config: PreTrainedConfig, settings: Iterable[str]) -> None:
 def refuse_unknown(config: PreTrainedConfig, unknown: set[str]) -> None:
     """Raises a ConfigError for the first unknown keyword, with the closest name."""
     for name in sorted(unknown):
-        # Options of a router are often given next to it.
+        # Options of a router are often passed as keywords by mistake.
         routers = router_options_by_name().get(name)
         if routers:
             raise ConfigError(

@@ -102,7 +102,7 @@ def sum_counts(
     """Returns the counts of the parts of all ranks; `balance_totals` stay as they are.
 
     Args:
-        counts: Of the part of this rank.
+        counts: Counts of this rank's part.
         sum_each: Returns the sum of each tensor over the ranks.
     """
     local = [counts.target_tokens, *counts.encoder, *counts.decoder]
@@ -256,10 +256,10 @@ def _share_of_targets(
 
 
 def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
-    """Refuses a training step from which transformers' Trainer removed the labels.
+    """Raises for a training step from which transformers' Trainer removed the labels.
 
-    It does so for its own label smoothing and for a `compute_loss_func`, and then computes the loss
-    from logits alone.
+    The Trainer does this for its own label smoothing and for a `compute_loss_func`, and then
+    computes the loss from logits alone.
 
     Args:
         config: Config of the model.

@@ -56,7 +56,7 @@ def warn_of_drops(
         model: Identifies the model.
         config: Of the model.
         stack: The stack that ran.
-        routers: Of one forward of it.
+        routers: Routers of one of its forward passes.
     """
     has_capacity = any(router.plan.capacity for router in routers)
     if _is_in_graph(routers) or not has_capacity or not is_rank_zero():
@@ -110,7 +110,7 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
     model.
 
     Args:
-        model: Just loaded; one that is not quantised is left alone.
+        model: A newly loaded model; unquantised models are ignored.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         _warn_of_plain_experts(model)
@@ -121,7 +121,7 @@ def warn_of_quantized_projections(model: PreTrainedModel, block: Block) -> None:
 
     Args:
         model: Whose forward it is.
-        block: Any of its blocks: a quantiser of linear modules changes all of them.
+        block: Any block: a quantiser of linear modules changes all blocks.
     """
     if torch.compiler.is_compiling() or _is_plain(block.self_attention.q_proj.weight):
         return

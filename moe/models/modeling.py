@@ -121,7 +121,7 @@ class STMoEModel(STMoEPreTrainedModel):
                 argument is unknown.
             DataError: When an input has another type, shape or range of values.
         """
-        # Requested outputs; None leaves them to the config.
+        # Requested outputs; None uses the config.
         refuse_unknown_arguments(further, type(self).forward)
         warn_of_quantized_projections(self, cast(Block, self.decoder.blocks[0]))
         past_key_values = encoder_decoder_cache(past_key_values)
@@ -264,7 +264,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         return self._shift_right(labels, decoder_segment_ids)
 
     def _shift_right(self, labels: Tensor, decoder_segment_ids: Tensor | None) -> Tensor:
-        """Returns the decoder's inputs <int64>[B, T] of labels <int64>[B, T] that were checked."""
+        """Returns the decoder's inputs <int64>[B, T] from validated labels <int64>[B, T]."""
         shape = (labels.shape[0], labels.shape[1])
         check_segments("decoder_segment_ids", decoder_segment_ids, shape)
 
@@ -351,12 +351,12 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             decoder_segment_ids: <int64>[B, T] the same for the decoder.
             inputs_embeds: <float>[B, L, D] in place of `input_ids`.
             decoder_inputs_embeds: <float>[B, T, D] in place of `decoder_input_ids`.
-            encoder_outputs: Output of the encoder, which then does not run; of a tuple only the
-                first is read.
+            encoder_outputs: Output of the encoder, which then does not run; only the first element
+                of a tuple is read.
             past_key_values: Cache of earlier steps; the decoder then drops no token.
             use_cache: Whether to return a cache, with which the decoder drops no token. None for
-                the config's choice in evaluation mode, and none in training mode or in
-                torch.export; that cache changes no routing of this call.
+                the config's choice in evaluation mode, and no cache in training mode or in
+                torch.export; such a cache does not change the routing of this call.
             output_router_logits: Whether to return the records of the routers; None for the
                 config's choice. The losses of the routers count either way.
             output_attentions: Whether to return the weights of attention, which is then eager; None
@@ -380,7 +380,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 the labels of a training step away (see `refuse_missing_labels`), or an argument is
                 unknown.
         """
-        # Refuse calls that would not compute what the caller means.
+        # Raise for calls that would not compute what the caller means.
         refuse_unknown_arguments(further, type(self).forward)
         self._refuse_replica()
         if labels is None and num_items_in_batch is not None and self.training:
@@ -520,7 +520,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         return cast(Any, super()).generate(*args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses continuous batching, which `generate_batch` and its context managers start.
+        """Raises for continuous batching, which `generate_batch` and its context managers start.
 
         Raises:
             ConfigError: Always.

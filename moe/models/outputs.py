@@ -27,8 +27,8 @@ for record in (*_RECORDS_OF_A_LAYER, *_RECORDS_OF_A_MODEL):
 class RouterRecords(Sequence[RouterOutput]):
     """Records of the routers of a stack, one for each sparse layer.
 
-    Not a tuple on purpose: transformers compares, gathers and truncates tuples by the sequences of
-    the batch, but a record covers groups of sequences.
+    Deliberately not a tuple: transformers compares, gathers and truncates tuples by the sequences
+    of the batch, but a record covers groups of sequences.
     """
 
     def __init__(self, records: Iterable[RouterOutput]) -> None:
@@ -41,7 +41,7 @@ class RouterRecords(Sequence[RouterOutput]):
     def __getitem__(self, index: slice) -> "RouterRecords": ...
 
     def __getitem__(self, index: int | slice) -> "RouterOutput | RouterRecords":
-        """Returns the record of a layer, or the records of some."""
+        """Returns the record of one layer, or the records of a slice."""
         if isinstance(index, slice):
             return RouterRecords(self._records[index])
         return self._records[index]
@@ -59,11 +59,11 @@ class RouterRecords(Sequence[RouterOutput]):
         return RouterRecords((*self._records, *others))
 
     def __repr__(self) -> str:
-        """Returns the records as a list shows them."""
+        """Returns the records formatted like a list."""
         return f"RouterRecords({list(self._records)!r})"
 
 
-# For torch's trees it is a list of records, so that compiled graphs and hooks reach their tensors.
+# As a pytree it is a list of records, so that compiled graphs and hooks reach their tensors.
 def _flatten_records(records: RouterRecords) -> tuple[list[Any], None]:
     return list(records), None
 

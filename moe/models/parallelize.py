@@ -94,7 +94,7 @@ def rule_names(model: STMoEPreTrainedModel) -> dict[str, str]:
     """Returns the name of each parameter's rule, i.e. its kind, by the parameter's name.
 
     Args:
-        model: With parameters whole or on a mesh.
+        model: Model with whole or sharded parameters.
 
     Raises:
         ConfigError: When no rule covers one of them.
@@ -115,10 +115,10 @@ def shard_model(
     embedding and the head are gathered as they are, so that routing and loss stay float32.
 
     Args:
-        model: With whole parameters, equal on all ranks, or on the meta device.
+        model: Model with whole parameters, equal on all ranks, or on the meta device.
         mesh: The ranks.
         bfloat16: Whether the parameters of blocks are gathered in bfloat16, for autocast.
-        gather: Whether FSDP shards dense parameters; False leaves each data rank all of them, for
+        gather: Whether FSDP shards dense parameters; False keeps all of them on each data rank, for
             inference.
 
     Raises:
@@ -199,7 +199,7 @@ def draw_weights(
 
     Args:
         module: Its leaves have `reset_parameters`; whole, or sharded over a mesh.
-        seed: Another seed gives another model.
+        seed: Different seeds give different models.
         layouts: Layout of each parameter by name.
         mesh: Sizes of the mesh.
         coordinate: Coordinate of this rank on the mesh.

@@ -126,7 +126,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     def set_experts_implementation(
         self, experts_implementation: str | dict[str, str | None]
     ) -> None:
-        """Sets how the experts are run, as the field `dispatch` does; results stay the same.
+        """Sets how the experts run, like the field `dispatch`, without changing results.
 
         Args:
             experts_implementation: `grouped_mm` for dispatch `ragged`, `batched_mm` for `static`,
@@ -281,7 +281,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     ) -> None:
         """Saves config, weights and a model card, README.md.
 
-        A card that the user wrote or changed stays.
+        A card that the user wrote or changed is kept.
 
         Args:
             save_directory: The folder.
@@ -321,7 +321,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     ) -> CommitInfo | None:
         """Uploads config, weights and a model card.
 
-        The repository's card stays when it was written or changed by others.
+        The repository's card is kept if others wrote or changed it.
 
         Args:
             repo_id: Name on the hub.
@@ -345,7 +345,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         tags = kwargs.pop("tags", None) or []
         token = kwargs.get("token")
 
-        # Only one rank talks to the hub.
+        # Only one rank communicates with the hub.
         is_writer = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
         if not is_writer:
             self.save_pretrained(folder, *args, card=card, **kwargs)
@@ -354,7 +354,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         repository = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True)
         timestamps = self._get_files_timestamps(folder) if folder.is_dir() else {}
         if not fetch_card(repository.repo_id, folder, token):
-            # The folder's own card, though it is older, is better than none.
+            # The folder's old card is better than none.
             timestamps.pop(CARD_NAME, None)
 
         self.save_pretrained(folder, *args, card=card, **kwargs)
@@ -407,7 +407,7 @@ def _read_raw_config(source: Any, download: dict[str, Any]) -> dict[str, Any] | 
     try:
         return STMoEConfig.read_raw(source, **download)
     except OSError:
-        # It may be an adapter; transformers raises the error if it is nothing.
+        # It may be an adapter; transformers raises the error if it is neither.
         return None
 
 

@@ -48,7 +48,7 @@ SUBSETS = {
 
 
 class Selection(NamedTuple):
-    """How many parameters train; its text is a small table.
+    """Number of trainable parameters; printed as a small table.
 
     Attributes:
         subset: Name of the subset.
@@ -266,7 +266,7 @@ def lora_config(
 
 def _check_options_of_experts(options: dict[str, Any]) -> None:
     """Raises a ConfigError for an option that does not work on stacked parameters."""
-    # PEFT applies these to modules only, and stacked parameters are none.
+    # PEFT applies these to modules only, and stacked parameters are not modules.
     ignored = [name for name in _IGNORED_BY_EXPERTS if options.get(name)]
     if ignored:
         settings = ", ".join(f"{name} {options[name]!r}" for name in ignored)

@@ -79,7 +79,7 @@ class PrivateConfigHooks:
 
     @_experts_implementation.setter
     def _experts_implementation(self, implementation: Any) -> None:
-        """Sets `dispatch` by transformers' name; None and "eager" leave it as it is.
+        """Sets `dispatch` by transformers' name; None and "eager" change nothing.
 
         Raises:
             ConfigError: For an implementation that is not here.
@@ -115,7 +115,7 @@ class PrivateModelHooks:
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> str:
-        """Returns the implementation of attention that transformers takes.
+        """Returns the implementation of attention that transformers uses.
 
         Raises:
             ConfigError: For kinds of attention that cannot add T5's bias of positions to the
@@ -195,7 +195,7 @@ class PrivateModelHooks:
 
 
 def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None:
-    """Refuses parallelism in transformers' `distributed_config` that the model does not support.
+    """Raises for parallelism in transformers' `distributed_config` that the model does not support.
 
     Args:
         config: An STMoEConfig.

@@ -98,7 +98,7 @@ class LazyTensor:
 
 
 class _FileReader:
-    """Reads tensors of files, and keeps only the last file open: one shard in memory."""
+    """Reads tensors of files, keeping only the last file open, so that one shard is in memory."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -199,7 +199,7 @@ def find_weight_files(
     Raises:
         CheckpointError: When there are none, or their index is damaged.
     """
-    # The order in which transformers looks.
+    # transformers' search order.
     names: list[str] = []
     if use_safetensors is not False:
         names += [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]
@@ -335,7 +335,7 @@ def check_finite(name: str, weight: Tensor, source: Path | str) -> None:
 
 
 def incomplete(source: Path | str, kind: str, misfits: str) -> str:
-    """Returns the message for a folder whose weights do not fit a class."""
+    """Returns the message for a folder whose weights do not match a class."""
     return (
         f"{source} is no complete {kind}. Weights {misfits}. Copy the whole folder again from "
         "where it was saved, or give another; if config.json was edited, undo that."
@@ -348,12 +348,12 @@ def describe_misfits(
     """Returns how many weights of a file do not fit a model, with the first names.
 
     Args:
-        missing: Names that the model has and the file has not.
-        unexpected: Names that the file has and the model has not.
+        missing: Names in the model but not in the file.
+        unexpected: Names in the file but not in the model.
         reshaped: Results of `describe_reshaped` for names that both have.
 
     Returns:
-        An empty text when all fit.
+        Empty if all match.
     """
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
     parts = []
@@ -379,7 +379,7 @@ def first_names(names: list[str]) -> str:
 
 # ---------------------------------------------------------------------------
 # Checksums of the safetensors files and their index. Config, card and tokenizer are for users to
-# edit; a damaged text shows itself, a flipped bit of a weight does not.
+# edit; a damaged text is visible, a flipped bit in a weight is not.
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -105,8 +105,8 @@ def _measure_here(content: Mapping[str, Any], num_ranks: int) -> Measurement:
     """Starts ranks on this machine, and returns what they measured."""
     if num_ranks > _MOST_LOCAL_RANKS:
         raise ConfigError(
-            f"The network has {num_ranks:,} ranks, and at most {_MOST_LOCAL_RANKS} are started on "
-            "one machine. Start the ranks of all machines with torchrun, or give the file fewer."
+            f"The network has {num_ranks:,} ranks, but at most {_MOST_LOCAL_RANKS} are started on "
+            "one machine. Start the ranks of all machines with torchrun, or reduce them in the file."
         )
 
     # Ranks meet in a file, and the first one writes its answer to another.

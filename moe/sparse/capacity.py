@@ -15,11 +15,11 @@ def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) ->
         num_tokens: Tokens of the group with its padding, S.
         training: Whether to use the capacity factor of training instead of evaluation's.
     """
-    # A fixed number, and at most one for each token.
+    # A fixed number, at most one slot for each token.
     if config.expert_capacity is not None:
         return min(config.expert_capacity, num_tokens)
 
-    # Or a share of the group, which training and evaluation may set apart.
+    # Or a share of the group, which may differ between training and evaluation.
     factor = config.capacity_factor if training else config.eval_capacity_factor
     if factor is None:
         return None
@@ -38,8 +38,8 @@ def expert_capacity(
     """Returns C, the slots of one expert in one group.
 
     It does not depend on K: with two choices a token and a factor of 1.25, second choices are
-    squeezed out first. The factor is read as the decimal number that was written, so that 100
-    tokens x 0.29 are 29 slots, not 28.
+    dropped first. The factor is read as the decimal number that was written, so that 100 tokens x
+    0.29 are 29 slots, not 28.
 
     Args:
         num_tokens: Tokens of the group with its padding, S.

@@ -1,6 +1,6 @@
-"""Dispatch: tokens to their experts; combine: the experts' outputs to tokens.
+"""Dispatch: from tokens to their experts; combine: from the experts' outputs to tokens.
 
-Comes after plan.py, which it carries out; between the two halves the experts work (experts.py).
+Comes after plan.py and executes the plan; the experts run between the two halves (experts.py).
 `Dispatcher` states both halves once. Here are its forms for experts on this rank; those for experts
 on other ranks are in expert_parallel.py:
 
@@ -41,7 +41,7 @@ class UngatheredRows(NamedTuple):
 
     Attributes:
         tokens: <float>[T, D].
-        rows: Which token each row is, and its combine weight.
+        rows: The token of each row, and its combine weight.
     """
 
     tokens: Tensor
@@ -64,12 +64,12 @@ class InFlight(Protocol):
         ...
 
     def wait(self) -> ExpertInputs:
-        """Returns the inputs when all are here; to be called once."""
+        """Returns the inputs when all have arrived; must be called once."""
         ...
 
 
 class Arrived(NamedTuple):
-    """Inputs of experts on this rank: nothing is on its way."""
+    """Inputs of experts on this rank: nothing is in transit."""
 
     inputs: ExpertInputs
 
@@ -87,19 +87,19 @@ class Arrived(NamedTuple):
 
 
 class Dispatcher(ABC):
-    """Brings tokens to their experts and the outputs back; made for one plan.
+    """Moves tokens to their experts and the outputs back; built for one plan.
 
         dispatch   tokens [T, D]  ->  rows [N, D] sorted by expert, or slots [E, G * C, D]
         experts    ->  outputs, a row for each row or a slot for each slot
         combine    outputs        ->  tokens [T, D]
 
-    T = G * S, the tokens of all groups. Every form of it gives the same tokens. The fused form has
+    T = G * S, the tokens of all groups. All forms give the same result. The fused form has
     no rows: its experts take tokens [T, D] and return them combined.
     """
 
     @abstractmethod
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """Sends tokens to their experts, and does not wait until they are there.
+        """Sends tokens to their experts, and does not wait for their arrival.
 
         Args:
             tokens: <float>[T, D].
@@ -124,7 +124,7 @@ class Dispatcher(ABC):
 
 
 def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
-    """Returns which token each row of each expert is; accepted choices are rows, and no others.
+    """Returns the token of each row of each expert; only accepted choices are rows.
 
     Args:
         plan: Where tokens go.
@@ -141,7 +141,7 @@ def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
     order = expert.argsort(stable=True)  # [N]
     choice = choice.index_select(0, order)
 
-    # For the way back: the rows of a token side by side, and where they start.
+    # For the way back: the rows of each token, adjacent, and where they start.
     row = torch.arange(order.numel(), device=order.device)
     by_token = torch.empty_like(order).scatter(0, order, row)  # the inverse of `order`
     rows_of_token = accepted.sum(dim=-1)  # [T]
@@ -157,7 +157,7 @@ def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
 def sort_choices(plan: DispatchPlan, num_experts: int) -> ChoiceRows:
     """Returns a row for every choice; rows of refused choices come after those of all experts.
 
-    No shape depends on the tokens, and the device is never waited for.
+    No shape depends on the tokens, and the host never waits for the device.
 
     Args:
         plan: Where tokens go.
@@ -255,8 +255,8 @@ class RowDispatcher(Dispatcher):
 class ChoiceDispatcher(Dispatcher):
     """A row for every choice of every token, of which those of refused choices are unused.
 
-    Grouped products leave these as the memory was, in outputs and in gradients: gather and combine
-    read them as zeros. The host never waits, and a CUDA graph can hold it all.
+    Grouped products leave these rows uninitialized, in outputs and in gradients: gather and combine
+    read them as zeros. The host never waits, and a CUDA graph can capture all of it.
     """
 
     def __init__(self, rows: ChoiceRows) -> None:

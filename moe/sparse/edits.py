@@ -46,7 +46,7 @@ class _ExpertsEdit(LayerEdit):
 
 
 class DropExperts(_ExpertsEdit):
-    """The experts give nothing; all other weights stay: what a full expert does to a token.
+    """The experts output nothing, and all other weights stay: as if the experts were full.
 
     Example:
         with edit_routing(model, {("decoder", 0): DropExperts(2, 5)}):
@@ -105,7 +105,7 @@ class SwapExperts(_ExpertsEdit):
 
 
 def drop_choices(plan: DispatchPlan, dropped: Tensor) -> DispatchPlan:
-    """Returns the plan in which some choices <bool>[G, S, K] are not accepted; all else stays."""
+    """Returns the plan in which some choices <bool>[G, S, K] are not accepted; everything else stays."""
     return plan._replace(
         accepted=plan.accepted & ~dropped,
         combine_weight=plan.combine_weight.masked_fill(dropped, 0),
@@ -115,9 +115,9 @@ def drop_choices(plan: DispatchPlan, dropped: Tensor) -> DispatchPlan:
 def choose_again(
     router: Router, scores: RouterScores, plan: DispatchPlan, barred: Tensor
 ) -> DispatchPlan:
-    """Returns the plan that a router makes when some experts are barred to some tokens.
+    """Returns the plan that a router makes when some experts are unavailable to some tokens.
 
-    Experts that choose their tokens themselves still do, and give nothing to those tokens.
+    Experts that choose their tokens themselves still do, but output nothing for those tokens.
 
     Args:
         router: Of the layer.

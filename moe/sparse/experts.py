@@ -1,7 +1,7 @@
 """The experts: E feed-forward networks as stacked weights; rows in, rows out.
 
-Comes between the two halves of dispatch.py. The products are in the fastest form that the device
-has; an expert sees no token but those that were sent to it.
+Comes between the two halves of dispatch.py. The products use the fastest form on the device; an
+expert sees only the tokens that were sent to it.
 """
 
 import math
@@ -67,7 +67,7 @@ class Experts(nn.Module):
         truncated_normal_(self.first_proj, math.sqrt(scale / self.config.d_model))
         truncated_normal_(self.down_proj, math.sqrt(scale / self.config.d_ff))
 
-        # A bias that changes nothing yet.
+        # A bias without an initial effect.
         if self.bias is not None:
             is_factor = self.config.expert_bias == "multiplicative"
             nn.init.constant_(self.bias, 1.0 if is_factor else 0.0)
@@ -81,7 +81,7 @@ class Experts(nn.Module):
 
         Returns:
             <dtype of the products> of the inputs' shape: rows [N, D] or slots [E, n, D]. Rows that
-            were not gathered come back combined, [T, D]: the CPU's kernel does it all.
+            were not gathered come back combined, [T, D]: the CPU's kernel does everything.
         """
         # Work for the backward pass that overlaps with the exchange of row gradients is set up
         # before the wait.
@@ -123,7 +123,7 @@ class Experts(nn.Module):
         Args:
             x: <float>[N, D] rows.
             counts: <int64>[E] rows of each expert.
-            weights: Of the experts, in the dtype of the rows.
+            weights: The experts' weights, in the dtype of the rows.
 
         Returns:
             <float>[N, D].
@@ -142,7 +142,7 @@ class Experts(nn.Module):
 
         Args:
             slots: <float>[E, n, D].
-            weights: Of the experts, in the dtype of the slots.
+            weights: The experts' weights, in the dtype of the slots.
 
         Returns:
             <float>[E, n, D].

@@ -32,11 +32,11 @@ class _NoFastPath:
 
 
 class SparseFeedForwardAdapter(nn.Module):
-    """A sparse layer where a Transformer expects a module from tensor to tensor.
+    """A sparse layer for a Transformer that expects a module from tensor to tensor.
 
-    `collect_routers` gives what the routers did. Three things to know:
+    `collect_routers` returns the routers' outputs. Three things to know:
     - The input is [B, L, D]. A Transformer that keeps its tokens as [L, B, D] (`nn.Transformer...`
-      without `batch_first=True`) would route other groups, and nothing can notice unless there is a
+      without `batch_first=True`) would route different groups, which can be detected only with a
       token mask.
     - Build a new adapter for each layer, after the Transformer is built: `nn.TransformerEncoder`
       copies its layer, so that all layers would start with the same experts.
@@ -91,7 +91,7 @@ def _change_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class _Nothing(nn.Identity):
-    """Takes the place of the second product of a dense feed-forward layer."""
+    """Replaces the second product of a dense feed-forward layer."""
 
     weight = _NoFastPath()
     bias = _NoFastPath()
@@ -148,11 +148,11 @@ def replace_feed_forward(
 def collect_routers(
     module: nn.Module, token_mask: Tensor | None = None
 ) -> Iterator[list[RouterOutput]]:
-    """Gives a list that fills with the RouterOutput of every sparse layer inside `module`.
+    """Yields a list that collects the RouterOutput of every sparse layer inside `module`.
 
     The outputs are in the order of the calls. Run the backward pass inside the context.
     Activation checkpointing calls the layers again there: that is not recorded, but needs the same
-    token mask. Only without a mask, or without checkpointing, may backward come later.
+    token mask. Only without a mask, or without checkpointing, may the backward pass come later.
 
     Open one context for the encoder and one for the decoder when their masks differ. With nested
     contexts over the same layer, each one records, and the innermost mask applies; a mask passed by
@@ -182,7 +182,7 @@ def collect_routers(
     collector = _Collector(token_mask)
     with ExitStack() as hooks:
         for layer in layers:
-            # Prepended: the innermost context gives its mask first, and the others respect it.
+            # Prepended: the innermost context sets its mask first, and the others keep it.
             give_mask = layer.register_forward_pre_hook(
                 collector.give_mask, prepend=True, with_kwargs=True
             )
@@ -223,7 +223,7 @@ def router_loss(
     """Returns the weighted auxiliary losses of all layers, to be added to the task's loss.
 
     Args:
-        routers: Of one forward pass, from `collect_routers`.
+        routers: Outputs of one forward pass, from `collect_routers`.
         load_balance_weight: c_B; larger values spread tokens more evenly.
         router_z_weight: c_z; larger values keep the router's logits smaller.
         reduction: Whether layers are summed or averaged.
@@ -328,7 +328,7 @@ class _Collector:
     def record(
         self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, RouterOutput]
     ) -> None:
-        """Appends what the router did, unless activation checkpointing only calls the layer again."""
+        """Appends the router's output, unless activation checkpointing only calls the layer again."""
         if in_backward():
             return
 

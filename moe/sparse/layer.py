@@ -1,4 +1,4 @@
-"""The sparse feed-forward layer: the whole journey of a token in one forward."""
+"""The sparse feed-forward layer: all steps of a token in one forward."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -108,7 +108,7 @@ class SparseFeedForward(nn.Module):
     ) -> tuple[Tensor, RouterOutput | None]:
         """Returns the layer's output and the router's results.
 
-        A token that reaches no expert, and padding, come out as zeros: only the residual path
+        A token that reaches no expert, and padding, are zeros in the output: only the residual path
         carries them.
 
         Args:
@@ -160,8 +160,8 @@ class SparseFeedForward(nn.Module):
 
         Rows for other ranks are announced: their counts are on the way then.
         """
-        # Each rank of tp has a part of every output, and so of the gradient of the weights: this
-        # changes nothing in the forward pass, and sums the gradients in the backward pass.
+        # Each rank of tp has a partial sum of every output, and so of the gradient of the weights:
+        # this changes nothing in the forward pass, and sums the gradients in the backward pass.
         combine_weight = copy_to_tp_region(plan.combine_weight, self.tp)
         plan = plan._replace(combine_weight=combine_weight)
 

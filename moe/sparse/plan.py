@@ -1,6 +1,6 @@
 """Scores and plan: which token takes which slot of which expert, and with which weight.
 
-A router makes scores of the tokens, and the plan of the scores; dispatch.py carries the plan out.
+A router computes scores from the tokens and a plan from the scores; dispatch.py executes the plan.
 Both are pure data, the same for every router.
 """
 
@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 # Requests of a group up to which comparing all pairs takes fewer operations than sorting. Compiled
-# graphs sort them always: they are made for any number.
+# graphs sort them always: they must support any number.
 _FEW_REQUESTS = 32
 
 
@@ -37,10 +37,10 @@ class RouterScores(NamedTuple):
 
 
 def router_scores(logits: Tensor) -> RouterScores:
-    """Returns the scores that belong to logits <float32>[G, S, E].
+    """Returns the scores for logits <float32>[G, S, E].
 
-    The exponential of a log-softmax would be cheaper; but its rounding tears tokens apart that tie
-    in a softmax.
+    The exponential of a log-softmax would be cheaper; but its rounding would break ties between
+    tokens that are equal in a softmax.
     """
     return RouterScores(logits=logits, probs=logits.softmax(dim=-1))
 
@@ -60,8 +60,8 @@ class DispatchPlan(NamedTuple):
         requested: <bool>[G, S, K] whether the choice requests a slot, before capacity; where experts choose, whether it
             was accepted.
         token_mask: <bool>[G, S] real tokens; False is padding.
-        capacity: Slots of an expert in a group, C; None when every expert has room for all tokens,
-            and for a token twice if an edit gave it the expert twice.
+        capacity: Slots of an expert in a group, C; None if every expert has slots for all tokens,
+            even for a token that an edit assigned to it twice.
     """
 
     expert_index: Tensor
@@ -83,9 +83,9 @@ def assign_slots(
     """Returns the slot of every choice and whether it was accepted.
 
     All first choices are served before any second choice, and tokens in the order of the sequence,
-    so that dropped first choices in a decoder do not depend on later tokens. A second choice
-    can be lost to the first choice of a later token: that is the paper's rule, and an incremental
-    decoder, which drops nothing, is free of it.
+    so that dropped first choices in a decoder do not depend on later tokens. A second choice can be
+    lost to the first choice of a later token: that is the paper's rule, and does not affect an
+    incremental decoder, which drops nothing.
 
     Args:
         expert_index: <int64>[G, S, K] chosen experts.
@@ -161,8 +161,8 @@ def reassign_slots(plan: DispatchPlan, num_experts: int) -> DispatchPlan:
 def queue_position(expert_index: Tensor, requested: Tensor, num_experts: int) -> Tensor:
     """Returns how many earlier requests of the group are for the same expert.
 
-    A stable sort brings the requests of each queue side by side; the position is the distance from
-    the queue's first. No mask [G, R, E] is built. A few requests are compared with each other.
+    A stable sort groups the requests of each queue; the position is the distance from the queue's
+    first. No mask [G, R, E] is built. A few requests are compared with each other.
 
     Args:
         expert_index: <int64>[G, R] experts; R requests of a group, e.g. K * S.

@@ -51,9 +51,9 @@ class Router(nn.Module):
     Attributes:
         Options: Frozen dataclass of the settings of this router alone; `check(config)` of it is
             optional.
-        causal: Whether a token's choice never depends on later tokens; if not, a decoder refuses
-            the router. Capacity can still cost a token a choice after its first through later
-            tokens; see `assign_slots`.
+        causal: Whether a token's choice never depends on later tokens; if not, the router cannot be
+            used in a decoder. Capacity can still cost a token a choice after its first through
+            later tokens; see `assign_slots`.
         single: Whether a token has one expert, so that `num_selected_experts` must be 1.
         experts_choose: Whether experts choose their tokens: the experts of a token then depend on
             the other tokens of its group, for any capacity.
@@ -189,7 +189,7 @@ class Router(nn.Module):
         """
 
     def gates(self, scores: RouterScores, expert_index: Tensor) -> Tensor:
-        """Returns the weight of each choice, should it be accepted; by default its probability.
+        """Returns the weight of each choice, if it is accepted; by default its probability.
 
         Args:
             scores: <float32>[G, S, E] of each kind.
@@ -271,7 +271,7 @@ class RouterRegistry(Registry[type[Router]]):
         """
         super().add(name, value)
 
-        # From now on a configuration may name it.
+        # From now on, a configuration may use the name.
         requirements = RouterRequirements(
             options=value.Options, causal=value.causal, single=value.single
         )
@@ -302,7 +302,7 @@ def gate_logits(gate_input: Tensor, gate: Tensor) -> Tensor:
 def _refuse_not_finite(logits: Tensor) -> None:
     """Raises a NonFiniteError when <float>[G, S, E] holds NaN or infinity.
 
-    On an accelerator the device stops later, since nobody waits for it.
+    On an accelerator the error appears later, since the host does not wait for it.
     """
     if torch.compiler.is_compiling() or not logits.numel():
         return

@@ -18,7 +18,7 @@ _KINDS = {bool: "True or False", int: "an integer", float: "a finite number"}
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of a router that has none."""
+    """Options of a router without options."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ ROUTER_REQUIREMENTS: Registry[RouterRequirements] = Registry("router")
 
 
 class RouterSettings(Protocol):
-    """The fields of SparseConfig that say which router is used, and how."""
+    """The fields of SparseConfig that select and configure the router."""
 
     @property
     def router(self) -> str:
@@ -111,7 +111,7 @@ def check_causal(name: str, advice: str) -> None:
 
     Args:
         name: Name of a router.
-        advice: What to do with the names of the other routers, which follow it in the message.
+        advice: Advice that precedes the names of the other routers in the message.
     """
     if ROUTER_REQUIREMENTS.get(name).causal:
         return

@@ -1,7 +1,7 @@
 """Statistics of a router, as sums and counts.
 
-They add up exactly over batches, micro-batches, layers and ranks; `summarize` makes the means and
-shares of them that people read. Comes after losses.py; layer.py returns them.
+They add up exactly over batches, micro-batches, layers and ranks; `summarize` computes readable
+means and shares from them. Comes after losses.py; layer.py returns them.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ _REPORTED = (
 
 
 class RouterStats(NamedTuple):
-    """Sums and counts over the real tokens of one layer; `summarize` gives the numbers to read.
+    """Sums and counts over the real tokens of one layer; `summarize` gives readable numbers.
 
     Counts are integers and sums float64, so that no token is lost in a long run.
 
@@ -155,7 +155,7 @@ def sum_stats(stats: RouterStats, group: ProcessGroup | None = None) -> RouterSt
 
 
 def summarize(stats: RouterStats) -> dict[str, float]:
-    """Returns the numbers that people read.
+    """Returns readable numbers.
 
     Returns:
         `load_balance_loss` and `router_z_loss` (unweighted means), `fraction_dropped` (tokens that
@@ -199,7 +199,7 @@ def summarize(stats: RouterStats) -> dict[str, float]:
 
 
 def _ratio(total: Tensor, count: Tensor) -> float:
-    """Returns total <any>[] over count <any>[]; the total where nothing was counted."""
+    """Returns total <any>[] over count <any>[]; the total if nothing was counted."""
     return float(total) / (float(count) or 1.0)
 
 
@@ -208,7 +208,7 @@ def router_values(stack: str, stats: RouterStats) -> dict[str, float]:
 
     Args:
         stack: `encoder` or `decoder`.
-        stats: Added up over the layers of the stack.
+        stats: Summed over the layers of the stack.
     """
     summary = summarize(stats)
     return {f"router/{stack}/{name}": summary[name] for name in _REPORTED}

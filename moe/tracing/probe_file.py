@@ -254,7 +254,9 @@ def read_probes(folder: Path) -> list[Probe]:
     facts = read_probe_facts(folder)
     probes = [_read_probe(path, facts) for path in _step_files(folder)]
     if not probes:
-        raise DataError(f"{folder} holds no probe yet. Train on until the first one is due.")
+        raise DataError(
+            f"{folder} holds no probe yet. Continue training until the first one is due."
+        )
     read_probe_text(folder)  # choices without their text mean nothing
     return probes
 

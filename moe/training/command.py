@@ -144,7 +144,7 @@ class RecipeCommand(Generic[R]):
             print(self._short_help())  # noqa: T201  the answer to --help
             sys.exit(0)
         if "--help-all" in argv:
-            # jsonargparse takes a space back by a backspace, which files and escapes would show.
+            # jsonargparse removes a space with a backspace, which files and escapes would show.
             print(self._parser.format_help().replace(" \b", ""))  # noqa: T201  likewise
             sys.exit(0)
 
@@ -471,7 +471,7 @@ def _check_argument(name: str, value: object, options: dict[str, Any]) -> None:
 
 
 def _name_source(text: str, sources: dict[str, Path]) -> str:
-    """Prefixes a message that starts with a setting's name with the file that contains the setting."""
+    """If a message starts with a setting's name, prefixes it with the file that contains the setting."""
     name = text.partition(" ")[0]
     return f"{sources[name]}: {text}" if name in sources else text
 

@@ -53,7 +53,7 @@ def finetuning_overrides(**changes: Any) -> dict[str, Any]:
 def choose_data(
     recipe: FinetuneRecipe, task: str | None, train: Path | None, typed: Collection[str]
 ) -> FinetuneRecipe:
-    """Returns the recipe with the tasks that the run trains on; without tasks for pairs of texts.
+    """Returns the recipe with the tasks that the run trains on; no tasks for pairs of texts.
 
     Args:
         recipe: May name a mixture of tasks.
@@ -117,7 +117,7 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
             f"{config.expert_capacity}, which takes precedence. Set model.expert_capacity to null, too."
         )
     settings = dict(recipe.model)
-    if recipe.init == "scratch":  # fresh weights have seen no masked text
+    if recipe.init == "scratch":  # fresh weights have never been trained on masked text
         settings |= {"noise_density": None, "mean_noise_span_length": None}
     return config.replaced(**settings)
 
@@ -129,7 +129,7 @@ def load_for_finetuning(
 
     Args:
         folder: A model saved by `save_pretrained`.
-        recipe: `init` says whether weights are the folder's or drawn from `seed`.
+        recipe: `init` determines whether weights come from the folder or from `seed`.
         config: Result of `finetuning_config`.
         device_type: `cpu` or `cuda`.
 

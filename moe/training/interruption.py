@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM during training: the run finishes its step, writes a checkpoint, and ends.
 
-Schedulers send SIGTERM some time before they take a machine away. Ranks get the signal at different
-times, some perhaps never, but must all end after the same step.
+Schedulers send SIGTERM some time before they reclaim a machine. Ranks get the signal at different
+times, or not at all, but must all end after the same step.
 """
 
 import os

@@ -78,7 +78,7 @@ def train(
         CheckpointError: When all checkpoints are damaged, the checkpoint belongs to other settings
             or data, the optimizer state to another optimizer or model, or loss or gradient is not
             finite.
-        Interrupted: After Ctrl-C or SIGTERM: the step is finished, and its checkpoint is whole.
+        Interrupted: After Ctrl-C or SIGTERM: the step is finished, and its checkpoint is complete.
         ConfigError: When the recipe's numbers contradict each other.
     """
     model_folder = run.folder / MODEL_FOLDER
@@ -194,7 +194,7 @@ def _planned_steps(
         source = source._replace(config=mesh.config if mesh else MeshConfig())
         return source.plan([mesh.data_rank if mesh else 0], steps)
 
-    # Groups that do not train the same run would spoil each other's weights.
+    # Groups that do not train the same run would corrupt each other's weights.
     def check_settings(others: RunState) -> None:
         where = Path("The state of the live replica groups")
         changeable = _CHANGEABLE_SETTINGS - _MESH_SETTINGS
@@ -249,7 +249,7 @@ def _find_start(run: Run) -> _Start | None:
     Raises:
         CheckpointError: When the checkpoint belongs to other settings or data (a complete run is
             checked too: more steps would not be taken), all checkpoints are damaged, or a damaged
-            model could not be written again.
+            model cannot be rewritten.
     """
     folder = run.folder / CHECKPOINTS_FOLDER
     model = run.folder / MODEL_FOLDER
@@ -289,7 +289,7 @@ def _restore_state(run: Run, optimizer: torch.optim.Optimizer, start: _Start) ->
             use_products(state.products)
         return state.step
 
-    # Scores of a run that was stopped before its first checkpoint.
+    # Scores of a run that stopped before its first checkpoint.
     broadcast_from_rank_zero(lambda: remove_scores(run.folder))
     if run.earlier_checkpoints is not None:
         name = run.recipe.optim.optimizer

@@ -44,7 +44,7 @@ class OptimRecipe:
         cooldown_steps: Last steps, over which the rate falls linearly to zero. A recipe file's value keeps its share of
             the run if only training.steps is changed.
         clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper
-            loses quality with 0.1.
+            reports lower quality with 0.1.
         weight_decay: Share of lr by which adamw, lamb and lars shrink weights.
         max_grad_norm: Gradients are scaled down to this global norm; None leaves them.
     """
@@ -86,7 +86,7 @@ class OptimRecipe:
         without = "null where nothing is in epochs"
         check_integer("optim.epoch_examples", self.epoch_examples, least=1, optional=without)
 
-        # The rule by which the rate grows, and the batch that it starts from, go together.
+        # lr_scaling and base_batch_size must be set together.
         scaling = self.lr_scaling
         base = self.base_batch_size
         is_rule = scaling is None or (isinstance(scaling, str) and scaling in LR_SCALINGS)

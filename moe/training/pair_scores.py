@@ -105,9 +105,9 @@ PAIR_METRICS: dict[str, dict[str, Scorer]] = {
 def kind_of_targets(targets: Sequence[str]) -> str:
     """Returns the kind of the targets, a key of `PAIR_METRICS`.
 
-    If most targets occur more than once, they are labels; others are answers up to a mean length of
-    10 words, and texts beyond. Long targets in another script are answers, too: ROUGE reads the
-    letters a to z and digits only.
+    If most targets occur more than once, they are labels; otherwise they are answers up to a mean
+    length of 10 words, and texts above. Long targets in another script are answers, too: ROUGE
+    reads the letters a to z and digits only.
     """
     counts = Counter(targets)
     num_repeated = sum(counts[target] > 1 for target in targets)
@@ -156,7 +156,7 @@ def dev_scorer(
 
     Args:
         pairs: The pairs.
-        inputs_length: Most tokens of an input; longer ones are truncated.
+        inputs_length: Maximum number of tokens of an input; longer ones are truncated.
         mesh: The ranks; None for one process.
         device_type: `cpu` or `cuda`.
     """

@@ -51,22 +51,22 @@ class TrainingRecipe:
     Attributes:
         steps: Updates in the whole run.
         batch_size: Sequences in an update.
-        micro_batch_size: Sequences in a forward pass of one rank; less needs less memory and
-            changes no result. Null for all.
+        micro_batch_size: Sequences in a forward pass of one rank; fewer need less memory, without
+            changing results. Null for all.
         precision: `bfloat16` computes in autocast; parameters, router and losses stay float32. On a
             mesh parameters are exchanged in bfloat16, gradients in float32.
         activation_checkpointing: Whether a block keeps only its input and runs again in the
             backward pass.
         compile: Whether to use `torch.compile`: a step of a small model takes a fifth less time on a
             CPU with a C++ compiler, after a minute of compilation; results differ by rounding.
-        log_every: Steps from one line of metrics to the next.
-        evaluate_every: Steps from one held-out evaluation to the next.
+        log_every: Steps between lines of metrics.
+        evaluate_every: Steps between held-out evaluations.
         held_out_batches: Batches in a held-out evaluation; 0 disables it.
-        probe_every: Steps from one record of the routing of held-out text to the next, see
-            moe/training/routing_probe.py; 0 for none.
+        probe_every: Steps between records of the routing of held-out text, see
+            moe/training/routing_probe.py; 0 disables them.
         probe_batches: Batches of that text.
-        checkpoint_every: Steps from one checkpoint to the next, which a crash may cost.
-        keep_checkpoints: Newest checkpoints that stay on disk.
+        checkpoint_every: Steps between checkpoints; a crash loses at most this many.
+        keep_checkpoints: Number of newest checkpoints to keep.
     """
 
     steps: int = 100_000

@@ -21,8 +21,8 @@ from moe.tracing.trace import layer_name
 
 logger = logging.getLogger(__name__)
 
-# Number of consecutive logs without a token after which an expert is dead; drops are compared over
-# as many.
+# Number of consecutive logs without a token after which an expert counts as dead; drops are
+# compared over the same number.
 NUM_LOGS = 10
 
 # Expected choices per expert above which an unused expert is not due to chance: if all experts were
@@ -93,7 +93,7 @@ class RouterHealth:
         if len(logs) < NUM_LOGS:
             return
 
-        # Experts without a token, if a fair share would be enough to expect some.
+        # Experts without a token, if a fair share would make this unlikely.
         load = torch.stack([load for _, load in logs]).sum(dim=0)  # [E]
         num_experts = load.numel()
         fair_share = float(load.sum()) / num_experts

@@ -42,7 +42,7 @@ _LOGIT_EDGES = tuple(2 ** (exponent / 2) for exponent in range(-8, 25))
 
 
 class LayerScores(NamedTuple):
-    """The scores of one router over the text.
+    """Scores of one router for the text.
 
     Attributes:
         stats: Sums and counts, as in any evaluation.
@@ -75,10 +75,10 @@ class ProbeResult(NamedTuple):
 
 
 def check_probe(recipe: Recipe, config: STMoEConfig, source: BatchSource | None) -> None:
-    """Refuses a probe if there is nothing to probe.
+    """Raises if there is nothing to probe.
 
     Args:
-        recipe: Says how often the run is probed.
+        recipe: Determines how often the run is probed.
         config: Config of the model.
         source: The text; None for none.
 

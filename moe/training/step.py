@@ -1,4 +1,4 @@
-"""One update of the weights: the same result however the batch is split into micro-batches.
+"""One update of the weights, with the same result for any split into micro-batches.
 
 The loop (loop.py) calls `take_step` once for each batch and reports its results.
 """
@@ -173,11 +173,11 @@ def take_step(
     step: int,
     ranks: StepRanks,
 ) -> StepMetrics:
-    """Updates the weights once from shares of the batch, however many this rank takes.
+    """Updates the weights once from shares of the batch, for any number of shares.
 
     All randomness is a function of `recipe.seed` and `step`, so that a resumed run needs no
-    generator state. With dropout or the random second-expert policy, another split of the batch
-    draws other numbers; who computes a share does not matter.
+    generator state. With dropout or the random second-expert policy, a different split of the batch
+    draws different numbers; the rank that computes a share does not matter.
 
     Args:
         model: In training mode.
@@ -220,7 +220,7 @@ def take_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
-    # Routers that balance without a loss see the load of the whole batch, once for each update.
+    # Routers that balance without a loss get the load of the whole batch, once per update.
     update_routers(model.sparse_layers(), result.layer_stats)
 
     num_encoder_layers = model.config.num_sparse_encoder_layers
@@ -248,7 +248,7 @@ def split_batch(
     Args:
         batch: Rows of this rank.
         micro_batch_size: Rows in a micro-batch.
-        group_size: Most tokens that are routed together; None when none are.
+        group_size: Maximum number of tokens that are routed together; None when none are.
         data_ranks: Ranks with as many rows each.
 
     Raises:
@@ -269,13 +269,13 @@ def split_batch(
 
 
 def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size: int) -> None:
-    """Refuses a split of the batch that would change which tokens are routed together.
+    """Raises for a split of the batch that would change which tokens are routed together.
 
     Args:
         lengths: Tokens of a row in the encoder and the decoder.
         batch_size: Rows of the whole batch.
         rows: Rows of a forward pass on one rank.
-        group_size: Most tokens that are routed together.
+        group_size: Maximum number of tokens that are routed together.
 
     Raises:
         ConfigError: Names a `group_size` that fits the split.
@@ -442,7 +442,7 @@ def router_outputs(output: STMoEOutput) -> tuple[RouterOutput, ...]:
 
 
 def update_routers(layers: Sequence[SparseFeedForward], stats: Sequence[RouterStats]) -> None:
-    """Lets each router that learns from its load see the statistics of an update.
+    """Lets each router that learns from its load update itself from the statistics of an update.
 
     Routers with frozen parameters are not changed.
 

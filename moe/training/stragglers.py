@@ -1,6 +1,6 @@
 """Which rank delays the others: seconds of work and of waiting of every rank, by axis.
 
-Ranks that train together take equally long for a step: a slow one works while the others wait for it.
+Ranks that train together take equally long for a step: a slow rank works while the others wait.
 Waiting is measured where a rank exchanges (moe/distributed/wait_seconds.py); the rest of its steps is
 its own work, including batches. The ranks exchange a few numbers every log interval.
 

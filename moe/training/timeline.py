@@ -1,8 +1,8 @@
 """How the seconds of a run were spent: timeline.jsonl, and the goodput that follows from it.
 
-Each process of a run appends a line when it starts, at every log interval, and when it ends; nothing
-is ever removed, so that work lost in a crash can be counted. The time of a command counts from its
-first line of Python, before torch is imported, to the exit of the process.
+Each process of a run appends a line when it starts, at every log interval, and when it ends; nothing is removed, so
+that work lost in a crash is counted. The time of a command counts from its first line of Python, before torch is
+imported, to the exit of the process.
 """
 
 import contextlib
@@ -139,7 +139,7 @@ class Timeline:
 
 
 def _drop_torn_end(path: Path) -> None:
-    """Removes a last line that a process could not finish, e.g. on a full disk."""
+    """Removes an incomplete last line, e.g. after a full disk."""
     with open(path, "r+b", opener=open_to_write) as file:
         file.truncate(file.read().rfind(b"\n") + 1)
 

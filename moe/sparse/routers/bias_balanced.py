@@ -1,6 +1,6 @@
 """Loss-free balancing: a bias of each expert, moved with its load, steers the choice of experts.
 
-The weights of the chosen experts do not see the bias.
+The weights of the chosen experts do not depend on the bias.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class BiasBalancedRouter(Router):
     def reset_parameters(self) -> None:
         """Re-initializes the gate and sets the biases to zero."""
         super().reset_parameters()
-        # The base class calls this before there are biases.
+        # The base class calls this before the biases exist.
         if hasattr(self, "load_steps"):
             nn.init.zeros_(self.load_steps)
 
@@ -97,7 +97,7 @@ class BiasBalancedRouter(Router):
         """Moves every bias by the update rate against its expert's load.
 
         Args:
-            stats: Of this layer, added up over the micro-batches and ranks of the update.
+            stats: Statistics of this layer, summed over the micro-batches and ranks of the update.
         """
         # Algorithm 1: e_i = mean load - load of expert i, and b_i moves by u * sign(e_i).
         load = stats.expert_load.double()

@@ -32,8 +32,8 @@ class ExpertChoiceRouter(Router):
     """Every expert takes the C tokens of the group that score highest with it.
 
     A token may go to any number of experts. Load is balanced by construction, so that the balance
-    loss is 0. `num_selected_experts` plays no part; the capacity factor is the mean number of
-    experts a token has. In the plan, choice e of a token is expert e.
+    loss is 0. `num_selected_experts` is not used; the capacity factor is the mean number of experts
+    a token has. In the plan, choice e of a token is expert e.
 
     The experts of a token depend on its batch mates: experts compare the tokens of a group. Without
     a capacity every expert takes every token, at E / C times the cost and far from the training
@@ -44,7 +44,7 @@ class ExpertChoiceRouter(Router):
     Source:
         Expert Choice (arXiv:2202.09368); google/flaxformer architectures/moe/routing.py at
         399ea3a8; Mesh-TensorFlow transformer/moe.py at a32810e, `expert_selection`. Differs: Mesh's
-        additional loss on the evenness of tokens is not here.
+        additional loss on the evenness of tokens is omitted.
     """
 
     Options: ClassVar[type[ExpertChoiceOptions]] = ExpertChoiceOptions
@@ -63,7 +63,7 @@ class ExpertChoiceRouter(Router):
         num_groups, group_size, num_experts = scores.logits.shape
         is_real = token_mask[..., None]  # [G, S, 1]
 
-        # A token's slot is its rank in the expert's order; padding comes last, of equals the earlier.
+        # A token's slot is its rank in the expert's order; padding comes last, and ties go to the earlier token.
         weights = self._weights(scores, token_mask)  # [G, S, E]
         preference = weights.detach().masked_fill(~is_real, -1)
         order = preference.argsort(dim=1, descending=True, stable=True)  # [G, S, E]
