@@ -1,5 +1,5 @@
-"""Tasks for fine-tuning: their training pairs, and the scores of a model on their dev splits while
-it is tuned.
+"""Tasks for fine-tuning: their training pairs, and the scores of a model on their dev splits during
+fine-tuning.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ class TaskData(NamedTuple):
 
         It returns scores in 0..100 by `TASK/METRIC`, and `mean`, the mean of the tasks' headline
         scores, which for the tasks of SuperGLUE is the leaderboard's average. Answers are generated
-        as each task says, by beams for summaries. Every rank must call it, and each gets the
-        scores.
+        with each task's decoding, e.g. beam search for summaries. Every rank must call it, and each
+        gets the scores.
 
         Args:
             limit: Largest number of examples of a task; whole groups are taken, evenly. None for
@@ -86,7 +86,7 @@ def read_tasks(names: Sequence[str], folder: str | None = None) -> TaskData:
 
     Args:
         names: Names of tasks.
-        folder: Holds a folder of files for each task, called as the task is; None for the tasks'
+        folder: Has a subfolder of files for each task, named after it; None for the tasks'
             own sources.
 
     Raises:

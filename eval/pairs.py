@@ -1,7 +1,7 @@
 """Your own pairs of texts as a task: `python -m eval run --pairs FILE`.
 
-The metrics follow from the targets, as in `stmoe finetune --train`. A task's name says which they are,
-so that two runs can be compared without the file.
+The metrics follow from the targets, as in `stmoe finetune --train`. A task's name encodes them, so that two runs can be
+compared without the file.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class PairsSource:
     def rows(
         self, split: str, folder: Path | None = None, revision: str | None = None
     ) -> Sequence[Row]:
-        """Returns the rows of a split; the other arguments are of other sources."""
+        """Returns the rows of a split; the other arguments apply to other sources."""
         return [pair._asdict() for pair in (self.train if split == "train" else self.dev)]
 
 

@@ -1,8 +1,8 @@
 """The schema of the rows of a dataset, and messages about rows that do not match it.
 
 A kind is `str`, `int` or `float`, `[kind]` for a list, or `{name: kind}` for a struct. A struct of
-lists may also come as a list of structs: mirrors of the same dataset differ in that, and both
-become a struct of lists.
+lists may also come as a list of structs: mirrors of the same dataset differ here, and both become a
+struct of lists.
 """
 
 import re
@@ -185,7 +185,7 @@ def _format_kind(kind: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    """Returns a value as it is written, truncated when it is long."""
+    """Returns a value as written, truncated if long."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 

@@ -60,33 +60,33 @@ def evaluate(
     tp: int = 1,
     inference: Inference = AS_SAVED,
 ) -> Report | None:
-    """Evaluates models on tasks, writes the reports and returns what they hold.
+    """Evaluates models on tasks, writes the reports and returns their content.
 
-    The reports are written after each task. A task that fails, for instance because its data cannot
-    be had, is reported with its message, and the others continue.
+    The reports are written after each task. A task that fails, e.g. because its data cannot be
+    loaded, is reported with its message, and the others continue.
 
-    Every rank must call it with the same arguments but `world`. All of them predict; rank 0 alone
-    scores, writes and has something to return. Nothing depends on the number of ranks.
+    Every rank must call it with the same arguments but `world`. All of them predict; only rank 0
+    scores, writes and returns a report. Nothing depends on the number of ranks.
 
     Args:
         models: Checkpoint folders by name; the report is about the first one.
         tasks: Names of tasks, or tasks that are in no registry, as of the user's own pairs.
-        modes: `generate`, `rank`; of these, all that a task can be answered in. None for both.
+        modes: `generate`, `rank`; the ones that a task supports are used. None for both.
         split: Of all tasks; None for each task's own.
-        limit: Most examples of a task; whole groups are taken, evenly. None for all.
+        limit: Maximum number of examples of a task; whole groups are taken, evenly. None for all.
         data: Holds a folder TASK with files in place of the hub's rows. None for the hub.
         revision: Branch or commit of the hub's data; None for each task's own.
         scoring: How choices are ranked; None for the log-probability with the end token.
         baselines: Data that the baselines may use; None for all training examples and no other
             text.
-        contamination: Folder of a corpus in which the examples are looked for; None for none.
+        contamination: Folder of a corpus to search for the examples; None for none.
         out: Receives examples/, predictions/ and the reports. A report that is there, with results
             that the new one lacks, is kept as report.1.json.
-        command: How it was called, for the report.
+        command: The command line, for the report.
         world: The ranks.
         ep: Ranks over which the experts of a layer are sharded.
         tp: Ranks over which heads and hidden units are sharded.
-        inference: Capacity and dtype in place of the checkpoints' own. Answers of the same model
+        inference: Capacity and dtype that override the checkpoints' own. Answers of the same model
             with another `Inference` cannot be resumed.
 
     Raises:
@@ -242,7 +242,7 @@ def read_task(
     folder = None if isinstance(task.source, BuiltIn) else data
     rows = _together(partial(task.rows, split, folder, revision))
 
-    # Examples without a label are answered, but not scored: only where they are to be expected.
+    # Examples without a label are answered, but not scored: only where this is expected.
     available = task.examples_of(rows, split)
     if not available:
         raise DataError(
@@ -333,7 +333,7 @@ def _answer_task(
 def _write_submissions(
     out: Path, asked: TaskExamples, answers: Mapping[tuple[str, str], Predicted]
 ) -> dict[tuple[str, str], Submission | None]:
-    """Writes what every system answered as the site of the benchmark takes it.
+    """Writes every system's answers in the format of the benchmark's site.
 
     Args:
         out: Folder of the run.
@@ -434,7 +434,7 @@ def _check_folder(out: Path) -> None:
 
 @contextlib.contextmanager
 def _claimed(out: Path) -> Iterator[None]:
-    """Holds the folder for this evaluation: two would take each other's answers for their own.
+    """Holds the folder for this evaluation: two would read each other's answers.
 
     Raises:
         DataError: When the folder cannot be written, does not belong to an evaluation, or another
@@ -464,7 +464,8 @@ def _reporting_failure(
     """Adds an error that is raised inside to `failed`.
 
     Some still end the evaluation: a lost rank, and on several ranks an error of unknown kind, which
-    may be one rank's only. An error of this library or of the system is raised on all ranks alike.
+    may occur on one rank only. An error of this library or of the system is raised on all ranks
+    alike.
     """
     try:
         yield

@@ -189,10 +189,10 @@ class HubData:
         counts: Rows of each split, in the order of SPLITS.
         columns: Kinds of the columns that are read.
         labels: By column, the values that a label may have.
-        hidden: Splits whose labels the authors keep to themselves.
+        hidden: Splits whose labels are not public.
         hidden_values: By column, the value that replaces a missing label in a row of such a split.
-        hub_splits: The hub's name of a split, where it is another.
-        revisions: Tried one after the other when the user names none.
+        hub_splits: The hub's name of a split, if different.
+        revisions: Tried one after the other if the user names none.
     """
 
     repository: str
@@ -275,7 +275,7 @@ class HubData:
 
         hub_split = self.hub_splits.get(split, split)
 
-        # On EXPORT the names of the files say all.
+        # On EXPORT the names of the files are enough.
         config: dict[str, Any] = {"name": self.config}
         if revision == EXPORT:
             config = {"data_files": {hub_split: f"{self.config}/{hub_split}/*.parquet"}}
@@ -294,7 +294,7 @@ class HubData:
 
     def _checked_dataset(self, dataset: "datasets.Dataset", split: str, revision: str) -> list[Row]:
         """Returns the rows of a dataset of the hub, all of them and as expected."""
-        # Another number of rows is another dataset.
+        # A different number of rows means a different dataset.
         name = self._name_of(split, revision)
         require_columns(dataset.column_names, self.columns, name)
         if len(dataset) != self.counts[split]:
@@ -344,8 +344,8 @@ def read_files(
         split: Which.
         columns: Kinds of the columns.
         labels: By column, the values that a label may have.
-        hidden_values: If labels may be hidden, the value of a hidden label, by column; None
-            where every row has its label.
+        hidden_values: If labels may be hidden, the value of a hidden label, by column; None if
+            every row has its label.
 
     Raises:
         DataError: When there is no file or no row, or a row is invalid.

@@ -13,7 +13,7 @@ _SIMILAR_LENGTH = 0.8
 
 
 class Request(NamedTuple):
-    """An example as the model sees it, without its reference."""
+    """The model's input for an example, without its reference."""
 
     id: str
     inputs: str
@@ -26,7 +26,7 @@ def requests_of(examples: Sequence[Example]) -> list[Request]:
 
 
 class TokenizedRequest(NamedTuple):
-    """A request that is ready for the model; its fields are part of the digest of a run's batches.
+    """A tokenized request; its fields are part of the digest of a run's batches.
 
     Attributes:
         request: The request.

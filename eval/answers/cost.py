@@ -26,7 +26,7 @@ FLOPS_FORMULA = (
 
 
 class Tokens(NamedTuple):
-    """How many tokens went through a model.
+    """Numbers of tokens that went through a model.
 
     Attributes:
         examples: Number of examples.
@@ -44,7 +44,7 @@ class Timed(NamedTuple):
 
     Attributes:
         seconds: Time from the first batch to the last.
-        tokens: What went through the model.
+        tokens: Tokens that went through the model.
     """
 
     seconds: float
@@ -115,7 +115,7 @@ def count_tokens(
         for choice in (prediction.choices or {}).values():
             num_outputs += choice.num_tokens + 1
 
-    # A generated answer is counted in the tokens of its text, and the end.
+    # A generated answer is counted in the tokens of its text, plus the end token.
     if texts:
         for tokens in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
             num_outputs += (len(tokens) + 1) * num_beams
@@ -173,7 +173,7 @@ def read_timings(folder: Path) -> list[Timing]:
 
 
 def merge_timings(earlier: Sequence[Timing], new: Sequence[Timing]) -> list[Timing]:
-    """Returns the timings of both; a new one replaces the earlier one."""
+    """Returns the merged timings; a new one replaces an earlier one."""
     merged: dict[tuple[str, str, str], Timing] = {}
     for timing in (*earlier, *new):
         merged[timing.task, timing.system, timing.mode] = timing

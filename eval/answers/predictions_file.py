@@ -47,7 +47,7 @@ class ScoringFields(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Everything that the predictions of a file depend on.
+    """Everything that determines the predictions of a file.
 
     Attributes:
         model: Fingerprint of the checkpoint.
@@ -57,8 +57,7 @@ class Header(NamedTuple):
         decoding: How answers were generated; None for ranked choices.
         batches: Digest of the batches of requests.
         scoring: How choices were scored.
-        inference: Settings that were not the checkpoint's own; a file without any has no such
-            field.
+        inference: Settings that override the checkpoint's own; omitted if there are none.
     """
 
     model: str
@@ -85,9 +84,9 @@ class Prediction(NamedTuple):
 
     Attributes:
         id: Id of the request.
-        output: Generated text, or the choice of the highest score.
+        output: Generated text, or the choice with the highest score.
         scores: Score of each choice; None for a generated answer.
-        choices: Likelihoods that the scores are computed from; None for a generated answer.
+        choices: Likelihoods from which the scores are computed; None for a generated answer.
         truncated: Whether the inputs were truncated to the task's length.
     """
 
@@ -98,7 +97,7 @@ class Prediction(NamedTuple):
     truncated: bool = False
 
     def scored(self, scoring: Scoring) -> "Prediction":
-        """Returns the prediction under a scoring; a generated one is the same under all."""
+        """Returns the prediction with a scoring applied; generated ones do not change."""
         if self.choices is None:
             return self
 
@@ -129,7 +128,7 @@ class Batch(NamedTuple):
     routers: Mapping[Stack, RouterCounts]
 
     def scored(self, scoring: Scoring) -> "Batch":
-        """Returns the batch with its predictions under a scoring."""
+        """Returns the batch with its predictions with a scoring applied."""
         predictions = [prediction.scored(scoring) for prediction in self.predictions]
         return self._replace(predictions=predictions)
 
@@ -167,9 +166,9 @@ class PredictionsFile:
 
     Args:
         path: The file; None on all ranks but rank 0.
-        header: What the predictions depend on. A file with another header is replaced; one that
-            differs only in its scoring is rescored; one of the same model with another `Inference`
-            raises an error.
+        header: Everything that the predictions depend on. A file with another header is replaced;
+            one that differs only in its scoring is rescored; one of the same model with another
+            `Inference` raises an error.
     """
 
     def __init__(self, path: Path | None, header: Header) -> None:
@@ -224,7 +223,7 @@ class PredictionsFile:
             raise self._write_error(error) from error
 
     def _read_batches(self, path: Path) -> list[Batch]:
-        """Returns the closed batches of the file; none when it is about anything else."""
+        """Returns the closed batches of the file; none if it belongs to anything else."""
         content = read_predictions_file(path)
         if content.header is None:
             return []
@@ -272,7 +271,7 @@ class PredictionsFile:
 def check_inference_of_file(path: Path, model: str, inference: Inference) -> None:
     """Raises when a file holds answers of the same model under other settings.
 
-    A file that is missing or damaged passes: whoever reads all of it refuses that.
+    Missing or damaged files are accepted here; reading the whole file raises.
 
     Raises:
         DataError: Names both settings.
@@ -326,7 +325,7 @@ def read_predictions_file(
     batches: list[Batch] = []
     line_numbers: dict[str, int] = {}
     open_batch: list[Prediction] = []
-    checksum_start = 0  # index of the first line that the next checksum counts
+    checksum_start = 0  # index of the first line covered by the next checksum
     for number, value in enumerate(values[1:], start=2):
         where = f"{path}, line {number}"
 
@@ -371,7 +370,7 @@ def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _to_prediction(value: dict[str, Any], mode: Mode, where: str) -> Prediction:
-    """Returns the prediction of a line, or raises a DataError when it is none of this mode."""
+    """Returns the prediction of a line, or raises a DataError if it does not fit this mode."""
     prediction = to_record(Prediction, value, where=where, advice=_ADVICE)
     if not _fits_mode(prediction, mode):
         raise DataError(f"{where}: {shown(value)} is not an answer of mode {mode}. {_ADVICE}")

@@ -13,8 +13,8 @@ def seal(text: str, before: str = "") -> str:
     """Returns the text of a JSON object whose last field is a checksum of everything before it.
 
     Args:
-        text: The object, which has fields.
-        before: What else counts, e.g. the seal of the object before this one.
+        text: The object, which must have fields.
+        before: Additional data, e.g. the seal of the previous object.
     """
     body = text.rstrip().removesuffix("}").rstrip()
     return f'{body}{_SEAL_START}{_digest(before, body)}"}}'
@@ -26,7 +26,7 @@ def is_whole(text: str, value: dict[str, Any], before: str = "") -> bool:
     Args:
         text: The sealed object.
         value: What it holds.
-        before: As it was given to `seal`.
+        before: The same as for `seal`.
     """
     body, _, end = text.rstrip().rpartition(_SEAL_START)
     digest = _digest(before, body)

@@ -87,11 +87,12 @@ class Seq2Seq(NamedTuple):
         return [eos] if isinstance(eos, int) else list(eos)
 
     def tokenize(self, requests: Sequence[Request], max_tokens: int) -> list[TokenizedRequest]:
-        """Returns the requests with their tokens; truncated ones keep what the tokenizer ends with.
+        """Returns the requests with their tokens; truncated ones keep the tokenizer's end tokens.
 
         Args:
             requests: The requests.
-            max_tokens: Most tokens of an input; the tokenizer's own limit may be lower.
+            max_tokens: Maximum number of tokens of an input; the tokenizer's own limit may be
+                lower.
         """
         if not requests:
             return []
@@ -125,12 +126,12 @@ def load_seq2seq(
 ) -> Seq2Seq:
     """Returns a sequence-to-sequence checkpoint of this library or of transformers.
 
-    The task says how to generate: of the checkpoint's own settings (beams, least lengths,
-    penalties) only the special tokens stay.
+    The task defines how to generate: only the special tokens of the checkpoint's settings are kept,
+    not beams, minimum lengths or penalties.
 
     Args:
         folder: The checkpoint.
-        ranks: Those that will answer with it; on a mesh each reads its part only.
+        ranks: Ranks that will use it; on a mesh each reads only its part.
         inference: Settings that replace the checkpoint's own.
 
     Raises:
@@ -148,7 +149,7 @@ def load_seq2seq(
         special_tokens["eos_token_id"] = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(**special_tokens)
 
-    # Rank 0 alone writes the predictions that the fingerprint is for.
+    # Rank 0 alone writes the predictions that need the fingerprint.
     digest = model_fingerprint(folder) if ranks.world.rank == 0 else ""
     return Seq2Seq(model, tokenizer, digest, ranks, configured.changes)
 

@@ -31,8 +31,8 @@ class BaselineData(NamedTuple):
 
     Attributes:
         train: Examples with their targets.
-        dev: Examples by which settings are chosen, other ones than are answered; none for a part
-            of `train`.
+        dev: Examples for choosing settings, different from the evaluated ones; if empty, a part of
+            `train` is used.
         fitted_to: Description of `train`.
         vectors: Vectors of words; None omits these baselines.
     """
@@ -49,7 +49,7 @@ class Baseline(NamedTuple):
     Attributes:
         outputs: N answers.
         fitted_to: Description of its training data.
-        scores: Of a choice of words, the scores of the choices; None for other tasks.
+        scores: For choices of words, the scores of the choices; None for other tasks.
     """
 
     outputs: list[str]
@@ -60,7 +60,7 @@ class Baseline(NamedTuple):
 def has_baselines(task: Task) -> bool:
     """Returns whether a task has baselines.
 
-    A classification, a summarization and a choice of words do.
+    True for classification, summarization and choices of words.
     """
     return uses_vectors(task) or _is_summarization(task)
 
@@ -83,7 +83,7 @@ def baseline_outputs(
 
     Args:
         task: The task.
-        data: What they are fitted to.
+        data: Training data.
         test: N examples to answer.
 
     Returns:
@@ -148,7 +148,7 @@ def _classify(train: Sequence[Example], test: Sequence[Example]) -> dict[str, li
     targets = [example.targets for example in train]
     test_inputs = [example.inputs for example in test]
 
-    # The same answer to all: what any model must beat.
+    # The same answer for all: any model must beat it.
     majority, _ = Counter(targets).most_common(1)[0]
     same = [majority] * len(test)
     outputs = {"majority": same}
@@ -171,7 +171,7 @@ def _classify(train: Sequence[Example], test: Sequence[Example]) -> dict[str, li
 def _summarize(train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[str]]:
     """Returns the baselines of a summarization.
 
-    The two pickers see the words of a sentence and, as one more word, its position. They learn
+    The two pickers use the words of a sentence and, as an additional word, its position. They learn
     which sentence of a text has the highest ROUGE-1 against the summary, from texts of several
     sentences; they answer the most probable one.
     """
@@ -192,7 +192,7 @@ def _summarize(train: Sequence[Example], test: Sequence[Example]) -> dict[str, l
     if not features:
         return outputs
 
-    # The answer is the sentence that is most probably the best.
+    # The answer is the most probable best sentence.
     for name, classifier in _classifiers().items():
         classifier.fit(features, is_best)
         picked = []
@@ -221,7 +221,7 @@ def _best_sentence(sentences: Sequence[str], summary: str) -> int:
 
 
 def _most_typical(summaries: Sequence[str]) -> str:
-    """Returns the most frequent summary; of several, the one most like all summaries.
+    """Returns the most frequent summary; among several, the one most similar to all summaries.
 
     If there are many, both the candidates and the examples that they are compared with are evenly
     spaced samples.

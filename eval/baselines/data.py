@@ -39,7 +39,7 @@ def check_baselines(settings: BaselineSettings, tasks: Iterable[Task]) -> None:
             "--train-examples. Give both."
         )
 
-    # No task that would use them.
+    # No task would use them.
     tasks = list(tasks)
     if settings.train_examples is not None and not any(map(has_baselines, tasks)):
         raise ConfigError(
@@ -63,11 +63,11 @@ def read_baseline_data(
 ) -> BaselineData | None:
     """Returns the training data of a task's baselines; None where it has none, or no labels.
 
-    Rows of the hub are not loaded for baselines: they may be many.
+    Rows from the hub are not loaded for baselines, since there may be many.
 
     Args:
         task: The task.
-        split: The evaluated split, which chooses no settings.
+        split: The evaluated split, on which no settings are chosen.
         settings: Data that the baselines may use.
         folder: Holds a folder TASK with files in place of the task's own rows; None for those.
         vectors: Vectors of the words of `settings.text`.

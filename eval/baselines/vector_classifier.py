@@ -76,14 +76,14 @@ def classify_by_vectors(
         fitting = [example for number, example in enumerate(train) if number % _HELD_OUT]
         chosen_on = f"{len(dev):,} of the training examples"
 
-    # One class leaves nothing to fit.
+    # A single class needs no fit.
     if len({example.targets for example in fitting}) < 2:
         counts = Counter(example.targets for example in train)
         answer, _ = counts.most_common(1)[0]
         features = f"nothing of {vectors.source}, since there is one class"
         return VectorAnswers([answer] * len(test), features)
 
-    # A large training set is thinned out while settings are chosen.
+    # Large training sets are subsampled while settings are chosen.
     thinned = fitting[:: -(-len(fitting) // _MOST_CHOOSING)]
     setting = _choose(_Classifiers(vectors, thinned, dev))
     outputs = _Classifiers(vectors, train, test).answers(setting)
@@ -102,7 +102,7 @@ class _Features(NamedTuple):
 
 
 class _Classifiers:
-    """Classifiers that are fitted to training examples and answer others."""
+    """Classifiers that are fitted to training examples and applied to others."""
 
     def __init__(
         self, vectors: WordVectors, train: Sequence[Example], test: Sequence[Example]
@@ -133,7 +133,7 @@ class _Classifiers:
         return sum(answer == target for answer, target in pairs)
 
     def _fit_to_vectors(self, strength: float, has_max: bool) -> NDArray[np.float64]:
-        """Returns <float64>[N, classes] logarithms of probabilities by vectors of words."""
+        """Returns <float64>[N, classes] logarithms of probabilities from word vectors."""
         features = [self._features(self._vectors.mean)]
         if has_max:
             features.append(self._features(self._vectors.max))
@@ -152,7 +152,7 @@ class _Classifiers:
         return _Features((train - centre) / spread, (test - centre) / spread)
 
     def _fit_to_words(self) -> NDArray[np.float64]:
-        """Returns <float64>[N, classes] logarithms of probabilities by counts of words."""
+        """Returns <float64>[N, classes] logarithms of probabilities from word counts."""
         from sklearn.feature_extraction.text import CountVectorizer
 
         vectorizer = CountVectorizer(token_pattern=r"\w+")
@@ -171,7 +171,7 @@ class _Classifiers:
 
 def _choose(classifiers: _Classifiers) -> Setting:
     """Returns the setting with the most right answers; ties go to the first, which is the simplest."""
-    # How strongly the weights of the means are held to zero.
+    # Strength of the regularization of the means' weights.
     num_right: Counter[Setting] = Counter()
     for strength in STRENGTHS:
         setting = Setting(strength)

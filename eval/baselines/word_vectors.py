@@ -8,7 +8,7 @@ Source:
     SVD, with their weights of the singular values (power 0.5), smoothing of contexts (0.75) and
     weights 1 / distance. Arora et al. (ICLR 2017, "A simple but tough-to-beat baseline for sentence
     embeddings"): a text is the mean of its words, weighted by a / (a + p). Differs: no common
-    component is taken away; the classifier can do without it.
+    component is removed; the classifier does not need this.
 """
 
 import re
@@ -59,7 +59,7 @@ class WordVectors(NamedTuple):
         """Returns <float32>[N, D] weighted sums of the vectors, over the length of the weights.
 
         Texts without a known word have zeros. The length, not the sum of the weights, is divided
-        by, so that texts of many words are as far from zero as their words agree.
+        by, so that the norm of a long text reflects the agreement of its words.
         """
         means = np.zeros((len(texts), self.vectors.shape[1]), np.float32)  # [N, D]
         for row, text in enumerate(texts):
@@ -109,7 +109,7 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
     """Returns vectors of the words in texts; the same texts always give the same.
 
     Args:
-        texts: Documents; words of two paragraphs are not near each other.
+        texts: Documents; words of different paragraphs never count as near.
         source: Description of the text.
 
     Raises:
@@ -123,7 +123,7 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
     for words in paragraphs:
         counts.update(words)
 
-    # The most frequent words; of equally frequent ones the first of the alphabet.
+    # The most frequent words; ties are broken alphabetically.
     frequent = [word for word, count in counts.items() if count >= MIN_COUNT]
     frequent.sort(key=lambda word: (-counts[word], word))
     numbers = {word: number for number, word in enumerate(frequent[:MAX_WORDS])}
@@ -158,7 +158,7 @@ def _count_neighbours(
         tokens += gap
     ids = np.asarray(tokens, dtype=np.int32)  # [T]
 
-    # In blocks, of which each sees the first words of the next.
+    # Process blocks, each with the first words of the next one.
     size = len(numbers)
     counts = sparse.csr_matrix((size, size))
     for start in range(0, len(ids), _BLOCK):
@@ -179,9 +179,9 @@ def _positive_mutual_information(counts: "sparse.csr_matrix") -> "sparse.csr_mat
     pairs = counts.tocoo()
     word_counts = np.asarray(counts.sum(axis=1)).ravel()  # [V]
     context_shares = word_counts**_CONTEXT_SMOOTHING
-    context_shares /= max(context_shares.sum(), 1e-9)  # 0 where no two words meet
+    context_shares /= max(context_shares.sum(), 1e-9)  # 0 if two words never co-occur
 
-    # How often two words would meet by chance.
+    # Expected co-occurrences by chance.
     expected = word_counts[pairs.row] * context_shares[pairs.col]
     information = np.log(pairs.data / expected)
     positive = information > 0
@@ -198,7 +198,7 @@ def _reduce(association: "sparse.csr_matrix", num_words: int) -> NDArray[np.floa
     decomposition = TruncatedSVD(num_dimensions, n_iter=4, random_state=0)
     scaled = decomposition.fit_transform(association)  # [V, D] vectors by their values
 
-    # Half of the values' logarithm stays. Words without neighbours have zeros.
+    # The square root of the singular values is kept. Words without neighbours have zeros.
     values = np.maximum(decomposition.singular_values_, 1e-9)
     vectors = scaled / np.sqrt(values)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)

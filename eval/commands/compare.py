@@ -79,7 +79,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compares, writes compare.json and compare.md, and prints a line for each metric."""
+    """Compares two runs, writes compare.json and compare.md, and prints a line for each metric."""
     out = output_path(arguments.out)
     check_kind(out, "comparison")
     comparison = compare_runs(arguments.a, arguments.b, tasks=arguments.tasks, mode=arguments.mode)
@@ -104,9 +104,9 @@ def compare_runs(
     """Returns the differences of two runs on every task, mode and metric that both have.
 
     Args:
-        a: Folder of a run, or NAME=FOLDER for another than its first model.
+        a: Folder of a run, or NAME=FOLDER for a model other than its first.
         b: The other run, written in the same way.
-        tasks: Names of tasks; None for all that both have.
+        tasks: Names of tasks; None compares all that both have.
         mode: How the models answered; None for all that both have.
 
     Raises:
@@ -167,7 +167,7 @@ def _common_tasks(
                 f"Neither run has a task {task!r}.{did_you_mean(task, known)} They have {', '.join(known) or 'none'}."
             )
 
-        # A mode in which only one side answered is left out, and said.
+        # A mode in which only one side answered is left out and reported.
         for task_mode in dict.fromkeys([*modes_a, *modes_b]):
             if mode not in (None, task_mode):
                 continue
@@ -194,7 +194,7 @@ def _is_hidden(side: Side, task: str) -> bool:
 
 
 def _list_tasks(side: Side) -> str:
-    """Returns the tasks that a side answered, and how."""
+    """Returns the tasks that a side answered, and the modes."""
     tasks = [f"{task} ({', '.join(side.modes(task))})" for task in side.tasks]
     return ", ".join(tasks) or "nothing"
 
@@ -209,7 +209,7 @@ def _check_same_examples(a: Side, b: Side, name: str) -> Task:
     first = a.tasks[name]
     second = b.tasks[name]
 
-    # The reason that a user can act on comes first.
+    # Actionable reasons come first.
     reasons = []
     for setting in ("version", "split", "limit", "num_examples"):
         value_a = getattr(first, setting)
@@ -251,7 +251,7 @@ def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
     for metric in task.metrics:
         metrics.append(compare_answers(metric, scored_a, scored_b, groups, task_seed(name)))
 
-    # Examples with another score, the largest difference first.
+    # Examples with different scores, the largest difference first.
     gaps = np.abs(scored_a.headline_scores - scored_b.headline_scores)  # [N]
     descending = (-gaps).argsort(kind="stable")
     differing = [int(row) for row in descending if gaps[row] > 0]

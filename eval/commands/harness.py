@@ -10,7 +10,7 @@ The log-likelihoods of both are the same for a model that drops no token: a dens
 one, and any other with `--dropless` here and `eval_capacity_factor=None` there, as above. With a
 capacity they differ, since the tokens that are dropped depend on the batch.
 
-The package is optional: what imports it is imported inside functions, after `require_harness`.
+The package is optional, so it is imported inside functions, after `require_harness`.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluates, prints the table and says where the results are."""
+    """Evaluates, and prints the table and the path of the results."""
     out = output_path(arguments.out, inputs=[arguments.model, arguments.include_path])
     check_kind(out, "harness evaluation")
     results = evaluate_on_harness(
@@ -110,12 +110,12 @@ def evaluate_on_harness(
     """Returns the results of a checkpoint, with every example by task under `samples`.
 
     Args:
-        tasks: Names of its tasks, groups and tags, and of those in `include_path`.
+        tasks: Names of the package's tasks, groups and tags, or of those in `include_path`.
         model: Checkpoint folder, of this library or of transformers.
         include_path: Folder with YAML files of tasks.
-        limit: Most examples of a task, its first; None for all.
+        limit: Maximum number of examples of a task, from its start; None for all.
         batch_size: Contexts at once.
-        inference: Capacity and dtype in place of the checkpoint's own.
+        inference: Capacity and dtype that override the checkpoint's own.
 
     Raises:
         CheckpointError: When the folder holds no such model.
@@ -205,7 +205,7 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> Harnes
         if task.OUTPUT_TYPE == "loglikelihood_rolling":
             raise ConfigError(f"{name} cannot be run: {NO_ROLLING}")
 
-    # A task of a group is run with it, once.
+    # A task of a group runs once, with its group.
     groups: Mapping[str, Any] = loaded.get("groups", {})
     grouped: set[str] = set()
     for group in groups.values():
@@ -228,7 +228,7 @@ def _task_manager(names: Sequence[str], include_path: Path | None) -> Any:
         for file in sorted(include_path.rglob("*.yaml")):
             _check_task_file(file)
 
-    # The package's own tasks are many files to read, so first without them.
+    # The package's own tasks are many files, so first try without them.
     manager = None
     if include_path is not None:
         manager = TaskManager(include_path=include_path, include_defaults=False)

@@ -52,7 +52,7 @@ _NOT_SCORED = TargetScore(0.0, False)
 
 
 class HarnessModel(TemplateLM):
-    """Answers as `lm_eval --model hf` with `backend=seq2seq` does, and truncates texts as it does.
+    """Answers and truncates texts like `lm_eval --model hf` with `backend=seq2seq`.
 
     It corrects these faults: generation stops after the number of tokens that the task requests, to
     which theirs adds the input's length, and at the task's stop strings, which theirs applies only
@@ -62,7 +62,7 @@ class HarnessModel(TemplateLM):
     backend = "seq2seq"
 
     def __init__(self, system: Seq2Seq, batch_size: int) -> None:
-        """Keeps a checkpoint, and how many contexts go through it at once."""
+        """Stores a checkpoint and the number of contexts in a batch."""
         super().__init__()
         self.system = system
         self.batch_size = batch_size
@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a context; of a longer one the end is kept."""
+        """Maximum number of tokens of a context; longer contexts keep their end."""
         return resolve_max_length(self.system.model.config, self.tokenizer)
 
     def tok_encode(
@@ -126,7 +126,7 @@ class HarnessModel(TemplateLM):
         encoded = EncodedInputs(encoder_output, mask)
 
         first, *forced = self.system.start
-        # A target begins with the token that the model was fine-tuned to begin with.
+        # A target begins with the first token of the model's fine-tuning targets, if any.
         targets: list[list[list[int]]] = []
         for continuations in batch.values():
             targets.append([[*forced, *continuation] for continuation in continuations])
@@ -178,14 +178,14 @@ class HarnessModel(TemplateLM):
         eos_text = self.tokenizer.decode(self.eot_token_id)
         stop_strings = handle_stop_sequences(options.pop("until"), eos=eos_text)
 
-        # transformers warns of a temperature that does nothing.
+        # transformers warns about an unused temperature.
         if not options["do_sample"]:
             options.pop("temperature", None)
 
         model = self.system.model
         input_ids, mask = pad_tokens(contexts, self.system.pad, model.device)
 
-        # A token that the model was fine-tuned to begin with is not of the text.
+        # The model's initial token from fine-tuning is not part of the text.
         num_forced = len(self.system.start) - 1
         tokens = model.generate(
             input_ids=input_ids,
@@ -199,7 +199,7 @@ class HarnessModel(TemplateLM):
         return [postprocess_generated_text(text, stop_strings, None) for text in texts]
 
     def _batches(self, contexts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Gives the numbers of all contexts in batches, the longest first.
+        """Yields the indices of all contexts in batches, the longest first.
 
         Running out of memory then shows at once.
         """

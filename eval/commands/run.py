@@ -224,7 +224,7 @@ def parse_models(values: list[str]) -> dict[str, Path]:
             name = "model"
             folder = value
 
-        # Two models of one name would write to one file.
+        # Two models with the same name would write to the same file.
         if not name or not folder.strip():
             raise ConfigError(f"{value!r} names no model. Give FOLDER or NAME=FOLDER.")
         if name in models:
@@ -273,7 +273,7 @@ def print_scores(report: Report) -> None:
 
 
 def _print_costs(report: Report) -> None:
-    """Prints what an example cost, and how fast the models were."""
+    """Prints the cost of an example, and the speed of the models."""
     for task in report.tasks:
         for name, mode, _, _, flops, speed in cost_rows(report, task):
             print(
@@ -294,7 +294,7 @@ def _print_unscored(task: TaskResult, system: SystemResult) -> None:
 
 
 def _command_line(argv: list[str], world: World) -> str:
-    """Returns the command as it can be typed again."""
+    """Returns the command in a form that can be typed again."""
     starter = ["python"]
     if world.size > 1:
         starter = ["torchrun", "--nproc-per-node", str(world.size)]

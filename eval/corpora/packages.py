@@ -91,7 +91,7 @@ def _find_packages(name: str) -> list[Package]:
             "folder of sources, with a / in it."
         )
 
-    # Each with the licence of the distribution that brought it.
+    # With the licence of the distribution that contains it.
     packages = []
     for import_name in sorted(import_names):
         licence = _installed_licence(import_name, distributions.get(import_name, []))
@@ -123,7 +123,7 @@ def _unpacked_package(folder: Path) -> Package:
 
 
 def _installed_licence(import_name: str, distribution_names: Sequence[str]) -> str:
-    """Returns the licences of the distributions that a package is from."""
+    """Returns the licences of the distributions that contain a package."""
     # Several distributions may put files into one package.
     licences = {}
     for name in distribution_names or (import_name,):
@@ -165,7 +165,7 @@ def _page_documents(package: Package) -> Iterator[Document]:
             if SKIPPED_FOLDERS.isdisjoint(parts) and path.is_file():
                 pages.append(path)
 
-    # One page in another encoding should not end the command.
+    # One page in another encoding should not abort the command.
     for path in sorted(pages):
         try:
             text = read_text(path)

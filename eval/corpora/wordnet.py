@@ -128,7 +128,7 @@ def find_wordnet(folder: Path | None = None) -> Path:
             if not _missing_files(data_folder):
                 return data_folder
 
-    # Name the folder that was given, or the places that were searched.
+    # The message names the given folder, or the searched locations.
     if named:
         origin = "" if folder else f" (named by {FOLDER_VARIABLE})"
         missing = ", ".join(_missing_files(Path(named)))
@@ -196,7 +196,7 @@ def _parse_synset(file: str, line: str) -> Synset:
     if len(offset) != 8 or not offset.isdecimal() or not gloss.strip():
         raise ValueError(line)
 
-    # The words alternate with numbers that tell their meanings apart.
+    # The words alternate with numbers that distinguish their meanings.
     words = []
     for index in range(int(count, 16)):
         word = _ADJECTIVE_MARKER.sub("", rest[2 * index])
@@ -216,7 +216,7 @@ def _parse_synset(file: str, line: str) -> Synset:
 
 
 def _lexicographer_file(number: str) -> str:
-    """Returns the name of a lexicographer file; raises an IndexError where there is none."""
+    """Returns the name of a lexicographer file; raises an IndexError if there is none."""
     if not number.isdecimal():
         raise ValueError(number)
     return LEXICOGRAPHER_FILES[int(number)]
@@ -240,7 +240,7 @@ def split_gloss(gloss: str) -> tuple[str, tuple[str, ...]]:
 
 
 def wordnet_documents(synsets: Iterable[Synset]) -> list[Document]:
-    """Returns a document per synset: its words, what they mean, and the examples.
+    """Returns a document per synset: its words, their definition, and the examples.
 
     The source is "wordnet/" with the synset's id, e.g. "wordnet/data.noun#02084071".
     """

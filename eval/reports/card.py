@@ -66,7 +66,7 @@ def _hub_result(
     name = task.variant_of or task.task
     prompt = f" with the prompt of {task.prompt_source}" if task.variant_of else ""
 
-    # A task of the hub is named as the hub names it, any other by its own name.
+    # Tasks from the hub use the hub's name, others their own.
     dataset_type = "local"
     dataset_config = name
     dataset_split = task.split

@@ -1,4 +1,4 @@
-"""Charts as SVG that takes the colours of its page, light or dark."""
+"""Charts as SVG that uses the colours of its page, light or dark."""
 
 from collections.abc import Sequence
 from html import escape
@@ -34,7 +34,7 @@ class Bar(NamedTuple):
         value: Score in percent.
         low: Lower end of the interval; None for none.
         high: Upper end of the interval; None for none.
-        note: What to know before believing the interval; empty for nothing.
+        note: Caveat about the interval; empty for none.
     """
 
     style: str
@@ -52,7 +52,7 @@ class Column(NamedTuple):
         label: Text below it.
         value: Its height.
         style: Class of the style sheet.
-        tooltip: What appears when one points at it.
+        tooltip: Text shown on hover.
     """
 
     label: str
@@ -200,7 +200,7 @@ def load_chart(stack: str, load: Sequence[float]) -> str:
 
 
 def _histogram(columns: Sequence[Column], title: str) -> str:
-    """Returns columns, with every label that has room."""
+    """Returns columns, with every label that fits."""
     width = _WIDTH / max(len(columns), 1)
     largest = max((column.value for column in columns), default=1) or 1
     columns_per_label = len(columns)

@@ -43,7 +43,7 @@ def task_contamination(
     Args:
         asked: The examples.
         answers: By system and mode.
-        training_text: What the models may have seen.
+        training_text: Text that the models may have been trained on.
     """
     task = asked.task
     inputs = [example.inputs for example in asked.examples]
@@ -54,7 +54,7 @@ def task_contamination(
     clean = [number for number, shared in enumerate(is_shared) if not shared]
     clean_examples = [asked.examples[number] for number in clean]
 
-    # Each model's answers to the clean examples, scored as all of them are.
+    # Each model's answers to the clean examples, scored like all answers.
     clean_scores = []
     for (name, mode), predicted in answers.items():
         if clean:

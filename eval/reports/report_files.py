@@ -138,7 +138,7 @@ def save_report(report: Report, out: Path, *, last: bool) -> Report:
     Args:
         report: The report.
         out: The folder.
-        last: Whether no further task follows.
+        last: Whether this is the last task.
     """
     # Keep results that only an earlier report has, before anything is overwritten.
     results = results_of_report(report)
@@ -146,7 +146,7 @@ def save_report(report: Report, out: Path, *, last: bool) -> Report:
         copy = keep_earlier_report(out, results)
         report = replace(report, earlier=copy and copy.name)
 
-    # After the last task: a copy of which nothing is lacking is not kept.
+    # After the last task: a copy is removed if nothing is missing from the new report.
     superseded = None
     if last and report.earlier is not None and is_superseded(out / report.earlier, results):
         superseded = out / report.earlier

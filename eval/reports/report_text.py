@@ -149,7 +149,7 @@ def baseline_notes(systems: Sequence[SystemResult]) -> list[str]:
 
 
 def signature_sentences(task: TaskResult) -> list[str]:
-    """Returns by which library, version and settings metrics were computed."""
+    """Returns the library, version and settings that computed the metrics."""
     return [f"{metric}: {signature}." for metric, signature in task.signatures.items()]
 
 

@@ -1,7 +1,7 @@
 """The folder of a run: report.json, the examples, and the predictions of each model.
 
-Nothing that is read back is trusted: each file has a checksum, and must be about the same model,
-task and examples.
+Files that are read back are not trusted: each file has a checksum, and must be about the same
+model, task and examples.
 """
 
 import hashlib
@@ -72,7 +72,7 @@ class SavedReport(NamedTuple):
         fingerprints: Fingerprints of the models' files, by name.
         scoring: What decided between choices.
         tasks: Tasks by name.
-        inference: By name, settings of models that were not the checkpoint's own.
+        inference: Settings that override the checkpoint's own, by name.
     """
 
     folder: Path
@@ -135,7 +135,7 @@ class ExamplesDigest(NamedTuple):
     """Identity of the examples of a task.
 
     Attributes:
-        digest: Digest of their content, whichever version of this library wrote them.
+        digest: Digest of their content, for any version of this library.
         examples_sha256: Checksum of their file.
     """
 
@@ -170,7 +170,7 @@ def write_examples(folder: Path, task: Task, examples: Sequence[Example]) -> Exa
 
 
 def digest_of(task: str, version: int, examples: Sequence[Example]) -> str:
-    """Returns 16 hexadecimal digits that tell the examples of a task from others."""
+    """Returns 16 hexadecimal digits that identify the examples of a task."""
     contents = []
     for example in examples:
         contents.append([example.id, example.group, example.inputs, example.targets])
@@ -289,10 +289,9 @@ def _baseline_source(system: SystemResult | SavedSystem) -> str:
 
 
 def keep_earlier_report(folder: Path, results: Set[Result]) -> Path | None:
-    """Copies the report of an earlier run that has results which a new one lacks.
+    """Copies the report of an earlier run if it has results that a new one lacks.
 
-    It is done before the new report takes its place, so that a run that fails or is stopped loses
-    nothing.
+    It is done before the new report takes its place, so that a failed or stopped run loses nothing.
 
     Args:
         folder: Folder of both runs.
@@ -386,7 +385,7 @@ def _check_header(
         "inference": report.inference_of(name),
     }
 
-    # Only what decides this kind of answer.
+    # Only settings that affect this kind of answer.
     if mode == "generate":
         expected["decoding"] = task.decoding
     else:
@@ -405,7 +404,7 @@ def _show(value: Any) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """Returns the path of a file that is there."""
+    """Returns the path of an existing file."""
     if not path.is_file():
         raise DataError(
             f"There is no {path}. Run `python -m eval run` again: existing results are kept."

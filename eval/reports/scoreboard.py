@@ -25,7 +25,7 @@ class ScoreboardLine(NamedTuple):
         task: Name of the task.
         metric: Name of the metric.
         split: The evaluated split.
-        marks: Signs of the legend that hold for all our scores.
+        marks: Marks of the legend that apply to all our scores.
         ours: Score of each of our systems; None where there is none.
         published: Result of each published system; None where there is none.
         baselines: Scores of systems that need no model, by name.
@@ -42,7 +42,7 @@ class ScoreboardLine(NamedTuple):
     in_chart: bool
 
     def published_mark(self, result: PublishedScore) -> str:
-        """Returns the sign of a published result that is of another split than ours."""
+        """Returns the mark of a published result on a different split."""
         return "" if result.split == self.split else DIFFERENT_SPLIT
 
 
@@ -53,7 +53,7 @@ class Scoreboard(NamedTuple):
         systems: Name and mode of each of our systems.
         published: Names of the published systems that have a result for one of the lines.
         lines: One for each metric; the averages come first.
-        legend: What the signs mean that occur.
+        legend: Meaning of the marks in use.
     """
 
     systems: Sequence[tuple[str, str]]
@@ -108,7 +108,7 @@ def _average_line(
     results = {result.system: result for result in average}
     scores = {(score.name, score.mode): score for score in report.averages}
 
-    # Splits and signs of any of the tasks hold for the average.
+    # Splits and marks of any of the tasks apply to the average.
     splits: dict[str, None] = {}
     marks: dict[str, None] = {}
     for task in report.tasks:

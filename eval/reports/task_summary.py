@@ -60,7 +60,7 @@ class TaskExamples(NamedTuple):
         num_expected: Number of rows that the published split has; None when it is not fixed.
         num_available: Number of examples that the rows give.
         examples: The evaluated examples.
-        baselines: What baselines are fitted to; None for no baselines.
+        baselines: Training data of the baselines; None for no baselines.
         num_hidden: Number of those whose label is hidden; nothing is scored unless it is 0.
     """
 
@@ -272,7 +272,7 @@ def with_matching(
 def ranked_calibration(
     task: Task, examples: Sequence[Example], predicted: Predicted
 ) -> Calibration | None:
-    """Returns the calibration of ranked answers; None for generated ones, and where examples have
+    """Returns the calibration of ranked answers; None for generated answers, and if examples have
     several right choices or none.
     """
     choices: list[Mapping[str, float]] = []
@@ -281,7 +281,7 @@ def ranked_calibration(
         if prediction.scores is None:
             return None
 
-        # Right is what has the value of the target.
+        # An answer is right if its value equals the target's.
         texts = list(prediction.scores)
         values = [task.postprocess(text, example.fields, False) for text in texts]
         target = task.postprocess(example.targets, example.fields, True)
@@ -294,7 +294,7 @@ def ranked_calibration(
 def count_unparsable(targets: Values, answers: Values) -> int | None:
     """Returns how many post-processed answers are -1, which means that no valid answer was found.
 
-    None where the targets are texts: there every answer is valid.
+    None if the targets are texts, since every answer is then valid.
     """
     if not all(isinstance(target, int) for target in unwrap_values(targets)):
         return None
@@ -432,7 +432,7 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
             "evenly taken: not comparable with published scores."
         )
 
-    # The same rows, asked in another way.
+    # The same rows with a different prompt.
     if result.prompt_source != "T5" and result.published:
         notes.append(
             f"The prompt is of {result.prompt_source}; published results may stand on another one."
@@ -442,7 +442,7 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
             f"{result.inputs.num_cut:,} inputs were cut to {result.inputs.limit:,} tokens."
         )
 
-    # A model that was chosen on these examples.
+    # A model that was selected on these examples.
     for name, model in models.items():
         chosen_by = model.chosen_by
         if chosen_by and result.split == "validation" and result.task in chosen_by.tasks:

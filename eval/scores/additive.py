@@ -32,7 +32,8 @@ class AdditiveScore(NamedTuple):
             other score.
         remark: From sums <float64>[P] to a remark about the score, e.g. that it is undefined and
             counts as 0; empty for none.
-        scores_examples: Whether the score of a single example's sums says how good its answer is.
+        scores_examples: Whether the score of a single example's sums measures the quality of its
+            answer.
     """
 
     terms: Terms
@@ -139,7 +140,7 @@ def mean_terms(scores: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def mean_of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the means of which `mean_terms` are the terms.
+    """Returns the means for the sums of `mean_terms`.
 
     Args:
         sums: <float64>[..., 2] sum of the scores, and their number.

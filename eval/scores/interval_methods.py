@@ -78,7 +78,7 @@ def mean_interval(sums: NDArray[np.float64]) -> Interval | None:
 def mean_difference_interval(sums: NDArray[np.float64]) -> Interval | None:
     """Returns the t interval of a mean of paired differences after adding two groups.
 
-    One favors each system, by as much as differing groups do on average (100 points per example
+    One favors each system, with the average size of the differing groups (100 points per example
     where none differs): two systems that agree on all examples may differ on the next.
 
     Args:
@@ -142,7 +142,7 @@ def bounded_interval(
     p = (value - low) / (high - low)
     v = draws.var(ddof=1) / (high - low) ** 2
     effective = num_groups if v == 0 else p * (1 - p) / v
-    if effective == 0:  # the score is at a bound, its draws are not
+    if effective == 0:  # the score is at a bound, but its draws are not
         return None
 
     quantile = float(student.ppf(_UPPER, num_groups - 1))
@@ -154,7 +154,7 @@ def _wilson(p: float, n: float, z: float) -> Interval:
     """Returns Wilson's interval, in 0..100, of a share.
 
     Args:
-        p: The share that was seen, in 0..1.
+        p: The observed share, in 0..1.
         n: Number of trials.
         z: Quantile of the error in standard deviations.
     """

@@ -29,8 +29,7 @@ RESAMPLES = 1000
 _ROUNDING = 1e-9  # in points
 
 GroupStatistic = Callable[[NDArray[np.int64]], float]
-"""A score as a function of drawn groups <int64>[R], of which some may stand several times; NaN where
-it is not defined."""
+"""A score as a function of drawn groups <int64>[R], of which some may stand several times; NaN if not defined."""
 
 
 class Score(NamedTuple):
@@ -121,7 +120,7 @@ def score_answers(metrics: Sequence[Metric], targets: Values, answers: Values) -
 
 
 def score_or_nan(metric: Metric, targets: Values, answers: Values) -> float:
-    """Returns the value of a metric; NaN, without a warning, where it is not defined."""
+    """Returns the value of a metric; NaN, without a warning, if it is not defined."""
     if not len(targets):
         return math.nan
     with warnings.catch_warnings(), np.errstate(all="ignore"):
@@ -205,7 +204,7 @@ def group_statistic(
 def bootstrap(
     statistic: GroupStatistic, num_groups: int, seed: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Returns a statistic of as many groups as there are, drawn with replacement, again and again.
+    """Returns a statistic of as many groups as there are, drawn with replacement, repeatedly.
 
     Statistics of the same groups and seed see the same draws, so that their differences and means
     are paired.
@@ -327,7 +326,7 @@ def _remark(answers: ScoredAnswers, metric: Metric) -> str:
 
 
 def no_spread(draws: NDArray[np.float64], interval: Interval | None) -> str:
-    """Returns a warning where all draws score alike; `interval` is not of them, if there is one."""
+    """Returns a warning if all draws have the same score; `interval` is not of them, if there is one."""
     draws = draws[~np.isnan(draws)]
     if len(draws) < 2 or np.ptp(draws) > _ROUNDING:
         return ""

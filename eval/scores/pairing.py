@@ -48,7 +48,7 @@ class MetricComparison:
         b: Score of B.
         difference: a - b.
         p_value: Two-sided p-value of the paired permutation test; None without a difference.
-        exact: Whether every permutation was tried.
+        exact: Whether all permutations were tried.
         wins: Number of examples that A answers better.
         losses: Number of examples that B answers better.
         ties: Number of the other examples that count.
@@ -170,8 +170,8 @@ def permutation_test(
     """Returns the probability of a difference as large by chance, two-sided, and whether it is
     exact.
 
-    If the systems were alike, which of them gave which answers to a group would be a toss of a
-    coin. All tosses are tried where they are few, else random ones. Groups that both answer alike
+    If the systems were alike, a coin toss would decide which of them gave which answers to a group.
+    All tosses are tried if there are few, else random ones. Groups that both answer alike
     need no toss: swapping them changes nothing.
 
     Args:

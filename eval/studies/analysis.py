@@ -40,18 +40,18 @@ A = TypeVar("A", RunOutcome, ArmNumber)
 
 
 class ContrastResult(NamedTuple):
-    """One comparison of two arms; positive differences speak for the first arm.
+    """One comparison of two arms; positive differences favour the first arm.
 
     Attributes:
         contrast: What was compared.
         is_primary: Whether it was declared before the runs.
         num_seeds: Number of seeds that both arms have.
-        difference: Mean over the seeds of how much better the first arm is.
-        low: Lower end of the 95 % interval (paired t); None where seeds show no spread.
+        difference: Mean advantage of the first arm over the seeds.
+        low: Lower end of the 95 % interval (paired t); None if seeds show no spread.
         high: Upper end of it.
         p_value: Two-sided p-value, corrected after Holm among the secondary ones.
         equivalence_p: p-value of TOST: that the difference lies outside the margin.
-        verdict: What follows for the claim.
+        verdict: Conclusion about the claim.
     """
 
     contrast: Contrast
@@ -85,7 +85,7 @@ class ContrastResult(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """From how many tokens on the primary arm is better for good.
+    """Number of tokens after which the primary arm stays better.
 
     Attributes:
         tokens_by_seed: Tokens at the crossing by seed, linear between two points; None for a seed whose
@@ -114,8 +114,8 @@ class StudyResult(NamedTuple):
         sizes: Parameters of the models of each arm, where they are known.
         numbers: The number of each arm and seed.
         contrasts: The primary comparison first.
-        crossing: Where the curves of the primary arms cross; None where that is not asked.
-        repeats: Runs that were made a second time.
+        crossing: Where the curves of the primary arms cross; None if not requested.
+        repeats: Runs that were repeated.
     """
 
     study: Study
