@@ -25,7 +25,7 @@ _MARKER = ".stmoe-partial"
 
 
 class TakenError(DataError):
-    """Another process works on the same target."""
+    """Raised if another process works on the same target."""
 
 
 @contextmanager
@@ -109,8 +109,8 @@ def _open_marker(work: Path) -> int | None:
 def _is_users(work: Path) -> bool:
     """Returns whether a folder has content but no marker.
 
-    The marker is a work folder's first and last file. One look is not enough: other processes
-    may remove the folder and make it again between reading the marker and reading the content.
+    The marker is a work folder's first and last file. One check is not enough: other processes may
+    remove the folder and make it again between reading the marker and reading the content.
     """
     marker = work / _MARKER
     return all(not os.path.lexists(marker) and any(work.iterdir()) for _ in range(20))

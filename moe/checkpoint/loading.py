@@ -121,8 +121,8 @@ def load_model_on_mesh(
     model_type = check_model_folder(folder)
     if model_type != STMoEConfig.model_type:
         raise CheckpointError(
-            f"{folder} holds a model of type {model_type!r}, but on a mesh only {STMoEConfig.model_type!r} can be loaded. Convert "
-            f"it first: stmoe convert --from {folder} --to OUT."
+            f"{folder} holds a model of type {model_type!r}, but on a mesh only "
+            f"{STMoEConfig.model_type!r} can be loaded. Convert it first: stmoe convert --from {folder} --to OUT."
         )
     config = config or STMoEConfig.from_pretrained(folder)
     check_weights_together(Path(folder))

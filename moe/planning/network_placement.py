@@ -167,7 +167,7 @@ class Placement:
 
 
 def place_in_order(mesh: MeshConfig, topology: Topology) -> Placement:
-    """Returns the placement of rank r of the mesh at rank r of the network, as torchrun counts.
+    """Returns the placement of rank r of the mesh at rank r of the network, as in torchrun.
 
     If the axes do not divide each other, the network is treated as one line of ranks.
 

@@ -55,7 +55,7 @@ class GroupOnLinks(NamedTuple):
 
 
 class SharedLinks(NamedTuple):
-    """The groups of an axis that differ.
+    """The groups of an axis that differ from each other.
 
     Attributes:
         groups: One group of each kind.
@@ -98,10 +98,10 @@ class _Use(NamedTuple):
 
 
 def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
-    """Returns the groups that differ, each on its share of the links.
+    """Returns one group of each kind, each on its share of the links.
 
     Args:
-        instances: What every group does, all at the same time.
+        instances: Schedule of every group, all at the same time.
         topology: The network.
     """
     # Load of each link from all groups.
@@ -110,7 +110,7 @@ def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
     for use in uses:
         total[use.link] += use.load
 
-    # Groups are alike if their links are as busy and their routes as long, in any order.
+    # Groups are alike if their links are equally busy and their routes equally long, in any order.
     groups: dict[tuple[int, bytes, bytes], GroupOnLinks] = {}
     for instance, use in zip(instances, uses, strict=True):
         busy = _rounded(np.sort(total[use.link]))
@@ -122,7 +122,7 @@ def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
 
 
 def _use(instance: Instance, topology: Topology) -> _Use:
-    """Returns the links that a group uses, and how much."""
+    """Returns the links that a group uses, and their load."""
     table = instance.schedule.transfers
     source = instance.ranks[table.source]
     destination = instance.ranks[table.destination]

@@ -1,4 +1,4 @@
-"""Network plans as text: schedule and time of every collective, what was compared and assumed."""
+"""Network plans as text: schedule and time of every collective, comparisons and assumptions."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -168,7 +168,7 @@ def _reason(part: TimedCollective) -> str:
 
 
 def _compared(candidate: Candidate) -> str:
-    """Returns an algorithm with its time, or why that was not needed."""
+    """Returns an algorithm with its time, or the reason why it was not timed."""
     name = f"{candidate.name:<24}{candidate.steps:>6,} steps"
     bound = f"busiest link {candidate.bound * 1e3:.4g}"
     if candidate.timing is not None:
@@ -177,7 +177,7 @@ def _compared(candidate: Candidate) -> str:
 
 
 def _assumption_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
-    """Yields what all numbers rest on."""
+    """Yields the assumptions of all numbers."""
     # Assumptions about the network, then about the model of it.
     notes = list(timed.network.notes)
     notes += [
@@ -252,7 +252,7 @@ def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
 
 
 def _lost_lines(broken: NetworkPlan) -> Iterator[str]:
-    """Yields what the run loses besides links."""
+    """Yields the losses of the run besides links."""
     # Dead ranks outside the mesh only cost links.
     mesh = broken.placement.mesh
     dead = broken.dead.intersection(broken.placement.ranks.ravel().tolist())

@@ -1,4 +1,4 @@
-"""A plan: what a model and an update need on a mesh, and which meshes of N ranks need the least."""
+"""A plan: the requirements of a model and an update on a mesh, and the meshes of N ranks that need the least."""
 
 from dataclasses import dataclass, replace
 
@@ -35,9 +35,9 @@ An HGX H100 node has these.
 
 @dataclass(frozen=True)
 class Plan:
-    """Needs of a model and an update on a mesh.
+    """Requirements of a model and an update on a mesh.
 
-    Bytes are of one rank, the one with most where they differ.
+    Bytes are per rank, for the rank with the most.
 
     Attributes:
         workload: The update.
@@ -50,7 +50,7 @@ class Plan:
         parameters: Bytes of parameters.
         gradients: Bytes of gradients at the end of an update.
         optimizer: Bytes of the optimizer's state.
-        gathered: Bytes of whole parameters and gradients held for a while, see `gathered_bytes`.
+        gathered: Bytes of whole parameters and gradients held temporarily, see `gathered_bytes`.
         activations: Bytes that a forward pass keeps.
         collectives: Collectives of an update.
     """
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def memory(self) -> int:
-        """Bytes of a rank in all."""
+        """Total bytes of a rank."""
         train_state = self.parameters + self.gradients + self.optimizer
         return train_state + self.gathered + self.activations.total
 
@@ -110,7 +110,7 @@ def make_plan(model: STMoEForConditionalGeneration, workload: Workload, mesh: Me
     """Returns the requirements of an update; the mesh must fit, see `check_mesh`.
 
     Args:
-        model: With whole parameters, on any device; see `build_model`.
+        model: Model with whole parameters, on any device; see `build_model`.
         workload: The update.
         mesh: Sizes.
     """
@@ -185,7 +185,7 @@ def _plan_largest_pass(
     model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig, memory: int
 ) -> Plan | None:
     """Returns the plan with the largest micro-batch that fits into memory, else the smallest one;
-    None when the mesh does not divide the batch.
+    None if the mesh does not divide the batch.
     """
     if workload.batch_size % mesh.num_data_ranks:
         return None
@@ -194,7 +194,8 @@ def _plan_largest_pass(
     if workload.micro_batch_size is not None:
         sizes = [workload.micro_batch_size]
 
-    # A micro-batch divides the rank's rows, and routes tokens in the groups of the whole batch.
+    # A micro-batch divides the rank's rows, and routes tokens in the same groups as the whole
+    # batch.
     has_groups = bool(model.sparse_layers())
     group_size = tokens_per_group(model.config)
     whole_batch = (workload.lengths, workload.batch_size)
@@ -213,7 +214,7 @@ def seconds_of(transfer: Transfer, mesh: MeshConfig) -> float:
 
     A group is inside a node if the innermost axes up to its outermost have no more than
     `RANKS_PER_NODE` ranks. A measure to compare meshes by; a run is also bound by its products, and
-    does both at the same time.
+    overlaps both.
     """
     network = "inside" if _is_inside_node(transfer.axis, mesh) else "across"
     return transfer.num_bytes / BYTES_PER_SECOND[network]
@@ -221,7 +222,7 @@ def seconds_of(transfer: Transfer, mesh: MeshConfig) -> float:
 
 def _is_inside_node(axis: str, mesh: MeshConfig) -> bool:
     """Returns whether every group on an axis of traffic.AXES has its ranks in one node."""
-    # The two levels of an exchange say it themselves.
+    # For the two levels of an exchange, the name of the axis decides.
     if axis in ("ep inside a node", "ep across nodes"):
         return axis == "ep inside a node"
     if group_size(axis, mesh) == 1:

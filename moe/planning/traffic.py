@@ -131,7 +131,7 @@ def collectives(
     workload: Workload,
     mesh: MeshConfig,
 ) -> tuple[Collective, ...]:
-    """Returns all collectives of one update, equal ones as one.
+    """Returns all collectives of one update, equal ones merged.
 
     Collectives of one rank, or without bytes, are omitted. Optimizer sums and statistics, which are
     small, count as one message on each axis.
@@ -145,7 +145,7 @@ def collectives(
     stacks = stack_passes(model, workload, mesh)
     passes = pass_counts(model, workload, mesh)
 
-    # In the order in which an update runs them first.
+    # In the order in which an update first runs them.
     units = fsdp_units(layouts, mesh, bfloat16=workload.bfloat16)
     parts = [_fsdp_collectives(units, mesh, passes)]
     for stack in stacks:
@@ -241,8 +241,8 @@ def _tensor_parallel_collectives(stack: StackPass, passes: PassCounts) -> Iterat
     num_sparse = len(stack.sparse_layers)
     num_outputs = num_dense + num_sparse
 
-    # Activation checkpointing ends where it has all that it needs: before the last output of a
-    # block, unless dropout needs that.
+    # Activation checkpointing stops as soon as it has everything it needs: before the last output
+    # of a block, unless dropout needs that.
     num_recomputed = num_outputs
     if not stack.module.dropout.p:
         num_recomputed -= len(stack.blocks)
