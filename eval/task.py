@@ -154,7 +154,7 @@ class Task:
         headline: Metrics whose mean is the task's score in an average; () for the first metric.
         choices: All targets of a classification, or a function of fields; () for free text.
         has_lexical_choices: Whether the choices are words, which baselines compare with the input.
-        ids: Fields that tell an example from others; () for its number.
+        ids: Fields that identify an example; () for its number.
         groups: Fields that tell its group; () for each example its own.
         inputs_length: Most input tokens, end included.
         targets_length: Most target tokens in training, end included.
