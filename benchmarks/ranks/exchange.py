@@ -119,7 +119,7 @@ def run_exchange(benchmark: ExchangeBenchmark) -> None:
 
 def measure_layers(benchmark: ExchangeBenchmark) -> None:
     """Adds the rows of all numbers of ranks, cases and dtypes to the report."""
-    # One start of processes for each combination.
+    # Start the processes once for each combination.
     groups: list[tuple[int, int, str]] = []
     for num_ranks in benchmark.ranks:
         for case in benchmark.cases:
