@@ -241,7 +241,7 @@ def _is_part(name: str, kind: str) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder, or a link to one; if killed, it leaves the folder whole or absent.
+    """Removes a folder, or a link to one; if killed, the folder is complete or absent.
 
     A killed process leaves a hidden work folder; see `remove_leftovers`.
     """
@@ -252,7 +252,7 @@ def remove_folder(folder: Path) -> None:
 def remove_leftovers(folder: Path, pattern: str = "*") -> None:
     """Removes remains of killed `whole_folder`, `whole_file` and `remove_folder`.
 
-    Folders that were being replaced are restored. Work of other processes, and of users, stays.
+    Folders that were being replaced are restored. Work of other processes, and of users, is kept.
 
     Args:
         folder: Parent of the folders.

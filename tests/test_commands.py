@@ -112,7 +112,7 @@ def test_a_link_to_a_folder_is_replaced_twice_and_its_far_end_stays(corpus, tmp_
 def test_a_setting_of_a_conversion_is_given_once_and_is_no_option(tmp_path):
     for given, message in (
         (["a=1", "a=2"], "gives a twice"),
-        (["form=t5"], "form is no field of STMoEConfig"),
+        (["form=t5"], "form is not a field of STMoEConfig"),
         (["=1"], "expected FIELD=VALUE"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -62,10 +62,10 @@ def export_model(
     """Writes model and tokenizer to a folder; every rank must call it.
 
     Args:
-        model: Whole, or sharded by `shard_model`.
+        model: Whole model, or sharded by `shard_model`.
         layouts: Layout of each parameter.
         mesh: Mesh that the model is sharded over; None for one process.
-        folder: Folder on a file system that all ranks see.
+        folder: Folder on a file system that all ranks share.
         tokenizer: Saved next to the model.
 
     Raises:

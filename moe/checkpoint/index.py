@@ -21,7 +21,7 @@ from moe.checkpoint.integrity import INDEX_FILE
 from moe.errors import CheckpointError
 from moe.opening import open_to_read
 
-# Names in the index of a real checkpoint. BytesStorageMetadata is left out on purpose: torch would
+# Names in the index of a real checkpoint. BytesStorageMetadata is deliberately omitted: torch would
 # unpickle such entries.
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ADMITTED = {

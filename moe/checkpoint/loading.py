@@ -48,7 +48,7 @@ def load_complete(
     begins_anew: Callable[[str], bool] = _no_tensor,
     **options: Any,
 ) -> Any:
-    """Returns the model of a folder, all of whose weights fit.
+    """Returns the model of a folder, checking that all weights match.
 
     `from_pretrained` alone initialises missing weights at random and skips unknown ones, with a
     warning: right for a new head, wrong for training or measuring a saved model.
@@ -159,7 +159,7 @@ def load_model_on_mesh(
 def describe_shape_misfits(
     stored: Mapping[str, Iterable[int]], expected: Mapping[str, Tensor]
 ) -> str:
-    """Returns which stored tensors do not fit a model; an empty text if all fit.
+    """Returns which stored tensors do not match a model; empty if all match.
 
     Args:
         stored: Shapes of the stored tensors, by name.

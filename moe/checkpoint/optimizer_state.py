@@ -29,12 +29,12 @@ def load_optimizer_state(
 ) -> None:
     """Loads the final optimizer state of an earlier run, for the parameters that train.
 
-    This includes Adafactor's count of steps: with a count of 0 it would forget its moments in one
+    This includes Adafactor's count of steps: with a count of 0 it would discard its moments in one
     step.
 
     Args:
         folder: Checkpoints of that run.
-        model: With the weights that the run ended with, on any mesh; every rank must call it.
+        model: Model with the run's final weights, on any mesh; every rank must call it.
         optimizer: Optimizer of the parameters that train.
         layouts: Layout of each parameter.
         name: Name of the optimizer, as in a recipe.

@@ -121,7 +121,7 @@ def check_same_run(
             "run, or start a new one with another --out."
         )
 
-    # Data: the fingerprint is of every token.
+    # Data: the fingerprint covers every token.
     if saved.fingerprint != current.fingerprint:
         raise CheckpointError(
             f"{path} belongs to a run on other data (fingerprint {shown(saved.fingerprint)}, now "

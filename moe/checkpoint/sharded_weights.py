@@ -97,7 +97,7 @@ def write_model(
     Args:
         model: Whole, or sharded by `shard_model`.
         layouts: Layout of each parameter.
-        folder: An existing folder on a file system that all ranks see: they write into the same
+        folder: An existing folder on a file system shared by all ranks, which write into the same
             files.
         mesh: Mesh over which the model is sharded; None for one process.
         max_shard_size: Bytes of a file, see `save_pretrained`.

@@ -56,7 +56,7 @@ class CheckpointWriter:
     """Writes checkpoints below a folder, one at a time, and keeps the newest.
 
     If any rank is killed at any moment, or the disk is full, earlier checkpoints stay unchanged.
-    Every rank must enter, save and wait alike; all of them must see `folder`.
+    Every rank must enter, save and wait alike; `folder` must be shared by all of them.
 
     Example:
         with CheckpointWriter(folder, keep=2) as writer:
@@ -91,7 +91,7 @@ class CheckpointWriter:
 
         After an error in the block, errors of the checkpoint are suppressed.
         """
-        # The group of the background threads ends in any case.
+        # The background threads' group is always destroyed.
         try:
             if kind is None:
                 self.wait()
@@ -255,7 +255,7 @@ class _Writer(FileSystemWriter):
                 digests[file.name] = sha256_of(file)
         write_sums(self._partial, digests)
 
-        # Everything is on the disk before the checkpoint gets its name.
+        # Everything is flushed to disk before the checkpoint gets its name.
         for path in (self._partial / STATE_FILE, self._partial / SUMS_FILE, self._partial):
             _flush(path)
         self._save.folder_context.close()
@@ -358,7 +358,7 @@ def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
     Args:
         newest: The checkpoint just written; those of later steps are kept.
         keep: Number of whole checkpoints that are kept.
-        damaged: Checkpoints that do not count as whole.
+        damaged: Checkpoints that do not count as complete.
     """
     checkpoints: list[Path] = []
     whole: list[Path] = []

@@ -92,7 +92,7 @@ def read_fields(texts: list[str]) -> dict[str, object]:
             )
         if name in OTHER_OPTIONS:
             raise ConfigError(
-                f"--set {shown(text)}: {name} is no field of STMoEConfig. "
+                f"--set {shown(text)}: {name} is not a field of STMoEConfig. "
                 "Give it as an option of its own."
             )
         if name in fields:

@@ -101,7 +101,7 @@ def hf_family(raw_config: Mapping[str, Any]) -> Family:
 
 
 def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of STMoEConfig that compute what a T5 or Switch model does.
+    """Returns the fields of STMoEConfig for a model that computes the same as a T5 or Switch model.
 
     Its config.json is read by transformers' own class, which sets defaults and derived fields. The
     result includes unknown fields, which that class does not read either.
@@ -113,7 +113,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: When it has a value of another type, or one that this library cannot represent.
     """
     family = hf_family(raw)
-    # Empty values of these change nothing.
+    # Empty values of these have no effect.
     for name in _UNREPRESENTABLE_FIELDS:
         if raw.get(name):
             raise ConfigError(
@@ -279,7 +279,7 @@ def _count_sparse_layers(
 
 
 def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
-    """Returns the config.json of a T5 or Switch model that computes what a model of ours does.
+    """Returns the config.json of a T5 or Switch model that computes the same as our model.
 
     Args:
         config: Of our model.

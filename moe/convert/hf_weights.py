@@ -53,7 +53,7 @@ def hf_weight_map(config: STMoEConfig, family: Family) -> list[WeightMapping]:
 
 
 def _block(config: STMoEConfig, family: Family, stack: Stack, number: int) -> list[WeightMapping]:
-    """Returns the weights of a block: attention, then a dense or a sparse feed-forward layer."""
+    """Returns the weights of a block: attention, then a dense or sparse feed-forward layer."""
     ours = f"{stack.name}.blocks.{number}"
     theirs = f"{stack.other_name}.block.{number}.layer"
 

@@ -137,7 +137,7 @@ def _read_array(msgpack: Any, kind: int, data: bytes) -> object:
     if isinstance(dtype_name, bytes):
         dtype_name = dtype_name.decode()
     dtype = _find_dtype(dtype_name)
-    # torch makes no tensor from an empty buffer.
+    # torch cannot create a tensor from an empty buffer.
     if not buffer:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(bytearray(buffer), dtype=dtype).reshape(tuple(shape))

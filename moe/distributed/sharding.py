@@ -74,7 +74,7 @@ class Layout(NamedTuple):
 
     Attributes:
         rule: Name of the rule.
-        shape: Shape of the whole parameter as stored on a mesh, gate and up apart.
+        shape: Shape of the whole parameter as stored on a mesh, with gate and up separate.
         expert: Whether `ep` shards dimension 0.
         tp_dim: Dimension that `tp` shards; None for none.
         num_shards: Ranks over which FSDP shards it; 1 if FSDP does not shard it.

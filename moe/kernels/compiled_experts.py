@@ -1,6 +1,6 @@
 """The experts on a CPU as one torch operator, for compiled graphs.
 
-A compiler cannot look into cpu_experts.py, which starts threads and counts rows. As an operation
+A compiler cannot trace cpu_experts.py, which starts threads and counts rows. As an operation
 whose shapes follow from those of its inputs it breaks no graph. There may therefore be more rows
 than tokens were sent to experts: rows after the last expert's are never read.
 """
@@ -26,8 +26,8 @@ def compiled_feed_forward(
 
     Args:
         tokens: <float>[T, D].
-        rows: Which token each row is; at least as many as `counts` adds up to.
-        weights: Of the experts, in the dtype of the tokens.
+        rows: The token of each row; at least as many as `counts` adds up to.
+        weights: The experts' weights, in the dtype of the tokens.
         form: What an expert computes.
 
     Returns:
@@ -148,7 +148,7 @@ def _fused_experts_backward(
     needed = needed + [False] * (len(Gradients._fields) - len(needed))
     gradients = run_backward(inputs, needed)
 
-    # The weight of a row that nobody reads has the gradient 0.
+    # The weight of an unused row has the gradient 0.
     if gradients.row_weight is not None:
         d_row_weight = torch.zeros_like(row_weight)
         d_row_weight[: rows.weight.numel()] = gradients.row_weight

@@ -7,8 +7,8 @@ few hundred rows are small.
 With few rows for an expert, most of a backward pass is the first touch of the gradients' memory;
 huge pages halve it there. With many rows they won 10 % at best, and lost as much on a virtual
 machine that gives free memory to its host. OpenMP's threads spin on the workers' cores for 10 ms
-after each operation of torch; to make them sleep at once won nothing that could be measured, and
-every later operation of the process, such as a step of decoding, had to wake them.
+after each operation of torch; making them sleep at once had no measurable benefit, and every later
+operation of the process, such as a step of decoding, had to wake  them.
 """
 
 import math
@@ -111,8 +111,8 @@ def fused_feed_forward(
 
     Args:
         tokens: <float>[T, D].
-        rows: Which token each row is, and its weight.
-        weights: Of the experts, in the dtype of the tokens or quantised.
+        rows: The token of each row, and its weight.
+        weights: The experts' weights, in the dtype of the tokens or quantised.
         form: What an expert computes.
         late: Where gradients of the weights are left, see late_gradients.py; None computes them
             together with the tokens' gradients.
@@ -273,7 +273,7 @@ def run_backward(
     """Returns the gradients of `run_forward`, in whose letters the steps are written.
 
     Args:
-        inputs: What they are computed of.
+        inputs: Inputs of the gradients.
         needed: Which gradients are requested, in the order of `Gradients`.
         d_products: <float>[N, 2F or F] to fill with dz, for `run_weight_gradients`; None for not.
     """

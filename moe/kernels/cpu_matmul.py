@@ -1,8 +1,8 @@
 """Matrix products on a CPU in float32, by the faster of torch's two libraries.
 
-torch sends float32 products to its BLAS; which library is faster is another matter, see
-product_choice.py. Both are exact to rounding. Small products stay where they are: a call of oneDNN
-costs 15 us more. So do gradients of the weights of experts, which are summed in place.
+torch sends float32 products to its BLAS; which library is faster varies, see product_choice.py.
+Both are exact to rounding. Small products keep torch's own library: a call of oneDNN costs 15 us
+more. So do gradients of the weights of experts, which are summed in place.
 """
 
 from typing import Any

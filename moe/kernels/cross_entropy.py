@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe.kernels.torch_private import is_plain
 
-# Logits that are worked on together: 1 MiB of float32 on a CPU, 256 MiB on another device.
+# Logits that are processed together: 1 MiB of float32 on a CPU, 256 MiB on another device.
 _PIECE_SIZE = 2**18
 _DEVICE_PIECE_SIZE = 2**26
 
@@ -149,7 +149,7 @@ def _losses_of_rows(
 
 
 def _pieces(logits: Tensor) -> list[slice]:
-    """Returns the rows of <float>[N, V] that are worked on together."""
+    """Returns the rows of <float>[N, V] that are processed together."""
     num_rows, vocab_size = logits.shape
     most = _PIECE_SIZE if logits.device.type == "cpu" else _DEVICE_PIECE_SIZE
     size = max(1, most // vocab_size)

@@ -54,7 +54,7 @@ def split_rows(counts: list[int], most: int) -> list[Piece]:
 
 
 class _Queue:
-    """The pieces that no worker has begun."""
+    """The pieces that no worker has started."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self._pieces = deque(pieces)
@@ -72,7 +72,7 @@ class _Queue:
 def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
     """Runs all pieces, as many at once as torch has threads, each of them on one core.
 
-    After an error or Ctrl-C no piece begins any more, and none is running when it is raised.
+    After an error or Ctrl-C no new piece starts, and none is running when the error is raised.
     """
     queue = _Queue(pieces)
 
@@ -132,7 +132,7 @@ def _thread_pool(num_threads: int) -> ThreadPoolExecutor:
         for ready in [pool.submit(started.wait) for _ in range(num_threads)]:
             ready.result()
     except BaseException:
-        # The system gives no more threads: who waits for them would keep the process from ending.
+        # The system gives no more threads: waiting for them would prevent the process from ending.
         started.abort()
         raise
     finally:

@@ -67,7 +67,7 @@ def gather_rows(tokens: Tensor, rows: ExpertRows) -> Tensor:
 
     Args:
         tokens: <float>[T, D].
-        rows: Which token each row is.
+        rows: The token of each row.
 
     Returns:
         <float>[N, D].
@@ -93,7 +93,7 @@ def gather_choices(tokens: Tensor, rows: ChoiceRows) -> Tensor:
 
     Args:
         tokens: <float>[T, D].
-        rows: Which choice each row is.
+        rows: The choice of each row.
 
     Returns:
         <float>[T * K, D].
@@ -143,9 +143,9 @@ def sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Te
 def round_up_rows(rows: ExpertRows) -> ExpertRows:
     """Returns the rows with each expert's number of them rounded up.
 
-    oneDNN prepares itself, for 1 to 2 ms, for every number of rows that it has not seen, and
-    experts bring another number in every step. Up to 64 rows stay as they are; beyond that there
-    are 16 numbers between a power of two and the next, so that at most a sixteenth is added.
+    oneDNN prepares itself, for 1 to 2 ms, for every number of rows that it has not seen, and the
+    number changes with every step. Up to 64 rows stay as they are; beyond that there are 16 numbers
+    between a power of two and the next, so that at most a sixteenth is added.
 
     Added rows repeat the last of their expert and weigh nothing: they add zeros to all gradients,
     and no token reads them.
@@ -167,7 +167,7 @@ def round_up_rows(rows: ExpertRows) -> ExpertRows:
     shift = (rounded_start - start).repeat_interleave(rows.counts, output_size=rows.token.numel())
     new_place = torch.arange(rows.token.numel(), device=device) + shift  # [N]
 
-    # Which row each place repeats: its own, or the last of its expert.
+    # The row that each place repeats: its own, or the last of its expert.
     last = rows.counts - 1  # [E]
     expert = torch.arange(len(counts), device=device)
     expert = expert.repeat_interleave(rounded_counts, output_size=num_slots)  # [N']

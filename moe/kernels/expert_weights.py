@@ -34,7 +34,7 @@ def can_select_experts(stacked: Tensor) -> bool:
     try:
         stacked[0]
     except (AssertionError, NotImplementedError, RuntimeError):
-        # Formats that pack several experts, or that never thought of any.
+        # Formats that pack several experts, or that do not support several.
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Backward passes that cannot be differentiated again say so.
+"""Backward passes that raise when differentiated again.
 
 torch's `once_differentiable` raises only if the incoming gradient has its own graph. The
 sum of an output has none, and a penalty on its gradients would then silently be a constant.
@@ -35,7 +35,7 @@ def first_order_only(backward: Backward) -> Backward:
 
 
 class _Refuse(torch.autograd.Function):
-    """Returns a gradient as it is; backwards it raises."""
+    """Returns a gradient unchanged; its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:

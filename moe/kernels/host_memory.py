@@ -45,8 +45,8 @@ class _Setting:
 def keep_freed_memory() -> bool:
     """Makes the C library keep freed memory, and returns whether it does.
 
-    The process then holds on to the most memory that it ever needed, which a training needs again a
-    step later.
+    The process then holds on to the most memory that it ever needed, which training needs again in
+    the next step.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in _VARIABLES):
         return False

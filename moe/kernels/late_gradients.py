@@ -34,7 +34,7 @@ class LateGradients:
         self._is_used = False
 
     def use(self) -> None:
-        """Notes that experts will leave gradients here.
+        """Records that experts will leave gradients here.
 
         Raises:
             RuntimeError: At the second call: the gradients of one would replace those of the other.
@@ -62,7 +62,7 @@ class LateGradients:
         return first, down
 
     def compute(self, needs_first: bool, needs_down: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradients of W1 and W2, and forgets what they are computed of."""
+        """Returns the gradients of W1 and W2, and releases their inputs."""
         assert self._compute is not None, "the experts' own node runs first"
         compute = self._compute
         self._compute = None
@@ -91,7 +91,7 @@ def pass_weights(weights: ExpertWeights) -> tuple[ExpertWeights, LateGradients |
 
 
 class _PassWeights(torch.autograd.Function):
-    """Returns the weights as they are; backwards it computes what was left for it."""
+    """Returns the weights as they are; the backward pass computes the gradients left for it."""
 
     @staticmethod
     def forward(

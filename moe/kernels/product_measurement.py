@@ -2,7 +2,7 @@
 
 Which one is faster depends on the processor and on the kind of product. On an AMD EPYC oneDNN takes
 half the time of MKL. On an Intel Xeon with AVX-512 MKL takes a tenth less for outputs and for
-gradients of inputs, and 20 to 45 % less for gradients of weights; but of 4 to 16 tokens oneDNN
+gradients of inputs, and 20 to 45 % less for gradients of weights; but for 4 to 16 tokens oneDNN
 computes outputs in 0.6 to 0.8 of the time. oneDNN prepares itself, for 1 ms,
 for every number of rows that it has not seen: experts round theirs up, see expert_rows.py.
 
@@ -178,7 +178,7 @@ def measure_products() -> Measurement:
 @functools.cache
 def processor_name() -> str:
     """Returns the name of the CPU."""
-    # Linux has a table of its processors; elsewhere Python's guess must do.
+    # Linux has a table of its processors; elsewhere Python's guess is used.
     table = Path("/proc/cpuinfo")
     if table.is_file():
         for line in table.read_text(encoding="utf-8").splitlines():

@@ -4,9 +4,9 @@ Blocks go straight, each over its own route, or along one axis of the network af
 its line everything that is bound for other coordinates on that axis, for any other coordinates. Slices of the payload
 may begin with different axes (dimension rotation), which keeps the links of all axes busy at once.
 
-The units of an all-to-all are those of all pairs of ranks, in order. In each slice they
-are ordered by origin and then by target, with coordinates in the slice's order of the axes: what
-travels together is contiguous, and a hop is few transfers.
+The units of an all-to-all are those of all pairs of ranks, in order. In each slice they are ordered
+by origin and then by target, with coordinates in the slice's order of the axes: blocks that travel
+together are contiguous, so a hop needs few transfers.
 
 Source: HalfRing, DimRotation: Optimizing All-to-All Collective Communication with Fault Tolerance
     on Torus Networks (MICRO 2025, doi:10.1145/3725843.3756057). Differs: the shares that take the
@@ -65,7 +65,7 @@ def direct(counts: ArrayLike, topology: Topology) -> Schedule:
     """Returns the all-to-all in which every rank sends straight to every other one.
 
     In each step all ranks send equally far: to the same offset on every axis of a grid, so that on
-    a torus all links of an axis carry as much.
+    a torus all links of an axis carry equal loads.
 
     Args:
         counts: <int64>[N, N] units that each origin has for each target.

@@ -1,4 +1,4 @@
-"""Hops of an all-to-all along the lines of an axis: who sends what to whom, and when.
+"""Hops of an all-to-all along the lines of an axis: sources, destinations, blocks and steps.
 
 On a line of n positions every position has a block for every other one. A block for position j
 travels with the blocks for the positions after it, so that a hop carries a run of blocks. A run is

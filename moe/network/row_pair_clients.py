@@ -151,7 +151,7 @@ def _one_way_all_reduce(rows: PairedRows, num_units: int, num_ranks: int) -> Sch
     handover = beside(clients)
     whole = handover.then(schedule).then(handover.reversed())
 
-    # All begin with everything and end with everything.
+    # All ranks begin and end with all units.
     everyone = np.concatenate([rows.whole.ravel(), handover.before.rank])
     payload = intervals(everyone, 0, num_units)
     return replace(whole, before=payload, after=payload)

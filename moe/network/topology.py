@@ -37,7 +37,7 @@ class Links(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """How fast a rank, or a node, is joined to a switch.
+    """Rate of the link from a rank, or a node, to a switch.
 
     Attributes:
         bandwidth: Bytes a second in each direction.

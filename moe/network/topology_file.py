@@ -106,7 +106,7 @@ def parse_network(content: Any, *, where: str = "the network") -> Network:
 
 
 def _unit(units: Mapping[str, float], example: str) -> BeforeValidator:
-    """Returns a validator that also takes a text with a unit for a number."""
+    """Returns a validator that also accepts a text with a unit as a number."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str):

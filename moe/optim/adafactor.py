@@ -42,7 +42,7 @@ class Adafactor(ShardedOptimizer):
     within each of them, so that one expert's gradient never changes another's step. Of the other
     dimensions, the last one forms the columns of a matrix, and the rest form its rows: [2, F, D]
     takes the same steps as [2F, D]. So a stack that is not marked by `batch_dims` counts as one
-    tall matrix. Set `group["lr"]` before each step; the schedule is the caller's.
+    tall matrix. Set `group["lr"]` before each step; the caller has the schedule.
 
     Moments are kept in float32 (float64 for float64 parameters), regardless of the parameters'
     dtype.
@@ -63,8 +63,8 @@ class Adafactor(ShardedOptimizer):
         min_dim_size_to_factor: A matrix is factored when its rows and its columns reach this.
             Stacked matrices (`batch_dims` of 1 or more) are always factored: there the rule is
             explicit.
-        epsilon1: Added to the squared gradient, so that a zero gradient divides by no zero.
-        epsilon2: Least scale of a parameter; keeps a parameter of zeros learning.
+        epsilon1: Added to the squared gradient, so that a zero gradient does not divide by zero.
+        epsilon2: Minimum scale of a parameter; lets a parameter of zeros learn.
 
     Raises:
         ConfigError: When a value is out of range or a parameter has only batch dimensions.
@@ -141,8 +141,9 @@ def is_factored(shape: tuple[int, ...], batch_dims: int, min_dim_size: int) -> b
 
     Args:
         shape: Shape of the whole parameter.
-        batch_dims: How many of its first dimensions count separate matrices.
-        min_dim_size: Rows and columns from which a matrix is factored; a stacked one always is.
+        batch_dims: Number of leading dimensions that count separate matrices.
+        min_dim_size: Minimum number of rows and columns of a factored matrix; stacked ones are
+            always factored.
     """
     matrix_shape = shape[batch_dims:]
     if len(matrix_shape) < 2:

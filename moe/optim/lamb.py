@@ -29,7 +29,7 @@ class LAMB(TrustRatioOptimizer):
     matrix is |w| / |u|, and 1 where |w| or |u| is 0. If |g| is 0, as for an expert without tokens,
     it is at most 1: otherwise the remaining r would be scaled to full length for hundreds of steps,
     and weight decay would shrink the expert by lr a step instead of lr weight_decay.
-    Skipped parameters have the step of Adam: ratio 1, no decay.
+    Skipped parameters take Adam's step: ratio 1, no decay.
 
     Moments are kept in float32 (float64 for float64 parameters). DTensor parameters take the same
     steps as whole ones, on any mesh; norms need one all-reduce for each axis.

@@ -28,13 +28,13 @@ class LARS(TrustRatioOptimizer):
     """LARS, whose expert axis is a batch axis: each expert has its own trust ratio.
 
     The ratio of a matrix is eta |w| / (|g| + weight_decay |w| + epsilon), and 1 where |w| or |g| is
-    0: the one of an expert without tokens. With it
+    0: e.g. for an expert without tokens. With it
 
     - `scaled` momentum: v <- beta v + lambda ratio (g + weight_decay w), w <- w - v;
     - `unscaled`: v <- beta v + (g + weight_decay w), w <- w - lambda ratio v.
 
     Without trust ratios the two are the same as long as lambda is; when it falls, `scaled` continues
-    with the larger steps of before. Skipped parameters have plain momentum: ratio 1, no decay.
+    with the larger steps of before. Skipped parameters use plain momentum: ratio 1, no decay.
 
     Momentum is kept in float32 (float64 for float64 parameters). DTensor parameters take the same
     steps as whole ones, on any mesh; norms need one all-reduce for each axis.

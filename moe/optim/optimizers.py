@@ -67,7 +67,7 @@ def check_optimizer(
     spec = OPTIMIZERS.get(name)
     check_options(place, name, spec.options_of or spec.build, options, RESERVED)
 
-    # One of a single number refuses what one of a model would.
+    # Building the optimizer for a single number checks the options as for a model.
     number = torch.nn.Parameter(torch.zeros(1, 1))
     groups = [{"params": [number], "batch_dims": 0, "kinds": [WEIGHT]}]
     try:

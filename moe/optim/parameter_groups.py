@@ -15,7 +15,8 @@ SPECIAL_KINDS = ("norms", "biases", "router")
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Returns the trainable parameters in two groups, experts apart; an empty group is left out.
+    """Returns the trainable parameters in two groups, with experts separate; empty groups are
+    omitted.
 
     Args:
         model: Any module; stacked experts are known by their names, `EXPERT_STACKS`.

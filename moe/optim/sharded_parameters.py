@@ -151,7 +151,7 @@ def zeros_with_dims(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype
 def sum_in_place(partial_sums: Iterable[PartialSum]) -> None:
     """Replaces each part by the sum over its groups, in one exchange for each group and dtype.
 
-    Every rank of a group must come with parts of the same sizes in the same order.
+    Every rank of a group must pass parts of the same sizes in the same order.
     """
     # Parts of one group and dtype share an exchange, in the order in which they come.
     groups: dict[str, ProcessGroup] = {}

@@ -100,7 +100,7 @@ def _survival(
 
 
 def parse_duration(name: str, text: str) -> float:
-    """Returns the seconds that a text like `3h`, `18min` or `30s` means.
+    """Returns the seconds of a text like `3h`, `18min` or `30s`.
 
     Args:
         name: Name of the setting, for the message.

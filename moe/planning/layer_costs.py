@@ -44,8 +44,8 @@ def forward_flops(model: STMoEForConditionalGeneration, workload: Workload) -> i
     """Returns the operations of a forward pass over one update, of all ranks together.
 
     Products with weights and attention over the whole length are counted, elementwise operations
-    are not. A token uses as many experts as have room for it: `StackPass.expert_rows`. A backward
-    pass has twice as many.
+    are not. A token uses as many experts as have free slots for it: `StackPass.expert_rows`. A
+    backward pass has twice as many.
     """
     one_rank = MeshConfig()
     encoder, decoder = stack_passes(model, workload, one_rank)

@@ -202,13 +202,13 @@ class Question(NamedTuple):
 
 
 class NetworkTimer:
-    """Times collectives on a network; equal questions are answered once.
+    """Times collectives on a network; equal requests are computed once.
 
     Args:
         network: The network.
         placement: Where the ranks of the mesh are on it.
         dead: Ranks of the network that have failed.
-        known: Answers shared with timers of other placements, on the same network with the same
+        known: Results shared with timers of other placements, on the same network with the same
             dead ranks.
     """
 

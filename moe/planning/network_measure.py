@@ -91,7 +91,7 @@ def measure_network(content: Mapping[str, Any]) -> Measurement | None:
     Raises:
         ConfigError: If its form has no neighbours, or it does not have the ranks that are running.
     """
-    # Refuse a network that cannot be measured before a rank starts.
+    # Reject a network that cannot be measured before any rank starts.
     topology = parse_network(content).topology
     targets = _targets(content, topology)
     check(bool(targets), "a network to measure", topology.name, "two ranks at least")

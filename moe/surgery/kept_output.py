@@ -1,4 +1,4 @@
-"""How much of a dense layer's output a sparse layer of its copies keeps, and which setting loses the rest.
+"""How much of a dense layer's output a sparse layer of its copies keeps, and which settings lose the rest.
 
 Comes after `upcycle`. Experts that are copies turn the layer's output into the dense one times the
 sum of a token's gates.

@@ -60,8 +60,8 @@ class Upcycling:
         reinit_share: Share of the hidden units that `drop_reinit` re-initializes, r.
         scale: Factor on the experts' output, in addition to the factor G for the parts.
         seed: Seed of the routers and of the re-initialized units.
-        fields: Further fields of STMoEConfig, e.g. another router or a capacity factor; they win
-            over those with which nothing is lost.
+        fields: Further fields of STMoEConfig, e.g. another router or a capacity factor; they
+            override the lossless settings.
 
     Source:
         Sparse upcycling (arXiv:2212.05055). Differs: tokens choose in both stacks, gates sum to 1,

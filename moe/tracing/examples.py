@@ -1,6 +1,6 @@
 """Batches to trace: of texts, whose spans are masked, and of pairs of texts.
 
-Comes before `recorder`, which says what a model does with them.
+Comes before `recorder`, which records a model's routing of them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -97,7 +97,7 @@ def corrupted_batches(
     Args:
         texts: Texts without targets.
         tokenizer: Tokenizer of the model.
-        inputs_length: Most encoder tokens of an example.
+        inputs_length: Maximum number of encoder tokens of an example.
         batch_size: Examples in a batch; the last one may have fewer.
         noise: How much is masked; see `pretraining_noise`.
         most_examples: Most examples in all; None for all.
@@ -122,7 +122,7 @@ def corrupted_batches(
             if chunk.size >= _SHORTEST:
                 chunks.append((chunk, source))
 
-    # The mask of an example follows from its number, whichever others are taken.
+    # The mask of an example follows from its number, regardless of the other examples.
     def masked_rows() -> Iterator[_Row]:
         for number in _evenly(len(chunks), most_examples):
             chunk, source = chunks[number]
@@ -153,10 +153,10 @@ def paired_batches(
         pairs: Texts with targets.
         tokenizer: Tokenizer of the model.
         inputs_length: Most encoder tokens of an example.
-        targets_length: Most decoder tokens of an example.
+        targets_length: Maximum number of decoder tokens of an example.
         batch_size: Examples in a batch; the last one may have fewer.
-        most_examples: Most examples in all, taken evenly; None for all.
-        sentinels: As the model was fine-tuned; see `PairSource`.
+        most_examples: Maximum number of examples, evenly spaced; None for all.
+        sentinels: The model's fine-tuning setting; see `PairSource`.
 
     Raises:
         ConfigError: When a number is out of range.
@@ -206,7 +206,7 @@ def _collate(rows: Sequence[_Row], padding: int) -> TracedBatch:
 
 
 def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
-    """Yields the examples of a trace again, for another look or another model.
+    """Yields the examples of a trace again, e.g. for another model.
 
     Args:
         trace: What was recorded.
@@ -238,8 +238,8 @@ def generated_batches(
 
     Args:
         model: The model; its training mode is restored.
-        batches: Batches with inputs; their labels are not looked at.
-        max_tokens: Most tokens of an answer.
+        batches: Batches with inputs; their labels are ignored.
+        max_tokens: Maximum number of tokens of an answer.
     """
     check_integer("max_tokens", max_tokens, least=1)
     end = model.config.eos_token_id

@@ -1,4 +1,4 @@
-"""Probes on disk: where the tokens of a fixed text went, at several steps of one training run.
+"""Probes on disk: the routing of a fixed text at several steps of one training run.
 
     probe.json                    what is probed
     text.safetensors              its tokens, and where its examples start
@@ -189,13 +189,13 @@ def _fingerprint(text: ProbeText) -> str:
 def begin_probes(folder: Path, facts: ProbeFacts, text: ProbeText, step: int) -> None:
     """Prepares a folder for the probes of a run that has completed `step` updates.
 
-    Probes of later steps, which the run takes again, are removed; at step 0 those are all.
+    Probes of later steps, which the run will repeat, are removed; at step 0, all are removed.
 
     Raises:
         DataError: When earlier probes are of another text or other layers, or probe.json is
             damaged.
     """
-    # Probes that stay must be comparable with those to come.
+    # Probes that stay must be comparable with later ones.
     if step and (folder / FACTS_FILE).exists():
         earlier = read_probe_facts(folder)
         comparable = facts._replace(library=earlier.library, text=earlier.text)
@@ -367,7 +367,7 @@ def _tensor_name(layer: LayerFacts) -> str:
 
 
 def _step_files(folder: Path) -> list[Path]:
-    """Returns the files of probes by ascending steps, and none of the user's."""
+    """Returns the files of probes by ascending steps, without the user's files."""
     paths = []
     for path in folder.glob("step_*.safetensors"):
         if re.fullmatch(r"step_\d{8}", path.stem):

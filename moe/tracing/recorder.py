@@ -1,4 +1,4 @@
-"""Records what the routers do with batches, token by token.
+"""Records the routing of batches, token by token.
 
 Comes after `trace`; `trace_file` writes the same while it is made.
 """
@@ -41,7 +41,7 @@ class Provenance(NamedTuple):
 
     Attributes:
         text: Description of the examples.
-        model: Where the model came from, as the user named it.
+        model: Origin of the model, as named by the user.
         model_fingerprint: Identifies the model's files.
         tokenizer_fingerprint: The same of the tokenizer.
         command: The command that recorded it.
@@ -55,7 +55,7 @@ class Provenance(NamedTuple):
 
 
 class TracedBatch(NamedTuple):
-    """A batch, and where its examples come from.
+    """A batch, and the origin of its examples.
 
     Attributes:
         batch: With labels and one example in each row, on the model's device.
@@ -141,7 +141,7 @@ def unpacked(batch: Batch) -> Batch:
             "Give batches that are not packed."
         )
 
-    # Segment 1 is the example, 0 is padding; a mask says the same.
+    # Segment 1 is the example, 0 is padding; a mask marks the same.
     plain = dict(batch)
     for name in names:
         plain.pop(name, None)
@@ -200,7 +200,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 class Recording:
     """Records batch by batch; the caller keeps the results.
 
-    Rows of one name are to be put one after the other, in the order of the batches.
+    Rows with the same name must be concatenated, in the order of the batches.
     """
 
     def __init__(self, model: STMoEForConditionalGeneration, *, num_best: int = 0) -> None:

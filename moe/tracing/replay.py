@@ -37,7 +37,7 @@ def replay_routing(
     """Inside the block, routes every token as in the trace, regardless of the router's scores.
 
     Examples are found by their token ids, so they may come in other batches, in another order or on
-    other ranks than they were recorded. Capacity plays no part: what was accepted is accepted.
+    other ranks than they were recorded. Capacity is ignored: accepted choices are accepted again.
     Generation is replayed too, if each sequence has one continuation, the one in the trace.
 
     Example:
@@ -73,7 +73,7 @@ def replay_routing(
         numbers = (expert_map or {}).get(key)
         edits[key] = _replayed(player, layer_trace, layers[key], weights, numbers)
 
-    # Each stack says which tokens it is given, and its layers look up where they went.
+    # Each stack records its tokens, and its layers look up their routing.
     with ExitStack() as hooks, edit_routing(model, edits):
         for part in model.modules():
             if isinstance(part, StackModule):
@@ -192,7 +192,7 @@ class _Player:
         return rows.to(token_ids.device)
 
     def _find_example(self, ids: Tensor) -> int:
-        """Returns the example that the encoder reads; of equal ones each in its turn."""
+        """Returns the example that the encoder reads; equal ones are used in turn."""
         key = ids.numpy().tobytes()
         examples = self._examples.get(key)
         if examples is None:
@@ -300,7 +300,7 @@ def _replayed(
             requested=requested,
         )
 
-        # Weighed by the router of today, or as recorded.
+        # Weighted by this router, or as recorded.
         combine_weight = layer.router.combine_weight(scores, replayed)
         if weights == "replay":
             gate = recorded.gate[row].to(combine_weight)

@@ -1,6 +1,6 @@
 """Texts to trace: the user's files, held-out text of a corpus, Python's own language reference.
 
-Comes before `examples`, which makes batches of them.
+Comes before `examples`, which builds batches from them.
 """
 
 from collections.abc import Sequence

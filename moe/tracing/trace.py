@@ -1,6 +1,6 @@
-"""A trace: where every token of some examples went, layer by layer.
+"""A trace: the routing of every token of some examples, layer by layer.
 
-`recorder` makes it, `trace_file` keeps it, `replay` carries it out again; `moe.inspection` explains
+`recorder` creates it, `trace_file` stores it, `replay` executes it again; `moe.inspection` explains
 it.
 """
 
@@ -189,7 +189,7 @@ _CHOICE_TENSORS = ("expert", "state", "gate", "first", "best_expert", "best_prob
 
 
 def trace_tensors(trace: Trace) -> dict[str, Tensor]:
-    """Returns the tensors of a trace by name, e.g. `encoder.0.expert`; ids are as narrow as can be."""
+    """Returns the tensors of a trace by name, e.g. `encoder.0.expert`; ids have the narrowest possible dtype."""
     # Per-example tensors, then per-token tensors.
     tensors = {"document": trace.document, "domain": trace.domain}
     for stack in STACKS:

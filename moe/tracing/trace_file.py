@@ -1,6 +1,6 @@
 """A trace on disk: `trace.safetensors`, and `trace.json` with its description.
 
-Comes after `recorder`, whose rows it writes while they come.
+Comes after `recorder`, whose rows it writes as they arrive.
 """
 
 import json
@@ -102,7 +102,7 @@ def _write_facts(facts: TraceFacts, folder: Path) -> None:
 
 
 class _RowStream(ExitStack):
-    """Tensors whose rows come bit by bit, in one file of raw numbers each until they are whole."""
+    """Tensors whose rows arrive in batches, each in a raw file until it is complete."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

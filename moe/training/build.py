@@ -114,7 +114,7 @@ def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedToke
     # With another vocabulary, every row of the embedding would belong to another word.
     if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"The tokenizer is not that of the model in {folder}, whose embeddings belong to its "
+            f"The tokenizer does not belong to the model in {folder}, whose embeddings belong to its "
             f"own tokens. Give --tokenizer {folder}."
         )
 

@@ -78,7 +78,7 @@ class Ablation(NamedTuple):
 
     Attributes:
         intervention: Name of the intervention.
-        loss: Mean loss of the target tokens before, in nats.
+        loss: Mean loss of the target tokens without ablation, in nats.
         num_targets: Number of target tokens, N.
         num_documents: Number of documents, G.
         layers: One for each layer, the encoder's first.
@@ -178,7 +178,7 @@ def ablate_experts(
 
 
 def nearest_load(load: Tensor) -> Tensor:
-    """Returns <int64>[E]: the other expert of nearest load <int64>[E]; of equals the lower number."""
+    """Returns <int64>[E]: the other expert with the nearest load <int64>[E]; ties go to the lower number."""
     distance = (load[:, None] - load[None, :]).abs().double()  # [E, E]
     return distance.fill_diagonal_(float("inf")).argmin(dim=1)
 
@@ -190,7 +190,7 @@ def _checked_keys(
     model_layers = sparse_layers(model)
     wanted = list(model_layers if layers is None else layers)
 
-    # The layers exist and have experts to compare.
+    # The layers must exist and have experts to compare.
     for key in wanted:
         check_layer(key, model_layers, model)
     check(bool(wanted), "layers to ablate", wanted, "at least one sparse layer")
@@ -291,7 +291,7 @@ def _ablate_layer(
     lot: int,
     bar: "tqdm[NoReturn]",
 ) -> None:
-    """Adds what ablating each expert of a layer does to the targets of one batch.
+    """Adds the effect of ablating each expert of a layer on the targets of one batch.
 
     Args:
         model: The model.

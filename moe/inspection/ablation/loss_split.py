@@ -57,7 +57,7 @@ def split_loss(
         trace: Routing of the first model on the batches.
         batches: The examples of the trace, on the device of both models.
         expert_map: See `replay_routing`.
-        confidence: Share of intervals that hold the truth.
+        confidence: Share of intervals that contain the true value.
 
     Raises:
         DataError: When the models have other layers than the trace, the batches are not those of the

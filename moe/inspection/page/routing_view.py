@@ -56,7 +56,7 @@ _SCRIPTS = (
 )
 _FRAME_HEIGHT = 860  # pixels, in a notebook
 
-# Examples of the first page whose size is measured; the room kept free, as examples differ in
+# Examples of the first page whose size is measured; the reserved space, as examples differ in
 # length; and the tokens of an example below which its start is not worth showing.
 _PROBED_EXAMPLES = 16
 _MARGIN = 0.99
@@ -120,7 +120,7 @@ def routing_view(
         saturation: Agreement of choices with the last checkpoint.
         ablation: Effects of the ablation of experts on the loss, in display order.
         title: Heading of the page; by default it names the model.
-        most_bytes: Largest size of the page.
+        most_bytes: Maximum size of the page.
 
     Raises:
         ConfigError: When statistics are of layers or experts that the trace does not have.
@@ -261,7 +261,7 @@ def _fitting_page(render: Callable[[Shown], str], trace: Trace, most_bytes: int)
             "most_bytes, or fewer classes, steps or bars."
         )
 
-    # The size of a few examples says how many there is room for; some are longer than others.
+    # The size of a few examples tells how many fit; some are longer than others.
     number = min(_PROBED_EXAMPLES, num_examples)
     is_probe = True
     while number:

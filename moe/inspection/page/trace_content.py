@@ -38,7 +38,7 @@ def visible_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> li
     """Returns tokens as texts; one that begins a word begins with a space.
 
     Args:
-        tokenizer: Names the tokens; an id that it does not know is shown as a number.
+        tokenizer: Names the tokens; unknown ids are shown as numbers.
         ids: Token ids, or START.
     """
     texts = []

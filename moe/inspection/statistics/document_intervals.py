@@ -49,7 +49,7 @@ class Estimates(NamedTuple):
     freedom: Tensor
 
     def interval(self, confidence: float) -> tuple[Tensor, Tensor]:
-        """Returns both ends <float64>[...]: infinite where nothing is known of the spread."""
+        """Returns both ends <float64>[...]: infinite if the spread is unknown."""
         half = student_half_width(self.stderr, self.freedom, confidence).nan_to_num(math.inf)
         center = self.value.nan_to_num(0.0)
         return center - half, center + half

@@ -241,7 +241,7 @@ def share_at_least(statistics: Tensor, values: Tensor) -> Tensor:
     """Returns the p-value of each value: the share of shuffles in which the statistic is as large.
 
     Args:
-        statistics: <float64>[R] of the tokens as they are and of all shuffles.
+        statistics: <float64>[R] of the original tokens and of all shuffles.
         values: <float64>[...] of the tokens as they are.
 
     Returns:

@@ -35,7 +35,7 @@ class VocabularyTable(NamedTuple):
 
     Attributes:
         layer: Its stack and number.
-        tokens: `input` or `target`: which token of a position was looked at.
+        tokens: `input` or `target`: which token of a position is counted.
         ids: <int64>[X] token ids, by falling number of occurrences.
         seen: <int64>[X] number of occurrences of each with an expert.
         counts: <int64>[X, E] how often each chose an expert first.
