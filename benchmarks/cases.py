@@ -1,4 +1,4 @@
-"""What is measured: sizes, the tensors that all variants of a size share, and what a variant is."""
+"""Benchmark cases: sizes, the tensors that all variants of a size share, and the type of a variant."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class Problem:
 
     @property
     def dtype_name(self) -> str:
-        """The name in `DTYPES` of what everything is stored in."""
+        """Name of the storage dtype, a key of `DTYPES`."""
         return str(self.x.dtype).removeprefix("torch.")
 
 

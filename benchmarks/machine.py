@@ -1,4 +1,4 @@
-"""What all reports share: the machine, the form of their tables, and how they are saved."""
+"""Common parts of all reports: the machine, the form of their tables, and how they are saved."""
 
 import datetime
 import json
@@ -42,7 +42,7 @@ def report_text(
         report: The report, which begins with `describe_machine` and `rounds`.
         threads: Threads or processes, in words.
         columns: Columns of the table.
-        rows: Rows of the table; None for those of the report.
+        rows: Rows of the table; None uses the rows of the report.
     """
     torch_version = f"torch {report['torch']}"
     machine = f"{report['device']}, {threads}, {torch_version}, {report['rounds']} rounds"

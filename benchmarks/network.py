@@ -1,4 +1,4 @@
-"""Predictions for networks beside published numbers, as one table.
+"""Predictions for networks next to published numbers, as one table.
 
     python -m benchmarks.network [--only laws goodput] [--json benchmarks/network.json]
 

@@ -74,12 +74,12 @@ def torus_shape(num_chips: int) -> tuple[int, int]:
 def scaling_rows() -> list[Row]:
     """Returns R1 and R2: ResNet-50 from 16 to 1,024 chips, on a model of two fitted numbers.
 
-    A step takes a time for every image of a core, a constant, and the all-reduce, which is not
-    fitted. The two constants make 16 and 1,024 chips exact. They say little of the network: with an
-    all-reduce of no time, or of ten times as much, the fit is about as good. So nothing is asserted,
-    and the last two rows show it.
+    The time of a step is proportional to the images per core, plus a constant and the time of the all-reduce, which is
+    not fitted. The two constants make 16 and 1,024 chips exact. They say little about the network: with an all-reduce
+    of no time, or of ten times as much, the fit is about as good. So nothing is asserted, and the last two rows show
+    it.
     """
-    # What is logged, and what we say of the network alone.
+    # The logged values, and the share of the network alone.
     runs = published("resnet_v0.6")
     images = np.array([run["batch"] / run["chips"] / CORES_PER_CHIP for run in runs])
     logged = np.array([run["block"] / run["steps"] for run in runs])
@@ -97,7 +97,7 @@ def scaling_rows() -> list[Row]:
     ours = float(steps[-2] / steps[-1])
     rows.append(speedup.reported(ours, runs[-2]["block"] / runs[-1]["block"], _FITTED))
 
-    # What the fit owes to the all-reduce.
+    # How much of the fit depends on the all-reduce.
     for what, times in (("as simulated", sums), ("of no time", np.zeros_like(sums))):
         error = np.abs(fitted_steps(images, logged, times) / logged - 1).max()
         claim = Claim("R1*", f"largest error of a block, with an all-reduce {what}", "%", PRIMARY)
@@ -106,7 +106,7 @@ def scaling_rows() -> list[Row]:
 
 
 def fitted_steps(images: FloatArray, logged: FloatArray, sums: FloatArray) -> FloatArray:
-    """Returns seconds of a step of each run: those of images, a constant and the all-reduce.
+    """Returns seconds of a step of each run: the images, a constant and the all-reduce.
 
     Args:
         images: <float64>[runs] images of a core in a step.
@@ -140,7 +140,7 @@ def multipod_rows() -> list[Row]:
 
 
 def _payload_ratio(simulation: Simulation) -> float:
-    """Returns the payload of the rings of X over that of those of Y.
+    """Returns the payload of the X rings divided by the payload of the Y rings.
 
     A ring of p chips carries 2 (p - 1) / p of its payload over its links, in two directions.
     """
@@ -174,11 +174,11 @@ def law_rows() -> list[Row]:
 
 
 def _bandwidth_rows(shape: tuple[int, int]) -> list[Row]:
-    """Returns the rows of R6: seconds over those of the payload on one link, without latency."""
+    """Returns the rows of R6: the time divided by the time of the payload on one link without latency."""
     num_chips = shape[0] * shape[1]
     ranks = np.arange(num_chips).reshape(shape)
 
-    # Without latency the time is that of the bytes.
+    # Without latency, only the bytes count.
     torus = chips(shape, wraps=True, latency=0.0)
     mesh = chips(shape, wraps=False, latency=0.0)
     schedule = torus_schedule(shape)
@@ -201,7 +201,7 @@ def _bandwidth_rows(shape: tuple[int, int]) -> list[Row]:
 
 
 def _load_factor(schedule: Schedule, topology: Topology) -> float:
-    """Returns the bytes of the busiest link of each axis together, over those of the payload."""
+    """Returns the bytes of the busiest link of each axis together, over the bytes of the payload."""
     simulation = simulate(schedule, topology, RESNET_BYTES)
 
     # Axes are used one after the other: their loads add up.
@@ -245,7 +245,7 @@ def level_rows() -> list[Row]:
 
 
 def _multi_ring_ratio(levels: tuple[int, ...]) -> float:
-    """Returns the simulated time over DDL's formula, where each level has links of its own."""
+    """Returns the simulated time divided by DDL's formula, where each level has its own links."""
     shape = levels[::-1]
     topology = grid(shape, wraps=True, bandwidth=1.0, latency=0.0)
 
@@ -268,7 +268,7 @@ def _multi_ring_ratio(levels: tuple[int, ...]) -> float:
 
 
 def _cubic_over_long(*, core_share: float) -> float:
-    """Returns the time of 4x4x4 over that of 4x8x2 on 64 GPUs, 4 a host and 8 hosts a rack.
+    """Returns the time of 4x4x4 divided by that of 4x8x2 on 64 GPUs, 4 a host and 8 hosts a rack.
 
     Args:
         core_share: Bandwidth of the links between racks over that of all hosts of a rack. With 1.0
@@ -314,8 +314,8 @@ def hosts_in_racks(core_share: float) -> Topology:
 def hole_rows() -> list[Row]:
     """Returns F1: what holes cost an all-reduce on 512 and 1,024 chips without wrap.
 
-    These holes lie at an even row and column in the middle, which is favourable. What others cost is
-    shown for all of them on 8 x 8 chips.
+    These holes are at an even row and column in the middle, which is favourable. The cost of all other holes is shown
+    on 8 x 8 chips.
     """
     rows = []
     for shape in ((16, 32), (32, 32)):
@@ -335,7 +335,7 @@ def hole_rows() -> list[Row]:
 
 
 def hole_ratios(healthy: Topology, hole: tuple[int, int]) -> FloatArray:
-    """Returns <float64>[holes] the all-reduce around each hole of a size over the healthy one.
+    """Returns <float64>[holes] the all-reduce time with each hole of a size, over the time without.
 
     Both are the best that the planner finds.
     """

@@ -54,7 +54,7 @@ def _even(topology: Topology) -> IntArray:
 
 @REPORTS.register("all_to_all_laws")
 def law_rows() -> list[Row]:
-    """Returns A1 and A2: the time around a ring of N ranks, by what a rank has over a link's rate."""
+    """Returns A1 and A2: time around a ring of N ranks, over a rank's payload divided by a link's bandwidth."""
     rows = []
     for size in (4, 5, 8, 9, 16):
         ring = grid((size,), wraps=True, bandwidth=1.0, latency=0.0)
@@ -261,7 +261,7 @@ def cube_rows() -> list[Row]:
 
 
 def _geometric_mean_ratio(topology: Topology, payloads: Sequence[float]) -> float:
-    """Returns how much longer the routed all-to-all takes than that along rotated axes."""
+    """Returns how much longer the routed all-to-all takes than the one along rotated axes."""
     counts = _even(topology)
     routed = _time(direct(counts, topology), topology)
     rotated = _time(along_axes(counts, topology, num_slices=3), topology)
@@ -277,12 +277,12 @@ def hot_expert_rows() -> list[Row]:
     with exactly its published standard deviation; layers are spread evenly over those.
     """
     numbers = published("all_to_all")["hot_experts"]
-    # Experts lie side by side, over and over.
+    # Experts are placed side by side, repeatedly.
     cube = _cube()
     expert = np.arange(cube.num_ranks) % numbers["experts"]
     uniform = _rotated_time(np.ones(numbers["experts"]), expert, cube, numbers["bytes"])
 
-    # Each layer has loads of its own.
+    # Each layer has its own loads.
     shares = []
     generator = np.random.default_rng(0)
     least, most = numbers["deviations"]

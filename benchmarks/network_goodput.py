@@ -30,7 +30,7 @@ def _stalls() -> list[Row]:
 def _published_run() -> list[Row]:
     run = published("llama_3")
 
-    # Per job, per GPU, and what a failure may cost.
+    # Per job, per GPU, and the cost of a failure.
     mtbf_hours = run["days"] * 24 / run["failures"]
     gpu_kilohours = mtbf_hours * run["gpus"] / 1000
     lost_minutes = (1 - run["effective_time"]) * mtbf_hours * _MINUTES

@@ -1,7 +1,7 @@
-"""Rows of the report on the network: a predicted number beside a published one.
+"""Rows of the report on the network: a predicted number next to a published one.
 
-A report is a function that returns rows. It registers itself in `REPORTS` under the name by which
-`python -m benchmarks.network --only` asks for it.
+A report is a function that returns rows. It registers itself in `REPORTS` under its name for
+`python -m benchmarks.network --only`.
 """
 
 import json
@@ -21,7 +21,7 @@ CLOSED_FORM = "closed form"
 
 @dataclass(frozen=True)
 class Row:
-    """A predicted number beside a published one.
+    """A predicted number next to a published one.
 
     Attributes:
         id: Name of the claim; a star after it marks rows that are reported and not asserted.

@@ -1,6 +1,6 @@
 """Times: variants in turn, round by round.
 
-Whatever disturbs the machine disturbs all of them.
+A disturbance of the machine affects all of them equally.
 """
 
 import random
@@ -25,8 +25,8 @@ def measure_rounds(
 ) -> Iterator[dict[str, float]]:
     """Yields the milliseconds of every variant, round by round; see `measure_in_turn`.
 
-    Tokens are drawn anew for every round, as every step of a training has others: their experts
-    then have other numbers of them, for which libraries may have to prepare.
+    Tokens are redrawn for every round, as in training: the experts' loads then change, and
+    libraries may have to prepare for new sizes.
     """
     runs = {variant.name: partial(variant.run, pass_name) for variant in variants}
     clears = {variant.name: variant.clear for variant in variants}
@@ -53,11 +53,11 @@ def measure_in_turn(
 ) -> Iterator[dict[str, float]]:
     """Yields the milliseconds of every run, round by round.
 
-    A first round is not counted. The order is drawn anew for every round, since memory that one run
+    A first round is not counted. The order is redrawn for every round, since memory that one run
     frees makes the next one faster or slower.
 
     Args:
-        runs: What is measured, by name.
+        runs: Measured functions, by name.
         clears: What frees the memory of a run, such as gradients; not measured. Runs that leave
             nothing need none.
         rounds: How often everything is measured.
@@ -88,7 +88,8 @@ def measure(
     Args:
         run: What is measured.
         device: Where it runs.
-        clock: Seconds on a CPU, e.g. `time.process_time` for those of all cores of this process.
+        clock: Seconds on a CPU, e.g. `time.process_time` counts the CPU time of all threads of this
+            process.
     """
     if device.type != "cuda":
         start = clock()
@@ -126,7 +127,7 @@ def capture_cuda_graph(variant: Variant, pass_name: Pass) -> str:
         `yes`, or `no: ` and the first line of the error.
     """
     try:
-        # Warm up on a side stream, as torch asks for.
+        # Warm up on a side stream, as torch requires.
         side_stream = torch.cuda.Stream()
         side_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side_stream):

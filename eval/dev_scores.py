@@ -1,5 +1,5 @@
-"""Tasks for fine-tuning: their training pairs, and the scores of a model on their dev splits while
-it is tuned.
+"""Tasks for fine-tuning: their training pairs, and the scores of a model on their dev splits during
+fine-tuning.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Pair = tuple[str, str]
 
 
 class TaskData(NamedTuple):
-    """What fine-tuning reads of tasks.
+    """Task data that fine-tuning reads.
 
     Attributes:
         train: Pairs of the training split, by task.
@@ -37,12 +37,12 @@ class TaskData(NamedTuple):
         return pairs
 
     def scores(self, limit: int | None, ranks: DataRanks) -> DevEvaluation | None:
-        """Returns what scores a model on the dev splits; None for a limit of 0.
+        """Returns a function that scores a model on the dev splits; None for a limit of 0.
 
         It returns scores in 0..100 by `TASK/METRIC`, and `mean`, the mean of the tasks' headline
         scores, which for the tasks of SuperGLUE is the leaderboard's average. Answers are generated
-        as each task says, by beams for summaries. Every rank must call it, and each gets the
-        scores.
+        with each task's decoding, e.g. beam search for summaries. Every rank must call it, and each
+        gets the scores.
 
         Args:
             limit: Largest number of examples of a task; whole groups are taken, evenly. None for
@@ -86,7 +86,7 @@ def read_tasks(names: Sequence[str], folder: str | None = None) -> TaskData:
 
     Args:
         names: Names of tasks.
-        folder: Holds a folder of files for each task, called as the task is; None for the tasks'
+        folder: Has a subfolder of files for each task, named after it; None for the tasks'
             own sources.
 
     Raises:
@@ -97,7 +97,7 @@ def read_tasks(names: Sequence[str], folder: str | None = None) -> TaskData:
     rows = Path(folder) if folder else None
     if rows is not None and not rows.is_dir():
         raise DataError(
-            f"mixture.folder is {rows}, which is no folder. Give one that holds FOLDER/TASK/train.jsonl."
+            f"mixture.folder is {rows}, which is not a folder. Give one that contains FOLDER/TASK/train.jsonl."
         )
 
     train: dict[str, list[Pair]] = {}

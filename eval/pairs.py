@@ -1,7 +1,7 @@
 """Your own pairs of texts as a task: `python -m eval run --pairs FILE`.
 
-The metrics follow from the targets, as in `stmoe finetune --train`. A task's name says which they are,
-so that two runs can be compared without the file.
+The metrics follow from the targets, as in `stmoe finetune --train`. A task's name encodes them, so that two runs can be
+compared without the file.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class PairsSource:
     def rows(
         self, split: str, folder: Path | None = None, revision: str | None = None
     ) -> Sequence[Row]:
-        """Returns the rows of a split; the other arguments are of other sources."""
+        """Returns the rows of a split; the other arguments apply to other sources."""
         return [pair._asdict() for pair in (self.train if split == "train" else self.dev)]
 
 
@@ -101,19 +101,21 @@ def read_pairs_task(path: Path, train: Path | None = None) -> Task:
 
     Args:
         path: The evaluated pairs.
-        train: Pairs that the baselines are fitted to, without those of equal inputs; None for no
+        train: Pairs for fitting the baselines, without those whose inputs are equal; None for no
             baselines.
 
     Raises:
-        DataError: When a file is missing, or a line is no pair.
+        DataError: When a file is missing, or a line is not a pair.
     """
     for file in filter(None, (path, train)):
         if not file.is_file():
-            raise DataError(f"{file} is no file. Give a JSONL file with inputs and targets a line.")
+            raise DataError(
+                f"{file} is not a file. Give a JSONL file with inputs and targets on each line."
+            )
     digest = sha256_of(path)[:16]
     dev = read_pairs(path)
 
-    # A run holds a part of its file out: no baseline may see that part.
+    # A run holds a part of its file out: no baseline may use that part.
     evaluated = {pair.inputs for pair in dev}
     train_pairs = (
         [pair for pair in read_pairs(train) if pair.inputs not in evaluated] if train else []

@@ -1,8 +1,8 @@
 """The schema of the rows of a dataset, and messages about rows that do not match it.
 
 A kind is `str`, `int` or `float`, `[kind]` for a list, or `{name: kind}` for a struct. A struct of
-lists may also come as a list of structs: mirrors of the same dataset differ in that, and both
-become a struct of lists.
+lists may also come as a list of structs: mirrors of the same dataset differ here, and both become a
+struct of lists.
 """
 
 import re
@@ -43,7 +43,7 @@ def require_columns(names: Iterable[str], columns: ColumnKinds, where: str) -> N
     Args:
         names: Columns of the rows.
         columns: Columns that are read.
-        where: The rows, in words.
+        where: Description of the rows.
 
     Raises:
         DataError: When one is missing; names the columns of the rows and the expected ones.
@@ -63,7 +63,7 @@ def fit_row(row: Any, columns: ColumnKinds, where: str) -> dict[str, Any]:
     Args:
         row: What a file holds.
         columns: Columns that are read.
-        where: The row, in words.
+        where: Description of the row.
 
     Raises:
         DataError: When a column is missing, or a value is of another kind.
@@ -89,7 +89,7 @@ def require_label(
         value: The label.
         allowed: Labels that the dataset has.
         column: Column of the label.
-        where: The row, in words.
+        where: Description of the row.
         hidden: Whether the split may hide its labels.
 
     Raises:
@@ -185,7 +185,7 @@ def _format_kind(kind: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    """Returns a value as it is written, truncated when it is long."""
+    """Returns a value as written, truncated if long."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 

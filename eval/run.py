@@ -60,43 +60,44 @@ def evaluate(
     tp: int = 1,
     inference: Inference = AS_SAVED,
 ) -> Report | None:
-    """Evaluates models on tasks, writes the reports and returns what they hold.
+    """Evaluates models on tasks, writes the reports and returns their content.
 
-    The reports are written after each task. A task that fails, for instance because its data cannot
-    be had, is reported with its message, and the others go on.
+    The reports are written after each task. A task that fails, e.g. because its data cannot be
+    loaded, is reported with its message, and the others continue.
 
-    Every rank must call it with the same arguments but `world`. All of them predict; rank 0 alone
-    scores, writes and has something to return. Nothing depends on the number of ranks.
+    Every rank must call it with the same arguments but `world`. All of them predict; only rank 0
+    scores, writes and returns a report. Nothing depends on the number of ranks.
 
     Args:
-        models: Checkpoint folders by name; the first is the one that the report is about.
+        models: Checkpoint folders by name; the report is about the first one.
         tasks: Names of tasks, or tasks that are in no registry, as of the user's own pairs.
-        modes: `generate`, `rank`; of these, all that a task can be answered in. None for both.
+        modes: `generate`, `rank`; the ones that a task supports are used. None for both.
         split: Of all tasks; None for each task's own.
-        limit: Most examples of a task; whole groups are taken, evenly. None for all.
+        limit: Maximum number of examples of a task; whole groups are taken, evenly. None for all.
         data: Holds a folder TASK with files in place of the hub's rows. None for the hub.
         revision: Branch or commit of the hub's data; None for each task's own.
         scoring: How choices are ranked; None for the log-probability with the end token.
-        baselines: What the baselines may see; None for all training examples and no other text.
-        contamination: Folder of a corpus in which the examples are looked for; None for none.
+        baselines: Data that the baselines may use; None for all training examples and no other
+            text.
+        contamination: Folder of a corpus to search for the examples; None for none.
         out: Receives examples/, predictions/ and the reports. A report that is there, with results
             that the new one lacks, is kept as report.1.json.
-        command: How it was called, for the report.
+        command: The command line, for the report.
         world: The ranks.
         ep: Ranks over which the experts of a layer are sharded.
         tp: Ranks over which heads and hidden units are sharded.
-        inference: Capacity and dtype in place of the checkpoints' own. Answers of the same model
-            under another are not gone on with.
+        inference: Capacity and dtype that override the checkpoints' own. Answers of the same model
+            with another `Inference` cannot be resumed.
 
     Raises:
         ConfigError: When a task, mode, split or limit is impossible, or the ranks cannot be divided
             in this way.
         CheckpointError: When a model cannot be loaded.
-        DataError: When `out` cannot be made or is no folder of an evaluation, another evaluation
-            writes there, it has answers of these models under another `inference`, or
-            `contamination` or the baselines' text is no corpus.
+        DataError: When `out` cannot be created or is not the folder of an evaluation, another
+            evaluation writes there, it has answers of these models with another `inference`, or
+            `contamination` or the baselines' text is not a corpus.
     """
-    # What can be refused is refused before anything is loaded.
+    # Reject invalid requests before loading anything.
     chosen = check_tasks(tasks, modes, split)
     check_integer("--limit", limit, least=1, optional="none for all")
     baselines = baselines or BaselineSettings()
@@ -137,7 +138,7 @@ def evaluate(
         models={name: model_info(models[name], system) for name, system in systems.items()},
     )
 
-    # Answers are gone on with as they were begun, which is known before anything is written.
+    # Check that existing answers can be resumed before anything is written.
     gather_or_raise(lambda: _check_answers(systems, chosen, out))
 
     # Lengths of inputs are counted in tokens of the first model.
@@ -169,7 +170,7 @@ def evaluate(
                     results.append(result)
                     draws |= task_draws
 
-            # The reports are written after each task: a run that is stopped has what it finished.
+            # The reports are written after each task: a stopped run keeps its finished tasks.
             if is_first:
                 averages = superglue_averages(results, draws)
                 merged = merge_timings(earlier_timings, timings)
@@ -190,8 +191,8 @@ def check_tasks(
     """Returns the tasks, given themselves or by name, each once.
 
     Raises:
-        ConfigError: When there is no such task, mode or split, or a task can be answered in none of
-            the modes.
+        ConfigError: When there is no such task, mode or split, or a task supports none of the
+            modes.
     """
     by_name: dict[str, Task] = {}
     for item in tasks:
@@ -235,17 +236,17 @@ def read_task(
         revision: Branch or commit of the hub's data; None for the task's own.
 
     Raises:
-        DataError: When the rows cannot be had, on any rank, are not what the task expects, or lack
+        DataError: When the rows cannot be loaded on some rank, are not valid for the task, or lack
             labels in a split that has them.
     """
     folder = None if isinstance(task.source, BuiltIn) else data
     rows = _together(partial(task.rows, split, folder, revision))
 
-    # Examples without a label are answered, but not scored: only where they are to be expected.
+    # Examples without a label are answered, but not scored: only where this is expected.
     available = task.examples_of(rows, split)
     if not available:
         raise DataError(
-            f"No example of {task.name} can be made of the {len(rows):,} rows of split {split!r}."
+            f"No example of {task.name} can be built from the {len(rows):,} rows of split {split!r}."
         )
     num_hidden = sum(map(_has_hidden_label, available))
     if num_hidden and split not in task.source.hidden:
@@ -272,7 +273,7 @@ def read_task(
 
 
 def _together(read: Callable[[], T]) -> T:
-    """Returns what `read` returns on this rank; an error of any rank is raised on all of them."""
+    """Returns the result of `read` on this rank; an error of any rank is raised on all of them."""
     try:
         result = read()
     except Exception as error:
@@ -296,7 +297,7 @@ def _has_hidden_label(example: Example) -> bool:
 
 
 def _data_info(task: Task, split: str, folder: Path | None, revision: str | None) -> DataInfo:
-    """Returns where the rows of a task come from."""
+    """Returns the origin of the rows of a task."""
     rows_folder = task.rows_folder(folder)
     source = task.source
     on_hub = isinstance(source, HubData)
@@ -317,7 +318,7 @@ def _answer_task(
     scoring: Scoring,
     out: Path,
 ) -> dict[tuple[str, str], Predicted]:
-    """Returns what every system answered in every mode."""
+    """Returns the answers of every system in every mode."""
     task = asked.task
     requests = requests_of(asked.examples)
     answers: dict[tuple[str, str], Predicted] = {}
@@ -332,7 +333,7 @@ def _answer_task(
 def _write_submissions(
     out: Path, asked: TaskExamples, answers: Mapping[tuple[str, str], Predicted]
 ) -> dict[tuple[str, str], Submission | None]:
-    """Writes what every system answered as the site of the benchmark takes it.
+    """Writes every system's answers in the format of the benchmark's site.
 
     Args:
         out: Folder of the run.
@@ -372,7 +373,7 @@ def _with_costs(
 def _timings(
     report: Report, result: TaskResult, answers: Mapping[tuple[str, str], Predicted]
 ) -> list[Timing]:
-    """Returns how fast the models were in what this run computed itself."""
+    """Returns the speed of the models in the part that this run computed itself."""
     timings: list[Timing] = []
     for (name, mode), predicted in answers.items():
         if predicted.timed is None:
@@ -408,8 +409,8 @@ def _check_file_names(models: Iterable[str], tasks: Iterable[Task], out: Path) -
             path = predictions_path(out, task.name, name, "generate")
             if path in owners:
                 raise ConfigError(
-                    f"The answers of {name!r} to {task.name} and those of {owners[path]} would be "
-                    f"one file, {path}. Give the models other names: NAME=FOLDER."
+                    f"The answers of {name!r} to {task.name} and those of {owners[path]} would go into the same file, "
+                    f"{path}. Give the models other names: NAME=FOLDER."
                 )
             owners[path] = f"{name!r} to {task.name}"
 
@@ -426,18 +427,18 @@ def _check_answers(systems: Mapping[str, Seq2Seq], tasks: Iterable[Task], out: P
 
 
 def _check_folder(out: Path) -> None:
-    """Raises a DataError when nothing can be written to `out`, or it is no folder of evaluations."""
+    """Raises a DataError when nothing can be written to `out`, or it is not a folder of evaluations."""
     with _as_write_error(out):
         check_kind(out, "evaluation")
 
 
 @contextlib.contextmanager
 def _claimed(out: Path) -> Iterator[None]:
-    """Holds the folder for this evaluation: two would take each other's answers for their own.
+    """Holds the folder for this evaluation: two would read each other's answers.
 
     Raises:
-        DataError: When the folder cannot be written, is no evaluation's, or another process holds
-            it.
+        DataError: When the folder cannot be written, does not belong to an evaluation, or another
+            process holds it.
     """
     taken = f"Another evaluation writes to {out}. Wait for it, or give another --out."
     with contextlib.ExitStack() as stack:
@@ -463,7 +464,8 @@ def _reporting_failure(
     """Adds an error that is raised inside to `failed`.
 
     Some still end the evaluation: a lost rank, and on several ranks an error of unknown kind, which
-    may be one rank's only. An error of this library or of the system is raised on all ranks alike.
+    may occur on one rank only. An error of this library or of the system is raised on all ranks
+    alike.
     """
     try:
         yield

@@ -37,7 +37,7 @@ _HUB_ERRORS = HfHubHTTPError.__bases__
 
 
 def _loading_errors() -> tuple[type[Exception], ...]:
-    """Returns what `datasets` raises, which only those import who load from the hub."""
+    """Returns the exceptions of `datasets`, which is imported only when loading from the hub."""
     from datasets.exceptions import DatasetsError
 
     return (DatasetsError, *_HUB_ERRORS, RuntimeError, ValueError)
@@ -54,7 +54,7 @@ class BuiltIn:
     Attributes:
         read: Returns the rows of a split.
         splits: Splits that have rows.
-        hidden: Splits whose labels nobody knows.
+        hidden: Splits whose labels are not public.
     """
 
     read: Callable[[str], list[Row]]
@@ -63,7 +63,7 @@ class BuiltIn:
 
     @property
     def origin(self) -> str:
-        """Where the rows are from, for a list of tasks."""
+        """Origin of the rows, for a list of tasks."""
         return "this Python installation"
 
     def expected(self, split: str) -> int | None:
@@ -89,7 +89,7 @@ class BuiltIn:
         """
         if folder is not None and folder.exists():
             raise DataError(
-                f"{folder} was given for a task whose rows come with Python. Take it away."
+                f"{folder} was given for a task whose rows come with Python. Remove it."
             )
         return list(self.read(split))
 
@@ -122,16 +122,16 @@ def split_by_hash(text: str, *, test: float, validation: float) -> str:
 
 @dataclass(frozen=True)
 class SystemData:
-    """Rows that are made of a database which may be installed on this system.
+    """Rows that are built from a database, which may be installed on this system.
 
     Attributes:
         read: Returns the rows of a split; raises a DataError that says what to install.
-        task: Name of the task: rows of one's own lie in a folder of that name.
+        task: Name of the task: custom rows are in a folder of that name.
         origin: Name of the database, for a list of tasks.
         columns: Kinds of the columns.
         labels: By column, the values that a label may have.
         splits: Splits that have rows.
-        hidden: Splits whose labels nobody knows.
+        hidden: Splits whose labels are not public.
     """
 
     read: Callable[[str], list[Row]]
@@ -189,10 +189,10 @@ class HubData:
         counts: Rows of each split, in the order of SPLITS.
         columns: Kinds of the columns that are read.
         labels: By column, the values that a label may have.
-        hidden: Splits whose labels the authors keep to themselves.
-        hidden_values: By column, what stands for a label that a row of such a split lacks.
-        hub_splits: The hub's name of a split, where it is another.
-        revisions: Tried one after the other when the user names none.
+        hidden: Splits whose labels are not public.
+        hidden_values: By column, the value that replaces a missing label in a row of such a split.
+        hub_splits: The hub's name of a split, if different.
+        revisions: Tried one after the other if the user names none.
     """
 
     repository: str
@@ -212,7 +212,7 @@ class HubData:
 
     @property
     def origin(self) -> str:
-        """Where the rows are from, for a list of tasks."""
+        """Origin of the rows, for a list of tasks."""
         return f"{self.repository} {self.config}"
 
     def expected(self, split: str) -> int | None:
@@ -245,7 +245,7 @@ class HubData:
 
     def _rows_from_hub(self, split: str, revision: str | None) -> list[Row]:
         """Returns the rows of the first revision that can be loaded."""
-        # A mirror may lack what another has; only without a network there is no use in going on.
+        # One mirror may lack what another has; stop only if there is no network.
         revisions = (revision,) if revision else self.revisions
         failures: list[str] = []
         for each in revisions:
@@ -270,12 +270,12 @@ class HubData:
         )
 
     def _load(self, split: str, revision: str) -> "datasets.Dataset":
-        """Returns a split as `datasets` has it."""
+        """Returns a split as a `datasets` object."""
         import datasets
 
         hub_split = self.hub_splits.get(split, split)
 
-        # On EXPORT the names of the files say all.
+        # On EXPORT the names of the files are enough.
         config: dict[str, Any] = {"name": self.config}
         if revision == EXPORT:
             config = {"data_files": {hub_split: f"{self.config}/{hub_split}/*.parquet"}}
@@ -294,15 +294,14 @@ class HubData:
 
     def _checked_dataset(self, dataset: "datasets.Dataset", split: str, revision: str) -> list[Row]:
         """Returns the rows of a dataset of the hub, all of them and as expected."""
-        # Another number of rows is another dataset.
+        # A different number of rows means a different dataset.
         name = self._name_of(split, revision)
         require_columns(dataset.column_names, self.columns, name)
         if len(dataset) != self.counts[split]:
             raise DataError(
-                f"{name} has {len(dataset):,} rows; expected {self.counts[split]:,}. The dataset "
-                "has changed, or is another. Name the branch or commit that you mean with "
-                f"--revision; or download it and give it as FOLDER/TASK/{split}.jsonl or .parquet "
-                "with --data FOLDER, where any number of rows is taken."
+                f"{name} has {len(dataset):,} rows; expected {self.counts[split]:,}. The dataset has changed, or it "
+                "is a different one. Select a branch or commit with --revision, or download the dataset to "
+                f"FOLDER/TASK/{split}.jsonl or .parquet with --data FOLDER, which accepts any number of rows."
             )
 
         rows: list[Row] = []
@@ -313,7 +312,7 @@ class HubData:
         return rows
 
     def _name_of(self, split: str, revision: str | None = None) -> str:
-        """Returns what is asked of the hub, in words."""
+        """Returns a description of the dataset requested from the hub."""
         hub_split = self.hub_splits.get(split, split)
         at = f" at {revision}" if revision else ""
         return f"{self.repository} (config {self.config}, split {hub_split}{at})"
@@ -324,7 +323,7 @@ class HubData:
 
 
 class _FileRow(NamedTuple):
-    """A row of a file, and where it stands, in words."""
+    """A row of a file, and its location, in words."""
 
     row: Any
     where: str
@@ -345,13 +344,13 @@ def read_files(
         split: Which.
         columns: Kinds of the columns.
         labels: By column, the values that a label may have.
-        hidden_values: Where labels may be hidden, by column what stands for one that is; None
-            where every row has its label.
+        hidden_values: If labels may be hidden, the value of a hidden label, by column; None if
+            every row has its label.
 
     Raises:
-        DataError: When there is no file or no row, or a row does not fit.
+        DataError: When there is no file or no row, or a row is invalid.
     """
-    # The files of a benchmark's own site have no column for what they hide.
+    # Files from a benchmark's own site have no column for hidden values.
     required = {name: columns[name] for name in columns if name not in (hidden_values or {})}
     rows: list[Row] = []
     files = find_files(folder, split, required)
@@ -363,7 +362,7 @@ def read_files(
     if not rows:
         names = ", ".join(path.name for path in files)
         raise DataError(
-            f"The files of split {split!r} in {folder} hold no row ({names}). Give at least one."
+            f"The files of split {split!r} in {folder} contain no rows ({names}). Give at least one."
         )
     return rows
 
@@ -375,7 +374,7 @@ def _checked(
     where: str,
     hidden_values: Mapping[str, Any] | None,
 ) -> Row:
-    """Returns a row that is as expected; what stands for a hidden label is put where it lacks one."""
+    """Returns a validated row; missing hidden labels are filled in."""
     if hidden_values and isinstance(row, Mapping):
         row = dict(row)
         for name, value in hidden_values.items():
@@ -408,7 +407,7 @@ def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
     )
     try:
         if not folder.is_dir():
-            raise DataError(f"There is no folder {folder}. Make it, and put into it {expected}.")
+            raise DataError(f"There is no folder {folder}. Create it and add {expected}.")
         forms = _file_forms(folder, split)
         names = [] if forms else sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -431,7 +430,7 @@ def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
 
 
 def has_files(folder: Path, split: str) -> bool:
-    """Returns whether there are files of a split in `folder`, in whatever form."""
+    """Returns whether there are files of a split in `folder`, in any format."""
     try:
         return bool(_file_forms(folder, split))
     except OSError:

@@ -5,8 +5,8 @@ that nobody else has.
 
 Source:
     jiant v1 (github.com/nyu-mll/jiant), the toolkit of the authors of both benchmarks, in
-    `jiant/evaluate.py`. Differs: an answer that is no label, which a classifier cannot give,
-    becomes one.
+    `jiant/evaluate.py`. Differs: answers that are not labels, which a classifier cannot give, are
+    replaced by a label.
 """
 
 import json
@@ -34,7 +34,7 @@ class SubmissionFile:
         site: `GLUE` or `SuperGLUE`.
         name: Name of the file.
         to_label: From a post-processed answer to the site's label; None for an answer that is none.
-        fallback: The label that stands for such an answer.
+        fallback: Label used for such an answer.
         to_text: From all labels to the content of the file.
         keys: Fields of an example that make its key.
     """
@@ -52,7 +52,7 @@ class Submission(NamedTuple):
 
     Attributes:
         file: Its path in the folder of the run.
-        fallback: The label that stands for answers that are none.
+        fallback: Label used for invalid answers.
         num_replaced: Number of such answers.
     """
 
@@ -72,7 +72,7 @@ def superglue_file(name: str, labels: Sequence[Any]) -> SubmissionFile:
 
 
 def glue_file(name: str, labels: Sequence[Any]) -> SubmissionFile:
-    """Returns the form of a classification of GLUE; the arguments are those of `superglue_file`."""
+    """Returns the file format of a GLUE classification; the arguments are those of `superglue_file`."""
     return SubmissionFile("GLUE", name, _one_of(labels), labels[0], _to_table)
 
 
@@ -93,7 +93,7 @@ def write_submission(
         answers: N post-processed answers.
 
     Returns:
-        What was written; None where two examples have one key, so that they are not the site's.
+        The written file; None where two examples have one key, so that they are not the site's.
     """
     labels: list[tuple[Key, Any]] = []
     num_replaced = 0

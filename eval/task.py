@@ -43,7 +43,7 @@ class Example(NamedTuple):
     """One example of a task.
 
     Attributes:
-        id: Unique within the split; a row that comes twice has `#2` behind it.
+        id: Unique within the split; a repeated row gets the suffix `#2`.
         group: Examples of one group depend on each other; they are resampled together.
         inputs: Text that the model sees.
         targets: Text that training teaches; `<unk>` when the label is hidden.
@@ -78,11 +78,11 @@ GREEDY = Decoding()
 
 
 class Source(Protocol):
-    """Where rows come from."""
+    """Origin of the rows."""
 
     @property
     def origin(self) -> str:
-        """Where the rows are from, for a list of tasks."""
+        """Origin of the rows, for a list of tasks."""
         ...
 
     @property
@@ -96,7 +96,7 @@ class Source(Protocol):
         ...
 
     def expected(self, split: str) -> int | None:
-        """Returns how many rows the published split has; None when that is not fixed."""
+        """Returns the number of rows of the published split; None when that is not fixed."""
         ...
 
     def is_local(self, split: str, folder: Path | None = None) -> bool:
@@ -125,7 +125,7 @@ class Source(Protocol):
 
 
 class MetricInputs(NamedTuple):
-    """What metrics compare, for each example.
+    """Values that metrics compare, for each example.
 
     Attributes:
         targets: Values of the targets.
@@ -141,24 +141,25 @@ class Task:
     """A text-to-text task.
 
     Attributes:
-        name: As on the command line.
+        name: Name on the command line.
         version: Grows when examples or scoring change, so that results are never mixed.
-        description: One sentence: what goes in, what comes out, where the data are from.
+        description: One sentence: the input, the output and the source of the data.
         licence: Of the data.
         source: Where rows come from.
-        preprocess: Makes of a row mappings with `inputs`, `targets` and what `postprocess` needs.
-        postprocess: (text, fields, is_target) to the value that metrics compare; -1 for no valid
-            answer.
+        preprocess: Converts a row to mappings with `inputs`, `targets` and what `postprocess`
+            needs.
+        postprocess: (text, fields, is_target) to the value that metrics compare; -1 if the answer
+            is invalid.
         metrics: What answers are scored by.
         headline: Metrics whose mean is the task's score in an average; () for the first metric.
         choices: All targets of a classification, or a function of fields; () for free text.
         has_lexical_choices: Whether the choices are words, which baselines compare with the input.
-        ids: Fields that tell an example from others; () for its number.
+        ids: Fields that identify an example; () for its number.
         groups: Fields that tell its group; () for each example its own.
         inputs_length: Most input tokens, end included.
         targets_length: Most target tokens in training, end included.
         decoding: How answers are generated.
-        split: What is reported on: labels of others may be hidden.
+        split: Split to report on; labels of others may be hidden.
         for_training: Another `preprocess` of the training split; None for the same.
         prompt_source: Where inputs and targets are from: `T5`, `this library`, or a published
             alternative.
@@ -229,7 +230,7 @@ class Task:
             revision: Branch or commit on the hub in place of the task's.
 
         Raises:
-            DataError: When there is no such split, or the rows are not what the task expects.
+            DataError: When there is no such split, or the rows are not valid for the task.
         """
         return self.examples_of(self.rows(split, folder, revision), split)
 
@@ -287,7 +288,7 @@ class Task:
         return {metric.name: metric.score(targets, answers) for metric in self.metrics}
 
     def _repeated_id(self, example_id: str, split: str) -> str:
-        """Returns what is wrong with two examples of one id."""
+        """Returns a description of two examples with the same id."""
         return (
             f"Two examples of {self.name} have the id {shown(example_id)} in split {split!r}. "
             f"Remove the repeated row, or give each row {' and '.join(self.ids)} of its own."

@@ -1,7 +1,7 @@
 """Sparse Mixture-of-Experts encoder-decoder Transformers after ST-MoE (arXiv:2202.08906).
 
-Importing the package registers its models with transformers' Auto classes. What is not named here
-is imported from the module that defines it, e.g. `from moe.sparse.losses import RouterLosses`.
+Importing the package registers its models with transformers' Auto classes. Names not listed here
+are imported from the module that defines them, e.g. `from moe.sparse.losses import RouterLosses`.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForTextEncoding

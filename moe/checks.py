@@ -150,7 +150,7 @@ def is_kind(value: object, kind: type) -> bool:
 
 
 def describe_type(annotation: Any, *, none: str = "None") -> str:
-    """Returns an annotation in words, e.g. `an integer or None`."""
+    """Returns a description of an annotation, e.g. `an integer or None`."""
     origin = get_origin(annotation)
     kinds = get_args(annotation)
     if annotation is type(None):
@@ -167,7 +167,7 @@ def describe_type(annotation: Any, *, none: str = "None") -> str:
 
 
 def shown(value: object) -> str:
-    """Returns the text of a value in messages: its repr, shortened if it is long."""
+    """Returns the text of a value in messages: its repr, shortened if long."""
     try:
         text = repr(value).replace("\n", " ")
     except ValueError:  # Python refuses to write integers of more than 4,300 digits

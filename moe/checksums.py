@@ -18,7 +18,7 @@ _CHUNK = 2**20  # bytes read at once
 
 
 class Damage(NamedTuple):
-    """A file that differs from what was written.
+    """A file that has changed since it was written.
 
     Attributes:
         name: Name of the file in its folder.

@@ -23,7 +23,7 @@ class DataError(MoEError, ValueError):
 
 
 class CheckpointError(MoEError, RuntimeError):
-    """A checkpoint is missing, torn, or belongs to another model, recipe or corpus."""
+    """A checkpoint is missing, incomplete, or belongs to another model, recipe or corpus."""
 
 
 class NonFiniteError(DataError):
@@ -40,7 +40,7 @@ class DivergenceError(CheckpointError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal has ended the work in order, and results are kept.
+    """A signal has ended the work cleanly, and results are kept.
 
     Args:
         text: Message on what was kept, and where.

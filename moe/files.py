@@ -1,8 +1,8 @@
 """Writes files and folders atomically, and marks folders with their kind.
 
 Folders that appear at once (a corpus, a tokenizer, a model, a checkpoint) are made by
-`whole_folder`; folders that grow (a run, an evaluation) are locked by `claim_folder`. Both refuse a
-folder of another kind. Modules that write a kind of folder register it.
+`whole_folder`; folders that grow (a run, an evaluation) are locked by `claim_folder`. Both raise if
+the folder is of another kind. Modules that write a kind of folder register it.
 """
 
 import os
@@ -66,7 +66,7 @@ def kind_of(folder: Path) -> str | None:
     if kind:
         return kind
 
-    # Others are recognized by their markers. Of several kinds, the one that explains most files wins: a
+    # Others are recognized by their markers. If several kinds match, the one that explains the most files wins: a
     # model's folder contains a tokenizer, too.
     most_parts = 0
     best_kind = None
@@ -96,7 +96,7 @@ def check_kind(folder: Path, kind: str) -> None:
             "Choose another --out."
         )
     if folder.is_symlink() and not folder.exists():
-        raise DataError(f"{folder} is a link to nothing. Remove the link, or choose another --out.")
+        raise DataError(f"{folder} is a broken link. Remove the link, or choose another --out.")
 
     present_kind = kind_of(folder)
     if present_kind is None and (folder / SUMS_FILE).exists():
@@ -159,7 +159,7 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
     """Yields an empty sibling folder, which becomes `target` if the block ends without an error.
 
     If the process is killed, `target` is unchanged, and the next run removes the hidden work folder
-    beside it. An earlier folder of the same kind is replaced; anything else is left alone.
+    next to it. An earlier folder of the same kind is replaced; anything else is left alone.
 
     Args:
         target: The folder to make.
@@ -213,7 +213,7 @@ def refuse_links(folder: Path, *, kind: str) -> None:
     """Raises when a file in a folder that will be written is a link.
 
     Raises:
-        DataError: Names the first; writing it would change the file behind it.
+        DataError: Names the first; writing it would change the target of the link.
     """
     for path in sorted(folder.glob("*")):
         is_written = _is_part(path.name, kind) or path.name in (SUMS_FILE, KIND_FILE)
@@ -241,7 +241,7 @@ def _is_part(name: str, kind: str) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a folder, or a link to one; if killed, it leaves the folder whole or absent.
+    """Removes a folder, or a link to one; if killed, the folder is complete or absent.
 
     A killed process leaves a hidden work folder; see `remove_leftovers`.
     """
@@ -252,7 +252,7 @@ def remove_folder(folder: Path) -> None:
 def remove_leftovers(folder: Path, pattern: str = "*") -> None:
     """Removes remains of killed `whole_folder`, `whole_file` and `remove_folder`.
 
-    Folders that were being replaced are restored. Work of other processes, and of users, stays.
+    Folders that were being replaced are restored. Work of other processes, and of users, is kept.
 
     Args:
         folder: Parent of the folders.
@@ -289,10 +289,7 @@ def only_writer(target: Path) -> Iterator[Path]:
         DataError: When a pipe or a device is there.
     """
     if target.exists() and not target.is_file() and not target.is_dir():
-        raise DataError(
-            f"{target} is no regular file but a pipe or a device, which a file would replace. "
-            "Choose another name."
-        )
+        raise DataError(f"{target} is a pipe or a device, not a regular file. Choose another name.")
     target.parent.mkdir(parents=True, exist_ok=True)
     with work_folder(target, wait=True) as work:
         yield work / PARTIAL
@@ -327,7 +324,7 @@ def output_path(
             are not given.
 
     Raises:
-        ConfigError: When it is empty, impossible, has another ending, or lies in an input or a
+        ConfigError: When it is empty, impossible, has another ending, or is inside an input or a
             finished folder.
     """
     if not str(text).strip():
@@ -368,7 +365,7 @@ def _check_suffix(path: Path, suffix: str, option: str) -> None:
 
 
 def _check_apart(path: Path, resolved: Path, source: Path | str, option: str) -> None:
-    """Raises a ConfigError when a path is an input, or lies in one."""
+    """Raises a ConfigError when a path is an input, or is inside one."""
     resolved_source = Path(os.path.realpath(source))
     if resolved == resolved_source:
         relation = "is"
@@ -377,13 +374,13 @@ def _check_apart(path: Path, resolved: Path, source: Path | str, option: str) ->
     else:
         return
     raise ConfigError(
-        f"{option} {path} {relation} {source}, which is read: one would damage the other. "
-        "Choose another place."
+        f"{option} {path} {relation} {source}, which is read: the output would overwrite the input. Choose another "
+        "path."
     )
 
 
 def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
-    """Raises a ConfigError when a path lies in a finished folder, or in a part of one."""
+    """Raises a ConfigError when a path is inside a finished folder, or in a part of one."""
     for folder in (resolved, *resolved.parents):
         kind = kind_of(folder.parent)
         if kind is None:

@@ -140,7 +140,7 @@ def read_json_lines(
         try:
             value = parse_json(line, where=where, advice=advice, nan=nan)
             if not isinstance(value, dict):
-                raise DataError(f"{where}: {shown(line[:60])} is no JSON object. {advice}")
+                raise DataError(f"{where}: {shown(line[:60])} is not a JSON object. {advice}")
         except DataError:
             if torn_end and number == last:
                 return
@@ -159,8 +159,8 @@ def to_record(
     """Returns a typed record of plain values.
 
     Args:
-        kind: A NamedTuple, dataclass, TypedDict or any type that pydantic knows; annotations such as
-            `Annotated[int, Field(ge=0)]` give bounds.
+        kind: A NamedTuple, dataclass, TypedDict or any type that pydantic supports; annotations such as `Annotated[int,
+            Field(ge=0)]` give bounds.
         value: Plain values, e.g. from JSON.
         where: File and line, for the message.
         advice: Advice for the user.

@@ -25,7 +25,7 @@ _MARKER = ".stmoe-partial"
 
 
 class TakenError(DataError):
-    """Another process works on the same target."""
+    """Raised if another process works on the same target."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
         finally:
             _put_back(work, target)
             _remove_content(work)
-            # The marker goes last: a folder without it is not ours unless it is empty.
+            # The marker is written last: a folder without it is not ours unless it is empty.
             with suppress(OSError):
                 if [path.name for path in work.iterdir()] == [_MARKER]:
                     (work / _MARKER).unlink()
@@ -109,8 +109,8 @@ def _open_marker(work: Path) -> int | None:
 def _is_users(work: Path) -> bool:
     """Returns whether a folder has content but no marker.
 
-    The marker is a work folder's first and last file. One look is not enough: other processes
-    may remove the folder and make it again between reading the marker and reading the content.
+    The marker is a work folder's first and last file. One check is not enough: other processes may
+    remove the folder and make it again between reading the marker and reading the content.
     """
     marker = work / _MARKER
     return all(not os.path.lexists(marker) and any(work.iterdir()) for _ in range(20))
@@ -133,7 +133,7 @@ def _remove_content(work: Path) -> None:
 
 
 def _is_still(descriptor: int, path: Path) -> bool:
-    """Returns whether an open file is the one that now lies at `path`."""
+    """Returns whether an open file is the one that is now at `path`."""
     try:
         status_at_path = path.lstat()
     except FileNotFoundError:
@@ -145,9 +145,9 @@ def lock_file(descriptor: int, *, wait: bool) -> bool:
     """Locks an open file until it is closed.
 
     Returns:
-        False when another process has it and `wait` is not set.
+        False if another process holds it and `wait` is not set.
     """
-    import fcntl  # Unix alone has it, and `import moe` reads this file
+    import fcntl  # It exists only on Unix, and `import moe` reads this file
 
     mode = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
     try:

@@ -1,4 +1,4 @@
-"""Measures sparse layers beside dense ones and peers, experts over ranks, models, evaluation, the
+"""Measures sparse layers next to dense ones and peers, experts over ranks, models, evaluation, the
 coverage of its intervals, the cost of recording routing, the making of batches, and which library
 multiplies faster.
 

@@ -5,7 +5,7 @@ their learning rate on dev examples, so the evaluation shows what pre-training i
 
     make demo ARGS="--out runs/demo [--resume] [--data my.txt more.jsonl]"
 
-Every step is a command of its own; this one runs them in turn and prints each.
+Every step is a separate command; this one runs them in turn and prints each.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -45,7 +45,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def repository_file(name: str) -> str:
-    """Returns the path of a file of the repository, whatever the current folder.
+    """Returns the path of a file of the repository, regardless of the current folder.
 
     It stays relative where that leads to a file, since it is printed as part of commands.
     """
@@ -104,7 +104,7 @@ def job_parser(
 
 
 def check_inputs(options: argparse.Namespace, tokenizer: Path) -> None:
-    """Raises before any stage runs if a later one would refuse its inputs.
+    """Raises before any stage runs if a later one would reject its inputs.
 
     Args:
         options: Options of `job_parser`.
@@ -174,7 +174,7 @@ def pretrain_model(
 
 
 def run_folder(folder: Path) -> list[str | Path]:
-    """Returns the options that make a training run in a folder, or resume the one that is there."""
+    """Returns the options that make a training run in a folder, or resume an existing one."""
     resume = ["--resume"] if folder.exists() else []
     return ["--out", folder, *resume]
 

@@ -1,6 +1,6 @@
 """The end of the demo: at most 12 lines that say what was trained, and how good it is.
 
-Reads the files of the steps; only the tokens of the experts are traced anew.
+Reads the files of the steps; only the tokens of the experts are traced again.
 """
 
 from pathlib import Path
@@ -58,7 +58,7 @@ def summary(out: Path, *, labels: int | None) -> list[str]:
 
 
 def trained_sentence(config: STMoEConfig) -> str:
-    """Returns what was pre-trained."""
+    """Returns a description of the pre-training."""
     return (
         f"Trained: a sparse encoder-decoder of {config.num_parameters():,} parameters, of which "
         f"{config.num_active_parameters():,} are used by each token."

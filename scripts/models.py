@@ -39,7 +39,7 @@ AGAIN = "The same command resumes from the last checkpoints."
 
 
 def main(argv: list[str]) -> None:
-    """Builds the folders, and trains what is missing for them."""
+    """Builds the folders, and trains missing models for them."""
     parser = Parser(prog="python -m scripts.models", description="Builds release folders.")
     parser.add_argument("--out", default="runs/models", help="folder of the models (runs/models)")
     parser.add_argument(
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     out = output_path(options.out, inputs=[options.studies, options.study])
 
-    # Another process may be at work on the study.
+    # Another process may be working on the study.
     study = read_study(options.study)
     if study.command != "pretrain" or study.sweep is not None:
         raise ConfigError(
@@ -98,7 +98,7 @@ def make_text(studies: Path) -> None:
 def best_pair(study: Study, runs: list[StudyRun], folder: Path, jobs: int) -> Pair:
     """Returns the best model of a study and its rival, and writes the study's report.
 
-    If no seed has both, those of the first seed are trained.
+    If no seed has both, the first seed's are trained.
 
     Raises:
         DataError: When training diverges.
@@ -113,8 +113,8 @@ def best_pair(study: Study, runs: list[StudyRun], folder: Path, jobs: int) -> Pa
         pairs = primary_runs(result, runs)
     if not pairs:
         raise DataError(
-            f"The runs of the first seed in {folder} diverged or were made elsewhere: there is no "
-            "model. Remove those that were made elsewhere to train them here."
+            f"The runs of the first seed in {folder} diverged or were made elsewhere: there is no model. Remove the "
+            "runs made elsewhere to train them here."
         )
     write_report(result, folder)
     return pairs[0]

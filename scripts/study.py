@@ -1,4 +1,4 @@
-"""Runs a study: a grid of training runs over arms and seeds, and what it shows.
+"""Runs a study: a grid of training runs over arms and seeds, and its results.
 
 python -m scripts.study recipes/studies/balance.yaml --jobs 2 [--hours 2]
 """

@@ -1,10 +1,10 @@
-"""Does pre-training help a tiny ST-MoE? Two tasks, beside baselines, in 10 minutes on a CPU.
+"""Does pre-training help a tiny ST-MoE? Two tasks, compared with baselines, in 10 minutes on a CPU.
 
     python -m scripts.transfer --out runs/transfer [--resume]
 
 Pre-trains on text that comes with Python, without the tested files; fine-tunes one model on both
 tasks together, and another from scratch; and evaluates both models on both tasks. Every step is a
-command of its own; this one runs them in turn and prints each.
+separate command; this one runs them in turn and prints each.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds

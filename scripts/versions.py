@@ -103,14 +103,14 @@ def floors() -> list[str]:
 
 
 def run_tests(python: Path, tests: Sequence[Path]) -> None:
-    """Runs the fast tests, and writes RESULTS beside the environment."""
+    """Runs the fast tests, and writes RESULTS next to the environment."""
     variables = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     variables |= {"OMP_NUM_THREADS": "1"}  # each process of pytest has a core
     command = [python, "-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", "-m", "not slow"]
     results = python.parents[2] / RESULTS
     code = subprocess.run([*command, f"--junitxml={results}", *tests], cwd=ROOT, env=variables)
     if code.returncode not in (0, 1):
-        raise DataError(f"pytest ended with code {code.returncode}. Its output says why.")
+        raise DataError(f"pytest ended with code {code.returncode}. See its output above.")
 
 
 def version_table(folders: Sequence[Path]) -> str:
@@ -130,7 +130,7 @@ def version_table(folders: Sequence[Path]) -> str:
 
 
 def read_outcomes(folder: Path) -> dict[str, str]:
-    """Returns "passed", "failed" or "skipped" for each test whose result lies in a folder."""
+    """Returns "passed", "failed" or "skipped" for each test with a result in a folder."""
     outcomes = {}
     for case in ElementTree.parse(folder / RESULTS).iter("testcase"):
         kinds = {child.tag for child in case}
@@ -141,7 +141,7 @@ def read_outcomes(folder: Path) -> dict[str, str]:
 
 
 def installed_versions(folder: Path) -> list[str]:
-    """Returns the version of an environment's Python, and those of PACKAGES."""
+    """Returns the versions of an environment's Python and of PACKAGES."""
     code = (
         "import json, platform, importlib.metadata as m;"
         f"print(json.dumps([platform.python_version(), *map(m.version, {PACKAGES})]))"
@@ -154,7 +154,7 @@ def with_table(page: str, table: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise DataError(f"The page has no place for the table. Write the lines {BEGIN!r}, {END!r}.")
+        raise DataError(f"The page has no markers for the table. Add the lines {BEGIN!r}, {END!r}.")
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 

@@ -95,7 +95,7 @@ def test_the_folder_one_is_in_and_a_link_to_nothing_are_refused(tmp_path, monkey
     with pytest.raises(DataError, match="holds the folder that you are in"):
         check_replaceable(tmp_path, kind="corpus")
     (tmp_path / "link").symlink_to("nothing")
-    with pytest.raises(DataError, match="is a link to nothing"):
+    with pytest.raises(DataError, match="is a broken link"):
         check_kind(tmp_path / "link", "corpus")
 
 
@@ -112,7 +112,7 @@ def test_a_link_to_a_folder_is_replaced_twice_and_its_far_end_stays(corpus, tmp_
 def test_a_setting_of_a_conversion_is_given_once_and_is_no_option(tmp_path):
     for given, message in (
         (["a=1", "a=2"], "gives a twice"),
-        (["form=t5"], "form is no field of STMoEConfig"),
+        (["form=t5"], "form is not a field of STMoEConfig"),
         (["=1"], "expected FIELD=VALUE"),
     ):
         with pytest.raises(ConfigError, match=message):

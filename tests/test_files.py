@@ -214,7 +214,7 @@ def test_a_flipped_bit_a_missing_file_and_a_damaged_sum_are_found(tmp_path):
 def test_a_device_or_a_pipe_is_never_replaced_by_a_file(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(DataError, match=r"pipe is no regular file but a pipe or a device"):
+    with pytest.raises(DataError, match=r"pipe is a pipe or a device, not a regular file"):
         write_text(pipe, "text")
     assert pipe.is_fifo()
 

@@ -64,7 +64,7 @@ def test_json_lines_lose_only_a_torn_end_and_only_where_that_may_be(tmp_path):
     with pytest.raises(DataError, match="line 3"):
         list(read_json_lines(path))
     path.write_text('{"a": 1}\n[]\n{"b": 2}\n')
-    with pytest.raises(DataError, match=r"line 2: '\[\]' is no JSON object"):
+    with pytest.raises(DataError, match=r"line 2: '\[\]' is not a JSON object"):
         list(read_json_lines(path, torn_end=True))
 
 

@@ -120,7 +120,7 @@ def test_a_file_anywhere_extends_one_of_our_recipes_by_name(tmp_path):
     assert paths == [mine, ROOT / "recipes/st_moe_tiny_pretrain.yaml"]
 
     mine.write_text("extends: st_moe_tny_pretrain\n")
-    with pytest.raises(ConfigError, match=r"no file .*names are those that stmoe recipes lists"):
+    with pytest.raises(ConfigError, match=r"no file .*stmoe recipes lists the names"):
         read_recipe_files(mine)
 
 

@@ -52,7 +52,7 @@ def test_a_test_counts_once_and_as_failed_when_its_end_failed(tmp_path):
 def test_the_table_replaces_the_one_before_and_nothing_else():
     page = f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe rest.\n"
     assert with_table(page, "new") == f"# Title\n\n{BEGIN}\nnew\n{END}\n\nThe rest.\n"
-    with pytest.raises(DataError, match="no place for the table"):
+    with pytest.raises(DataError, match="no markers for the table"):
         with_table("# Title\n", "new")
 
 

@@ -1,7 +1,7 @@
 """The benchmark of the start: CPU seconds and memory until a command explains its options.
 
-They are those of the process, user and system together, so that a busy machine changes little; and
-relative to what every command must pay, the import of torch and of transformers' T5.
+Times are CPU times of the process (user and system), so that a busy machine changes little, and
+relative to the import of torch and of transformers' T5, which every command must pay.
 """
 
 import os
@@ -34,7 +34,7 @@ _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024
 
 
 class Start(NamedTuple):
-    """What a process took.
+    """Time and memory of a process.
 
     Attributes:
         cpu_seconds: User and system time.
@@ -63,12 +63,14 @@ class StartupBenchmark:
         """Checks what argparse cannot.
 
         Raises:
-            ConfigError: When there is no start of a name.
+            ConfigError: When a name is unknown.
         """
         known = starts()
         for name in self.only or ():
             if name not in known:
-                raise ConfigError(f"There is no start {name!r}.{did_you_mean(name, known)}")
+                raise ConfigError(
+                    f"There is no start-up benchmark {name!r}.{did_you_mean(name, known)}"
+                )
 
 
 def starts() -> dict[str, list[str]]:
@@ -113,7 +115,7 @@ def run_startup(benchmark: StartupBenchmark) -> None:
 
 
 def measure_start(name: str, arguments: Sequence[str]) -> Start:
-    """Returns what one process took from its start to its end.
+    """Returns the CPU time and peak memory of one process.
 
     Raises:
         MoEError: When it failed.
@@ -133,7 +135,7 @@ def measure_start(name: str, arguments: Sequence[str]) -> Start:
 
 
 def describe_rows(rounds: Mapping[str, Sequence[Start]]) -> list[dict[str, Any]]:
-    """Returns a row for each start: medians, and the same over those of the base."""
+    """Returns a row for each start: medians, absolute and relative to the baseline."""
     medians: dict[str, Start] = {}
     for name, taken in rounds.items():
         seconds = statistics.median(start.cpu_seconds for start in taken)

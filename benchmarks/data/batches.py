@@ -1,6 +1,7 @@
 """Input: how fast batches are made, for span corruption and for a packed mixture.
 
-Beside ours stands what users of Hugging Face `datasets` write, see input_peer.py. The numbers are
+They are compared with what users of Hugging Face `datasets` write, see input_peer.py. The numbers
+are
 seconds of CPU time, over all threads of the process: what one core does, however busy the machine.
 """
 
@@ -90,8 +91,9 @@ class Reader(NamedTuple):
     """A way to make batches.
 
     Attributes:
-        prepare: Reads the texts; takes whether what is on disk of an earlier time may be used.
-        batches: Makes batches of what `prepare` returned.
+        prepare: Reads the texts; the argument says whether cached files of an earlier run may be
+            used.
+        batches: Makes batches from the result of `prepare`.
     """
 
     prepare: Callable[[bool], Any]
@@ -99,7 +101,7 @@ class Reader(NamedTuple):
 
 
 def run_input(benchmark: InputBenchmark) -> None:
-    """Measures, prints the table and saves it; what is measured is saved as it goes."""
+    """Measures, prints the table and saves it; results are saved as they come in."""
     import datasets
 
     case = benchmark.case
@@ -168,7 +170,7 @@ def mixture_readers(
     inputs_length, targets_length = case.lengths
     kept = folder / "kept"
 
-    # Hugging Face datasets keep on disk what is made of data on disk.
+    # Hugging Face datasets cache on disk what they derive from data on disk.
     saved: dict[str, datasets.Dataset] = {}
     for name, pairs in tasks.items():
         inputs, targets = zip(*pairs, strict=True)

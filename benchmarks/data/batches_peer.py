@@ -1,8 +1,8 @@
 """Batches by Hugging Face `datasets`, as its users make them: `map` once, then torch's DataLoader.
 
 For span corruption the texts are tokenized, joined and divided into chunks, and T5's algorithm
-masks a batch when it is asked for. For a mixture the tasks are tokenized, interleaved and packed
-into rows on disk.
+masks each batch on demand. For a mixture the tasks are tokenized, interleaved and packed into rows
+on disk.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,7 +70,7 @@ def _tokenize_documents(columns: Columns, tokenizer: PreTrainedTokenizerFast) ->
 
 
 def _divide_into_chunks(columns: Columns, length: int) -> Columns:
-    """Returns chunks of the joined texts; what is left of a thousand of them is dropped."""
+    """Returns chunks of the joined texts; the remainder of each thousand texts is dropped."""
     joined = list(chain.from_iterable(columns["input_ids"]))
     whole = len(joined) // length * length
     chunks = [joined[start : start + length] for start in range(0, whole, length)]
@@ -226,7 +226,7 @@ def _pack(columns: Columns, lengths: tuple[int, int], padding: int) -> Columns:
             used = [0, 0]
             number = 0
 
-        # The example goes behind those that stand in the row.
+        # Append the example to the row.
         number += 1
         for index, side in enumerate(sides):
             end = used[index] + len(example[index])

@@ -1,1 +1,1 @@
-"""Sparse layers beside dense ones and those of other libraries."""
+"""Sparse layers compared with dense layers and with those of other libraries."""

@@ -1,4 +1,4 @@
-"""The layer benchmark: forward and backward of one sparse layer beside the dense layer and the peers.
+"""The layer benchmark: forward and backward of one sparse layer next to the dense layer and the peers.
 
 Everything is measured in turn, in one run, and ends in one table.
 """
@@ -55,7 +55,7 @@ class LayerBenchmark:
         """Checks what argparse cannot.
 
         Raises:
-            ConfigError: When the machine cannot do what was asked for.
+            ConfigError: When the machine does not support the request.
         """
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
@@ -70,8 +70,8 @@ class LayerBenchmark:
 
 
 def run_layer(benchmark: LayerBenchmark) -> None:
-    """Measures, prints the table and saves it; what is measured is saved as it goes."""
-    # As training does.
+    """Measures, prints the table and saves it; results are saved as they come in."""
+    # As in training.
     keep_freed_memory()
 
     # Saved before anything is measured: a path that cannot be written is known at once.
@@ -167,7 +167,7 @@ def build_variants(problem: Problem, names: Sequence[str], where: str) -> list[V
 
 @torch.no_grad()
 def compare_outputs(variants: Sequence[Variant]) -> dict[str, float]:
-    """Returns |y - y'| / |y'| of every variant on the shared input, y' being that of `moe_dropless`."""
+    """Returns |y - y'| / |y'| of every variant on the shared input, where y' is the output of `moe_dropless`."""
     # Weights are shared, so that all variants should give the same output.
     by_name = {variant.name: variant for variant in variants}
     if moe_dropless.__name__ not in by_name:
@@ -177,7 +177,7 @@ def compare_outputs(variants: Sequence[Variant]) -> dict[str, float]:
     expected = reference.forward(reference.x).float()
     differences: dict[str, float] = {}
     for variant in variants:
-        # The dense layer has an input of its own.
+        # The dense layer has its own input.
         if variant.x is reference.x:
             error = variant.forward(variant.x).float() - expected
             differences[variant.name] = float(error.norm() / expected.norm())
@@ -189,7 +189,7 @@ def describe_times(
 ) -> Row:
     """Returns the measured numbers of a row.
 
-    FLOPs are those of the products that the variant really does.
+    FLOPs count the products that the variant really computes.
     """
     # TFLOP/s: operations by 1e12 over milliseconds by 1e3.
     ms = statistics.median(round_[variant.name] for round_ in times)

@@ -54,7 +54,7 @@ def build_olmoe(problem: Problem) -> nn.ModuleDict:
     )
     config._experts_implementation = "grouped_mm"
 
-    # What the decorator asks of a module of experts: their number and activation.
+    # Attributes that the decorator requires of a module of experts: their number and activation.
 
     @use_experts_implementation(has_gate=case.gated)
     class StackedExperts(nn.Module):
@@ -102,7 +102,7 @@ def hf_switch(problem: Problem) -> Variant:
     with torch.device("meta"):
         module = SwitchTransformersSparseMLP(config)
 
-    # Each expert is a module of its own there.
+    # There, each expert is a separate module.
     weights = {"router.classifier.weight": problem.gate}
     for index in range(case.num_experts):
         weights[f"experts.expert_{index}.wi.weight"] = problem.first[index]
@@ -136,7 +136,7 @@ def st_moe_pytorch(problem: Problem) -> Variant:
         experts=nn.ModuleList(_feed_forwards(problem)),
     )
 
-    # The shared gate in the place of its own.
+    # Use the shared gate instead of its own.
     module = module.to(problem.x.device)
     module.gate.to_gates.weight = nn.Parameter(problem.gate.detach())
 
@@ -175,7 +175,7 @@ def deepspeed(problem: Problem) -> Variant:
         )
         module.set_deepspeed_parallelism()
 
-    # The shared weights in the place of its own.
+    # Use the shared weights instead of its own.
     module.deepspeed_moe.gate.wg.weight = nn.Parameter(problem.gate.detach())
     module.deepspeed_moe.experts.deepspeed_experts = nn.ModuleList(_feed_forwards(problem))
 
@@ -209,7 +209,7 @@ def build_peer(name: str, problem: Problem) -> Variant:
     except UnavailableError:
         raise
     except Exception as error:
-        # Whatever a peer dies of, the others are measured.
+        # If a peer fails, the others are still measured.
         lines = str(error).splitlines() or [""]
         raise UnavailableError(f"failed with {type(error).__name__}: {lines[0]}") from error
 

@@ -8,7 +8,7 @@ from moe.kernels.product_measurement import Measurement, measure_products
 
 
 def run_products(json: Path | None = None) -> Measurement:
-    """Measures, prints a table, and saves the result for this machine and in a file of its own.
+    """Measures, prints a table, and saves the result, for this machine and in a separate file.
 
     Args:
         json: A file for the environment variable STMOE_PRODUCTS; None for none.

@@ -1,4 +1,4 @@
-"""The variants of a case: the dense layer and ours; those of others are in peers.py."""
+"""The variants of a case: the dense layer and our layers; other libraries' layers are in peers.py."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -136,7 +136,7 @@ def build_layer(
     problem: Problem, capacity_factor: float | None, dispatch: DispatchForm
 ) -> SparseFeedForward:
     """Returns our layer over the shared weights."""
-    # No weight of its own is ever allocated.
+    # Its own weight is never allocated.
     with torch.device("meta"):
         layer = SparseFeedForward(build_config(problem, capacity_factor, dispatch))
     first = "gate_up_proj" if problem.case.gated else "up_proj"
@@ -152,7 +152,7 @@ def build_layer(
 def build_config(
     problem: Problem, capacity_factor: float | None, dispatch: DispatchForm
 ) -> SparseConfig:
-    """Returns the settings of our layer for a case; every token asks for all its K experts."""
+    """Returns the settings of our layer for a case; every token requests all K of its experts."""
     # All tokens are one group; no policy drops a choice, so that rows can be counted.
     case = problem.case
     return SparseConfig(

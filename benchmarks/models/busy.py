@@ -1,7 +1,9 @@
-"""The benchmark of a busy machine: a training step and decoding beside processes of somebody else.
+"""The benchmark of a busy machine: a training step and decoding while other processes use the
+cores.
 
 One worker waits as commands of ours do, another sleeps at once, a third waits as threads do by
-default; see stmoe.py. They work in turn, alone and beside one busy process a core, round by round.
+default; see stmoe.py. They work in turn, on an idle machine and then next to one busy process per
+core, round by round.
 """
 
 import dataclasses
@@ -54,7 +56,7 @@ class BusyBenchmark:
 
     Attributes:
         rounds: How often everything is measured; results are medians.
-        threads: Threads of a worker, and busy processes beside it.
+        threads: Threads of a worker, and busy processes next to it.
         json: File to save to; None for none.
         case: Sizes of the model.
     """
@@ -84,7 +86,7 @@ def run_busy(benchmark: BusyBenchmark) -> None:
 
 
 def measure_rounds(benchmark: BusyBenchmark) -> Iterator[Times]:
-    """Yields the times of every part and worker, alone and beside others."""
+    """Yields the times of every part and worker, alone and next to busy processes."""
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for policy, variables in POLICIES.items():
@@ -130,15 +132,15 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             raise MoEError(
-                f"The process that was measured ended with code {self._process.wait()}; its own message "
-                "stands above. One without a message was killed, perhaps for the memory that it used."
+                f"The process that was measured ended with code {self._process.wait()}; see its message above. If "
+                "there is none, it was killed, perhaps because it used too much memory."
             )
         return line
 
 
 @contextmanager
 def start_worker(benchmark: BusyBenchmark, variables: Mapping[str, str]) -> Iterator[Worker]:
-    """Yields a worker that is ready, with these variables in the place of the user's policy."""
+    """Yields a worker that is ready, with these environment variables instead of the user's policy."""
     environment = dict(os.environ) | dict(variables)
     for name in WAIT_POLICIES:
         if name not in variables:

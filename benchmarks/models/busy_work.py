@@ -34,7 +34,7 @@ def train(model: STMoEForConditionalGeneration, case: ModelCase) -> None:
 
 @torch.no_grad()
 def decode(model: STMoEForConditionalGeneration, case: ModelCase) -> Tensor:
-    """Returns what the model decodes greedily, as many tokens as the case says."""
+    """Returns the greedily decoded tokens, as many as the case requires."""
     inputs = draw_tokens(case, 1, case.input_length)
     length = {"min_new_tokens": case.new_tokens, "max_new_tokens": case.new_tokens}
     return model.eval().generate(inputs, **length)

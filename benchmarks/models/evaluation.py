@@ -1,4 +1,4 @@
-"""Evaluation: examples per second of `rank` and `generate` beside lm-evaluation-harness.
+"""Evaluation: examples per second of `rank` and `generate` compared with lm-evaluation-harness.
 
 Both get the same models in memory and the same task, and hand back an answer for every example:
 tokens, batches and padding are their own.
@@ -88,7 +88,7 @@ class EvaluationBenchmark:
 
 
 def run_evaluation(benchmark: EvaluationBenchmark) -> None:
-    """Measures, prints the table and saves it; what is measured is saved as it goes.
+    """Measures, prints the table and saves it; results are saved as they come in.
 
     Raises:
         ConfigError: When lm-evaluation-harness is missing.

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU: one layer in bfloat16 beside the dense one, and the step of decoding.
+"""The benchmark of a GPU: one bfloat16 layer next to the dense one, and a decoding step.
 
 The step runs eagerly, compiled, and as a CUDA graph that is captured once and replayed. All must
 decode the same tokens.
@@ -58,13 +58,13 @@ class GpuBenchmark:
         """
         if not torch.cuda.is_available():
             raise ConfigError(
-                "The benchmark `gpu` measures a GPU, and torch finds none. Run it where there is one; on a CPU "
-                "python -m scripts.benchmark layer and model measure the same."
+                "The benchmark `gpu` measures a GPU, and torch finds none. Run it on a machine with a GPU; on a CPU, "
+                "use python -m scripts.benchmark layer and model."
             )
 
 
 def run_gpu(benchmark: GpuBenchmark) -> None:
-    """Measures, prints the tables and saves them; what is measured is saved as it goes."""
+    """Measures, prints the tables and saves them; results are saved as they come in."""
     device = torch.device("cuda")
     layer = LayerBenchmark(
         cases=benchmark.cases,
@@ -117,11 +117,11 @@ class Decoding:
         self.ids.copy_(output.logits[:, -1:].argmax(-1))
 
     def save(self) -> None:
-        """Keeps where the sequences stand."""
+        """Saves the current position of the sequences."""
         self.saved = [tensor.clone() for tensor in self._state()]
 
     def restore(self) -> None:
-        """Puts the sequences back to where they stood."""
+        """Resets the sequences to the saved position."""
         for tensor, value in zip(self._state(), self.saved, strict=True):
             tensor.copy_(value)
 
@@ -170,7 +170,7 @@ def compiled_step(decoding: Decoding) -> Step:
 
 def captured_step(decoding: Decoding) -> Step:
     """Returns the replay of a step that was captured into a CUDA graph."""
-    # Warm up on a side stream, as torch asks for.
+    # Warm up on a side stream, as torch requires.
     side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):
@@ -210,7 +210,7 @@ def measure_decoding(
     model = build_model(config, device)
     decoding = start_decoding(model, benchmark.case, batch, device)
 
-    # What a form cannot do is a line of the table.
+    # A form that fails gets a note in the table.
     steps: dict[str, Step] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name, build in forms.items():
@@ -229,7 +229,7 @@ def measure_decoding(
     description = f"decoding, batch {batch}"
     times = list(tqdm(rounds, total=benchmark.rounds, desc=description, unit="round"))
 
-    # Times of the same round are compared, and tokens with those of the eager step.
+    # Times are compared within a round, and tokens with the tokens of the eager step.
     expected = rows["eager"].get("tokens")
     for name in steps:
         ms = statistics.median(round_[name] for round_ in times)
@@ -249,7 +249,7 @@ def build_model(
 
 
 def decode(decoding: Decoding, step: Step) -> list[list[int]]:
-    """Returns the tokens of a few steps <int64>[steps, B] from where the sequences stand."""
+    """Returns the tokens of a few steps <int64>[steps, B] from the current position of the sequences."""
     tokens: list[list[int]] = []
     for _ in range(COMPARED_STEPS):
         step()

@@ -80,7 +80,7 @@ class ModelBenchmark:
         rounds: How often everything is measured; results are medians.
         json: File to save to after every part; None for none.
         case: Sizes.
-        report: What has been measured.
+        report: Results so far.
     """
 
     parts: Sequence[str]
@@ -108,8 +108,8 @@ class ModelBenchmark:
 
 
 def run_model(benchmark: ModelBenchmark) -> None:
-    """Measures, prints the table and saves it; what is measured is saved as it goes."""
-    # As training does.
+    """Measures, prints the table and saves it; results are saved as they come in."""
+    # As in training.
     keep_freed_memory()
 
     report = benchmark.report
@@ -264,7 +264,7 @@ def measure_generation(
     case = benchmark.case
     inputs = draw_tokens(case, batch, case.input_length)
     mask = torch.ones_like(inputs)
-    # Exactly so many tokens, whatever the model would say.
+    # Generate exactly this many tokens, even after an end token.
     length = {
         "min_new_tokens": case.new_tokens,
         "max_new_tokens": case.new_tokens,

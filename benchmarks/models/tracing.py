@@ -1,4 +1,4 @@
-"""What recording, replaying and editing of routing cost beside an evaluation of the same batches.
+"""Cost of recording, replaying and editing routing, relative to an evaluation of the same batches.
 
 Rounds are interleaved; results are medians of the ratio to the evaluation in the same round.
 """
@@ -30,7 +30,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class TracingBenchmark:
-    """What is measured.
+    """Measured functions.
 
     Attributes:
         rounds: Results are medians over so many.
@@ -128,8 +128,8 @@ def _draw_batches(benchmark: TracingBenchmark) -> list[TracedBatch]:
 def _runs(
     model: STMoEForConditionalGeneration, batches: list[TracedBatch]
 ) -> dict[str, Callable[[], object]]:
-    """Returns what is measured, by name."""
-    # What replay and edit need is made once.
+    """Returns the measured functions, by name."""
+    # Build the inputs of replay and edit once.
     trace = record_routing(model, batches)
     edits = {key: _same_plan for key in sparse_layers(model)}
 

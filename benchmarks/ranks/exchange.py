@@ -1,8 +1,8 @@
-"""The exchange benchmark: one layer whose experts are on several ranks, beside what it cannot avoid.
+"""The exchange benchmark: one layer whose experts are on several ranks, compared with the unavoidable cost.
 
-A layer must compute and must send rows; `ideal` is the time of one process for all tokens, divided
-by the ranks, and that of the same four all-to-alls with nothing around them. All of it is measured
-in turn, in one run.
+A layer must compute and must send rows; `ideal` is the time of one process for all tokens divided
+by the number of ranks, plus the time of the same four all-to-alls alone. All of it is measured in
+turn, in one run.
 """
 
 import dataclasses
@@ -71,17 +71,17 @@ class ExchangeBenchmark:
         """Checks what argparse cannot.
 
         Raises:
-            ConfigError: When the machine or a case cannot do what was asked for.
+            ConfigError: When the machine or a case does not support the request.
         """
         for num_ranks in self.ranks:
             if num_ranks < 2:
                 raise ConfigError(
-                    f"--ranks is {num_ranks}; expected at least 2, since one sends nothing."
+                    f"--ranks is {num_ranks}; expected at least 2, since a single rank sends nothing."
                 )
             if self.device == "cuda" and num_ranks > torch.cuda.device_count():
                 raise ConfigError(
-                    f"--ranks is {num_ranks}, but torch finds {torch.cuda.device_count()} GPUs. Write --device cpu, "
-                    "or fewer."
+                    f"--ranks is {num_ranks}, but torch finds {torch.cuda.device_count()} GPUs. Use --device cpu, or "
+                    "fewer ranks."
                 )
             for index in self.cases:
                 self._check_case(index, num_ranks)
@@ -101,7 +101,7 @@ class ExchangeBenchmark:
 
 
 def run_exchange(benchmark: ExchangeBenchmark) -> None:
-    """Measures, prints the tables and saves them; what is measured is saved as it goes."""
+    """Measures, prints the tables and saves them; results are saved as they come in."""
     # Every rank has one thread, however many cores there are.
     report = benchmark.report
     report.update(
@@ -119,7 +119,7 @@ def run_exchange(benchmark: ExchangeBenchmark) -> None:
 
 def measure_layers(benchmark: ExchangeBenchmark) -> None:
     """Adds the rows of all numbers of ranks, cases and dtypes to the report."""
-    # One start of processes for each combination.
+    # Start the processes once for each combination.
     groups: list[tuple[int, int, str]] = []
     for num_ranks in benchmark.ranks:
         for case in benchmark.cases:
@@ -155,7 +155,7 @@ def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int)
     mesh = build_mesh(MeshConfig(ep=dist.get_world_size()), device.type)
     problems = split_problem(build_problem(case, DTYPES[dtype], device))
 
-    # What is timed: three jobs for each of our layers, and the peer's.
+    # Timed jobs: three for each of our layers, and the peer's.
     jobs: list[Job] = []
     bytes_by_layer: dict[str, Row] = {}
     for name in LAYERS:
@@ -290,14 +290,14 @@ def describe_bytes(transfers: Sequence[Transfer], router: RouterOutput, problem:
     rank_experts = problem.case.num_experts // dist.get_world_size()
     load = router.stats.accepted_load.clone()
 
-    # Of this rank: bytes of rows, bytes of counts, and the fewest bytes of rows.
+    # This rank's bytes of rows, bytes of counts, and smallest possible bytes of rows.
     row_bytes = sum(transfer.bytes_away for transfer in transfers if transfer.is_rows)
     count_bytes = sum(transfer.bytes_away for transfer in transfers if not transfer.is_rows)
     is_elsewhere = router.plan.expert_index // rank_experts != dist.get_rank()
     num_away = int((router.plan.accepted & is_elsewhere).sum())
     fewest_bytes = 4 * num_away * problem.case.d_model * problem.x.element_size()
 
-    # Of all ranks, with the load of every expert.
+    # The same for all ranks, with the load of every expert.
     numbers = torch.tensor([row_bytes, count_bytes, fewest_bytes], device=load.device)
     total = torch.cat([numbers, load])
     dist.all_reduce(total)

@@ -46,12 +46,12 @@ class Job(NamedTuple):
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, device_type: str, *arguments: Any
 ) -> Any:
-    """Returns what `function(device, *arguments)` returned on the first rank.
+    """Returns the result of `function(device, *arguments)` on the first rank.
 
     Every rank has one thread.
 
     Args:
-        function: Of a module, since the processes are fresh; what it returns must go into JSON.
+        function: Must be at module level, since the processes are spawned, and return JSON data.
         num_ranks: Processes.
         device_type: `cpu` for gloo, `cuda` for NCCL with a GPU for each rank.
         arguments: What pickle takes.
@@ -113,7 +113,7 @@ class RankTimes(NamedTuple):
 def measure_together(jobs: Sequence[Job], rounds: int, device: torch.device) -> RankTimes:
     """Returns the times of every job.
 
-    A first round is not counted. The order is drawn anew for every round, and all ranks begin a job
+    A first round is not counted. The order is redrawn for every round, and all ranks begin a job
     together.
     """
     generator = random.Random(0)  # the same order on every rank
@@ -145,7 +145,7 @@ class Transfer(NamedTuple):
     """One all-to-all of a rank.
 
     Attributes:
-        shape: Shape of what is sent.
+        shape: Shape of the sent tensor.
         dtype: Its dtype.
         send_splits: Rows for each rank; None for equally many.
         receive_splits: Rows from each rank; None likewise.

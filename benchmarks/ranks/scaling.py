@@ -113,7 +113,7 @@ def scaling_meshes(num_ranks: int) -> dict[str, MeshConfig]:
 
 
 def build_step(case: ScalingCase, device: torch.device, mesh: Mesh | None) -> Callable[[], object]:
-    """Returns a function that does one training step of a model of its own."""
+    """Returns a function that does one training step of its own model."""
     # The same weights on every mesh.
     torch.manual_seed(0)
     config = STMoEConfig(
@@ -149,7 +149,7 @@ def build_step(case: ScalingCase, device: torch.device, mesh: Mesh | None) -> Ca
 
 def build_batch(case: ScalingCase, device: torch.device) -> Batch:
     """Returns this rank's rows, all tokens real."""
-    # Every rank has rows of its own.
+    # Every rank has its own rows.
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
     def draw(length: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The peer of the exchange: transformers' own expert parallelism over the same weights.
 
-Its experts stand under OLMoE's router.
+Its experts are routed by OLMoE's router.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Ranks of a small run that are killed, stopped and started again, and what their runs leave.
+"""Ranks of a small run that are killed, stopped and started again, and the results of their runs.
 
 The processes are forked from a server that has imported the library, so that a start takes a
 second. `kill -9` ends such a process as it ends any other.
@@ -86,7 +86,7 @@ class Launch:
 
     @property
     def exit_codes(self) -> list[int | None]:
-        """Of each rank; the negative of a signal that killed it, None while it runs."""
+        """Exit code of each rank; the negative of a signal that killed it, None while it runs."""
         return [process.exitcode for process in self._processes]
 
     def send(self, number: int, rank: int = 0) -> None:
@@ -132,7 +132,7 @@ def _meeting_place(num_ranks: int) -> dict[str, str]:
 
 
 def _run(arguments: list[str], log: Path, variables: dict[str, str]) -> None:
-    """Runs a rank in a process of its own."""
+    """Runs a rank in its own process."""
     file = open_to_write(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -161,7 +161,7 @@ def read_lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def last_step(folder: Path) -> int:
-    """Returns the updates that a run has behind it; 0 for none."""
+    """Returns the number of updates that a run has completed."""
     return max((line["step"] for line in read_lines(folder)), default=0)
 
 

@@ -1,12 +1,11 @@
-"""A campaign of random faults over small runs: what survives, and what it costs.
+"""A campaign of random faults over small runs: the damage, and its cost.
 
     python -m benchmarks.recovery.faults --faults 100 --json benchmarks/recovery/results/faults.json
     python -m benchmarks.recovery.faults --faults 100 --only kill --json benchmarks/recovery/results/kills.json
 
 A rank is killed, stopped for a while, slowed down, raises, or finds its disk full, at a random moment
-of a run on 1, 2 or 4 ranks. Runs that end are started again with `--resume`. In the end their losses
-and weights must be those of a run that nobody disturbed, to the last bit. The campaign goes on where
-it was stopped.
+of a run on 1, 2 or 4 ranks. Runs that end are started again with `--resume`. In the end their losses and weights must
+equal those of an undisturbed run bit for bit. An interrupted campaign can be resumed.
 """
 
 import random
@@ -59,7 +58,7 @@ _TIMEOUT = 900.0  # seconds in which a run must come to its end, on a busy machi
 
 
 def stop_for_a_while(launch: Launch, rank: int, draw: random.Random) -> None:
-    """Stops a rank, and lets it go on after some seconds."""
+    """Stops a rank, and lets it continue after some seconds."""
     launch.send(signal.SIGSTOP, rank)
     time.sleep(draw.uniform(0.5, _LONGEST_STOP))
     launch.send(signal.SIGCONT, rank)
@@ -101,15 +100,15 @@ FAULTS = {
 
 
 class FaultRecord(NamedTuple):
-    """A fault, and what it cost.
+    """A fault and its cost.
 
     Attributes:
         kind: Key of `FAULTS`.
         rank: Which it befell.
-        step: Updates that the run had behind it.
+        step: Updates that the run had completed.
         lost_steps: Updates that were taken again.
         stall_seconds: Until the run had an update more than it ever had.
-        damaged_checkpoints: Of those that it left.
+        damaged_checkpoints: Number of its checkpoints that were damaged.
     """
 
     kind: str
@@ -127,7 +126,7 @@ class RunRecord(NamedTuple):
         seed: All chance follows from it.
         ranks: How many it had.
         faults: What befell it.
-        equal_losses: Whether every loss is that of a run that nobody disturbed, to the last bit.
+        equal_losses: Whether every loss equals that of an undisturbed run bit for bit.
         equal_weights: Whether the final weights are.
     """
 
@@ -139,7 +138,7 @@ class RunRecord(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What a run leaves that nobody disturbs.
+    """Results of an undisturbed run.
 
     Attributes:
         losses: Loss of each update.
@@ -155,7 +154,7 @@ class Reference(NamedTuple):
 
 
 def run_undisturbed(folder: Path, ranks: int) -> Reference:
-    """Returns what a run on so many ranks leaves that nobody disturbs."""
+    """Returns the results of an undisturbed run on this many ranks."""
     launch = _start(folder, ranks)
     try:
         _wait_for_end(launch, folder)
@@ -199,7 +198,7 @@ def run_disturbed(
 def _inflict(
     launch: Launch, folder: Path, kind: str, rank: int, draw: random.Random
 ) -> tuple[FaultRecord, Launch]:
-    """Disturbs a rank, waits until the run goes on, and returns the launch in which it does."""
+    """Disturbs a rank, waits until the run continues, and returns the launch in which it does."""
     started = time.monotonic()
     FAULTS[kind].inflict(launch, rank, draw)
 
@@ -217,7 +216,7 @@ def _inflict(
     launch.wait_until(lambda: last_step(folder) > step, _TIMEOUT)
     stall = time.monotonic() - started
 
-    # Where it was taken up again.
+    # The step at which it resumed.
     lost = 0
     for first_step in _starts(folder)[len(starts) :]:
         lost += step - first_step
@@ -247,7 +246,7 @@ def _wait_for_end(launch: Launch, folder: Path) -> None:
     if set(launch.exit_codes) != {0}:
         log = folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
         raise DistributedError(
-            f"A run did not come to its end (exit codes {launch.exit_codes}). It said: {log[-2000:]}"
+            f"A run did not finish (exit codes {launch.exit_codes}). Its log ends with: {log[-2000:]}"
         )
 
 
@@ -259,7 +258,7 @@ def _starts(folder: Path) -> list[int]:
 
 
 def _count_damaged(folder: Path) -> int:
-    """Returns how many checkpoints in a run's folder are not whole."""
+    """Returns how many checkpoints in a run's folder are incomplete."""
     damaged = [first_damage(path) for path in checkpoint_folders(folder / CHECKPOINTS_FOLDER)]
     return sum(damage is not None for damage in damaged)
 
@@ -364,7 +363,7 @@ def main(argv: list[str]) -> None:
     if options.json is not None:
         target = output_path(options.json, suffix=".json", option="--json")
 
-    # What makes two campaigns the same, but for their lengths.
+    # Two campaigns are the same if these agree; their lengths may differ.
     command = f"python -m benchmarks.recovery.faults --seed {options.seed} --ranks " + " ".join(
         str(ranks) for ranks in options.ranks
     )

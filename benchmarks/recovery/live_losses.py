@@ -1,10 +1,11 @@
-"""Losses of replica groups in the middle of a run: the command behind the table of live losses.
+"""Losses of replica groups in the middle of a run: the command that measures the table of live
+losses.
 
     python -m benchmarks.recovery.live_losses --losses 30 --groups 3 --json benchmarks/recovery/results/live_losses.json
 
-A group is killed by `kill -9` at a random moment and started again; the others go on, and it gets
-their state. In the end all groups must have the same weights to the last bit, and, since the rows of
-a lost group are taken over, the losses of a run in one process that nobody disturbed.
+A group is killed by `kill -9` at a random moment and started again; the others continue, and it receives their state.
+In the end all groups must have the same weights to the last bit, and, since the rows of a lost group are taken over,
+the losses of a run in one process that nobody disturbed.
 """
 
 import argparse
@@ -41,7 +42,7 @@ class Loss(NamedTuple):
 
     Attributes:
         group: Its number.
-        step: Updates that the run had behind it.
+        step: Updates that the run had completed.
         stall_seconds: From the kill to the next update of the others.
         steps_without: Updates of the others before it was started again.
         healed_step: Updates after which it went on.
@@ -84,16 +85,16 @@ class Groups:
         return self._folder / str(group)
 
     def lose(self, group: int, step: int, pause: float, steps_without: int) -> Loss | None:
-        """Kills a group after a step, starts it again, and waits until it goes on.
+        """Kills a group after a step, starts it again, and waits until it continues.
 
         Args:
             group: Which.
-            step: Updates that all groups have behind them before.
+            step: Updates that all groups have completed before.
             pause: Seconds from there to the kill.
             steps_without: Updates of the others before it is started again.
 
         Returns:
-            What came of it; None when the run ended before.
+            The outcome; None when the run ended before.
         """
         survivor = (group + 1) % len(self._launches)
         if not self._wait(group, lambda: last_step(self.folder(group)) >= step):
@@ -105,7 +106,7 @@ class Groups:
         self._launches[group].send(signal.SIGKILL)
         self._launches[group].wait(_TIMEOUT)
 
-        # The others go on.
+        # The others continue.
         survivor_folder = self.folder(survivor)
         if not self._wait(survivor, lambda: last_step(survivor_folder) > killed_step + 1):
             return None
@@ -115,7 +116,7 @@ class Groups:
             return None
         self._launches[group] = self._start(group)
 
-        # It goes on where they are.
+        # It continues from their step.
         if not self._wait(group, lambda: self._healed_step(group, killed_step) is not None):
             return None
         healed = self._healed_step(group, killed_step)
@@ -150,7 +151,7 @@ class Groups:
         raise DistributedError(self._what_happened(group))
 
     def _healed_step(self, group: int, after: int) -> int | None:
-        """Returns the first step behind `after` that a group was healed for; None for none yet."""
+        """Returns the first step after `after` at which a group was healed; None for none yet."""
         for line in read_lines(self.folder(group)):
             if line["step"] > after and line.get("replicas/healed"):
                 return int(line["step"])
@@ -201,7 +202,7 @@ def run_alone(folder: Path, steps: int) -> dict[int, float]:
 
 
 def compare(folder: Path, num_groups: int, alone: dict[int, float]) -> dict[str, Any]:
-    """Returns how far the groups are from each other and from the run that nobody disturbed."""
+    """Returns the differences of the groups from each other and from an undisturbed run."""
     hashes = {hash_model(folder / str(group)) for group in range(num_groups)}
     furthest = 0.0
     steps: set[int] = set()

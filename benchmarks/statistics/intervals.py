@@ -86,7 +86,7 @@ class Setting(NamedTuple):
     """A row of the table but for its metric.
 
     Attributes:
-        chance: Of the first system's answers to be right.
+        chance: Probability that an answer of the first system is right.
         rival: Of the second system's; None for the score of one system.
         size: Number of examples.
         grouped: Whether examples come in groups.
@@ -99,7 +99,7 @@ class Setting(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """N examples, and what two systems answer.
+    """N examples, and the answers of two systems.
 
     Attributes:
         groups: Name of each example's group.
@@ -115,7 +115,7 @@ class Sample(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """What intervals of one method did.
+    """Coverage and width of the intervals of one method.
 
     Attributes:
         coverage: Per cent of them that hold the true value.
@@ -212,7 +212,8 @@ def draw_sample(case: IntervalCase, setting: Setting, rng: np.random.Generator) 
         sizes = rng.choice(case.group_sizes, size=setting.size)
         group = np.repeat(group, sizes)[: setting.size]
 
-    # Examples of a group share a chance, which has a beta distribution around that of the case.
+    # Examples of a group share a probability, drawn from a beta distribution around that of the
+    # case.
     p = np.full(setting.size, setting.chance)
     if setting.grouped:
         spread = (1 - case.correlation) / case.correlation
@@ -278,7 +279,7 @@ def _bootstrap(
 
 
 def _tally(intervals: Sequence[Interval], truth: float) -> Tally:
-    """Returns how often intervals hold the true value, and how wide they are."""
+    """Returns the coverage and the width of intervals."""
     ends = np.asarray(intervals)  # [N, 2]
     is_held = (ends[:, 0] <= truth + _ROUNDING) & (truth - _ROUNDING <= ends[:, 1])
     return Tally(
@@ -317,7 +318,7 @@ def format_report(report: Mapping[str, Any]) -> str:
 
 
 def _verdict(report: Mapping[str, Any]) -> str:
-    """Returns how the worst cases compare with the bar."""
+    """Compares the worst cases with the required coverage."""
     ours = [row["coverage"] for row in report["rows"]]
     percentiles = [row["percentile"]["coverage"] for row in report["rows"]]
     num_below = sum(coverage < report["bar"] for coverage in ours)

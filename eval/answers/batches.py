@@ -13,7 +13,7 @@ _SIMILAR_LENGTH = 0.8
 
 
 class Request(NamedTuple):
-    """An example as the model sees it, without its reference."""
+    """The model's input for an example, without its reference."""
 
     id: str
     inputs: str
@@ -26,7 +26,7 @@ def requests_of(examples: Sequence[Example]) -> list[Request]:
 
 
 class TokenizedRequest(NamedTuple):
-    """A request that is ready for the model; its fields are part of the digest of a run's batches.
+    """A tokenized request; its fields are part of the digest of a run's batches.
 
     Attributes:
         request: The request.
@@ -50,9 +50,8 @@ def make_batches(
     Args:
         requests: Requests with unique ids.
         max_rows: Largest number of requests in a batch.
-        max_tokens: Largest number of tokens in a batch, padding included; a single longer request is
-            a batch of its own.
-        min_rows: Number of requests that may share a batch whatever their lengths. More decode
+        max_tokens: Largest number of tokens in a batch, padding included; a longer request is a separate batch.
+        min_rows: Number of requests that may share a batch regardless of their lengths. More decode
             together; fewer need less padding.
     """
     remaining = sorted(requests, key=_longest_first)
@@ -80,7 +79,7 @@ class PaddedTokens(NamedTuple):
     """Rows of tokens of different lengths as tensors.
 
     Attributes:
-        tokens: <int64>[N, L] padded behind the end of a row.
+        tokens: <int64>[N, L] padded after the end of a row.
         mask: <int64>[N, L] 1 at real tokens, 0 at padding.
     """
 

@@ -1,7 +1,7 @@
 """Answers generated token by token: greedy decoding and beam search.
 
 Both decode with a cache, so that each step computes one new token of each answer. likelihood.py is
-the other way to answer: it scores choices that are given.
+the other way to answer: it scores given choices.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ class _Beams(NamedTuple):
     """Hypotheses that are still growing, best first.
 
     Attributes:
-        tokens: <int64>[N, K, T] padded behind the length reached so far.
+        tokens: <int64>[N, K, T] padded after the length reached so far.
         log_probs: <float32>[N, K] sum over the tokens.
     """
 
@@ -69,7 +69,7 @@ class BeamAnswers(NamedTuple):
     """The best hypothesis of each input.
 
     Attributes:
-        tokens: <int64>[N, T] padded behind the end token.
+        tokens: <int64>[N, T] padded after the end token.
         scores: <float32>[N]
     """
 
@@ -90,32 +90,32 @@ def beam_search(
 ) -> BeamAnswers:
     """Returns the best answer found for each of N inputs, and its score.
 
-    K beams grow, and beside them the K best hypotheses that have ended are kept. Each step
-    continues every beam by every token and keeps the 2 K best continuations: at most K of them end,
-    so K can grow on. A score is the log-probability divided by the length penalty
-    ((5 + length) / 6) ** alpha, with the end token counted in the length. The search stops once the
-    worst finished hypothesis of every input beats the best score that its beams can still reach;
-    what is decoded beside an input does not change its answer. When nothing ends in time, the best
-    beam is returned with its plain log-probability.
+    K beams grow, and the K best finished hypotheses are kept separately. Each step continues every
+    beam by every token and keeps the 2 K best continuations: at most K of them end, so K can keep
+    growing. A score is the log-probability divided by the length penalty ((5 + length) / 6) **
+    alpha, with the end token counted in the length. The search stops once the worst finished
+    hypothesis of every input beats the best score that its beams can still reach; the other inputs
+    of a batch do not change an answer. When nothing ends in time, the best beam is returned with
+    its plain log-probability.
 
     Args:
         logits: <float>[N, V] of the first token.
         step: Decodes one more token of every beam.
         num_beams: K.
         alpha: Strength of the length penalty. 0 is none; larger favours longer answers.
-        max_tokens: Most tokens of an answer, end token included.
+        max_tokens: Maximum number of tokens of an answer, end token included.
         eos: End tokens.
-        pad: Fills an answer behind its end.
-        ranks: Those in lockstep decode until the last of them has finished.
+        pad: Fills an answer after its end.
+        ranks: Ranks in lockstep decode until the last one has finished.
 
     Returns:
         Tokens <int64>[N, T] and scores <float32>[N].
 
     Source:
-        GNMT (arXiv:1609.08144) eq. 14; Mesh-TensorFlow beam_search.py at 0529176. Differs: the most
-        tokens are a setting, whereas its Bitransformer derives them from the longest input of the
-        batch; all tokens compete, whereas on a TPU mesh it keeps, by `num_prefilter`, the two
-        likeliest of each beam and part of the vocabulary.
+        GNMT (arXiv:1609.08144) eq. 14; Mesh-TensorFlow beam_search.py at 0529176. Differs: the
+        maximum number of tokens is a setting, whereas its Bitransformer derives them from the
+        longest input of the batch; all tokens compete, whereas on a TPU mesh it keeps, by
+        `num_prefilter`, the two likeliest of each beam and part of the vocabulary.
     """
     num_inputs = len(logits)
     device = logits.device
@@ -131,14 +131,14 @@ def beam_search(
     finished = _Finished(empty, no_score, torch.zeros_like(no_score, dtype=torch.bool))
     logits = logits.repeat_interleave(num_beams, dim=0)  # [N * K, V]
 
-    # The penalty of the longest answer bounds what a growing beam can still score.
+    # The penalty of the longest answer bounds the score of a growing beam.
     largest_penalty = _length_penalty(max_tokens, alpha)
 
     for length in range(1, max_tokens + 1):
         penalty = _length_penalty(length, alpha)
         candidates = _best_continuations(running, logits, length, penalty, eos_tokens)
 
-        # The K best that have not ended grow on.
+        # The K best unfinished beams keep growing.
         kept = (
             (candidates.scores + candidates.is_finished * _MINUS_INFINITY).topk(num_beams).indices
         )
@@ -149,7 +149,7 @@ def beam_search(
         last_tokens = candidates.last_tokens.gather(1, kept)
         parents = candidates.parents.gather(1, kept)
 
-        # Those that end now compete with those that ended before.
+        # Hypotheses that end now compete with those that ended before.
         finished = _best_finished(finished, candidates, num_beams)
 
         is_done = _cannot_improve(finished, running, largest_penalty)
@@ -175,11 +175,11 @@ def _best_continuations(
     num_inputs, num_beams = running.log_probs.shape
     vocab_size = logits.shape[-1]
 
-    # Log-probability of each beam with each token behind it.
+    # Log-probability of each beam extended by each token.
     log_probs = logits.float().log_softmax(dim=-1).unflatten(0, (num_inputs, num_beams))
     log_probs = log_probs + running.log_probs[..., None]  # [N, K, V]
 
-    # All beams of an input compete; an index says beam and token.
+    # All beams of an input compete; an index encodes beam and token.
     scores, index = (log_probs / penalty).flatten(1).topk(2 * num_beams)  # [N, 2K]
     parents = index // vocab_size
     last_tokens = index % vocab_size
@@ -196,7 +196,7 @@ def _best_continuations(
 
 
 def _best_finished(finished: _Finished, candidates: _Candidates, num_beams: int) -> _Finished:
-    """Returns the K best of the hypotheses that had ended and of the candidates that end now."""
+    """Returns the K best of the finished hypotheses and the candidates that end now."""
     ended_scores = candidates.scores + ~candidates.is_finished * _MINUS_INFINITY
     all_scores = torch.cat([finished.scores, ended_scores], dim=1)  # [N, 3K]
     all_tokens = torch.cat([finished.tokens, candidates.tokens], dim=1)  # [N, 3K, T]
@@ -252,7 +252,7 @@ def generate_greedily(
         start: Tokens that the decoder starts from.
         max_tokens: Most tokens of an answer, end token included.
         eos: End tokens.
-        pad: Fills an answer behind its end; the routers do not count it.
+        pad: Fills an answer after its end; the routers do not count it.
         ranks: Those in lockstep decode until the last of them has finished.
         report_routers: Whether to collect router outputs; only sparse models of this library have
             them.
@@ -319,7 +319,7 @@ def generate_beams(
         alpha: Strength of the length penalty.
         max_tokens: Most tokens of an answer, end token included.
         eos: End tokens.
-        pad: Fills an answer behind its end.
+        pad: Fills an answer after its end.
         ranks: Those in lockstep decode until the last of them has finished.
 
     Returns:
@@ -328,7 +328,7 @@ def generate_beams(
     device = encoded.mask.device
     num_inputs = len(encoded.mask)
 
-    # One pass over the start also makes the keys and values of cross-attention, once an input.
+    # One pass over the start also makes the keys and values of cross-attention, once per input.
     start_tokens = torch.tensor([list(start)] * num_inputs, device=device)  # [N, S]
     output = model(**encoded.model_inputs(), decoder_input_ids=start_tokens, use_cache=True)
     cache = output.past_key_values

@@ -1,7 +1,7 @@
 """The cost of an answer: tokens, floating-point operations, and time.
 
-Tokens and operations are the same on every machine and are part of report.json. Times are not: they
-have a file of their own, timing.json.
+Tokens and operations are the same on every machine and are part of report.json. Times are not; they
+are in a separate file, timing.json.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ FLOPS_FORMULA = (
 
 
 class Tokens(NamedTuple):
-    """How many tokens went through a model.
+    """Numbers of tokens that went through a model.
 
     Attributes:
         examples: Number of examples.
@@ -40,11 +40,11 @@ class Tokens(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """What a run computed itself, without the answers it read back.
+    """Work that a run did itself, without the answers it read back.
 
     Attributes:
         seconds: Time from the first batch to the last.
-        tokens: What went through the model.
+        tokens: Tokens that went through the model.
     """
 
     seconds: float
@@ -115,7 +115,7 @@ def count_tokens(
         for choice in (prediction.choices or {}).values():
             num_outputs += choice.num_tokens + 1
 
-    # A generated answer is counted in the tokens of its text, and the end.
+    # A generated answer is counted in the tokens of its text, plus the end token.
     if texts:
         for tokens in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
             num_outputs += (len(tokens) + 1) * num_beams
@@ -173,7 +173,7 @@ def read_timings(folder: Path) -> list[Timing]:
 
 
 def merge_timings(earlier: Sequence[Timing], new: Sequence[Timing]) -> list[Timing]:
-    """Returns the timings of both; a new one replaces the earlier one."""
+    """Returns the merged timings; a new one replaces an earlier one."""
     merged: dict[tuple[str, str, str], Timing] = {}
     for timing in (*earlier, *new):
         merged[timing.task, timing.system, timing.mode] = timing

@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class DataRanks(NamedTuple):
-    """The ranks of an evaluation, as one of them sees them.
+    """The ranks of an evaluation, seen from one of them.
 
     Ranks along `tp` hold parts of one model and answer the same batch; they are one data rank.
 
     Attributes:
         world: All ranks, and which of them this is.
         mesh_config: Sizes of the mesh axes.
-        mesh: Mesh over which models are sharded; None when every rank holds whole models.
+        mesh: Mesh over which models are sharded; None if every rank holds whole models.
     """
 
     world: World
@@ -54,8 +54,8 @@ class DataRanks(NamedTuple):
     def num_reusable(self, num_answered: int, num_batches: int) -> int:
         """Returns how many of the answered batches a resumed run can keep.
 
-        Ranks in lockstep compute the products of their experts together, and the last bits of those
-        depend on all batches of a round. They keep whole rounds only.
+        Ranks in lockstep compute the products of their experts together, whose last bits depend on
+        all batches of a round. They keep whole rounds only.
         """
         if num_answered == num_batches or not self.in_lockstep:
             return num_answered
@@ -70,7 +70,7 @@ class DataRanks(NamedTuple):
 
     def gather(self, items: list[T]) -> list[T]:
         """Returns the items of all data ranks, in the order of ranks; every rank must call it."""
-        # Ranks of one tp answered the same batch; the first of them speaks for all.
+        # Ranks of one tp answered the same batch; the first one's answers count.
         is_first_of_tp = self.world.rank % self.mesh_config.tp == 0
         gathered: list[T] = []
         for part in gather_or_raise(lambda: items if is_first_of_tp else []):
@@ -91,8 +91,8 @@ def arrange_ranks(world: World, ep: int, tp: int, folders: Iterable[Path]) -> Da
         folders: Checkpoints.
 
     Raises:
-        CheckpointError: When a folder holds no model. With both sizes 1 nothing is read here, and
-            loading the model finds that out.
+        CheckpointError: When a folder holds no model. With both sizes 1, nothing is read here;
+            loading the model reports errors.
         ConfigError: When the ranks, or the sizes of a model, cannot be divided in this way.
     """
     # Ranks beyond ep * tp are replicas.
@@ -120,4 +120,4 @@ def _check_divisible(folder: Path, mesh_config: MeshConfig, world: World) -> Non
     try:
         check_mesh(mesh_config, mesh_limits(config, world.size))
     except ConfigError as error:
-        raise ConfigError(f"{folder}: {error} Choose --ep and --tp of one of them.") from error
+        raise ConfigError(f"{folder}: {error} Choose --ep and --tp from one of them.") from error

@@ -28,7 +28,7 @@ class Inference(NamedTuple):
 
     Attributes:
         capacity_factor: Slots of an expert relative to an even share of the tokens; None for
-            dropless, so that the result of an example depends on no other.
+            dropless, so that the result of an example does not depend on others.
         dtype: Precision of the weights and of the computation.
     """
 
@@ -52,12 +52,12 @@ AS_SAVED = Inference()
 
 
 def identity(fingerprint: str, inference: Inference) -> str:
-    """Returns what identifies a model's answers: its files and the settings it was run with."""
+    """Returns the identity of a model's answers: its files and settings."""
     return f"{fingerprint} {inference.options}".rstrip()
 
 
 class ConfiguredModel(NamedTuple):
-    """A checkpoint's config under an `Inference`.
+    """A checkpoint's config with an `Inference` applied.
 
     Attributes:
         config: Config of the checkpoint with the settings of the evaluation.
@@ -82,19 +82,19 @@ def check_inference(inference: Inference, folders: Iterable[Path]) -> None:
         check_number("--capacity-factor", factor, above=0, optional="--dropless for none")
     check_choice("--dtype", inference.dtype, (SAVED, *DTYPES))
 
-    # Dense models have no capacity; where all are dense, a factor would do nothing.
+    # Dense models have no capacity; if all are dense, a factor would have no effect.
     num_sparse = 0
     for folder in folders:
         config = configure(folder, inference).config
         num_sparse += isinstance(config, STMoEConfig) and config.num_experts > 0
     if num_sparse == 0 and factor not in (SAVED, None):
         raise ConfigError(
-            f"--capacity-factor is {factor:g}, and no evaluated model has experts. Leave it out."
+            f"--capacity-factor is {factor:g}, and no evaluated model has experts. Remove the option."
         )
 
 
 def configure(folder: Path, inference: Inference) -> ConfiguredModel:
-    """Returns the config of a checkpoint under the settings of an evaluation.
+    """Returns the config of a checkpoint with the settings of an evaluation.
 
     Raises:
         CheckpointError: When the folder holds no model.
@@ -103,7 +103,7 @@ def configure(folder: Path, inference: Inference) -> ConfiguredModel:
     config = read_config(folder)
     changes = inference
 
-    # Settings that the checkpoint already has are no changes.
+    # Settings that equal the checkpoint's are not changes.
     own_dtype = str(config.dtype).removeprefix("torch.")
     if inference.dtype == own_dtype:
         changes = changes._replace(dtype=SAVED)
@@ -122,7 +122,7 @@ def _capacity_settings(folder: Path, config: Any, inference: Inference) -> dict[
     if factor == SAVED:
         return {}
 
-    # Other libraries' sparse models have capacities of their own.
+    # Other libraries' sparse models have their own capacities.
     if not isinstance(config, STMoEConfig):
         if getattr(config, "num_experts", 0):
             raise ConfigError(
@@ -142,7 +142,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     """Returns the config of a checkpoint of this library or of transformers.
 
     Raises:
-        CheckpointError: When the folder holds none, or one that needs code of its own.
+        CheckpointError: When the folder holds none, or one that needs custom code.
     """
     check_model_folder(folder)
     try:
@@ -163,17 +163,17 @@ def loading_reason(error: Exception) -> str:
 
 
 def describe_capacity(config: Any) -> str | None:
-    """Returns the capacity of an expert in an evaluation; None for a dense model."""
+    """Returns the capacity of experts in an evaluation; None for a dense model."""
     if not getattr(config, "num_experts", 0):
         return None
     if not isinstance(config, STMoEConfig):
         return "that of transformers"
 
-    # Slots or a factor, whichever counts.
+    # Slots or a factor, whichever applies.
     field = config.eval_capacity_field
     return "none" if field is None else f"{field} {getattr(config, field):g}"
 
 
 def torch_dtype(inference: Inference) -> torch.dtype | None:
-    """Returns the dtype that is set; None for the checkpoint's own."""
+    """Returns the effective dtype; None for the checkpoint's own."""
     return None if inference.dtype == SAVED else getattr(torch, inference.dtype)

@@ -45,9 +45,9 @@ class Scoring:
     Attributes:
         include_eos: Whether the end token counts. T5 and T0 count it, lm-evaluation-harness does
             not.
-        normalize: What the log-probability is divided by: `none`, the number of `tokens` that it is
-            the sum of (T5's `normalize_by_target_length`), or that of `characters`
-            (lm-evaluation-harness's `acc_norm`).
+        normalize: Divisor of the log-probability: `none`, its number of `tokens` (T5's
+            `normalize_by_target_length`), or that of `characters` (lm-evaluation-harness's
+            `acc_norm`).
 
     Raises:
         ConfigError: When there is no such normalisation.
@@ -85,7 +85,7 @@ class EncodedInputs(NamedTuple):
 
     Attributes:
         output: Output of the encoder, in the model's own form; `last_hidden_state` is <float>[N, L, D].
-        mask: <int64>[N, L] 1 at real tokens. A row of zeros only keeps ranks in lockstep.
+        mask: <int64>[N, L] 1 at real tokens. A row of zeros that only keeps ranks in lockstep.
     """
 
     output: Any
@@ -132,20 +132,20 @@ def target_log_probs(
 ) -> TargetLogProbs:
     """Returns the log-probability of each token of each target of N inputs.
 
-    The decoder runs with a cache, as in generation. The tokens that all targets begin with go
-    through it once for each input, which also makes the keys and values of cross-attention. These
-    are then repeated for the targets, and what is left of each target goes through in one pass.
+    The decoder runs with a cache, as in generation. The common prefix of all targets is computed
+    once per input, which also makes the keys and values of cross-attention. These are then repeated
+    for the targets, and the rest of each target is computed in one pass.
 
-    A sparse decoder of this library therefore drops no token, as in generation, and a score depends
-    on no other target; teacher forcing with a capacity factor could drop some. Without a capacity
-    factor both give the same numbers.
+    A sparse decoder of this library therefore drops no token, as in generation, and a score does
+    not depend on other targets; teacher forcing with a capacity factor could drop some. Without a
+    capacity factor both give the same numbers.
 
     Args:
         model: Any encoder-decoder of transformers' form whose cache is an EncoderDecoderCache.
         encoded: N inputs.
         start: Token that the decoder starts from.
         targets: For each input its targets, each of one token or more.
-        ranks: Those in lockstep run equally many passes, and must all call this.
+        ranks: Ranks in lockstep run equally many passes, and must all call this.
         report_routers: Whether to collect router outputs; only sparse models of this library have
             them.
 
@@ -163,7 +163,7 @@ def target_log_probs(
     tokens, is_real, row_of_target = _flatten(targets, start, device)
     lengths = is_real.sum(dim=1)  # [R]
 
-    # First pass, once an input: the start and the common prefix, which predict `width` tokens.
+    # First pass, once per input: the start and the common prefix, which predict `width` tokens.
     width = _common_prefix_length(tokens, lengths) + 1
     inputs = torch.full((len(targets), width), start, device=device)  # [N, width]
     inputs[:, 1:] = tokens[0, : width - 1]
@@ -183,7 +183,7 @@ def target_log_probs(
     is_argmax[:, :width] = heads.is_argmax
 
     def continue_rows(rows: Tensor, inputs: Tensor, mask: Tensor) -> Tensor:
-        """Returns the logits [R', T', V] of inputs [R', T'] behind the cache of some rows."""
+        """Returns the logits [R', T', V] of inputs [R', T'] after the cached prefix of some rows."""
         output = model(
             **encoded.cached_inputs(rows),
             decoder_input_ids=inputs,
@@ -205,7 +205,7 @@ def target_log_probs(
         longest = int(lengths[members[0]])
         rows = row_of_target[members]
 
-        # A token goes in and predicts the one behind it; behind a shorter target is padding.
+        # Each input token predicts the next one; shorter targets are padded.
         is_tail = is_real[members, width:longest].bool()  # [R', T']
         inputs = tokens[members, width - 1 : longest - 1].where(is_tail, start)
         mask = is_real[members, :longest] * has_input[rows]  # [R', width + T']
@@ -215,7 +215,7 @@ def target_log_probs(
         log_probs[members, width:longest] = tails.log_probs
         is_argmax[members, width:longest] = tails.is_argmax
 
-    # Ranks in lockstep make equally many passes; one of padding alone counts for nothing.
+    # Ranks in lockstep make equally many passes; passes with only padding are not counted.
     for _ in range(num_idle_passes):
         first_row = torch.zeros(1, dtype=torch.long, device=device)
         no_tokens = torch.zeros(1, width + 1, dtype=torch.long, device=device)
@@ -252,7 +252,7 @@ def _flatten(
 
 
 def _common_prefix_length(tokens: Tensor, lengths: Tensor) -> int:
-    """Returns how many first tokens of targets [R, T] are equal; one of each is left over."""
+    """Returns how many first tokens of targets [R, T] are equal; at least one token of each remains."""
     shortest = int(lengths.min())
     is_equal = (tokens[:, : shortest - 1] == tokens[0, : shortest - 1]).all(dim=0)
     return int(is_equal.long().cumprod(dim=0).sum())
@@ -276,7 +276,7 @@ def _score_tokens(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) ->
     Args:
         logits: <float>[N, T, V]
         tokens: <int64>[R, T] the tokens at these positions.
-        rows: <int64>[R] the row of `logits` for each row of `tokens`; None when they are the same.
+        rows: <int64>[R] the row of `logits` for each row of `tokens`; None if they are the same.
     """
     logits = logits.float()
     max_logits = logits.max(dim=-1).values  # [N, T]
@@ -314,8 +314,8 @@ def _by_input(
 
 
 def _select_rows(cache: EncoderDecoderCache, rows: Tensor) -> EncoderDecoderCache:
-    """Returns a cache of the rows <int64>[R] of another, which is left as it is."""
-    # A shallow copy of each layer: selecting replaces its tensors, and leaves the other's alone.
+    """Returns a cache of the rows <int64>[R] of another, which is unchanged."""
+    # A shallow copy of each layer: selecting replaces its tensors, and keeps the original's.
     parts = [copy.copy(cache.self_attention_cache), copy.copy(cache.cross_attention_cache)]
     for part in parts:
         part.layers = [copy.copy(layer) for layer in part.layers]

@@ -58,7 +58,7 @@ class RouterSummary(NamedTuple):
         load_cv: Standard deviation over mean of the expert load.
         max_over_mean: Largest over mean expert load.
         dead_experts: Number of experts that no token chose.
-        expert_load: How many tokens chose each expert.
+        expert_load: Number of tokens that chose each expert.
     """
 
     fraction_dropped: float
@@ -76,8 +76,8 @@ class Predicted:
         predictions: One for each request, in their order.
         router: Routing statistics by stack, over all inputs and answers; None for a dense model.
         tokens: Tokens of all inputs and answers.
-        timed: What this run computed itself; None where all answers were read back. It does not
-            count when two runs are compared.
+        timed: Cost of the answers that this run computed; None if all answers were read back.
+            Ignored when two runs are compared.
     """
 
     predictions: list[Prediction]
@@ -120,18 +120,18 @@ def predict(
 
     Rank 0 appends the predictions to `path`. A resumed run, on any number of ranks, reads back the
     complete batches and answers the others: its file equals, byte for byte, that of an uninterrupted
-    run on the same machine. A file of another model, task, mode, decoding or list of requests is
-    replaced. One with another scoring is rescored without the model. One with another `Inference` is
-    refused.
+    run on the same machine. A file for a different model, task, mode, decoding or list of requests is replaced. One
+    with another scoring is rescored without the model. Predictions made with another `Inference` cannot be resumed.
 
-    A sparse model drops tokens by group, so a prediction may depend on the requests beside it. The
-    batches are therefore a function of all requests, and not of the ranks that share them.
+    A sparse model drops tokens by group, so a prediction may depend on the other requests in its
+    batch. The batches are therefore a function of all requests, and not of the ranks that share
+    them.
 
     Args:
         system: The model.
         task: Defines the input length and the decoding.
         requests: Requests with unique ids.
-        mode: `generate`, as `task.decoding` says, or `rank` (log-probability of each choice).
+        mode: `generate`, by `task.decoding`, or `rank` (log-probability of each choice).
         path: JSONL file; see `eval.answers.predictions_file`.
         scoring: How choices are scored.
 
@@ -145,7 +145,7 @@ def predict(
     ranks = system.ranks
     is_writer = ranks.world.rank == 0
 
-    # The same batches on every rank and in every run; their digest stands in the header.
+    # The same batches on every rank and in every run; the header contains their digest.
     num_beams = task.decoding.num_beams if mode == "generate" else 1
     batches = make_batches(
         system.tokenize(requests, task.inputs_length),
@@ -190,7 +190,7 @@ def predict(
 
     seconds = time.perf_counter() - started
 
-    # All that went through the model, and of it what this run computed.
+    # All tokens of the model, and those that this run computed.
     def tokens_from(first: int) -> Tokens:
         requests = list(chain.from_iterable(batches[first:]))
         predictions = list(chain.from_iterable(batch.predictions for batch in answered[first:]))
@@ -308,7 +308,7 @@ def _answer(
     """Returns the predictions of a batch; an empty one only keeps ranks in lockstep."""
     device = system.model.device
 
-    # Inputs [N, L]; without a request one row of padding, of which nothing is real.
+    # Inputs [N, L]; without a request, one row of padding.
     rows = [item.tokens for item in batch] or [[system.pad]]
     input_ids, mask = pad_tokens(rows, system.pad, device)
     if not batch:
@@ -362,7 +362,7 @@ def _generate(
             report_routers=system.sparse,
         )
 
-    # Text as the metrics compare it; a row of padding has no request and is left out.
+    # Text as the metrics compare it; a row of padding has no request and is skipped.
     texts = system.tokenizer.batch_decode(
         tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -377,7 +377,7 @@ def _routers_of_answers(
 ) -> list[RouterOutput]:
     """Returns the decoder's router outputs for the answers <int64>[N, T], in one pass.
 
-    In the beam search itself the losing beams would count too.
+    During the beam search, the discarded beams would be counted, too.
     """
     inputs = tokens[:, :-1]
     is_end = torch.isin(inputs, torch.tensor(system.end_tokens, device=inputs.device))
@@ -406,7 +406,7 @@ def _rank(
     choices = choices or [[""]]
     tokens = _tokens_of_choices(system, choices)
 
-    # A target is what the decoder writes: a sentinel that the model learnt, the choice, the end.
+    # A target is the decoder's output: a sentinel that the model learnt, the choice, the end.
     first, *forced = system.start
     eos = system.tokenizer.eos_token_id
     targets: list[list[list[int]]] = []

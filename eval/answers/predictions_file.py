@@ -47,7 +47,7 @@ class ScoringFields(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Everything that the predictions of a file depend on.
+    """Everything that determines the predictions of a file.
 
     Attributes:
         model: Fingerprint of the checkpoint.
@@ -57,8 +57,7 @@ class Header(NamedTuple):
         decoding: How answers were generated; None for ranked choices.
         batches: Digest of the batches of requests.
         scoring: How choices were scored.
-        inference: Settings that were not the checkpoint's own; a file without any has no such
-            field.
+        inference: Settings that override the checkpoint's own; omitted if there are none.
     """
 
     model: str
@@ -85,9 +84,9 @@ class Prediction(NamedTuple):
 
     Attributes:
         id: Id of the request.
-        output: Generated text, or the choice of the highest score.
+        output: Generated text, or the choice with the highest score.
         scores: Score of each choice; None for a generated answer.
-        choices: Likelihoods that the scores are computed from; None for a generated answer.
+        choices: Likelihoods from which the scores are computed; None for a generated answer.
         truncated: Whether the inputs were truncated to the task's length.
     """
 
@@ -98,7 +97,7 @@ class Prediction(NamedTuple):
     truncated: bool = False
 
     def scored(self, scoring: Scoring) -> "Prediction":
-        """Returns the prediction under a scoring; a generated one is the same under all."""
+        """Returns the prediction with a scoring applied; generated ones do not change."""
         if self.choices is None:
             return self
 
@@ -129,7 +128,7 @@ class Batch(NamedTuple):
     routers: Mapping[Stack, RouterCounts]
 
     def scored(self, scoring: Scoring) -> "Batch":
-        """Returns the batch with its predictions under a scoring."""
+        """Returns the batch with its predictions with a scoring applied."""
         predictions = [prediction.scored(scoring) for prediction in self.predictions]
         return self._replace(predictions=predictions)
 
@@ -167,9 +166,9 @@ class PredictionsFile:
 
     Args:
         path: The file; None on all ranks but rank 0.
-        header: What the predictions depend on. A file with another header is replaced; one that
-            differs only in its scoring is rescored; one of the same model under another `Inference`
-            is refused.
+        header: Everything that the predictions depend on. A file with another header is replaced;
+            one that differs only in its scoring is rescored; one of the same model with another
+            `Inference` raises an error.
     """
 
     def __init__(self, path: Path | None, header: Header) -> None:
@@ -188,7 +187,7 @@ class PredictionsFile:
 
         Raises:
             DataError: When the file cannot be read or written, holds no predictions, or was edited.
-                What it held is then still there.
+                The old content is then still there.
         """
         if self.path is None:
             return []
@@ -198,7 +197,7 @@ class PredictionsFile:
             for batch_ids, batch in zip(ids, batches, strict=False):
                 self._check_ids(batch_ids, batch)
 
-            # Kept batches are scored anew, in case the file is of another scoring.
+            # Kept batches are scored again, in case the file was written with another scoring.
             scoring = Scoring(*self.header.scoring)
             num_kept = num_reusable(len(batches))
             batches = [batch.scored(scoring) for batch in batches[:num_kept]]
@@ -211,7 +210,7 @@ class PredictionsFile:
         """Writes further batches.
 
         Raises:
-            DataError: When the file cannot be written; the next run goes on behind the last closed
+            DataError: When the file cannot be written; the next run continues after the last closed
                 batch.
         """
         if self.path is None:
@@ -224,7 +223,7 @@ class PredictionsFile:
             raise self._write_error(error) from error
 
     def _read_batches(self, path: Path) -> list[Batch]:
-        """Returns the closed batches of the file; none when it is about anything else."""
+        """Returns the closed batches of the file; none if it belongs to anything else."""
         content = read_predictions_file(path)
         if content.header is None:
             return []
@@ -254,8 +253,7 @@ class PredictionsFile:
         answered = [prediction.id for prediction in batch.predictions]
         if answered != list(ids):
             raise DataError(
-                f"{self.path} answers {shown(answered)} where {shown(list(ids))} were asked. "
-                f"{_ADVICE}"
+                f"{self.path} answers {shown(answered)} where {shown(list(ids))} were expected. {_ADVICE}"
             )
 
     def _write_error(self, error: OSError) -> DataError:
@@ -273,7 +271,7 @@ class PredictionsFile:
 def check_inference_of_file(path: Path, model: str, inference: Inference) -> None:
     """Raises when a file holds answers of the same model under other settings.
 
-    A file that is missing or damaged passes: whoever reads all of it refuses that.
+    Missing or damaged files are accepted here; reading the whole file raises.
 
     Raises:
         DataError: Names both settings.
@@ -301,18 +299,18 @@ def _check_inference(path: Path, header: Header, model: str, inference: Inferenc
 def read_predictions_file(
     path: Path, check_header: Callable[[Header], None] | None = None
 ) -> PredictionsContent:
-    """Returns what a predictions file holds, without an end that was still being written.
+    """Returns the content of a predictions file, without an incomplete end.
 
     A missing file holds nothing.
 
     Args:
         path: The file.
-        check_header: Raises when the header is not that of the file which is wanted.
+        check_header: Raises if the header does not match.
 
     Raises:
         DataError: When it cannot be read, or a line is not what was written there; names the line.
     """
-    # Behind the last newline a line was still being written.
+    # Text after the last newline is an unfinished line.
     if not path.exists():
         return _NO_CONTENT
     lines = read_text(path, advice=_ADVICE).split("\n")[:-1]
@@ -327,7 +325,7 @@ def read_predictions_file(
     batches: list[Batch] = []
     line_numbers: dict[str, int] = {}
     open_batch: list[Prediction] = []
-    checksum_start = 0  # index of the first line that the next checksum counts
+    checksum_start = 0  # index of the first line covered by the next checksum
     for number, value in enumerate(values[1:], start=2):
         where = f"{path}, line {number}"
 
@@ -348,13 +346,13 @@ def read_predictions_file(
         counted_lines = "\n".join(lines[checksum_start : number - 1])
         if not is_whole(lines[number - 1], value, counted_lines):
             raise DataError(
-                f"{path}, lines {checksum_start + 1} to {number}: they are not what was written "
-                f"({SEAL} differs). {_ADVICE}"
+                f"{path}, lines {checksum_start + 1} to {number}: they have changed since they were written ({SEAL} "
+                f"differs). {_ADVICE}"
             )
         batches.append(Batch(open_batch, closing.routers))
         if _num_counts(closing.routers) != _num_counts(batches[0].routers):
             raise DataError(
-                f"{where}: routers has other counts than that of the first batch. {_ADVICE}"
+                f"{where}: the number of routers differs from the first batch. {_ADVICE}"
             )
         open_batch = []
         checksum_start = number - 1
@@ -367,15 +365,15 @@ def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
     where = f"{path}, line {number}"
     value = parse_json(line, where=where, advice=_ADVICE, nan=True)
     if not isinstance(value, dict):
-        raise DataError(f"{where}: {shown(line[:60])} is no JSON object. {_ADVICE}")
+        raise DataError(f"{where}: {shown(line[:60])} is not a JSON object. {_ADVICE}")
     return value
 
 
 def _to_prediction(value: dict[str, Any], mode: Mode, where: str) -> Prediction:
-    """Returns the prediction of a line, or raises a DataError when it is none of this mode."""
+    """Returns the prediction of a line, or raises a DataError if it does not fit this mode."""
     prediction = to_record(Prediction, value, where=where, advice=_ADVICE)
     if not _fits_mode(prediction, mode):
-        raise DataError(f"{where}: {shown(value)} is no answer of mode {mode}. {_ADVICE}")
+        raise DataError(f"{where}: {shown(value)} is not an answer of mode {mode}. {_ADVICE}")
     return prediction
 
 

@@ -10,23 +10,23 @@ _SEAL_START = f', "{SEAL}": "'
 
 
 def seal(text: str, before: str = "") -> str:
-    """Returns the text of a JSON object with a checksum of all that stands before it as last field.
+    """Returns the text of a JSON object whose last field is a checksum of everything before it.
 
     Args:
-        text: The object, which has fields.
-        before: What else counts, e.g. the seal of the object before this one.
+        text: The object, which must have fields.
+        before: Additional data, e.g. the seal of the previous object.
     """
     body = text.rstrip().removesuffix("}").rstrip()
     return f'{body}{_SEAL_START}{_digest(before, body)}"}}'
 
 
 def is_whole(text: str, value: dict[str, Any], before: str = "") -> bool:
-    """Returns whether a sealed text is the one that was written.
+    """Returns whether a sealed text is unchanged.
 
     Args:
         text: The sealed object.
         value: What it holds.
-        before: As it was given to `seal`.
+        before: The same as for `seal`.
     """
     body, _, end = text.rstrip().rpartition(_SEAL_START)
     digest = _digest(before, body)

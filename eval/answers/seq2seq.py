@@ -87,15 +87,16 @@ class Seq2Seq(NamedTuple):
         return [eos] if isinstance(eos, int) else list(eos)
 
     def tokenize(self, requests: Sequence[Request], max_tokens: int) -> list[TokenizedRequest]:
-        """Returns the requests with their tokens; truncated ones keep what the tokenizer ends with.
+        """Returns the requests with their tokens; truncated ones keep the tokenizer's end tokens.
 
         Args:
-            requests: What is asked.
-            max_tokens: Most tokens of an input; the tokenizer's own limit may be lower.
+            requests: The requests.
+            max_tokens: Maximum number of tokens of an input; the tokenizer's own limit may be
+                lower.
         """
         if not requests:
             return []
-        # All texts at once, which is faster; the few that are too long once more, truncated.
+        # Tokenize all texts at once, which is faster; the few that are too long again, truncated.
         max_tokens = min(max_tokens, self.tokenizer.model_max_length)
         texts = [request.inputs for request in requests]
         try:
@@ -125,17 +126,17 @@ def load_seq2seq(
 ) -> Seq2Seq:
     """Returns a sequence-to-sequence checkpoint of this library or of transformers.
 
-    The task says how to generate: of the checkpoint's own settings (beams, least lengths,
-    penalties) only the special tokens stay.
+    The task defines how to generate: only the special tokens of the checkpoint's settings are kept,
+    not beams, minimum lengths or penalties.
 
     Args:
         folder: The checkpoint.
-        ranks: Those that will answer with it; on a mesh each reads its part only.
-        inference: What is set in place of the checkpoint's own.
+        ranks: Ranks that will use it; on a mesh each reads only its part.
+        inference: Settings that replace the checkpoint's own.
 
     Raises:
         CheckpointError: When the folder is missing, or holds no such model with all its weights and
-            a tokenizer; or one of them needs code that lies beside it, which is never run.
+            a tokenizer; or one of them needs custom code from the folder, which is never run.
         ConfigError: When the model cannot have the capacity that is set.
     """
     configured = configure(folder, inference)
@@ -148,7 +149,7 @@ def load_seq2seq(
         special_tokens["eos_token_id"] = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(**special_tokens)
 
-    # Rank 0 alone writes the predictions that the fingerprint is for.
+    # Rank 0 alone writes the predictions that need the fingerprint.
     digest = model_fingerprint(folder) if ranks.world.rank == 0 else ""
     return Seq2Seq(model, tokenizer, digest, ranks, configured.changes)
 
@@ -189,11 +190,11 @@ def _load_tokenizer(folder: Path) -> Any:
         reason = loading_reason(error)
         raise CheckpointError(f"The tokenizer in {folder} cannot be loaded: {reason}") from error
 
-    # Where the files are missing transformers may make up an empty tokenizer. One of bytes has none.
+    # If the files are missing, transformers may create an empty tokenizer. One of bytes has none.
     files = list(dict.fromkeys(type(tokenizer).vocab_files_names.values()))
     if files and not any((folder / name).is_file() for name in files):
         raise CheckpointError(
-            f"{folder} holds no tokenizer: none of {', '.join(files)} is there. Put that of the "
-            "model beside it, with the tokenizer's save_pretrained."
+            f"{folder} holds no tokenizer: none of {', '.join(files)} exists. Save the model's tokenizer there with "
+            "its save_pretrained."
         )
     return tokenizer

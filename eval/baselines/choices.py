@@ -19,7 +19,7 @@ ChoiceScores = list[dict[str, float]]
 def choose_words(train: Sequence[Example], test: Sequence[Example]) -> dict[str, ChoiceScores]:
     """Returns the scores of the choices of each question, by the name of the baseline.
 
-    `majority` takes the choice that is the most frequent training target, of equals the first of
+    `majority` takes the choice that is the most frequent training target, ties go to the first in
     the alphabet; `spelling` the one whose letters are most like those of the input; `nearest
     example` the one whose letters are most like the target of the training example with the most
     similar words (TF-IDF).
@@ -42,9 +42,9 @@ def choose_words(train: Sequence[Example], test: Sequence[Example]) -> dict[str,
 
 
 def choose_by_vectors(vectors: WordVectors, test: Sequence[Example]) -> ChoiceScores:
-    """Returns how much the words of each choice are like those of the input, by their vectors.
+    """Returns the similarity of each choice's words to the input's words, by their vectors.
 
-    A choice that the text of the vectors lacks is like nothing.
+    A choice that the text of the vectors lacks has similarity 0.
     """
     means = _unit(vectors.mean([example.inputs for example in test]))  # [N, D]
     scores = []
@@ -55,7 +55,7 @@ def choose_by_vectors(vectors: WordVectors, test: Sequence[Example]) -> ChoiceSc
 
 
 def best_choices(scores: ChoiceScores) -> list[str]:
-    """Returns the choice with the highest score of each question, of equals the first."""
+    """Returns the choice with the highest score for each question; ties go to the first."""
     return [max(by_choice, key=lambda choice: by_choice[choice]) for by_choice in scores]
 
 
@@ -64,10 +64,11 @@ def _by_choice(example: Example, values: NDArray[np.floating]) -> dict[str, floa
 
 
 def _most_like(texts: Sequence[str], test: Sequence[Example]) -> ChoiceScores:
-    """Returns how much the letters of each choice are like those of the text of its question."""
+    """Returns the similarity of each choice's letters to those of its question."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    # Runs of two to four letters, rare ones weighing more; each choice beside its question's text.
+    # Runs of two to four letters, weighted by rarity; each choice is compared with its question's
+    # text.
     words: list[str] = []
     questions: list[int] = []
     for number, example in enumerate(test):
@@ -87,7 +88,7 @@ def _most_like(texts: Sequence[str], test: Sequence[Example]) -> ChoiceScores:
 
 
 def _nearest_targets(train: Sequence[Example], inputs: Sequence[str]) -> list[str]:
-    """Returns the target of the training example whose words are most like those of each input."""
+    """Returns the target of the training example whose words are most similar to each input."""
     from scipy import sparse
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -96,7 +97,7 @@ def _nearest_targets(train: Sequence[Example], inputs: Sequence[str]) -> list[st
     train_rows = sparse.csr_matrix(counted)  # [M, V]
     rows = words.transform(inputs)  # [N, V]
 
-    # Some questions at a time: all of them by all examples would fill the memory.
+    # Process some questions at a time: all questions times all examples would not fit into memory.
     targets = []
     for start in range(0, len(inputs), _ROWS):
         similarity = (rows[start : start + _ROWS] @ train_rows.T).toarray()

@@ -27,14 +27,14 @@ _MAX_COMPARED = 1000
 
 
 class BaselineData(NamedTuple):
-    """What baselines are fitted to.
+    """Training data of the baselines.
 
     Attributes:
         train: Examples with their targets.
-        dev: Examples by which settings are chosen, other ones than are answered; none for a part
-            of `train`.
-        fitted_to: What `train` is, in words.
-        vectors: Vectors of words; None for no baseline of them.
+        dev: Examples for choosing settings, different from the evaluated ones; if empty, a part of
+            `train` is used.
+        fitted_to: Description of `train`.
+        vectors: Vectors of words; None omits these baselines.
     """
 
     train: Sequence[Example]
@@ -48,8 +48,8 @@ class Baseline(NamedTuple):
 
     Attributes:
         outputs: N answers.
-        fitted_to: What it has seen, in words.
-        scores: Of a choice of words, the scores of the choices; None for other tasks.
+        fitted_to: Description of its training data.
+        scores: For choices of words, the scores of the choices; None for other tasks.
     """
 
     outputs: list[str]
@@ -60,7 +60,7 @@ class Baseline(NamedTuple):
 def has_baselines(task: Task) -> bool:
     """Returns whether a task has baselines.
 
-    A classification, a summarization and a choice of words do.
+    True for classification, summarization and choices of words.
     """
     return uses_vectors(task) or _is_summarization(task)
 
@@ -79,11 +79,11 @@ def baseline_outputs(
     regression` on counts of words, and with vectors of words `word vectors`, logistic regression on
     those. A summarization has `majority` (the most frequent summary; of equals the one with the
     highest mean ROUGE-1 against the others), `lead` (the first sentence), and the two classifiers
-    as pickers of a sentence. Those of a choice of words are in `choice_baselines`.
+    as pickers of a sentence. Baselines for choices of words are in `choice_baselines`.
 
     Args:
         task: The task.
-        data: What they are fitted to.
+        data: Training data.
         test: N examples to answer.
 
     Returns:
@@ -103,7 +103,7 @@ def baseline_outputs(
         outputs = _summarize(data.train, test)
     baselines = {name: Baseline(texts, data.fitted_to) for name, texts in outputs.items()}
 
-    # What more a text without labels tells.
+    # What unlabelled text adds.
     if task.is_classification and data.vectors is not None:
         answers = classify_by_vectors(data.vectors, data.train, data.dev, test)
         fitted_to = f"{data.fitted_to} and {answers.features}"
@@ -148,13 +148,13 @@ def _classify(train: Sequence[Example], test: Sequence[Example]) -> dict[str, li
     targets = [example.targets for example in train]
     test_inputs = [example.inputs for example in test]
 
-    # The same answer to all: what any model must beat.
+    # The same answer for all: any model must beat it.
     majority, _ = Counter(targets).most_common(1)[0]
     same = [majority] * len(test)
     outputs = {"majority": same}
 
-    # What words alone tell, without their order. Without words, or with one class, there is nothing
-    # to fit.
+    # How much the words alone predict, without their order. Without words, or with one class, there
+    # is nothing to fit.
     split_words = CountVectorizer().build_analyzer()
     can_fit = len(set(targets)) > 1 and any(map(split_words, inputs))
     for name, classifier in _classifiers().items():
@@ -171,7 +171,7 @@ def _classify(train: Sequence[Example], test: Sequence[Example]) -> dict[str, li
 def _summarize(train: Sequence[Example], test: Sequence[Example]) -> dict[str, list[str]]:
     """Returns the baselines of a summarization.
 
-    The two pickers see the words of a sentence and, as one more word, its position. They learn
+    The two pickers use the words of a sentence and, as an additional word, its position. They learn
     which sentence of a text has the highest ROUGE-1 against the summary, from texts of several
     sentences; they answer the most probable one.
     """
@@ -192,7 +192,7 @@ def _summarize(train: Sequence[Example], test: Sequence[Example]) -> dict[str, l
     if not features:
         return outputs
 
-    # The answer is the sentence that is most probably the best.
+    # The answer is the most probable best sentence.
     for name, classifier in _classifiers().items():
         classifier.fit(features, is_best)
         picked = []
@@ -221,10 +221,10 @@ def _best_sentence(sentences: Sequence[str], summary: str) -> int:
 
 
 def _most_typical(summaries: Sequence[str]) -> str:
-    """Returns the most frequent summary; of several, the one most like all summaries.
+    """Returns the most frequent summary; among several, the one most similar to all summaries.
 
-    Where there are many, both the candidates and what they are compared with are evenly spaced
-    samples.
+    If there are many, both the candidates and the examples that they are compared with are evenly
+    spaced samples.
     """
     from sklearn.feature_extraction.text import CountVectorizer
 

@@ -14,13 +14,13 @@ from moe.errors import ConfigError
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """What the baselines may see.
+    """Data that the baselines may use.
 
     Attributes:
-        train_examples: Largest number of training examples of a task; with the same seed, the ones
-            that fine-tuning with `mixture.train_examples` sees. None for all.
+        train_examples: Largest number of training examples of a task; with the same seed, the same
+            ones as fine-tuning with `mixture.train_examples`. None for all.
         train_seed: Seed of the choice.
-        text: Folder of a corpus for word vectors; None for no word-vector baseline.
+        text: Folder of a corpus for word vectors; None omits the word-vector baseline.
     """
 
     train_examples: int | None = None
@@ -39,13 +39,13 @@ def check_baselines(settings: BaselineSettings, tasks: Iterable[Task]) -> None:
             "--train-examples. Give both."
         )
 
-    # No task that would use them.
+    # No task would use them.
     tasks = list(tasks)
     if settings.train_examples is not None and not any(map(has_baselines, tasks)):
         raise ConfigError(
             f"--train-examples {settings.train_examples} would change nothing: no task has "
-            "baselines, which are those of classifications, choices of words and summaries. Leave it "
-            "out."
+            "baselines; they exist for classification, choices of words and summarization. Remove the "
+            "option."
         )
     if settings.text is not None and not any(map(uses_vectors, tasks)):
         raise ConfigError(
@@ -61,14 +61,14 @@ def read_baseline_data(
     folder: Path | None,
     vectors: WordVectors | None,
 ) -> BaselineData | None:
-    """Returns what the baselines of a task are fitted to; None where it has none, or no labels.
+    """Returns the training data of a task's baselines; None where it has none, or no labels.
 
-    Rows of the hub are not loaded for baselines: they may be many.
+    Rows from the hub are not loaded for baselines, since there may be many.
 
     Args:
         task: The task.
-        split: The evaluated split, which chooses no settings.
-        settings: What the baselines may see.
+        split: The evaluated split, on which no settings are chosen.
+        settings: Data that the baselines may use.
         folder: Holds a folder TASK with files in place of the task's own rows; None for those.
         vectors: Vectors of the words of `settings.text`.
 
@@ -81,13 +81,14 @@ def read_baseline_data(
     if not task.source.is_local("train", rows_folder):
         return None
 
-    # The labels that the baselines may see.
+    # The labels that the baselines may use.
     examples = task.examples("train", folder)
     size = settings.train_examples
     train = choose_examples(examples, size, settings.train_seed)
     fitted_to = format_choice(len(train), len(examples), size, settings.train_seed)
 
-    # Only vectors have settings that are chosen, and never on what is evaluated.
+    # Only the word-vector classifier has tuned settings, and they are never tuned on evaluated
+    # examples.
     dev: Sequence[Example] = ()
     has_dev = split != "validation" and task.source.is_local("validation", rows_folder)
     if vectors is not None and task.is_classification and has_dev:

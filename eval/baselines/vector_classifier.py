@@ -23,11 +23,11 @@ _MOST_ITERATIONS = 300
 
 
 class Setting(NamedTuple):
-    """What a classifier sees of a text, and how strongly it is regularised.
+    """Features and regularization strength of a classifier.
 
     Attributes:
         strength: C of the regression on vectors.
-        has_max: Whether it sees the largest values beside the means.
+        has_max: Whether the features include the maxima next to the means.
         word_share: Share of the regression on counts of words.
     """
 
@@ -36,7 +36,7 @@ class Setting(NamedTuple):
     word_share: float = 0.0
 
     def __str__(self) -> str:
-        """Returns the setting in words."""
+        """Returns a description of the setting."""
         features = "the mean and maximum" if self.has_max else "the mean"
         text = f"logistic regression on {features} of a text's words, C {self.strength:g}"
         if self.word_share:
@@ -49,7 +49,7 @@ class VectorAnswers(NamedTuple):
 
     Attributes:
         outputs: N answers.
-        features: What it has seen beside the labels, and by what that was chosen, in words.
+        features: Description of its features and of how they were chosen.
     """
 
     outputs: list[str]
@@ -64,10 +64,11 @@ def classify_by_vectors(
     Args:
         vectors: Vectors of words.
         train: Examples with their targets, at least one.
-        dev: Examples that choose; none for every fifth of `train`, which is then fitted to all.
+        dev: Examples for choosing settings; if empty, every fifth example of `train`, and the final
+            fit uses all of `train`.
         test: N examples to answer.
     """
-    # What fits and what chooses.
+    # Examples for fitting and for choosing.
     fitting = list(train)
     chosen_on = f"{len(dev):,} dev examples"
     if not dev:
@@ -75,14 +76,14 @@ def classify_by_vectors(
         fitting = [example for number, example in enumerate(train) if number % _HELD_OUT]
         chosen_on = f"{len(dev):,} of the training examples"
 
-    # One class leaves nothing to fit.
+    # A single class needs no fit.
     if len({example.targets for example in fitting}) < 2:
         counts = Counter(example.targets for example in train)
         answer, _ = counts.most_common(1)[0]
         features = f"nothing of {vectors.source}, since there is one class"
         return VectorAnswers([answer] * len(test), features)
 
-    # A large training set is thinned out while settings are chosen.
+    # Large training sets are subsampled while settings are chosen.
     thinned = fitting[:: -(-len(fitting) // _MOST_CHOOSING)]
     setting = _choose(_Classifiers(vectors, thinned, dev))
     outputs = _Classifiers(vectors, train, test).answers(setting)
@@ -94,14 +95,14 @@ FeatureFunction = Callable[[Sequence[str]], NDArray[np.float32]]
 
 
 class _Features(NamedTuple):
-    """<float32>[N, D] features of the texts that fit, and of those that are answered."""
+    """<float32>[N, D] features of the training texts and of the evaluated texts."""
 
     train: NDArray[np.float32]
     test: NDArray[np.float32]
 
 
 class _Classifiers:
-    """Classifiers that are fitted to training examples and answer others."""
+    """Classifiers that are fitted to training examples and applied to others."""
 
     def __init__(
         self, vectors: WordVectors, train: Sequence[Example], test: Sequence[Example]
@@ -112,7 +113,7 @@ class _Classifiers:
         self._test_targets = [example.targets for example in test]
         self._classes = sorted(set(self._targets))
 
-        # Each is fitted once, however often it is asked.
+        # Each is fitted once, no matter how often it is used.
         self._vectors = vectors
         self._features = lru_cache(self._standardized)
         self._by_vectors = lru_cache(self._fit_to_vectors)
@@ -132,7 +133,7 @@ class _Classifiers:
         return sum(answer == target for answer, target in pairs)
 
     def _fit_to_vectors(self, strength: float, has_max: bool) -> NDArray[np.float64]:
-        """Returns <float64>[N, classes] logarithms of probabilities by vectors of words."""
+        """Returns <float64>[N, classes] logarithms of probabilities from word vectors."""
         features = [self._features(self._vectors.mean)]
         if has_max:
             features.append(self._features(self._vectors.max))
@@ -151,7 +152,7 @@ class _Classifiers:
         return _Features((train - centre) / spread, (test - centre) / spread)
 
     def _fit_to_words(self) -> NDArray[np.float64]:
-        """Returns <float64>[N, classes] logarithms of probabilities by counts of words."""
+        """Returns <float64>[N, classes] logarithms of probabilities from word counts."""
         from sklearn.feature_extraction.text import CountVectorizer
 
         vectorizer = CountVectorizer(token_pattern=r"\w+")
@@ -169,8 +170,8 @@ class _Classifiers:
 
 
 def _choose(classifiers: _Classifiers) -> Setting:
-    """Returns the setting with the most right answers; of equals the first, which is the simplest."""
-    # How strongly the weights of the means are held to zero.
+    """Returns the setting with the most right answers; ties go to the first, which is the simplest."""
+    # Strength of the regularization of the means' weights.
     num_right: Counter[Setting] = Counter()
     for strength in STRENGTHS:
         setting = Setting(strength)
@@ -183,7 +184,7 @@ def _choose(classifiers: _Classifiers) -> Setting:
         setting = Setting(strength, has_max=True)
         num_right[setting] = classifiers.num_right(setting)
 
-    # Words beside the vectors.
+    # Words in addition to the vectors.
     best = _best(num_right)
     for word_share in WORD_SHARES:
         setting = best._replace(word_share=word_share)

@@ -1,14 +1,14 @@
 """Word vectors from the co-occurrence counts of a corpus: pre-training for baselines.
 
-A word's vector is a row of the positive pointwise mutual information of words that stand near each
-other, reduced by a truncated singular value decomposition. Nothing but the text goes in.
+A word's vector is a row of the positive pointwise mutual information of words that occur near each
+other, reduced by a truncated singular value decomposition. It uses nothing but the text.
 
 Source:
     Levy and Goldberg (NIPS 2014, "Neural word embedding as implicit matrix factorization"): PPMI and
     SVD, with their weights of the singular values (power 0.5), smoothing of contexts (0.75) and
     weights 1 / distance. Arora et al. (ICLR 2017, "A simple but tough-to-beat baseline for sentence
     embeddings"): a text is the mean of its words, weighted by a / (a + p). Differs: no common
-    component is taken away; the classifier can do without it.
+    component is removed; the classifier does not need this.
 """
 
 import re
@@ -47,7 +47,7 @@ class WordVectors(NamedTuple):
         numbers: Number of each word, from 0 to V - 1.
         vectors: <float32>[V, D] of length 1.
         weights: <float32>[V] how much a word counts: frequent ones little.
-        source: The text, in words.
+        source: Description of the text.
     """
 
     numbers: dict[str, int]
@@ -59,7 +59,7 @@ class WordVectors(NamedTuple):
         """Returns <float32>[N, D] weighted sums of the vectors, over the length of the weights.
 
         Texts without a known word have zeros. The length, not the sum of the weights, is divided
-        by, so that texts of many words are as far from zero as their words agree.
+        by, so that the norm of a long text reflects the agreement of its words.
         """
         means = np.zeros((len(texts), self.vectors.shape[1]), np.float32)  # [N, D]
         for row, text in enumerate(texts):
@@ -83,7 +83,7 @@ class WordVectors(NamedTuple):
 
 
 def split_words(text: str) -> list[str]:
-    """Returns the words of a text in lower case; digits and letters are words of their own."""
+    """Returns the words of a text in lower case; digits and letters form separate words."""
     return _WORD.findall(text.lower())
 
 
@@ -96,7 +96,7 @@ def read_word_vectors(corpus: Path) -> WordVectors:
     texts: list[str] = list(load_corpus(corpus).train["text"])
     num_characters = sum(map(len, texts))
 
-    # Of a large text evenly spaced documents.
+    # Large corpora are reduced to evenly spaced documents.
     step = -(-num_characters // MAX_CHARACTERS)
     chosen = texts[::step]
     amount = f"{sum(map(len, chosen)) / 1e6:,.1f}"
@@ -109,8 +109,8 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
     """Returns vectors of the words in texts; the same texts always give the same.
 
     Args:
-        texts: Documents; words of two paragraphs are not near each other.
-        source: The text, in words.
+        texts: Documents; words of different paragraphs never count as near.
+        source: Description of the text.
 
     Raises:
         DataError: When fewer than two words are frequent enough.
@@ -123,7 +123,7 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
     for words in paragraphs:
         counts.update(words)
 
-    # The most frequent words; of equally frequent ones the first of the alphabet.
+    # The most frequent words; ties are broken alphabetically.
     frequent = [word for word, count in counts.items() if count >= MIN_COUNT]
     frequent.sort(key=lambda word: (-counts[word], word))
     numbers = {word: number for number, word in enumerate(frequent[:MAX_WORDS])}
@@ -133,12 +133,11 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
             "at least 2. Give a larger corpus."
         )
 
-    # What stands near what, more than by chance; and how little a frequent word says of its text.
+    # Words that occur together more often than by chance, and smaller weights for frequent words.
     association = _positive_mutual_information(_count_neighbours(paragraphs, numbers))
     if association.nnz == 0:
         raise DataError(
-            f"No two words of {source} stand near each other more often than by chance. Give a "
-            "larger corpus."
+            f"No two words of {source} occur near each other more often than by chance. Give a larger corpus."
         )
     shares = np.array([counts[word] for word in numbers]) / counts.total()
     weights = (_FREQUENT / (_FREQUENT + shares)).astype(np.float32)
@@ -148,7 +147,7 @@ def build_word_vectors(texts: Iterable[str], source: str) -> WordVectors:
 def _count_neighbours(
     paragraphs: Sequence[Sequence[str]], numbers: dict[str, int]
 ) -> "sparse.csr_matrix":
-    """Returns <float64>[V, V] how often two words stand near each other, over their distance."""
+    """Returns <float64>[V, V] how often two words occur near each other, weighted by 1 / distance."""
     from scipy import sparse
 
     # All paragraphs in a row, with a gap between two that is as wide as the window.
@@ -159,7 +158,7 @@ def _count_neighbours(
         tokens += gap
     ids = np.asarray(tokens, dtype=np.int32)  # [T]
 
-    # In blocks, of which each sees the first words of the next.
+    # Process blocks, each with the first words of the next one.
     size = len(numbers)
     counts = sparse.csr_matrix((size, size))
     for start in range(0, len(ids), _BLOCK):
@@ -180,9 +179,9 @@ def _positive_mutual_information(counts: "sparse.csr_matrix") -> "sparse.csr_mat
     pairs = counts.tocoo()
     word_counts = np.asarray(counts.sum(axis=1)).ravel()  # [V]
     context_shares = word_counts**_CONTEXT_SMOOTHING
-    context_shares /= max(context_shares.sum(), 1e-9)  # 0 where no two words meet
+    context_shares /= max(context_shares.sum(), 1e-9)  # 0 if two words never co-occur
 
-    # How often two words would meet by chance.
+    # Expected co-occurrences by chance.
     expected = word_counts[pairs.row] * context_shares[pairs.col]
     information = np.log(pairs.data / expected)
     positive = information > 0
@@ -199,7 +198,7 @@ def _reduce(association: "sparse.csr_matrix", num_words: int) -> NDArray[np.floa
     decomposition = TruncatedSVD(num_dimensions, n_iter=4, random_state=0)
     scaled = decomposition.fit_transform(association)  # [V, D] vectors by their values
 
-    # Half of the values' logarithm stays. Words without neighbours have zeros.
+    # The square root of the singular values is kept. Words without neighbours have zeros.
     values = np.maximum(decomposition.singular_values_, 1e-9)
     vectors = scaled / np.sqrt(values)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)

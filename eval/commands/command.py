@@ -8,7 +8,7 @@ from moe.cli import real
 
 
 class Subparsers(Protocol):
-    """What `ArgumentParser.add_subparsers` returns."""
+    """Result of `ArgumentParser.add_subparsers`."""
 
     def add_parser(
         self, name: str, *, help: str | None = ..., description: str | None = ...
@@ -44,7 +44,7 @@ def add_inference_options(parser: argparse.ArgumentParser) -> None:
 
 
 def inference_of(arguments: argparse.Namespace) -> Inference:
-    """Returns what the options say."""
+    """Returns the values of the options."""
     factor = arguments.capacity_factor or SAVED
     return Inference(None if arguments.dropless else factor, arguments.dtype or SAVED)
 

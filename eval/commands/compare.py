@@ -50,7 +50,7 @@ class Side(NamedTuple):
         return self.report.tasks
 
     def modes(self, task: str) -> list[str]:
-        """Returns how the model answered a task; empty when it did not."""
+        """Returns the model's answers to a task; empty when it did not."""
         if task not in self.tasks:
             return []
         systems = self.tasks[task].systems
@@ -79,7 +79,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compares, writes compare.json and compare.md, and prints a line for each metric."""
+    """Compares two runs, writes compare.json and compare.md, and prints a line for each metric."""
     out = output_path(arguments.out)
     check_kind(out, "comparison")
     comparison = compare_runs(arguments.a, arguments.b, tasks=arguments.tasks, mode=arguments.mode)
@@ -101,12 +101,12 @@ def run(arguments: argparse.Namespace) -> None:
 def compare_runs(
     a: str, b: str, *, tasks: Sequence[str] | None = None, mode: str | None = None
 ) -> Comparison:
-    """Returns how two runs differ on every task, mode and metric that both have.
+    """Returns the differences of two runs on every task, mode and metric that both have.
 
     Args:
-        a: Folder of a run, or NAME=FOLDER for another than its first model.
+        a: Folder of a run, or NAME=FOLDER for a model other than its first.
         b: The other run, written in the same way.
-        tasks: Names of tasks; None for all that both have.
+        tasks: Names of tasks; None compares all that both have.
         mode: How the models answered; None for all that both have.
 
     Raises:
@@ -167,7 +167,7 @@ def _common_tasks(
                 f"Neither run has a task {task!r}.{did_you_mean(task, known)} They have {', '.join(known) or 'none'}."
             )
 
-        # A mode in which only one side answered is left out, and said.
+        # A mode in which only one side answered is left out and reported.
         for task_mode in dict.fromkeys([*modes_a, *modes_b]):
             if mode not in (None, task_mode):
                 continue
@@ -194,7 +194,7 @@ def _is_hidden(side: Side, task: str) -> bool:
 
 
 def _list_tasks(side: Side) -> str:
-    """Returns the tasks that a side answered, and how."""
+    """Returns the tasks that a side answered, and the modes."""
     tasks = [f"{task} ({', '.join(side.modes(task))})" for task in side.tasks]
     return ", ".join(tasks) or "nothing"
 
@@ -209,7 +209,7 @@ def _check_same_examples(a: Side, b: Side, name: str) -> Task:
     first = a.tasks[name]
     second = b.tasks[name]
 
-    # The reason that a user can act on comes first.
+    # Actionable reasons come first.
     reasons = []
     for setting in ("version", "split", "limit", "num_examples"):
         value_a = getattr(first, setting)
@@ -220,14 +220,14 @@ def _check_same_examples(a: Side, b: Side, name: str) -> Task:
         reasons = ["other data, of the same number"]
     if reasons:
         raise DataError(
-            f"The runs did not answer the same examples of {name}: {'; '.join(reasons)}. Run both in the same way, "
-            "or leave the task out with --tasks."
+            f"The runs answered different examples of {name}: {'; '.join(reasons)}. Run both in the same way, or "
+            "leave the task out with --tasks."
         )
 
     if first.version != task.version:
         raise DataError(
             f"The runs answered version {first.version} of {name}; the library now has version {task.version}, which "
-            "scores otherwise. Run both again."
+            "scores differently. Run both again."
         )
     return task
 
@@ -237,21 +237,21 @@ def _check_same_examples(a: Side, b: Side, name: str) -> Task:
 
 
 def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
-    """Returns how two sides differ on one task."""
+    """Returns the differences of two sides on one task."""
     task = _check_same_examples(a, b, name)
     answers_a = read_answers(a.report, name, a.name, mode)
     answers_b = read_answers(b.report, name, b.name, mode)
     examples = answers_a.examples
     groups = [example.group for example in examples]
 
-    # Both sides are scored anew, from their answers.
+    # Both sides are rescored from their answers.
     scored_a = score_answers(task.metrics, *task.values(examples, answers_a.outputs))
     scored_b = score_answers(task.metrics, *task.values(examples, answers_b.outputs))
     metrics = []
     for metric in task.metrics:
         metrics.append(compare_answers(metric, scored_a, scored_b, groups, task_seed(name)))
 
-    # Examples with another score, the largest difference first.
+    # Examples with different scores, the largest difference first.
     gaps = np.abs(scored_a.headline_scores - scored_b.headline_scores)  # [N]
     descending = (-gaps).argsort(kind="stable")
     differing = [int(row) for row in descending if gaps[row] > 0]

@@ -1,7 +1,7 @@
 """python -m eval harness: tasks of lm-evaluation-harness (EleutherAI) by our scoring and decoding.
 
 A task with choices costs one encoder pass for all choices of a context, where `lm_eval --model hf`
-makes one for each. That command serves our checkpoints too:
+makes one for each. The same command evaluates our checkpoints:
 
     lm_eval --model hf --model_args \
         pretrained=DIR,trust_remote_code=True,backend=seq2seq,eval_capacity_factor=None --tasks NAME
@@ -10,7 +10,7 @@ The log-likelihoods of both are the same for a model that drops no token: a dens
 one, and any other with `--dropless` here and `eval_capacity_factor=None` there, as above. With a
 capacity they differ, since the tokens that are dropped depend on the batch.
 
-The package is optional: what imports it is imported inside functions, after `require_harness`.
+The package is optional, so it is imported inside functions, after `require_harness`.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Evaluates, prints the table and says where the results are."""
+    """Evaluates, and prints the table and the path of the results."""
     out = output_path(arguments.out, inputs=[arguments.model, arguments.include_path])
     check_kind(out, "harness evaluation")
     results = evaluate_on_harness(
@@ -110,12 +110,12 @@ def evaluate_on_harness(
     """Returns the results of a checkpoint, with every example by task under `samples`.
 
     Args:
-        tasks: Names of its tasks, groups and tags, and of those in `include_path`.
+        tasks: Names of the package's tasks, groups and tags, or of those in `include_path`.
         model: Checkpoint folder, of this library or of transformers.
         include_path: Folder with YAML files of tasks.
-        limit: Most examples of a task, its first; None for all.
+        limit: Maximum number of examples of a task, from its start; None for all.
         batch_size: Contexts at once.
-        inference: Capacity and dtype in place of the checkpoint's own.
+        inference: Capacity and dtype that override the checkpoint's own.
 
     Raises:
         CheckpointError: When the folder holds no such model.
@@ -205,7 +205,7 @@ def load_tasks(names: Sequence[str], include_path: Path | None = None) -> Harnes
         if task.OUTPUT_TYPE == "loglikelihood_rolling":
             raise ConfigError(f"{name} cannot be run: {NO_ROLLING}")
 
-    # A task of a group is run with it, once.
+    # A task of a group runs once, with its group.
     groups: Mapping[str, Any] = loaded.get("groups", {})
     grouped: set[str] = set()
     for group in groups.values():
@@ -221,14 +221,14 @@ def _task_manager(names: Sequence[str], include_path: Path | None) -> Any:
 
     if include_path is not None and not include_path.is_dir():
         raise ConfigError(
-            f"--include-path {include_path} is no folder. Give one with the YAML files of tasks."
+            f"--include-path {include_path} is not a folder. Give one with the YAML files of tasks."
         )
 
     if include_path is not None:
         for file in sorted(include_path.rglob("*.yaml")):
             _check_task_file(file)
 
-    # The package's own tasks are many files to read, so first without them.
+    # The package's own tasks are many files, so first try without them.
     manager = None
     if include_path is not None:
         manager = TaskManager(include_path=include_path, include_defaults=False)
@@ -268,7 +268,7 @@ def _check_task_file(file: Path) -> None:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{file} is not YAML: {reason}. {advice}") from error
     if not is_mapping:
-        raise ConfigError(f"{file} holds no mapping. {advice}")
+        raise ConfigError(f"{file} is not a YAML mapping. {advice}")
 
 
 def _reason(error: BaseException) -> str:
@@ -291,7 +291,7 @@ def format_results(results: HarnessResults) -> str:
     rows: list[list[str]] = []
     for name, scores in {**results["results"], **results.get("groups", {})}.items():
         for key, value in scores.items():
-            # A key is `metric,filter`; others are no scores.
+            # A key is `metric,filter`; other keys are not scores.
             metric, separator, filter_name = key.partition(",")
             if not separator or metric.endswith("_stderr"):
                 continue

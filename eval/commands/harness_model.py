@@ -1,6 +1,6 @@
 """A checkpoint as a model of lm-evaluation-harness: log-likelihoods of choices, and generation.
 
-Only `eval.commands.harness` imports this file, once it knows that the package is there.
+Only `eval.commands.harness` imports this file, after checking that the package is installed.
 """
 
 import json
@@ -37,7 +37,7 @@ Tokens = tuple[int, ...]
 
 
 class TargetScore(NamedTuple):
-    """The score of a continuation, as lm-evaluation-harness asks for it.
+    """Score of a continuation, as lm-evaluation-harness expects it.
 
     Attributes:
         log_prob: Sum over its tokens, in nats.
@@ -52,17 +52,17 @@ _NOT_SCORED = TargetScore(0.0, False)
 
 
 class HarnessModel(TemplateLM):
-    """Answers as `lm_eval --model hf` with `backend=seq2seq` does, and truncates texts as it does.
+    """Answers and truncates texts like `lm_eval --model hf` with `backend=seq2seq`.
 
-    It differs where that one is at fault: a generation ends after as many tokens as the task asks
-    for, where that one adds the length of the input, and at the task's stop strings, which that one
-    finds only afterwards; a model that was fine-tuned with a token before every target is given it.
+    It corrects these faults: generation stops after the number of tokens that the task requests, to
+    which theirs adds the input's length, and at the task's stop strings, which theirs applies only
+    afterwards; a model fine-tuned with a token before every target gets this token.
     """
 
     backend = "seq2seq"
 
     def __init__(self, system: Seq2Seq, batch_size: int) -> None:
-        """Keeps a checkpoint, and how many contexts go through it at once."""
+        """Stores a checkpoint and the number of contexts in a batch."""
         super().__init__()
         self.system = system
         self.batch_size = batch_size
@@ -75,13 +75,13 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Token that stands for an empty context."""
+        """Token used as an empty context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a context; of a longer one the end is kept."""
+        """Maximum number of tokens of a context; longer contexts keep their end."""
         return resolve_max_length(self.system.model.config, self.tokenizer)
 
     def tok_encode(
@@ -106,8 +106,7 @@ class HarnessModel(TemplateLM):
             continuation = tuple(continuation_tokens)
             if not continuation:
                 raise DataError(
-                    f"A choice of a task is {texts[1]!r}, which is no token. "
-                    f"Its context: {texts[0]!r}."
+                    f"A choice of a task is {texts[1]!r}, which has no tokens. Its context: {texts[0]!r}."
                 )
             pairs.append((context, continuation))
             scores.setdefault(context, {})[continuation] = _NOT_SCORED
@@ -127,7 +126,7 @@ class HarnessModel(TemplateLM):
         encoded = EncodedInputs(encoder_output, mask)
 
         first, *forced = self.system.start
-        # A target begins with the token that the model was fine-tuned to begin with.
+        # A target begins with the first token of the model's fine-tuning targets, if any.
         targets: list[list[list[int]]] = []
         for continuations in batch.values():
             targets.append([[*forced, *continuation] for continuation in continuations])
@@ -179,14 +178,14 @@ class HarnessModel(TemplateLM):
         eos_text = self.tokenizer.decode(self.eot_token_id)
         stop_strings = handle_stop_sequences(options.pop("until"), eos=eos_text)
 
-        # transformers warns of a temperature that does nothing.
+        # transformers warns about an unused temperature.
         if not options["do_sample"]:
             options.pop("temperature", None)
 
         model = self.system.model
         input_ids, mask = pad_tokens(contexts, self.system.pad, model.device)
 
-        # A token that the model was fine-tuned to begin with is not of the text.
+        # The model's initial token from fine-tuning is not part of the text.
         num_forced = len(self.system.start) - 1
         tokens = model.generate(
             input_ids=input_ids,
@@ -200,9 +199,9 @@ class HarnessModel(TemplateLM):
         return [postprocess_generated_text(text, stop_strings, None) for text in texts]
 
     def _batches(self, contexts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Gives the numbers of all contexts in batches, the longest first.
+        """Yields the indices of all contexts in batches, the longest first.
 
-        What does not fit into memory then shows at once.
+        Running out of memory then shows at once.
         """
         longest_first = sorted(range(len(contexts)), key=lambda number: -len(contexts[number]))
         for start in range(0, len(longest_first), self.batch_size):

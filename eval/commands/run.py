@@ -40,7 +40,7 @@ def add_parser(commands: Subparsers) -> None:
     """Adds the command and its options."""
     parser = commands.add_parser("run", help="evaluates models on tasks")
 
-    # What is evaluated.
+    # Models and pairs to evaluate.
     parser.add_argument(
         "--model", required=True, help="checkpoint folder, or NAME=FOLDER to name it in the report"
     )
@@ -84,7 +84,7 @@ def add_parser(commands: Subparsers) -> None:
         help="corpus in which the examples are looked for; scores without those it has stand beside",
     )
 
-    # What the baselines of classifications and summaries see.
+    # Data for the baselines of classification and summarization.
     parser.add_argument(
         "--train-examples",
         type=integer(least=1),
@@ -115,7 +115,7 @@ def add_parser(commands: Subparsers) -> None:
     # How the models compute.
     add_inference_options(parser)
 
-    # Where the reports go, and on which ranks.
+    # Folder of the reports, and the ranks that write them.
     parser.add_argument(
         "--out", default="runs/eval", help="folder of the reports (default: runs/eval)"
     )
@@ -149,8 +149,8 @@ def run(arguments: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     if arguments.train_pairs is not None and arguments.pairs is None:
         raise ConfigError(
-            f"--train-pairs {arguments.train_pairs} would change nothing: the baselines of tasks have "
-            "training rows of their own. Give --pairs, or leave it out."
+            f"--train-pairs {arguments.train_pairs} would change nothing: tasks train their baselines on their own "
+            "training rows. Give --pairs, or leave it out."
         )
 
     with launch(arguments.timeout) as world:
@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace) -> None:
     if report is None:  # rank 0 prints
         return
 
-    # Scores, where the reports are, and what failed.
+    # Scores, the paths of the reports, and failures.
     print_scores(report)
     _print_costs(report)
     print(f"The reports are {', '.join(str(out / name) for name in _REPORTS)}.")
@@ -196,7 +196,7 @@ def read_own_pairs(arguments: argparse.Namespace) -> Task:
 
     Raises:
         ConfigError: When an option has no effect.
-        DataError: When a file is missing, or a line is no pair.
+        DataError: When a file is missing, or a line is not a pair.
     """
     for name in ("data", "split", "revision"):
         value = getattr(arguments, name)
@@ -211,7 +211,7 @@ def read_own_pairs(arguments: argparse.Namespace) -> Task:
 def parse_models(values: list[str]) -> dict[str, Path]:
     """Returns folders by name, of texts `FOLDER` or `NAME=FOLDER`; without a name it is `model`.
 
-    A name is part of the names of files. What is a folder, or has a slash before the first `=`, has
+    A name is part of the names of files. A folder, or a text with a slash before the first `=`, has
     no name.
 
     Raises:
@@ -224,11 +224,11 @@ def parse_models(values: list[str]) -> dict[str, Path]:
             name = "model"
             folder = value
 
-        # Two models of one name would write to one file.
+        # Two models with the same name would write to the same file.
         if not name or not folder.strip():
             raise ConfigError(f"{value!r} names no model. Give FOLDER or NAME=FOLDER.")
         if name in models:
-            raise ConfigError(f"Two models are called {name!r}. Give them names: NAME=FOLDER.")
+            raise ConfigError(f"Two models have the name {name!r}. Give them names: NAME=FOLDER.")
         models[name] = Path(folder)
     return models
 
@@ -258,13 +258,13 @@ def print_scores(report: Report) -> None:
         if average.note:
             scored_by_note.setdefault(average.note, []).append("SuperGLUE average")
 
-    # Columns as wide as their widest cell; numbers stand at the right.
+    # Columns as wide as their widest cell; numbers are right-aligned.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for *names, value, interval in rows:
         cells = [name.ljust(width) for name, width in zip(names, widths, strict=False)]
         print("  ".join([*cells, value.rjust(widths[-2]), interval]))
 
-    # Settings of metrics, and what the marks mean: each note once.
+    # Settings of metrics, and the meaning of the marks: each note once.
     for task in report.tasks:
         for signature in signature_sentences(task):
             print(f"{task.task}, {signature}")
@@ -273,7 +273,7 @@ def print_scores(report: Report) -> None:
 
 
 def _print_costs(report: Report) -> None:
-    """Prints what an example cost, and how fast the models were."""
+    """Prints the cost of an example, and the speed of the models."""
     for task in report.tasks:
         for name, mode, _, _, flops, speed in cost_rows(report, task):
             print(
@@ -294,7 +294,7 @@ def _print_unscored(task: TaskResult, system: SystemResult) -> None:
 
 
 def _command_line(argv: list[str], world: World) -> str:
-    """Returns the command as it can be typed again."""
+    """Returns the command in a form that can be typed again."""
     starter = ["python"]
     if world.size > 1:
         starter = ["torchrun", "--nproc-per-node", str(world.size)]

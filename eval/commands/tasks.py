@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def format_tasks() -> str:
     """Returns a line for each task, by family, with a legend."""
-    # Families in the order of their names, as are the tasks of each.
+    # Families and their tasks are in alphabetical order.
     families: dict[str, list[Task]] = {}
     for name in TASKS.names():
         task = TASKS.get(name)
@@ -72,7 +72,7 @@ def _align(lines: Sequence[Cells]) -> str:
         for column, cell in enumerate(cells):
             widths[column] = max(widths[column], len(cell))
 
-    # Cells are padded to it, but for the last of a line.
+    # Cells are padded to it, except for the last one of a line.
     aligned: list[str] = []
     for cells in lines:
         padded = map(str.ljust, cells, widths)

@@ -1,8 +1,8 @@
 """Dictionaries in the format of dictd, as Debian installs them: headwords with their definitions.
 
-Pronunciation, etymology, labels and sources are left out;
-what reads as English stays. The rules are those of GCIDE, the largest free dictionary of English;
-others of the format have less of that markup.
+Pronunciation, etymology, labels and sources are left out; the English text is kept. The rules
+follow GCIDE, the largest free dictionary of English; other dictionaries of the format have less
+markup.
 
 Source:
     dictd 1.13, dictfmt(1): a file of definitions (.dict, or .dict.dz, which gzip reads) and an
@@ -30,7 +30,7 @@ _VALUES = {digit: value for value, digit in enumerate(_DIGITS)}
 
 _GPL = re.compile(r"GNU General Public License.{0,120}?either version (\d)", re.DOTALL)
 
-# Parts of speech, as headers abbreviate them.
+# Abbreviated parts of speech in headers.
 _PART_OF_SPEECH = re.compile(r"(n|a|adj|adv|v|prep|conj|interj|pron)\.")
 _NAMES = {
     "n": "noun",
@@ -80,7 +80,7 @@ def find_dictionary(file: Path | None = None) -> Path:
     """Returns the index of a dictionary.
 
     Args:
-        file: The index, or the definitions that lie beside it; None for GCIDE of the system.
+        file: The index, or the definitions in the same folder; None for GCIDE of the system.
 
     Raises:
         DataError: When there is no such file, or the other one is missing.
@@ -93,15 +93,15 @@ def find_dictionary(file: Path | None = None) -> Path:
             )
         return SYSTEM_DICTIONARY
 
-    # The index and the definitions have one name with two endings.
+    # The index and the definitions have the same name with different endings.
     stem = file.name
     for suffix in (".index", ".dict.dz", ".dict"):
         stem = stem.removesuffix(suffix)
     index = file.with_name(f"{stem}.index")
     if not file.is_file() or not index.is_file():
         raise DataError(
-            f"{file} is no dictionary of dictd: there is no {file if not file.is_file() else index}. "
-            "Give NAME.index with NAME.dict or NAME.dict.dz beside it."
+            f"{file} is not a dictd dictionary: there is no {file if not file.is_file() else index}. Give NAME.index "
+            "with NAME.dict or NAME.dict.dz beside it."
         )
     return index
 
@@ -109,8 +109,8 @@ def find_dictionary(file: Path | None = None) -> Path:
 def read_dictionary(index: Path) -> list[Document]:
     """Returns a document per entry of a dictionary: the headword with its definitions.
 
-    Left out are pronunciation, etymology, labels, lists of synonyms, and what the dictionary took
-    from WordNet, which is a source of its own.
+    This omits pronunciation, etymology, labels, lists of synonyms, and entries taken from WordNet,
+    which is a separate source.
 
     Args:
         index: See `find_dictionary`.
@@ -147,7 +147,7 @@ def read_dictionary(index: Path) -> list[Document]:
 
 
 def stated_licence(about: str) -> str:
-    """Returns the licence that a dictionary's text about itself grants, or "not stated"."""
+    """Returns the licence that is stated in a dictionary's own entries, or "not stated"."""
     gpl = _GPL.search(about)
     return f"GPL-{gpl[1]}.0-or-later" if gpl else OWN_LICENCE
 
@@ -167,7 +167,7 @@ def _read_definitions(index: Path) -> bytes:
 
 
 def _read_index(index: Path, num_bytes: int) -> Iterator[_Entry]:
-    """Yields the headwords, each with a place in a text of so many bytes."""
+    """Yields the headwords, each with its position in a text of the given size."""
     text = read_text(index, advice="Give the .index file of a dictionary.")
     for number, line in enumerate(text.split("\n"), start=1):
         if not line:
@@ -177,14 +177,13 @@ def _read_index(index: Path, num_bytes: int) -> Iterator[_Entry]:
             entry = _Entry(_base_64(offset), _base_64(length), headword)
         except (ValueError, KeyError) as error:
             raise DataError(
-                f"{index}, line {number}: {shown(line[:60])} is no headword, offset and length. "
-                "Give the .index file of a dictionary of dictd."
+                f"{index}, line {number}: {shown(line[:60])} is not a headword with offset and length. Give the "
+                ".index file of a dictionary of dictd."
             ) from error
         if entry.offset + entry.length > num_bytes:
             raise DataError(
-                f"{index}, line {number}: {shown(headword)} ends at byte "
-                f"{entry.offset + entry.length:,}, but the definitions have {num_bytes:,}. Take "
-                "both files from one dictionary."
+                f"{index}, line {number}: {shown(headword)} ends at byte {entry.offset + entry.length:,}, but the "
+                f"definitions have {num_bytes:,}. Use two files of the same dictionary."
             )
         yield entry
 
@@ -210,7 +209,7 @@ def entry_paragraphs(text: str, headword: str) -> tuple[str, list[str]]:
 
     Args:
         text: The entry.
-        headword: From the index, for a text that does not name it in its first line.
+        headword: Headword from the index, for texts without it in their first line.
     """
     header, body = _split_header(text.strip("\n"))
     part_of_speech = ""
@@ -232,7 +231,7 @@ def entry_paragraphs(text: str, headword: str) -> tuple[str, list[str]]:
 
 
 def _split_header(text: str) -> tuple[str, str]:
-    """Returns the lines with headword, pronunciation and etymology, and what follows them."""
+    """Returns the lines with headword, pronunciation and etymology, and the lines that follow."""
     lines = text.split("\n")
     depth = 0
     for number, line in enumerate(lines):
@@ -243,9 +242,9 @@ def _split_header(text: str) -> tuple[str, str]:
 
 
 def _own_paragraphs(body: str) -> Iterator[str]:
-    """Yields the paragraphs that are not from WordNet, nor lists of synonyms, one line each.
+    """Yields the paragraphs that are neither from WordNet nor lists of synonyms, one line each.
 
-    A tag like [1913 Webster] says where the paragraphs above it are from.
+    A tag like [1913 Webster] gives the source of the paragraphs above it.
     """
     untagged: list[str] = []
     for block in re.split(r"\n\s*\n", body):

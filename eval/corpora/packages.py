@@ -1,4 +1,4 @@
-"""The English in packages: docstrings and documentation of what is installed, or of unpacked sources.
+"""The English in packages: docstrings and documentation of installed packages or of unpacked sources.
 
 No package is imported or run.
 """
@@ -76,7 +76,7 @@ def _find_packages(name: str) -> list[Package]:
     if "/" in name or os.sep in name:
         return [_unpacked_package(Path(name))]
 
-    # A name as in `import`, else that of a distribution; the two often differ.
+    # An import name, else the name of a distribution; the two often differ.
     distributions = packages_distributions()
     import_names = [name] if name.isidentifier() and _has_folder(name) else []
     if not import_names:
@@ -91,7 +91,7 @@ def _find_packages(name: str) -> list[Package]:
             "folder of sources, with a / in it."
         )
 
-    # Each with the licence of the distribution that brought it.
+    # With the licence of the distribution that contains it.
     packages = []
     for import_name in sorted(import_names):
         licence = _installed_licence(import_name, distributions.get(import_name, []))
@@ -115,15 +115,15 @@ def _unpacked_package(folder: Path) -> Package:
     """Returns the package of an unpacked source distribution, or of any folder of sources."""
     if not folder.is_dir():
         raise DataError(
-            f"{folder} is no folder. Give the folder of an unpacked source distribution, or the "
-            "name of an installed package."
+            f"{folder} is not a folder. Give the folder of an unpacked source distribution, or the name of an "
+            "installed package."
         )
     name = printable(folder.resolve().name)
     return Package(name, folder, stated_licence(Distribution.at(folder)))
 
 
 def _installed_licence(import_name: str, distribution_names: Sequence[str]) -> str:
-    """Returns the licences of the distributions that a package is from."""
+    """Returns the licences of the distributions that contain a package."""
     # Several distributions may put files into one package.
     licences = {}
     for name in distribution_names or (import_name,):
@@ -157,7 +157,7 @@ def stated_licence(package: Distribution) -> str:
 
 
 def _page_documents(package: Package) -> Iterator[Document]:
-    """Yields the documentation that lies among the sources of a package, a document per page."""
+    """Yields the documentation files among the sources of a package, a document per page."""
     pages = []
     for suffix in PAGE_SUFFIXES:
         for path in package.folder.rglob(f"*{suffix}"):
@@ -165,7 +165,7 @@ def _page_documents(package: Package) -> Iterator[Document]:
             if SKIPPED_FOLDERS.isdisjoint(parts) and path.is_file():
                 pages.append(path)
 
-    # One page in another encoding should not end the command.
+    # One page in another encoding should not abort the command.
     for path in sorted(pages):
         try:
             text = read_text(path)

@@ -85,7 +85,7 @@ the supersenses."""
 _PARTS_OF_SPEECH = {"n": "noun", "v": "verb", "a": "adjective", "s": "adjective", "r": "adverb"}
 
 _ADJECTIVE_MARKER = re.compile(r"\((?:a|p|ip)\)$")
-# The definition ends at a quotation behind a punctuation mark, but not one behind "e.g.," or "as in".
+# The definition ends at a quotation after a punctuation mark, but not after "e.g.," or "as in".
 _FIRST_EXAMPLE = re.compile(r'(?:(?<=[;:)])|(?<=[^.],))\s*"')
 _EXAMPLE = re.compile(r'"([^"]+)(?:"|$)')
 
@@ -115,7 +115,7 @@ def find_wordnet(folder: Path | None = None) -> Path:
 
     Args:
         folder: Holds the data files, or a folder `dict` with them, as WordNet's archives do. None
-            for the one that the environment variable WNSEARCHDIR names, or else the system's.
+            uses the folder in the environment variable WNSEARCHDIR, or else the system's.
 
     Raises:
         DataError: When a data file is missing there, or no folder is given and none is found.
@@ -128,7 +128,7 @@ def find_wordnet(folder: Path | None = None) -> Path:
             if not _missing_files(data_folder):
                 return data_folder
 
-    # Name the folder that was given, or the places that were searched.
+    # The message names the given folder, or the searched locations.
     if named:
         origin = "" if folder else f" (named by {FOLDER_VARIABLE})"
         missing = ", ".join(_missing_files(Path(named)))
@@ -179,8 +179,8 @@ def _read_data_file(path: Path) -> Iterator[Synset]:
             yield _parse_synset(path.name, line)
         except (ValueError, IndexError, KeyError) as error:
             raise DataError(
-                f"{path}, line {number}: {shown(line[:60])} is no synset of WordNet 3. Install "
-                "WordNet again, or name the folder of its database."
+                f"{path}, line {number}: {shown(line[:60])} is not a WordNet 3 synset. Install WordNet again, or name "
+                "the folder of its database."
             ) from error
 
 
@@ -196,7 +196,7 @@ def _parse_synset(file: str, line: str) -> Synset:
     if len(offset) != 8 or not offset.isdecimal() or not gloss.strip():
         raise ValueError(line)
 
-    # The words alternate with numbers that tell their meanings apart.
+    # The words alternate with numbers that distinguish their meanings.
     words = []
     for index in range(int(count, 16)):
         word = _ADJECTIVE_MARKER.sub("", rest[2 * index])
@@ -216,14 +216,14 @@ def _parse_synset(file: str, line: str) -> Synset:
 
 
 def _lexicographer_file(number: str) -> str:
-    """Returns the name of a lexicographer file; raises an IndexError where there is none."""
+    """Returns the name of a lexicographer file; raises an IndexError if there is none."""
     if not number.isdecimal():
         raise ValueError(number)
     return LEXICOGRAPHER_FILES[int(number)]
 
 
 def split_gloss(gloss: str) -> tuple[str, tuple[str, ...]]:
-    """Returns the definition in a gloss, and the quoted examples behind it, without their authors."""
+    """Returns the definition in a gloss, and the quoted examples after it, without their authors."""
     gloss = " ".join(gloss.split())
     first_example = _FIRST_EXAMPLE.search(gloss)
     if first_example is None:
@@ -240,7 +240,7 @@ def split_gloss(gloss: str) -> tuple[str, tuple[str, ...]]:
 
 
 def wordnet_documents(synsets: Iterable[Synset]) -> list[Document]:
-    """Returns a document per synset: its words, what they mean, and the examples.
+    """Returns a document per synset: its words, their definition, and the examples.
 
     The source is "wordnet/" with the synset's id, e.g. "wordnet/data.noun#02084071".
     """

@@ -1,1 +1,1 @@
-"""Reports of an evaluation: JSON, Markdown, a page and a card, beside published results."""
+"""Reports of an evaluation: JSON, Markdown, a page and a card, next to published results."""

@@ -56,17 +56,17 @@ def model_card(report: Report) -> str:
 def _hub_result(
     task: TaskResult, system: SystemResult, score: MetricScore, value: float
 ) -> EvalResult:
-    """Returns a score as the hub's header has it.
+    """Returns a score in the format of the hub's header.
 
-    Rows of a folder are not passed off as those of the hub. The header puts results of one
-    repository, config and split under the name of the first of them: tasks therefore differ in one
-    of these, but for a task and its variants, which are told apart by the prompt.
+    Local rows are not presented as rows from the hub. The header puts results of one repository,
+    config and split under the name of the first of them: so tasks must differ in one of these,
+    except a task and its variants, which differ in the prompt.
     """
     data = task.data
     name = task.variant_of or task.task
     prompt = f" with the prompt of {task.prompt_source}" if task.variant_of else ""
 
-    # A task of the hub is named as the hub names it, any other by its own name.
+    # Tasks from the hub use the hub's name, others their own.
     dataset_type = "local"
     dataset_config = name
     dataset_split = task.split

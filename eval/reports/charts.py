@@ -1,4 +1,4 @@
-"""Charts as SVG that takes the colours of its page, light or dark."""
+"""Charts as SVG that uses the colours of its page, light or dark."""
 
 from collections.abc import Sequence
 from html import escape
@@ -11,7 +11,7 @@ from moe.inspection.formatting import format_interval, format_score
 
 _WIDTH = 640
 
-# Bars of scores: names on the left, values behind the bars and their intervals.
+# Bars of scores: names on the left, values to the right of the bars and their intervals.
 _LEFT = 230
 _RIGHT = 50
 _BAR_HEIGHT = 14
@@ -30,11 +30,11 @@ class Bar(NamedTuple):
 
     Attributes:
         style: Class of the style sheet: `ours`, `ours2` or `theirs`.
-        name: What stands beside it.
+        name: Label next to it.
         value: Score in percent.
         low: Lower end of the interval; None for none.
         high: Upper end of the interval; None for none.
-        note: What to know before believing the interval; empty for nothing.
+        note: Caveat about the interval; empty for none.
     """
 
     style: str
@@ -49,10 +49,10 @@ class Column(NamedTuple):
     """A column of a histogram.
 
     Attributes:
-        label: What stands below it.
+        label: Text below it.
         value: Its height.
         style: Class of the style sheet.
-        tooltip: What appears when one points at it.
+        tooltip: Text shown on hover.
     """
 
     label: str
@@ -74,7 +74,7 @@ class _Axis:
         self.ticks = [float(tick) for tick in locator.tick_values(min(ends), max(ends))]
 
     def x(self, value: float) -> float:
-        """Returns where a score lies."""
+        """Returns the position of a score."""
         share = (value - self.ticks[0]) / (self.ticks[-1] - self.ticks[0])
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * share
 
@@ -104,7 +104,7 @@ def bar_chart(board: Scoreboard) -> str:
             top += _BAR_DISTANCE
         top += _TASK_DISTANCE + _TITLE_HEIGHT
 
-    # The grid lies behind the bars.
+    # The grid is drawn behind the bars.
     grid = [_grid_line(value, top, axis) for value in axis.ticks]
     title = "Scores beside the published ones" if board.published else "Scores"
     return _svg(top + 4, title, "".join([*grid, *parts]))
@@ -114,7 +114,7 @@ def _bars(board: Scoreboard, line: ScoreboardLine) -> list[Bar]:
     """Returns the bars of one metric: ours, baselines, published ones."""
     bars = []
 
-    # The model that the report is about stands out.
+    # The evaluated model is highlighted.
     first_model = board.systems[0][0] if board.systems else ""
     for (name, mode), score in zip(board.systems, line.ours, strict=True):
         if score is not None and score.value is not None:
@@ -173,14 +173,14 @@ def _grid_line(value: float, bottom: float, axis: _Axis) -> str:
 
 
 def _shorten_name(name: str) -> str:
-    """Returns a name that fits beside a bar; its end, which tells modes apart, is kept."""
+    """Returns a name shortened to fit next to a bar; its end, which identifies the mode, is kept."""
     if len(name) <= _NAME_CHARACTERS:
         return name
     return f"{name[:20]}…{name[-15:]}"
 
 
 def length_histogram(lengths: InputLengths) -> str:
-    """Returns how many inputs have how many tokens; those past the limit in the second colour."""
+    """Returns a histogram of the inputs' lengths; lengths above the limit have the second colour."""
     columns = []
     for interval in lengths.histogram:
         style = "theirs" if interval.first > lengths.limit else "ours"
@@ -200,7 +200,7 @@ def load_chart(stack: str, load: Sequence[float]) -> str:
 
 
 def _histogram(columns: Sequence[Column], title: str) -> str:
-    """Returns columns, with every label that has room."""
+    """Returns columns, with every label that fits."""
     width = _WIDTH / max(len(columns), 1)
     largest = max((column.value for column in columns), default=1) or 1
     columns_per_label = len(columns)

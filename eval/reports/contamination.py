@@ -27,7 +27,7 @@ def load_training_text(folder: Path) -> TrainingText:
     """Returns the training documents of a corpus, without those held out.
 
     Raises:
-        DataError: When the folder is no corpus, or damaged.
+        DataError: When the folder is not a corpus, or is damaged.
     """
     return TrainingText(folder, load_corpus(folder).train["text"])
 
@@ -37,13 +37,13 @@ def task_contamination(
 ) -> Contamination:
     """Returns the overlap of examples with a training text, and the scores on the clean examples.
 
-    An example is clean when no run of 8 words of its input stands in the text; so is one of fewer
-    words than are compared.
+    An example is clean if no run of 8 words of its input occurs in the text; shorter inputs are
+    clean, too.
 
     Args:
         asked: The examples.
         answers: By system and mode.
-        training_text: What the models may have seen.
+        training_text: Text that the models may have been trained on.
     """
     task = asked.task
     inputs = [example.inputs for example in asked.examples]
@@ -54,7 +54,7 @@ def task_contamination(
     clean = [number for number, shared in enumerate(is_shared) if not shared]
     clean_examples = [asked.examples[number] for number in clean]
 
-    # Each model's answers to the clean examples, scored as all of them are.
+    # Each model's answers to the clean examples, scored like all answers.
     clean_scores = []
     for (name, mode), predicted in answers.items():
         if clean:

@@ -14,7 +14,7 @@ NOTED = "*"
 
 
 def format_marked_interval(score: MetricScore | AverageScore) -> str:
-    """Returns e.g. `93.6 to 100.0 *`: the interval of a score, marked where it has a note."""
+    """Returns e.g. `93.6 to 100.0 *`: the interval of a score, marked if it has a note."""
     interval = format_interval(score.low, score.high)
     return f"{interval} {NOTED}" if score.note else interval
 

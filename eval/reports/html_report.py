@@ -1,4 +1,4 @@
-"""report.html: an evaluation beside published results, as one page.
+"""report.html: an evaluation next to published results, on one page.
 
 templates/evaluation.html arranges the texts of report_text.py and the figures of charts.py.
 """

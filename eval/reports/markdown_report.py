@@ -16,7 +16,7 @@ def markdown_report(report: Report, board: Scoreboard) -> str:
     """Returns the report as Markdown."""
     lines = ["# Evaluation", "", f"Made by `{report.command}`", ""]
 
-    # What was run on what.
+    # The models, tasks and settings of the run.
     for name, model in report.models.items():
         lines.append(f"- `{name}`: {text.model_sentence(model)}")
     lines += [f"- {format_versions(report.versions)}", f"- device: {report.device}", ""]
@@ -33,7 +33,7 @@ def markdown_report(report: Report, board: Scoreboard) -> str:
 
 
 def _score_section(board: Scoreboard) -> list[str]:
-    """Returns the lines of the table of all scores beside the published ones."""
+    """Returns the lines of the table of all scores next to published ones."""
     if not board.lines:
         return []
 

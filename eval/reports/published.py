@@ -50,7 +50,7 @@ _TABLE_12 = (
     ("squad_v2", "f1", "F1", "validation", 96.2, 96.3),
     ("squad_v2", "em", "acc", "validation", 91.3, 90.8),
     ("superglue", "average", "avg", "test", 90.9, 91.2),
-    # Printed beside 91.2; of two, the last is shown.
+    # Printed next to 91.2; of two, the last is shown.
     ("superglue", "average", "avg", "validation", None, 93.2),
     ("boolq", "accuracy", "acc", "test", 92.0, 92.4),
     ("copa", "accuracy", "acc", "test", 98.2, 99.2),
@@ -93,7 +93,7 @@ def published_scores(task: str, metric: str, variant_of: str | None = None) -> l
     Args:
         task: Name of the task.
         metric: Our name for the metric.
-        variant_of: The task whose results stand for a variant that has none of its own.
+        variant_of: Task whose published results are used for a variant that has none.
     """
     if (task, metric) in _PUBLISHED:
         return _PUBLISHED[task, metric]

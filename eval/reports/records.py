@@ -1,7 +1,7 @@
 """Records of the results of an evaluation and of a comparison.
 
 `eval.run` and `eval.commands.compare` build them; report.json, report.md, report.html, card.md,
-compare.json and compare.md are views of them. The fields stand in the order of the JSON files.
+compare.json and compare.md are views of them. The order of the fields is that of the JSON files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class AverageScore:
         stderr: Standard deviation over the bootstrap draws.
         low: Lower end of the 95 % interval.
         high: Upper end of the 95 % interval.
-        note: What to know before believing the interval.
+        note: Caveat about the interval.
     """
 
     average: str
@@ -68,7 +68,7 @@ class PublishedScore:
         own_metric: Our name for the metric.
         system: The published system, one of `eval.reports.published.SYSTEMS`.
         value: The score, in 0..100.
-        metric: The metric as the paper prints it.
+        metric: The metric's name in the paper.
         split: `validation` or `test`.
         source: Paper and table.
     """
@@ -87,15 +87,15 @@ class PublishedScore:
 
 @dataclass(frozen=True)
 class DataInfo:
-    """Where the rows of a task come from.
+    """Origin of the rows of a task.
 
     Attributes:
-        folder: Folder of the user's own rows; None for those of the hub or of Python.
+        folder: Folder of the user's own rows; None for rows from the hub or from Python.
         repository: Dataset on the hub.
         config: Configuration of the dataset.
         split: Split under the dataset's own name.
         revision: Branch or commit on the hub.
-        origin: Where the rows are from when neither a folder nor the hub is named.
+        origin: Origin of the rows if it is neither a folder nor the hub.
     """
 
     folder: str | None
@@ -108,21 +108,22 @@ class DataInfo:
 
 @dataclass(frozen=True)
 class SystemResult:
-    """What one system scored on a task in one mode.
+    """Scores of one system on a task in one mode.
 
     Attributes:
         name: Name of the model or of the baseline.
         mode: `generate`, `rank` or `baseline`.
         scores: One for each metric of the task; empty where labels are hidden.
         num_examples: Number of examples that were answered.
-        num_unparsable: Number of answers that stand for no value; None where values are texts.
+        num_unparsable: Number of answers that could not be parsed; None where values are texts.
         num_empty: Number of empty answers.
-        router: By stack, what the routers did; None for a dense model and for a baseline.
-        fitted_to: What a baseline has seen of the training split and other text; None for a model.
+        router: Statistics of the routers, by stack; None for a dense model and for a baseline.
+        fitted_to: Training data of a baseline, from the training split and other text; None for a
+            model.
         submission: The file of a test split for the benchmark's site; None for none.
         cost: Tokens and operations of an example; None for a baseline.
-        calibration: Whether it is as often right as it is sure; None where answers were generated,
-            and where an example has not exactly one right choice.
+        calibration: Calibration of the confidence; None if answers were generated, or an example
+            does not have exactly one right choice.
     """
 
     name: str
@@ -155,7 +156,7 @@ class InputLengths:
         mean: Mean length.
         median: Median length.
         longest: Largest length.
-        limit: Tokens that the model sees of an input.
+        limit: Maximum number of tokens of an input.
         num_cut: Number of inputs that are longer than the limit.
         histogram: Number of inputs by length.
     """
@@ -170,7 +171,7 @@ class InputLengths:
 
 @dataclass(frozen=True)
 class ClassCount:
-    """How often a class was the target, how often it was answered, and how often both."""
+    """Counts of a class as target, as answer, and as both."""
 
     target: str
     right: int
@@ -191,7 +192,7 @@ class WorstAnswer:
 
 @dataclass(frozen=True)
 class CleanScores:
-    """What one system scored on the examples that share nothing with its training text."""
+    """Scores of one system on the examples that share no text with its training data."""
 
     name: str
     mode: str
@@ -200,11 +201,11 @@ class CleanScores:
 
 @dataclass(frozen=True)
 class Contamination:
-    """What the examples of a task and a training text have in common.
+    """Overlap between the examples of a task and a training text.
 
     Attributes:
         corpus: Folder of the corpus.
-        overlaps: By size of n-grams, how much they share; the smallest size first.
+        overlaps: Overlaps by size of n-grams; the smallest size first.
         num_clean: Number of examples without a shared n-gram of the smallest size.
         clean_scores: Scores of the models on those; empty when there is none.
     """
@@ -224,28 +225,29 @@ class TaskResult:
         version: Version of the task.
         description: One sentence about the task.
         licence: Licence of the data.
-        prompt_source: Where the prompt is from.
-        variant_of: The task of which this is another prompt.
+        prompt_source: Origin of the prompt.
+        variant_of: The task of which this is a variant prompt.
         split: The evaluated split.
-        limit: `--limit`, where it left examples out.
-        data: Where the rows come from.
+        limit: `--limit`, if it left examples out.
+        data: Origin of the rows.
         num_rows: Number of rows that were read.
-        num_expected: Number of rows that the published split has; None when it is not fixed.
+        num_expected: Number of rows that the published split has; None if it is not fixed.
         num_available: Number of examples that the rows give.
         num_examples: Number of examples that were evaluated.
         num_groups: Number of their groups.
         decoding: How answers were generated.
-        digest: Tells the examples from others.
+        digest: Identifies the examples.
         examples_sha256: Checksum of the file of examples.
         systems: Scores of models, then of baselines.
         inputs: Lengths of the inputs, in tokens of the first model.
         published: Published results of the same metrics.
         by_class: Counts of a classification, of the first model and mode; else empty.
         worst: Worst answers of the first model and mode.
-        notes: What is not scored, and what keeps scores from being compared with published ones.
-        contamination: What the examples have in common with a corpus; None when none is given.
+        notes: Parts that are not scored, and reasons why scores are not comparable with published
+            ones.
+        contamination: Overlap of the examples with a corpus; None when none is given.
         num_hidden: Number of evaluated examples whose label is hidden.
-        signatures: By metric, library, version and settings of those that are computed elsewhere.
+        signatures: Library, version and settings of each metric that another library computes.
     """
 
     task: str
@@ -290,7 +292,7 @@ class FailedTask:
 
 @dataclass(frozen=True)
 class Selection:
-    """How a fine-tuning chose a checkpoint as its best.
+    """How fine-tuning selected the best checkpoint.
 
     Attributes:
         rule: What was compared.
@@ -311,15 +313,15 @@ class ModelInfo:
 
     Attributes:
         folder: Folder that it was loaded from.
-        fingerprint: Tells its files from those of other checkpoints.
+        fingerprint: Identifies the checkpoint's files.
         class_name: Class of the model.
         parameters: Number of parameters.
         active_parameters: Number of parameters that one token uses.
-        chosen_by: How it was chosen as the best of its run; None when it was not.
+        chosen_by: How it was selected as the best of its run; None when it was not.
         last_of_run: Whether it is the last checkpoint of its run.
         dtype: Precision that it was evaluated in.
-        capacity: What bounded the tokens of an expert; None for a dense model.
-        inference: Settings that were not the checkpoint's own; None where all were.
+        capacity: Limit on the tokens of an expert; None for a dense model.
+        inference: Settings that override the checkpoint's own; None where all were.
     """
 
     folder: str
@@ -335,13 +337,13 @@ class ModelInfo:
 
     @property
     def identity(self) -> str:
-        """What tells its answers from those of others, and from its own in other ways."""
+        """Identity of a system's answers: the model and the settings."""
         return identity(self.fingerprint, self.inference or AS_SAVED)
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The arguments of `eval.run.evaluate`; None where the default was taken."""
+    """The arguments of `eval.run.evaluate`; None for the default."""
 
     tasks: Sequence[str]
     modes: Sequence[str] | None
@@ -372,7 +374,7 @@ class Report:
         averages: Averages over benchmarks of which all tasks were evaluated.
         failed: Tasks that could not be evaluated.
         earlier: File name of the kept copy of an earlier report; None for none.
-        timings: How fast systems were; not in report.json, which is the same in every run.
+        timings: Speed of the systems; not in report.json, which is identical in every run.
     """
 
     command: str
@@ -387,7 +389,7 @@ class Report:
     timings: Sequence[Timing] = field(default=(), metadata={"elsewhere": True})
 
     def speed(self, task: str, system: SystemResult) -> float | None:
-        """Returns the tokens per second of a model on a task; None when they are not known."""
+        """Returns the tokens per second of a model on a task; None if unknown."""
         model = self.models.get(system.name)
         if model is None:
             return None
@@ -437,7 +439,7 @@ class TaskComparison:
         metrics: One for each metric of the task.
         num_outputs_differ: Number of examples with different answers.
         num_scores_differ: Number of examples with different scores.
-        examples: Those with different scores, the largest difference first.
+        examples: Examples with different scores, the largest difference first.
     """
 
     task: str
@@ -454,7 +456,7 @@ class TaskComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs on the same examples; `left_out` says what only one of them has."""
+    """Two runs on the same examples; `left_out` lists what only one of them has."""
 
     a: ComparedModel
     b: ComparedModel

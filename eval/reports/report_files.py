@@ -1,5 +1,5 @@
 """The files of a report: report.json for programs, report.md and report.html for people, card.md
-for a model card, timing.json for what no two runs share.
+for a model card, timing.json for values that differ between runs.
 
 An earlier report with results that the new one lacks is kept as a copy.
 """
@@ -66,10 +66,10 @@ def device_name() -> str:
 
 
 def model_info(folder: Path, system: Seq2Seq) -> ModelInfo:
-    """Returns what the report says about a checkpoint.
+    """Returns the report's information on a checkpoint.
 
     Raises:
-        CheckpointError: When the dev scores beside it are damaged.
+        CheckpointError: When its dev scores are damaged.
     """
     # Models of this library know how many of their experts a token uses.
     config = system.model.config
@@ -110,7 +110,7 @@ def _read_selection(run: Path) -> Selection | None:
         "Restore it, or remove it: the report then says nothing of how the checkpoint was chosen."
     )
 
-    # The dev scores by which a fine-tuning chose the checkpoint lie beside it.
+    # The dev scores used to choose the checkpoint are in the same folder.
     content = read_json(path, advice=advice, error=CheckpointError, nan=True)
     scores = to_record(
         dict[str, int | float], content, where=str(path), advice=advice, error=CheckpointError
@@ -133,20 +133,20 @@ def save_report(report: Report, out: Path, *, last: bool) -> Report:
     """Writes the files of a report, and returns it with the name of the earlier report that is kept.
 
     A report that is there is copied before the first new one takes its place, when it has results
-    that the new one lacks. The copy is removed when the last one has them all.
+    that the new one lacks. The copy is removed once the last new report has all of them.
 
     Args:
         report: The report.
         out: The folder.
-        last: Whether no further task follows.
+        last: Whether this is the last task.
     """
-    # Before anything is overwritten: keep what an earlier report knows beyond this one.
+    # Keep results that only an earlier report has, before anything is overwritten.
     results = results_of_report(report)
     if report.earlier is None:
         copy = keep_earlier_report(out, results)
         report = replace(report, earlier=copy and copy.name)
 
-    # After the last task: a copy of which nothing is lacking is not kept.
+    # After the last task: a copy is removed if nothing is missing from the new report.
     superseded = None
     if last and report.earlier is not None and is_superseded(out / report.earlier, results):
         superseded = out / report.earlier

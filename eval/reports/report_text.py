@@ -49,7 +49,7 @@ WORST_HEADER = ["id", "inputs", "target", "output", "score"]
 
 
 def model_sentence(model: ModelInfo) -> str:
-    """Returns where a checkpoint is, its size, and, where it is known, how it was chosen."""
+    """Returns where a checkpoint is, its size, and how it was chosen, if known."""
     size = f"{model.parameters:,} parameters"
     if model.active_parameters != model.parameters:
         size += f" ({model.active_parameters:,} active)"
@@ -69,12 +69,12 @@ def model_sentence(model: ModelInfo) -> str:
 
 
 def earlier_report_sentence(name: str) -> str:
-    """Returns where the copy of an earlier report is."""
+    """Returns the path of the copy of an earlier report."""
     return f"An earlier report in this folder has results that this one does not have. It is kept as `{name}`."
 
 
 def data_sentence(task: TaskResult) -> str:
-    """Returns where a task's examples are from, and how many there are."""
+    """Returns the origin and the number of a task's examples."""
     origin = f"Data: {task.data.origin}"
     if task.data.folder:
         origin = f"Data: {task.data.folder}"
@@ -88,7 +88,7 @@ def data_sentence(task: TaskResult) -> str:
 
 
 def lengths_sentence(task: TaskResult) -> str:
-    """Returns how long the inputs are."""
+    """Returns the lengths of the inputs."""
     lengths = task.inputs
     return (
         f"Tokens of `{task.systems[0].name}` per input: mean {lengths.mean:.1f}, median "
@@ -129,7 +129,7 @@ def remarks(task: TaskResult) -> list[str]:
 
 
 def score_notes(task: TaskResult) -> list[str]:
-    """Returns what to know before believing single scores."""
+    """Returns caveats about single scores."""
     sentences = []
     for system in task.systems:
         for score in system.scores:
@@ -140,7 +140,7 @@ def score_notes(task: TaskResult) -> list[str]:
 
 
 def baseline_notes(systems: Sequence[SystemResult]) -> list[str]:
-    """Returns what the baselines were fitted to, a sentence for all with the same."""
+    """Returns the training data of the baselines, one sentence for all that share it."""
     names: dict[str, list[str]] = {}
     for system in systems:
         if system.fitted_to is not None:
@@ -149,7 +149,7 @@ def baseline_notes(systems: Sequence[SystemResult]) -> list[str]:
 
 
 def signature_sentences(task: TaskResult) -> list[str]:
-    """Returns by which library, version and settings metrics were computed."""
+    """Returns the library, version and settings that computed the metrics."""
     return [f"{metric}: {signature}." for metric, signature in task.signatures.items()]
 
 

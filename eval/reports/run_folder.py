@@ -1,7 +1,7 @@
 """The folder of a run: report.json, the examples, and the predictions of each model.
 
-Nothing that is read back is trusted: each file has a checksum, and must be about the same model,
-task and examples.
+Files that are read back are not trusted: each file has a checksum, and must be about the same
+model, task and examples.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class SavedSystem(BaseModel, frozen=True):
 
 
 class SavedTask(BaseModel, frozen=True):
-    """What is read back of a task in report.json; the fields are those of `TaskResult`."""
+    """A task read back from report.json; the fields are those of `TaskResult`."""
 
     task: str
     version: int
@@ -65,14 +65,14 @@ class SavedTask(BaseModel, frozen=True):
 
 
 class SavedReport(NamedTuple):
-    """What is read back of report.json.
+    """A report read back from report.json.
 
     Attributes:
         folder: Folder of the run.
         fingerprints: Fingerprints of the models' files, by name.
         scoring: What decided between choices.
         tasks: Tasks by name.
-        inference: By name, settings of models that were not the checkpoint's own.
+        inference: Settings that override the checkpoint's own, by name.
     """
 
     folder: Path
@@ -82,12 +82,12 @@ class SavedReport(NamedTuple):
     inference: Mapping[str, Inference] = MappingProxyType({})
 
     def inference_of(self, model: str) -> Inference:
-        """Returns what was set in place of a checkpoint's own."""
+        """Returns the settings that replaced a checkpoint's own."""
         return self.inference.get(model, AS_SAVED)
 
 
 class SavedAnswers(NamedTuple):
-    """One system's answers to a task, beside the examples.
+    """One system's answers to a task, with the examples.
 
     Attributes:
         examples: N examples in the order of the run.
@@ -132,10 +132,10 @@ class _ExampleLine(NamedTuple):
 
 
 class ExamplesDigest(NamedTuple):
-    """What tells the examples of a task from others.
+    """Identity of the examples of a task.
 
     Attributes:
-        digest: Digest of their content, whichever version of this library wrote them.
+        digest: Digest of their content, for any version of this library.
         examples_sha256: Checksum of their file.
     """
 
@@ -144,12 +144,12 @@ class ExamplesDigest(NamedTuple):
 
 
 def examples_path(folder: Path, task: str) -> Path:
-    """Returns where the examples of a task are."""
+    """Returns the path of a task's examples."""
     return folder / "examples" / f"{task}.jsonl"
 
 
 def predictions_path(folder: Path, task: str, name: str, mode: str) -> Path:
-    """Returns where a system's answers to a task are."""
+    """Returns the path of a system's answers to a task."""
     return folder / "predictions" / f"{task}.{name}.{mode}.jsonl"
 
 
@@ -157,7 +157,7 @@ def write_examples(folder: Path, task: Task, examples: Sequence[Example]) -> Exa
     """Writes the examples of a task, whole or not at all."""
     lines = []
     for example in examples:
-        # Inputs and targets stand beside the other fields, not twice.
+        # Inputs and targets are stored once, with the other fields.
         fields = dict(example.fields)
         fields.pop("inputs", None)
         fields.pop("targets", None)
@@ -170,7 +170,7 @@ def write_examples(folder: Path, task: Task, examples: Sequence[Example]) -> Exa
 
 
 def digest_of(task: str, version: int, examples: Sequence[Example]) -> str:
-    """Returns 16 hexadecimal digits that tell the examples of a task from others."""
+    """Returns 16 hexadecimal digits that identify the examples of a task."""
     contents = []
     for example in examples:
         contents.append([example.id, example.group, example.inputs, example.targets])
@@ -189,7 +189,7 @@ def _read_examples(report: SavedReport, task: SavedTask) -> list[Example]:
         where = f"{path}, line {number}"
         line = to_record(_ExampleLine, value, where=where, advice=_ADVICE)
         if line.id in examples:
-            raise DataError(f"{where}: the example {shown(line.id)} is there twice. {_ADVICE}")
+            raise DataError(f"{where}: the example {shown(line.id)} occurs twice. {_ADVICE}")
         examples[line.id] = Example(
             id=line.id,
             group=line.group,
@@ -201,14 +201,14 @@ def _read_examples(report: SavedReport, task: SavedTask) -> list[Example]:
 
     if len(examples) != task.num_examples:
         raise DataError(
-            f"{path} holds {len(examples):,} of the {task.num_examples:,} examples that the report is about. {_ADVICE}"
+            f"{path} holds {len(examples):,} of the {task.num_examples:,} examples in the report. {_ADVICE}"
         )
 
-    # The digest tells other examples, the checksum any other byte.
+    # The digest detects different examples, the checksum any changed byte.
     digest = digest_of(task.task, task.version, list(examples.values()))
     if digest != task.digest or sha256_of(path) != task.examples_sha256:
         raise DataError(
-            f"{path} does not hold the examples that the report is about: its SHA-256 differs. {_ADVICE}"
+            f"{path} does not contain the examples of the report: its SHA-256 differs. {_ADVICE}"
         )
     return list(examples.values())
 
@@ -218,7 +218,7 @@ def _read_examples(report: SavedReport, task: SavedTask) -> list[Example]:
 
 
 def read_report(folder: Path) -> SavedReport:
-    """Returns what report.json says, in the folder of a run or as the file itself.
+    """Returns the content of report.json, given the folder of a run or the file itself.
 
     Raises:
         DataError: When there is none, it is of another kind, or was changed after it was written.
@@ -239,14 +239,14 @@ def read_report(folder: Path) -> SavedReport:
     tasks: dict[str, SavedTask] = {}
     for task in content.tasks:
         if task.task in tasks:
-            raise DataError(f"{path}: the task {shown(task.task)} is there twice. {_ADVICE}")
+            raise DataError(f"{path}: the task {shown(task.task)} occurs twice. {_ADVICE}")
         tasks[task.task] = task
 
-    # The checksum comes last: an error above says more of what is wrong.
+    # The checksum comes last: the errors above are more specific.
     if not is_whole(text, value):
-        raise DataError(f"{path} is not what was written: its sha256 differs. {_ADVICE}")
+        raise DataError(f"{path} has changed since it was written: its SHA-256 differs. {_ADVICE}")
     if not content.models:
-        raise DataError(f"{path} is about no model. {_ADVICE}")
+        raise DataError(f"{path} lists no model. {_ADVICE}")
     return SavedReport(
         folder=path.parent,
         fingerprints={name: model.fingerprint for name, model in content.models.items()},
@@ -257,7 +257,7 @@ def read_report(folder: Path) -> SavedReport:
 
 
 def results_of_report(report: Report) -> Set[Result]:
-    """Returns what a report has scores of."""
+    """Returns the keys of a report's scores."""
     results = set()
     for task in report.tasks:
         for system in task.systems:
@@ -268,7 +268,7 @@ def results_of_report(report: Report) -> Set[Result]:
 
 
 def results_of_saved(report: SavedReport) -> Set[Result]:
-    """Returns what a report that was read back has scores of."""
+    """Returns the keys of the scores in a report that was read back."""
     results = set()
     for task in report.tasks.values():
         for system in task.systems:
@@ -289,10 +289,9 @@ def _baseline_source(system: SystemResult | SavedSystem) -> str:
 
 
 def keep_earlier_report(folder: Path, results: Set[Result]) -> Path | None:
-    """Copies the report of an earlier run that has results which a new one lacks.
+    """Copies the report of an earlier run if it has results that a new one lacks.
 
-    It is done before the new report takes its place, so that a run that fails or is stopped loses
-    nothing.
+    It is done before the new report takes its place, so that a failed or stopped run loses nothing.
 
     Args:
         folder: Folder of both runs.
@@ -352,12 +351,12 @@ def read_answers(report: SavedReport, task: str, name: str, mode: str) -> SavedA
         _check_header(path, header, report, report.tasks[task], name, mode)
 
     written = read_predictions_file(_existing(path), check_header)
-    # Answers to other examples than those of the report.
+    # Answers to examples that are not in the report.
     known = {example.id for example in examples}
     for id, number in written.line_numbers.items():
         if id not in known:
             raise DataError(
-                f"{path}, line {number}: {shown(id)} is none of the examples of the report. {_ADVICE}"
+                f"{path}, line {number}: {shown(id)} is not an example of the report. {_ADVICE}"
             )
 
     # Answers by id, since batches are sorted by length.
@@ -369,7 +368,7 @@ def read_answers(report: SavedReport, task: str, name: str, mode: str) -> SavedA
     if missing:
         raise DataError(
             f"{path} answers {len(examples) - len(missing):,} of {len(examples):,} examples; the first without an "
-            f"answer is {missing[0]!r}. Run the same `python -m eval run` again: it goes on where it stopped."
+            f"answer is {missing[0]!r}. Run the same `python -m eval run` again: it resumes where it stopped."
         )
     return SavedAnswers(examples, [outputs[example.id] for example in examples])
 
@@ -386,7 +385,7 @@ def _check_header(
         "inference": report.inference_of(name),
     }
 
-    # Only what decides this kind of answer.
+    # Only settings that affect this kind of answer.
     if mode == "generate":
         expected["decoding"] = task.decoding
     else:
@@ -396,7 +395,7 @@ def _check_header(
         found = getattr(header, field)
         if found != value:
             raise DataError(
-                f"{path}, line 1: {field} is {_show(found)}, and the report is about {_show(value)}. {_ADVICE}"
+                f"{path}, line 1: {field} is {_show(found)}, but the report has {_show(value)}. {_ADVICE}"
             )
 
 
@@ -405,10 +404,10 @@ def _show(value: Any) -> str:
 
 
 def _existing(path: Path) -> Path:
-    """Returns the path of a file that is there."""
+    """Returns the path of an existing file."""
     if not path.is_file():
         raise DataError(
-            f"There is no {path}. Run `python -m eval run` again: what is there is kept."
+            f"There is no {path}. Run `python -m eval run` again: existing results are kept."
         )
     return path
 

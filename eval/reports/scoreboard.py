@@ -25,7 +25,7 @@ class ScoreboardLine(NamedTuple):
         task: Name of the task.
         metric: Name of the metric.
         split: The evaluated split.
-        marks: Signs of the legend that hold for all our scores.
+        marks: Marks of the legend that apply to all our scores.
         ours: Score of each of our systems; None where there is none.
         published: Result of each published system; None where there is none.
         baselines: Scores of systems that need no model, by name.
@@ -42,7 +42,7 @@ class ScoreboardLine(NamedTuple):
     in_chart: bool
 
     def published_mark(self, result: PublishedScore) -> str:
-        """Returns the sign of a published result that is of another split than ours."""
+        """Returns the mark of a published result on a different split."""
         return "" if result.split == self.split else DIFFERENT_SPLIT
 
 
@@ -53,7 +53,7 @@ class Scoreboard(NamedTuple):
         systems: Name and mode of each of our systems.
         published: Names of the published systems that have a result for one of the lines.
         lines: One for each metric; the averages come first.
-        legend: What the signs mean that occur.
+        legend: Meaning of the marks in use.
     """
 
     systems: Sequence[tuple[str, str]]
@@ -73,7 +73,7 @@ def build_scoreboard(report: Report) -> Scoreboard:
     systems = _own_systems(report)
     average = published_scores("superglue", "average") if report.averages else []
 
-    # Of the published systems those that have a result for anything in this report.
+    # Published systems that have a result for anything in this report.
     with_results = {result.system for result in average}
     for task in report.tasks:
         with_results.update(result.system for result in task.published)
@@ -104,11 +104,11 @@ def _average_line(
     average: Sequence[PublishedScore],
 ) -> ScoreboardLine:
     """Returns the line of the SuperGLUE average."""
-    # Of a system with two published averages the last is shown.
+    # If a system has two published averages, the last is shown.
     results = {result.system: result for result in average}
     scores = {(score.name, score.mode): score for score in report.averages}
 
-    # Splits and signs of any of the tasks hold for the average.
+    # Splits and marks of any of the tasks apply to the average.
     splits: dict[str, None] = {}
     marks: dict[str, None] = {}
     for task in report.tasks:
@@ -185,7 +185,7 @@ def _task_lines(
 
 
 def _marks(task: TaskResult) -> str:
-    """Returns the signs of what keeps our scores of a task from being compared."""
+    """Returns the marks for the reasons why our scores of a task are not comparable."""
     other_rows = task.num_expected not in (None, task.num_rows)
     marks = ""
     if task.data.folder or task.limit is not None or other_rows:
@@ -196,8 +196,8 @@ def _marks(task: TaskResult) -> str:
 
 
 def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
-    """Returns a sentence for each sign that occurs, and the sources of what is published."""
-    # What occurs in the table.
+    """Returns a sentence for each mark in use, and the sources of published results."""
+    # Marks that occur in the table.
     marks = "".join(line.marks for line in lines)
     sources: set[str] = set()
     other_names: set[tuple[str, str, str]] = set()
@@ -215,7 +215,7 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
 
     sentences = []
 
-    # What the signs mean.
+    # Meaning of the marks.
     if any(line.metric == NOT_SCORED for line in lines):
         sentences.append(
             f"{NOT_SCORED}: the labels of the split are hidden; see where its predictions are below."
@@ -242,7 +242,7 @@ def _legend(lines: Sequence[ScoreboardLine]) -> list[str]:
             "The validation split of natural_questions is what others call its test set."
         )
 
-    # Where published results are from, and what they are called there.
+    # Sources of published results, and their names there.
     if sources:
         sentences.append(
             f"Published: {'; '.join(sorted(sources))}. They are of models that were fine-tuned on the task."

@@ -49,7 +49,7 @@ HeadlineDraws = dict[tuple[str, str, str], NDArray[np.float64]]
 
 
 class TaskExamples(NamedTuple):
-    """The examples of a task that an evaluation asks.
+    """The examples of a task in an evaluation.
 
     Attributes:
         task: The task.
@@ -59,8 +59,8 @@ class TaskExamples(NamedTuple):
         num_rows: Number of rows that were read.
         num_expected: Number of rows that the published split has; None when it is not fixed.
         num_available: Number of examples that the rows give.
-        examples: The examples that are asked.
-        baselines: What baselines are fitted to; None for no baselines.
+        examples: The evaluated examples.
+        baselines: Training data of the baselines; None for no baselines.
         num_hidden: Number of those whose label is hidden; nothing is scored unless it is 0.
     """
 
@@ -103,7 +103,7 @@ def summarize_task(
     Args:
         asked: The examples.
         answers: By system and mode; the first one gives the classes and the worst answers.
-        tokenizer: That of the first system, in whose tokens lengths are counted.
+        tokenizer: Tokenizer of the first system, which defines lengths.
         models: The evaluated checkpoints by name.
         written: Digest and checksum of the file of examples.
         submissions: By system and mode, the file for the benchmark's site.
@@ -112,7 +112,7 @@ def summarize_task(
     examples = asked.examples
     is_scored = asked.num_hidden == 0
 
-    # What each model scored in each mode; hidden labels leave counts alone.
+    # Scores of each model in each mode; hidden labels leave counts alone.
     systems: list[ScoredSystem] = []
     draws: HeadlineDraws = {}
     for (name, mode), predicted in answers.items():
@@ -131,7 +131,7 @@ def summarize_task(
     first_outputs = next(iter(answers.values())).outputs
     first_scores = systems[0].example_scores
 
-    # Baselines stand beside the models where there are training rows without a network.
+    # Baselines are listed with the models if training rows are available offline.
     if is_scored and asked.baselines is not None:
         for name, baseline in baseline_outputs(task, asked.baselines, examples).items():
             scored = score_system(task, examples, baseline.outputs, name, "baseline")
@@ -272,7 +272,7 @@ def with_matching(
 def ranked_calibration(
     task: Task, examples: Sequence[Example], predicted: Predicted
 ) -> Calibration | None:
-    """Returns the calibration of ranked answers; None for generated ones, and where examples have
+    """Returns the calibration of ranked answers; None for generated answers, and if examples have
     several right choices or none.
     """
     choices: list[Mapping[str, float]] = []
@@ -281,7 +281,7 @@ def ranked_calibration(
         if prediction.scores is None:
             return None
 
-        # Right is what has the value of the target.
+        # An answer is right if its value equals the target's.
         texts = list(prediction.scores)
         values = [task.postprocess(text, example.fields, False) for text in texts]
         target = task.postprocess(example.targets, example.fields, True)
@@ -292,9 +292,9 @@ def ranked_calibration(
 
 
 def count_unparsable(targets: Values, answers: Values) -> int | None:
-    """Returns how many post-processed answers are -1, which stands for no valid one.
+    """Returns how many post-processed answers are -1, which means that no valid answer was found.
 
-    None where the targets are texts: there every answer is valid.
+    None if the targets are texts, since every answer is then valid.
     """
     if not all(isinstance(target, int) for target in unwrap_values(targets)):
         return None
@@ -310,7 +310,7 @@ def class_counts(
 ) -> list[ClassCount]:
     """Returns for each class its examples, the right answers, and how often it was answered.
 
-    Empty for a task that is no classification.
+    Empty unless the task is a classification.
     """
     if not task.is_classification:
         return []
@@ -340,9 +340,10 @@ def class_counts(
 def worst_answers(
     examples: Sequence[Example], outputs: Sequence[str], scores: NDArray[np.float64]
 ) -> list[WorstAnswer]:
-    """Returns the examples of the lowest scores, without those of full marks.
+    """Returns the examples with the lowest scores, except those with full marks.
 
-    Where more have the lowest score than are shown, those shown are evenly spaced among them.
+    If more examples have the lowest score than are shown, the shown ones are evenly spaced among
+    them.
 
     Args:
         examples: N examples.
@@ -415,7 +416,7 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
     """
     notes = _submission_notes(result)
 
-    # Other rows than those of the published split, or fewer.
+    # The rows differ from the published split, or are fewer.
     if result.data.folder:
         notes.append(
             f"Rows are from {result.data.folder}, not from the hub: not comparable with published scores."
@@ -431,7 +432,7 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
             "evenly taken: not comparable with published scores."
         )
 
-    # The same rows, asked in another way.
+    # The same rows with a different prompt.
     if result.prompt_source != "T5" and result.published:
         notes.append(
             f"The prompt is of {result.prompt_source}; published results may stand on another one."
@@ -441,7 +442,7 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
             f"{result.inputs.num_cut:,} inputs were cut to {result.inputs.limit:,} tokens."
         )
 
-    # A model that was chosen on these examples.
+    # A model that was selected on these examples.
     for name, model in models.items():
         chosen_by = model.chosen_by
         if chosen_by and result.split == "validation" and result.task in chosen_by.tasks:
@@ -453,7 +454,7 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
 
 
 def _submission_notes(result: TaskResult) -> list[str]:
-    """Returns what is not scored, and where the files for the benchmark's site are."""
+    """Returns what is not scored, and the paths of the files for the benchmark's site."""
     notes = []
     if result.num_hidden:
         notes.append(

@@ -30,9 +30,10 @@ class AdditiveScore(NamedTuple):
         score_of_sums: The score of the sums.
         bounds: Smallest and largest value of a score of classes, for its interval; None for any
             other score.
-        remark: From sums <float64>[P] to what their score leaves unsaid, such as that it is
-            undefined and counts as 0; empty for nothing.
-        scores_examples: Whether the score of a single example's sums says how good its answer is.
+        remark: From sums <float64>[P] to a remark about the score, e.g. that it is undefined and
+            counts as 0; empty for none.
+        scores_examples: Whether the score of a single example's sums measures the quality of its
+            answer.
     """
 
     terms: Terms
@@ -43,7 +44,7 @@ class AdditiveScore(NamedTuple):
 
 
 def mean_f1(labels: Sequence[int]) -> AdditiveScore:
-    """Returns the mean F1 of some labels, in 0..100; that of a label that never occurs is 0."""
+    """Returns the mean F1 of some labels, in 0..100; labels that never occur count as 0."""
 
     def terms(targets: Sequence[Any], answers: Sequence[Any]) -> NDArray[np.float64]:
         is_target = _one_hot(targets, labels)  # [N, L]
@@ -139,10 +140,10 @@ def mean_terms(scores: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def mean_of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the means of which `mean_terms` are the terms.
+    """Returns the means for the sums of `mean_terms`.
 
     Args:
-        sums: <float64>[..., 2] sum of the scores, and of those that count.
+        sums: <float64>[..., 2] sum of the scores, and their number.
 
     Returns:
         <float64>[...] means; NaN where nothing counts.

@@ -19,7 +19,7 @@ class ReliabilityBin:
     Attributes:
         count: Number of answers.
         confidence: Their mean confidence, in 0..100.
-        accuracy: Per cent of them that are right.
+        accuracy: Percentage of right answers.
     """
 
     count: int
@@ -48,12 +48,12 @@ class Calibration:
 def choice_probabilities(scores: Sequence[float]) -> NDArray[np.float64]:
     """Returns <float64>[C] the softmax of the scores of C choices.
 
-    The scores are those that decide: log-probabilities, divided by lengths where the evaluation
-    does so. Where all are minus infinity, every choice is as probable.
+    The scores are those that select the answer: log-probabilities, divided by lengths where the
+    evaluation does so. If all are minus infinity, every choice is equally probable.
     """
     exponents = np.asarray(scores, dtype=np.float64)
 
-    # Infinite scores: those at the top share all the probability.
+    # Infinite scores: the highest ones share all the probability.
     if not np.isfinite(exponents.max()):
         exponents = np.where(exponents == exponents.max(), 0.0, -np.inf)
     odds = np.exp(exponents - exponents.max())
@@ -122,8 +122,8 @@ def calibration_of_choices(
         right: Of each example, the choices that are right.
 
     Returns:
-        The calibration; None when there is no example, or one has not exactly one right choice:
-        then no probability says how sure the answer is.
+        The calibration; None if there is no example, or one does not have exactly one right choice:
+        confidence is then undefined.
     """
     scores = []
     indices = []

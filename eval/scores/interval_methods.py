@@ -1,9 +1,9 @@
 """95 % intervals: Wilson's for scores with bounds, Bonett and Price's for differences of means,
 the bootstrap's percentiles for all others.
 
-Of 56 answers that are each right with probability 0.98, all are right in one sample of three. Every
+If 56 answers are each right with probability 0.98, all are right in one sample of three. Every
 bootstrap draw of such a sample scores 100, and so do both percentiles. Wilson's interval still
-knows how little 56 examples can show. `python -m scripts.benchmark intervals` measures how often
+reflects the uncertainty of 56 examples. `python -m scripts.benchmark intervals` measures how often
 each interval holds the true value.
 
 Source:
@@ -39,8 +39,8 @@ def mean_interval(sums: NDArray[np.float64]) -> Interval | None:
     """Returns Wilson's interval of the mean of scores in 0..100, over groups of examples.
 
     Independent scores of 0 and 100 have Wilson's own interval. Others count as the number of such
-    scores whose mean would have the same variance. Where all groups score alike, that is the number
-    of groups, if they are of one size: no scores in 0..100 can be less certain.
+    scores whose mean would have the same variance. If all groups have the same score and size, that
+    is the number of groups: no scores in 0..100 can be less certain.
 
     Args:
         sums: <float64>[G, 2] of each group, the sum of its scores and how many they are.
@@ -78,7 +78,7 @@ def mean_interval(sums: NDArray[np.float64]) -> Interval | None:
 def mean_difference_interval(sums: NDArray[np.float64]) -> Interval | None:
     """Returns the t interval of a mean of paired differences after adding two groups.
 
-    One favors each system, by as much as differing groups do on average (100 points per example
+    One favors each system, with the average size of the differing groups (100 points per example
     where none differs): two systems that agree on all examples may differ on the next.
 
     Args:
@@ -142,7 +142,7 @@ def bounded_interval(
     p = (value - low) / (high - low)
     v = draws.var(ddof=1) / (high - low) ** 2
     effective = num_groups if v == 0 else p * (1 - p) / v
-    if effective == 0:  # the score is at a bound, its draws are not
+    if effective == 0:  # the score is at a bound, but its draws are not
         return None
 
     quantile = float(student.ppf(_UPPER, num_groups - 1))
@@ -154,7 +154,7 @@ def _wilson(p: float, n: float, z: float) -> Interval:
     """Returns Wilson's interval, in 0..100, of a share.
 
     Args:
-        p: The share that was seen, in 0..1.
+        p: The observed share, in 0..1.
         n: Number of trials.
         z: Quantile of the error in standard deviations.
     """

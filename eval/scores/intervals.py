@@ -29,8 +29,7 @@ RESAMPLES = 1000
 _ROUNDING = 1e-9  # in points
 
 GroupStatistic = Callable[[NDArray[np.int64]], float]
-"""A score as a function of drawn groups <int64>[R], of which some may stand several times; NaN where
-it is not defined."""
+"""A score as a function of drawn groups <int64>[R], of which some may stand several times; NaN if not defined."""
 
 
 class Score(NamedTuple):
@@ -53,7 +52,7 @@ class Score(NamedTuple):
 
 
 class ScoredAnswers(NamedTuple):
-    """Answers beside their targets, with the scores of single examples.
+    """Answers with their targets and the scores of single examples.
 
     Attributes:
         metrics: Metrics of the task.
@@ -91,8 +90,8 @@ class ScoredAnswers(NamedTuple):
         """Returns a metric as a function of sums over examples.
 
         Returns:
-            <float64>[N, P] what each example adds to P sums, and the score of the sums; None for a
-            metric that is no function of sums.
+            <float64>[N, P] what each example adds to P sums, and the score of the sums; None if the
+            metric is not a function of sums.
         """
         if metric.name in self.example_scores:
             return mean_terms(self.example_scores[metric.name]), mean_of_sums
@@ -109,7 +108,7 @@ class ScoredAnswers(NamedTuple):
 
 
 def score_answers(metrics: Sequence[Metric], targets: Values, answers: Values) -> ScoredAnswers:
-    """Returns answers beside their targets, each scored once by every metric that scores them."""
+    """Returns answers with their targets, scored once by every metric."""
     example_scores = {}
     example_terms = {}
     for metric in metrics:
@@ -121,7 +120,7 @@ def score_answers(metrics: Sequence[Metric], targets: Values, answers: Values) -
 
 
 def score_or_nan(metric: Metric, targets: Values, answers: Values) -> float:
-    """Returns the value of a metric; NaN, without a warning, where it is not defined."""
+    """Returns the value of a metric; NaN, without a warning, if it is not defined."""
     if not len(targets):
         return math.nan
     with warnings.catch_warnings(), np.errstate(all="ignore"):
@@ -151,7 +150,7 @@ def examples_by_group(groups: Sequence[str]) -> list[NDArray[np.int64]]:
 
 
 def group_sums(terms: NDArray[np.float64], groups: list[NDArray[np.int64]]) -> NDArray[np.float64]:
-    """Returns what each group adds to the sums.
+    """Returns each group's contribution to the sums.
 
     Args:
         terms: <float64>[N, P] what each example adds.
@@ -163,7 +162,8 @@ def group_sums(terms: NDArray[np.float64], groups: list[NDArray[np.int64]]) -> N
     if not groups:
         return terms[:0]
 
-    # Terms in the order of the groups, added up from the start of each to that of the next.
+    # Terms in the order of the groups, summed from the start of each group to the start of the
+    # next.
     starts = np.cumsum([0, *map(len, groups[:-1])])
     return np.add.reduceat(terms[np.concatenate(groups)], starts, axis=0)
 
@@ -173,8 +173,8 @@ def group_statistic(
 ) -> GroupStatistic:
     """Returns a metric as a function of drawn groups.
 
-    A function of sums is computed from the sums of groups. Any other metric is computed anew on the
-    drawn examples, in which those of a group that was drawn twice stand twice.
+    A function of sums is computed from the sums of groups. Any other metric is recomputed on the
+    drawn examples; a group that was drawn twice occurs twice.
     """
     additive = answers.terms(metric)
     if additive is not None:
@@ -204,7 +204,7 @@ def group_statistic(
 def bootstrap(
     statistic: GroupStatistic, num_groups: int, seed: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Returns a statistic of as many groups as there are, drawn with replacement, again and again.
+    """Returns a statistic of as many groups as there are, drawn with replacement, repeatedly.
 
     Statistics of the same groups and seed see the same draws, so that their differences and means
     are paired.
@@ -318,7 +318,7 @@ def metric_bounds(metric: Metric) -> tuple[float, float] | None:
 
 
 def _remark(answers: ScoredAnswers, metric: Metric) -> str:
-    """Returns what the value of a metric leaves unsaid, as that it is not defined."""
+    """Returns a remark about the value of a metric, e.g. that it is undefined."""
     terms = answers.example_terms.get(metric.name)  # [N, P]
     if metric.additive is None or terms is None or not len(terms):
         return ""
@@ -326,7 +326,7 @@ def _remark(answers: ScoredAnswers, metric: Metric) -> str:
 
 
 def no_spread(draws: NDArray[np.float64], interval: Interval | None) -> str:
-    """Returns a warning where all draws score alike; `interval` is not of them, if there is one."""
+    """Returns a warning if all draws have the same score; `interval` is not of them, if there is one."""
     draws = draws[~np.isnan(draws)]
     if len(draws) < 2 or np.ptp(draws) > _ROUNDING:
         return ""

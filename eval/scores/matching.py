@@ -16,11 +16,11 @@ from eval.scores.metrics import Values, mean_of
 def matching_scores(
     choices: Sequence[Mapping[str, float]], right: Sequence[str]
 ) -> NDArray[np.float64]:
-    """Returns <float64>[N] how often, in per cent, each question is matched right beside another.
+    """Returns <float64>[N] the percentage of pairings in which each question is matched correctly.
 
     With s_nc the score of choice c for question n, and a_n the right one, questions n and m are
     matched right when s(n, a_n) + s(m, a_m) > s(n, a_m) + s(m, a_n); ties count half. Chance is
-    50. Questions whose choices stand in no other are NaN.
+    50. NaN for questions that share no choices with another question.
 
     Args:
         choices: Of each of N questions, the score of each choice.

@@ -34,9 +34,9 @@ class Metric:
         name: Name in the report.
         score: (targets, answers) to a number in 0..100; correlations may be below 0.
         score_examples: (targets, answers) to <float64>[N] scores whose mean over those that are not
-            NaN is `score`: examples that do not count, as a repeated query, are NaN. None for a
-            score that is no mean.
-        additive: The same score as a function of sums, for those that are no mean and have it.
+            NaN is `score`: examples that do not count, as a repeated query, are NaN. None if the
+            score is not a mean.
+        additive: The same score as a function of sums, if it is not a mean but has this form.
         signature: Returns the library, its version and its settings, where these decide the score.
     """
 
@@ -169,7 +169,7 @@ def _normalize(text: str, punctuation: str, replacement: str) -> str:
 def best_match(
     normalize: Callable[[str], str], score: Callable[[str, str], float]
 ) -> ExampleScorer:
-    """Returns what scores an answer against the best of the accepted answers.
+    """Returns a function that scores an answer against the best of the accepted answers.
 
     Args:
         normalize: Applied to both before they are compared.
@@ -291,7 +291,7 @@ Source: jiant v1 `jiant/metrics/winogender_metrics.py`.
 
 
 def _f1(targets: Any, answers: Any, **options: Any) -> float:
-    """Returns sklearn's F1 in 0..1; that of a class that never occurs is 0, without a warning."""
+    """Returns sklearn's F1 in 0..1; 0 for a class that never occurs, without a warning."""
     from sklearn.metrics import f1_score
 
     options["zero_division"] = 0
@@ -303,7 +303,7 @@ def _f1(targets: Any, answers: Any, **options: Any) -> float:
 
 
 def _groups(targets: Values) -> list[Any]:
-    """Returns the `group` of each target; lists, as JSON has them, become tuples."""
+    """Returns the `group` of each target; JSON's lists become tuples."""
     groups = []
     for target in targets:
         group = target["group"]

@@ -1,8 +1,8 @@
 """Whether two systems differ on the same examples by more than chance.
 
 Two tools: the interval of their difference (interval_methods.py), and the paired permutation test,
-which swaps their answers group by group and gives the p-value. They are two methods: near 0.05 one
-may see a difference where the other does not.
+which swaps their answers group by group and gives the p-value. They are two methods: near 0.05, one
+may be significant while the other is not.
 """
 
 import math
@@ -31,7 +31,7 @@ PERMUTATIONS = 9999
 RECOMPUTED_PERMUTATIONS = 999
 """Of metrics that are no function of sums, which are computed anew for each permutation."""
 
-_TOLERANCE = 1e-9  # in points: two differences that rounding alone tells apart are one
+_TOLERANCE = 1e-9  # in points: two differences within rounding error are equal
 _CHUNK = 500
 
 SwapStatistic = Callable[[NDArray[np.bool_]], NDArray[np.float64]]
@@ -48,7 +48,7 @@ class MetricComparison:
         b: Score of B.
         difference: a - b.
         p_value: Two-sided p-value of the paired permutation test; None without a difference.
-        exact: Whether every permutation was tried.
+        exact: Whether all permutations were tried.
         wins: Number of examples that A answers better.
         losses: Number of examples that B answers better.
         ties: Number of the other examples that count.
@@ -78,7 +78,7 @@ def compare_answers(
     groups: Sequence[str],
     seed: Sequence[int] = (0,),
 ) -> MetricComparison:
-    """Returns how two systems differ in a metric.
+    """Returns the difference of two systems in a metric.
 
     Args:
         metric: What to compare.
@@ -140,7 +140,7 @@ def difference_interval(
     """Returns the interval of a - b; None for the percentiles of its draws.
 
     Args:
-        metric: What is compared; without bounds it has no such interval.
+        metric: Metric to compare; without bounds it has no such interval.
         a: N answers of the first system.
         b: N answers of the second system.
         groups: Numbers of the examples of each group.
@@ -150,7 +150,8 @@ def difference_interval(
         gaps = a.example_scores[metric.name] - b.example_scores[metric.name]  # [N]
         return mean_difference_interval(group_sums(mean_terms(gaps), groups))
 
-    # Where all draws are alike, their spread is unknown, and the number of groups says too little.
+    # If all draws are equal, their spread is unknown, and the number of groups is not enough to
+    # estimate it.
     bounds = metric_bounds(metric)
     if bounds is None or len(draws) == 0 or np.ptp(draws) <= _TOLERANCE:
         return None
@@ -166,11 +167,11 @@ def permutation_test(
     groups: list[NDArray[np.int64]],
     seed: Sequence[int] = (0,),
 ) -> tuple[float, bool]:
-    """Returns how often chance alone makes a difference as large, two-sided, and whether that is
+    """Returns the probability of a difference as large by chance, two-sided, and whether it is
     exact.
 
-    If the systems were alike, which of them gave which answers to a group would be a toss of a
-    coin. All tosses are tried where they are few, else random ones. Groups that both answer alike
+    If the systems were alike, a coin toss would decide which of them gave which answers to a group.
+    All tosses are tried if there are few, else random ones. Groups that both answer alike
     need no toss: swapping them changes nothing.
 
     Args:
@@ -233,7 +234,7 @@ def _swap_sums(
         b: <float64>[G, P] sums of the groups of the second system.
         score_of_sums: The score.
     """
-    # What a swap of a group moves from one total to the other.
+    # Change of each total when a group is swapped.
     moved = (b - a)[(a != b).any(axis=-1)]  # [K, P]
     total_a = a.sum(axis=0)  # [P]
     total_b = b.sum(axis=0)  # [P]
@@ -248,7 +249,7 @@ def _swap_sums(
 def _swap_answers(
     metric: Metric, a: ScoredAnswers, b: ScoredAnswers, groups: list[NDArray[np.int64]]
 ) -> tuple[SwapStatistic, int]:
-    """Returns the difference of scores computed anew after swaps, and how many groups differ."""
+    """Returns the difference of the recomputed scores after swaps, and how many groups differ."""
     differing = []
     for members in groups:
         if any(a.answers[row] != b.answers[row] for row in members):

@@ -27,7 +27,7 @@ def superglue_average(scores: Mapping[str, ArrayLike | Mapping[str, float]]) -> 
     missing = [task for task in SUPERGLUE if task not in scores]
     if missing:
         raise ConfigError(
-            f"The SuperGLUE average needs {', '.join(SUPERGLUE)}; missing: {', '.join(missing)}."
+            f"The SuperGLUE average requires {', '.join(SUPERGLUE)}; missing: {', '.join(missing)}."
         )
 
     task_scores = []

@@ -98,12 +98,12 @@ def _bleu_of_sums(sums: NDArray[np.float64]) -> NDArray[np.float64]:
     smoothed = 0.5 ** is_missing.cumsum(axis=-1)
     precision = np.where(is_missing, smoothed, right) / np.maximum(total, 1)  # [..., 4]
 
-    # Nothing right, or answers too short for the longest n-grams: no score at all.
+    # Nothing right, or answers too short for the longest n-grams: the score is 0.
     is_scored = right.any(axis=-1) & (total > 0).all(axis=-1)
     positive = np.where(precision > 0, precision, 1.0)
     log_precision = np.log(positive).mean(axis=-1)
 
-    # Short answers are precise: exp(1 - r / c) takes that back.
+    # Short answers are precise: exp(1 - r / c) corrects this.
     ratio = target_length / np.maximum(answer_length, 1)
     log_penalty = np.minimum(0.0, 1 - ratio)
     score = 100 * np.exp(log_penalty + log_precision)

@@ -1,1 +1,1 @@
-"""Studies: grids of training runs over arms and seeds, and what they show: python -m scripts.study."""
+"""Studies: grids of training runs over arms and seeds, and their results: python -m scripts.study."""

@@ -26,7 +26,7 @@ class ArmNumber(NamedTuple):
         value: Value of the sweep; None without one, or over all values.
         seed: The seed.
         number: The measure.
-        has_diverged: Whether any run behind it has diverged.
+        has_diverged: Whether one of its runs has diverged.
     """
 
     arm: str
@@ -40,18 +40,18 @@ A = TypeVar("A", RunOutcome, ArmNumber)
 
 
 class ContrastResult(NamedTuple):
-    """One comparison of two arms; positive differences speak for the first arm.
+    """One comparison of two arms; positive differences favour the first arm.
 
     Attributes:
         contrast: What was compared.
         is_primary: Whether it was declared before the runs.
         num_seeds: Number of seeds that both arms have.
-        difference: Mean over the seeds of how much better the first arm is.
-        low: Lower end of the 95 % interval (paired t); None where seeds show no spread.
+        difference: Mean advantage of the first arm over the seeds.
+        low: Lower end of the 95 % interval (paired t); None if seeds show no spread.
         high: Upper end of it.
         p_value: Two-sided p-value, corrected after Holm among the secondary ones.
         equivalence_p: p-value of TOST: that the difference lies outside the margin.
-        verdict: What follows for the claim.
+        verdict: Conclusion about the claim.
     """
 
     contrast: Contrast
@@ -80,12 +80,12 @@ class ContrastResult(NamedTuple):
 
     @property
     def is_equal(self) -> bool:
-        """Whether the difference is shown to lie within the margin."""
+        """Whether the difference is shown to be within the margin."""
         return self.equivalence_p is not None and self.equivalence_p < _LEVEL
 
 
 class Crossing(NamedTuple):
-    """From how many tokens on the primary arm is better for good.
+    """Number of tokens after which the primary arm stays better.
 
     Attributes:
         tokens_by_seed: Tokens at the crossing by seed, linear between two points; None for a seed whose
@@ -108,14 +108,14 @@ class StudyResult(NamedTuple):
         study: The study.
         command: The command that made this result.
         versions: Versions of Python and of the libraries that compute the numbers.
-        overrides: Settings of the command line that won over those of the study.
+        overrides: Settings of the command line that override those of the study.
         outcomes: Every complete run.
         missing: Names of the runs that are not complete.
         sizes: Parameters of the models of each arm, where they are known.
         numbers: The number of each arm and seed.
         contrasts: The primary comparison first.
-        crossing: Where the curves of the primary arms cross; None where that is not asked.
-        repeats: Runs that were made a second time.
+        crossing: Where the curves of the primary arms cross; None if not requested.
+        repeats: Runs that were repeated.
     """
 
     study: Study
@@ -145,7 +145,7 @@ def by_arm_and_value(items: Sequence[A]) -> dict[tuple[str, str], list[A]]:
 
 
 def arm_numbers(study: Study, outcomes: Sequence[RunOutcome]) -> list[ArmNumber]:
-    """Returns the number of each arm and seed, over the values of the sweep where that is asked.
+    """Returns the number of each arm and seed, over the values of the sweep if requested.
 
     A seed of which some values of the sweep are missing has no number over them.
     """
@@ -214,7 +214,7 @@ def contrast_results(study: Study, numbers: Sequence[ArmNumber]) -> list[Contras
 
 
 def _all_contrasts(study: Study) -> list[Contrast]:
-    """Returns the primary contrast and the others, at each value of a sweep where that is asked."""
+    """Returns the primary contrast and the others, at each value of a sweep if requested."""
     # The primary one comes first, at its one value of the sweep.
     contrasts = [study.primary]
     is_each = study.sweep is not None and study.measure.over_sweep == "each"
@@ -241,7 +241,7 @@ def _contrast_result(
     if not seeds:
         return None
 
-    # Better is positive, whatever the metric.
+    # Positive means better, for every metric.
     sign = -1 if study.measure.better == "lower" else 1
     arm = [sign * first[seed] for seed in seeds]
     against = [sign * second[seed] for seed in seeds]
@@ -273,10 +273,10 @@ def _known(value: float) -> float | None:
 
 
 def _verdict(result: ContrastResult) -> Verdict:
-    """Returns what a comparison says of its claim.
+    """Returns the conclusion of a comparison about its claim.
 
     A claim of a difference holds when that is significant and of the claimed sign. It does not hold
-    when the difference is significant the other way, or shown to lie within the margin. A claim of
+    when the difference is significant the other way, or shown to be within the margin. A claim of
     equality is the other way round.
     """
     if result.contrast.expect == "equal":

@@ -84,7 +84,7 @@ def contrasts_chart(contrasts: Sequence[ContrastResult], unit: str) -> str:
         interval = ", with 95 % interval" if has_interval else ""
         axes.set_xlabel(f"first arm better by ({unit or 'unit of the metric'}){interval}")
 
-        # The primary comparison has a colour of its own.
+        # The primary comparison has its own colour.
         for row, result in enumerate(contrasts):
             colour = COLOURS[1] if result.is_primary else COLOURS[0]
             axes.plot([result.difference], [row], "o", color=colour)

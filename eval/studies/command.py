@@ -19,7 +19,7 @@ from moe.training.job_folder import JOB
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="python -m scripts.study", description="Runs a study.")
     parser.add_argument("study", type=path, help="YAML file, e.g. recipes/studies/balance.yaml")
     parser.add_argument("--out", help="folder of the study (default runs/studies/NAME)")
@@ -43,7 +43,7 @@ def build_parser() -> Parser:
         help="setting that wins over those of the study, e.g. training.steps=50",
     )
 
-    # Which runs are made here: those of several machines, or of two studies, come together.
+    # Which runs to make here; runs of several machines, or of two studies, can be combined.
     parser.add_argument(
         "--only",
         type=word,
@@ -76,7 +76,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> None:
-    """Runs what is not complete, writes the report and prints what it shows."""
+    """Runs incomplete runs, writes the report and prints the results."""
     options = build_parser().parse_args(argv)
     study = read_study(options.study)
     out = output_path(options.out or f"runs/studies/{options.study.stem}", inputs=[options.study])
@@ -122,7 +122,7 @@ def read_overrides(texts: list[str]) -> dict[str, SettingValue]:
     """Returns settings of the command line, whose values are read as YAML.
 
     Raises:
-        ConfigError: When one is not NAME=VALUE, or its value is no plain YAML value.
+        ConfigError: When one is not NAME=VALUE, or its value is not a plain YAML value.
     """
     overrides: dict[str, SettingValue] = {}
     for text in texts:
@@ -139,7 +139,7 @@ def read_overrides(texts: list[str]) -> dict[str, SettingValue]:
 
 
 def plan_text(study: Study, runs: list[StudyRun], jobs: int) -> str:
-    """Returns what will be run, before anything is."""
+    """Returns a description of the planned runs."""
     # So many arms, values and seeds, and the steps of all their runs.
     arms = f"{len(study.arms)} arms"
     seeds = f"{len(study.seeds)} seeds"
@@ -159,7 +159,7 @@ def study_result(
     overrides: dict[str, SettingValue],
     command: str,
 ) -> StudyResult:
-    """Returns what the complete runs of a study show."""
+    """Returns the results of a study's complete runs."""
     # Outcomes in the order of the study, whichever run ended first.
     complete = {run.name for run in progress.complete}
     outcomes = []
@@ -170,7 +170,7 @@ def study_result(
         else:
             missing.append(run.name)
 
-    # The models of an arm have one size, whatever the seed.
+    # The models of an arm have the same size for every seed.
     sizes = {}
     for run in progress.complete:
         size = None if run.arm in sizes else arm_size(run)

@@ -30,7 +30,7 @@ class Point(NamedTuple):
     """One value of a curve.
 
     Attributes:
-        step: Updates behind the model.
+        step: Number of updates of the model.
         value: The metric; None when it was not finite.
     """
 
@@ -51,7 +51,7 @@ class RunOutcome(NamedTuple):
         curve: The metric of the curves during training.
         steps: Updates of the run.
         tokens: Tokens of the encoder and the decoder that it trained on; None for fine-tuning.
-        seconds: Seconds of the run, with whatever else the machine did.
+        seconds: Duration of the run, including other load on the machine.
         cpu_seconds: Seconds of the processor.
         routers: Last value of each router metric.
         digest: Digest of the settings (`StudyRun.digest`); empty in some committed results.
@@ -159,7 +159,7 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
 
 
 def read_taken(run: StudyRun) -> TakenRun | None:
-    """Returns the run of another study that stands for this one; None where it was made here."""
+    """Returns the run of another study that replaces this one; None where it was made here."""
     path = run.folder / TAKEN_FILE
     if not path.exists():
         return None
@@ -174,9 +174,9 @@ def reuse_outcomes(
 ) -> int:
     """Marks runs as complete that another study has made, and returns how many.
 
-    This lets several machines share the seeds of a study, and two studies share an arm. Both runs
-    have the same settings. Whether both studies read the same text is not checked. Runs that have
-    begun here are not replaced.
+    Several machines can then share the seeds of a study, and two studies can share an arm. Both
+    runs have the same settings. Whether both studies read the same text is not checked. Runs that
+    have begun here are not replaced.
 
     Args:
         runs: The runs of this study.
@@ -219,13 +219,13 @@ def best_run_on_dev(runs: Sequence[StudyRun], arm: str) -> Path:
             mean_by_folder[run.folder] = best.mean
             print(f"   {run.name}: {best.mean:.1f} % on dev")
 
-    # Of equal ones the first.
+    # Ties go to the first.
     return max(mean_by_folder, key=lambda folder: mean_by_folder[folder])
 
 
 def arm_size(run: StudyRun) -> ArmSize | None:
     """Returns the size of the models of an arm; None where no model is left of a run."""
-    # Pre-training's recipe is the whole architecture; fine-tuning takes that of its start.
+    # Pre-training's recipe is the whole architecture; fine-tuning uses that of its initial model.
     folder = run.folder / "model"
     if isinstance(run.recipe, PretrainRecipe):
         config = run.recipe.build_config()
@@ -272,7 +272,7 @@ def _score(run: StudyRun, evaluate: Evaluation, metric: str) -> float:
     path = run.folder / EVALUATION_FOLDER / REPORT
     report = read_json(path, advice=f"Remove {run.folder / EVALUATION_FOLDER} and run again.")
 
-    # The only model in the only task; baselines answer in a mode of their own.
+    # The only model in the only task; baselines have their own mode.
     for task in report["tasks"]:
         for system in task["systems"]:
             for score in system["scores"]:

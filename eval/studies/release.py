@@ -63,13 +63,13 @@ def primary_runs(result: StudyResult, runs: Sequence[StudyRun]) -> list[Pair]:
         if best in outcomes and rival in outcomes:
             pairs.append(Pair(by_arm_seed[best], by_arm_seed[rival]))
 
-    # Of equal ones the first seed.
+    # Ties go to the first seed.
     sign = 1 if result.study.measure.better == "lower" else -1
     return sorted(pairs, key=lambda pair: sign * outcomes[contrast.arm, pair.best.seed].number)
 
 
 def release_model(run: StudyRun, result: StudyResult, corpus: Path, target: Path) -> None:
-    """Makes a folder with a run's model and tokenizer, and a card that says what is known of it.
+    """Makes a folder with a run's model and tokenizer, and a model card.
 
     An earlier folder is replaced.
 
@@ -115,13 +115,13 @@ def _training(run: StudyRun, result: StudyResult, corpus: Path) -> str:
 
 
 def _text(corpus: Path) -> str:
-    """Returns what the text is, with its licences."""
+    """Returns a description of the text, with its licences."""
     sentence = "Cleaned and de-duplicated; each part of it keeps its licence:"
     return f"{sentence}\n\n{corpus_table(load_corpus(corpus))}"
 
 
 def _results(run: StudyRun, result: StudyResult) -> str:
-    """Returns the numbers of all models that it was compared with, and what they show."""
+    """Returns the numbers of all models that it was compared with, and the conclusions."""
     study = result.study
     unit = f" ({study.measure.unit})" if study.measure.unit else ""
     rows = []
@@ -153,7 +153,7 @@ def _recipe(run: StudyRun) -> str:
 
 
 def _outcome_of(run: StudyRun, result: StudyResult) -> RunOutcome:
-    """Returns what a run came to."""
+    """Returns the results of a run."""
     for outcome in result.outcomes:
         if (outcome.arm, outcome.seed) == (run.arm, run.seed):
             return outcome

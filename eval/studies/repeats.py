@@ -31,7 +31,7 @@ class Repeat(NamedTuple):
         arm: Name of the arm.
         value: Value of the sweep; None without one.
         seed: Seed of the run.
-        threads: Threads of the second run; those of the first, where these were written down.
+        threads: Threads of the second run; those of the first run, if recorded.
         num_values: Numbers that both runs have logged: all metrics but the speed.
         first_difference: First step at which a number differs or is missing; None for none.
         has_equal_weights: Whether the final weights are equal; None where there are none.
@@ -68,7 +68,7 @@ def repeat_runs(
         budget: Runs at a time, and hours.
 
     Raises:
-        ConfigError: When there is no such arm or seed, or it was not run to its end.
+        ConfigError: When there is no such arm or seed, or its run is incomplete.
     """
     arm, seed = parse_arm_and_seed(study, arm_and_seed, option="--repeat")
     if seed is None:
@@ -90,8 +90,8 @@ def repeat_runs(
             )
         if read_taken(first) is not None:
             raise ConfigError(
-                f"--repeat is {arm_and_seed!r}, but {first.name} was taken from another study, and "
-                f"is not here to compare with. Remove {first.folder} to run it here."
+                f"--repeat is {arm_and_seed!r}, but {first.name} was taken from another study, so there is nothing to "
+                f"compare with. Remove {first.folder} to run it here."
             )
         threads = state.threads
         chosen.append(second)
@@ -101,7 +101,7 @@ def repeat_runs(
 def find_repeats(
     study: Study, out: Path, overrides: Mapping[str, SettingValue], runs: Sequence[StudyRun]
 ) -> list[Repeat]:
-    """Returns what the complete repeats in the folder of a study show.
+    """Returns the results of the complete repeats in the folder of a study.
 
     Args:
         study: The study.
@@ -112,7 +112,7 @@ def find_repeats(
     if not (out / REPEATS_FOLDER).exists():
         return []
 
-    # In the order of the runs, each beside its repeat.
+    # In the order of the runs, each next to its repeat.
     repeats = []
     again = study_runs(study, out, overrides, subfolder=REPEATS_FOLDER)
     for first, second in zip(runs, again, strict=True):
@@ -144,7 +144,7 @@ def _complete_state(run: StudyRun) -> RunState | None:
 
 
 def _compare(first: StudyRun, second: StudyRun, threads: int) -> Repeat:
-    """Returns what two runs of the same settings have in common."""
+    """Returns which results two runs of the same settings share."""
     lines = _logged(first)
     again = _logged(second)
     differing = [step for step in lines.keys() | again.keys() if lines.get(step) != again.get(step)]

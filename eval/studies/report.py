@@ -53,7 +53,7 @@ def write_report(result: StudyResult, out: Path) -> None:
 
 
 def result_lines(result: StudyResult) -> list[str]:
-    """Returns what is printed: a line for each comparison, and what a reader must know of the runs."""
+    """Returns the printed text: a line for each comparison, and notes about the runs."""
     unit = result.study.measure.unit
     lines = []
     for item in result.contrasts:
@@ -197,7 +197,7 @@ def router_rows(result: StudyResult) -> list[list[str]]:
 
 
 def _number_text(number: ArmNumber) -> str:
-    """Returns the number of one seed, marked when a run behind it has diverged."""
+    """Returns the number of one seed, marked if one of its runs has diverged."""
     mark = " (diverged)" if number.has_diverged else ""
     return f"{number.number:.4g}{mark}"
 
@@ -222,7 +222,7 @@ def interval_text(item: ContrastResult) -> str:
 
 
 def seeds_text(number: int) -> str:
-    """Returns a number of seeds in words."""
+    """Returns a description of a number of seeds."""
     return "1 seed" if number == 1 else f"{number} seeds"
 
 

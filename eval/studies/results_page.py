@@ -54,9 +54,9 @@ def read_results(folder: Path) -> dict[str, StudyResult]:
 
 
 def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
-    """Returns the studies of a folder of which there is no result, by name, in their order.
+    """Returns the studies of a folder that have no result, by name, in their order.
 
-    Those of one seed can show no interval, and are not asked for.
+    Studies with one seed have no interval and are not required.
 
     Raises:
         ConfigError: When a study cannot be read.
@@ -68,7 +68,7 @@ def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
         if path.stem not in present and len(study.seeds) > 1:
             studies[path.stem] = study
 
-    # One is no grid of runs, and has no recipe.
+    # One of them is not a grid of runs, and has no recipe.
     if sentinel_entropy.NAME not in present:
         studies[sentinel_entropy.NAME] = sentinel_entropy.sentinel_study(["encoder 1"], [])
     names = sorted(studies, key=lambda name: studies[name].order)
@@ -92,12 +92,12 @@ def curve_figures(results: Mapping[str, StudyResult]) -> dict[str, str]:
 def measured_page(
     results: Mapping[str, StudyResult], left_out: Mapping[str, Study], figures: str = "measured"
 ) -> str:
-    """Returns the page: a table of all claims, each study, and what was not run.
+    """Returns the page: a table of all claims, each study, and a list of what was not run.
 
     Args:
         results: Results by the name of the study.
         left_out: Studies without a result, by name.
-        figures: Folder beside the page with the curves, NAME.svg.
+        figures: Folder with the curves, next to the page, NAME.svg.
     """
     rows = []
     for name, result in results.items():
@@ -106,7 +106,7 @@ def measured_page(
     for name, result in results.items():
         lines += ["", *_section(name, result, figures)]
 
-    # What is missing is said.
+    # List missing results.
     if left_out:
         rows = []
         for name, study in left_out.items():

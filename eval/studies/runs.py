@@ -61,14 +61,14 @@ class StudyRun:
 
 
 class _Setup(NamedTuple):
-    """What all runs have in common.
+    """Settings that all runs share.
 
     Attributes:
         study: The study.
-        command: What reads its command lines.
+        command: Parser of its command lines.
         out: Its folder.
         subfolder: Name of the folder in it that holds the runs.
-        overrides: Settings that win over those of all arms.
+        overrides: Settings that override those of all arms.
     """
 
     study: Study
@@ -92,7 +92,7 @@ def study_runs(
     Args:
         study: The study.
         out: Its folder.
-        overrides: Settings that win over those of all arms.
+        overrides: Settings that override those of all arms.
         subfolder: Name of the folder in `out` that holds the runs.
 
     Raises:
@@ -155,7 +155,7 @@ def label_budget(run: StudyRun) -> list[str]:
     if not isinstance(recipe, FinetuneRecipe) or recipe.mixture.train_examples is None:
         return []
 
-    # Seed 0 is the default, and would be refused as a seed of nothing.
+    # Seed 0 is the default, and would be rejected as an option without effect.
     seed = ["--train-seed", str(run.seed)] if run.seed else []
     return ["--train-examples", str(recipe.mixture.train_examples), *seed]
 
@@ -171,7 +171,7 @@ def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> Study
     settings |= setup.overrides
     folder /= f"seed-{seed}"
 
-    # The command line, which is read here once, so that a mistake is found before any run begins.
+    # Parse the command line once, so that errors are found before any run begins.
     places = {"seed": seed, "out": setup.out, "studies": setup.out.parent}
     argv = list(_options(settings, places))
     argv += ["--seed", str(seed), "--out", str(folder)]
@@ -220,7 +220,7 @@ def _options_content(settings: Mapping[str, SettingValue]) -> dict[str, SettingV
 
 
 def _swept(sweep: Sweep, settings: Mapping[str, SettingValue], value: SettingValue) -> SettingValue:
-    """Returns the value of the sweep, or what it is as a factor of the arm's own."""
+    """Returns the value of the sweep, or that factor times the arm's own value."""
     if not sweep.relative:
         return value
     own = settings[sweep.setting]
@@ -236,7 +236,7 @@ def _options(settings: Mapping[str, SettingValue], places: Mapping[str, object])
 
 
 def _as_text(name: str, value: Any, places: Mapping[str, object]) -> str:
-    """Returns a value as it stands on a command line."""
+    """Returns a value formatted for a command line."""
     if not isinstance(value, str):
         return json.dumps(value)
 

@@ -49,12 +49,12 @@ class StudyError(MoEError, RuntimeError):
 
 
 class Budget(NamedTuple):
-    """What runs may use.
+    """Resources of the runs.
 
     Attributes:
         jobs: Number of runs at a time.
         hours: A run that would probably not end within them is not begun; None for no limit.
-        threads: Threads of each run; 0 deals those of the processor out to the jobs.
+        threads: Threads of each run; 0 divides the processor's cores among the jobs.
     """
 
     jobs: int = 1
@@ -103,7 +103,7 @@ class Progress:
 
     Attributes:
         complete: Runs that are complete, diverged ones too.
-        left_out: Runs that are not, as those for which the budget was too small.
+        left_out: Runs that were not started, e.g. because the budget was too small.
     """
 
     complete: list[StudyRun] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Progress:
 
 
 def run_all(runs: Sequence[StudyRun], budget: Budget) -> None:
-    """Runs what is not complete yet.
+    """Runs all incomplete runs.
 
     Args:
         runs: The runs, in the order in which they begin.
@@ -119,23 +119,23 @@ def run_all(runs: Sequence[StudyRun], budget: Budget) -> None:
 
     Raises:
         StudyError: When a command fails; its last lines are in the message, the others stop.
-        KeyboardInterrupt: After the runs were told to stop; they go on with the next call.
+        KeyboardInterrupt: After the runs were told to stop; the next call resumes them.
     """
-    # What is complete is not run again.
+    # Complete runs are skipped.
     progress = find_progress(runs)
     waiting = list(progress.left_out)
 
-    # Starting Python and torch anew for every run would take ten seconds each.
+    # Restarting Python and torch for every run would take ten seconds each.
     _CONTEXT.set_forkserver_preload(_PRELOADED)
     threads = budget.threads or max(1, len(os.sched_getaffinity(0)) // budget.jobs)
 
-    # Runs go on until none waits.
+    # Continue until no run is waiting.
     end = None if budget.hours is None else time.monotonic() + 3600 * budget.hours
     running: list[_Process] = []
     total = sum(run.recipe.training.steps for run in runs)
     with _stopped_at_the_end(running), tqdm(total=total, unit="step", desc="study") as bar:
         while waiting or running:
-            # As many runs at a time as there are jobs.
+            # Run as many runs at a time as there are jobs.
             while waiting and len(running) < budget.jobs:
                 run = waiting.pop(0)
                 if end is not None and not _fits(run, progress, running, end):
@@ -176,7 +176,7 @@ def read_state(run: StudyRun) -> RunState | None:
     state = read_record(path, RunState, advice=f"Remove {run.folder} to run it again.")
     if state.settings != run.settings:
         raise StudyError(
-            f"{run.folder} holds a run with other settings. Choose another --out, or remove it."
+            f"{run.folder} holds a run with other settings. Choose another --out, or remove the folder."
         )
     return state
 
@@ -195,7 +195,7 @@ def mark_complete(run: StudyRun, *, has_diverged: bool, seconds: float, cpu_seco
 
 
 def _without_interpreter(commands: Sequence[Sequence[str]]) -> list[list[str]]:
-    # The path of Python is that of one machine.
+    # The path of Python depends on the machine.
     return [list(command[1:]) for command in commands]
 
 
@@ -215,7 +215,7 @@ def _begin(run: StudyRun, threads: int) -> _Process:
 
 
 def _wait_for_earlier(run: StudyRun) -> None:
-    """Waits until the process of a study that was killed has let go of the run's folder."""
+    """Waits until the process of a killed study has released the run's folder."""
     taken = f"Another process works in {run.folder}. Wait for it, or choose another --out."
     end = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -315,7 +315,7 @@ def _last_lines(run: StudyRun) -> str:
 
 @contextmanager
 def _stopped_at_the_end(running: Sequence[_Process]) -> Iterator[None]:
-    """Stops the runs that still go on when the block ends, however it ends."""
+    """Stops all remaining runs when the block ends, even after an error."""
     try:
         yield
     finally:
@@ -337,7 +337,7 @@ def _fits(run: StudyRun, progress: Progress, running: Sequence[_Process], end: f
         if state is not None and not state.has_diverged:
             seconds.append((other.arm, state.seconds / other.recipe.training.steps))
 
-    # Until a run is complete, those that go on tell how fast steps are.
+    # Until a run is complete, active runs report the speed of steps.
     for process in running:
         steps = steps_done(process.run)
         if steps:
@@ -365,14 +365,14 @@ def _show(bar: "tqdm[NoReturn]", progress: Progress, running: Sequence[_Process]
 
 
 def steps_done(run: StudyRun) -> int:
-    """Returns how far a run's metrics go."""
+    """Returns the last step in a run's metrics."""
     if (run.folder / EVALUATION_FOLDER).exists():
         return run.recipe.training.steps
     path = run.folder / METRICS_FILE
     if not path.exists():
         return 0
 
-    # The end of the file alone, since this is asked twice a second; its last line may be torn.
+    # The end of the file alone, since this is called twice a second; its last line may be torn.
     with open(path, "rb", opener=open_to_read) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _LONGEST_LINE))

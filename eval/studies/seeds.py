@@ -65,7 +65,7 @@ def paired_difference(
 def equivalence_p(a: Sequence[float], b: Sequence[float], margin: float) -> float:
     """Returns the p-value of "the arms differ by the margin or more", by two one-sided t tests.
 
-    That no difference was found does not mean that there is none; this test can show it. The result
+    A nonsignificant difference does not show equality; this test can. The result
     is NaN where nothing is known of the spread.
 
     Args:

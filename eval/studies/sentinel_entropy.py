@@ -1,6 +1,7 @@
 """How the finished sparse models of a study route sentinels: the paper's Table 14 over seeds.
 
-Comes after `report`; its result is one of `analysis`, so that it stands on the page of all studies.
+Comes after `report`; its result has the type of `analysis`, so it is included in the page of all
+studies.
 """
 
 import time
@@ -86,8 +87,8 @@ def _runs_of(source: StudyResult, arm: str, folder: Path) -> list[RunOutcome]:
 def _routed(
     run: RunOutcome, model: Path, corpus: Path, out: Path, num_examples: int
 ) -> list[RunOutcome]:
-    """Returns the entropies of one model, those of sentinels and of all tokens in each layer."""
-    # Seconds, and those of the processor.
+    """Returns the entropies of one model, of sentinels and of all tokens, in each layer."""
+    # Wall-clock and CPU seconds.
     started = time.perf_counter()
     cpu_started = time.process_time()
 
@@ -99,7 +100,7 @@ def _routed(
     argv = ["--trace", trace, "--out", str(out / "view.html"), "--json", str(tables)]
     inspect_view.main(argv)
 
-    # What tracing took is shared out over the numbers.
+    # The time for tracing is divided among the numbers.
     layers = read_json(tables)["sentinels"]
     share = 1 / (2 * len(layers))
     measured = run._replace(
@@ -118,7 +119,7 @@ def _routed(
 
 
 def sentinel_study(layers: list[str], seeds: list[int]) -> Study:
-    """Returns what is asked of models.
+    """Returns a study that compares sentinels with other tokens in each layer.
 
     Args:
         layers: Names of their sparse layers, e.g. `encoder 1`; at the first one is the declared

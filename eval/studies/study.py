@@ -27,8 +27,8 @@ class Sweep(NamedTuple):
     Attributes:
         setting: Name of the setting, e.g. `optim.lr`.
         values: Its values, in the order of the plots.
-        relative: Whether they are factors of the number that each arm has for the setting, so that
-            every arm is swept around a value of its own.
+        relative: Whether the values are factors of each arm's own setting, so that every arm is
+            swept around its own value.
     """
 
     setting: str
@@ -56,14 +56,14 @@ class Measure(NamedTuple):
     """The one number of a run, and of an arm with a seed.
 
     Attributes:
-        metric: Its name in metrics.jsonl, or with `evaluate` that of a metric of the task.
+        metric: Name in metrics.jsonl, or with `evaluate`, the name of a task metric.
         at: `last` or `best` of its values in the run, or the mean of those in the run's
             `last_fifth`.
         better: Whether a `lower` or a `higher` number is better.
         over_sweep: With a sweep: `each` compares the arms at every value; `best` takes the best
             number of all values, `mean` their mean, and `sensitivity` their mean above the best.
         curve: Metric of the curves; the metric itself, when empty.
-        unit: Unit of the number, e.g. nats, beside which differences are printed.
+        unit: Unit of the number, e.g. nats, printed after differences.
 
     Source:
         Small-scale proxies (arXiv:2309.14322) §2.2 for the sensitivity to the learning rate:
@@ -84,14 +84,14 @@ class Measure(NamedTuple):
 
 
 class Contrast(NamedTuple):
-    """Two arms whose difference is asked for.
+    """Two arms to compare.
 
     Attributes:
         arm: Name of the first arm.
         against: Name of the arm that it is compared with.
         expect: What the claim says of the first arm: `better`, `worse` or `equal`.
         margin: Differences within it count as none.
-        at: Value of the sweep; None for all of them, or where there is no sweep.
+        at: Value of the sweep; None for all of them, or without a sweep.
     """
 
     arm: str
@@ -120,11 +120,11 @@ class Study(NamedTuple):
         contrasts: Further ones, whose p-values are corrected together.
         sweep: A setting with several values for every arm.
         evaluate: How a finished run is scored; None where the metric is one of training.
-        has_crossing: Whether it is asked from how many tokens on the primary arm is better.
+        has_crossing: Whether to report after how many tokens the primary arm becomes better.
         plot_over: A setting that is a number in every arm, over which the arms are drawn; those
-            whose names differ by `-NUMBER` alone are one line. Empty for no such figure.
-        cost: What the runs were expected to cost, in words.
-        order: Where the study stands among others: the lowest first.
+            whose names differ by `-NUMBER` alone are one line. Empty for no figure.
+        cost: Expected cost of the runs, in words.
+        order: Position of the study among others: the lowest first.
     """
 
     title: str
@@ -159,7 +159,7 @@ def read_study(path: Path) -> Study:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
-    # A recipe is looked for beside the file that names it.
+    # Recipe paths are relative to the file that names them.
     for settings in (study.settings, *study.arms.values()):
         if "config" in settings:
             settings["config"] = str(path.parent / str(settings["config"]))
@@ -173,7 +173,7 @@ def _check_study(study: Study) -> None:
         is_name = _NAME.fullmatch(name) is not None
         check(is_name, "arms", name, "names of lower-case letters, digits, dots and dashes")
 
-    # Every run has a folder of its own, which its seed names.
+    # Every run has its own folder, named after its seed.
     seeds = study.seeds
     are_seeds = bool(seeds) and len(set(seeds)) == len(seeds) and min(seeds) >= 0
     check(are_seeds, "seeds", seeds, "one or more different numbers of at least 0")
@@ -183,14 +183,14 @@ def _check_study(study: Study) -> None:
     if study.sweep is not None:
         _check_sweep(study, study.sweep)
 
-    # What the arms are drawn over is a number.
+    # The x-axis of the curves must be numeric.
     if study.plot_over:
         for name, settings in study.arms.items():
             value = settings.get(study.plot_over)
             expected = f"a number in arm {name}: plot_over draws the arms over it"
             check(is_kind(value, float), study.plot_over, value, expected)
 
-    # What is compared must be there.
+    # Compared arms and values must exist.
     for contrast in (study.primary, *study.contrasts):
         _check_contrast(study, contrast)
     has_one_number = study.sweep is None or study.measure.over_sweep != "each"
@@ -209,7 +209,7 @@ def check_setting_name(name: str) -> None:
 
 
 def _check_sweep(study: Study, sweep: Sweep) -> None:
-    """Raises unless every value of a sweep gives each run a folder of its own."""
+    """Raises unless every value of a sweep gives each run its own folder."""
     check_setting_name(sweep.setting)
     check(bool(sweep.values), "sweep.values", sweep.values, "at least one value")
     folders: set[str] = set()
@@ -241,7 +241,7 @@ def sweep_folder(sweep: Sweep, value: SettingValue) -> str:
 
 
 def _check_contrast(study: Study, contrast: Contrast) -> None:
-    """Raises unless the arms of a contrast, and its value of the sweep, are those of the study."""
+    """Raises unless the arms of a contrast, and its value of the sweep, belong to the study."""
     for name in (contrast.arm, contrast.against):
         if name not in study.arms:
             known = ", ".join(study.arms)

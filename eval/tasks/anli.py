@@ -1,7 +1,7 @@
 """ANLI: natural language inference that people wrote against models, in three rounds.
 
 Neither T5 nor the paper has a prompt for it. The tasks' own is T5's rule for GLUE; the variants are
-published ones. Labels are in the order of MNLI, and not in that of CB.
+published ones. Labels are in the order of MNLI, not in the order of CB.
 """
 
 from dataclasses import replace

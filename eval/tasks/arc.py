@@ -1,8 +1,8 @@
 """ARC: science questions of American schools for grades 3 to 9, three to five choices each.
 
-Neither T5 nor the paper has a prompt for them. The tasks' own names the choices by letters and asks
-for the letter; the variant is that of UnifiedQA, the model whose ARC scores the paper compares
-with, which asks for the choice's text.
+Neither T5 nor the paper has a prompt for them. The tasks' own prompt labels the choices with
+letters and asks for the letter; the variant uses the prompt of UnifiedQA, whose ARC scores the
+paper compares with, and asks for the choice's text.
 """
 
 from collections.abc import Mapping
@@ -43,9 +43,9 @@ def unifiedqa(row: Row) -> list[Features]:
     """Maps a question with its choices to the text of the right one, all in lower case.
 
     Source:
-        UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; between the parts
-        stand a backslash and an n. Differs: choices keep the order of the row but are lettered
-        anew, since some have digits.
+        UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; the parts are
+        separated by a backslash and an n. Differs: choices keep the order of the row but get new
+        letters, since some have digits.
     """
     right = right_choice(row)
     texts = list(map(str.lower, row["choices"]["text"]))
@@ -63,7 +63,7 @@ def right_choice(row: Row) -> int:
     """Returns the number of the right choice; keys are letters or digits, as the labels are.
 
     Raises:
-        DataError: When the key is no label of a choice, or there are more choices than LETTERS.
+        DataError: When the key is not a label of a choice, or there are more choices than LETTERS.
     """
     labels = row["choices"]["label"]
     num_choices = len(row["choices"]["text"])

@@ -31,7 +31,8 @@ def _all_rows() -> dict[str, list[Row]]:
     """Returns the rows of every split; equal bodies, and equal summaries, occur once."""
     folder = package_folder("stdlib")
 
-    # What is for training only comes last, so that the test split keeps its rows of equal ones.
+    # Training-only rows come last, so that duplicates are removed from them and not from the test
+    # split.
     paths = list(python_files(folder))
     paths.sort(key=lambda path: _is_packaged_apart(path.relative_to(folder)))
 
@@ -50,8 +51,8 @@ def _all_rows() -> dict[str, list[Row]]:
 def _rows_of_file(path: Path, file: str) -> Iterator[Row]:
     """Yields the rows of a source file.
 
-    A docstring gives one when it has a summary line, a blank line and a longer body, as PEP 257
-    asks for.
+    A docstring gives an example if it has a summary line, a blank line and a longer body, as PEP
+    257 asks for.
     """
     for number, docstring in enumerate(docstrings(path), start=1):
         first_line, _, rest = docstring.partition("\n")

@@ -27,9 +27,9 @@ MIN_WORDS = 4
 class Topic(NamedTuple):
     """A part of the standard library: names of modules, divided into the three splits.
 
-    A package stands for all modules in it that have no place of their own. A module that a version
-    of Python lacks has no rows. What some distributions package apart, such as distutils, is for
-    training only, so that the test split is the same without it.
+    A package covers all its modules that are not listed separately. A module that a version
+    of Python lacks has no rows. Modules that some distributions package separately, such as
+    distutils, are used for training only, so that the test split does not depend on them.
     """
 
     train: str
@@ -153,7 +153,7 @@ TOPICS = {
 
 
 class _Place(NamedTuple):
-    """Where the rows of a module belong."""
+    """Split and topic of a module's rows."""
 
     topic: str
     split: str
@@ -232,7 +232,7 @@ def _rows_of_file(path: Path, relative: Path, topic: str) -> Iterator[Row]:
 
 
 def _module_words(module: str) -> re.Pattern[str]:
-    """Returns what finds the words of a module's name in a text, with and without underscores."""
+    """Returns a pattern that matches the words of a module's name in a text, with and without underscores."""
     names = {re.escape(name.strip("_")) for name in module.split(".")}
     pattern = "|".join(sorted(names, key=len, reverse=True))
     return re.compile(rf"(?<!\w)_*(?:{pattern})(?!\w)", re.IGNORECASE)

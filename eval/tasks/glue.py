@@ -1,8 +1,8 @@
 """GLUE: nine tasks, and the diagnostic of MNLI.
 
 Prompts, targets and scoring are T5's. Labels of the test splits are hidden: scores are those of the
-validation split; a test split gives a file for the benchmark's site. Of MRPC the hub's copy has
-them, since they were published before; there both come out.
+validation split; a test split gives a file for the benchmark's site. The hub's copy of MRPC has
+them, since they were published before; both are then written.
 """
 
 from collections.abc import Sequence
@@ -149,7 +149,7 @@ _register(
 
 
 def _stsb(row: Row) -> list[Features]:
-    """Returns T5's example; where the label is hidden, T5 has it as a similarity of -1.0."""
+    """Returns T5's example; if the label is hidden, T5 uses a similarity of -1.0."""
     examples = preprocess.stsb(row)
     for features in examples:
         if row["label"] == HIDDEN_LABEL:

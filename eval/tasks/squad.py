@@ -1,11 +1,11 @@
 """SQuAD 1.1 and 2.0: questions about a paragraph of Wikipedia.
 
-Those of 2.0 may have no answer in it. Prompts and answers are T5's: punctuation is padded with
-spaces on both sides, and normalisation takes it away again. T5 has no task for SQuAD 2.0. Its
-prompt is kept; a question without an answer has the target `unanswerable`, the word of FLAN's
-prompts, since with an empty target a model that says nothing at all, for whatever reason, would
-look right on half of the questions. Scoring is that of the official script: `unanswerable` is the
-empty answer, and so is what normalisation leaves nothing of; of a question without answers the
+Questions of 2.0 may be unanswerable from the passage. Prompts and answers are T5's: punctuation is
+padded with spaces on both sides, and normalisation takes it away again. T5 has no task for SQuAD
+2.0. Its prompt is kept; a question without an answer has the target `unanswerable`, the word of
+FLAN's prompts, since with an empty target a model that says nothing at all, for whatever reason,
+would look right on half of the questions. Scoring is that of the official script: `unanswerable` is
+the empty answer, and so is what normalisation leaves nothing of; of a question without answers the
 empty answer is right (exact match and F1 of 100) and any other is wrong (0).
 """
 
@@ -42,7 +42,7 @@ def answer_or_none(text: str, fields: Features, is_target: bool) -> str | list[s
 
 
 def _f1(targets: Values, answers: Values) -> NDArray[np.float64]:
-    """Returns <float64>[N] SQuAD's F1, which is 100 where no answer is wanted and none is given."""
+    """Returns <float64>[N] SQuAD's F1, which is 100 if no answer is expected and none is given."""
     is_rightly_empty: list[bool] = []
     for target, answer in zip(targets, answers, strict=True):
         is_rightly_empty.append(target == [""] and not normalize_squad(answer))

@@ -1,6 +1,7 @@
 """SuperGLUE: eight tasks, two diagnostics, and definite pronoun resolution.
 
-T5 trains on the last beside WSC. Prompts, targets and scoring are T5's. Labels of the test splits
+T5 trains on the last in addition to WSC. Prompts, targets and scoring are T5's. Labels of the test
+splits
 are hidden: scores are those of the validation split, as in the paper's Table 10; a test split gives
 a file for the leaderboard.
 """
@@ -233,8 +234,8 @@ register_task(
 )
 
 
-# ---------------------------------------------------------------------------
-# WSC and definite pronoun resolution: the noun that a pronoun stands for
+# --------------------------------------------------------------------------- WSC and definite
+# pronoun resolution: the noun that a pronoun refers to
 
 
 def _wsc_train(row: Row) -> list[Features]:

@@ -1,7 +1,7 @@
 """English to German, French and Romanian: T5's tasks of WMT.
 
-The headline is BLEU as T5 computes it, with the tokenizer `intl`; beside it stand BLEU with `13a`,
-as WMT reports it, and chrF. Answers are searched with the beams that T5 reports.
+The headline is BLEU as T5 computes it, with the tokenizer `intl`; it is reported with BLEU with
+`13a`, as WMT reports it, and chrF. Answers are searched with the beams that T5 reports.
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,8 @@
 
 There are five sizes of training data and a debiased one. Neither T5 nor the paper has a prompt for
 it. The tasks' own is T5's rule for GLUE; the variants of the largest size are published ones.
-GPT-3's partial scoring is none of them: there the choices differ in what the model reads, and
-`rank` compares what it writes.
+GPT-3's partial scoring is not supported: its choices differ in the model's input, and `rank`
+compares outputs.
 """
 
 from dataclasses import replace
@@ -36,8 +36,8 @@ def unifiedqa(row: Row) -> list[Features]:
     """Maps sentence and options to the text of one, all in lower case.
 
     Source:
-        UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; between the parts
-        stand a backslash and an n. Differs: no.
+        UnifiedQA (github.com/allenai/unifiedqa) encode_datasets.py and tasks.py; the parts are
+        separated by a backslash and an n. Differs: no.
     """
     choices = (row["option1"].lower(), row["option2"].lower())
     inputs = f"{row['sentence']} \\n (A) {row['option1']} (B) {row['option2']}".lower()

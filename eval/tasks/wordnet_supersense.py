@@ -27,7 +27,7 @@ _TOO_SMALL = {"noun.Tops", "noun.motive", "verb.weather"}
 
 
 def _supersenses() -> dict[str, str]:
-    """Returns the classes with more than 200 synsets, in words, by lexicographer file."""
+    """Returns the classes with more than 200 synsets, as readable names, by lexicographer file."""
     words: dict[str, str] = {}
     for file in LEXICOGRAPHER_FILES:
         part_of_speech, _, name = file.partition(".")

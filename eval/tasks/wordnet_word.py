@@ -1,9 +1,10 @@
-"""WordNet definition -> the word, without a text to look it up in: what a model knows of its text.
+"""WordNet definition -> the word, without a text to look it up in: it tests knowledge from
+pre-training.
 
-Fine-tuned on some words and tested on others, a model can have an answer from nowhere but
-pre-training, whose text has the definitions with their words. The four words of a question stand in
-three questions more, once as the answer of each: any fixed order of words is right in one of four.
-Some words are likely whatever is asked; `matching` (eval/scores/matching.py) leaves that out.
+A model is fine-tuned on some words and tested on others, so it can know an answer only from
+pre-training, whose text has the definitions with their words. The four words of a question occur in
+three more questions, each word once as the answer: any fixed order of words is right in one of
+four. Some words are likely for any question; `matching` (eval/scores/matching.py) leaves that out.
 """
 
 from collections import Counter, defaultdict
@@ -38,7 +39,7 @@ def _all_rows() -> dict[str, list[Row]]:
     """Returns the rows of every split; a word is in one split alone, with one definition."""
     synsets_by_kind: dict[tuple[str, str, bool], list[Synset]] = defaultdict(list)
     for synset in _asked_synsets(read_synsets(find_wordnet())):
-        # The words to choose from are of one kind, so that the kind tells nothing.
+        # All choices have the same part of speech, so that it gives nothing away.
         word = synset.words[0]
         split = split_by_hash(f"{_SPLIT_SALT}/{word.lower()}", test=0.055, validation=0.015)
         synsets_by_kind[split, synset.lexicographer, word[0].isupper()].append(synset)
@@ -78,7 +79,7 @@ def _order(synset: Synset) -> float:
 
 
 def _shares_letters(word: str, definition: str) -> bool:
-    """Returns whether four letters in a row of the word stand in a word of the definition too."""
+    """Returns whether four consecutive letters of the word also occur in a word of the definition."""
     letters_of_word = word.lower()
     last = max(1, len(letters_of_word) - _RUN + 1)
     text = definition.lower()

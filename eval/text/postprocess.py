@@ -28,7 +28,7 @@ def lower_text(text: str, fields: Features, is_target: bool) -> str:
 def label_index(labels: Sequence[str], default: int = -1) -> Callable[[str, Features, bool], int]:
     """Returns a postprocessor: the number of the label that equals the text, else `default`.
 
-    Of equal labels the first counts.
+    If labels are equal, the first counts.
 
     Source:
         T5 `string_label_to_class_id`. Differs: no.

@@ -150,8 +150,8 @@ def glue(
 def glue_task(name: str) -> Preprocess:
     """Returns T5's preprocessor of a task of GLUE or SuperGLUE by its name in LABELS.
 
-    The diagnostics are asked as the task that they diagnose: `ax` as `mnli`, `axb` and `axg` as
-    `rte`.
+    The diagnostics use the prompt of the task that they diagnose: `ax` as `mnli`, `axb` and `axg`
+    as `rte`.
 
     Source:
         T5 `get_glue_text_preprocessor` and, for `axb`, `register_super_glue`. Differs: no.
@@ -161,7 +161,7 @@ def glue_task(name: str) -> Preprocess:
     if name != "axb":
         return preprocess
 
-    # Its columns are not called as those of rte.
+    # Its columns have different names from those of rte.
     def preprocess_axb(row: Row) -> list[Features]:
         return preprocess(
             {
@@ -211,8 +211,7 @@ def stsb(row: Row) -> list[Features]:
 def record(row: Row) -> list[Features]:
     """Maps a query to each of its answers; without any, to a hidden target.
 
-    Entities stand in the order of the row. T5's copy of the data has them sorted; that of the hub
-    has not.
+    Entities keep the order of the row. T5's copy of the data sorts them; the hub's does not.
 
     Source:
         T5 `record`. Differs: no.
@@ -268,7 +267,8 @@ def translate(source: str, target: str) -> Preprocess:
         ConfigError: When a language is not known.
 
     Source:
-        T5 `translate`. Differs: knows 44 languages; T5 asks babel for the English name of any.
+        T5 `translate`. Differs: knows 44 languages; T5 uses babel to get the English name of any
+        language.
     """
     prompt = f"translate {_language_name(source)} to {_language_name(target)}: "
 

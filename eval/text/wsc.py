@@ -1,4 +1,4 @@
-"""From a row of Winograd schemas to `inputs` and `targets`: which noun a marked pronoun stands for.
+"""From a row of Winograd schemas to `inputs` and `targets`: which noun a marked pronoun refers to.
 
 Source: T5 `t5/data/preprocessors.py` (google-research/text-to-text-transfer-transformer at
 e081111).
@@ -26,7 +26,7 @@ def wsc_simple(row: Row, *, correct_referent_only: bool = False) -> list[Feature
 
     Args:
         row: A row of wsc.fixed.
-        correct_referent_only: For training: nothing is made of a row whose candidate is wrong.
+        correct_referent_only: For training: rows whose candidate is wrong are skipped.
 
     Raises:
         DataError: When the index of the candidate is past the end, or that of the pronoun does not

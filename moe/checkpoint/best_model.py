@@ -29,10 +29,10 @@ DevEvaluation = Callable[[Path, Path], dict[str, float]]
 
 @dataclass(frozen=True)
 class DevScores:
-    """The dev scores of one model of a run; a file scores.json holds them.
+    """The dev scores of one model of a run; stored in scores.json.
 
     Attributes:
-        step: Updates behind the model.
+        step: Number of updates of the model.
         scores: Scores in 0..100 by `TASK/METRIC`, and their `mean`.
     """
 
@@ -65,14 +65,14 @@ def score_model(
 
     Args:
         folder: Folder of the run.
-        step: Updates behind the model.
+        step: Number of updates of the model.
         export: Writes the model to a folder; called by every rank, or none.
-        evaluate: Scores it; not called again for a step whose scores are there.
+        evaluate: Scores it; not called again for a step that has scores.
     """
     candidate = folder / DEV_FOLDER / "model"
     scores_file = folder / DEV_FOLDER / f"step_{step:08d}" / SCORES_FILE
 
-    # Remains of a model from a killed run would be mixed with the next.
+    # Leftovers of a model from a killed run would be mixed with the next.
     broadcast_from_rank_zero(lambda: _remove_model(candidate))
 
     earlier = broadcast_from_rank_zero(lambda: _read_scores(scores_file, step))
@@ -98,7 +98,8 @@ def score_model(
 def remove_scores(folder: Path) -> None:
     """Removes scores and best model of a run that starts at its first step.
 
-    They are of other settings, or will be recomputed. Answers stay: each file names its model.
+    They belong to other settings, or will be recomputed. Answers are kept: each file names its
+    model.
     """
     for path in (folder / DEV_FOLDER).glob(f"step_*/{SCORES_FILE}"):
         path.unlink()
@@ -122,7 +123,7 @@ def best_and_last(folder: Path) -> tuple[DevScores, DevScores]:
             f"{folder / DEV_FOLDER} holds no {SCORES_FILE}, so there is no summary of this run. Restore the folder, or "
             "train again with another --out."
         )
-    # The first of equal means, as in `score_model`.
+    # Ties go to the first, as in `score_model`.
     best = max(scores_by_step, key=lambda scores: scores.mean)
     return best, scores_by_step[-1]
 

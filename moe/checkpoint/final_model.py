@@ -62,11 +62,11 @@ def export_model(
     """Writes model and tokenizer to a folder; every rank must call it.
 
     Args:
-        model: Whole, or sharded by `shard_model`.
-        layouts: Where each parameter lies.
+        model: Whole model, or sharded by `shard_model`.
+        layouts: Layout of each parameter.
         mesh: Mesh that the model is sharded over; None for one process.
-        folder: Folder on a file system that all ranks see.
-        tokenizer: Saved beside the model.
+        folder: Folder on a file system that all ranks share.
+        tokenizer: Saved next to the model.
 
     Raises:
         DataError: When something else is there.

@@ -21,7 +21,7 @@ from moe.checkpoint.integrity import INDEX_FILE
 from moe.errors import CheckpointError
 from moe.opening import open_to_read
 
-# Names in the index of a real checkpoint. BytesStorageMetadata is left out on purpose: torch would
+# Names in the index of a real checkpoint. BytesStorageMetadata is deliberately omitted: torch would
 # unpickle such entries.
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ADMITTED = {
@@ -44,7 +44,7 @@ class _ForbiddenNameError(Exception):
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Reads the index of a checkpoint, and refuses any other name before importing it.
+    """Reads the index of a checkpoint; rejects any other name before importing it.
 
     It uses the Python implementation: for a damaged position of a value, the one in C allocates so
     much memory that the system kills the process.
@@ -95,7 +95,7 @@ def read_index(path: Path) -> Metadata:
         with open(file, "rb", opener=open_to_read) as stream:
             index: Metadata = _IndexUnpickler(stream).load()
 
-        # Tensors have shapes, and each piece of one lies in a file of this checkpoint, as it is.
+        # Tensors have shapes, and each piece of a tensor is in a file of this checkpoint.
         for name, entry in index.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise ValueError(f"{name} is no tensor")
@@ -107,13 +107,14 @@ def read_index(path: Path) -> Metadata:
             _require_counts(name, (location.offset, location.length))
     except _ForbiddenNameError as error:
         raise CheckpointError(
-            f"{file} names {error}, which no index of a checkpoint does: it may have been made to run code, and "
-            "nothing of it was run. Do not use this checkpoint unless you know who wrote it; go on from another one."
+            f"{file} names {error}, which never occurs in the index of a checkpoint: the file may have been made to "
+            "run code. Nothing was executed. Do not use this checkpoint unless you know who wrote it; resume from "
+            "another one."
         ) from error
     except Exception as error:
         raise CheckpointError(
-            f"{path} has no index of its shards ({INDEX_FILE}: {type(error).__name__}: {error}): it is torn. "
-            "Resume from another checkpoint, or start a new run."
+            f"{path} has no index of its shards ({INDEX_FILE}: {type(error).__name__}: {error}): the checkpoint is "
+            "incomplete. Resume from another checkpoint, or start a new run."
         ) from error
     return index
 

@@ -99,7 +99,7 @@ def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, 
 
     Args:
         folder: Folder of the checkpoints; may be absent.
-        advice: What the user can do when all are damaged.
+        advice: Advice for the user if all are damaged.
 
     Returns:
         The checkpoint, or None if there are none at all; the damage of each newer one.
@@ -107,7 +107,7 @@ def newest_whole_checkpoint(folder: Path, *, advice: str) -> tuple[Path | None, 
     Raises:
         CheckpointError: When there are checkpoints and all are damaged; lists them.
     """
-    # The newest first, until one is whole.
+    # Newest first, until one is complete.
     damaged: dict[Path, Damage] = {}
     for path in reversed(broadcast_from_rank_zero(lambda: checkpoint_folders(folder))):
         damage = first_damage(path)

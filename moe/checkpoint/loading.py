@@ -48,7 +48,7 @@ def load_complete(
     begins_anew: Callable[[str], bool] = _no_tensor,
     **options: Any,
 ) -> Any:
-    """Returns the model of a folder, all of whose weights fit.
+    """Returns the model of a folder, checking that all weights match.
 
     `from_pretrained` alone initialises missing weights at random and skips unknown ones, with a
     warning: right for a new head, wrong for training or measuring a saved model.
@@ -76,8 +76,8 @@ def load_complete(
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"The weights in {folder} cannot be read: a .bin file holds more than tensors, which "
-            "could run code, or is torn. Give a folder with .safetensors files."
+            f"The weights in {folder} cannot be read: a .bin file holds more than tensors, which could run code, or "
+            "is incomplete. Give a folder with .safetensors files."
         ) from error
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
@@ -121,8 +121,8 @@ def load_model_on_mesh(
     model_type = check_model_folder(folder)
     if model_type != STMoEConfig.model_type:
         raise CheckpointError(
-            f"{folder} holds a model of type {model_type!r}, and ranks read only {STMoEConfig.model_type!r}. Convert "
-            f"it first: stmoe convert --from {folder} --to OUT."
+            f"{folder} holds a model of type {model_type!r}, but on a mesh only "
+            f"{STMoEConfig.model_type!r} can be loaded. Convert it first: stmoe convert --from {folder} --to OUT."
         )
     config = config or STMoEConfig.from_pretrained(folder)
     check_weights_together(Path(folder))
@@ -159,7 +159,7 @@ def load_model_on_mesh(
 def describe_shape_misfits(
     stored: Mapping[str, Iterable[int]], expected: Mapping[str, Tensor]
 ) -> str:
-    """Returns which stored tensors do not fit a model; an empty text if all fit.
+    """Returns which stored tensors do not match a model; empty if all match.
 
     Args:
         stored: Shapes of the stored tensors, by name.
@@ -255,7 +255,7 @@ def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _float_dtype(config: STMoEConfig, saved: dict[str, Any]) -> torch.dtype:
-    """Returns the dtype of floating-point weights: that of the config, or else of the files."""
+    """Returns the dtype of floating-point weights: the config's, or else the files'."""
     if config.dtype is not None:
         return getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
     for piece in saved.values():

@@ -29,12 +29,12 @@ def load_optimizer_state(
 ) -> None:
     """Loads the final optimizer state of an earlier run, for the parameters that train.
 
-    This includes Adafactor's count of steps: with a count of 0 it would forget its moments in one
+    This includes Adafactor's count of steps: with a count of 0 it would discard its moments in one
     step.
 
     Args:
         folder: Checkpoints of that run.
-        model: With the weights that the run ended with, on any mesh; every rank must call it.
+        model: Model with the run's final weights, on any mesh; every rank must call it.
         optimizer: Optimizer of the parameters that train.
         layouts: Layout of each parameter.
         name: Name of the optimizer, as in a recipe.
@@ -51,7 +51,7 @@ def load_optimizer_state(
     path, _ = newest_whole_checkpoint(folder, advice=advice)
     if path is None:
         raise CheckpointError(
-            f"{folder} holds no checkpoint whose optimizer state could be kept. Give the model/ folder of a run that "
+            f"{folder} has no checkpoint whose optimizer state could be kept. Give the model/ folder of a run that "
             f"still has its checkpoints beside it, {_ADVICE}"
         )
     _check_settings(path, name)
@@ -82,7 +82,7 @@ def _check_settings(path: Path, name: str) -> None:
     steps = state.recipe["training"]["steps"]
     if steps != state.step:
         raise CheckpointError(
-            f"{path} is not of the last step, {steps}, as the model is. Finish that run, {_ADVICE}"
+            f"{path} is not from the last step, {steps}, but the model is. Finish that run, {_ADVICE}"
         )
     earlier_name = state.recipe["optim"]["optimizer"]
     if earlier_name != name:

@@ -38,7 +38,7 @@ class RunState(NamedTuple):
 
 
 class StateFile(NamedTuple):
-    """The content of state.json: the state of a run, and of the files beside it.
+    """The content of state.json: the state of a run, and the sizes of the files next to it.
 
     Attributes:
         step: See `RunState`.
@@ -95,7 +95,7 @@ def load_state(path: Path) -> RunState:
 def check_same_run(
     path: Path, saved: RunState, current: RunState, changeable: frozenset[str]
 ) -> None:
-    """Refuses to continue with other data or settings than those of a checkpoint.
+    """Raises if the data or settings differ from those of a checkpoint.
 
     Args:
         path: The checkpoint, for the message.
@@ -121,7 +121,7 @@ def check_same_run(
             "run, or start a new one with another --out."
         )
 
-    # Data: the fingerprint is of every token.
+    # Data: the fingerprint covers every token.
     if saved.fingerprint != current.fingerprint:
         raise CheckpointError(
             f"{path} belongs to a run on other data (fingerprint {shown(saved.fingerprint)}, now "

@@ -54,8 +54,8 @@ class WeightsFile(NamedTuple):
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and persistent buffers <any>[...] of this rank by name.
 
-    Tied ones appear once, under their first name. FSDP frees what it has gathered, so that each is
-    the shard that the optimizer knows.
+    Tied ones appear once, under their first name. FSDP frees what it has gathered, so that each
+    parameter is again the shard that the optimizer holds.
     """
     state = model.state_dict()
     first_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
@@ -97,7 +97,7 @@ def write_model(
     Args:
         model: Whole, or sharded by `shard_model`.
         layouts: Layout of each parameter.
-        folder: An existing folder on a file system that all ranks see: they write into the same
+        folder: An existing folder on a file system shared by all ranks, which write into the same
             files.
         mesh: Mesh over which the model is sharded; None for one process.
         max_shard_size: Bytes of a file, see `save_pretrained`.
@@ -201,7 +201,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def plan_file(name: str, tensors: Mapping[str, Tensor]) -> WeightsFile:
-    """Returns the layout of a safetensors file, the same as that of the library safetensors.
+    """Returns the layout of a safetensors file, identical to that of the safetensors library.
 
     Args:
         name: Name of the file.
@@ -313,7 +313,7 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 def _write_config(model: STMoEForConditionalGeneration, folder: Path) -> None:
     """Writes config.json, generation_config.json and the model card as `save_pretrained` does."""
-    # As `save_pretrained` does: the dtype of the weights, and the class that has them.
+    # Same as `save_pretrained`: the dtype of the weights, and the model's class.
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [STMoEForConditionalGeneration.__name__]
     model.config.save_pretrained(folder)

@@ -1,7 +1,8 @@
-"""The train state of a checkpoint: tensors of model and optimizer, by names alike on every mesh.
+"""The train state of a checkpoint: tensors of model and optimizer, with the same names on every
+mesh.
 
 Parameters and buffers have their own names, the optimizer's state has `optimizer/NAME/KEY`. Gate and
-up are apart, as on a mesh; see Layout. DTensors tell which part of a tensor a rank has.
+up are apart, as on a mesh; see Layout. DTensors determine the part of a tensor on a rank.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ _ROW_STATE = "v_row"
 
 
 def model_tensors(model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
-    """Returns parameters and buffers <any>[...] by name, gate and up apart, in the model's memory."""
+    """Returns parameters and buffers <any>[...] by name, gate and up separate, in the model's memory."""
     tensors = {}
     for name, tensor in stored_tensors(model).items():
         if name in layouts:
@@ -36,13 +37,13 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Returns the optimizer's state <any>[...] as `optimizer/NAME/KEY`; numbers as <any>[].
 
-    Call `model_tensors` first: only then are the parameters those that the optimizer knows.
+    Call `model_tensors` first: only then are the parameters the ones that the optimizer holds.
     """
     tensors = {}
     for name, parameter in model.named_parameters():
         shape = layouts[name].shape
         for key, value in optimizer.state.get(parameter, {}).items():
-            # Second moments have the shape of the parameter, or that of its rows or columns.
+            # Second moments have the shape of the parameter, or of its rows or columns.
             if not isinstance(value, Tensor):
                 value = torch.tensor(value)
             elif value.shape == parameter.shape:
@@ -65,7 +66,8 @@ def parameter_of(key: str) -> str:
 def fresh_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]
 ) -> Iterator[None]:
-    """Gives the optimizer state for exactly the named parameters, as a target for loading.
+    """Ensures that the optimizer has state for exactly the named parameters, as a target for
+    loading.
 
     Missing state is created by a step with zero gradients at rate zero, which works for every
     optimizer and changes no weight. After an error in the block the earlier state is restored.
@@ -84,7 +86,7 @@ def fresh_state(
     if without_state:
         _take_empty_step(optimizer, without_state)
 
-    # Parameters that have state and should have none.
+    # Parameters with unexpected state.
     for name, parameter in parameters.items():
         if name not in names:
             optimizer.state.pop(parameter, None)

@@ -56,7 +56,7 @@ class CheckpointWriter:
     """Writes checkpoints below a folder, one at a time, and keeps the newest.
 
     If any rank is killed at any moment, or the disk is full, earlier checkpoints stay unchanged.
-    Every rank must enter, save and wait alike; all of them must see `folder`.
+    Every rank must enter, save and wait alike; `folder` must be shared by all of them.
 
     Example:
         with CheckpointWriter(folder, keep=2) as writer:
@@ -91,7 +91,7 @@ class CheckpointWriter:
 
         After an error in the block, errors of the checkpoint are suppressed.
         """
-        # The group of the background threads ends in any case.
+        # The background threads' group is always destroyed.
         try:
             if kind is None:
                 self.wait()
@@ -117,7 +117,7 @@ class CheckpointWriter:
 
         Raises:
             DataError: When the path of the checkpoint holds something else.
-            Others: Those of `wait`, for the previous save.
+            Others: As for `wait`, about the previous save.
         """
         self.wait()
 
@@ -255,7 +255,7 @@ class _Writer(FileSystemWriter):
                 digests[file.name] = sha256_of(file)
         write_sums(self._partial, digests)
 
-        # Everything is on the disk before the checkpoint gets its name.
+        # Everything is flushed to disk before the checkpoint gets its name.
         for path in (self._partial / STATE_FILE, self._partial / SUMS_FILE, self._partial):
             _flush(path)
         self._save.folder_context.close()
@@ -291,7 +291,7 @@ def load_checkpoint(
     """
     if not verified and (damage := first_damage(path)) is not None:
         raise CheckpointError(
-            f"{path} is damaged: {damage}. Go on from another checkpoint, or restore it from a copy."
+            f"{path} is damaged: {damage}. Resume from another checkpoint, or restore it from a copy."
         )
 
     saved_weights: dict[str, tuple[int, ...]] = {}
@@ -356,9 +356,9 @@ def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
     """Removes checkpoints, whole or damaged, that are older than the newest `keep` whole ones.
 
     Args:
-        newest: The checkpoint just written; those of later steps are left alone.
+        newest: The checkpoint just written; those of later steps are kept.
         keep: Number of whole checkpoints that are kept.
-        damaged: Checkpoints that do not count as whole.
+        damaged: Checkpoints that do not count as complete.
     """
     checkpoints: list[Path] = []
     whole: list[Path] = []
@@ -371,7 +371,7 @@ def _remove_old(newest: Path, keep: int, damaged: set[Path]) -> None:
     if len(whole) < keep:
         return
 
-    # Of a damaged one, only files of a checkpoint are removed.
+    # From a damaged checkpoint, only files that belong to checkpoints are removed.
     oldest_kept = whole[-keep]
     for path in checkpoints[: checkpoints.index(oldest_kept)]:
         if path in whole or holds_only_checkpoint_files(path):

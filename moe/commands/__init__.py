@@ -1,1 +1,1 @@
-"""The verbs of the console command `stmoe`, one file each; all of them need the wheel alone."""
+"""The verbs of the console command `stmoe`, one file each; all of them need only the wheel."""

@@ -22,11 +22,11 @@ from moe.files import check_replaceable, output_path
 
 
 class UnseenTask(NamedTuple):
-    """Examples of a task that must not be trained on.
+    """Examples of a task that must be excluded from training.
 
     Attributes:
         name: Name of the task.
-        sources: Sources of the documents behind its validation and test examples.
+        sources: Sources of the documents used for its validation and test examples.
         inputs: Inputs of these examples, by split.
     """
 
@@ -67,7 +67,7 @@ def build_parser(*, in_repository: bool) -> Parser:
         "--data", type=path, nargs="+", help="your .txt, .md, .rst or .jsonl files, or folders"
     )
 
-    # What is held out, and what is left out.
+    # Documents that are held out, and documents that are left out.
     parser.add_argument(
         "--held-out",
         type=real(above=0, below=1),
@@ -152,7 +152,7 @@ def main(argv: list[str], readers: RepositoryReaders | None = None) -> None:
         unseen_inputs=unseen_inputs,
     )
 
-    # Check the finished text for what should be left out.
+    # Check the finished text for content that should be left out.
     overlaps = split_overlaps(corpus, tasks)
     save_corpus(corpus, out, overlaps)
 
@@ -208,7 +208,8 @@ def overlap_table(overlaps: Sequence[SplitOverlap]) -> str:
 def read_sources(options: argparse.Namespace, readers: RepositoryReaders | None) -> list[Document]:
     """Returns the documents of all given sources.
 
-    The first of equal paragraphs is kept, so the order decides which source it counts for.
+    The first of equal paragraphs is kept, so the order determines the source that it is counted
+    for.
     """
     documents: list[Document] = []
     if readers is not None:

@@ -20,7 +20,7 @@ OTHER_OPTIONS = ("self", "source", "folder", "form", "format", "dtype", "max_sha
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe convert", description="Converts a checkpoint.")
     parser.add_argument(
         "--from",
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     options = build_parser().parse_args(argv)
     fields = read_fields(options.set)
 
-    # Without a target, the report is all that is asked for.
+    # Without a target, only the report is printed.
     if options.to is None:
         print(conversion_report(options.source, **fields))
         return
@@ -81,7 +81,7 @@ def read_fields(texts: list[str]) -> dict[str, object]:
     """Returns values by field name of texts FIELD=JSON; a value that is not JSON is a string.
 
     Raises:
-        ConfigError: When one has no value, is given twice, or is an option of its own.
+        ConfigError: When one has no value, is given twice, or has its own option.
     """
     fields: dict[str, object] = {}
     for text in texts:
@@ -92,11 +92,11 @@ def read_fields(texts: list[str]) -> dict[str, object]:
             )
         if name in OTHER_OPTIONS:
             raise ConfigError(
-                f"--set {shown(text)}: {name} is no field of STMoEConfig. "
+                f"--set {shown(text)}: {name} is not a field of STMoEConfig. "
                 "Give it as an option of its own."
             )
         if name in fields:
-            raise ConfigError(f"--set gives {name} twice. Leave one away.")
+            raise ConfigError(f"--set gives {name} twice. Remove one of them.")
 
         try:
             fields[name] = parse_json(value, where=f"--set {name}")

@@ -4,7 +4,7 @@
     stmoe finetune --config st_moe_base_superglue [--resume]
 
 Each line of `pairs.jsonl` is an object {"inputs": ..., "targets": ...}. A tenth of the pairs, or
-those of `--dev`, are held out and scored during training; the best model is kept. With several
+the pairs of `--dev`, are held out and scored during training; the best model is kept. With several
 seeds (`--seeds 0 1 2`) there is one run for each, and a summary of their scores.
 """
 
@@ -84,7 +84,7 @@ def build_run(
     mixture = recipe.mixture
     training = recipe.training
 
-    # The training pairs that this run may see.
+    # The training pairs of this run.
     train_pairs = {}
     for name, pairs in data.train.items():
         chosen = choose_examples(pairs, mixture.train_examples, recipe.seed)
@@ -216,7 +216,7 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
     if not dev:
         world.print_on_rank_zero(f"{len(train):,} pairs, none held out: the run has no dev scores.")
 
-    # Pairs that would be answered from memory.
+    # Pairs that the model could answer from memory.
     num_shared = num_shared_inputs(train, dev)
     if num_shared:
         warn_on_rank_zero(
@@ -229,7 +229,7 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
             f"{num_empty:,} of {len(train):,} targets are empty: the model learns to answer nothing."
         )
 
-    # Those that are answered at every evaluation.
+    # Dev pairs that are answered at every evaluation.
     texts = {"pairs": [pair.texts for pair in train]}
     dev_texts = [pair.texts for pair in dev]
     scored = choose_examples(dev, recipe.mixture.dev_examples, seed=0)
@@ -267,7 +267,7 @@ def split_pairs(arguments: Namespace) -> tuple[list[Pair], list[Pair]]:
 
 
 def best_sentence(folder: Path) -> str:
-    """Returns where the best model of a run is, and its dev scores and those of the last."""
+    """Returns the path of a run's best model, its dev scores, and the dev scores of the last model."""
     best, last = best_and_last(folder)
     return (
         f"Best on dev: step {best.step:,} with {format_scores(best.scores)}, in "
@@ -284,9 +284,10 @@ def with_recipe_for_pairs(argv: list[str]) -> list[str]:
 
 
 def check_seeds_alone(mesh: MeshConfig, seeds: list[int] | None) -> None:
-    """Refuses several seeds with replica groups that may be lost.
+    """Raises for several seeds with replica groups that may be lost.
 
-    The runs follow each other, and a group that rejoins could be in another run than the rest.
+    The runs follow each other, and a group that rejoins could be in a different run than the
+    others.
     """
     if seeds is not None and mesh.on_lost_replica is not None:
         raise ConfigError(
@@ -316,7 +317,7 @@ def main(
             )
         recipe = choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
 
-        # Refuse what can be refused before any data are read.
+        # Reject invalid options before reading any data.
         pretrained = arguments.pretrained
         out = output_path(arguments.out, inputs=[pretrained, arguments.train])
         check_kind(out, "training run" if arguments.seeds is None else JOB)

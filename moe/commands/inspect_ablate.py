@@ -30,7 +30,7 @@ from moe.tracing.trace_file import read_trace
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect ablate", description="Ablates experts one by one.")
     add_trace(parser)
     parser.add_argument("--model", type=path, help="folder of the model (that of the trace)")

@@ -1,4 +1,4 @@
-r"""stmoe inspect compare: the routing of two models on the same text, and what it costs.
+r"""stmoe inspect compare: the routing of two models on the same text, and its effect on the loss.
 
 stmoe inspect compare --trace runs/trace --model runs/finetune/model --out runs/compare.html
 """
@@ -25,7 +25,7 @@ LOSS_HEADER = ["", "nats", "95 % interval"]
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect compare", description="Compares the routing of two models.")
     add_trace(parser)
     parser.add_argument(
@@ -99,7 +99,7 @@ def numbers_in_first(matching: ExpertMatching) -> list[int]:
 def agreement_table(
     first: Trace, second: Trace, matchings: Mapping[LayerKey, ExpertMatching]
 ) -> str:
-    """Returns how far the routing of two models agrees, layer by layer, as text."""
+    """Returns the agreement of the routing of two models, layer by layer, as text."""
     rows = []
     for layer, other in zip(first.layers, second.layers, strict=True):
         num_experts = layer.facts.num_experts

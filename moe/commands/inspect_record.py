@@ -26,7 +26,7 @@ from moe.tracing.trace_file import TENSORS_FILE, read_trace, record_to_folder
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect record", description="Records the routing of a text.")
     parser.add_argument(
         "--model", type=path, required=True, help="folder of a model with its tokenizer"
@@ -51,7 +51,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     """
     options = build_parser().parse_args(argv)
 
-    # Refuse what can be refused before the model is loaded.
+    # Reject invalid options before loading the model.
     check_noise_density(options)
     inputs = [options.model, options.corpus, options.pairs]
     out = output_path(options.out, inputs=inputs)

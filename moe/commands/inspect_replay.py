@@ -16,7 +16,7 @@ HEADER = ["routing", "mean loss (nats)", "target tokens"]
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect replay", description="Replays the routing of a trace.")
     add_trace(parser)
     parser.add_argument(
@@ -33,13 +33,13 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> None:
-    """Prints the loss with the model's own routing and with that of the trace."""
+    """Prints the loss with the model's own routing and with the trace's routing."""
     options = build_parser().parse_args(argv)
     trace = read_trace(options.trace)
     model = load_traced(trace, options.model, dropless=options.dropless).model
     batches = read_again(trace, options)
 
-    # The same batches twice: with the router's own choices, and with those of the trace.
+    # The same batches twice: with the router's own choices, and with the trace's choices.
     own = token_losses(model, batches)
     with replay_routing(model, trace, weights=options.weights):
         replayed = token_losses(model, batches)

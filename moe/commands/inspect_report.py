@@ -60,7 +60,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--evaluation", type=path, help="report.json of python -m eval run")
 
-    # How much text is traced.
+    # Amount of text to trace.
     batches = integer(least=1, most=_MAX_BATCHES, reason="more change nothing that is seen")
     parser.add_argument(
         "--batches",
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> None:
     """Traces held-out text and writes the report."""
     options = build_parser().parse_args(argv)
 
-    # Refuse what can be refused before the model is loaded.
+    # Reject invalid options before loading the model.
     out = page_path(options.out, inputs=[options.model, options.corpus, options.evaluation])
     stages = read_stages(options.metrics)
     evaluation = None if options.evaluation is None else read_evaluation(options.evaluation)
@@ -166,11 +166,11 @@ def library_versions() -> dict[str, str]:
 
 
 def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
-    """Returns where the page goes.
+    """Returns the path of the page.
 
     Raises:
-        ConfigError: When it is not the path of an .html file, or lies in a finished folder.
-        DataError: When anything but a page of this command lies there.
+        ConfigError: When it is not the path of an .html file, or is in a finished folder.
+        DataError: When the file exists and is not a page of this command.
     """
     page = output_path(text, suffix=".html", inputs=inputs)
 
@@ -180,7 +180,7 @@ def page_path(text: str, inputs: Sequence[Path | None]) -> Path:
             head = file.read(1000)
         if head and _GENERATOR_TAG not in head:
             raise DataError(
-                f"--out {page} exists and is no page of this command, so it is not overwritten. "
-                "Choose another name, or move it away."
+                f"--out {page} exists and was not written by this command, so it is not overwritten. Choose another "
+                "name, or move it away."
             )
     return page

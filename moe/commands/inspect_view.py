@@ -33,7 +33,7 @@ _LEVEL = 0.05
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect view", description="Shows a trace as a page.")
     add_trace(parser)
     parser.add_argument("--model", type=path, help="folder of the traced model (where it was)")
@@ -144,7 +144,7 @@ def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
             "tokens of one document are not independent."
         )
 
-    # Of the significant experts, the one with the largest lift.
+    # The significant expert with the largest lift.
     cells = []
     for table in classes:
         for row in table.rows:
@@ -152,7 +152,7 @@ def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:
             if not shown:
                 continue
 
-            # A significant expert may also be avoided.
+            # A significant expert may also be avoided by a class.
             expert = max(shown, key=lambda number: row.lifts[number])
             if row.lifts[expert] <= 1:
                 continue

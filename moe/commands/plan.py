@@ -1,4 +1,4 @@
-"""stmoe plan: the needs of a run on a mesh, computed without any device.
+"""stmoe plan: the requirements of a run on a mesh, computed without any device.
 
     stmoe plan --preset st-moe-32b --mesh.ep 64 --mesh.tp 16 --training.batch_size 2048 --memory 80GiB
     stmoe plan --config st_moe_tiny_pretrain --suggest 8 --memory 16GiB
@@ -167,7 +167,7 @@ def main(argv: list[str]) -> None:
 
 
 def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
-    """Returns how long failures take; None without `--mtbf`.
+    """Returns the duration of failures; None without `--mtbf`.
 
     Raises:
         ConfigError: If a time cannot be read, or is given without `--mtbf`.
@@ -176,7 +176,9 @@ def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
     for name, (default, _) in _FAILURE_COSTS.items():
         text = getattr(arguments, name)
         if text is not None and arguments.mtbf is None:
-            raise ConfigError(f"--{name} is about failures. Give the time between them: --mtbf 3h.")
+            raise ConfigError(
+                f"--{name} applies to failures. Give the mean time between failures: --mtbf 3h."
+            )
         seconds[name] = parse_duration(f"--{name}", default if text is None else text)
     if arguments.mtbf is None:
         return None
@@ -190,14 +192,13 @@ def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Refuses network options without a network, files that cannot be written, and options about one
-    mesh with `--suggest`.
+    """Raises for network options without a network, files that cannot be written, and options about one mesh with
+    `--suggest`.
     """
     for name in _NEED_NETWORK:
         if getattr(arguments, name) is not None and arguments.network is None:
             raise ConfigError(
-                f"--{name} is about a network. Give one: --network FILE, e.g. "
-                "recipes/networks/tpu_v3_pod.yaml."
+                f"--{name} applies to a network. Give one: --network FILE, e.g. recipes/networks/tpu_v3_pod.yaml."
             )
     inputs = [arguments.network]
     for name, suffix in (("page", ".html"), ("measure", ".json")):
@@ -209,17 +210,17 @@ def check_options(arguments: argparse.Namespace) -> None:
     for name in ("page", "place", "mtbf"):
         if getattr(arguments, name) is not None and arguments.suggest is not None:
             raise ConfigError(
-                f"--{name} is about one mesh, and --suggest about all. Leave one of them out."
+                f"--{name} applies to one mesh, but --suggest ranks all meshes. Remove one of them."
             )
 
 
 def print_network_plan(plan: Plan, network: Network, arguments: argparse.Namespace) -> None:
-    """Prints the times of a plan on a network, and what dead ranks cost."""
+    """Prints the times of a plan on a network, and the cost of dead ranks."""
     for name in ("dead", "page"):
         if getattr(arguments, name) is not None and not plan.collectives:
             raise ConfigError(
-                f"--{name} is about exchanges between ranks, but a mesh of one rank exchanges "
-                "nothing. Choose a larger mesh, e.g. --mesh.dp_shard 4."
+                f"--{name} applies to exchanges between ranks, but a mesh of one rank exchanges nothing. Choose a "
+                "larger mesh, e.g. --mesh.dp_shard 4."
             )
     placement = read_placement(plan, network, arguments.place)
     dead = read_dead(arguments.dead, network)

@@ -133,7 +133,7 @@ def describe_amount(source: SpanCorruptionSource, steps: int) -> str:
 
 
 def check_size(argv: list[str]) -> None:
-    """Refuses to train the defaults, a dense model of 12 + 12 blocks, which nobody has asked for.
+    """Raises instead of training the defaults, a dense model of 12 + 12 blocks, unless requested.
 
     Raises:
         ConfigError: When neither a recipe, a model nor its size is given.
@@ -206,7 +206,7 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
             command.
     """
     with pretrain_command().launch(argv, check_size) as (world, recipe, arguments):
-        # Refuse what can be refused before any data are read.
+        # Reject invalid options before reading any data.
         corpus, tokenizer = arguments.corpus, arguments.tokenizer
         pretrained = arguments.pretrained
         out = output_path(arguments.out, inputs=[corpus, tokenizer, pretrained])

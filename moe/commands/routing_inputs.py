@@ -56,13 +56,13 @@ def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
 
     Args:
         folder: Folder of a model with its tokenizer.
-        dropless: Whether experts have unlimited capacity, whatever the config says.
+        dropless: Whether experts have unlimited capacity, regardless of the config.
 
     Raises:
         CheckpointError: When the model is missing or damaged.
         DataError: When it has no router, or the tokenizer is missing or of another model.
     """
-    # Both names of a capacity, ours and that of transformers' Switch.
+    # Both names of the capacity: ours, and the one of Switch in transformers.
     changes: dict[str, Any] = {}
     if dropless:
         changes = {"eval_capacity_factor": None, "expert_capacity": None}
@@ -93,8 +93,8 @@ def with_tokenizer(
     if len(tokenizer) > model.config.vocab_size:
         raise DataError(
             f"The tokenizer in {source} has {len(tokenizer):,} tokens, its model "
-            f"{model.config.vocab_size:,}: it is that of another model. Put the right tokenizer.json "
-            "beside the model."
+            f"{model.config.vocab_size:,}: the tokenizer belongs to another model. Put the right "
+            "tokenizer.json beside the model."
         )
     return InspectedModel(folder, model, tokenizer)
 
@@ -187,7 +187,7 @@ def check_noise_density(options: Namespace) -> None:
 
 
 def describe_inputs(options: Namespace, config: STMoEConfig) -> str:
-    """Returns a description of what is traced."""
+    """Returns a description of the traced inputs."""
     masks = describe_noise(pretraining_noise(config, options.noise_density), config)
     if options.corpus:
         text = f"held-out text of {options.corpus}, {masks}"
@@ -276,7 +276,7 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
     Args:
         trace: The trace.
         folder: Where the model is now; None for where it was.
-        dropless: Whether experts have unlimited capacity, whatever the config says.
+        dropless: Whether experts have unlimited capacity, regardless of the config.
 
     Raises:
         DataError: When the model is gone from where it was or has changed there, or the folder has
@@ -287,9 +287,11 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
         folder = Path(trace.facts.model)
         if not trace.facts.model or not folder.is_dir():
             where = trace.facts.model or "memory"
-            raise DataError(f"The traced model was in {where}, and is not there: {_SAY_WHERE}")
+            raise DataError(
+                f"The traced model was saved in {where}, and is not there: {_SAY_WHERE}"
+            )
 
-    # The folder may contain another model by now, e.g. one that was trained further.
+    # The folder may contain another model by now, e.g. after further training.
     inspected = load_inspected(folder, dropless=dropless)
     recorded = trace.facts.model_fingerprint
     if is_where_it_was and recorded not in ("", model_fingerprint(folder)):
@@ -302,9 +304,9 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
     fingerprint = tokenizer_fingerprint(inspected.tokenizer)
     if trace.facts.tokenizer_fingerprint not in ("", fingerprint):
         raise DataError(
-            f"The tokenizer of {inspected.folder} is {fingerprint}, that of the trace "
-            f"{trace.facts.tokenizer_fingerprint}: the token ids would mean other words. Give the model that was "
-            "traced, or one with its tokenizer."
+            f"The tokenizer of {inspected.folder} is {fingerprint}, but the trace used "
+            f"{trace.facts.tokenizer_fingerprint}: the token ids would stand for different words. Use the traced "
+            "model, or one with the same tokenizer."
         )
     return inspected
 
@@ -312,7 +314,7 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     """Returns 16 hexadecimal digits that identify the meaning of a tokenizer's ids.
 
-    Tokens that it appends to a text do not count: fine-tuning may have changed them.
+    Tokens that it appends to a text are ignored: fine-tuning may have changed them.
     """
     tokens = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return hashlib.sha256(tokens.encode()).hexdigest()[:16]

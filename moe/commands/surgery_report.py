@@ -1,4 +1,4 @@
-"""What a surgery did to a model: the same table for every command, printed, as JSON and in the card."""
+"""Effects of a surgery on a model: the same table for every command, printed, as JSON and in the card."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -72,18 +72,18 @@ def measure(model: STMoEForConditionalGeneration, batches: Iterable[TracedBatch]
 
 @dataclass(frozen=True)
 class SurgeryReport:
-    """What was done to a model, and what it changed.
+    """The surgery, and its effects on a model.
 
     Attributes:
         command: The command line.
         source: Folder or hub name of the model before.
         sizes: Name, number before and number after, of parameters and bytes.
-        text: What the models were measured on; empty for nothing.
+        text: Evaluation data of both models; empty for none.
         loss: Mean loss in nats of a target, before and after; None without text.
         loss_change: Change of the loss and its 95 % interval over documents, paired.
         changed_answers: Examples whose greedy answer changed, and their number.
-        kept: What each sparse layer keeps of the dense output: its name, the share in training and
-            in evaluation, and what loses the rest.
+        kept: Share of the dense output that each sparse layer keeps: its name, the share in
+            training and in evaluation, and the cause of the loss.
         seconds: Time of the whole command.
     """
 

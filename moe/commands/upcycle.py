@@ -40,7 +40,7 @@ _RANDOM_BATCHES = 4
 
 
 def build_parser() -> Parser:
-    """Returns what reads the command line."""
+    """Returns the parser of the command line."""
     default = Upcycling()
     parser = Parser(prog="stmoe upcycle", description="Makes a dense model sparse.")
     parser.add_argument(
@@ -52,7 +52,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--to", required=True, help="the folder to make")
 
-    # What is made sparse, and how.
+    # Which layers become sparse, and how.
     parser.add_argument(
         "--experts", type=integer(least=2), default=8, help="experts of a sparse layer (8)"
     )
@@ -102,13 +102,13 @@ def build_parser() -> Parser:
         help="other fields of STMoEConfig, e.g. capacity_factor=2.0",
     )
 
-    # What both models are measured on.
+    # Data on which both models are evaluated.
     add_inputs(parser, required=False)
     return parser
 
 
 def main(argv: list[str], read_task: TaskReader | None = None) -> None:
-    """Upcycles a model, and prints what it keeps of the dense one.
+    """Upcycles a model, and prints the share of the dense output that it keeps.
 
     Args:
         argv: The options.
@@ -229,6 +229,6 @@ def _kept_row(row: KeptOutput, upcycling: Upcycling) -> tuple[str, float, float,
 
 
 def _restoring_scale(kept: list[KeptOutput]) -> float | None:
-    """Returns the factor that makes up for small gates; None where there is nothing to make up for."""
+    """Returns the factor that compensates for small gates; None if no compensation is needed."""
     mean = sum(row.training.requested for row in kept) / len(kept)
     return 1 / mean if abs(mean - 1) > 1e-3 else None

@@ -58,7 +58,7 @@ def conversion_report(source: Path | str, **settings: Any) -> ConversionReport:
 
     Raises:
         ConfigError: When it is of a model that this library cannot represent.
-        CheckpointError: When there are no weights, or they are torn.
+        CheckpointError: When there are no weights, or they are incomplete.
     """
     return open_checkpoint(source, **settings).report
 
@@ -221,7 +221,7 @@ def _float_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype:
     for weight in weights.values():
         if weight.is_floating_point():
             return weight.dtype
-    raise AssertionError("a model has weights of floating point")
+    raise AssertionError("a model has floating-point weights")
 
 
 def _cast(weight: LazyTensor, dtype: torch.dtype) -> LazyTensor:
@@ -288,7 +288,7 @@ def _hf_weights(checkpoint: ConvertedCheckpoint, family: Family) -> dict[str, La
     config = checkpoint.config
     weights = _split_weights(checkpoint.weights, hf_weight_map(config, family))
 
-    # A Switch with a head of its own has a table for each stack.
+    # A Switch with its own head has a table for each stack.
     if family == "switch_transformers" and not config.tie_word_embeddings:
         for stack in ("encoder", "decoder"):
             weights[f"{stack}.embed_tokens.weight"] = weights["shared.weight"]
@@ -296,7 +296,7 @@ def _hf_weights(checkpoint: ConvertedCheckpoint, family: Family) -> dict[str, La
 
 
 class _WeightSplitter:
-    """Splits our weights into parts, and keeps only those of the last weight, as they are read in order."""
+    """Splits our weights into parts, and keeps only the parts of the last weight, since they are read in order."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}

@@ -101,7 +101,7 @@ def hf_family(raw_config: Mapping[str, Any]) -> Family:
 
 
 def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of STMoEConfig that compute what a T5 or Switch model does.
+    """Returns the fields of STMoEConfig for a model that computes the same as a T5 or Switch model.
 
     Its config.json is read by transformers' own class, which sets defaults and derived fields. The
     result includes unknown fields, which that class does not read either.
@@ -113,7 +113,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: When it has a value of another type, or one that this library cannot represent.
     """
     family = hf_family(raw)
-    # Empty values of these change nothing.
+    # Empty values of these have no effect.
     for name in _UNREPRESENTABLE_FIELDS:
         if raw.get(name):
             raise ConfigError(
@@ -155,7 +155,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     else:
         fields["tie_word_embeddings"] = hf_config.tie_word_embeddings
 
-    # Special tokens; the end token may stand in a list.
+    # Special tokens; the end token may be in a list.
     ends = hf_config.eos_token_id
     fields["eos_token_id"] = ends[0] if isinstance(ends, list) and len(ends) == 1 else ends
     start = raw.get("decoder_start_token_id")
@@ -251,7 +251,7 @@ def _sparse_fields(hf_config: SwitchTransformersConfig) -> dict[str, Any]:
 def _count_sparse_layers(
     hf_config: SwitchTransformersConfig, stack: str, num_layers: int | None
 ) -> int:
-    """Returns how many sparse layers transformers builds in a stack, whatever config.json says.
+    """Returns how many sparse layers transformers builds in a stack, regardless of config.json.
 
     Raises:
         ConfigError: When they do not divide the stack into equal stretches.
@@ -267,9 +267,9 @@ def _count_sparse_layers(
 
     if num_sparse and (num_layers % num_sparse or num_layers // num_sparse != step):
         raise ConfigError(
-            f"config.json has {num_layers} layers in the {stack}, of which every {step}th from "
-            f"the second on is sparse: {num_sparse}. Such a model cannot be represented here, "
-            "where sparse layers stand in equal stretches."
+            f"config.json has {num_layers} layers in the {stack}, of which every {step}th from the second on is "
+            f"sparse: {num_sparse}. Such a model cannot be represented here, where the sparse layers must divide "
+            "the stack into equal groups."
         )
     return num_sparse
 
@@ -279,7 +279,7 @@ def _count_sparse_layers(
 
 
 def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
-    """Returns the config.json of a T5 or Switch model that computes what a model of ours does.
+    """Returns the config.json of a T5 or Switch model that computes the same as our model.
 
     Args:
         config: Of our model.
@@ -294,9 +294,9 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
         obstacles = _switch_obstacles(config)
     if obstacles:
         raise ConfigError(
-            f"The model cannot be written as {family!r}, whose class in transformers has no "
-            f"place for it: {'; '.join(obstacles)}. Keep it in our format, or give settings "
-            "that such a model has, e.g. --set expert_capacity=64 capacity_scope=sequence."
+            f"The model cannot be written as {family!r}, whose class in transformers does not support it: "
+            f"{'; '.join(obstacles)}. Keep it in our format, or give settings that such a model has, e.g. --set "
+            "expert_capacity=64 capacity_scope=sequence."
         )
 
     # Fields of the backbone, and those for callers.
@@ -385,7 +385,7 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
 
 
 def _router_obstacles(config: STMoEConfig) -> list[str]:
-    """Returns why the routers of a model are not those of a Switch."""
+    """Returns why the routers of a model differ from a Switch's routers."""
     layers = []
     names: set[str] = set()
     policies: set[str] = set()

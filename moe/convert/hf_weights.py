@@ -53,7 +53,7 @@ def hf_weight_map(config: STMoEConfig, family: Family) -> list[WeightMapping]:
 
 
 def _block(config: STMoEConfig, family: Family, stack: Stack, number: int) -> list[WeightMapping]:
-    """Returns the weights of a block: attention, then a dense or a sparse feed-forward layer."""
+    """Returns the weights of a block: attention, then a dense or sparse feed-forward layer."""
     ours = f"{stack.name}.blocks.{number}"
     theirs = f"{stack.other_name}.block.{number}.layer"
 
@@ -147,7 +147,7 @@ def open_hf_checkpoint(
         download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
 
     Raises:
-        CheckpointError: When there are no weights, or they are torn.
+        CheckpointError: When there are no weights, or they are incomplete.
     """
     family = hf_family(raw_config)
     paths = find_weight_files(source, use_safetensors=use_safetensors, **download)
@@ -185,7 +185,7 @@ def open_hf_weights(
     use_safetensors: bool | None = None,
     **download: Any,
 ) -> dict[str, LazyTensor]:
-    """Returns the weights of a T5 or Switch as ours <any>[...] by name; see `open_hf_checkpoint`."""
+    """Returns our weights <any>[...] by name, converted from a T5 or Switch; see `open_hf_checkpoint`."""
     checkpoint = open_hf_checkpoint(
         source, raw_config, config, leave_out=leave_out, use_safetensors=use_safetensors, **download
     )

@@ -104,7 +104,7 @@ def _read_tree(path: Path) -> object:
         )
     except (*_DAMAGE, msgpack.exceptions.UnpackException) as error:
         raise CheckpointError(
-            f"{path} is no whole msgpack file: {error}. Copy the checkpoint again."
+            f"{path} is not a complete msgpack file: {error}. Copy the checkpoint again."
         ) from error
 
 
@@ -137,7 +137,7 @@ def _read_array(msgpack: Any, kind: int, data: bytes) -> object:
     if isinstance(dtype_name, bytes):
         dtype_name = dtype_name.decode()
     dtype = _find_dtype(dtype_name)
-    # torch makes no tensor from an empty buffer.
+    # torch cannot create a tensor from an empty buffer.
     if not buffer:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(bytearray(buffer), dtype=dtype).reshape(tuple(shape))
@@ -194,7 +194,7 @@ def _join_chunks(folder: Path, name: str, leaf: Mapping[str, Any]) -> Tensor:
         return torch.cat(list(chunks)).reshape(shape)
     except _DAMAGE as error:
         raise CheckpointError(
-            f"target/{name} in {folder / _FILE} is no whole array in chunks: {error}"
+            f"target/{name} in {folder / _FILE} is not a complete chunked array: {error}"
         ) from error
 
 
@@ -222,7 +222,7 @@ def _open_zarr(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
 
     def read() -> Tensor:
         array = store.read().result()
-        # torch knows no bfloat16 of numpy.
+        # torch cannot read numpy's bfloat16.
         if array.dtype.name == "bfloat16":
             return torch.from_numpy(array.view("uint16")).view(torch.bfloat16)
         return torch.from_numpy(array)
@@ -250,8 +250,8 @@ def _infer_config(
     scanned = next((name for name in shapes if re.search(_SCANNED, name)), None)
     if scanned is not None:
         raise ConfigError(
-            f"target/{scanned} is of scanned layers, which hold all blocks in one tensor. "
-            "Write the checkpoint with scan_layers = False in T5X, and convert that."
+            f"target/{scanned} belongs to scanned layers, which store all blocks in one tensor. Write the checkpoint "
+            "with scan_layers = False in T5X, and convert that."
         )
 
     # Blocks, and which of them are sparse, follow from the names; sizes from the shapes.
@@ -267,7 +267,7 @@ def _infer_config(
     fields["num_sparse_encoder_layers"] = sum(encoder.values())
     fields["num_sparse_decoder_layers"] = sum(decoder.values())
     fields["sparse_dense_stacking"] = any("/extra_mlp/" in name for name in shapes)
-    # Ungated experts are those of Switch, which selects one.
+    # Models with ungated experts are Switch models, which select one expert.
     if fields["feed_forward_proj"] == "relu":
         fields["router"] = "switch"
     router = {**fields, **settings}.get("router")
@@ -284,9 +284,9 @@ def _infer_config(
     encoder_blocks = _sparse_blocks(encoder)
     decoder_blocks = _sparse_blocks(decoder)
     raise ConfigError(
-        f"The checkpoint of T5X has sparse blocks {encoder_blocks} in the encoder and "
-        f"{decoder_blocks} in the decoder; expected the last or the second of equal stretches. "
-        "Such a model cannot be represented here."
+        f"The checkpoint of T5X has sparse blocks {encoder_blocks} in the encoder and {decoder_blocks} in the "
+        "decoder; expected the last or the second layer of equally long groups. Such a model cannot be represented "
+        "here."
     )
 
 

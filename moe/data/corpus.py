@@ -37,7 +37,7 @@ _SHARD = re.compile(r"data-(\d{5})-of-(\d{5})\.arrow")
 
 
 class Corpus(NamedTuple):
-    """Two data sets with the columns of `Document`, and what was left out of them."""
+    """Two data sets with the columns of `Document`, and statistics of the omitted text."""
 
     train: "datasets.Dataset"
     held_out: "datasets.Dataset"
@@ -63,19 +63,19 @@ def build_corpus(
 ) -> Corpus:
     """Returns the documents without repeated paragraphs, divided into training and held-out.
 
-    The split of a document depends on `seed` and its source alone, so a document that is added
-    later moves no other. Only where one split would be empty does the document nearest to the
-    border change splits.
+    The split of a document depends on `seed` and its source alone, so adding a document later does
+    not move any other. Only if one split would be empty, the document nearest to the threshold
+    changes splits.
 
     Args:
-        documents: Documents in any order; of equal paragraphs the first stays. Those of one source
-            count as one document. If there is only one, its paragraphs are the documents.
+        documents: Documents in any order; of equal paragraphs the first stays. All documents of one
+            source count as one document. If there is only one, its paragraphs are the documents.
         held_out_fraction: Expected share of documents held out, between 0 and 1.
         seed: Another seed holds out other documents.
         leave_out: Sources of documents that must stay unseen: neither they nor paragraphs that they
             hold are in the corpus.
         unseen_inputs: Inputs of test sets. A paragraph that shares 8 words in a row with one is
-            left out, whatever its document; see `quoting_paragraphs`.
+            left out, in any document; see `quoting_paragraphs`.
 
     Raises:
         ConfigError: When the fraction is not between 0 and 1, or a source to leave out is not
@@ -91,18 +91,18 @@ def build_corpus(
     missing = sorted(set(leave_out) - sources)
     if missing:
         raise ConfigError(
-            f"{missing[0]!r} is to be left out, but is no source of the documents. Remove it from leave_out."
+            f"{missing[0]!r} is listed in leave_out, but is not a source of the documents. Remove it from leave_out."
         )
 
-    # Of equal paragraphs the first stays: with the unseen documents in front, no other document
-    # keeps a paragraph of theirs.
+    # Of several equal paragraphs, the first is kept: with the unseen documents in front, no other
+    # document keeps a paragraph that they contain.
     unseen = [document for document in documents if document.source in leave_out]
     others = [document for document in documents if document.source not in leave_out]
     kept, num_repeated = drop_repeated_paragraphs([*unseen, *others])
     kept = [document for document in kept if document.source not in leave_out]
     kept, num_quoting = drop_quoting_paragraphs(kept, unseen_inputs)
 
-    # A source is held out when its number, drawn from (seed, source), lies below the border. Each
+    # A source is held out when its number, drawn from (seed, source), is below the threshold. Each
     # side has one source at least.
     try:
         numbers = {document.source: _split_number(document.source, seed) for document in kept}
@@ -143,9 +143,9 @@ def _split_number(source: str, seed: int) -> float:
 def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Document], int]:
     """Returns the documents without repeated paragraphs, and the number of those.
 
-    Two paragraphs are equal when they have the same letters and digits, whatever the case, spaces
-    and punctuation: otherwise inherited docstrings would be in training and held-out alike. A
-    document that becomes empty is dropped.
+    Two paragraphs are equal when they have the same letters and digits, ignoring case, spaces and
+    punctuation: otherwise inherited docstrings would be in both training and held-out data. Empty
+    documents are dropped.
     """
     seen: set[str] = set()
     kept: list[Document] = []
@@ -227,7 +227,7 @@ def save_corpus(
             facts["num_quoting"] = corpus.num_quoting
         (partial / FACTS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
-        # The file is for people and for studies; a corpus is whole without it.
+        # The file is for people and for studies; a corpus is complete without it.
         if overlaps:
             records = [overlap._asdict() for overlap in overlaps]
             content = json.dumps(records, indent=1) + "\n"
@@ -251,7 +251,7 @@ def load_corpus(folder: Path | str) -> Corpus:
             f"Make one with `stmoe corpus --out {folder}`."
         )
 
-    # Every file is there, and holds what was written.
+    # Every file exists and is unchanged.
     train_shards = _find_shards(folder / "train", advice)
     held_out_shards = _find_shards(folder / "held_out", advice)
     names = [FACTS_FILE]
@@ -287,8 +287,8 @@ def _read_split(shards: list[Path], advice: str, *, validate: bool) -> "datasets
 
     Args:
         shards: Files of the split.
-        advice: What the user can do when one is damaged.
-        validate: Whether to check every row: an offset that points nowhere would end the process.
+        advice: Advice for the user if one is damaged.
+        validate: Whether to check every row: an invalid offset would crash the process.
 
     Raises:
         DataError: When a file is not an Arrow stream of documents.
@@ -305,7 +305,7 @@ def _read_split(shards: list[Path], advice: str, *, validate: bool) -> "datasets
         except _DAMAGE as error:
             raise DataError(f"{path} is damaged: {str(error).strip()}. {advice}") from error
 
-        # An Arrow file of something else.
+        # An Arrow file with other content.
         if dict(part.features) != columns:
             raise DataError(
                 f"{path} has the columns {shown(dict(part.features))}; expected those of "

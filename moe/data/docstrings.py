@@ -20,8 +20,8 @@ from moe.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-# Test code repeats itself and hardly explains anything; site-packages lies inside the standard
-# library's folder.
+# Test code is repetitive and explains little; site-packages is inside the standard library's
+# folder.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "_internal", "lib2to3", "__pycache__"}
 )
@@ -85,7 +85,7 @@ def topic_documents() -> list[Document]:
 
 
 def docstring_documents(package: Package) -> Iterator[Document]:
-    """Yields the docstrings of a package, a document per source file that has any."""
+    """Yields the docstrings of a package, one document per source file that has docstrings."""
     for path in python_files(package.folder):
         paragraphs = []
         for docstring in docstrings(path):
@@ -134,8 +134,8 @@ def python_files(folder: Path) -> list[Path]:
 def docstrings(path: Path) -> list[str]:
     """Returns the docstrings of one source file in reading order, dedented.
 
-    A file that this Python cannot parse is named in a warning and gives none: packages ship files
-    for other versions.
+    A file that this Python cannot parse causes a warning and is skipped: packages ship files for
+    other versions.
     """
     # Parsing takes 95 % of the time, and a file without triple quotes has no prose.
     source = path.read_bytes()
@@ -154,7 +154,7 @@ def docstrings(path: Path) -> list[str]:
 
 
 def _walk_docstrings(node: ast.AST) -> Iterator[str]:
-    """Yields the docstrings of a module, class or function and of what is defined inside it."""
+    """Yields the docstrings of a module, class or function and of everything defined inside it."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         docstring = ast.get_docstring(node)
         if docstring:
@@ -170,7 +170,7 @@ def _walk_docstrings(node: ast.AST) -> Iterator[str]:
 def language_topics() -> dict[str, str]:
     """Returns the language reference that `help("topic")` shows, by topic.
 
-    It is empty where Python comes without it.
+    It is empty if Python does not include it.
     """
     path = package_folder("stdlib") / "pydoc_data" / "topics.py"
     if not path.is_file():

@@ -84,7 +84,7 @@ def _read_path(path: Path) -> Iterator[Document]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Returns the text files below a folder, sorted; warns of what is left out."""
+    """Returns the text files below a folder, sorted; warns about skipped files."""
     readable: list[Path] = []
     num_others = 0
     other_suffixes: set[str] = set()

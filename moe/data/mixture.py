@@ -1,14 +1,14 @@
 """Mixtures of tasks: how often each is drawn, and batches that are a pure function of the step.
 
 The examples of a mixture form one endless stream, divided into windows of a few thousand. A window
-has a fixed number of examples of each task: the task's rounded share up to the end of the window,
-less that up to its start. After any number of windows every task is within one example of its
+has a fixed number of examples of each task: the task's rounded share up to the end of the window
+minus the one up to its start. After any number of windows every task is within one example of its
 share, and no window lacks a task. The order inside a window is drawn from (seed, window). A task's
 own examples come epoch by epoch, each epoch in an order drawn from (seed, task, epoch). So the
 examples of window w follow from (seed, w) alone, without those before it.
 
 A row is one example or, packed, as many examples of a window as fit, in the order of the stream.
-As in seqio a packed row holds several tasks, and no example is left out or seen twice. Only the
+As in seqio, a packed row holds several tasks, and every example is used exactly once. Only the
 last row of a window may be emptier than it could be. How many packed rows a window gives is known
 once it is packed: a run that resumes at a late row packs the windows before it again, some
 5 seconds for a million examples. The position is one integer either way.
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 _WINDOW = 4096
 _LARGEST_WINDOW = 1 << 22
-_WHOLE = 1 << 48  # shares are integers of this: rounding is exact however far a run goes
+_WHOLE = 1 << 48  # shares are integers of this: rounding stays exact for any number of steps
 
 
 def mixing_rate(
@@ -55,8 +55,8 @@ def mixing_rate(
     Args:
         num_examples: Training examples of the task; one example of ReCoRD is a query with one
             answer.
-        maximum: Cap of the scaled number, so that large tasks do not drown small ones; None for no
-            cap.
+        maximum: Cap of the scaled number, so that large tasks do not dominate small ones; None for
+            no cap.
         temperature: The capped number is raised to 1 / temperature; more than 1 makes the rates
             more even.
         scale: Factor of the number before the cap.
@@ -82,7 +82,7 @@ def mixing_rate(
         return rate ** (1.0 / temperature)
     except OverflowError:
         raise ConfigError(
-            f"{rate:g} to the power 1 / {temperature} is no number. Raise mixture.temperature."
+            f"{rate:g} to the power 1 / {temperature} is not a finite number. Raise mixture.temperature."
         ) from None
 
 
@@ -100,8 +100,8 @@ def choose_examples(examples: Sequence[T], size: int | None, seed: int) -> list[
 
     Args:
         examples: N examples.
-        size: Most examples of the subset; None for all.
-        seed: Another seed gives another subset.
+        size: Maximum size of the subset; None for all.
+        seed: Different seeds give different subsets.
     """
     if size is None or size >= len(examples):
         return list(examples)
@@ -110,11 +110,12 @@ def choose_examples(examples: Sequence[T], size: int | None, seed: int) -> list[
 
 
 def format_choice(num_chosen: int, num_examples: int, size: int | None, seed: int) -> str:
-    """Returns what `choose_examples` did, e.g. "250 of 4,485 training examples (seed 0)".
+    """Returns a description of the work of `choose_examples`, e.g. "250 of 4,485 training examples
+    (seed 0)".
 
     Args:
         num_chosen: Examples of the subset.
-        num_examples: Examples of which they are.
+        num_examples: Total number of examples.
         size: Requested number; None for all.
         seed: Of the choice.
     """
@@ -148,11 +149,11 @@ class MixtureSource:
         Args:
             tasks: Input and target texts of each task, by its name.
             tokenizer: Tokenizer with an end token.
-            inputs_length: Most encoder tokens of a row.
-            targets_length: Most decoder tokens of a row.
+            inputs_length: Maximum number of encoder tokens of a row.
+            targets_length: Maximum number of decoder tokens of a row.
             batch_size: Rows in a batch.
-            seed: Another seed gives another order.
-            pack: Whether rows hold as many examples as fit, of whatever tasks.
+            seed: Different seeds give different orders.
+            pack: Whether rows hold as many examples as fit, from any tasks.
             sentinels: Which sentinels the pairs get; see `PairSource`.
             maximum: See `mixing_rate`.
             temperature: See `mixing_rate`.

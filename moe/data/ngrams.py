@@ -1,6 +1,6 @@
-"""n-gram tables of a text: the yardstick of a language model's held-out loss.
+"""n-gram tables of a text: a baseline for a language model's held-out loss.
 
-Comes after `pipeline`; `moe.training.heldout_loss` puts its losses beside a model's.
+Comes after `pipeline`; `moe.training.heldout_loss` compares its losses with a model's.
 """
 
 from typing import NamedTuple

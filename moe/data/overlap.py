@@ -86,7 +86,7 @@ class SplitOverlap(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """Where n-grams occur in texts.
+    """Positions of n-grams in texts.
 
     Attributes:
         ngrams: <int64>[M] number of the n-gram.
@@ -120,7 +120,7 @@ def measure_overlap(
     for batch in _batches([text] for text in texts):
         is_found[index.find(batch).ngrams] = True
 
-    # The inputs of a test set lie side by side.
+    # The inputs of a test set are concatenated.
     overlaps: dict[Any, list[Overlap]] = {}
     start = 0
     for name, test_set in inputs.items():
@@ -227,7 +227,7 @@ class NgramIndex:
         self._tables = {size: _Table(of_size) for size, of_size in numbers.items()}
 
     def find(self, texts: Sequence[Sequence[str]]) -> Matches:
-        """Returns where the n-grams occur.
+        """Returns the positions of the n-grams.
 
         Args:
             texts: Each a list of its paragraphs, over which an n-gram may run.
@@ -264,7 +264,7 @@ class NgramIndex:
             n: Words of an n-gram.
             is_found: <bool>[num_ngrams] whether the text has each n-gram.
             start: Number of the first input.
-            end: Number behind the last one.
+            end: One past the last position.
         """
         ngrams, inputs = self._incidences[n].T
         is_in_set = (start <= inputs) & (inputs < end)

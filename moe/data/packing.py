@@ -1,4 +1,4 @@
-"""Packing: several encoder-decoder examples in one row, told apart by segment numbers."""
+"""Packing: several encoder-decoder examples in one row, distinguished by segment numbers."""
 
 from collections.abc import Sequence
 
@@ -25,8 +25,8 @@ def pack_rows(
 
     Args:
         examples: Input and target tokens of each example.
-        inputs_length: Most input tokens of a row.
-        targets_length: Most target tokens of a row.
+        inputs_length: Maximum number of input tokens of a row.
+        targets_length: Maximum number of target tokens of a row.
 
     Raises:
         DataError: When one example alone is longer than a row.

@@ -24,8 +24,8 @@ class Pair(NamedTuple):
 
     Attributes:
         inputs: Text that the model sees.
-        targets: Text that it is to write.
-        group: Pairs of one group depend on each other; None for a pair of its own.
+        targets: Text that the model should write.
+        group: Pairs of one group depend on each other; None if the pair is its own group.
     """
 
     inputs: str
@@ -101,8 +101,8 @@ def hold_out(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair
         held_out.update(units[index])
     if len(held_out) == len(pairs):
         raise DataError(
-            f"Holding out {share:g} of {len(pairs)} pairs in {len(units)} groups leaves none to train "
-            "on. Give more pairs, a dev file of their own (--dev), or --dev_share 0."
+            f"Holding out {share:g} of {len(pairs)} pairs in {len(units)} groups leaves none to train on. Give more "
+            "pairs, a separate dev file (--dev), or --dev_share 0."
         )
 
     train = [pair for number, pair in enumerate(pairs) if number not in held_out]

@@ -34,9 +34,9 @@ class _Side(NamedTuple):
 
     Attributes:
         name: `inputs` or `targets`.
-        length: Most tokens of a text.
-        start: Tokens in front of each.
-        end: Tokens behind each.
+        length: Maximum number of tokens of a text.
+        start: Tokens to prepend to each.
+        end: Tokens to append to each.
     """
 
     name: str
@@ -57,7 +57,7 @@ def encode_pairs(
     Args:
         pairs: Input and target texts.
         tokenizer: Tokenizer with an end token.
-        lengths: Most tokens of an input and of a target.
+        lengths: Maximum number of tokens of an input and of a target.
         sentinels: See `PairSource`.
         keep_in: Folder that keeps the tokens of many texts for the next run; None for none.
 
@@ -68,10 +68,10 @@ def encode_pairs(
     sentinel = [ids.first_sentinel] if sentinels == "one" else []
     if min(lengths) <= len(sentinel):
         raise ConfigError(
-            f"Rows of {lengths} tokens have no room for a sentinel and an end token. Allow 2."
+            f"Rows of {lengths} tokens are too short for a sentinel and an end token; expected at least 2 tokens."
         )
 
-    # A file costs more than it saves where the texts are few.
+    # For few texts, a file costs more time than it saves.
     num_characters = 0
     for pair in pairs:
         num_characters += sum(map(len, pair))
@@ -93,7 +93,7 @@ def encode_pairs(
 def _encode(
     texts: list[str], tokenizer: PreTrainedTokenizerFast, side: _Side, keep_in: Path | None
 ) -> list[NDArray[np.int32]]:
-    """Returns the tokens of each text of a side: parts of one array, which may lie on disk."""
+    """Returns the tokens of each text of a side: views of one array, which may be on disk."""
     path = None
     if keep_in is not None:
         # Besides texts and tokenizer, these determine the tokens.
@@ -113,7 +113,7 @@ def _encode(
             side.length,
         )
 
-    # Views, so that a rank reads no text but those of its rows.
+    # Views, so that a rank reads only the texts of its rows.
     tokens = arrays["tokens"]
     encoded: list[NDArray[np.int32]] = []
     start = 0
@@ -138,7 +138,7 @@ def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast, side: _Side)
             enclosed = enclose(ids, side.length, start=side.start, end=side.end)
             encoded.append(np.asarray(enclosed, dtype=np.int32))
 
-    # One text behind the other, as they lie on disk.
+    # Texts are stored one after the other on disk.
     lengths = [len(tokens) for tokens in encoded[1:]]
     return {
         "tokens": np.concatenate(encoded),
@@ -156,7 +156,7 @@ def enclose(
         ids: Tokens of a text; they alone are truncated.
         length: Most tokens with both ends; None for any number.
         start: Tokens in front, e.g. a sentinel.
-        end: Tokens behind, e.g. the end token.
+        end: Tokens to append, e.g. the end token.
 
     Source:
         seqio `preprocessors.append_eos_after_trim` and `experimental.add_task_with_sentinels` at

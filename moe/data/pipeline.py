@@ -63,7 +63,7 @@ class BatchSource(Protocol):
 
 
 class SpanCorruptionSource:
-    """Pre-training batches: chunks of a long text, in another order and corrupted anew each epoch."""
+    """Pre-training batches: chunks of a long text, reshuffled and corrupted differently in each epoch."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class SpanCorruptionSource:
             ids: Special tokens.
             inputs_length: Encoder tokens of an example, L; the targets' length T follows.
             batch_size: Examples in a batch.
-            seed: Another seed gives another order and other masks.
+            seed: Different seeds give different orders and masks.
             noise: How much is masked.
 
         Raises:
@@ -133,7 +133,7 @@ class SpanCorruptionSource:
             order = _epoch_order(self._seed, epoch, self.num_examples)
             chunks.append(self._chunks[order[index]])
 
-            # The mask follows from (seed, position), so that every epoch masks anew.
+            # The mask follows from (seed, position), so every epoch has different masks.
             rngs.append(np.random.default_rng([self._seed, 1, position]))
 
         masks = noise_masks(self.tokens_per_example, self._noise, rngs)  # [B, N]
@@ -213,8 +213,8 @@ class PairSource:
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns a batch of pairs.
 
-        L and T are the row lengths when packed, else those of the longest example of all rows,
-        rounded up to 8.
+        L and T are the row lengths when packed, else the lengths of the longest example of all
+        rows, rounded up to 8.
 
         Returns:
             `input_ids` and `segment_ids` <int64>[B, L], `labels` and `decoder_segment_ids`
@@ -243,7 +243,7 @@ def stack_rows(
     Args:
         row_at: Returns the examples of the row at a position.
         positions: Of the rows of the whole batch.
-        lengths: L and T; None for those of the longest row of all, rounded up.
+        lengths: L and T; None uses the longest row, rounded up.
         padding: Token of input positions without an input.
         rows: Rows of the batch to make.
     """
@@ -297,7 +297,7 @@ def check_source_numbers(seed: int, *, batch_size: int, **lengths: int) -> None:
 
 
 def _check_text(tokens: NDArray[np.int32], ids: SpecialIds) -> None:
-    """Raises when a token could not be told from a sentinel, padding or end."""
+    """Raises if a token could be confused with a sentinel, padding or the end token."""
     if not tokens.size:
         return
     highest_special = max(ids.pad, ids.eos)

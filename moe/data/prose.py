@@ -31,14 +31,13 @@ _SYMBOL = re.compile(r"[^A-Za-z ,.;:!?'()\-\"]")
 def prose_paragraphs(text: str) -> list[str]:
     """Returns the paragraphs of English prose in `text`, one line each, in order.
 
-    Left out: doctests, literal and fenced code, headings, rules, comments, and whatever has too few
-    words or too many symbols to read as a sentence. Inline markup is taken off the words that it
-    marks.
+    Left out: doctests, literal and fenced code, headings, rules, comments, and text with too few
+    words or too many symbols for a sentence. Inline markup is taken off the words that it marks.
 
     Args:
         text: A dedented docstring or page.
     """
-    # Lines that a reader would not call prose become blank.
+    # Lines that are not prose become blank.
     lines: Iterable[str] = text.expandtabs().splitlines()
     for drop in (_drop_fences, _drop_doctests, _drop_indented_code, _drop_headings):
         lines = drop(lines)
@@ -52,7 +51,7 @@ def prose_paragraphs(text: str) -> list[str]:
 
 
 def letters(text: str) -> str:
-    """Returns what is left of a text without case, spaces and punctuation, to find repetitions."""
+    """Returns a text without case, spaces and punctuation, to find repetitions."""
     return "".join(filter(str.isalnum, text.casefold()))
 
 
@@ -75,7 +74,7 @@ def _drop_fences(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _drop_doctests(lines: Iterable[str]) -> Iterator[str]:
-    """Drops each `>>>` line with what follows up to a blank line: continuation and output."""
+    """Drops each `>>>` line with the lines after it up to a blank line: continuation and output."""
     inside = False
     for line in lines:
         stripped = line.strip()

@@ -78,7 +78,8 @@ def corrupted_lengths(length: int, noise: Noise) -> tuple[int, int]:
 
 
 def tokens_length(inputs_length: int, noise: Noise, num_sentinels: int) -> int:
-    """Returns the most tokens whose corrupted inputs fit into `inputs_length`: 568 for 512.
+    """Returns the maximum number of tokens whose corrupted inputs fit into `inputs_length`: 568 for
+    512.
 
     Raises:
         ConfigError: When the noise or the length is out of range, or `inputs_length` is too short
@@ -204,7 +205,7 @@ def _replace_runs(tokens: Tokens, masks: NDArray[np.bool_], ids: SpecialIds) -> 
     sentinels = ids.first_sentinel + 1 - np.cumsum(starts, axis=-1)
     replaced = np.where(starts, sentinels, tokens)
 
-    # The rest of each row, and the end token behind it.
+    # The rest of each row, followed by the end token.
     rows = tokens.shape[:-1]
     left = replaced[starts | ~masks].reshape(*rows, -1)
     ends = np.full((*rows, 1), ids.eos)

@@ -39,7 +39,7 @@ TOKENIZER = register_folder_kind(
     markers=[TOKENIZER_FILE, SENTENCEPIECE_FILE],
     parts=[TOKENIZER_FILE, SENTENCEPIECE_FILE, *_SETTINGS_FILES, "chat_template.jinja"],
 )
-_MOST_PIECES = 1_000_000  # candidates that sentencepiece starts from and takes pieces away
+_MOST_PIECES = 1_000_000  # initial candidates, which sentencepiece prunes
 
 # T5's training settings, which its spiece.model carries. The number of threads is fixed: with
 # another number, sums over threads are rounded differently, which gives another model.
@@ -52,7 +52,7 @@ _TRAINING_SETTINGS = {
     "unk_id": 2,
     "bos_id": -1,
     "num_threads": 2,
-    "max_sentence_length": 2**30,  # the default leaves longer lines out without a word
+    "max_sentence_length": 2**30,  # the default silently skips longer lines
     "minloglevel": 2,
 }
 
@@ -150,7 +150,7 @@ def train_tokenizer(
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer in `folder`: that of `train_tokenizer`, or of a saved model.
+    """Returns the tokenizer in `folder`: made by `train_tokenizer`, or saved with a model.
 
     Raises:
         DataError: When the folder has no tokenizer.json, or a file of it is damaged; names the
@@ -163,8 +163,8 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
             f"{folder} has no readable {TOKENIZER_FILE} (there is no such file). {advice}"
         )
 
-    # Its files are those that were written. A user may have saved a tokenizer to a model's folder,
-    # whose checksums do not know it.
+    # Its files are unchanged. A user may have saved a tokenizer to a model's folder, whose
+    # checksums do not include it.
     settings_files = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
     checked_files = {TOKENIZER_FILE, *settings_files}
     if kind_of(folder) != TOKENIZER:
@@ -185,7 +185,7 @@ def check_tokenizer_files(folder: Path, *, advice: str) -> None:
 
     Args:
         folder: Folder of a tokenizer or a model, of this library or not.
-        advice: What the user can do.
+        advice: Advice for the user.
 
     Raises:
         DataError: When a file is damaged.
@@ -196,7 +196,7 @@ def check_tokenizer_files(folder: Path, *, advice: str) -> None:
         with _failures_of_tokenizers(path, advice):
             tokenizers.Tokenizer.from_file(str(path))
 
-    # The settings beside it are objects.
+    # The settings next to it are objects.
     for name in _SETTINGS_FILES:
         if not (folder / name).is_file():
             continue
@@ -238,7 +238,7 @@ _READING_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, Ind
 def end_with_sentinel(
     tokenizer: PreTrainedTokenizerFast, has_sentinel: bool
 ) -> PreTrainedTokenizerFast:
-    """Returns a copy that ends every text with the end token, and before it the first sentinel.
+    """Returns a copy that ends every text with the end token, preceded by the first sentinel.
 
     Args:
         tokenizer: Tokenizer with sentinels.
@@ -294,7 +294,7 @@ def _filled_lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _explain_training_error(message: str, vocab_size: int) -> str:
-    """Returns what a failure of sentencepiece means for the user."""
+    """Returns an explanation of a sentencepiece failure."""
     too_large = re.search(r"Vocabulary size too high.*<= (\d+)", message)
     if too_large:
         largest = int(too_large[1]) + NUM_SENTINELS

@@ -42,7 +42,7 @@ def tokenize_corpus(
     """Returns <int32>[N]: the tokens of all documents one after the other, without special tokens.
 
     For a corpus on disk they are kept in its folder, as 55M characters take more than a minute. A
-    folder that cannot be written to keeps none.
+    read-only folder keeps none.
 
     Raises:
         DataError: When there is no token at all.
@@ -56,12 +56,12 @@ def tokenize_corpus(
     tokens = kept_arrays(path, (_TOKENS,), encode)[_TOKENS]
 
     if tokens.size == 0:
-        raise DataError("The corpus has no token. Give documents with text.")
+        raise DataError("The corpus has no tokens. Give documents with text.")
     return tokens
 
 
 def _kept_file(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -> Path | None:
-    """Returns where the tokens are kept; None for documents that lie in memory."""
+    """Returns the path of the cached tokens; None for documents in memory."""
     if not documents.cache_files:
         return None
     folder = Path(documents.cache_files[0]["filename"]).parent
@@ -109,8 +109,8 @@ def tokens_name(
 def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arrays]) -> Arrays:
     """Returns the arrays of a file; makes and writes them first if there is no complete file.
 
-    Of several processes one makes them, and the others wait for its file. Where nothing can be
-    written they are made each time.
+    One process computes them, and the others wait for its file. If the file cannot be written, they
+    are computed each time.
 
     Args:
         path: The file; None for none.
@@ -123,25 +123,25 @@ def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arra
     if arrays is not None:
         return arrays
     if path.is_file():
-        logger.warning("%s is damaged or cannot be read, and its tokens are made anew.", path)
+        logger.warning("%s is damaged or cannot be read, so the tokens are computed again.", path)
 
-    # A home that cannot be written to, or a full disk, takes nothing but time.
+    # A read-only home folder, or a full disk, costs only time.
     with suppress(OSError, DataError, SafetensorError), only_writer(path) as unfinished:
         arrays = _read_arrays(path, names)  # another process may have been faster
         if arrays is None:
             arrays = make()
-            # `save_file` would put another file in the place of the one that is locked.
+            # `save_file` would replace the locked file.
             unfinished.write_bytes(save(arrays, {_DIGEST: _digest(arrays, names)}))
             unfinished.replace(path)
     return make() if arrays is None else arrays
 
 
 def _read_arrays(path: Path, names: Sequence[str]) -> Arrays | None:
-    """Returns the arrays of a file, mapped; None where it is missing or damaged."""
+    """Returns the arrays of a file, memory-mapped; None if it is missing or damaged."""
     if not path.is_file():
         return None
     try:
-        # As torch's tensors they are mapped, as numpy's they would be copies.
+        # torch's tensors are memory-mapped; numpy's would be copies.
         with safe_open(path, framework="pt") as file:
             arrays = {name: file.get_tensor(name).numpy() for name in names}
             digest = (file.metadata() or {}).get(_DIGEST)

@@ -1,1 +1,1 @@
-"""Meshes, collectives and sharding; nothing here knows what a model is."""
+"""Meshes, collectives and sharding; nothing here depends on models."""

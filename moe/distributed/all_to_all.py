@@ -6,7 +6,7 @@ reverse exchange in the same way.
 
 If the expert axis spans several nodes, an exchange has two steps: every row goes to the rank in its
 own node with the destination's local index, then directly to the destination's node. If a recipe
-names a schedule, rows travel by it instead of torch's all-to-all.
+names a schedule, it replaces torch's all-to-all.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -127,7 +127,7 @@ Rows leave sorted by their destination rank, and arrive sorted by their origin r
 
 
 class DirectCounts(NamedTuple):
-    """Numbers of rows on their way to the ranks that will receive those rows.
+    """Numbers of rows in transit to the ranks that will receive those rows.
 
     Attributes:
         axis: The ranks.
@@ -144,7 +144,7 @@ class DirectCounts(NamedTuple):
     transfer: _Transfer | PendingBlocks
 
     def wait(self) -> tuple[Tensor, Route]:
-        """Returns how many rows come from each rank, and the route on which they travel.
+        """Returns how many rows come from each rank, and their route.
 
         Returns:
             <int64>[ep, E / ep] rows that arrive here, by origin and expert; and the route.
@@ -172,13 +172,13 @@ class DirectCounts(NamedTuple):
         num_nodes = dist.get_world_size(inter_node)
         ranks_per_node = self.axis.size // num_nodes
 
-        # Rows in each block, experts added up. A block has one origin and one destination.
+        # Rows in each block, summed over experts. A block has one origin and one destination.
         sent_rows = self.sent.sum(dim=1)  # [node x local]
         relayed_rows = relayed.sum(dim=1)  # [local x node]
         received_rows = received.sum(dim=1)  # [node x local]
 
-        # Inside the node a rank sends to each neighbour what goes to its local index anywhere;
-        # across, to each node all that it holds for that node.
+        # Within the node, a rank sends each neighbour all rows for that neighbour's local index on
+        # any node; then it sends each node all rows that it holds for it.
         to_local = reduce(sent_rows, "(node local) -> local", "sum", node=num_nodes)
         from_local = reduce(relayed_rows, "(local node) -> local", "sum", node=num_nodes)
         to_node = reduce(relayed_rows, "(local node) -> node", "sum", node=num_nodes)
@@ -205,10 +205,10 @@ class DirectCounts(NamedTuple):
 
 
 class ScheduledCounts(NamedTuple):
-    """The counts of all ranks, on their way to all: ranks that pass rows on must know their number.
+    """The counts of all ranks, sent to all: ranks that forward rows must know their number.
 
     Attributes:
-        exchange: The schedule by which rows travel.
+        exchange: Schedule for exchanging rows.
         group: The ranks.
         sent: <int64>[ep, E / ep] rows that this rank sends; must live until `work` is done.
         counts: <int64>[ep, ep, E / ep] rows by origin, destination and expert there; not to be
@@ -305,7 +305,7 @@ def _transpose_blocks(lengths: Tensor, num_rows: int) -> Tensor:
     blocks = torch.arange(lengths.numel(), device=device)
     blocks = rearrange(blocks, "(r c) -> (c r)", r=num_rows)  # [C * R]
 
-    # How far each block moves: from where it starts now to where it starts in the new order.
+    # Offset of each block: from its current start to its start in the new order.
     old_starts = (lengths.cumsum(0) - lengths)[blocks]
     new_lengths = lengths[blocks]
     new_starts = new_lengths.cumsum(0) - new_lengths
@@ -402,7 +402,7 @@ class PendingRows(NamedTuple):
 
 
 def send_rows(x: Tensor, route: Route, name: str, *, reverse: bool = False) -> PendingRows:
-    """Issues an exchange of rows; `wait` of the result gives those that arrive.
+    """Issues an exchange of rows; `wait` on the result returns the received rows.
 
     Args:
         x: <float>[N, D] rows in the order of the route.

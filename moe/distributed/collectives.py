@@ -1,4 +1,4 @@
-"""Collectives: sums over ranks, and steps that all ranks take or none.
+"""Collectives: sums over ranks, and steps that all ranks take together or not at all.
 
 With one rank they have no effect.
 """
@@ -34,7 +34,7 @@ def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None
     if not has_ranks():
         return [function()]
 
-    # Keep a failure until the others know of it.
+    # Keep a failure until the others are informed.
     own_error: Exception | None = None
     try:
         outcome = (function(), None)
@@ -57,7 +57,7 @@ def gather_or_raise(function: Callable[[], T], group: ProcessGroup | None = None
 def _picklable(error: Exception) -> Exception:
     """Returns an error that other ranks can raise.
 
-    Our own errors and those of the disk keep their class; of others only the text is sent.
+    Our own errors and those of the disk keep their class; other errors are sent as text only.
     """
     if isinstance(error, MoEError | OSError):
         return error
@@ -106,7 +106,7 @@ def enter_on_rank_zero(make: Callable[[], AbstractContextManager[T]]) -> Iterato
     it. When the block ends without an error, all ranks wait until rank 0 has left the context.
 
     Args:
-        make: Makes the context manager; runs on rank 0 only. What it yields is pickled.
+        make: Makes the context manager; runs on rank 0 only. The yielded value is pickled.
     """
     with ExitStack() as stack:
         value = broadcast_from_rank_zero(lambda: stack.enter_context(make()))
@@ -156,7 +156,7 @@ def sum_each(values: Sequence[Tensor], sum_one: Callable[[Tensor], Tensor]) -> l
 
     sums = list(values)
     for indices in indices_by_dtype.values():
-        # All of a dtype travel as one flat tensor.
+        # All gradients of a dtype are sent as one flat tensor.
         flat = torch.cat([values[index].flatten() for index in indices])
         flat_sum = sum_one(flat)
 
@@ -211,7 +211,7 @@ class _CopyToTpRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        # Each rank has the gradient of its own shard of the layers.
+        # Each rank has the gradient from its own shard of the layers.
         with record_function("moe.tp.backward"):
             return sum_over_ranks(grad_outputs[0].contiguous(), ctx.group), None
 
@@ -219,7 +219,7 @@ class _CopyToTpRegion(torch.autograd.Function):
 class _ReduceFromTpRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        # Each rank has the partial output of its own shard of the layers.
+        # Each rank has the partial output from its own shard of the layers.
         with record_function("moe.tp.forward"):
             return sum_over_ranks(x.contiguous(), group)
 

@@ -4,8 +4,8 @@ FSDP hands over the gradients of a unit as one flat tensor with a chunk for each
 the unit. The reduce-scatter in the all-reduce of a recipe's schedule leaves each rank its own chunk,
 which the all-reduce then sums over replicas. Both are built once for each size of tensor.
 
-All exchanges are torch's own collectives, or sums by a schedule, and count what they wait. The base
-classes that torch has for them have no public name, and nothing asks for them.
+All exchanges are torch's own collectives, or sums by a schedule, and count what they wait. torch's
+base classes for them have no public name and are not required.
 
 Before: `scheduled` runs schedules, `schedule_choice` names them. Next: `sharding` makes modules units
 of FSDP.
@@ -130,7 +130,7 @@ class AllGather(_Memory):
 class ReplicaSum:
     """FSDP calls it when a shard of gradients is to be summed over replicas, or has been summed.
 
-    Torch's own sum lies between the reduce-scatter and this call; a schedule's happens here.
+    Torch's own sum runs between the reduce-scatter and this call; a schedule's sum runs here.
 
     Args:
         group: The replicas.

@@ -104,7 +104,8 @@ def launch(timeout: float = DEFAULT_TIMEOUT) -> Iterator[World]:
                 raise SystemExit(2) from error
             raise
         except RuntimeError as error:
-            # torch has no class for a broken connection: only the text tells it from other errors.
+            # torch has no class for a broken connection: only the text distinguishes it from other
+            # errors.
             if not isinstance(error, dist.DistError) and not _LOST_RANK.search(str(error)):
                 raise
             raise DistributedError(
@@ -215,11 +216,10 @@ def _join_ranks(world: World, timeout: float) -> None:
                 "torchrun --master-port PORT, or torchrun --standalone, which finds a free one."
             ) from error
         raise DistributedError(
-            f"Rank {world.rank} of {world.size} did not meet the others at {address} within "
-            f"{timeout:g} seconds. If a rank ended, its message says why. Otherwise start the "
-            "ranks of all nodes with the same address, a free port, and the same numbers of nodes "
-            "and ranks; if they need longer to start, raise the timeout (--timeout SECONDS). "
-            f"(Reason: {first_line(error)})"
+            f"Rank {world.rank} of {world.size} could not connect to the others at {address} within {timeout:g} "
+            "seconds. If a rank ended, its message says why. Otherwise start the ranks of all nodes with the same "
+            "address, a free port, and the same numbers of nodes and ranks; if they need longer to start, raise the "
+            f"timeout (--timeout SECONDS). (Reason: {first_line(error)})"
         ) from error
 
 

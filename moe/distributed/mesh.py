@@ -50,17 +50,18 @@ class MeshConfig:
         dp_shard: Data ranks over which parameters are sharded, besides `ep`.
         ep: Ranks that share the experts of a layer, E / ep each. Dense parameters are sharded over
             dp_shard x ep.
-        tp: Ranks that share the attention heads and hidden units of one data rank, including those
-            of experts.
+        tp: Ranks that share the attention heads and hidden units of one data rank, including the
+            experts' hidden units.
         ep_nodes: Nodes that an `ep` axis spans; more than 1 exchanges tokens inside nodes first,
             then across.
         gradient_reduction: Schedule by which gradients are summed, e.g. `ring`, `torus 4x4` or
             `ring 4x4 without 5,6 in bfloat16`: an algorithm, the grid of the ranks of an axis, its
-            dead ranks, and what travels. Null for torch's own collectives.
-        expert_exchange: Schedule by which rows travel over `ep`, likewise. Null for torch's own.
+            dead ranks, and the dtype of the messages. Null for torch's own collectives.
+        expert_exchange: Schedule for exchanging rows over `ep`, in the same format. Null for
+            torch's own.
         on_lost_replica: What happens when one of the `dp_replicate` replicas, which are launched
-            separately, is lost in a step: with `constant_work` the others take over its rows, with
-            `shrink` they are left out. Null launches all ranks together, and the run ends.
+            separately, is lost in a step: with `constant_work`, the others take over its rows; with
+            `shrink`, its rows are dropped. Null launches all ranks together, and the run ends.
 
     Source:
         ST-MoE (arXiv:2202.08906) §5: an outer x inner x model mesh; 2-D gradient summation
@@ -191,7 +192,7 @@ class MeshLimits(NamedTuple):
 
 
 def check_mesh(config: MeshConfig, limits: MeshLimits) -> None:
-    """Refuses a mesh that does not fit, before anything is allocated.
+    """Raises if a mesh does not fit, before anything is allocated.
 
     Raises:
         ConfigError: With every number that does not divide, and the nearest meshes that would fit.
@@ -316,7 +317,7 @@ class ExpertAxis(NamedTuple):
         group: All ranks.
         intra_node: Ranks of this node; None for an exchange of one step.
         inter_node: Ranks with this rank's local index in all nodes; None likewise.
-        exchange: Schedule by which rows travel; None for torch's own all-to-all.
+        exchange: Schedule for exchanging rows; None for torch's own all-to-all.
     """
 
     size: int

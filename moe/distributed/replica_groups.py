@@ -1,8 +1,9 @@
 """Replica groups that can fail while a run continues: quorum, sums and healing by torchft.
 
 A replica group is a separate launch: a mesh with one copy of the model and all its experts. The
-groups meet before each step. Those present share the batch and sum their gradients; the step counts
-only if every sum succeeds. A group that has fallen behind receives the state of one that has not.
+groups meet before each step. The live groups share the batch and sum their gradients; the step
+counts only if every sum succeeds. A group that has fallen behind receives the state of an
+up-to-date group.
 This module handles only tensors and ranks: its caller defines the state.
 """
 
@@ -84,7 +85,7 @@ def deal_all_shares(live: LiveGroups, num_groups: int) -> list[int]:
 
 
 def keep_one_share(live: LiveGroups, num_groups: int) -> list[int]:
-    """Returns this group's one share of a batch; those of lost groups are left out."""
+    """Returns this group's one share of a batch; the shares of lost groups are left out."""
     return [live.number] if live.number < num_groups else []
 
 
@@ -96,7 +97,7 @@ _SHARES_BY_POLICY = {"constant_work": deal_all_shares, "shrink": keep_one_share}
 
 
 def find_replica_groups(config: MeshConfig, world: World) -> "ReplicaGroups | None":
-    """Returns the replica groups of a mesh; None where no replica may be lost.
+    """Returns the replica groups of a mesh; None if no replica may be lost.
 
     Raises:
         ConfigError: When torchft is missing, or the address of the lighthouse.
@@ -118,7 +119,7 @@ def find_replica_groups(config: MeshConfig, world: World) -> "ReplicaGroups | No
     if not urlparse(address).hostname:
         raise ConfigError(
             f"mesh.on_lost_replica is {config.on_lost_replica}, and {LIGHTHOUSE} is {address!r}; "
-            "expected the address at which the replica groups meet, e.g. http://localhost:29510. "
+            "expected the address of the lighthouse of all replica groups, e.g. http://localhost:29510. "
             "Start torchft_lighthouse --min_replicas 1 there first."
         )
     return ReplicaGroups(config, world, address)
@@ -153,7 +154,7 @@ class ReplicaGroups:
 
         Args:
             step: Updates of this group so far.
-            save: Returns the state after the updates so far, for a group that is behind.
+            save: Returns the state after the updates so far, for a group that has fallen behind.
             load: Loads such a state.
         """
         from torchft.manager import Manager
@@ -202,7 +203,7 @@ class ReplicaGroups:
     def begin_step(self) -> LiveGroups:
         """Meets the other groups and returns the next step and its groups.
 
-        Afterwards, a group that was behind has the state of another.
+        Afterwards, a group that had fallen behind has the state of another group.
 
         Raises:
             LostStepError: When a group is lost meanwhile.
@@ -293,7 +294,7 @@ class ReplicaGroups:
         if not has_failed:
             return
 
-        # Groups that still wait for this one learn of it at once, not after their timeout.
+        # Groups that still wait for this one are informed at once, not after their timeout.
         self._group.abort()
         self._manager.report_error(RuntimeError("a rank of this group has lost another group"))
         self._should_commit()
@@ -327,9 +328,9 @@ class ReplicaGroups:
         self._lost_in_a_row += 1
         if self._lost_in_a_row == _MOST_LOST_IN_A_ROW:
             raise DistributedError(
-                f"{_MOST_LOST_IN_A_ROW} steps in a row were lost: the replica groups meet at "
-                f"{self._lighthouse} ({LIGHTHOUSE}), and exchanges among them fail. Check that "
-                "their machines reach each other on all ports, and raise --timeout if one is slow."
+                f"{_MOST_LOST_IN_A_ROW} steps in a row were lost: the replica groups coordinate through "
+                f"{self._lighthouse} ({LIGHTHOUSE}), and exchanges among them fail. Check that their machines reach "
+                "each other on all ports, and raise --timeout if one is slow."
             )
         raise LostStepError
 
@@ -362,7 +363,7 @@ def _build_group(device_type: str, timeout: timedelta) -> Any:
 
 
 def _build_transport(host: str, timeout: timedelta) -> Any:
-    """Returns the transport of a state to a group that is behind."""
+    """Returns the transport of a state to a group that has fallen behind."""
     from torchft.checkpointing import HTTPTransport
 
     class Transport(HTTPTransport[Any]):
@@ -409,6 +410,6 @@ def _address_towards(lighthouse: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise DistributedError(
-            f"{LIGHTHOUSE} is {lighthouse}, which this machine does not find ({error}). Give an "
-            "address that all replica groups know."
+            f"{LIGHTHOUSE} is {lighthouse}, which this machine cannot resolve ({error}). Give an address that all "
+            "replica groups know."
         ) from error

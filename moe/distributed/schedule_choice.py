@@ -53,7 +53,7 @@ class ScheduleChoice:
 
         Args:
             size: Ranks of the group.
-            what: Name of the group in messages.
+            what: Name of the group, used in messages.
 
         Raises:
             ConfigError: If the grid has other ranks, or the algorithm does not fit it.

@@ -135,7 +135,7 @@ class RankProgram:
         bounds = bounds_of_pieces([after])
         row, piece = expand(after.low, after.high, bounds)
 
-        # Pieces of this rank that others also have.
+        # Pieces that this rank shares with others.
         num_holders = np.bincount(piece)
         is_own = after.rank[row] == self.rank
         shared = piece[is_own & (num_holders[piece] > 1)]
@@ -169,7 +169,7 @@ def _group_ranks(
     peers = np.full(schedule.num_ranks, -1, np.int64)
     peers[live] = np.arange(size)
 
-    # Others would wait forever for a rank that is not running.
+    # Otherwise ranks would wait forever for one that is not running.
     table = schedule.transfers
     taking_part = np.unique(np.concatenate([table.source, table.destination]))
     assert (peers[taking_part] >= 0).all(), "the schedule is for a network with the same live ranks"
@@ -228,7 +228,7 @@ class Execution:
         steps: Steps of this rank.
         buffer: <any>[N, ...] spans count its first dimension; it changes until `wait` returns.
         group: The ranks; None for all.
-        wire: Dtype of messages; None for that of the buffer.
+        wire: Dtype of messages; None uses the dtype of the buffer.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class Execution:
         return content.to(self._wire)
 
     def _lost_rank(self, index: int, error: RuntimeError) -> DistributedError:
-        """Returns the error that names the ranks with which this one was exchanging."""
+        """Returns an error that names the ranks with which this rank was exchanging data."""
         step = self._steps[index]
         peers = sorted({message.peer for message in (*step.sends, *step.receives)})
         if self._group:  # the group of all ranks numbers them as they are
@@ -365,11 +365,11 @@ class ScheduledCollective:
 
     @torch.no_grad()
     def run(self, x: Tensor) -> None:
-        """Carries out the schedule in place.
+        """Executes the schedule in place.
 
         Args:
-            x: <number>[...] this rank's buffer, contiguous. Units that the schedule promises to
-                this rank hold the sums afterwards, others hold anything.
+            x: <number>[...] this rank's buffer, contiguous. Afterwards, the units that this rank
+                ends with hold the sums; the others are undefined.
 
         Raises:
             DistributedError: If another rank is lost.

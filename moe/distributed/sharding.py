@@ -74,7 +74,7 @@ class Layout(NamedTuple):
 
     Attributes:
         rule: Name of the rule.
-        shape: Shape of the whole parameter as stored on a mesh, gate and up apart.
+        shape: Shape of the whole parameter as stored on a mesh, with gate and up separate.
         expert: Whether `ep` shards dimension 0.
         tp_dim: Dimension that `tp` shards; None for none.
         num_shards: Ranks over which FSDP shards it; 1 if FSDP does not shard it.
@@ -131,8 +131,8 @@ def find_rule(name: str, shape: Sequence[int], rules: Iterable[Rule]) -> Rule:
         if re.fullmatch(rule.pattern, name):
             return rule
     raise ConfigError(
-        f"No rule says where the parameter {name} of shape {tuple(shape)} lies on a mesh. "
-        "Add a Rule for it, or leave the module out."
+        f"No rule defines the layout of parameter {name} of shape {tuple(shape)} on a mesh. Add a Rule for it, or "
+        "leave the module out."
     )
 
 
@@ -379,7 +379,7 @@ def sum_gradients_now(module: nn.Module, is_last: bool) -> None:
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Returns the norm of all gradients <float>[], the same on every rank.
 
-    Parameters may lie on different meshes. Every shard is counted once: its sum of squares is
+    Parameters may be on different meshes. Every shard is counted once: its sum of squares is
     divided by the number of ranks that hold it.
     """
     parameters = list(parameters)
@@ -447,7 +447,7 @@ ShardSlices = tuple[tuple[int, int], ...]
 
 
 def shard_slices(layout: Layout, config: MeshConfig, coordinate: MeshCoordinate) -> ShardSlices:
-    """Returns what one rank holds of a parameter, gate and up apart.
+    """Returns one rank's shard of a parameter, with gate and up projection separate.
 
     It equals the result of `shard_over_ep_tp` and `shard_over_fsdp`.
     """
@@ -479,7 +479,7 @@ def is_first_replica(layout: Layout, mesh: Mesh, coordinate: MeshCoordinate) -> 
 def contiguous_runs(slices: ShardSlices, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields the contiguous runs of elements that slices of a whole tensor consist of.
 
-    Their order is that of the shard's own elements, row by row.
+    They are in the order of the shard's elements, row by row.
 
     Args:
         slices: Start and end in each dimension.
@@ -518,7 +518,7 @@ def _element_offset(index: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _chunk(whole: tuple[int, int], num_chunks: int, index: int) -> tuple[int, int]:
-    """Returns start and end of one chunk of what lies between two ends."""
+    """Returns start and end of one chunk of the interval between two ends."""
     first, last = whole
     start, end = chunk_range(last - first, num_chunks, index)
     return first + start, first + end

@@ -1,9 +1,8 @@
 """Seconds that this rank waits for others, by process group.
 
-Ranks that train together take equally long for a step: a slow one waits least. The exchanges of this
-library mark the start and end of waiting; nothing is counted outside of `measured_waits`. On a GPU,
-events of its streams are compared, which costs the host little; the time of transfers counts as
-waiting, too.
+Ranks that train together take equally long for a step: the slowest waits least. The exchanges of this library mark the
+start and end of waiting; nothing is counted outside of `measured_waits`. On a GPU, events of its streams are compared,
+which costs the host little; the time of transfers counts as waiting, too.
 """
 
 import time

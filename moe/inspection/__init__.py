@@ -1,1 +1,1 @@
-"""What the router does: traces, tables, plots and the report."""
+"""The router's behaviour: traces, tables, plots and the report."""

@@ -96,7 +96,7 @@ class Drawing:
             path: The .svg file; an existing one is replaced.
 
         Raises:
-            ConfigError: When it is not the path of an .svg file, or lies in a finished folder.
+            ConfigError: When it is not the path of an .svg file, or is inside a finished folder.
         """
         file = output_path(path, suffix=".svg", option="path")
         write_text(file, self.svg)
@@ -329,7 +329,7 @@ def draw_intervals(
 def _draw_estimates(
     axes: "Axes", panel: IntervalPanel, series: Sequence[str], from_zero: bool
 ) -> None:
-    """Draws the estimates of a panel, those of one name side by side."""
+    """Draws the estimates of a panel, grouping estimates of the same name."""
     # A line for each name, the first at the top.
     names = list(dict.fromkeys(row.name for row in panel.rows))
     thickness = 0.8 / len(series)
@@ -344,7 +344,7 @@ def _draw_estimates(
         label = panel.line_label or None
         axes.axvline(panel.line, color=COLOURS[2], linestyle="--", label=label)
 
-    # The estimates of a series lie a little beside the others of their names.
+    # The estimates of a series are drawn slightly to the side of the others of their names.
     for number, name in enumerate(series):
         rows = [row for row in panel.rows if row.series == name]
         shift = (number - (len(series) - 1) / 2) * thickness

@@ -18,8 +18,8 @@ def render_page(template: str, folder: Path | None = None, **values: object) -> 
 
     Args:
         template: File name of the template.
-        folder: Folder of further templates; those of this package are found without it.
-        values: What the template is filled with; `title` is one of them.
+        folder: Folder of additional templates; this package's templates are always found.
+        values: Values for the template; `title` is one of them.
     """
     loaders: list[PackageLoader | FileSystemLoader] = [PackageLoader("moe.inspection")]
     if folder is not None:

@@ -113,12 +113,12 @@ def preferred_tokens(counts: Tensor, expert: int, *, number: int = 12) -> list[T
 
 
 def smoothed_lift(counts: Tensor, expert: int) -> Tensor:
-    """Returns how much an expert prefers each token, 1 for no preference.
+    """Returns an expert's preference for each token; 1 means no preference.
 
     It is the expert's share of the token over its share q of all tokens, as if the token had been
     seen 20 times more and routed like all tokens: (k / q + 20) / (n + 20) for k of n occurrences.
-    Without this, a token that never goes elsewhere would have 1 / q, whether it was seen once or a
-    thousand times.
+    Without smoothing, a token that is only routed to this expert would have 1 / q after one
+    occurrence as after a thousand.
 
     Args:
         counts: <int64>[V, E] first choices.
@@ -177,7 +177,8 @@ def token_names(
 
 
 def routing_entropy(counts: Tensor, tokens: Tensor) -> float:
-    """Returns the entropy in nats of the experts that a class of tokens goes to; 0 for no token.
+    """Returns the entropy in nats of the experts that a class of tokens is routed to; 0 without
+    tokens.
 
     Args:
         counts: <int64>[V, E] first choices.

@@ -1,1 +1,1 @@
-"""Matrix products by device; nothing here knows what a router, a plan or a configuration is."""
+"""Matrix products by device; nothing here depends on routers, plans or configurations."""

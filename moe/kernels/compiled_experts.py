@@ -1,8 +1,8 @@
 """The experts on a CPU as one torch operator, for compiled graphs.
 
-A compiler cannot look into cpu_experts.py, which starts threads and counts rows. As an operation
+A compiler cannot trace cpu_experts.py, which starts threads and counts rows. As an operation
 whose shapes follow from those of its inputs it breaks no graph. There may therefore be more rows
-than tokens were sent to experts: those behind the last expert's are read by nobody.
+than tokens were sent to experts: rows after the last expert's are never read.
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ _NO_GRADIENTS = (None,) * 7
 def compiled_feed_forward(
     tokens: Tensor, rows: ExpertRows, weights: ExpertWeights, form: ExpertForm
 ) -> Tensor:
-    """Returns what `fused_feed_forward` does, bit for bit, inside of a graph.
+    """Same as `fused_feed_forward`, bit for bit, for compiled graphs.
 
     Args:
         tokens: <float>[T, D].
-        rows: Which token each row is; at least as many as `counts` adds up to.
-        weights: Of the experts, in the dtype of the tokens.
+        rows: The token of each row; at least as many as `counts` adds up to.
+        weights: The experts' weights, in the dtype of the tokens.
         form: What an expert computes.
 
     Returns:
@@ -148,7 +148,7 @@ def _fused_experts_backward(
     needed = needed + [False] * (len(Gradients._fields) - len(needed))
     gradients = run_backward(inputs, needed)
 
-    # The weight of a row that nobody reads has the gradient 0.
+    # The weight of an unused row has the gradient 0.
     if gradients.row_weight is not None:
         d_row_weight = torch.zeros_like(row_weight)
         d_row_weight[: rows.weight.numel()] = gradients.row_weight
@@ -207,7 +207,7 @@ def _backward(ctx: Any, d_output: Tensor, *d_values: None) -> tuple[Any, ...]:
         d_output, tokens, row_weight, weights, row_indices, values, *ctx.form, needed
     )
 
-    # Autograd wants None for what it did not ask for.
+    # Autograd expects None for gradients that it did not request.
     gradients: list[Tensor | None] = []
     for is_needed, gradient in zip(needed, computed, strict=True):
         gradients.append(gradient if is_needed else None)

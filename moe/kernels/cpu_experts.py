@@ -7,8 +7,8 @@ few hundred rows are small.
 With few rows for an expert, most of a backward pass is the first touch of the gradients' memory;
 huge pages halve it there. With many rows they won 10 % at best, and lost as much on a virtual
 machine that gives free memory to its host. OpenMP's threads spin on the workers' cores for 10 ms
-after each operation of torch; to make them sleep at once won nothing that could be measured, and
-every later operation of the process, such as a step of decoding, had to wake them.
+after each operation of torch; making them sleep at once had no measurable benefit, and every later
+operation of the process, such as a step of decoding, had to wake  them.
 """
 
 import math
@@ -42,7 +42,7 @@ _FEW_ROWS = 64
 
 
 class RowValues(NamedTuple):
-    """What a forward pass computed for every row, for the backward pass; empty what that spares.
+    """Results of a forward pass for every row, kept for the backward pass; empty where not needed.
 
     Attributes:
         products: <float>[N, 2F or F] z, what the first product returned.
@@ -58,7 +58,7 @@ class RowValues(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """What the gradients of `run_forward` are computed of.
+    """Inputs for the gradients of `run_forward`.
 
     Attributes:
         d_output: <float>[T, D] gradient of its result.
@@ -78,7 +78,7 @@ class BackwardInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the inputs of `fused_feed_forward`; None for those not asked for.
+    """Gradients of the inputs of `fused_feed_forward`; None if not requested.
 
     Attributes:
         tokens: <float>[T, D].
@@ -111,11 +111,11 @@ def fused_feed_forward(
 
     Args:
         tokens: <float>[T, D].
-        rows: Which token each row is, and its weight.
-        weights: Of the experts, in the dtype of the tokens or quantised.
+        rows: The token of each row, and its weight.
+        weights: The experts' weights, in the dtype of the tokens or quantised.
         form: What an expert computes.
         late: Where gradients of the weights are left, see late_gradients.py; None computes them
-            with those of the tokens.
+            together with the tokens' gradients.
 
     Returns:
         <float>[T, D]; zeros for a token without rows.
@@ -203,7 +203,8 @@ def run_forward(
     seed: int,
     num_buffered: int | None = None,
 ) -> tuple[Tensor, RowValues]:
-    """Returns every token's weighted sum of its experts' outputs <float>[T, D], and what it took.
+    """Returns every token's weighted sum of its experts' outputs <float>[T, D], and the
+    intermediate results.
 
     For row n of token t and expert e, with * by element:
 
@@ -220,7 +221,7 @@ def run_forward(
         form: What an expert computes.
         keep_products: Whether a backward pass will need products and gates.
         seed: Of dropout.
-        num_buffered: Rows of what is kept, where that must not depend on the tokens; None for N.
+        num_buffered: Number of kept rows, if it must not depend on the tokens; None for N.
     """
     first, down, bias = weights
     counts = rows.counts.tolist()
@@ -230,7 +231,7 @@ def run_forward(
     num_dropped = num_kept if form.dropout_rate else 0
     hidden_layer = _HiddenLayer(form)
 
-    # What the backward pass needs; a tensor without rows stands for what it does not need.
+    # Inputs of the backward pass; tensors without rows are not needed.
     num_gates = num_saved if hidden_layer.is_gelu else 0
     products = tokens.new_empty(num_saved, first.shape[1])  # z  [N, 2F or F]
     gates = tokens.new_empty(num_gates, down.shape[2])  # act(z')  [N, F]
@@ -238,7 +239,7 @@ def run_forward(
     outputs = tokens.new_empty(num_kept, down.shape[1])  # o  [N, D]
 
     def run_piece(piece: Piece) -> None:
-        # Each piece has a seed of its own, so that threads do not change what is dropped.
+        # Each piece has its own seed, so the dropped units do not depend on the threads.
         here = slice(piece.start, piece.end)
         expert_bias = None if bias is None else bias[piece.expert]
         if form.dropout_rate:
@@ -272,8 +273,8 @@ def run_backward(
     """Returns the gradients of `run_forward`, in whose letters the steps are written.
 
     Args:
-        inputs: What they are computed of.
-        needed: Which gradients are asked for, in the order of `Gradients`.
+        inputs: Inputs of the gradients.
+        needed: Which gradients are requested, in the order of `Gradients`.
         d_products: <float>[N, 2F or F] to fill with dz, for `run_weight_gradients`; None for not.
     """
     d_output, tokens, rows, weights, form, values = inputs
@@ -348,8 +349,8 @@ def run_weight_gradients(
     Args:
         inputs: Those of `run_backward`.
         d_products: <float>[N, 2F or F] dz of every row.
-        needs_first: Whether dW1 is asked for.
-        needs_down: Whether dW2 is asked for.
+        needs_first: Whether dW1 is requested.
+        needs_down: Whether dW2 is requested.
     """
     d_output, tokens, rows, weights, form, values = inputs
     products, gates, kept_units, _ = values
@@ -404,10 +405,10 @@ class _Hidden(NamedTuple):
 
 
 class _HiddenLayer:
-    """What is done element by element between the two products, forwards and backwards.
+    """Element-wise operations between the two products, forwards and backwards.
 
-    A ReLU is done in place of the first product, since its gradient needs no more than that. GELU's
-    gradient needs its input, and to do it again would cost more than to keep its result.
+    A ReLU is computed in place on the first product, since its gradient needs only the result.
+    GELU's gradient needs its input, and to do it again would cost more than to keep its result.
     """
 
     def __init__(self, form: ExpertForm) -> None:
@@ -443,7 +444,7 @@ class _HiddenLayer:
         if self.is_gated:
             plain = gate * product.chunk(2, dim=-1)[1]
 
-        # h: the bias, then dropout, which scales up what it keeps.
+        # h: the bias, then dropout, which scales the kept units up.
         output = plain
         if bias is not None:
             output = plain * bias if self.multiplies_bias else plain + bias
@@ -471,7 +472,7 @@ class _HiddenLayer:
         return d_hidden
 
     def d_product(self, d_plain: Tensor, product: Tensor, gate: Tensor) -> Tensor:
-        """Returns dz <float>[n, 2F or F] of dp <float>[n, F], which is overwritten."""
+        """Returns dz <float>[n, 2F or F] from dp <float>[n, F], which is overwritten."""
         if not self.is_gated:
             return self._d_activation(d_plain, product, d_plain)
 

@@ -1,8 +1,8 @@
 """Matrix products on a CPU in float32, by the faster of torch's two libraries.
 
-torch sends float32 products to its BLAS; which library is faster is another matter, see
-product_choice.py. Both are exact to rounding. Small products stay where they are: a call of oneDNN
-costs 15 us more. So do gradients of the weights of experts, which are summed in place.
+torch sends float32 products to its BLAS; which library is faster varies, see product_choice.py.
+Both are exact to rounding. Small products keep torch's own library: a call of oneDNN costs 15 us
+more. So do gradients of the weights of experts, which are summed in place.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ def multiply(
     Returns:
         <float>[N, O].
     """
-    # The cheapest question first: a step of decoding asks it for every product.
+    # The cheapest check comes first: decoding runs it for every product.
     is_float32 = x.dtype == torch.float32
     if not is_float32 or not is_onednn_chosen(kind, x.shape[0]) or not _has_choice(x, weight):
         return torch.mm(x, weight.t(), out=out)

@@ -1,7 +1,7 @@
 """Pieces of experts' work on a CPU, and the threads that do them.
 
-A piece is some rows of one expert. As many pieces run at once as torch has threads, each of them on
-one core: `cpu_experts.py` says what is done for a piece.
+A piece is some rows of one expert. One piece per torch thread runs at a time, each on one core:
+`cpu_experts.py` has the work of a piece.
 """
 
 import functools
@@ -54,7 +54,7 @@ def split_rows(counts: list[int], most: int) -> list[Piece]:
 
 
 class _Queue:
-    """The pieces that no worker has begun."""
+    """The pieces that no worker has started."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
         self._pieces = deque(pieces)
@@ -72,7 +72,7 @@ class _Queue:
 def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
     """Runs all pieces, as many at once as torch has threads, each of them on one core.
 
-    After an error or Ctrl-C no piece begins any more, and none is running when it is raised.
+    After an error or Ctrl-C no new piece starts, and none is running when the error is raised.
     """
     queue = _Queue(pieces)
 
@@ -116,23 +116,23 @@ def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
 def _thread_pool(num_threads: int) -> ThreadPoolExecutor:
     """Returns the workers for so many threads: each runs torch on one core and builds no graph.
 
-    Workers of a number of threads that is no longer asked for end when the cache forgets them.
+    Workers for a number of threads that is no longer used end when the cache forgets them.
     """
     started = threading.Barrier(num_threads)
 
     def prepare() -> None:
-        # A thread's first question sets it to the process's number: let that be over.
+        # A thread's first query sets its number of threads to the process's; trigger it now.
         torch.get_num_threads()
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
 
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="experts", initializer=prepare)
     try:
-        # The barrier lets no worker take two of these jobs, so that all workers start now.
+        # The barrier prevents a worker from taking two of these jobs, so all workers start now.
         for ready in [pool.submit(started.wait) for _ in range(num_threads)]:
             ready.result()
     except BaseException:
-        # The system gives no more threads: who waits for them would keep the process from ending.
+        # The system gives no more threads: waiting for them would prevent the process from ending.
         started.abort()
         raise
     finally:

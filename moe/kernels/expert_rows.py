@@ -1,6 +1,6 @@
 """Rows of experts: the token of each row, tokens to rows, and rows back to tokens.
 
-A token that uses two experts is two rows. Rows stand sorted by expert, since an expert works on all
+A token that uses two experts is two rows. Rows are sorted by expert, since an expert works on all
 of its rows at once; a token's sum over its rows needs the opposite order, which `ExpertRows` holds
 too. Sums read the rows of a token side by side: that needs no atomic additions, and its result does
 not depend on the number of threads.
@@ -22,7 +22,7 @@ _MOST_EXACT_ROWS = 64
 
 
 class ExpertRows(NamedTuple):
-    """Which token each row is; no row stands for an empty slot or a dropped token.
+    """The token of each row; empty slots and dropped tokens have no row.
 
     Attributes:
         counts: <int64>[E] rows of each expert; they add up to N.
@@ -42,7 +42,7 @@ class ExpertRows(NamedTuple):
 class ChoiceRows(NamedTuple):
     """A row for every choice of every token, sorted by expert; no shape depends on the choices.
 
-    Rows of refused choices stand behind those of all experts, and may hold anything.
+    Rows of refused choices come after those of all experts, with undefined values.
 
     Attributes:
         counts: <int64>[E] rows of each expert.
@@ -67,7 +67,7 @@ def gather_rows(tokens: Tensor, rows: ExpertRows) -> Tensor:
 
     Args:
         tokens: <float>[T, D].
-        rows: Which token each row is.
+        rows: The token of each row.
 
     Returns:
         <float>[N, D].
@@ -93,7 +93,7 @@ def gather_choices(tokens: Tensor, rows: ChoiceRows) -> Tensor:
 
     Args:
         tokens: <float>[T, D].
-        rows: Which choice each row is.
+        rows: The choice of each row.
 
     Returns:
         <float>[T * K, D].
@@ -143,9 +143,9 @@ def sum_by_token(outputs: Tensor, rows: ExpertRows, weight: Tensor | None) -> Te
 def round_up_rows(rows: ExpertRows) -> ExpertRows:
     """Returns the rows with each expert's number of them rounded up.
 
-    oneDNN prepares itself, for 1 to 2 ms, for every number of rows that it has not seen, and
-    experts bring another number in every step. Up to 64 rows stay as they are; beyond that there
-    are 16 numbers between a power of two and the next, so that at most a sixteenth is added.
+    oneDNN prepares itself, for 1 to 2 ms, for every number of rows that it has not seen, and the
+    number changes with every step. Up to 64 rows stay as they are; beyond that there are 16 numbers
+    between a power of two and the next, so that at most a sixteenth is added.
 
     Added rows repeat the last of their expert and weigh nothing: they add zeros to all gradients,
     and no token reads them.
@@ -158,7 +158,7 @@ def round_up_rows(rows: ExpertRows) -> ExpertRows:
     if rounded == counts:
         return rows
 
-    # Where each row goes: behind what was added to the experts before its own.
+    # Position of each row: after the rows that were added to earlier experts.
     num_slots = sum(rounded)
     device = rows.token.device
     rounded_counts = torch.tensor(rounded, device=device)  # [E]
@@ -167,7 +167,7 @@ def round_up_rows(rows: ExpertRows) -> ExpertRows:
     shift = (rounded_start - start).repeat_interleave(rows.counts, output_size=rows.token.numel())
     new_place = torch.arange(rows.token.numel(), device=device) + shift  # [N]
 
-    # Which row each place repeats: its own, or the last of its expert.
+    # The row that each place repeats: its own, or the last of its expert.
     last = rows.counts - 1  # [E]
     expert = torch.arange(len(counts), device=device)
     expert = expert.repeat_interleave(rounded_counts, output_size=num_slots)  # [N']

@@ -20,12 +20,12 @@ class ExpertWeights(NamedTuple):
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Returns whether a weight is one of torchao, which holds other numbers than it stands for."""
+    """Returns whether a weight is a quantized tensor of torchao."""
     return hasattr(weight, "qdata")
 
 
 def dequantized(weight: Tensor) -> Tensor:
-    """Returns the numbers that a weight of torchao stands for, and any other weight as it is."""
+    """Returns the dequantized numbers of a torchao weight, and any other weight unchanged."""
     return weight.dequantize() if is_quantized(weight) else weight
 
 
@@ -34,7 +34,7 @@ def can_select_experts(stacked: Tensor) -> bool:
     try:
         stacked[0]
     except (AssertionError, NotImplementedError, RuntimeError):
-        # Formats that pack several experts, or that never thought of any.
+        # Formats that pack several experts, or that do not support several.
         return False
     return True
 

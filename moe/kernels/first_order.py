@@ -1,6 +1,6 @@
-"""Backward passes that cannot be differentiated again say so.
+"""Backward passes that raise when differentiated again.
 
-torch's `once_differentiable` refuses only if the gradient that comes in has a graph of its own. The
+torch's `once_differentiable` raises only if the incoming gradient has its own graph. The
 sum of an output has none, and a penalty on its gradients would then silently be a constant.
 """
 
@@ -15,7 +15,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def first_order_only(backward: Backward) -> Backward:
-    """Decorates `backward` of a Function: its gradients refuse to be differentiated."""
+    """Decorates `backward` of a Function: differentiating its gradients raises an error."""
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -35,7 +35,7 @@ def first_order_only(backward: Backward) -> Backward:
 
 
 class _Refuse(torch.autograd.Function):
-    """Returns a gradient as it is; backwards it raises."""
+    """Returns a gradient unchanged; its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:

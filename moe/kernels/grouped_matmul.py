@@ -1,6 +1,6 @@
 """Products of rows with the weights of their experts, all experts in one call.
 
-Rows stand sorted by expert, as many of each as there are: nothing is padded. The path of devices
+Rows are sorted by expert, without padding. The path of devices
 other than a CPU, which has cpu_experts.py.
 """
 
@@ -23,8 +23,8 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Args:
         x: <float>[N, I] rows.
         weight: <float>[E, O, I].
-        counts: <int64>[E] rows of each expert. Rows behind them are read by nobody, and what is
-            returned for them is of any value.
+        counts: <int64>[E] rows of each expert. Later rows are never read, and their results are
+            undefined.
 
     Returns:
         <float>[N, O].
@@ -61,7 +61,7 @@ def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _split_rows(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
-    """Returns the rows <float>[n, I] of each expert, and those behind them that nobody reads."""
+    """Returns the rows <float>[n, I] of each expert, and the unused rows after them."""
     sizes = counts.tolist()
     return x.split([*sizes, x.shape[0] - sum(sizes)])
 
@@ -88,7 +88,7 @@ def _gradients(
 def _gradients_in_one_call(
     d_product: Tensor, x: Tensor, weight: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `_gradients` does, by grouped products."""
+    """Same as `_gradients`, by grouped products."""
     d_product = d_product.contiguous()
     d_x = F.grouped_mm(d_product, weight, offs=ends)
     d_weight = F.grouped_mm(rearrange(d_product, "n o -> o n"), x, offs=ends)

@@ -13,7 +13,7 @@ from moe.kernels.dropout import dropout
 
 
 class ExpertForm(NamedTuple):
-    """What an expert computes between its two products.
+    """Computation of an expert between its two products.
 
     Attributes:
         activation: `gelu` (the tanh approximation) or `relu`.
@@ -63,15 +63,15 @@ def hidden_rows(product: Tensor, bias: Tensor | None, counts: Tensor, form: Expe
     Args:
         product: <float>[N, 2F or F] the first product, gate first.
         bias: <float>[E, F] of each expert's hidden units; None for none.
-        counts: <int64>[E] rows of each expert. What is returned for rows behind them is of any
-            value, and so is its gradient.
+        counts: <int64>[E] rows of each expert. The results and gradients of the rows after them are
+            undefined.
         form: What an expert computes.
 
     Returns:
         <float>[N, F].
     """
-    # A bias belongs to an expert: each of its rows gets a copy. Rows behind those of all experts
-    # get one of nobody, whose gradient is of any value.
+    # A bias belongs to an expert: each of its rows gets a copy. Rows after those of all experts get
+    # a row of zeros, whose gradient is undefined.
     if bias is not None:
         bias = F.pad(bias, (0, 0, 0, 1))  # [E + 1, F]
         bias = bias.index_select(0, expert_of_rows(counts, product.shape[0]))  # [N, F]
@@ -79,7 +79,7 @@ def hidden_rows(product: Tensor, bias: Tensor | None, counts: Tensor, form: Expe
 
 
 def expert_of_rows(counts: Tensor, num_rows: int) -> Tensor:
-    """Returns the expert <int64>[num_rows] of each row; E for rows behind those of all experts.
+    """Returns the expert <int64>[num_rows] of each row; E for rows after those of all experts.
 
     Args:
         counts: <int64>[E] rows of each expert.

@@ -43,10 +43,10 @@ class _Setting:
 
 
 def keep_freed_memory() -> bool:
-    """Has the C library keep what is freed, and returns whether it does.
+    """Makes the C library keep freed memory, and returns whether it does.
 
-    The process then holds on to the most memory that it ever needed, which a training needs again a
-    step later.
+    The process then holds on to the most memory that it ever needed, which training needs again in
+    the next step.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in _VARIABLES):
         return False
@@ -65,8 +65,7 @@ def keep_freed_memory() -> bool:
 def empty_in_few_pages(like: Tensor) -> Tensor:
     """Returns uninitialised memory whose first touch costs little.
 
-    That is freed memory where the process keeps it, else new memory in huge pages where the system
-    has them.
+    This is freed memory if the process keeps it, else new memory, in huge pages if available.
 
     Args:
         like: <float>[...] gives shape and dtype.

@@ -1,15 +1,15 @@
 """Computes gradients of experts' weights while the gradients of rows are exchanged.
 
-Where rows came from other ranks, those ranks wait for the gradients of their rows; nobody waits for
-gradients of weights. Of all nodes that can run, a backward pass runs the one that the forward pass
-made last. So the weights go through a node that is made between sending the rows and waiting for
-them, and computes their gradients in its turn:
+If rows came from other ranks, those ranks wait for the gradients of their rows; no rank waits for
+gradients of weights. Of all ready nodes, a backward pass runs the one that the forward pass created
+last. So the weights go through a node that is made between sending the rows and waiting for them,
+and computes their gradients in its turn:
 
     forward    send rows     weights         wait for rows     experts
     backward   wait for dx   dW1 and dW2     send dx           dx
 
-The experts leave there what the gradients are computed of (cpu_experts.py), and give the node a
-gradient that stands for nothing.
+The experts store the inputs of the gradients there (cpu_experts.py), and give the node a
+placeholder gradient.
 """
 
 from collections.abc import Callable
@@ -27,21 +27,21 @@ ComputeGradients = Callable[[bool, bool], tuple[Tensor | None, Tensor | None]]
 
 
 class LateGradients:
-    """Where a backward pass leaves the gradients of the weights for later."""
+    """Storage in which a backward pass leaves the gradients of the weights for later."""
 
     def __init__(self) -> None:
         self._compute: ComputeGradients | None = None
         self._is_used = False
 
     def use(self) -> None:
-        """Notes that experts will leave gradients here.
+        """Records that experts will leave gradients here.
 
         Raises:
             RuntimeError: At the second call: the gradients of one would replace those of the other.
         """
         if self._is_used:
             raise RuntimeError(
-                "The weights of one pass_weights call were given to two calls of the experts, and the gradients of "
+                "The weights of one pass_weights call were given to two calls of the experts, so the gradients of "
                 "one call would be lost. Call pass_weights once for each."
             )
         self._is_used = True
@@ -54,7 +54,7 @@ class LateGradients:
             weights: Whose gradients they are.
 
         Returns:
-            <float>[E, 2F or F, D] and [E, D, F] zeros that take no memory and stand for them.
+            <float>[E, 2F or F, D] and [E, D, F] zeros that take no memory, as placeholders.
         """
         self._compute = compute
         first = weights.first.new_zeros(()).expand(weights.first.shape)
@@ -62,7 +62,7 @@ class LateGradients:
         return first, down
 
     def compute(self, needs_first: bool, needs_down: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the gradients of W1 and W2, and forgets what they are computed of."""
+        """Returns the gradients of W1 and W2, and releases their inputs."""
         assert self._compute is not None, "the experts' own node runs first"
         compute = self._compute
         self._compute = None
@@ -70,7 +70,7 @@ class LateGradients:
 
 
 def pass_weights(weights: ExpertWeights) -> tuple[ExpertWeights, LateGradients | None]:
-    """Returns the weights behind a node that computes their gradients when it is its turn.
+    """Returns the weights through a node that computes their gradients when it runs.
 
     Call it after rows were sent, and before they are waited for.
 
@@ -78,7 +78,7 @@ def pass_weights(weights: ExpertWeights) -> tuple[ExpertWeights, LateGradients |
         weights: Of the experts.
 
     Returns:
-        The weights, and where the experts leave their gradients; None where that is of no use.
+        The weights, and where the experts leave their gradients; None if that has no benefit.
     """
     first, down, _ = weights
     needs_gradients = first.requires_grad or down.requires_grad
@@ -91,7 +91,7 @@ def pass_weights(weights: ExpertWeights) -> tuple[ExpertWeights, LateGradients |
 
 
 class _PassWeights(torch.autograd.Function):
-    """Returns the weights as they are; backwards it computes what was left for it."""
+    """Returns the weights as they are; the backward pass computes the gradients left for it."""
 
     @staticmethod
     def forward(

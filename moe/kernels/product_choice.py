@@ -5,11 +5,11 @@ is faster depends on the processor and on the kind of product, see product_measu
 measurement takes two seconds when a process first needs it, and is kept in the user's cache folder
 by processor and release of torch.
 
-Results of the two differ by rounding. Who wants equal bits on several machines gives a fixed choice
-in the environment variable STMOE_PRODUCTS: `blas`, `onednn`, or a file that
-`python -m scripts.benchmark products --json FILE` wrote. A resumed run keeps the choice of its
-checkpoint. In 16 bits torch's own operations end in oneDNN too; chosen is how an expert's gradients
-are given to it.
+Results of the two differ by rounding. For bit-identical results on several machines, fix the choice
+with the environment variable STMOE_PRODUCTS: `blas`, `onednn`, or a file that `python -m
+scripts.benchmark products --json FILE` wrote. A resumed run keeps the choice of its checkpoint. In
+16 bits torch's own operations end in oneDNN too; chosen is how an expert's gradients are given to
+it.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ def products_in_use() -> ProductChoice:
 
 
 def use_products(choice: ProductChoice | None) -> None:
-    """Makes this process use another choice; None for what it would choose itself."""
+    """Makes this process use another choice; None chooses automatically."""
     with _IN_USE.lock:
         _IN_USE.choice = choice
 
@@ -99,7 +99,7 @@ def fixed_choice(library: Library) -> ProductChoice:
 
 
 def cache_file() -> Path:
-    """Returns where the measurement of this machine is kept."""
+    """Returns the path of this machine's measurement."""
     parts = [processor_name(), str(torch.__version__), *Measurement._fields]
     key = "|".join([*parts, *LibraryByTokens._fields])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
@@ -132,14 +132,14 @@ def _read_given(given: str) -> ProductChoice:
 
 
 def _saved_or_measured() -> ProductChoice:
-    """Returns what the cache holds; else measures, and keeps that for the next process."""
+    """Returns the cached choice; else measures, and caches the result for the next process."""
     path = cache_file()
     saved = _read_saved(path)
     if saved is not None:
         return saved.choice
 
     try:
-        # Of processes that start together one measures and the others wait, so that all agree.
+        # If several processes start together, one measures and the others wait, so that all agree.
         with whole_file(path) as partial:
             measurement = _read_saved(path) or measure_products()
             partial.write_text(_as_text(measurement), encoding="utf-8")

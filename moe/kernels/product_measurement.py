@@ -2,13 +2,13 @@
 
 Which one is faster depends on the processor and on the kind of product. On an AMD EPYC oneDNN takes
 half the time of MKL. On an Intel Xeon with AVX-512 MKL takes a tenth less for outputs and for
-gradients of inputs, and 20 to 45 % less for gradients of weights; but of 4 to 16 tokens oneDNN
+gradients of inputs, and 20 to 45 % less for gradients of weights; but for 4 to 16 tokens oneDNN
 computes outputs in 0.6 to 0.8 of the time. oneDNN prepares itself, for 1 ms,
 for every number of rows that it has not seen: experts round theirs up, see expert_rows.py.
 
-In 16 bits there is one library, and another choice: oneDNN takes dW = dy^T x of an expert as it
-lies, with dy^T in columns, or a copy of dy^T in rows. On an Intel Xeon with AMX the copy pays:
-products take 0.5 to 0.9 of the time, copying included.
+In 16 bits there is one library, and another choice: oneDNN computes an expert's dW = dy^T x from
+dy^T in columns, or from a copy of dy^T in rows. On an Intel Xeon with AMX the copy pays: products
+take 0.5 to 0.9 of the time, copying included.
 """
 
 import functools
@@ -88,7 +88,7 @@ class ProductChoice(NamedTuple):
 
 
 class ProductTime(NamedTuple):
-    """The median time of products with 768 inputs and 3,072 outputs, whose weights lie in no cache.
+    """The median time of products with 768 inputs and 3,072 outputs, whose weights are in no cache.
 
     Attributes:
         kind: Field of `ProductChoice`.
@@ -126,7 +126,7 @@ class CopyTime(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What was measured where, and the choice that follows.
+    """Results of the measurement, its machine, and the resulting choice.
 
     Attributes:
         processor: Name of the CPU.
@@ -149,9 +149,9 @@ PRODUCT_KINDS: tuple[ProductKind, ...] = get_args(ProductKind)
 def measure_products() -> Measurement:
     """Measures every kind of product, in two to five seconds.
 
-    It happens on one core, whose clock stands still while other processes have it, so that a busy
-    machine measures what an idle one does; and in a thread of its own, which no mode of the caller
-    reaches: what counts operations or replaces tensors sees nothing of it.
+    It runs on one core and counts CPU time, so that a busy machine gives the same results as an
+    idle one; and in its own thread, so that modes of the caller that count operations or replace
+    tensors do not see it.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="measure-products") as pool:
         times, copy_time = pool.submit(_time_on_one_core).result()
@@ -178,7 +178,7 @@ def measure_products() -> Measurement:
 @functools.cache
 def processor_name() -> str:
     """Returns the name of the CPU."""
-    # Linux has a table of its processors; elsewhere Python's guess must do.
+    # Linux has a table of its processors; elsewhere Python's guess is used.
     table = Path("/proc/cpuinfo")
     if table.is_file():
         for line in table.read_text(encoding="utf-8").splitlines():
@@ -188,7 +188,7 @@ def processor_name() -> str:
 
 
 def _time_on_one_core() -> tuple[list[ProductTime], CopyTime]:
-    """Returns the times of all products, both libraries in turn, and those of the copy."""
+    """Returns the times of all products, both libraries in turn, and of the copy."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     times: list[ProductTime] = []
@@ -222,7 +222,7 @@ def _time_product(kind: ProductKind, tokens: str, weights: Tensor) -> ProductTim
 
 
 def _time_copy() -> CopyTime:
-    # All into memory that is there already, as in a training that keeps what it frees.
+    # Results go to existing memory, as in training that reuses freed memory.
     d_weight = torch.empty(_NUM_OUTPUTS, _NUM_INPUTS, dtype=torch.bfloat16)
     as_it_lies = 0.0
     copied = 0.0

@@ -1,8 +1,8 @@
 """Every private name of torch that the library uses, each behind one small function.
 
-A private name may change in any release of torch. Each function says what it is for and what torch
-offers instead, as far as it offers anything; tests/kernels/test_torch_private.py says what breaks
-when the name goes. `python -m scripts.versions` runs these tests with the newest torch.
+A private name may change in any release of torch. Each function documents its purpose and torch's
+alternative, if anything; tests/kernels/test_torch_private.py shows what breaks without the name.
+`python -m scripts.versions` runs these tests with the newest torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +37,8 @@ def is_jit_tracing() -> bool:
 def is_plain(*tensors: Tensor) -> bool:
     """Returns whether an operation of our own may take these tensors.
 
-    Compilers, tracers and transforms must see operations that they know, and so must subclasses
-    that stand for a shard or for another tensor.
+    Compilers, tracers, transforms and tensor subclasses (shards, wrappers) support only operations
+    that they know.
     """
     if torch.compiler.is_compiling() or is_in_functorch() or is_jit_tracing():
         return False
@@ -111,7 +111,7 @@ def register_tree_node(
 
     Args:
         kind: Class of the container.
-        flatten: Gives its parts, and what else is needed to build it again.
+        flatten: Returns its parts, and everything else needed to rebuild it.
         unflatten: Builds it from both.
     """
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -122,7 +122,7 @@ def register_tree_node(
 
 
 def flatten_mesh_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Returns the mesh of one axis, called `name`, that all axes of `mesh` make together."""
+    """Returns a mesh that flattens all axes of `mesh` into one axis, called `name`."""
     return mesh._flatten(name)
 
 

@@ -25,10 +25,11 @@ from moe.sparse.experts import truncated_normal_
 
 
 class Projection(nn.Linear):
-    """A linear map without bias that draws its own weights from a normal of a given deviation.
+    """A linear map without bias that initializes its weights from a normal distribution of a given
+    deviation.
 
-    Its initialisation belongs to the leaf because transformers initialises what a checkpoint lacks
-    leaf by leaf.
+    Its initialisation belongs to the leaf because transformers initialises missing weights leaf by
+    leaf.
     """
 
     def __init__(self, d_in: int, d_out: int, *, std: float, truncated: bool = False) -> None:
@@ -38,13 +39,13 @@ class Projection(nn.Linear):
         super().__init__(d_in, d_out, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns <float>[..., d_out of this rank] of <float>[..., d_in of this rank]."""
+        """Returns <float>[..., d_out of this rank] from <float>[..., d_in of this rank]."""
         # On a mesh the gate and the up projection of a gated layer are packed as [2, F, D].
         weight = local_shard(self.weight).flatten(0, -2)  # [d_out, d_in]
         return linear(input, weight)
 
     def reset_parameters(self) -> None:
-        """Draws the weights anew; `truncated` bounds them at two deviations."""
+        """Re-initializes the weights; `truncated` bounds them at two deviations."""
         if self.truncated:
             truncated_normal_(self.weight, self.std)
         else:
@@ -90,7 +91,7 @@ class RelativePositionBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the table anew: uniform with variance s / fan_avg, as flaxformer does."""
+        """Re-initializes the table: uniform with variance s / fan_avg, as flaxformer does."""
         fan_avg = sum(self.table.shape) / 2
         limit = math.sqrt(3 * self.config.initializer_scale / fan_avg)
         nn.init.uniform_(self.table, -limit, limit)
@@ -117,7 +118,7 @@ def relative_position_bucket(
 
     Args:
         distance: <int64>[...] key position minus query position.
-        bidirectional: Whether keys after the query have buckets of their own (half of them).
+        bidirectional: Whether keys after the query have their own buckets (half of them).
         num_buckets: Buckets in all.
         max_distance: Distance in tokens from which on all share the last bucket.
 
@@ -139,7 +140,8 @@ def relative_position_bucket(
     # The nearest half of the buckets holds one distance each.
     num_exact = num_buckets // 2
 
-    # The other half grows logarithmically up to max_distance; the last one holds all beyond.
+    # The other half grows logarithmically up to max_distance; the last one holds all larger
+    # distances.
     log_distance = torch.log(distance.clamp(min=1).float() / num_exact)
     growth = log_distance / math.log(max_distance / num_exact)  # 0 at num_exact, 1 at max_distance
     far = num_exact + (growth * (num_buckets - num_exact)).long()
@@ -165,7 +167,7 @@ class Attention(nn.Module):
         self.d_kv = config.d_kv
         self.dropout_rate = config.dropout_rate
 
-        # Variances s / fan_in; that of the query has the 1 / d_kv of the scores in it.
+        # Variances s / fan_in; the query's includes the 1 / d_kv of the scores.
         width = config.num_heads * config.d_kv
         std_in = math.sqrt(config.initializer_scale / config.d_model)
         std_out = math.sqrt(config.initializer_scale / width)
@@ -207,7 +209,7 @@ class Attention(nn.Module):
         source = x if memory is None else memory
         key, value = self._keys_and_values(source, cache)  # [B, H, keys, d_kv]
 
-        # transformers' registry has sdpa and what users add to it; eager is ours.
+        # transformers' registry has sdpa and users' own functions; eager is ours.
         implementation = attention_implementation(self.config)
         dropout = self.dropout_rate if self.training else 0.0
         drops_on_cpu = dropout > 0 and x.device.type == "cpu" and implementation == "sdpa"
@@ -270,7 +272,7 @@ def eager_attention(
     The signature is that of transformers' attention functions.
 
     Args:
-        module: Says whether this is training.
+        module: Determines whether this is training.
         query: <float>[B, H, L, d_kv].
         key: <float>[B, H, keys, d_kv].
         value: <float>[B, H, keys, d_kv].

@@ -56,7 +56,7 @@ class FeedForward(nn.Module):
 
 
 class Context(NamedTuple):
-    """Inputs of every block of a stack beside the residual stream.
+    """Inputs of every block of a stack, in addition to the residual stream.
 
     Attributes:
         self_bias: <float>[B, 1 or H, L, keys] positions and masks of self-attention.
@@ -66,7 +66,7 @@ class Context(NamedTuple):
         cache: Keys and values of earlier steps.
         drop_tokens: Whether experts have a capacity.
         report: Whether sparse layers return the records of their routers.
-        token_ids: <int64>[B, L] vocabulary ids, when the caller has them.
+        token_ids: <int64>[B, L] vocabulary ids, if the caller has them.
         word_embeddings: <float>[B, L, D] what the stack started from.
         output_attentions: Whether blocks return the weights of their attention.
     """
@@ -89,8 +89,8 @@ class BlockOutput(NamedTuple):
     Attributes:
         hidden: <float>[B, L, D] residual stream after the block.
         router: Record of its router, if it is sparse.
-        self_weights: <float>[B, H, L, keys] of self-attention, if asked for.
-        cross_weights: <float>[B, H, L, M] of cross-attention, if asked for and there is one.
+        self_weights: <float>[B, H, L, keys] of self-attention, if requested.
+        cross_weights: <float>[B, H, L, M] of cross-attention, if requested and present.
     """
 
     hidden: Tensor
@@ -105,10 +105,10 @@ class StackOutput(NamedTuple):
     Attributes:
         hidden: <float>[B, L, D] after the last norm.
         routers: One for each sparse layer.
-        hidden_states: <float>[B, L, D] before each block, and `hidden`; None unless asked for.
-        attentions: <float>[B, H, L, keys] of each block's self-attention; None unless asked for.
-        cross_attentions: <float>[B, H, L, M] of each block's cross-attention; None unless asked
-            for.
+        hidden_states: <float>[B, L, D] before each block, and `hidden`; None unless requested.
+        attentions: <float>[B, H, L, keys] of each block's self-attention; None unless requested.
+        cross_attentions: <float>[B, H, L, M] of each block's cross-attention; None unless
+            requested.
     """
 
     hidden: Tensor
@@ -171,7 +171,7 @@ class Block(GradientCheckpointingLayer):
             )
             x = x + self.dropout(y)
 
-        # The sparse layer; appendix C of the paper adds a dense one behind it.
+        # The sparse layer; appendix C of the paper adds a dense one after it.
         if self.sparse:
             y, router = self.sparse_feed_forward(
                 self.sparse_norm(x),
@@ -239,8 +239,7 @@ class Stack(nn.Module):
                 cache, its tokens too; with a static cache, also its positions not filled yet.
             segment_ids: <int64>[B, L] example of each token, 0 for padding; tokens see only their
                 own example.
-            routing_mask: <bool>[B, L] tokens that may be routed; None for those of
-                `attention_mask`.
+            routing_mask: <bool>[B, L] tokens that may be routed; None uses `attention_mask`.
             memory: <float>[B, M, D] encoder output, in a decoder.
             memory_mask: <int64 or bool>[B, M] real tokens of the memory; None for those with a
                 segment.
@@ -254,7 +253,7 @@ class Stack(nn.Module):
         Raises:
             DataError: When a mask or segments have another type, shape or range of values.
         """
-        # Positions of the tokens after those of the cache. The length of a static cache is a tensor.
+        # Positions of the tokens after the cached ones. The length of a static cache is a tensor.
         batch, length = x.shape[:2]
         past = 0
         num_keys = length
@@ -270,7 +269,7 @@ class Stack(nn.Module):
             memory_shape = (memory.shape[0], memory.shape[1])
             memory_mask = _token_mask("", memory_mask, memory_segment_ids, memory_shape)
 
-        # Which tokens may be routed: the real ones among those of this call.
+        # Tokens that may be routed: the real ones of this call.
         if routing_mask is None:
             routing_mask = attention_mask
             if attention_mask is not None and cache is not None:
@@ -278,7 +277,7 @@ class Stack(nn.Module):
         if routing_mask is None:
             routing_mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
 
-        # Keys that each query may see. One new token sees the whole cache if no position is free.
+        # Keys visible to each query. One new token sees the whole cache if no position is free.
         causal = None
         fixed_size = cache is not None and cache.is_compileable
         if self.decoder and (length > 1 or fixed_size):
@@ -332,7 +331,7 @@ class Stack(nn.Module):
                 attentions.append(self_weights)
                 cross_attentions.append(cross_weights)
 
-        # The last hidden state is that after the norm.
+        # The last hidden state is the one after the norm.
         x = self.dropout(self.final_norm(x))
         has_cross_attention = context.memory is not None
         return StackOutput(

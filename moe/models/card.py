@@ -1,4 +1,4 @@
-"""The model card: README.md beside the weights, with a header that the hub reads."""
+"""The model card: README.md next to the weights, with a header that the hub reads."""
 
 import hashlib
 import json
@@ -46,17 +46,16 @@ def model_card(
     Args:
         config: Config of the model.
         model_class: Name of its class.
-        parameters: Total, and used by one token; None computes those of the whole model from the
-            config.
-        base_model: Name on the hub of the model that this one comes from.
+        parameters: Total, and used by one token; None counts the whole model from the config.
+        base_model: Name on the hub of the model that this one was derived from.
         license: Its identifier on the hub.
         language: ISO codes.
         datasets: Names on the hub.
         metrics: Names on the hub.
-        tags: Further tags, besides those of every card.
+        tags: Additional tags.
         stats: Statistics of the routers in an evaluation, by stack: `encoder`, `decoder`; see
             `total_stats`.
-        sections: Markdown by title, e.g. on training data and quality. Without them the card says
+        sections: Markdown by title, e.g. on training data and quality. Without them the card states
             that these are unknown.
     """
     if parameters is None:
@@ -75,7 +74,7 @@ def model_card(
             sparse_fields["expert_capacity"] = config.expert_capacity
         sparse_fields["drop_rate"] = _drop_rate(config, stats)
 
-    # Beside the common entries of the hub: parameters, capacity and drops.
+    # In addition to the hub's common entries: parameters, capacity and drops.
     generates = model_class == _GENERATES
     header = ModelCardData(
         library_name="moe",
@@ -149,7 +148,7 @@ def add_tags(folder: Path | str, tags: Sequence[str]) -> None:
 def fetch_card(repo_id: str, folder: Path, token: str | bool | None = None) -> bool:
     """Returns whether a repository on the hub has a card, and copies it into a folder.
 
-    A card of the user's in the folder stays.
+    A card written by the user stays.
     """
     try:
         fetched = hf_hub_download(repo_id, CARD_NAME, token=token)
@@ -189,7 +188,7 @@ def find_source_model(name_or_path: Path | str) -> str | None:
 
 
 def _seal(card: ModelCard) -> str:
-    """Returns a card with a last line by which later changes, except of tags, are noticed."""
+    """Returns a card with a last line that reveals later changes, except of tags."""
     rule = "rewritten when the model is saved, unless anything but the tags was changed"
     return f"{card}\n<!-- Written by moe, {_digest(card)}: {rule} -->\n"
 

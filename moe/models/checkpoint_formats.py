@@ -1,12 +1,12 @@
 """Reads and writes config.json, and recognizes other libraries' formats.
 
-`from_pretrained` reads other libraries' checkpoints by `model_type`. The models know no other
-library: `moe.convert` enters its formats here when `moe` is imported.
+`from_pretrained` reads other libraries' checkpoints by `model_type`. The models do not depend on
+other libraries: `moe.convert` registers its formats here when `moe` is imported.
 
-transformers can load a saved model in a process that never imported this library, as `lm_eval` is:
-with `trust_remote_code=True` it imports the file that `auto_map` of a config.json names. Ours
-imports the installed library and holds no code of a model, so that a checkpoint never carries an
-older copy of it.
+transformers can load a saved model in a process that never imported this library, such as
+`lm_eval`: with `trust_remote_code=True` it imports the file that `auto_map` of a config.json names.
+Ours imports the installed library and holds no code of a model, so that a checkpoint never carries
+an older copy of it.
 """
 
 import json
@@ -60,9 +60,8 @@ def find_format(raw_config: Mapping[str, Any]) -> CheckpointFormat | None:
     known = CHECKPOINT_FORMATS.names()
     if model_type not in known:
         raise ConfigError(
-            f"config.json is of a model of type {shown(model_type)}; expected "
-            f"{OUR_MODEL_TYPE}, or {' or '.join(known)}, which are converted. Load it with its "
-            "own class."
+            f"config.json describes a model of type {shown(model_type)}; expected {OUR_MODEL_TYPE}, or "
+            f"{' or '.join(known)}, which are converted. Load it with its own class."
         )
     return CHECKPOINT_FORMATS.get(model_type)
 
@@ -103,7 +102,7 @@ def read_json_object(path: Path | str, *, advice: str = COPY_AGAIN) -> dict[str,
 
 
 def write_config(text: str, path: Path) -> None:
-    """Writes a config.json with `auto_map`, and beside it the module that this names.
+    """Writes a config.json with `auto_map`, and the module that it names.
 
     Args:
         text: The config as JSON.

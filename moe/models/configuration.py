@@ -84,14 +84,15 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         router: Name in ROUTERS of the encoder's router.
         router_options: Its settings by name; others have their defaults. None for no settings.
         decoder_router: The decoder's router; None for the same.
-        decoder_router_options: Its settings; None for those of the encoder when it is the same,
+        decoder_router_options: Its settings; None uses the encoder's if it has the same router,
             else the defaults.
         num_selected_experts: See `SparseConfig` for this and the following fields, up to
             `router_initializer_std`.
         load_balance_loss_weight: Factor of the balance loss.
         router_z_loss_weight: Factor of the router z-loss; independent of the other.
         router_loss_reduction: Whether the routers' losses are the `sum` over sparse layers
-            (Mesh-TensorFlow) or their `mean` over those of encoder and decoder together (T5X).
+            (Mesh-TensorFlow) or their `mean` over the sparse layers of encoder and decoder together
+            (T5X).
         z_loss_weight: Factor of the z-loss on the vocabulary logits.
         label_smoothing: Probability that targets give to all tokens in equal parts; in training
             mode alone.
@@ -102,7 +103,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         output_router_logits: Whether outputs contain the records of the routers.
         pad_token_id: Id of padding.
         eos_token_id: Id or ids that end generation; None for none.
-        bos_token_id: Kept for tokenizers and harnesses; nothing here reads it.
+        bos_token_id: Kept for tokenizers and harnesses; not used here.
         decoder_start_token_id: Id before the first target.
 
     Source:
@@ -147,7 +148,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     expert_dropout_rate: float | int | None = None
     initializer_scale: float | int = SparseConfig.initializer_scale
 
-    # Where the sparse layers are.
+    # Positions of the sparse layers.
     num_experts: int = 0
     num_sparse_encoder_layers: int = 0
     num_sparse_decoder_layers: int = 0
@@ -205,7 +206,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         check_keywords(self, kwargs)
         check_dtype(kwargs.get("torch_dtype") if self.dtype is None else self.dtype)
 
-        # `to_json_file` writes it anew.
+        # `to_json_file` writes it again.
         kwargs.pop("auto_map", None)
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_layers
@@ -244,7 +245,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> "STMoEConfig":
-        """Returns the published configuration called `name`, with `overrides` on top.
+        """Returns the published configuration called `name`, with `overrides` applied.
 
         Raises:
             ConfigError: When there is no such preset; the message names the closest.
@@ -253,7 +254,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     @classmethod
     def after(cls, reference: str, **overrides: Any) -> "STMoEConfig":
-        """Returns a configuration that routes and weighs losses as a reference implementation does.
+        """Returns a configuration with the routing and loss weights of a reference implementation.
 
         Args:
             reference: `mesh_tensorflow` or `flaxformer`; see `SparseConfig.after`.
@@ -265,7 +266,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         settings = reference_fields(reference, overrides.get("router", cls.router))
         settings["router_loss_reduction"] = _REFERENCE_REDUCTION[reference]
 
-        # Options are of a router: another one of the decoder has its own.
+        # Options belong to a router: a different decoder router has its own.
         decoder_router = overrides.get("decoder_router")
         if decoder_router is not None:
             decoder_settings = reference_fields(reference, decoder_router)
@@ -273,7 +274,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         return cls(**{**settings, **overrides})
 
     def replaced(self, **settings: Any) -> "STMoEConfig":
-        """Returns a copy with other settings, checked anew.
+        """Returns a copy with other settings, validated again.
 
         Args:
             settings: Fields of this class.
@@ -341,16 +342,17 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         Raises:
             ConfigError: When a value is out of range.
         """
-        # Fields among the arguments are validated together with those of the file.
+        # Fields among the arguments are validated together with the file's fields.
         names = ({item.name for item in fields(cls)} | cls.attribute_map.keys()) - {"dtype"}
         settings = {name: kwargs.pop(name) for name in names & kwargs.keys()}
 
-        # The version marks the fields as those of a file, where unknown ones are no mistake.
+        # The version marks the fields as read from a file, in which unknown fields are not an
+        # error.
         version = {"transformers_version": transformers_version}
         return super().from_dict({**version, **config_dict, **settings}, **kwargs)
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
-        """Writes config.json, and the module by which `trust_remote_code=True` finds this library."""
+        """Writes config.json, and the module with which `trust_remote_code=True` finds this library."""
         write_config(self.to_json_string(use_diff), Path(json_file_path))
 
     @classmethod
@@ -370,7 +372,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         Raises:
             ConfigError: When one of them is out of range, or the model is dense.
         """
-        # Another router of the decoder does not have the options of the encoder's.
+        # A different decoder router does not inherit the encoder's options.
         router = self.router
         options = self.router_options
         if decoder and self.decoder_router not in (None, router):
@@ -493,7 +495,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     def _count_parameters(self, experts_per_layer: int) -> int:
         """Returns the parameters with that many experts in each sparse layer, and whole routers."""
-        # The embedding, and a head of its own.
+        # The embedding, and a separate head.
         total = self.vocab_size * self.d_model
         if not self.tie_word_embeddings:
             total *= 2

@@ -91,7 +91,7 @@ def strict_config(config_class: C) -> C:
 
 
 def _plain_value(value: Any) -> Any:
-    """Returns a value as JSON has it: numbers of numpy as Python's, and mappings as a copy."""
+    """Returns a value in JSON's types: numpy's numbers as Python's, and mappings as a copy."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     if isinstance(value, numbers.Real) and not isinstance(value, int):
@@ -124,8 +124,8 @@ def check_keywords(config: PreTrainedConfig, keywords: Mapping[str, Any]) -> Non
             suggestion = f" Did you mean {close[0]!r}?" if close else ""
             descriptions.append(f"{name} ({shown(keywords[name])}){suggestion}")
         warnings.warn(
-            f"The config has fields that STMoEConfig does not read: {', '.join(descriptions)}. They "
-            "are kept as attributes and change nothing.",
+            f"The config has fields that STMoEConfig does not read: {', '.join(descriptions)}. They are kept as "
+            "attributes but have no effect.",
             stacklevel=2,
         )
     check_integer(
@@ -142,7 +142,7 @@ def check_settings(config: PreTrainedConfig, settings: Iterable[str]) -> None:
 def refuse_unknown(config: PreTrainedConfig, unknown: set[str]) -> None:
     """Raises a ConfigError for the first unknown keyword, with the closest name."""
     for name in sorted(unknown):
-        # Options of a router are often given next to it.
+        # Options of a router are often passed as keywords by mistake.
         routers = router_options_by_name().get(name)
         if routers:
             raise ConfigError(

@@ -57,7 +57,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
                 config's choice.
             return_dict: False for a tuple of the fields that are not None; None for the config's
                 choice.
-            further: Arguments of other names, which are refused unless they change nothing here.
+            further: Other arguments, which must have no effect.
 
         Raises:
             DataError: When not exactly one of `input_ids` and `inputs_embeds` is given, or an input
@@ -119,7 +119,7 @@ class STMoEEncoder(STMoEPreTrainedModel):
             return self.embed_tokens(ids)
 
         assert vectors is not None, "exactly one of both is given"
-        # Under autocast their dtype may differ from that of the residual stream.
+        # Under autocast their dtype may differ from the residual stream's dtype.
         check_vectors(f"{prefix}inputs_embeds", vectors, self.config.d_model)
         return vectors.to(self.embed_tokens.weight.dtype)
 

@@ -57,7 +57,7 @@ _IGNORED_ARGUMENTS = ("cache_position",)
 
 
 def refuse_unknown_arguments(further: dict[str, Any], forward: Callable[..., Any]) -> None:
-    """Refuses keyword arguments that a forward does not have.
+    """Raises for keyword arguments that a forward does not have.
 
     Args:
         further: Arguments that are not in the signature.
@@ -88,16 +88,16 @@ def refuse_unknown_arguments(further: dict[str, Any], forward: Callable[..., Any
 
 
 def check_token_ids(name: str, ids: Tensor, vocab_size: int, *, ignored: int | None = None) -> None:
-    """Refuses anything but token ids <int64 or int32>[B, L] of the vocabulary.
+    """Raises unless given token ids <int64 or int32>[B, L] of the vocabulary.
 
     Args:
         name: Of the argument.
         ids: Value of the argument.
         vocab_size: V; ids are from 0 to V - 1.
-        ignored: Another value that is accepted, the label of no target.
+        ignored: Another accepted value, the label of positions without a target.
 
     Raises:
-        DataError: With the value, and where it stands.
+        DataError: With the value and its position.
     """
     is_label = ignored is not None
     meaning = f"token ids, {ignored} for no target" if is_label else "token ids"
@@ -110,7 +110,7 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int, *, ignored: int | N
     if not _values_are_free(ids):
         return
 
-    # One pass over the values tells whether there is something to look for.
+    # One pass over the values shows whether a search is needed.
     known = ids.masked_fill(ids == ignored, 0) if is_label else ids
     least, most = known.aminmax()
     if int(least) < 0 or int(most) >= vocab_size:
@@ -123,7 +123,7 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int, *, ignored: int | N
 
 
 def check_vectors(name: str, vectors: Tensor, d_model: int) -> None:
-    """Refuses anything but embedded or encoded tokens <float>[B, L, D].
+    """Raises unless given embedded or encoded tokens <float>[B, L, D].
 
     Raises:
         DataError: With the type and shape that were given.
@@ -141,7 +141,7 @@ def check_vectors(name: str, vectors: Tensor, d_model: int) -> None:
 
 
 def check_segments(name: str, segments: Tensor | None, shape: tuple[int, int]) -> None:
-    """Refuses anything but numbers of packed examples <int64>[B, L], one for each token.
+    """Raises unless given numbers of packed examples <int64>[B, L], one for each token.
 
     Args:
         name: Of the argument.
@@ -163,7 +163,7 @@ def check_segments(name: str, segments: Tensor | None, shape: tuple[int, int]) -
 
 
 def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """Returns a mask as <bool>[B, keys]: which tokens are real; None for None, which means all.
+    """Returns a mask as <bool>[B, keys]: which tokens are real; None if all tokens are real.
 
     Args:
         name: Of the argument.
@@ -179,7 +179,7 @@ def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tenso
         return None
 
     batch, num_keys = shape
-    # One value for each token: masks of pairs of tokens are refused with the reason.
+    # One value for each token: masks of pairs of tokens raise an error that says why.
     if not isinstance(mask, Tensor) or mask.is_complex():
         _refuse(name, mask, f"a mask [{batch}, {num_keys}], 1 for a token and 0 for padding")
     if mask.dim() != 2:
@@ -191,7 +191,7 @@ def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tenso
             f"{_PACKING}",
         )
 
-    # Compared one by one: in a compiled graph a size that varies is found in no tuple.
+    # Compared one by one: in a compiled graph, `in` does not find a dynamic size in a tuple.
     if mask.shape[0] != batch or mask.shape[1] != num_keys:
         _refuse(
             name,
@@ -227,7 +227,7 @@ def _check_ones_and_zeros(name: str, mask: Tensor) -> None:
         return
 
     # A compiled graph cannot look at values. In a mask of floats, 0 means padding in one convention
-    # and a token in the other, which must not go unnoticed.
+    # and a token in the other, so this must be checked.
     floating = mask.is_floating_point()
     if torch.compiler.is_compiling():
         if floating:
@@ -282,7 +282,7 @@ def encoder_decoder_cache(past_key_values: Any) -> EncoderDecoderCache | None:
 
 
 def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
-    """Refuses another number of sequences in the decoder than in the encoder.
+    """Raises if decoder and encoder have different numbers of sequences.
 
     Args:
         decoder: <float>[B, T, D] embedded tokens.
@@ -294,8 +294,8 @@ def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
     num_memories = memory.shape[0]
     if num_memories != 1 and num_memories != decoder.shape[0]:
         raise DataError(
-            f"The decoder has {decoder.shape[0]} sequences and the encoder {memory.shape[0]}; "
-            "expected as many, or one of the encoder for all. Give each target its input."
+            f"The decoder has {decoder.shape[0]} sequences and the encoder {memory.shape[0]}; expected equal numbers, "
+            "or one encoder sequence for all. Give one input for each target."
         )
 
 
@@ -304,16 +304,15 @@ def check_same_batch(decoder: Tensor, memory: Tensor) -> None:
 
 
 def check_targets(labels: Tensor, decoder_inputs: Tensor) -> None:
-    """Refuses labels <int64>[B, T] that are not one for each decoder input [B, T] or [B, T, D].
+    """Raises unless labels <int64>[B, T] has one label for each decoder input [B, T] or [B, T, D].
 
     Raises:
         DataError: With both shapes.
     """
     if labels.shape != decoder_inputs.shape[:2]:
         raise DataError(
-            f"labels is {list(labels.shape)}, but the decoder's inputs are "
-            f"{list(decoder_inputs.shape[:2])}; expected one label for each. Leave the "
-            "decoder's inputs out to have them made of the labels."
+            f"labels is {list(labels.shape)}, but the decoder's inputs are {list(decoder_inputs.shape[:2])}; expected "
+            "one label for each. Omit the decoder's inputs to derive them from the labels."
         )
 
 
@@ -352,7 +351,7 @@ def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
 
 
 def check_logits_to_keep(logits_to_keep: Any, labels: Tensor | None) -> None:
-    """Refuses anything but a number of last decoder positions, or their indices.
+    """Raises unless given a number of last decoder positions, or their indices.
 
     Raises:
         DataError: When it is something else, or there are labels, each of which needs its logits.

@@ -39,14 +39,14 @@ class LossCounts(NamedTuple):
     """Divisors of the sums of a loss, for a whole batch.
 
     When a batch is split into micro-batches, each is given the counts of the whole batch; losses
-    and gradients then add up to those of the batch, however it was split.
+    and gradients then add up to those of the batch for any split.
 
     Attributes:
         target_tokens: <int64>[] labels that are not -100.
         encoder: Counts of the encoder.
         decoder: Counts of the decoder.
         balance_totals: One for each sparse layer, the encoder's first, when the scope of the
-            balance loss is wider than one call; None when each call is a scope of its own.
+            balance loss is wider than one call; None if each call is its own scope.
     """
 
     target_tokens: Tensor
@@ -87,7 +87,7 @@ def count_losses(
         config: Gives the group size and the tokens that the routers' losses are over.
         encoder_mask: <bool>[B, L] real tokens.
         decoder_mask: <bool>[B, T] real tokens.
-        labels: <int64>[B, T], -100 for no target.
+        labels: <int64>[B, T], -100 for positions without a target.
     """
     return LossCounts(
         target_tokens=(labels != IGNORED_LABEL).sum(),
@@ -102,7 +102,7 @@ def sum_counts(
     """Returns the counts of the parts of all ranks; `balance_totals` stay as they are.
 
     Args:
-        counts: Of the part of this rank.
+        counts: Counts of this rank's part.
         sum_each: Returns the sum of each tensor over the ranks.
     """
     local = [counts.target_tokens, *counts.encoder, *counts.decoder]
@@ -175,7 +175,7 @@ def model_losses(
     Args:
         config: Gives the weights, and whether the routers' losses are summed over layers.
         logits: <any float>[B, T, V]; the loss is computed in float32.
-        labels: <int64>[B, T], -100 for no target.
+        labels: <int64>[B, T], -100 for positions without a target.
         encoder_routers: One for each sparse layer of the encoder.
         decoder_routers: The same for the decoder.
         counts: Divisors; of the whole batch when this is a part of it. Or its number of targets
@@ -256,14 +256,14 @@ def _share_of_targets(
 
 
 def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
-    """Refuses a training step from which transformers' Trainer removed the labels.
+    """Raises for a training step from which transformers' Trainer removed the labels.
 
-    It does so for its own label smoothing and for a `compute_loss_func`, and then computes the loss
-    from logits alone.
+    The Trainer does this for its own label smoothing and for a `compute_loss_func`, and then
+    computes the loss from logits alone.
 
     Args:
         config: Config of the model.
-        decoder_masked: Whether a mask tells the decoder's padding without labels.
+        decoder_masked: Whether a mask marks the decoder's padding without labels.
 
     Raises:
         ConfigError: When weighted losses would be left out silently, or padding would be routed.
@@ -275,16 +275,14 @@ def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
     lost = [f"{name} {getattr(config, name)}" for name in names if getattr(config, name)]
     if lost:
         raise ConfigError(
-            "The Trainer gave num_items_in_batch without labels, so that the losses of "
-            f"{', '.join(lost)} would be left out. In place of label_smoothing_factor of the "
-            "training arguments, set label_smoothing of the model's config; with a "
-            "compute_loss_func of your own, set these weights to 0."
+            f"The Trainer gave num_items_in_batch without labels, so the losses of {', '.join(lost)} would be left "
+            "out. Set label_smoothing in the model's config instead of label_smoothing_factor in the training "
+            "arguments; with your own compute_loss_func, set these weights to 0."
         )
 
-    # The labels would also have told padding from the decoder's tokens.
+    # The labels would also have marked the decoder's padding.
     if config.num_sparse_decoder_layers and not decoder_masked:
         raise ConfigError(
-            "The Trainer gave num_items_in_batch without labels, and no decoder_attention_mask "
-            "tells the decoder's tokens from padding, which would be routed and take capacity. "
-            "Let the data collator add one."
+            "The Trainer gave num_items_in_batch without labels, and without a decoder_attention_mask, so padding "
+            "would be routed and use expert capacity. Let the data collator add one."
         )

@@ -25,7 +25,7 @@ _TOLERATED_FRACTION = 0.01
 class _DropMessage:
     """Message to the logger, equal for all drops of one model.
 
-    transformers logs equal messages once, so that each model is warned of once, whatever the text.
+    transformers logs equal messages once, so each model gets its own warning.
     """
 
     model: weakref.ref[nn.Module]
@@ -56,7 +56,7 @@ def warn_of_drops(
         model: Identifies the model.
         config: Of the model.
         stack: The stack that ran.
-        routers: Of one forward of it.
+        routers: Routers of one of its forward passes.
     """
     has_capacity = any(router.plan.capacity for router in routers)
     if _is_in_graph(routers) or not has_capacity or not is_rank_zero():
@@ -110,7 +110,7 @@ def warn_of_plain_experts(model: PreTrainedModel) -> None:
     model.
 
     Args:
-        model: Just loaded; one that is not quantised is left alone.
+        model: A newly loaded model; unquantised models are ignored.
     """
     if getattr(model, "hf_quantizer", None) is not None:
         _warn_of_plain_experts(model)
@@ -121,7 +121,7 @@ def warn_of_quantized_projections(model: PreTrainedModel, block: Block) -> None:
 
     Args:
         model: Whose forward it is.
-        block: Any of its blocks: a quantiser of linear modules changes all of them.
+        block: Any block: a quantiser of linear modules changes all blocks.
     """
     if torch.compiler.is_compiling() or _is_plain(block.self_attention.q_proj.weight):
         return
@@ -138,10 +138,9 @@ def _warn_of_plain_experts(model: PreTrainedModel) -> None:
             plain += sum(weight.numel() for weight in module.parameters() if _is_plain(weight))
     if plain:
         warnings.warn(
-            f"The quantiser left the stacked experts as they were: {plain:,} of {total:,} "
-            f"parameters ({plain / total:.0%}). torchao reaches them by name, with the linear "
-            "modules: FqnToConfig({'re:.*_proj': config}), inside of TorchAoConfig for "
-            "from_pretrained, or with filter_fn=None for quantize_.",
+            f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%}). "
+            "torchao reaches them by name, with the linear modules: FqnToConfig({'re:.*_proj': config}), inside "
+            "TorchAoConfig for from_pretrained, or with filter_fn=None for quantize_.",
             stacklevel=3,
         )
 

@@ -121,7 +121,7 @@ class STMoEModel(STMoEPreTrainedModel):
                 argument is unknown.
             DataError: When an input has another type, shape or range of values.
         """
-        # Requested outputs; None leaves them to the config.
+        # Requested outputs; None uses the config.
         refuse_unknown_arguments(further, type(self).forward)
         warn_of_quantized_projections(self, cast(Block, self.decoder.blocks[0]))
         past_key_values = encoder_decoder_cache(past_key_values)
@@ -152,8 +152,8 @@ class STMoEModel(STMoEPreTrainedModel):
         check_vectors("encoder_outputs", memory, self.config.d_model)
         check_same_batch(embedded, memory)
 
-        # A requested cache means decoding, which drops no token. A cache that only the config asks
-        # for does not change the routing of this call.
+        # A requested cache means decoding, which drops no token. A cache enabled only by the config
+        # does not change the routing of this call.
         drop_tokens = decoder_drop_tokens and not use_cache and past_key_values is None
         if use_cache is None:
             outside_training = not self.training and not torch.compiler.is_exporting()
@@ -258,13 +258,13 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         Each segment starts with decoder_start_token_id.
 
         Raises:
-            DataError: When these are no labels.
+            DataError: When the labels are invalid.
         """
         check_token_ids("labels", labels, self.config.vocab_size, ignored=IGNORED_LABEL)
         return self._shift_right(labels, decoder_segment_ids)
 
     def _shift_right(self, labels: Tensor, decoder_segment_ids: Tensor | None) -> Tensor:
-        """Returns the decoder's inputs <int64>[B, T] of labels <int64>[B, T] that were checked."""
+        """Returns the decoder's inputs <int64>[B, T] from validated labels <int64>[B, T]."""
         shape = (labels.shape[0], labels.shape[1])
         check_segments("decoder_segment_ids", decoder_segment_ids, shape)
 
@@ -341,7 +341,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             input_ids: <int64>[B, L], or give `inputs_embeds` or `encoder_outputs`.
             attention_mask: <int64 or bool>[B, L], 0 for padding; padding is never attended to and
                 never routed.
-            decoder_input_ids: <int64>[B, T]; made of `labels` when not given.
+            decoder_input_ids: <int64>[B, T]; derived from `labels` if not given.
             decoder_attention_mask: <int64 or bool>[B, T], with a cache [B, past + T], with a static
                 one [B, its size]. Without a cache it may be shorter: the tokens beyond its end are
                 padding, as in transformers.
@@ -351,26 +351,27 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             decoder_segment_ids: <int64>[B, T] the same for the decoder.
             inputs_embeds: <float>[B, L, D] in place of `input_ids`.
             decoder_inputs_embeds: <float>[B, T, D] in place of `decoder_input_ids`.
-            encoder_outputs: Output of the encoder, which then does not run; of a tuple only the
-                first is read.
+            encoder_outputs: Output of the encoder, which then does not run; only the first element
+                of a tuple is read.
             past_key_values: Cache of earlier steps; the decoder then drops no token.
             use_cache: Whether to return a cache, with which the decoder drops no token. None for
-                the config's choice in evaluation mode, and none in training mode or in
-                torch.export; that cache changes no routing of this call.
+                the config's choice in evaluation mode, and no cache in training mode or in
+                torch.export; such a cache does not change the routing of this call.
             output_router_logits: Whether to return the records of the routers; None for the
                 config's choice. The losses of the routers count either way.
             output_attentions: Whether to return the weights of attention, which is then eager; None
                 likewise.
             output_hidden_states: Whether to return the hidden states of every layer; None likewise.
-            decoder_drop_tokens: False lets no token of the decoder be dropped, as `generate` does,
-                with a cache or without.
-            loss_counts: Divisors of the losses; None for those of this batch.
+            decoder_drop_tokens: False keeps all tokens of the decoder, as `generate` does, with a
+                cache or without.
+            loss_counts: Divisors of the losses; None uses those of this batch.
             num_items_in_batch: Targets of the whole batch that this is a part of, as transformers'
                 Trainer counts them; see `model_losses`. In place of `loss_counts`.
             logits_to_keep: Number of last positions whose logits are returned, 0 for all, or
                 <int64>[positions] their indices; without labels.
-            return_dict: False for a tuple of what is there; None for the config's choice.
-            further: Arguments of other names, which are refused unless they change nothing here.
+            return_dict: False for a tuple of the fields that are not None; None for the config's
+                choice.
+            further: Other arguments, which must have no effect.
 
         Raises:
             DataError: When neither inputs nor outputs of the encoder, or neither decoder inputs nor
@@ -379,15 +380,15 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 the labels of a training step away (see `refuse_missing_labels`), or an argument is
                 unknown.
         """
-        # Refuse calls that would not compute what the caller means.
+        # Raise for calls that would not compute what the caller means.
         refuse_unknown_arguments(further, type(self).forward)
         self._refuse_replica()
         if labels is None and num_items_in_batch is not None and self.training:
             refuse_missing_labels(self.config, decoder_masked=decoder_attention_mask is not None)
         if loss_counts is not None and num_items_in_batch is not None:
             raise DataError(
-                "loss_counts and num_items_in_batch were both given, and both say what the "
-                "losses are divided by. Leave one of them out."
+                "loss_counts and num_items_in_batch were both given, but both set the divisor of the losses. Remove "
+                "one of them."
             )
         check_logits_to_keep(logits_to_keep, labels)
         output_routers = self.argument_or_config("output_router_logits", output_router_logits)
@@ -438,7 +439,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             encoder_routers = _within(encoder_routers, totals[:num_encoder_layers])
             decoder_routers = _within(decoder_routers, totals[num_encoder_layers:])
 
-        # Divided by the counts of this batch, unless those of a larger one were given.
+        # Divided by the counts of this batch, unless counts of a larger batch were given.
         losses: dict[str, Any] = {}
         if labels is not None:
             if divisors is None:
@@ -448,7 +449,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                     "decoder_attention_mask": decoder_attention_mask,
                 }
                 masks = {name: mask for name, mask in given.items() if mask is not None}
-                encoded = outputs.encoder_last_hidden_state  # whose shape is that of the inputs
+                encoded = outputs.encoder_last_hidden_state  # with the shape of the inputs
                 divisors = self.loss_counts({"input_ids": encoded, "labels": labels, **masks})
             smoothing = self.config.label_smoothing if self.training else 0.0
             parts = model_losses(
@@ -457,7 +458,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
             losses = parts._asdict()
             losses["loss"] = losses.pop("total")
 
-        # The losses need the routers' records; the output has them only on request.
+        # The losses need the routers' records; the output includes them only on request.
         router_fields: dict[str, Any] = {}
         if output_routers:
             router_fields = {
@@ -483,9 +484,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         """Raises a ConfigError for a replica of torch.nn.DataParallel."""
         if getattr(self, "_is_replica", False):
             raise ConfigError(
-                "torch.nn.DataParallel cannot join what the routers of its replicas did. Start "
-                "one process for each device with torchrun or accelerate, or show the process "
-                "one device with CUDA_VISIBLE_DEVICES."
+                "torch.nn.DataParallel cannot combine the router outputs of its replicas. Start one process for each "
+                "device with torchrun or accelerate, or restrict the process to one device with CUDA_VISIBLE_DEVICES."
             )
 
     def _vocabulary_logits(self, hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
@@ -514,22 +514,20 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                 raise ConfigError(f"{name} is {shown(value)}, but {reason}. Leave it out.")
         if kwargs.setdefault("output_router_logits", False):
             raise ConfigError(
-                "generate() has no place to return output_router_logits in. Leave it out, and "
-                "give the generated tokens to the model as decoder_input_ids, with "
-                "decoder_drop_tokens=False, to see how they are routed."
+                "output_router_logits is not supported by generate(). Remove it; to see how the generated tokens are "
+                "routed, pass them to the model as decoder_input_ids with decoder_drop_tokens=False."
             )
         return cast(Any, super()).generate(*args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses continuous batching, which `generate_batch` and its context managers start.
+        """Raises for continuous batching, which `generate_batch` and its context managers start.
 
         Raises:
             ConfigError: Always.
         """
         raise ConfigError(
-            "Continuous batching (generate_batch) is not supported: transformers' scheduler packs "
-            "prompts for a decoder alone and has no place for encoder outputs. Call generate() "
-            "with a padded batch."
+            "Continuous batching (generate_batch) is not supported: transformers' scheduler packs prompts for a "
+            "decoder alone and cannot hold encoder outputs. Call generate() with a padded batch."
         )
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

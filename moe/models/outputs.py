@@ -27,8 +27,8 @@ for record in (*_RECORDS_OF_A_LAYER, *_RECORDS_OF_A_MODEL):
 class RouterRecords(Sequence[RouterOutput]):
     """Records of the routers of a stack, one for each sparse layer.
 
-    Not a tuple on purpose: transformers compares, gathers and truncates tuples by the sequences of
-    the batch, but a record covers groups of sequences.
+    Deliberately not a tuple: transformers compares, gathers and truncates tuples by the sequences
+    of the batch, but a record covers groups of sequences.
     """
 
     def __init__(self, records: Iterable[RouterOutput]) -> None:
@@ -41,7 +41,7 @@ class RouterRecords(Sequence[RouterOutput]):
     def __getitem__(self, index: slice) -> "RouterRecords": ...
 
     def __getitem__(self, index: int | slice) -> "RouterOutput | RouterRecords":
-        """Returns the record of a layer, or the records of some."""
+        """Returns the record of one layer, or the records of a slice."""
         if isinstance(index, slice):
             return RouterRecords(self._records[index])
         return self._records[index]
@@ -59,11 +59,11 @@ class RouterRecords(Sequence[RouterOutput]):
         return RouterRecords((*self._records, *others))
 
     def __repr__(self) -> str:
-        """Returns the records as a list shows them."""
+        """Returns the records formatted like a list."""
         return f"RouterRecords({list(self._records)!r})"
 
 
-# For torch's trees it is a list of records, so that compiled graphs and hooks reach their tensors.
+# As a pytree it is a list of records, so that compiled graphs and hooks reach their tensors.
 def _flatten_records(records: RouterRecords) -> tuple[list[Any], None]:
     return list(records), None
 
@@ -78,7 +78,7 @@ register_tree_node(RouterRecords, _flatten_records, _unflatten_records)
 def logits_by_sequence(
     routers: Sequence[RouterOutput] | None, batch: int
 ) -> tuple[Tensor, ...] | None:
-    """Returns the routers' logits as transformers has them, <float32>[B, L, E] for each layer.
+    """Returns the routers' logits in transformers' format, <float32>[B, L, E] for each layer.
 
     Args:
         routers: With logits <float32>[G, S, E]; a group is a whole number of sequences.
@@ -101,8 +101,8 @@ class STMoEEncoderOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: <float>[B, L, D].
-        hidden_states: <float>[B, L, D] before each block, and the last; if asked for.
-        attentions: <float>[B, H, L, L] of each block; if asked for.
+        hidden_states: <float>[B, L, D] before each block, and the last; if requested.
+        attentions: <float>[B, H, L, L] of each block; if requested.
         encoder_router_logits: <float32>[B, L, E] of each sparse layer, zeros for padding.
         encoder_router_outputs: One for each sparse layer.
     """
@@ -120,8 +120,8 @@ class STMoEModelOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: <float>[B, T, D] of the decoder.
-        past_key_values: Cache for the next step, if asked for.
-        decoder_hidden_states: <float>[B, T, D] before each block, and the last; if asked for, like
+        past_key_values: Cache for the next step, if requested.
+        decoder_hidden_states: <float>[B, T, D] before each block, and the last; if requested, like
             the others below.
         decoder_attentions: <float>[B, H, T, keys] of each block.
         cross_attentions: <float>[B, H, T, L] of each block.

@@ -65,7 +65,7 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
 
 
 def mesh_limits(config: STMoEConfig, num_ranks: int, num_groups: int | None = None) -> MeshLimits:
-    """Returns what a mesh of `num_ranks` ranks must divide; see `check_mesh`."""
+    """Returns the sizes that a mesh of `num_ranks` ranks must divide; see `check_mesh`."""
     is_sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
     num_experts = config.num_experts if is_sparse else 0
     d_ff = math.gcd(config.d_ff, config.expert_d_ff or 0)
@@ -94,7 +94,7 @@ def rule_names(model: STMoEPreTrainedModel) -> dict[str, str]:
     """Returns the name of each parameter's rule, i.e. its kind, by the parameter's name.
 
     Args:
-        model: With parameters whole or on a mesh.
+        model: Model with whole or sharded parameters.
 
     Raises:
         ConfigError: When no rule covers one of them.
@@ -111,14 +111,14 @@ def shard_model(
 ) -> dict[str, Layout]:
     """Shards a model over a mesh and returns the layout of each parameter.
 
-    Every block is a unit of FSDP, its experts and its router are units of their own; the router,
-    the embedding and the head are gathered as they are, so that routing and loss stay float32.
+    Every block is an FSDP unit, and its experts and its router are separate units; the router, the
+    embedding and the head are gathered as they are, so that routing and loss stay float32.
 
     Args:
-        model: With whole parameters, equal on all ranks, or on the meta device.
+        model: Model with whole parameters, equal on all ranks, or on the meta device.
         mesh: The ranks.
         bfloat16: Whether the parameters of blocks are gathered in bfloat16, for autocast.
-        gather: Whether FSDP shards dense parameters; False leaves each data rank all of them, for
+        gather: Whether FSDP shards dense parameters; False keeps all of them on each data rank, for
             inference.
 
     Raises:
@@ -177,7 +177,7 @@ def _shard_block(block: Block, mesh: Mesh, dims: dict[nn.Parameter, int], bfloat
         if mesh.experts.size() > 1:
             shard_unit(layer.experts, mesh, dims, experts=True, bfloat16=bfloat16)
 
-        # A router is a unit of its own only if it must stay wider than its block.
+        # A router is a separate unit only if it must stay wider than its block.
         has_gate = next(layer.router.parameters(), None) is not None
         if bfloat16 and has_gate:
             shard_unit(layer.router, mesh, dims, experts=False, bfloat16=False)
@@ -192,14 +192,14 @@ def draw_weights(
     mesh: MeshConfig,
     coordinate: MeshCoordinate,
 ) -> None:
-    """Draws every parameter anew and resets buffers.
+    """Re-initializes every parameter and resets buffers.
 
     Besides its shards, a rank holds one module's weights at a time. It draws only its own experts,
     one at a time.
 
     Args:
         module: Its leaves have `reset_parameters`; whole, or sharded over a mesh.
-        seed: Another seed gives another model.
+        seed: Different seeds give different models.
         layouts: Layout of each parameter by name.
         mesh: Sizes of the mesh.
         coordinate: Coordinate of this rank on the mesh.
@@ -215,7 +215,7 @@ def draw_weights(
             if f"{path}.{name}" in layouts:
                 leaf_layouts[name] = layouts[f"{path}.{name}"]
 
-        # A head that is the embedding has no layout of its own.
+        # A head that is the embedding has no separate layout.
         if not leaf_layouts:
             continue
         if isinstance(leaf, Experts):
@@ -233,7 +233,7 @@ def _draw_experts(
     mesh: MeshConfig,
     coordinate: MeshCoordinate,
 ) -> None:
-    """Fills the shards of stacked experts; each expert is drawn from a seed of its own."""
+    """Fills the shards of stacked experts; each expert is drawn from its own seed."""
     num_local = layouts["down_proj"].shape[0] // mesh.ep
 
     # Layouts of a single expert: not over ep, and over FSDP only where that shards within experts.
@@ -250,7 +250,7 @@ def _draw_experts(
         number = coordinate.ep * num_local + expert
         weights = _draw(experts, single_layouts, f"{seed}/{number}")
         for name, weight in weights.items():
-            # Where FSDP shards the experts themselves, some belong to other ranks.
+            # If FSDP shards the experts dimension itself, some experts belong to other ranks.
             start = 0
             end = num_local
             if layouts[name].shard_dim == 0:

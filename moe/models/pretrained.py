@@ -126,7 +126,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     def set_experts_implementation(
         self, experts_implementation: str | dict[str, str | None]
     ) -> None:
-        """Sets how the experts are run, as the field `dispatch` does; results stay the same.
+        """Sets how the experts run, like the field `dispatch`, without changing results.
 
         Args:
             experts_implementation: `grouped_mm` for dispatch `ragged`, `batched_mm` for `static`,
@@ -155,7 +155,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
     def set_parallel_axes(self, ep: ExpertAxis | None, tp: ProcessGroup | None) -> None:
-        """Tells the layers which ranks hold the other experts, heads and hidden units."""
+        """Tells the layers which ranks have the other experts, heads and hidden units."""
         for module in self.modules():
             if isinstance(module, SparseFeedForward):
                 module.set_parallel_axes(ep, tp)
@@ -164,7 +164,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws the weights of one module anew; transformers keeps those that were loaded."""
+        """Re-initializes the weights of one module; transformers keeps those that were loaded."""
         if isinstance(module, _MODULES_WITH_WEIGHTS):
             module.reset_parameters()
 
@@ -172,13 +172,13 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the model of a folder or hub name, which computes bit for bit as when it was saved.
 
-        A T5 or Switch of transformers is converted as it is read, one shard at a time, and refused
-        unless every one of its tensors is accounted for; see `conversion_report`. `save_pretrained`
-        then writes our format.
+        A T5 or Switch of transformers is converted as it is read, one shard at a time; loading raises
+        unless all of its tensors are accounted for; see `conversion_report`. `save_pretrained` then
+        writes our format.
 
-        Arguments and results are those of transformers. Weights read from safetensors may lie at
-        any address, and matrix products on a CPU round differently by address; each such weight is
-        moved to an aligned one.
+        Arguments and results are the same as in transformers. Weights read from safetensors may
+        start at any address, and matrix products on a CPU round differently by address; each such
+        weight is moved to an aligned one.
 
         Raises:
             CheckpointError: When weights are not those that were saved or not finite, or tensors of a
@@ -281,12 +281,12 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     ) -> None:
         """Saves config, weights and a model card, README.md.
 
-        A card that the user wrote or changed stays.
+        A card that the user wrote or changed is kept.
 
         Args:
             save_directory: The folder.
             args: As in transformers.
-            push_to_hub: Whether to upload the new files of the folder; its arguments are those of
+            push_to_hub: Whether to upload the new files of the folder; takes the arguments of
                 `push_to_hub`.
             card: Arguments of `model_card`: `license`, `datasets`, `metrics`, `stats` and others.
             kwargs: As in transformers.
@@ -296,7 +296,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
             self._save_and_push(folder, card, args, kwargs)
             return
 
-        # Refuse what is wrong before anything is written.
+        # Reject invalid arguments before writing anything.
         text = self._card_text(card or {})
         self.config.validate()
         refuse_links(folder, kind=MODEL)
@@ -321,7 +321,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     ) -> CommitInfo | None:
         """Uploads config, weights and a model card.
 
-        The repository's card stays when it was written or changed by others.
+        The repository's card is kept if others wrote or changed it.
 
         Args:
             repo_id: Name on the hub.
@@ -345,7 +345,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         tags = kwargs.pop("tags", None) or []
         token = kwargs.get("token")
 
-        # Only one rank talks to the hub.
+        # Only one rank communicates with the hub.
         is_writer = self.should_save_on_this_rank(kwargs.get("is_main_process", True))
         if not is_writer:
             self.save_pretrained(folder, *args, card=card, **kwargs)
@@ -354,7 +354,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         repository = HfApi().create_repo(repo_id, private=private, token=token, exist_ok=True)
         timestamps = self._get_files_timestamps(folder) if folder.is_dir() else {}
         if not fetch_card(repository.repo_id, folder, token):
-            # The folder's own card, though it is older, is better than none.
+            # The folder's old card is better than none.
             timestamps.pop(CARD_NAME, None)
 
         self.save_pretrained(folder, *args, card=card, **kwargs)
@@ -407,12 +407,12 @@ def _read_raw_config(source: Any, download: dict[str, Any]) -> dict[str, Any] | 
     try:
         return STMoEConfig.read_raw(source, **download)
     except OSError:
-        # It may be an adapter; transformers raises the error if it is nothing.
+        # It may be an adapter; transformers raises the error if it is neither.
         return None
 
 
 def _refuse_adapter_of_other_library(source: Any, download: dict[str, Any]) -> None:
-    """Raises a ConfigError for PEFT adapters of a T5 or Switch, whose base would be drawn anew."""
+    """Raises a ConfigError for PEFT adapters of a T5 or Switch, whose base would be re-initialized."""
     if not isinstance(source, str | os.PathLike):
         return
     path = find_adapter_config_file(str(source), **download)
@@ -444,7 +444,7 @@ def _checking_local_weights(source: Any, download: dict[str, Any]) -> AbstractCo
 def enable_activation_checkpointing(
     model: PreTrainedModel, settings: dict[str, bool] | None = None
 ) -> None:
-    """Makes a model recompute its activations; transformers 5.17 knows only the older name."""
+    """Makes a model recompute its activations; transformers 5.17 has only the older name."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
         enable = model.gradient_checkpointing_enable

@@ -48,7 +48,7 @@ SUBSETS = {
 
 
 class Selection(NamedTuple):
-    """How many parameters train; its text is a small table.
+    """Number of trainable parameters; printed as a small table.
 
     Attributes:
         subset: Name of the subset.
@@ -88,14 +88,15 @@ class Selection(NamedTuple):
 def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
     """Trains one subset of the parameters, freezes the others, and returns their numbers.
 
-    Call it before building the optimizer. The model may lie on a mesh. The subsets, and what the
-    paper found on SuperGLUE with each:
+    Call it before building the optimizer. The model may be on a mesh. The subsets, and the paper's
+    results on SuperGLUE:
 
     - `all`: every parameter.
     - `non_moe`: everything but routers and experts; about as good as all, with less memory.
     - `moe`: routers and experts; much worse.
     - `attention`: projections and position biases of self-attention and encoder-decoder attention.
-    - `ffn`: the dense feed-forward layers, those beside sparse ones too; slightly better than all.
+    - `ffn`: the dense feed-forward layers, including those next to sparse ones; slightly better
+      than all.
     - `router_frozen`: everything but routers (not in the paper).
 
     Norms, embedding and head train with `all`, `non_moe` and `router_frozen` only, the norm before
@@ -106,7 +107,7 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
         subset: One of the names above.
 
     Raises:
-        ConfigError: When there is no such subset, or it would train or freeze nothing of the model.
+        ConfigError: When there is no such subset, or it would train or freeze no parameters.
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.2 and figure 5. Differs: the paper does not say where norms,
@@ -115,9 +116,8 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
     check_subset(subset)
     if not isinstance(model, STMoEPreTrainedModel):
         raise ConfigError(
-            f"select_parameters got a {type(model).__name__}; expected a model of this "
-            "library. Adapters choose by themselves what trains: give the model before they "
-            "are attached."
+            f"select_parameters got a {type(model).__name__}; expected a model of this library. Adapters select the "
+            "trainable parameters themselves: pass the model before attaching them."
         )
 
     # The sharding rules give the kind of every parameter.
@@ -183,10 +183,9 @@ def lora_config(
 ) -> LoraConfig:
     """Returns a PEFT configuration whose adapters all attach to parameters of `model`.
 
-    PEFT's own `target_modules="all-linear"` attaches nothing to the experts, without a warning: they
-    are stacked parameters, not linear modules, and stand under `target_parameters`. An adapter of
-    experts is one A and one B of `rank` for each expert; B starts at zero, so that attaching
-    changes no output.
+    PEFT's own `target_modules="all-linear"` attaches nothing to the experts, without a warning: they are stacked
+    parameters, not linear modules, and are listed in `target_parameters`. An adapter of experts is one A and one B of
+    `rank` for each expert; B starts at zero, so that attaching changes no output.
 
     Example:
         model = peft.get_peft_model(model, moe.lora_config(model))
@@ -203,9 +202,9 @@ def lora_config(
         options: Further fields of `peft.LoraConfig`.
 
     Raises:
-        ConfigError: When peft is not installed, the model has no such parts, nothing is asked for,
-            the rank is below 1, or an option is unknown to peft, given by the arguments above, or
-            does not work on experts.
+        ConfigError: When peft is not installed, the model has no such parts, no adapters are
+            requested, the rank is below 1, or an option is unknown to peft, given by the arguments
+            above, or does not work on experts.
     """
     try:
         from peft import LoraConfig
@@ -214,17 +213,16 @@ def lora_config(
             "lora_config needs peft. Install it with `pip install 'stmoe[finetune]'`."
         ) from error
 
-    # Options that PEFT would drop in silence are refused.
+    # Options that PEFT would silently ignore raise an error.
     check_flag("experts", experts)
     check_flag("attention", attention)
     check_integer("rank", rank, least=1)
     check_number("alpha", alpha, above=0)
     if "target_modules" in options:
         raise ConfigError(
-            f"lora_config was given target_modules {options['target_modules']!r}, but chooses "
-            "by experts and attention. For some projections only, make a peft.LoraConfig with "
-            "the names of this library: T5's q, k, v and o are q_proj, k_proj, v_proj and "
-            "o_proj here; wi and wo are up_proj and down_proj."
+            f"lora_config was given target_modules {options['target_modules']!r}, but selects modules with experts "
+            "and attention. For some projections only, make a peft.LoraConfig with the names of this library: T5's "
+            "q, k, v and o are q_proj, k_proj, v_proj and o_proj here; wi and wo are up_proj and down_proj."
         )
     if experts:
         _check_options_of_experts(options)
@@ -248,12 +246,11 @@ def lora_config(
 
     if experts and not expert_weights:
         raise ConfigError(
-            "lora_config was asked for adapters on experts, but the model is dense: it has "
-            "none. Pass experts=False."
+            "lora_config got experts=True, but the model is dense. Pass experts=False."
         )
     if not (experts or attention):
         raise ConfigError(
-            "lora_config was asked for no adapters: experts and attention are both False. Set one."
+            "lora_config got experts=False and attention=False; expected at least one of them to be True."
         )
     try:
         return LoraConfig(
@@ -269,13 +266,13 @@ def lora_config(
 
 def _check_options_of_experts(options: dict[str, Any]) -> None:
     """Raises a ConfigError for an option that does not work on stacked parameters."""
-    # PEFT applies these to modules only, and stacked parameters are none.
+    # PEFT applies these to modules only, and stacked parameters are not modules.
     ignored = [name for name in _IGNORED_BY_EXPERTS if options.get(name)]
     if ignored:
         settings = ", ".join(f"{name} {options[name]!r}" for name in ignored)
         raise ConfigError(
-            f"{settings}: PEFT does not heed that for the stacked parameters of experts. Leave "
-            "it out, or pass experts=False."
+            f"{settings}: PEFT ignores this for the stacked parameters of experts. Leave it out, or pass "
+            "experts=False."
         )
     if options.get("lora_dropout"):
         raise ConfigError(

@@ -79,7 +79,7 @@ class PrivateConfigHooks:
 
     @_experts_implementation.setter
     def _experts_implementation(self, implementation: Any) -> None:
-        """Sets `dispatch` by transformers' name; None and "eager" leave it as it is.
+        """Sets `dispatch` by transformers' name; None and "eager" change nothing.
 
         Raises:
             ConfigError: For an implementation that is not here.
@@ -93,10 +93,10 @@ class PrivateConfigHooks:
                 self.dispatch = dispatch
                 return
         raise ConfigError(
-            f"experts_implementation is {name!r}; expected 'grouped_mm' (dispatch='ragged'), "
-            "'batched_mm' (dispatch='static'), or 'eager' for what dispatch says."
-            f"{did_you_mean(str(name), _EXPERTS_IMPLEMENTATION.values())} Experts with a capacity "
-            "have no other kernel."
+            f"experts_implementation is {name!r}; expected 'grouped_mm' (dispatch='ragged'), 'batched_mm' "
+            "(dispatch='static'), or 'eager' to keep "
+            f"dispatch.{did_you_mean(str(name), _EXPERTS_IMPLEMENTATION.values())} Experts with a capacity have no "
+            "other kernel."
         )
 
     @classmethod
@@ -115,7 +115,7 @@ class PrivateModelHooks:
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *args: Any, **kwargs: Any
     ) -> str:
-        """Returns the implementation of attention that transformers takes.
+        """Returns the implementation of attention that transformers uses.
 
         Raises:
             ConfigError: For kinds of attention that cannot add T5's bias of positions to the
@@ -124,11 +124,9 @@ class PrivateModelHooks:
         name = attn_implementation
         if isinstance(name, str) and any(part in name for part in _WITHOUT_BIAS):
             raise ConfigError(
-                f"attn_implementation is {name!r}; expected 'sdpa' or 'eager'. Every score of "
-                "attention has a trained bias of the distance added, and masks with it: flash "
-                "attention and kernels of the hub have no place for them, and flex attention "
-                "would need a kernel of its own. On a GPU 'sdpa' uses torch's memory-efficient "
-                "kernel."
+                f"attn_implementation is {name!r}; expected 'sdpa' or 'eager'. Attention scores get a trained "
+                "position bias and a mask, which flash attention and hub kernels do not support; flex attention "
+                "would need its own kernel. On a GPU 'sdpa' uses torch's memory-efficient kernel."
             )
         return cast(Any, super())._check_and_adjust_attn_implementation(name, *args, **kwargs)
 
@@ -142,9 +140,8 @@ class PrivateModelHooks:
         keywords = getattr(function, "keywords", {})
         if function is not None and keywords.get("use_reentrant") is not False:
             raise ConfigError(
-                "Activation checkpointing was asked for without use_reentrant=False: the "
-                "reentrant kind loses the gradient of the routers' losses. Add it to the "
-                "keyword arguments, or give none."
+                "Activation checkpointing was enabled without use_reentrant=False: reentrant checkpointing loses the "
+                "gradient of the routers' losses. Add it to the keyword arguments, or pass none."
             )
         cast(Any, super())._set_gradient_checkpointing(*args, **kwargs)
 
@@ -152,8 +149,8 @@ class PrivateModelHooks:
     def _optimize_model_for_decode(self) -> Generator[None, None, None]:
         """Leaves the experts as they are in the block.
 
-        transformers would switch to batched products, which here read the weights of all experts
-        and not those of the few that a step uses.
+        transformers would switch to batched products, which here would read the weights of all
+        experts instead of the few that a step uses.
         """
         yield
 
@@ -180,11 +177,11 @@ class PrivateModelHooks:
     def maybe_distribute_model(
         cls, model: nn.Module, distributed_config: Any, *args: Any, **kwargs: Any
     ) -> nn.Module:
-        """Returns the model with its parameters sharded as `distributed_config` asks for.
+        """Returns the model with its parameters sharded as `distributed_config` requests.
 
         Raises:
-            ConfigError: When it asks for more than tensor parallelism, or for ranks that do not
-                divide the heads and hidden units.
+            ConfigError: When it requests more than tensor parallelism, or a number of ranks that do
+                not divide the heads and hidden units.
         """
         if distributed_config is not None:
             check_distributed_config(cast(Any, model).config, distributed_config)
@@ -198,7 +195,7 @@ class PrivateModelHooks:
 
 
 def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None:
-    """Refuses parallelism in transformers' `distributed_config` that the model does not support.
+    """Raises for parallelism in transformers' `distributed_config` that the model does not support.
 
     Args:
         config: An STMoEConfig.
@@ -217,14 +214,13 @@ def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None
         size = getattr(distributed, name, None)
         if size is not None and size > 1:
             raise ConfigError(
-                f"distributed_config has {name} {size}, but only tp_size is supported here. "
-                "Experts over ranks, FSDP and mixtures of all: moe.shard_model(model, "
-                "moe.build_mesh(...))."
+                f"distributed_config has {name} {size}, but only tp_size is supported here. For expert parallelism, "
+                "FSDP or combinations, use moe.shard_model(model, moe.build_mesh(...))."
             )
     if isinstance(distributed.tp_plan, dict):
         raise ConfigError(
-            "distributed_config has a tp_plan of its own, but the layers compute with the shards "
-            "of the model's plan. Give tp_size alone, or tp_plan='auto'."
+            "distributed_config has its own tp_plan, but the layers expect the shards of the model's plan. Give "
+            "tp_size alone, or tp_plan='auto'."
         )
 
     # Every rank holds a part of each expert, so their number does not matter.

@@ -98,7 +98,7 @@ class LazyTensor:
 
 
 class _FileReader:
-    """Reads tensors of files, and keeps only the last file open: one shard in memory."""
+    """Reads tensors of files, keeping only the last file open, so that one shard is in memory."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -140,8 +140,8 @@ def open_weights(paths: Iterable[Path]) -> dict[str, LazyTensor]:
                 weights[name] = LazyTensor(header.shape, header.dtype, read)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"The weights in {path} cannot be read: the file is torn, or holds more than "
-                f"tensors, which could run code. {COPY_AGAIN}"
+                f"The weights in {path} cannot be read: the file is incomplete, or holds more than tensors, which "
+                f"could run code. {COPY_AGAIN}"
             ) from error
         except _UNREADABLE as error:
             reason = _first_line(error)
@@ -170,7 +170,7 @@ def _read_headers(path: Path) -> dict[str, Tensor]:
                 headers[name] = torch.empty(piece.get_shape(), dtype=DTYPES[dtype], device="meta")
         return headers
 
-    # A .bin is a pickle; only tensors are accepted of it, and no memory is taken for them.
+    # A .bin is a pickle; only tensors are accepted, and they use no memory on the meta device.
     tensors = torch.load(path, map_location="meta", weights_only=True)
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise TypeError("it does not hold tensors by name")
@@ -199,7 +199,7 @@ def find_weight_files(
     Raises:
         CheckpointError: When there are none, or their index is damaged.
     """
-    # The order in which transformers looks.
+    # transformers' search order.
     names: list[str] = []
     if use_safetensors is not False:
         names += [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]
@@ -232,7 +232,7 @@ def _find_shards_of_index(
         ) from error
     for file in paths:
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing, which the index {path} names. {COPY_AGAIN}")
+            raise CheckpointError(f"{file} is missing, but the index {path} lists it. {COPY_AGAIN}")
     return paths
 
 
@@ -335,7 +335,7 @@ def check_finite(name: str, weight: Tensor, source: Path | str) -> None:
 
 
 def incomplete(source: Path | str, kind: str, misfits: str) -> str:
-    """Returns the message for a folder whose weights do not fit a class."""
+    """Returns the message for a folder whose weights do not match a class."""
     return (
         f"{source} is no complete {kind}. Weights {misfits}. Copy the whole folder again from "
         "where it was saved, or give another; if config.json was edited, undo that."
@@ -348,12 +348,12 @@ def describe_misfits(
     """Returns how many weights of a file do not fit a model, with the first names.
 
     Args:
-        missing: Names that the model has and the file has not.
-        unexpected: Names that the file has and the model has not.
+        missing: Names in the model but not in the file.
+        unexpected: Names in the file but not in the model.
         reshaped: Results of `describe_reshaped` for names that both have.
 
     Returns:
-        An empty text when all fit.
+        Empty if all match.
     """
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape": reshaped}
     parts = []
@@ -379,7 +379,7 @@ def first_names(names: list[str]) -> str:
 
 # ---------------------------------------------------------------------------
 # Checksums of the safetensors files and their index. Config, card and tokenizer are for users to
-# edit; a damaged text shows itself, a flipped bit of a weight does not.
+# edit; a damaged text is visible, a flipped bit in a weight is not.
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -391,7 +391,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def forget_weight_sums(folder: Path) -> None:
-    """Removes the checksums of weights before they are written; those of other files stay."""
+    """Removes the checksums of weights before they are written; the checksums of other files stay."""
     if not (folder / SUMS_FILE).is_file():
         return
 
@@ -478,7 +478,6 @@ def _other_sums(folder: Path) -> dict[str, str]:
 def _refuse(folder: Path, damaged: Sequence[Damage]) -> None:
     if damaged:
         raise CheckpointError(
-            f"The model in {folder} is damaged: {damaged[0]}. Copy the whole folder again from "
-            "where it was saved; if another tool rewrote the weights on purpose, remove "
-            f"{folder / SUMS_FILE}."
+            f"The model in {folder} is damaged: {damaged[0]}. Copy the whole folder again from its source; if another "
+            f"tool rewrote the weights on purpose, remove {folder / SUMS_FILE}."
         )

@@ -1,4 +1,4 @@
-"""Algorithms by name: each builds a schedule for a network, or says why it cannot.
+"""Algorithms by name: each builds a schedule for a network, or reports why it cannot.
 
 A planner tries all of a registry. A new all-reduce is a function with `@_all_reduce` here: it takes
 a network and a number of units, and raises a ConfigError with the reason where the network does not
@@ -53,12 +53,12 @@ def _no_reason(topology: Topology) -> str:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A way to carry out a collective on a network.
+    """An algorithm for a collective on a network.
 
     Attributes:
         summary: What it does, in a line for tables.
         build: Returns its schedule for the live ranks of a network and a number of units.
-        unfit: Returns why it cannot be built on a network, in a sentence; "" if it can.
+        unfit: Returns a sentence on why it cannot be built on a network; "" if it can.
         is_one_ring: Whether it is one ring of all n ranks, with 2 n (n - 1) transfers.
     """
 
@@ -80,7 +80,7 @@ ALL_TO_ALL: Registry[Algorithm] = Registry("all-to-all algorithm")
 
 
 def _reason_against(build: Build, topology: Topology) -> str:
-    # Built for no units, a schedule checks everything and sends nothing.
+    # With a payload of zero units, building a schedule runs all checks and sends nothing.
     try:
         build(topology, 0)
     except ConfigError as error:
@@ -250,7 +250,7 @@ def _check_connected(topology: Topology) -> None:
         is_next = reached[links.source]
         reached[links.destination[is_next]] = True
 
-    # Those on the smaller side are cut off.
+    # Ranks on the smaller side are cut off.
     is_reached = reached[live]
     is_most = is_reached.mean() > 0.5
     lost = live[is_reached != is_most].tolist()

@@ -1,17 +1,16 @@
 """All-to-alls: every rank has a different block for every other rank.
 
-Blocks go straight, each over its own route, or along one axis of the network after the other: a rank
-first sends along its line everything that is bound for other coordinates on that axis, whatever the
-other coordinates are. Slices of the payload may begin with different axes (dimension rotation),
-which keeps the links of all axes busy at once.
+Blocks go straight, each over its own route, or along one axis of the network after the other: a rank first sends along
+its line everything that is bound for other coordinates on that axis, for any other coordinates. Slices of the payload
+may begin with different axes (dimension rotation), which keeps the links of all axes busy at once.
 
-The units of an all-to-all are those of all pairs of ranks, one after the other. In each slice they
-are ordered by origin and then by target, with coordinates in the slice's order of the axes: what
-travels together is contiguous, and a hop is few transfers.
+The units of an all-to-all are those of all pairs of ranks, in order. In each slice they are ordered
+by origin and then by target, with coordinates in the slice's order of the axes: blocks that travel
+together are contiguous, so a hop needs few transfers.
 
 Source: HalfRing, DimRotation: Optimizing All-to-All Collective Communication with Fault Tolerance
-    on Torus Networks (MICRO 2025, doi:10.1145/3725843.3756057). Differs: what goes the long way
-    around a broken link, and what its neighbours take over, is our own.
+    on Torus Networks (MICRO 2025, doi:10.1145/3725843.3756057). Differs: the shares that take the
+    long way around a broken link, or go over its neighbours, are our own.
 """
 
 from collections.abc import Sequence
@@ -66,7 +65,7 @@ def direct(counts: ArrayLike, topology: Topology) -> Schedule:
     """Returns the all-to-all in which every rank sends straight to every other one.
 
     In each step all ranks send equally far: to the same offset on every axis of a grid, so that on
-    a torus all links of an axis carry as much.
+    a torus all links of an axis carry equal loads.
 
     Args:
         counts: <int64>[N, N] units that each origin has for each target.
@@ -121,7 +120,7 @@ def around_both_ways(counts: ArrayLike, order: Sequence[int]) -> Schedule:
         counts: See `around`.
         order: Ranks in the order of the ring.
     """
-    # Each half is an all-to-all of its own.
+    # Each half is a separate all-to-all.
     table = _checked(counts, len(np.asarray(counts)))
     forwards = around(table // 2, order, ring=one_way_ring)
     backwards = around(table - table // 2, order[::-1], ring=one_way_ring)
@@ -139,16 +138,16 @@ def along_axes(
 ) -> Schedule:
     """Returns the all-to-all along one axis of a grid after the other, on slices of the payload.
 
-    A line with one broken link, or without a link between its ends, carries everything over what
-    is left of it; one that is broken twice is left to the routes of the network.
+    A line with one broken link, or without a link between its ends, carries everything over its
+    remaining links; one that is broken twice uses the routes of the network.
 
     Args:
         counts: <int64>[N, N] units that each origin has for each target.
         topology: A grid without dead ranks, or levels of switches.
         ring: Hops around a ring that is whole.
         num_slices: Slices of the payload; more keep the links of all axes busy, and cost latency.
-        rotates: Whether each slice begins with the axis after that of the slice before it; else
-            all begin with the last axis, one after the other.
+        rotates: Whether each slice begins with the next axis after the previous slice's; otherwise
+            all begin with the last axis.
         detour: How a ring with a broken link sends its blocks.
 
     Raises:
@@ -188,7 +187,7 @@ def two_level(counts: ArrayLike, topology: Topology) -> Schedule:
     """Returns the all-to-all inside the nodes first, then across them.
 
     Everything goes to the rank of its own node that has the target's index there, then straight to
-    the target's node: fewer and larger messages between nodes than `direct` has.
+    the target's node: fewer and larger messages between nodes than with `direct`.
 
     Args:
         counts: <int64>[N, N] units that each origin has for each target.
@@ -240,12 +239,12 @@ def _exchange(counts: IntArray, grid: Grid, stages: Sequence[Sequence[Lane]]) ->
         grid: Ranks at their places.
         stages: Hops along each axis.
     """
-    # Pairs in the order of places, so that runs of targets lie together.
+    # Pairs in the order of places, so that runs of targets are adjacent.
     table = counts[np.ix_(grid.names, grid.names)]
     starts = _starts(table)
     bounds = np.append(starts.ravel(), table.sum())
 
-    # The steps of an axis begin when those of the one before it end.
+    # The steps of an axis begin when the previous axis has finished.
     parts = []
     step = 0
     for axis, lanes in enumerate(stages):
@@ -343,7 +342,7 @@ def _promised(rows: Transfers, starts: IntArray, counts: IntArray) -> Schedule:
 
 
 def _assembled(parts: Sequence[Schedule]) -> Schedule:
-    """Returns schedules that run at the same time, each on the units after those of the one before."""
+    """Returns schedules that run at the same time, on consecutive ranges of units."""
     num_units = sum(part.num_units for part in parts)
     moved = []
     first = 0

@@ -1,14 +1,14 @@
-"""Hops of an all-to-all along the lines of an axis: who sends what to whom, and when.
+"""Hops of an all-to-all along the lines of an axis: sources, destinations, blocks and steps.
 
-On a line of n positions every position has a block for every other one. A block that is bound for
-position j travels with those bound for the positions behind it, so that a hop carries a run of
-blocks. A run is counted in half blocks: block j is the halves 2 j and 2 j + 1. On a ring of an even
-number of positions the opposite one is equally far both ways, and half of its block goes each way.
+On a line of n positions every position has a block for every other one. A block for position j
+travels with the blocks for the positions after it, so that a hop carries a run of blocks. A run is
+counted in half blocks: block j is the halves 2 j and 2 j + 1. On a ring of an even number of
+positions the opposite position is equally far both ways, and half of its block goes each way.
 
-A line with one broken link, or without a link between its ends, carries everything over what is
-left of it. A broken ring has help: a part of every block crosses to the neighbouring rings of the
-other axes, goes around there, and comes back. A line that is broken twice leaves each block to the
-routes of the network, and so do levels of switches, which have no neighbours.
+A line with one broken link, or without a link between its ends, carries everything over its
+remaining links. A broken ring has help: a part of every block crosses to the neighbouring rings of
+the other axes, goes around there, and comes back. A line that is broken twice leaves each block to
+the routes of the network, and so do levels of switches, which have no neighbours.
 
 Next: `all_to_all` makes schedules of these hops.
 """
@@ -241,8 +241,8 @@ class Detour(NamedTuple):
     """How a broken ring sends its blocks.
 
     Attributes:
-        kept: Part of every block that stays on what is left of the ring; None for the part that
-            loads it and its neighbours equally, 1 for no help.
+        kept: Part of every block that stays on the rest of the ring; None balances the load of the
+            ring and its neighbours, 1 uses no neighbours.
         sides: Neighbours on each other axis that help: 1, the next one, or 2, the previous one too.
     """
 
@@ -280,7 +280,7 @@ class Grid:
 
 
 def ring_of(order: Sequence[int]) -> Grid:
-    """Returns a grid of one axis: ranks around a ring, whatever links there are."""
+    """Returns a grid of one axis: ranks around a ring, regardless of the links."""
     ranks = np.asarray(order, np.int64)
     return Grid(ranks, (np.ones(len(ranks), np.bool_),), (True,))
 
@@ -303,7 +303,7 @@ def _linked(ranks: IntArray, axis: int, topology: Topology) -> NDArray[np.bool_]
     backwards = topology.find_links(following, ranks)
     joined = (forwards >= 0) & (backwards >= 0)
 
-    # Two ranks have one link, which is not also that around the end.
+    # Two ranks have one link, which must not also count as the link around the end.
     if ranks.shape[axis] <= 2:
         np.moveaxis(joined, axis, 0)[-1] = False
     return joined
@@ -348,7 +348,7 @@ def lanes_of_axis(
             lanes.append(Lane(lines, lines, lines, hops))
             continue
 
-        # Whoever is far away keeps the middle of a broken ring busy from the start.
+        # Distant ranks keep the middle of a broken ring busy from the start.
         hops = farthest_first(by_block(hops), size)
         for number in lines.tolist():
             neighbours = _neighbours(grid, axis, number, detour.sides)
@@ -378,7 +378,7 @@ def _neighbours(grid: Grid, axis: int, number: int, sides: int) -> IntArray:
 
 
 def _shared_lanes(size: int, number: int, hops: Hops, helpers: IntArray, kept: float) -> list[Lane]:
-    """Returns the hops of a broken ring, and those of the neighbours that help it.
+    """Returns the hops of a broken ring and of the neighbours that help it.
 
     Args:
         size: Ranks of the ring.
@@ -419,7 +419,8 @@ def _shared_lanes(size: int, number: int, hops: Hops, helpers: IntArray, kept: f
 def _part_kept(grid: Grid, axis: int, num_helpers: int, detour: Detour) -> float:
     """Returns the part of its blocks that a broken ring keeps, so that all links are equally loaded.
 
-    Loads are those of the busiest link of a line, over what each of its ranks sends in all.
+    Loads are those of the busiest link of a line, divided by the total that each of its ranks
+    sends.
     """
     if num_helpers == 0 or detour.kept == 1:
         return 1.0

@@ -15,7 +15,7 @@ class Buffers:
     """The times of all pieces of all ranks, in seconds.
 
     Args:
-        schedule: Whose transfers read and write them.
+        schedule: Schedule whose transfers read and write them.
     """
 
     def __init__(self, schedule: Schedule) -> None:

@@ -19,8 +19,8 @@ class Timeline(NamedTuple):
         start: <float64>[T] first byte sent.
         released: <float64>[T] last byte sent.
         finish: <float64>[T] last byte received.
-        blocker: <int64>[T] row that held a link for which the transfer waited; -1 where it started
-            as soon as its intervals let it.
+        blocker: <int64>[T] row that held a link for which the transfer waited; -1 if it started as
+            soon as its intervals were ready.
     """
 
     start: FloatArray

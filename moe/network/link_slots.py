@@ -5,8 +5,8 @@ starts as soon as every link has a free slot that ends no later than the message
 So a link at the speed of its messages carries one after the other, and a link eight times as fast
 carries eight at once.
 
-Messages get slots in order. A message may get a slot before those of earlier messages, in a gap that
-they leave: a link does not idle while it waits for a message. A link remembers its last gaps.
+Messages get slots in order. A message may get a slot in a gap before the slots of earlier messages: a link does not
+idle while it waits for a message. A link remembers its last gaps.
 """
 
 from collections.abc import Iterator
@@ -123,7 +123,7 @@ class LinkSlots:
                 is_last = choice.start == np.repeat(latest, num_hops)
                 is_last &= choice.start > start[row]
 
-                # Of the links that are free last, the first one names the transfer before its slot.
+                # The first of the links that become free last identifies the preceding transfer.
                 held = np.flatnonzero(is_last)[::-1]
                 gap = choice.gap[held]
                 row_before_gap = self._gap_row[link[held], gap]

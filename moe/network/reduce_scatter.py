@@ -53,8 +53,8 @@ def reduce_scatter_of(all_reduce: Schedule, ranks: IntArray) -> Schedule:
 def _pruned(schedule: Schedule, after: Intervals) -> Schedule:
     """Returns the part of a schedule that ranks need to end with some of its units.
 
-    From the last step to the first, a transfer is kept if it writes what is needed after it; then
-    its source is needed before it, and what it copies over is not.
+    From the last step to the first, a transfer is kept if its result is needed later; its source is
+    then needed before it, and the overwritten units are not.
     """
     table = schedule.transfers
     bounds = bounds_of_pieces((table, schedule.before, after))
@@ -63,7 +63,7 @@ def _pruned(schedule: Schedule, after: Intervals) -> Schedule:
     kept_rows: list[IntArray] = []
     kept_pieces: list[IntArray] = []
     for step in reversed(range(schedule.num_steps)):
-        # Rows of this step that write what is needed after it.
+        # Rows of this step whose results are needed later.
         first = int(schedule.step_offsets[step])
         last = int(schedule.step_offsets[step + 1])
         row, piece = expand(table.low[first:last], table.high[first:last], bounds)
@@ -72,7 +72,7 @@ def _pruned(schedule: Schedule, after: Intervals) -> Schedule:
         row = row[is_needed]
         piece = piece[is_needed]
 
-        # Before this step: no longer what is copied over, but all that is sent.
+        # Needed before this step: all sent units, but no overwritten ones.
         copied = ~table.adds[row]
         needed[table.destination[row[copied]], piece[copied]] = False
         needed[table.source[row], piece] = True

@@ -67,8 +67,8 @@ def ring_reduce_to(
 ) -> Schedule:
     """Returns a reduce-scatter around rings whose ranks own any number of chunks each.
 
-    A chunk starts at the rank behind its owner and passes all others on its way there, so that
-    every link of a ring carries all chunks but those of the rank behind it.
+    A chunk starts at the rank after its owner and passes all others on its way there, so that every
+    link of a ring carries all chunks but those of the rank after it.
 
     Args:
         rings: <int64>[R, p] ranks in the order of each of R rings.
@@ -82,7 +82,7 @@ def ring_reduce_to(
     low = bounds[:, :-1]
     high = bounds[:, 1:]
 
-    # In step t a chunk leaves the rank t + 1 places behind its owner.  [p - 1, R, C]
+    # In step t a chunk leaves the rank t + 1 places after its owner.  [p - 1, R, C]
     num_steps = size - 1 if (low < high).any() else 0
     step = np.arange(num_steps)[:, None, None]
     place = owners + 1 + step
@@ -109,7 +109,7 @@ def ring_all_reduce(order: ArrayLike, num_units: int, *, num_ranks: int | None =
     Args:
         order: <int64>[p] ranks in the order of the ring.
         num_units: Units of the payload.
-        num_ranks: Ranks of the schedule; those of the ring unless given.
+        num_ranks: Ranks of the schedule; defaults to those of the ring.
     """
     ranks = np.asarray(order, np.int64)
     num_ranks = num_ranks or len(ranks)
@@ -147,7 +147,7 @@ def grid_reduce_scatter(
     Args:
         ranks: <int64>[p_k, ..., p_1] ranks; each line along an axis is a ring.
         num_units: Units of the payload.
-        num_ranks: Ranks of the schedule; those of the array unless given.
+        num_ranks: Ranks of the schedule; defaults to those of the array.
     """
     grid = np.asarray(ranks, np.int64)
     check(grid.size > 0, "ranks of a grid", grid.shape, "at least one")
@@ -183,7 +183,7 @@ def grid_all_reduce(ranks: ArrayLike, num_units: int, *, num_ranks: int | None =
     Args:
         ranks: <int64>[p_k, ..., p_1] ranks; each line along an axis is a ring, the last axis first.
         num_units: Units of the payload.
-        num_ranks: Ranks of the schedule; those of the array unless given.
+        num_ranks: Ranks of the schedule; defaults to those of the array.
     """
     scatter = grid_reduce_scatter(ranks, num_units, num_ranks=num_ranks)
     return scatter.then(scatter.reversed())
@@ -197,7 +197,7 @@ def coloured_all_reduce(
     Args:
         colours: Arrays of ranks, as of `grid_all_reduce`.
         num_units: Units of the whole payload.
-        num_ranks: Ranks of the schedule; those of an array unless given.
+        num_ranks: Ranks of the schedule; defaults to those of an array.
     """
     # Colours share links, and no units.
     bounds = split_evenly(num_units, len(colours))
@@ -218,7 +218,7 @@ def torus_all_reduce(
         num_units: Units of the payload.
         rotates_axes: Whether each axis is the first one for an equal part of the payload, so that
             the links of all axes are busy at once; else one axis is busy at a time.
-        num_ranks: Ranks of the schedule; those of the torus unless given.
+        num_ranks: Ranks of the schedule; defaults to those of the torus.
 
     Source:
         Image Classification at Supercomputer Scale (arXiv:1811.06992) §3, "2-D torus all-reduce".
@@ -249,7 +249,7 @@ def row_pair_all_reduce(
         ranks: <int64>[..., Y, X] ranks of the mesh; Y must be even.
         num_units: Units of the payload.
         wraps: Whether the ends of all axes but the last are joined.
-        num_ranks: Ranks of the schedule; those of the mesh unless given.
+        num_ranks: Ranks of the schedule; defaults to those of the mesh.
 
     Raises:
         ConfigError: If the rows cannot be paired.
@@ -273,8 +273,8 @@ def multi_ring_all_reduce(
             and 2 racks. Their product is the number of ranks. The payload of a level is smaller by
             the sizes of all levels before it.
         num_units: Units of the payload.
-        ranks: <int64>[ranks] ranks so that those of the fastest level follow each other; 0, 1, 2
-            and so on unless given.
+        ranks: <int64>[ranks] ranks in an order in which those of the fastest level are adjacent;
+            defaults to 0, 1, 2, ....
         num_ranks: Ranks of the schedule; the product of the levels unless given.
 
     Raises:
@@ -286,7 +286,7 @@ def multi_ring_all_reduce(
     for size in levels:
         check_integer("size of a level", size, least=1)
 
-    # Neighbours on the fastest level lie along the last axis.
+    # Neighbours on the fastest level are along the last axis.
     product = math.prod(levels)
     order: IntArray = np.arange(product) if ranks is None else np.asarray(ranks, np.int64)
     check(

@@ -1,7 +1,7 @@
-"""Row bands: a pair of rows with a hole and a whole pair beside it form one ring.
+"""Row bands: a pair of rows with a hole and an adjacent whole pair form one ring.
 
 Such a band of four rows has two lanes. One winds through the two rows with the hole and passes the
-hole on the third row; the other one winds back through what is left. All live ranks of the band are
+hole on the third row; the other one winds back through the rest. All live ranks of the band are
 on one ring of neighbours, and nothing has to be handed over first: a band takes more steps than a
 pair, but no more bytes. Bands and pairs split the payload into the same chunks, and the owners of a
 chunk are in the same columns.
@@ -43,8 +43,8 @@ def find_bands(ranks: ArrayLike, dead: Collection[int]) -> list[Band]:
         dead: Ranks that have failed, in blocks of 2 x 2 counted from the corner.
 
     Raises:
-        ConfigError: If a block is dead in part, or a broken pair of rows has no whole pair beside
-            it for itself.
+        ConfigError: If a block is dead in part, or a broken pair of rows has no adjacent whole pair
+            of its own.
     """
     grid = np.asarray(ranks, np.int64)
     is_dead = find_dead_columns(grid, dead)
@@ -59,7 +59,7 @@ def find_bands(ranks: ArrayLike, dead: Collection[int]) -> list[Band]:
         expected = f"all of the block {block} or none"
         check(False, "dead ranks", sorted(dead), expected)
 
-    # A pair that helps another one is not a band of its own.
+    # A pair that helps another one is not a separate band.
     helpers = _find_helpers(is_dead)
     bands = []
     for pair, holes in enumerate(is_dead):
@@ -131,7 +131,7 @@ def _find_helpers(is_dead: BoolArray) -> dict[int, int]:
     has_clients = is_broken & ~is_dead.all(axis=1)
     whole = set(np.flatnonzero(~is_broken).tolist())
 
-    # The pair above, if no other one has it; from the top down this helps the most.
+    # Use the pair above unless it is taken; going from the top down helps the most pairs.
     helpers: dict[int, int] = {}
     for pair in np.flatnonzero(has_clients).tolist():
         free = whole.intersection((pair - 1, pair + 1))
@@ -179,7 +179,7 @@ def _band(out: list[list[int]], back: list[list[int]]) -> Band:
     num_ranks = np.array([len(column) for column in columns])
     place = np.cumsum(num_ranks) - num_ranks
 
-    # Each chunk of a column has a rank of its own, where there are as many.
+    # Each chunk of a column has its own rank, if there are enough.
     chunk = np.arange(_CHUNKS_OF_COLUMN)
     owners = place[:, None] + np.minimum(chunk, num_ranks[:, None] - 1)
     ring = np.concatenate(columns)

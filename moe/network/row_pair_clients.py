@@ -117,8 +117,8 @@ def row_pair_client_all_reduce(
         rows: Result of `pair_rows_around_holes`.
         num_units: Units of the payload.
         num_ranks: Ranks of the schedule, the dead ones included.
-        num_slices: Slices of the payload, each a turn of a ring behind the one before it; more cost
-            latency, fewer leave links idle.
+        num_slices: Slices of the payload, each starting one turn of a ring after the previous one;
+            more cost latency, fewer leave links idle.
 
     Source:
         Highly Available Data Parallel ML training on Mesh Networks (arXiv:2011.03605). Differs:
@@ -130,7 +130,7 @@ def row_pair_client_all_reduce(
         fragments=[Fragment(ring[::-1], hosts[::-1]) for ring, hosts in rows.fragments],
     )
 
-    # Each slice in both directions, a turn of a ring behind the one before it.
+    # Each slice in both directions, each starting one turn of a ring after the previous one.
     bounds = split_evenly(num_units, 2 * num_slices)
     parts = []
     for index, direction in enumerate([rows, flipped] * num_slices):
@@ -151,7 +151,7 @@ def _one_way_all_reduce(rows: PairedRows, num_units: int, num_ranks: int) -> Sch
     handover = beside(clients)
     whole = handover.then(schedule).then(handover.reversed())
 
-    # All begin with everything and end with everything.
+    # All ranks begin and end with all units.
     everyone = np.concatenate([rows.whole.ravel(), handover.before.rank])
     payload = intervals(everyone, 0, num_units)
     return replace(whole, before=payload, after=payload)
@@ -180,7 +180,7 @@ def _facing_rows(is_whole: BoolArray, *, wraps: bool) -> IntArray:
     num_rows = 2 * len(is_whole)
     rows = np.arange(num_rows)
 
-    # The distance of each row from those of whole pairs.  [Y, rows]
+    # Distance of each row from the rows of whole pairs.  [Y, rows]
     candidates = rows[np.repeat(is_whole, 2)]
     distance = np.abs(rows[:, None] - candidates)
     if wraps:
@@ -190,7 +190,7 @@ def _facing_rows(is_whole: BoolArray, *, wraps: bool) -> IntArray:
 
 def _runs(is_live: BoolArray) -> list[tuple[int, int]]:
     """Returns the first and the last column, exclusive, of each run of live columns."""
-    # Where live changes to dead, and back.
+    # Rows where live changes to dead, and back.
     padded = np.concatenate([[False], is_live, [False]])
     edges = np.flatnonzero(padded[1:] != padded[:-1])
     return [(int(low), int(high)) for low, high in edges.reshape(-1, 2)]

@@ -1,9 +1,10 @@
-"""A collective as a value: a table of transfers between ranks, and what they begin and end with.
+"""A collective as a value: a table of transfers between ranks, and the units at the start and the
+end.
 
 Every rank has a buffer of the same units; a unit is an element of the payload. A transfer sends an
 interval of one rank's buffer to the same interval of another rank's, where it is copied or added.
-An all-to-all fits too: its units are those of all pairs of ranks, one after the other, and a rank
-begins with the units that it sends and ends with those that it receives.
+An all-to-all fits too: its units are those of all pairs of ranks, in order; a rank starts with the
+units that it sends and ends with those that it receives.
 
 One promise covers all collectives: a unit that a rank ends with is the sum of that unit over all
 ranks that began with it. In an all-reduce all ranks begin and end with all units; in a
@@ -43,9 +44,10 @@ class Intervals(NamedTuple):
 class Transfers(NamedTuple):
     """Transfers, a row each, sorted by step.
 
-    All that is sent in a step is read before anything that arrives in it is written, and what
-    arrives is added in the order of the rows. Steps group messages and order reads and writes of
-    the same units; they are no barriers: a rank continues as soon as what it sends has arrived.
+    All that is sent in a step is read before anything that arrives in it is written, and arriving
+    units are added in the order of the rows. Steps group messages and order reads and writes of the
+    same units; they are not barriers: a rank continues as soon as the data that it sends has
+    arrived.
 
     Attributes:
         step: <int64>[T] from 0.
@@ -53,8 +55,8 @@ class Transfers(NamedTuple):
         destination: <int64>[T] rank that receives.
         low: <int64>[T] first unit.
         high: <int64>[T] unit after the last.
-        adds: <bool>[T] whether the units are added to those of the destination; else they are
-            copied over them.
+        adds: <bool>[T] whether the units are added to those of the destination; else they overwrite
+            them.
     """
 
     step: IntArray
@@ -108,7 +110,7 @@ def transfers(
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Who sends what to whom, and what every rank ends with. See the module.
+    """Messages between ranks, and the final units of every rank. See the module.
 
     Attributes:
         num_ranks: Ranks, numbered from 0; some may take no part, e.g. dead ones.
@@ -163,9 +165,10 @@ class Schedule:
         return replace(self, transfers=joined, after=following.after)
 
     def reversed(self) -> "Schedule":
-        """Returns the schedule run backwards, copies in the place of sums.
+        """Returns the schedule run backwards, with copies instead of sums.
 
-        That of a reduce-scatter is an all-gather, that of a dispatch (all-to-all) its combine.
+        The reverse of a reduce-scatter is an all-gather, and the reverse of a dispatch (all-to-all)
+        is its combine.
         """
         table = self.transfers
         backwards = transfers(

@@ -3,15 +3,15 @@
 A transfer starts when its source interval is final (all that earlier steps write to it has
 arrived), its destination interval is free (all reads and writes of earlier steps are done), and the
 links of its route have a slot for it. It then takes the latency of all links of its route and its bytes over
-the bandwidth of the slowest one. Steps are no barriers: nothing waits for what it does not need.
+the bandwidth of the slowest one. Steps are not barriers: a transfer waits only for its inputs.
 
 Links serve the transfers of earlier steps first; within a step, those that are ready first, then by
 row. Later transfers may use the gaps in between. See `link_slots`.
 
 The bytes of a unit are the payload over the units of the schedule: for an all-to-all, whose units
-are those of all pairs of ranks, the payload is what all ranks send together.
+are those of all pairs of ranks, the payload is the total that all ranks send.
 
-Next: `critical_path` says where the time goes.
+Next: `critical_path` shows where the time goes.
 """
 
 from collections.abc import Iterator
@@ -37,9 +37,9 @@ class Simulation:
         schedule: The schedule.
         topology: The network.
         payload_bytes: Bytes of all units of a buffer.
-        timeline: When each transfer starts and ends, and what it waits for.
+        timeline: Start and end of each transfer, and what it waits for.
         link_bytes: <float64>[L] bytes that each link carries.
-        link_busy_seconds: <float64>[L] how long each link takes for them.
+        link_busy_seconds: <float64>[L] transfer time of each link.
     """
 
     schedule: Schedule

@@ -37,7 +37,7 @@ class Links(NamedTuple):
 
 
 class Rate(NamedTuple):
-    """How fast a rank, or a node, is joined to a switch.
+    """Rate of the link from a rank, or a node, to a switch.
 
     Attributes:
         bandwidth: Bytes a second in each direction.
@@ -185,8 +185,8 @@ class Topology:
                     queue.append(neighbour)
         if destination not in previous:
             raise ConfigError(
-                f"{self.name} has no path left from rank {source} to rank {destination}. Declare "
-                "ranks dead that cannot be reached."
+                f"{self.name} has no path left from rank {source} to rank {destination}. Declare the unreachable "
+                "ranks dead."
             )
 
         # Back from the destination.
@@ -283,7 +283,7 @@ def two_level(
         inside: Rate of each rank's link to the switch of its node.
         across: Rate of each network card, or of the uplink of a rack.
         shared_card: Whether a node has one card behind its switch, shared by its ranks; else every
-            rank has a card of its own.
+            rank has its own card.
         name: For tables.
     """
     # A switch for each node, then the one above.

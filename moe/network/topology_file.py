@@ -5,7 +5,7 @@
     device_flops: 989 TFLOP/s              # peak of a rank; optional
     notes: [what was measured, and how]    # printed with every plan; optional
 
-One of `grid`, `switch`, `two_level` and `links` describes the network. Bandwidths are those of one
+One of `grid`, `switch`, `two_level` and `links` describes the network. Bandwidths are per
 direction: `70 GB/s`, `400 Gb/s`, or a number of bytes a second; latencies `1.5 us`, or seconds.
 """
 
@@ -46,7 +46,7 @@ _FLOPS_UNITS = {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
 
 @dataclass(frozen=True)
 class Network:
-    """A network, and what its file says about it.
+    """A network, and the content of its file.
 
     Attributes:
         topology: Links and routes.
@@ -106,14 +106,16 @@ def parse_network(content: Any, *, where: str = "the network") -> Network:
 
 
 def _unit(units: Mapping[str, float], example: str) -> BeforeValidator:
-    """Returns a validator that also takes a text with a unit for a number."""
+    """Returns a validator that also accepts a text with a unit as a number."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str):
             return value
         match = _NUMBER.fullmatch(value)
         if match is None or match[2] not in units:
-            raise ValueError(f"expected a number and one of {', '.join(units)}, e.g. {example}")
+            raise ValueError(
+                f"expected a number with one of the units {', '.join(units)}, e.g. {example}"
+            )
         return float(match[1]) * units[match[2]]
 
     return BeforeValidator(read)

@@ -40,18 +40,18 @@ class Adafactor(ShardedOptimizer):
     A parameter group may hold `batch_dims: n`: the first n dimensions then count separate
     parameters that are stored together (stacked experts). Moments, clipping and scale are taken
     within each of them, so that one expert's gradient never changes another's step. Of the other
-    dimensions the last one is the columns of a matrix and all the rest are its rows: [2, F, D]
+    dimensions, the last one forms the columns of a matrix, and the rest form its rows: [2, F, D]
     takes the same steps as [2F, D]. So a stack that is not marked by `batch_dims` counts as one
-    tall matrix. Set `group["lr"]` before each step; the schedule is the caller's.
+    tall matrix. Set `group["lr"]` before each step; the caller has the schedule.
 
-    Moments are kept in float32 (float64 for float64 parameters), whatever the dtype of the
-    parameters.
+    Moments are kept in float32 (float64 for float64 parameters), regardless of the parameters'
+    dtype.
 
-    DTensor parameters take the same steps as whole ones, each rank on its shard, wherever they are
-    sharded and on whatever mesh. Their gradients must be placed as they are, and all ranks must
-    bring gradients of the same parameters. Sums run over exactly the axes that shard what is
-    summed, and travel together: at most three all-reduces for each axis in `MAX_BUCKET_ELEMENTS`.
-    Replicas stay equal when their gradients are and their ranks add in the same order.
+    DTensor parameters take the same steps as whole ones, each rank on its shard, for any sharding
+    and any mesh. Their gradients must be placed as they are, and all ranks must bring gradients of
+    the same parameters. Sums run over exactly the axes that shard what is summed, and are bucketed:
+    at most three all-reduces for each axis in `MAX_BUCKET_ELEMENTS`. Replicas stay equal when their
+    gradients are and their ranks add in the same order.
 
     Args:
         params: Parameters or groups of them, see `parameter_groups`.
@@ -63,12 +63,11 @@ class Adafactor(ShardedOptimizer):
         min_dim_size_to_factor: A matrix is factored when its rows and its columns reach this.
             Stacked matrices (`batch_dims` of 1 or more) are always factored: there the rule is
             explicit.
-        epsilon1: Added to the squared gradient, so that a zero gradient divides by no zero.
-        epsilon2: Least scale of a parameter; keeps a parameter of zeros learning.
+        epsilon1: Added to the squared gradient, so that a zero gradient does not divide by zero.
+        epsilon2: Minimum scale of a parameter; lets a parameter of zeros learn.
 
     Raises:
-        ConfigError: When a value is out of range or a parameter has no dimension beside its batch
-            ones.
+        ConfigError: When a value is out of range or a parameter has only batch dimensions.
 
     Source:
         Adafactor (arXiv:1804.04235) algorithms 4 and 5; google-research/t5x t5x/adafactor.py at
@@ -111,7 +110,7 @@ class Adafactor(ShardedOptimizer):
         if not state:
             state.update(_initial_state(parameter, group))
 
-        # All of the step is at least float32, whatever the dtype of the parameter.
+        # The whole step is computed in float32 or wider, regardless of the parameter's dtype.
         work = working_copy(parameter, batch_dims)
         X = work.X
         G = work.G
@@ -138,12 +137,13 @@ class Adafactor(ShardedOptimizer):
 
 
 def is_factored(shape: tuple[int, ...], batch_dims: int, min_dim_size: int) -> bool:
-    """Returns whether moments of rows and columns are kept in the place of all second moments.
+    """Returns whether moments of rows and columns are kept instead of all second moments.
 
     Args:
         shape: Shape of the whole parameter.
-        batch_dims: How many of its first dimensions count separate matrices.
-        min_dim_size: Rows and columns from which a matrix is factored; a stacked one always is.
+        batch_dims: Number of leading dimensions that count separate matrices.
+        min_dim_size: Minimum number of rows and columns of a factored matrix; stacked ones are
+            always factored.
     """
     matrix_shape = shape[batch_dims:]
     if len(matrix_shape) < 2:

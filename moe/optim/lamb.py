@@ -23,31 +23,30 @@ from moe.optim.trust_ratio import TrustRatioOptimizer, add_product, is_adapted
 
 
 class LAMB(TrustRatioOptimizer):
-    """LAMB, whose expert axis is a batch axis: each expert has a trust ratio of its own.
+    """LAMB, whose expert axis is a batch axis: each expert has its own trust ratio.
 
     A step is w <- w - lr ratio u, with u = r + weight_decay w and r Adam's step. The ratio of a
-    matrix is |w| / |u|, and 1 where |w| or |u| is 0. Where |g| is 0, as that of an expert without
-    tokens, it is at most 1: else what is left of r would be stretched to full length for hundreds
-    of steps, and weight decay would shrink the expert by lr a step instead of lr weight_decay.
-    Skipped parameters have the step of Adam: ratio 1, no decay.
+    matrix is |w| / |u|, and 1 where |w| or |u| is 0. If |g| is 0, as for an expert without tokens,
+    it is at most 1: otherwise the remaining r would be scaled to full length for hundreds of steps,
+    and weight decay would shrink the expert by lr a step instead of lr weight_decay.
+    Skipped parameters take Adam's step: ratio 1, no decay.
 
     Moments are kept in float32 (float64 for float64 parameters). DTensor parameters take the same
     steps as whole ones, on any mesh; norms need one all-reduce for each axis.
 
     Args:
         params: Parameters or groups of them, see `parameter_groups`.
-        lr: Share of its own norm by which a step changes a matrix.
+        lr: Relative change of a matrix's norm in one step.
         beta1: Share of the first moment that stays; larger averages over more steps.
         beta2: Share of the second moment that stays.
         epsilon: Added to the root of the second moment.
         weight_decay: Share of the weights that is added to Adam's step.
-        bias_correction: Whether moments are divided by what their zero start takes from them, as
-            in the paper; BERT's own code does not.
+        bias_correction: Whether to correct the moments for their zero start, as in the paper;
+            BERT's own code does not.
         skip: Kinds of parameters that get no ratio and no decay: `norms`, `biases`, `router`.
 
     Raises:
-        ConfigError: When a value is out of range or a parameter has no dimension beside its batch
-            ones.
+        ConfigError: When a value is out of range or a parameter has only batch dimensions.
 
     Source:
         LAMB (arXiv:1904.00962) algorithm 2, with phi the identity. Differs: one ratio for each
@@ -89,7 +88,7 @@ class LAMB(TrustRatioOptimizer):
             state["exp_avg"] = zero_moment(parameter)
             state["exp_avg_sq"] = zero_moment(parameter)
 
-        # All of the step is at least float32, whatever the dtype of the parameter.
+        # The whole step is computed in float32 or wider, regardless of the parameter's dtype.
         work = working_copy(parameter, group["batch_dims"])
         w = work.X
         g = work.G

@@ -25,23 +25,23 @@ Momentum = Literal["scaled", "unscaled"]
 
 
 class LARS(TrustRatioOptimizer):
-    """LARS, whose expert axis is a batch axis: each expert has a trust ratio of its own.
+    """LARS, whose expert axis is a batch axis: each expert has its own trust ratio.
 
     The ratio of a matrix is eta |w| / (|g| + weight_decay |w| + epsilon), and 1 where |w| or |g| is
-    0: the one of an expert without tokens. With it
+    0: e.g. for an expert without tokens. With it
 
     - `scaled` momentum: v <- beta v + lambda ratio (g + weight_decay w), w <- w - v;
     - `unscaled`: v <- beta v + (g + weight_decay w), w <- w - lambda ratio v.
 
     Without trust ratios the two are the same as long as lambda is; when it falls, `scaled` continues
-    with the larger steps of before. Skipped parameters have plain momentum: ratio 1, no decay.
+    with the larger steps of before. Skipped parameters use plain momentum: ratio 1, no decay.
 
     Momentum is kept in float32 (float64 for float64 parameters). DTensor parameters take the same
     steps as whole ones, on any mesh; norms need one all-reduce for each axis.
 
     Args:
         params: Parameters or groups of them, see `parameter_groups`.
-        lr: lambda. With eta 0.001 it is usually 1 to 30; skipped parameters have it as it is.
+        lr: lambda. With eta 0.001 it is usually 1 to 30; skipped parameters use it unchanged.
         momentum: Whether the rate is inside the momentum (`scaled`) or outside.
         beta: Share of the momentum that stays; larger averages over more steps.
         weight_decay: Share of the weights that is added to the gradient.
@@ -50,8 +50,7 @@ class LARS(TrustRatioOptimizer):
         skip: Kinds of parameters that get no ratio and no decay: `norms`, `biases`, `router`.
 
     Raises:
-        ConfigError: When a value is out of range or a parameter has no dimension beside its batch
-            ones.
+        ConfigError: When a value is out of range or a parameter has only batch dimensions.
 
     Source:
         LARS (arXiv:1708.03888); both kinds of momentum: MLPerf-0.6 on TPU-v3 pods
@@ -93,7 +92,7 @@ class LARS(TrustRatioOptimizer):
         if not state:
             state["momentum_buffer"] = zero_moment(parameter)
 
-        # All of the step is at least float32, whatever the dtype of the parameter.
+        # The whole step is computed in float32 or wider, regardless of the parameter's dtype.
         work = working_copy(parameter, group["batch_dims"])
         w = work.X
         g = work.G
@@ -107,7 +106,7 @@ class LARS(TrustRatioOptimizer):
             if group["weight_decay"]:
                 g = g.add(w, alpha=group["weight_decay"])
 
-        # The rate goes into the momentum, or comes after it.
+        # The learning rate is applied before the momentum, or after it.
         v.mul_(group["beta"])
         if group["momentum"] == "scaled":
             add_product(v, g, rate, 1)

@@ -1,4 +1,4 @@
-"""Optimizers by name, as a recipe asks for them: how each is built, and what it costs on a mesh."""
+"""Optimizers by name, as recipes request them: how each is built, and its cost on a mesh."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ class OptimizerSpec:
             `summed_elements` take the options that a recipe gives by name, too.
         summed_elements: Returns the numbers that a rank sums over other ranks in a step for one
             parameter, by the mesh axes over which it sums.
-        options_of: Its keywords but `RESERVED` are the options; None for those of `build`.
+        options_of: Its keywords but `RESERVED` are the options; None if same as for `build`.
     """
 
     build: Callable[..., torch.optim.Optimizer]
@@ -67,7 +67,7 @@ def check_optimizer(
     spec = OPTIMIZERS.get(name)
     check_options(place, name, spec.options_of or spec.build, options, RESERVED)
 
-    # One of a single number refuses what one of a model would.
+    # Building the optimizer for a single number checks the options as for a model.
     number = torch.nn.Parameter(torch.zeros(1, 1))
     groups = [{"params": [number], "batch_dims": 0, "kinds": [WEIGHT]}]
     try:
@@ -131,7 +131,7 @@ def build_adamw(
 def _without_clipping(
     name: str, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> Callable[..., torch.optim.Optimizer]:
-    """Returns what builds an optimizer with the options that its class has, and refuses clipping."""
+    """Returns a builder of an optimizer with the options of its class, which does not support clipping."""
 
     def build(
         groups: list[dict[str, Any]],

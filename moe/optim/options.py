@@ -1,7 +1,6 @@
 """Options that a recipe gives to an optimizer or a schedule by name: the keywords of a function.
 
-Read beside optimizers.py and schedules.py, whose entries say with their keywords which options they
-have.
+Read with optimizers.py and schedules.py, whose entries declare their options as keywords.
 """
 
 import functools
@@ -21,7 +20,7 @@ def option_names(function: Callable[..., Any], reserved: Collection[str]) -> lis
 
     Args:
         function: An entry of a registry.
-        reserved: Keywords that recipes have their own keys for.
+        reserved: Keywords with their own keys in recipes.
     """
     return [name for name in _keywords(function) if name not in reserved]
 
@@ -38,7 +37,7 @@ def check_options(
     Args:
         place: Key of the recipe, for messages, e.g. `optim.schedule_options`.
         owner: Name of the entry.
-        function: Whose keywords the options are.
+        function: Function whose keywords are the options.
         options: Values by name.
         reserved: Keywords that recipes have their own keys for.
 

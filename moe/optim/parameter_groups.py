@@ -1,4 +1,4 @@
-"""Parameters in groups for an optimizer: which are stacks of experts, and what kind each is."""
+"""Parameters in groups for an optimizer: stacks of experts, and the kind of each parameter."""
 
 from typing import Any
 
@@ -15,7 +15,8 @@ SPECIAL_KINDS = ("norms", "biases", "router")
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Returns the trainable parameters in two groups, experts apart; an empty group is left out.
+    """Returns the trainable parameters in two groups, with experts separate; empty groups are
+    omitted.
 
     Args:
         model: Any module; stacked experts are known by their names, `EXPERT_STACKS`.
@@ -40,9 +41,9 @@ def parameter_kind(name: str, matrix_dims: int) -> str:
     """Returns `norms`, `biases`, `router` or `weights`.
 
     Args:
-        name: Name of a parameter, or of its rule on a mesh. What has `bias` in it is a bias, a
-            table of position biases too; what has `router` in it is a router.
-        matrix_dims: Dimensions beside those that only stack parameters. Every other vector is a
+        name: Name of a parameter, or of its rule on a mesh. A name with `bias` is a bias, including
+            tables of position biases; a name with `router` is a router.
+        matrix_dims: Dimensions other than those that only stack parameters. Every other vector is a
             norm.
     """
     if "bias" in name:

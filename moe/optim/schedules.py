@@ -74,7 +74,7 @@ def constant(*, lr: float, warmup_steps: float) -> Schedule:
         above 0.
     """
 
-    # Step 0 is the first of the warm-up and learns already.
+    # Step 0 is the first of the warm-up and already updates the weights.
     def rate(step: int) -> float:
         warmed_up = (step + 1) / max(1, warmup_steps)
         return lr * min(1.0, warmed_up)
@@ -100,13 +100,13 @@ def polynomial(
         lr: The rate at which the warm-up ends.
         warmup_steps: Steps over which the rate rises; 0 for no warm-up.
         total_steps: Steps of the run.
-        power: 1 falls in a line; larger falls faster at first.
+        power: 1 decays linearly; larger values decay faster at first.
         end_lr: The rate after `decay_steps`, and from then on.
-        decay_steps: Steps over which the rate falls; None for those that are left of the run.
+        decay_steps: Duration of the decay in steps; None for the rest of the run.
         decay_start: Where t is 0. From the `first_step`, the end of the warm-up jumps to a rate
             that has been falling since then (BERT).
-        warmup_start: Step at which the warm-up has the rate 0. -1 lets the first update learn, 0
-            wastes it; a number further below begins with a higher rate.
+        warmup_start: Step at which the warm-up has the rate 0. -1 gives the first update a positive
+            rate, 0 a rate of zero; lower numbers start with a higher rate.
 
     Raises:
         ConfigError: When an option is out of range.
@@ -120,7 +120,7 @@ def polynomial(
     check_number("end_lr", end_lr, least=0, most=lr, reason="it is the end of a fall from lr")
     _check_warmup_start(warmup_start)
 
-    # Where the fall begins and how long it takes.
+    # Start and duration of the decay.
     start = 0.0
     if warmup_steps and decay_start == "warmup_end":
         start = warmup_start + warmup_steps
@@ -149,7 +149,7 @@ def linear(
     decay_start: DecayStart = "warmup_end",
     warmup_start: int = -1,
 ) -> Schedule:
-    """Returns a rate that rises and falls in lines: `polynomial` with the power 1."""
+    """Returns a rate that rises and falls linearly: `polynomial` with the power 1."""
     return polynomial(
         lr=lr,
         warmup_steps=warmup_steps,
@@ -179,7 +179,7 @@ def exponential(
         lr: The rate at which the warm-up ends.
         warmup_steps: Steps over which the rate rises; 0 for no warm-up.
         decay_steps: Steps in which the rate falls by `decay_rate`.
-        decay_rate: Share of the rate that is left then; 1 falls never.
+        decay_rate: Remaining share of the rate then; 1 disables the decay.
         staircase: Whether the rate stays between these steps and falls at once.
         decay_start: Where t is 0; see `polynomial`.
         warmup_start: See `polynomial`.
@@ -221,12 +221,12 @@ def _check_warmup_start(warmup_start: int) -> None:
 
 
 def scaled_rate(lr: float, *, batch_size: int, base_batch_size: int, scaling: str) -> float:
-    """Returns the rate for a batch, of one that was found for another.
+    """Returns the rate for a batch size, scaled from a rate tuned for another batch size.
 
     Args:
-        lr: The rate that was found.
-        batch_size: Sequences in an update now.
-        base_batch_size: Sequences in an update then.
+        lr: The tuned rate.
+        batch_size: Sequences in an update of this run.
+        base_batch_size: Sequences in an update when lr was tuned.
         scaling: `linear`, lr batch_size / base_batch_size, or `sqrt`, of the root of that ratio.
 
     Source:
@@ -239,8 +239,8 @@ def scaled_rate(lr: float, *, batch_size: int, base_batch_size: int, scaling: st
 def with_cooldown(schedule: Schedule, *, total_steps: int, cooldown_steps: int) -> Schedule:
     """Returns `schedule` brought linearly to zero over the last `cooldown_steps` of `total_steps`.
 
-    The first of these steps has the full rate, the last one 1 / cooldown_steps of it; 0 steps
-    change nothing.
+    The first of these steps has the full rate, the last one 1 / cooldown_steps of it; 0 steps have
+    no effect.
 
     Raises:
         ConfigError: When there are more cooldown steps than steps.

@@ -55,11 +55,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer that reads each parameter as matrices, whose sums it takes over ranks.
 
     A parameter group may hold `batch_dims: n`: the first n dimensions then count separate
-    parameters that are stored together (stacked experts), whose sums are taken apart. DTensor
+    parameters that are stored together (stacked experts), whose sums are separate. DTensor
     parameters take the same steps as whole ones. Their gradients must be placed as they are, and
     all ranks must bring gradients of the same parameters.
 
-    Sums travel together: an all-reduce for each round of `update` and each axis, in
+    Sums are bucketed: an all-reduce for each round of `update` and each axis, in
     `MAX_BUCKET_ELEMENTS`.
     """
 
@@ -74,8 +74,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Adds a group of scalars, vectors or matrices, or of stacks of the last two.
 
         Raises:
-            ConfigError: When `batch_dims` is below 0, a stack has no dimension beside its batch
-                ones, or `kinds` are not as many as parameters.
+            ConfigError: When `batch_dims` is below 0, a stack has only batch dimensions, or `kinds`
+                are not as many as parameters.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -85,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check(num_kinds == len(group["params"]), "the number of kinds", num_kinds, expected)
 
         for parameter in group["params"]:
-            # A whole scalar is fine, a stack of scalars is a vector without `batch_dims`.
+            # A scalar is allowed; a stack of scalars is a vector without `batch_dims`.
             matrix_dims = parameter.ndim - batch_dims
             if batch_dims < 0 or matrix_dims < min(1, batch_dims):
                 name = type(self).__name__
@@ -98,7 +98,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; the others and their state stay."""
+        """Updates every parameter that has a gradient; other parameters and their state are unchanged."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -146,7 +146,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _buckets(pending: Iterable[PendingUpdate]) -> Iterator[list[PendingUpdate]]:
-    """Yields what is updated together.
+    """Yields groups of parameters that are updated together.
 
     A parameter that needs no sums over ranks comes alone, the others in buckets of at most
     `MAX_BUCKET_ELEMENTS`.

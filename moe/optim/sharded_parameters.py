@@ -1,4 +1,4 @@
-"""Parameters that are sharded over ranks: state tensors beside them, and sums over the shards.
+"""Parameters that are sharded over ranks: their state tensors, and sums over the shards.
 
 A parameter is read as `<float>[..., n, m]`: batch dimensions, then one matrix. Its last dimension
 counts the m columns, all the others together the n rows. A DTensor holds a shard of that on each
@@ -131,7 +131,7 @@ def zeros_with_dims(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype
     if not isinstance(parameter, DTensor):
         return zeros
 
-    # An empty meta tensor knows the strides of the whole.
+    # An empty meta tensor has the strides of the whole parameter.
     whole_shape = [parameter.shape[dim] for dim in dims]
     whole = torch.empty(whole_shape, device="meta")
 
@@ -151,7 +151,7 @@ def zeros_with_dims(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype
 def sum_in_place(partial_sums: Iterable[PartialSum]) -> None:
     """Replaces each part by the sum over its groups, in one exchange for each group and dtype.
 
-    Every rank of a group must come with parts of the same sizes in the same order.
+    Every rank of a group must pass parts of the same sizes in the same order.
     """
     # Parts of one group and dtype share an exchange, in the order in which they come.
     groups: dict[str, ProcessGroup] = {}

@@ -1,6 +1,6 @@
 """Trust ratios: steps of LARS and LAMB relative to the norm of each weight matrix.
 
-Comes after sharded_optimizer.py; lars.py and lamb.py say what the norms are of.
+Comes after sharded_optimizer.py; lars.py and lamb.py define the norms.
 """
 
 import math
@@ -18,7 +18,8 @@ from moe.optim.sharded_parameters import sharded_matrix_dims
 
 
 class TrustRatioOptimizer(ShardedOptimizer):
-    """An optimizer whose step on a matrix is scaled by a trust ratio, taken for each expert alone.
+    """An optimizer whose step on a matrix is scaled by a trust ratio, computed separately for each
+    expert.
 
     A parameter group may hold `kinds`, the kind of each parameter as `parameter_groups` gives
     them; those named in `skip` get neither ratio nor weight decay. Without `kinds` every parameter
@@ -73,7 +74,7 @@ def summed_norms(
     """Returns the numbers that a rank sums over other ranks for one parameter, by mesh axes.
 
     Args:
-        layout: Where the parameter lies.
+        layout: Layout of the parameter.
         mesh: Sizes.
         num_norms: Norms that are taken of each matrix.
         skip: Kinds without a ratio.

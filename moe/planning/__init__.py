@@ -1,3 +1,3 @@
-"""What a run needs, counted before any rank exists: memory, traffic, arithmetic, and meshes to
-choose from.
+"""Requirements of a run, computed before any rank exists: memory, traffic, arithmetic, and possible
+meshes.
 """

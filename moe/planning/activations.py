@@ -21,8 +21,8 @@ class Activations(NamedTuple):
 
     Attributes:
         saved: Bytes that saved-tensor hooks count in a forward pass.
-        held: What stacks hold beside that while they run, or run again: position biases with masks,
-            and the memory.
+        held: Additional memory of the stacks while they run, or run again: position biases with
+            masks, and the memory.
         recomputed: Bytes that the largest block saves when activation checkpointing runs it again;
             else 0.
     """
@@ -40,7 +40,7 @@ class Activations(NamedTuple):
 def activations(
     model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig, *, cpu: bool = False
 ) -> Activations:
-    """Returns what one forward pass of a rank keeps.
+    """Returns the activations that one forward pass keeps on a rank.
 
     Args:
         model: Whole or on a mesh, on any device.

@@ -23,7 +23,7 @@ class FailureCosts(NamedTuple):
 
     Attributes:
         mtbf: Mean time between failures of all ranks of a mesh together.
-        restart: Time from a failure until all ranks, or those of a replica group, are back.
+        restart: Time from a failure until all ranks, or the ranks of a replica group, are back.
         checkpoint: Time from one checkpoint to the next.
         stall: Time from the loss of a replica group until the others continue.
         heal: Time for which the others wait for a group that comes back.
@@ -100,7 +100,7 @@ def _survival(
 
 
 def parse_duration(name: str, text: str) -> float:
-    """Returns the seconds that a text like `3h`, `18min` or `30s` means.
+    """Returns the seconds of a text like `3h`, `18min` or `30s`.
 
     Args:
         name: Name of the setting, for the message.

@@ -2,16 +2,15 @@
 
 One function for each class of module: the planner walks the model and adds up the cost of every
 layer. Sizes and structure are the module's own; the functions here know which tensors its kernels
-keep. The kernels are those of an accelerator, or those of a CPU, which tests compare with a count by
-saved-tensor hooks. They differ in three places: on a CPU the norm keeps the normalised input too,
-attention with a learned bias keeps the probabilities, and experts keep other rows. Memory that a
-kernel holds only while it runs is not counted.
+keep. It counts the kernels of an accelerator or of a CPU; tests compare the latter with saved-tensor hooks. They differ
+in three places: on a CPU the norm keeps the normalised input too, attention with a learned bias keeps the
+probabilities, and experts keep other rows. Memory that a kernel holds only while it runs is not counted.
 
 Tracing the model under fake tensors instead was tried and cannot serve. A router's check of its
 logits and the counts of rows depend on data, which a trace does not have (torch 2.13 raises
 DataDependentOutputException). A build of torch without CUDA has no fake CUDA tensors, so that a
 trace would see the kernels of a CPU. And a ranking of meshes makes hundreds of plans, each of which
-would be a trace of its own.
+would need its own trace.
 """
 
 import functools
@@ -45,8 +44,8 @@ def forward_flops(model: STMoEForConditionalGeneration, workload: Workload) -> i
     """Returns the operations of a forward pass over one update, of all ranks together.
 
     Products with weights and attention over the whole length are counted, elementwise operations
-    are not. A token uses as many experts as have room for it: `StackPass.expert_rows`. A backward
-    pass has twice as many.
+    are not. A token uses as many experts as have free slots for it: `StackPass.expert_rows`. A
+    backward pass has twice as many.
     """
     one_rank = MeshConfig()
     encoder, decoder = stack_passes(model, workload, one_rank)
@@ -61,11 +60,12 @@ def forward_flops(model: STMoEForConditionalGeneration, workload: Workload) -> i
 def repeated_flops(
     model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig
 ) -> int:
-    """Returns the operations of an update beside one forward and one backward pass, of all ranks.
+    """Returns the operations of an update in addition to one forward and one backward pass, of all
+    ranks.
 
     These are the blocks that activation checkpointing runs again, and the forward passes that only
-    count choices for a balance loss over several passes. What lies outside blocks, such as the
-    product with the vocabulary, is not checkpointed.
+    count choices for a balance loss over several passes. Computation outside the blocks, such as
+    the product with the vocabulary, is not checkpointed.
     """
     flops = 0
     if pass_counts(model, workload, mesh).counts_first:

@@ -18,8 +18,8 @@ class Unit(NamedTuple):
     """Parameters that FSDP gathers and reduces together.
 
     Attributes:
-        block: Name of the block that it lies in; empty for the root, which stays gathered from its
-            forward to its backward pass.
+        block: Name of its block; empty for the root, which stays gathered from its forward to its
+            backward pass.
         layouts: Layouts of its parameters.
         gathered_bytes: Bytes of a number as it is gathered; gradients are reduced in float32 all
             the same.
@@ -54,8 +54,8 @@ def fsdp_units(layouts: Mapping[str, Layout], mesh: MeshConfig, *, bfloat16: boo
     Args:
         layouts: Layouts by name of parameter.
         mesh: Sizes.
-        bfloat16: Whether blocks and experts are gathered in bfloat16; their routers are units of
-            their own then.
+        bfloat16: Whether blocks and experts are gathered in bfloat16; their routers are then
+            separate units.
     """
     if mesh.num_data_ranks == 1:
         return []
@@ -135,12 +135,12 @@ def gathered_bytes(
             total += FLOAT32_BYTES * numel * (1 if accumulates else 2)
             continue
 
-        # Parameters of the block and of the one that is gathered ahead, its gradient, and the copy
-        # of that which is reduced.
+        # Parameters of the block and of the next one, which is prefetched, its gradient, and the
+        # copy of that which is reduced.
         block_bytes = numel * (3 * unit.gathered_bytes + FLOAT32_BYTES)
         bytes_by_block[unit.block] = bytes_by_block.get(unit.block, 0) + block_bytes
 
-    # One block is at work at a time.
+    # One block runs at a time.
     return total + max(bytes_by_block.values(), default=0)
 
 

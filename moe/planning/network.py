@@ -1,7 +1,7 @@
 """The time of an update's collectives on a network, each with its best schedule.
 
 For every collective of the plan, the algorithms of `moe.network.algorithms` are built on the ranks
-of a group, as they lie on the network. Each has a bound, the time of its busiest link, and an
+of a group, in their position on the network. Each has a bound, the time of its busiest link, and an
 estimate, as if its steps were barriers. Only those with the lowest estimates are simulated, and
 only if bound and estimate allow them to win.
 
@@ -202,13 +202,13 @@ class Question(NamedTuple):
 
 
 class NetworkTimer:
-    """Times collectives on a network; equal questions are answered once.
+    """Times collectives on a network; equal requests are computed once.
 
     Args:
         network: The network.
         placement: Where the ranks of the mesh are on it.
         dead: Ranks of the network that have failed.
-        known: Answers shared with timers of other placements, on the same network with the same
+        known: Results shared with timers of other placements, on the same network with the same
             dead ranks.
     """
 
@@ -236,7 +236,7 @@ class NetworkTimer:
 
     def parts(self, collectives: Sequence[Collective]) -> Iterator[TimedCollective]:
         """Yields the collectives of an update with their times; each is simulated when it is requested."""
-        # Payloads of the same schedules lie in common ranges.
+        # Payloads of the same schedules are in common ranges.
         payloads: dict[_AxisAndKind, list[float]] = {}
         for collective in collectives:
             payloads.setdefault(_key(collective), []).append(collective.payload_bytes)
@@ -337,7 +337,7 @@ class NetworkTimer:
 
     def _timing(self, collective: Collective, name: str) -> Timing:
         """Returns the time of a call with an algorithm, interpolated inside a range of payloads."""
-        # A payload between the ends of a range lies on the line between them.
+        # Payloads between the ends of a range are interpolated linearly.
         payload = collective.payload_bytes
         for low, high in self._ranges.get(_key(collective), []):
             if low < payload < high:
@@ -379,7 +379,7 @@ class NetworkTimer:
         if len(unfit) == len(algorithms):
             unfit = self._unfit(axis, algorithms)
 
-        # What all groups do, unless it has too many transfers.
+        # The transfers of all groups, unless there are too many.
         instances: dict[str, list[Instance]] = {}
         sizes: dict[str, int] = {}
         for name, algorithm in algorithms.items():
@@ -442,7 +442,7 @@ class NetworkTimer:
         return frozenset(np.flatnonzero(np.isin(ranks, list(self.dead))).tolist())
 
     def _instances(self, axis: str, kind: Kind, algorithm: Algorithm) -> list[Instance]:
-        """Returns what each group does: the same, except for groups with dead ranks."""
+        """Returns the transfers of each group: the same, except for groups with dead ranks."""
         # One schedule for all groups with the same members dead.
         groups = self.groups(axis)
         schedules: dict[frozenset[int], Schedule] = {}

@@ -5,7 +5,7 @@ as the steps of a schedule do. A message of a few bytes shows the latency, the d
 large ones the bandwidth. Then the all-reduces of `moe.network.algorithms` are run, and compared with
 their simulation on a network of those numbers.
 
-Ranks are those of torchrun; without it they are started on this machine, over gloo.
+Ranks are started by torchrun, or else on this machine, over gloo.
 """
 
 import json
@@ -91,7 +91,7 @@ def measure_network(content: Mapping[str, Any]) -> Measurement | None:
     Raises:
         ConfigError: If its form has no neighbours, or it does not have the ranks that are running.
     """
-    # Refuse a network that cannot be measured before a rank starts.
+    # Reject a network that cannot be measured before any rank starts.
     topology = parse_network(content).topology
     targets = _targets(content, topology)
     check(bool(targets), "a network to measure", topology.name, "two ranks at least")
@@ -105,8 +105,8 @@ def _measure_here(content: Mapping[str, Any], num_ranks: int) -> Measurement:
     """Starts ranks on this machine, and returns what they measured."""
     if num_ranks > _MOST_LOCAL_RANKS:
         raise ConfigError(
-            f"The network has {num_ranks:,} ranks, and at most {_MOST_LOCAL_RANKS} are started on "
-            "one machine. Start the ranks of all machines with torchrun, or give the file fewer."
+            f"The network has {num_ranks:,} ranks, but at most {_MOST_LOCAL_RANKS} are started on "
+            "one machine. Start the ranks of all machines with torchrun, or reduce them in the file."
         )
 
     # Ranks meet in a file, and the first one writes its answer to another.
@@ -156,7 +156,8 @@ def _measure_on(world: World, content: Mapping[str, Any]) -> Measurement | None:
 def _targets(
     content: Mapping[str, Any], topology: Topology
 ) -> list[tuple[tuple[str, ...], IntArray]]:
-    """Returns where each rate is in the file, and <int64>[ranks] the rank that each rank sends to.
+    """Returns the position of each rate in the file, and <int64>[ranks] the rank that each rank
+    sends to.
 
     Raises:
         ConfigError: If the network has no axes along which ranks have neighbours.
@@ -257,7 +258,7 @@ def _with_rates(
 
 
 def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...]:
-    """Returns the time of every all-reduce that fits, and what the simulation says."""
+    """Returns the measured and the simulated time of every all-reduce that fits."""
     trials = []
     for name in ALL_REDUCE.names():
         algorithm = ALL_REDUCE.get(name)
@@ -274,7 +275,7 @@ def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...
 
 
 def show_measurement(measurement: Measurement) -> str:
-    """Returns the measured rates, and the schedules beside what was predicted, as text."""
+    """Returns the measured rates, and the schedules next to the predictions, as text."""
     # Each rate, by its keys in the file.
     content = measurement.content
     network = parse_network(content)

@@ -123,7 +123,7 @@ def render_network_page(
 
 
 def _facts(topology: Topology) -> list[tuple[str, str]]:
-    """Returns names and values of what the page says of the network."""
+    """Returns names and values of the network's properties on the page."""
     links = topology.links
     rates = sorted({f"{rate / 1e9:.4g} GB/s" for rate in links.bandwidth.tolist()})
     latencies = sorted({show_seconds(part) for part in links.latency.tolist() if part > 0})
@@ -157,7 +157,7 @@ def _summary(name: str, simulation: Simulation) -> dict[str, str]:
 
 
 def _page_numbers(topology: Topology, simulations: Mapping[str, Simulation]) -> dict[str, Any]:
-    """Returns what the page's script draws."""
+    """Returns the data for the page's script."""
     layout = place_network(topology)
     links = topology.links
     return {

@@ -19,7 +19,7 @@ _LEFT = 70
 _RIGHT = 36
 _TOP = 14
 _BOTTOM = 44
-_LEAST_RANGE = 4  # of the axis of times, in which at least three multiples of powers of ten lie
+_LEAST_RANGE = 4  # of the axis of times, which contains at least three multiples of powers of ten
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Curve:
 
     Attributes:
         name: Name of the algorithm.
-        payload_bytes: Payloads, ascending and above 0; the same for all curves of a chart.
+        payload_bytes: Payloads in ascending order, above 0; the same for all curves of a chart.
         seconds: Time of each payload, above 0.
     """
 
@@ -115,7 +115,7 @@ class Chart(NamedTuple):
 
 
 def draw_chart(curves: Sequence[Curve], ranges: Sequence[Range], payload: float) -> Chart:
-    """Returns the places of a chart of WIDTH x HEIGHT.
+    """Returns the positions for a chart of WIDTH x HEIGHT.
 
     Args:
         curves: At least one.
@@ -164,7 +164,7 @@ class _Scale:
         return self._first + share * (self._last - self._first)
 
     def decimal_ticks(self) -> list[float]:
-        """Returns the powers of ten on the axis; with their multiples where there are fewer than three."""
+        """Returns the powers of ten on the axis; with multiples if there are fewer than three."""
         low, high = self._ends
         ticks: list[float] = []
         for multiples in ((1,), (1, 2, 5), range(1, 10)):
@@ -177,7 +177,7 @@ class _Scale:
         return ticks
 
     def powers(self, base: int) -> list[float]:
-        """Returns the powers of a number that are on the axis; both ends where there are none."""
+        """Returns the powers of a number that are on the axis; both ends if there are none."""
         # A power that is rounded to just outside is on the axis.
         first = math.ceil(math.log(self._ends[0], base) - 1e-9)
         last = math.floor(math.log(self._ends[1], base) + 1e-9)
@@ -196,6 +196,6 @@ def show_bytes(number: float) -> str:
 
 
 def _show(number: float, sizes: Mapping[str, float]) -> str:
-    """Returns three digits in the largest unit of which there is one, or else the smallest."""
+    """Returns three digits in the largest unit that gives at least 1, or else the smallest."""
     unit = next((unit for unit, size in sizes.items() if number >= size), list(sizes)[-1])
     return f"{float(f'{number / sizes[unit]:.3g}'):,g} {unit}"

@@ -61,7 +61,7 @@ def node_names(topology: Topology) -> list[str]:
         ranks = [f"rank {rank}" for rank in range(topology.num_ranks)]
         return [*ranks, *(f"switch {switch}" for switch in switches)]
 
-    # A card of each rank, or one behind the switch of a node.
+    # A card of each rank, or one card behind the switch of a node.
     num_nodes, per_node = topology.shape
     top_links = topology.links.destination == topology.num_nodes - 1
     has_cards = bool((topology.links.source[top_links] < topology.num_ranks).any())
@@ -107,7 +107,7 @@ def _place_grid(topology: Topology) -> Layout:
 
 def _place_lanes(topology: Topology, shape: tuple[int, ...], chips: FloatArray) -> FloatArray:
     """Returns the boxes of the links of a grid."""
-    # Along which axis each link goes, and how far.
+    # Axis and distance of each link.
     source = np.stack(np.unravel_index(topology.links.source, shape))  # [axes, links]
     destination = np.stack(np.unravel_index(topology.links.destination, shape))
     distance = destination - source

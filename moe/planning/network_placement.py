@@ -1,10 +1,9 @@
 """Positions of the ranks of a mesh on a network, and of the groups of each axis.
 
 A placement gives every axis of the mesh a tile: its extent along each axis of the network. `tp` 16
-may be a row of 16 chips of a torus or a tile of 4 x 4. Along an axis of the network the ranks of the
-innermost axis of the mesh are neighbours, and the groups of an outer axis hop over them: e.g. rings
-of `ep` with strides of 4 beside each other. On levels of switches the axes of the network are nodes
-and the ranks of a node.
+may be a row of 16 chips of a torus or a tile of 4 x 4. Along an axis of the network the ranks of the innermost axis of
+the mesh are neighbours, and the groups of an outer axis hop over them: e.g. rings of `ep` with strides of 4, side by
+side. On levels of switches the axes of the network are nodes and the ranks of a node.
 
 Next: `network` times the collectives of the groups.
 """
@@ -168,7 +167,7 @@ class Placement:
 
 
 def place_in_order(mesh: MeshConfig, topology: Topology) -> Placement:
-    """Returns the placement of rank r of the mesh at rank r of the network, as torchrun counts.
+    """Returns the placement of rank r of the mesh at rank r of the network, as in torchrun.
 
     If the axes do not divide each other, the network is treated as one line of ranks.
 
@@ -305,7 +304,7 @@ def _split_ep(mesh: MeshConfig, tiles: Mapping[str, Tile]) -> dict[str, Tile]:
     Raises:
         ConfigError: If the tile of `ep` cannot be split so.
     """
-    # Ranks of a node lie along the last axis as far as they can.
+    # Ranks of a node are along the last axis as far as possible.
     inside = [1] * len(tiles["ep"])
     across = list(tiles["ep"])
     left = mesh.ep // mesh.ep_nodes

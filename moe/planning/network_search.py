@@ -1,13 +1,13 @@
-"""Which mesh, how placed, with which schedules: the exploration of DDL on any network.
+"""Search for the best mesh, placement and schedules: the exploration of DDL on any network.
 
 Every mesh that fits, and every way to place it with tiles, has a cost by a formula: each axis of the
-network in turn, the payload smaller after each. In the order of this cost they are timed as a whole
-plan, with the schedules that are best for them, until no other can be faster: a mesh needs at least
-the time in which all links together carry what any schedule must send.
+network in turn, the payload smaller after each. In the order of this cost, whole plans are timed
+with their best schedules, until no other can be faster: a mesh needs at least the time in which all
+links together carry what any schedule must send.
 
 Source:
-    PowerAI DDL (arXiv:1708.02188): learners as a grid, cost by dimension, and a mode that explores.
-    Differs: the dimensions are those of the network, and what is explored are meshes and placements.
+    PowerAI DDL (arXiv:1708.02188): learners as a grid, cost by dimension, and an exploring mode.
+    Differs: the dimensions are those of the network, and the search runs over meshes and placements.
 """
 
 import math
@@ -38,10 +38,10 @@ class Suggestion:
     """A mesh on a network.
 
     Attributes:
-        plan: The mesh and what it needs.
+        plan: The mesh and its requirements.
         placement: Positions of its ranks on the network.
         estimate: Seconds of all collectives by the formula.
-        seconds: Simulated seconds of all collectives; None where it does not fit or is slower than
+        seconds: Simulated seconds of all collectives; None if it does not fit or is slower than
             another.
     """
 
@@ -57,12 +57,12 @@ def suggest_on_network(
     """Returns every mesh with its best placement, the best first.
 
     Meshes that fit into memory come first. They and all their placements are simulated in the order
-    of the formula, each until it is clear that another is faster; so nothing that fits is faster
-    than the first. Those that were simulated to the end come first, by their time, then the others,
-    by the formula.
+    of the formula, each until another is known to be faster; so nothing that fits is faster than
+    the first. Fully simulated meshes come first, ordered by their time, then the others, ordered by
+    the formula.
 
     Args:
-        plans: Meshes of so many ranks as the network has, or fewer.
+        plans: Meshes of at most as many ranks as the network.
         network: The network.
         memory: Bytes of a device.
         dead: Ranks of the network that have failed.
@@ -77,7 +77,8 @@ def suggest_on_network(
             placed.append(_estimated(plan, placement, network))
     placed.sort(key=attrgetter("estimate"))
 
-    # The fastest placement of each mesh. Of a mesh that was not simulated, the formula's first one.
+    # The fastest placement of each mesh. For a mesh that was not simulated, the formula's first
+    # one.
     bounds = LowerBounds(network.topology, dead)
     known: dict[Question, TimedCollective] = {}
     fastest = math.inf
@@ -112,7 +113,7 @@ def _seconds_below(
     bounds: "LowerBounds",
     known: dict[Question, TimedCollective],
 ) -> float | None:
-    """Returns the simulated seconds of all collectives; None when they are not below a limit.
+    """Returns the simulated seconds of all collectives; None if not below a limit.
 
     Collectives that are not simulated yet count with their lower bounds, so that most end early.
     """
@@ -150,8 +151,8 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
 
     A ring along each axis of the group in turn: p - 1 messages of the latency from a rank to its
     neighbour, and (p - 1) / p of the payload, which is smaller by p for the next axis. On a grid
-    rings go both ways around, the axes share the payload, strided rings beside each other share
-    links, and a ring on a line without wrap crosses each link twice.
+    rings go both ways around, the axes share the payload, adjacent strided rings share links, and a
+    ring on a line without wrap crosses each link twice.
 
     Args:
         collective: The collective.
@@ -178,7 +179,8 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
         route = topology.route(*neighbours.tolist())
         latency += rounds * (extent - 1) * float(topology.links.latency[route].sum())
 
-        # Bytes over the busiest link of the axis: of an exchange each rank's, a mean way far.
+        # Bytes over the busiest link of the axis: each rank's bytes of an exchange, over a mean
+        # distance.
         part = (extent - 1) / extent
         sent = rounds * payload * part
         if is_exchange:
@@ -196,12 +198,12 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
 
 
 class _Cut(NamedTuple):
-    """A way to count what crosses links: every message adds its distance times its bytes.
+    """Counts traffic on links: every message adds its distance times its bytes.
 
     Attributes:
-        positions: <int64>[ranks, axes] where each rank lies.
+        positions: <int64>[ranks, axes] position of each rank.
         periods: Ranks of each axis whose ends are joined; 0 for others.
-        farthest: Largest distance that counts: 1 when positions only say what lies together.
+        farthest: Largest distance that counts: 1 if positions only identify neighbours.
         bandwidth: Bytes a second of all links that are counted, together.
     """
 
@@ -211,7 +213,7 @@ class _Cut(NamedTuple):
     bandwidth: float
 
     def distance(self, members: IntArray, others: IntArray) -> IntArray:
-        """Returns <int64>[...] links of the cut between ranks, at least."""
+        """Returns <int64>[...] a lower bound on the links of the cut between ranks."""
         total = np.zeros(np.broadcast_shapes(members.shape, others.shape), np.int64)
         for axis, period in enumerate(self.periods):
             along = np.abs(self.positions[members, axis] - self.positions[others, axis])
@@ -220,9 +222,9 @@ class _Cut(NamedTuple):
 
 
 class LowerBounds:
-    """Seconds that collectives need at least, with any schedule.
+    """Lower bound on the seconds of collectives, with any schedule.
 
-    The live links together carry every byte as far as it must go. A sum reaches all ranks of a
+    The live links together carry every byte over its distance. A sum reaches all ranks of a
     group along a tree, so it crosses no less than the shortest tree that spans the group; an
     exchange goes from each rank to each.
 
@@ -237,7 +239,7 @@ class LowerBounds:
         self._known: dict[tuple[bytes, int, bool], float] = {}
 
     def seconds(self, collective: Collective, placement: Placement) -> float:
-        """Returns the least seconds of all calls of a collective."""
+        """Returns a lower bound on the seconds of all calls of a collective."""
         ranks = placement.groups(collective.axis).ranks
         ranks = ranks[np.argsort(ranks[:, 0])]
         is_exchange = collective.kind == Kind.ALL_TO_ALL
@@ -254,12 +256,12 @@ class LowerBounds:
         if not is_live.all():
             return measure(ranks, is_live, cut) / cut.bandwidth
 
-        # Without holes all groups lie alike.
+        # Without holes, all groups are equivalent.
         return measure(ranks[:1], is_live[:1], cut) * len(ranks) / cut.bandwidth
 
 
 def _cuts(topology: Topology) -> Iterator[_Cut]:
-    """Yields the cuts of a network: links of a grid, of each axis too, or what leaves ranks and nodes."""
+    """Yields the cuts of a network: links of a grid, of each axis too, or the links that leave ranks and nodes."""
     links = topology.links
     ranks = np.arange(topology.num_ranks)
     if topology.shape and not topology.switched:
@@ -308,7 +310,7 @@ def _tree_distance(ranks: IntArray, is_live: BoolArray, cut: _Cut) -> float:
 
 
 def _exchange_distance(ranks: IntArray, is_live: BoolArray, cut: _Cut) -> float:
-    """Returns how far the parts of an exchange between live ranks go, of a payload of one byte."""
+    """Returns bytes times distance of an exchange between live ranks, for a payload of one byte."""
     total = 0
     for member in range(ranks.shape[1]):
         distance = cut.distance(ranks, ranks[:, member : member + 1])
@@ -322,7 +324,7 @@ def show_network_suggestions(
     """Returns meshes on a network, the best first, as a table.
 
     Args:
-        suggestions: In the order in which they are shown.
+        suggestions: In display order.
         network: The network.
         memory: Bytes of a device.
     """

@@ -1,8 +1,8 @@
 """The groups of an axis that run at once, each on its share of the links.
 
-A link that several groups use is shared in proportion to what each sends over it, as packet networks
-do. So every group can be timed alone, on links that are slower where others use them too, and groups
-whose links and routes are alike take the same time.
+A link that several groups use is shared in proportion to their traffic, as packet networks do. So every group can be
+timed alone, on links that are slower where others use them too, and groups whose links and routes are alike take the
+same time.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ _MOST_GROUPS = 3
 
 
 class Instance(NamedTuple):
-    """What one group does.
+    """Schedule of one group.
 
     Attributes:
         ranks: <int64>[size] its ranks of the network.
@@ -39,7 +39,7 @@ class GroupOnLinks(NamedTuple):
     Attributes:
         schedule: Schedule of ranks of the network.
         topology: The network with the group's share of each bandwidth.
-        load: Units on its busiest link over the bandwidth, those of other groups included.
+        load: Units on its busiest link, including other groups', over the bandwidth.
         latency: Mean latency of a message in seconds.
     """
 
@@ -55,7 +55,7 @@ class GroupOnLinks(NamedTuple):
 
 
 class SharedLinks(NamedTuple):
-    """The groups of an axis that differ.
+    """The groups of an axis that differ from each other.
 
     Attributes:
         groups: One group of each kind.
@@ -84,7 +84,7 @@ class SharedLinks(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """What one group uses.
+    """Links that one group uses.
 
     Attributes:
         link: <int64>[L] links.
@@ -98,19 +98,19 @@ class _Use(NamedTuple):
 
 
 def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
-    """Returns the groups that differ, each on its share of the links.
+    """Returns one group of each kind, each on its share of the links.
 
     Args:
-        instances: What every group does, all at the same time.
+        instances: Schedule of every group, all at the same time.
         topology: The network.
     """
-    # What each link carries for all groups.
+    # Load of each link from all groups.
     uses = [_use(instance, topology) for instance in instances]
     total = np.zeros(len(topology.links.source))
     for use in uses:
         total[use.link] += use.load
 
-    # Groups are alike if their links are as busy and their routes as long, in any order.
+    # Groups are alike if their links are equally busy and their routes equally long, in any order.
     groups: dict[tuple[int, bytes, bytes], GroupOnLinks] = {}
     for instance, use in zip(instances, uses, strict=True):
         busy = _rounded(np.sort(total[use.link]))
@@ -122,7 +122,7 @@ def share_links(instances: list[Instance], topology: Topology) -> SharedLinks:
 
 
 def _use(instance: Instance, topology: Topology) -> _Use:
-    """Returns the links that a group uses, and how much."""
+    """Returns the links that a group uses, and their load."""
     table = instance.schedule.transfers
     source = instance.ranks[table.source]
     destination = instance.ranks[table.destination]
@@ -132,7 +132,7 @@ def _use(instance: Instance, topology: Topology) -> _Use:
     pair = np.searchsorted(routes.key, source * topology.num_ranks + destination)
     units = np.bincount(pair, table.high - table.low, minlength=len(routes.key))
 
-    # Units of each link, which may lie on the routes of several pairs.
+    # Units of each link, which may be on the routes of several pairs.
     row, hop = routes.hops(np.arange(len(routes.key)))
     link, place = np.unique(hop, return_inverse=True)
     load = np.bincount(place, units[row]) / topology.links.bandwidth[link]
@@ -140,7 +140,7 @@ def _use(instance: Instance, topology: Topology) -> _Use:
 
 
 def _on_links(instance: Instance, use: _Use, total: FloatArray, topology: Topology) -> GroupOnLinks:
-    """Returns a group on its share of the links: its own load over that of all groups."""
+    """Returns a group on its share of the links: its own load divided by the load of all groups."""
     bandwidth = topology.links.bandwidth.copy()
     bandwidth[use.link] *= use.load / total[use.link]
     links = topology.links._replace(bandwidth=bandwidth)

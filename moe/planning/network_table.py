@@ -1,4 +1,4 @@
-"""Network plans as text: schedule and time of every collective, what was compared and assumed."""
+"""Network plans as text: schedule and time of every collective, comparisons and assumptions."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 def rows_by_use(timed: NetworkPlan) -> dict[Use, Row]:
-    """Returns the collectives by what they are for, those that take longest first."""
+    """Returns the collectives by purpose, the slowest first."""
     # All payloads of a use are one row.
     parts_by_use: dict[Use, list[TimedCollective]] = {}
     for part in timed.parts:
@@ -77,7 +77,7 @@ def rows_by_use(timed: NetworkPlan) -> dict[Use, Row]:
 
 
 def show_network_plan(plan: Plan, timed: NetworkPlan) -> str:
-    """Returns the times of a plan's collectives on a network, what was compared, and what is assumed.
+    """Returns the times of a plan's collectives on a network, the comparison, and the assumptions.
 
     Args:
         plan: The update.
@@ -94,7 +94,7 @@ def show_network_plan(plan: Plan, timed: NetworkPlan) -> str:
 
 
 def _place_lines(timed: NetworkPlan) -> Iterator[str]:
-    """Yields where the groups of every axis lie."""
+    """Yields the position of the groups of every axis."""
     # The network, then a line for each axis.
     topology = timed.network.topology
     yield f"on {topology.name}, {topology.num_ranks:,} ranks; the mesh is placed {timed.placement}"
@@ -132,7 +132,7 @@ def _step_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
 
 
 def _comparison_lines(timed: NetworkPlan) -> Iterator[str]:
-    """Yields what was compared for every use, and where the time of the best schedule goes."""
+    """Yields the comparison for every use, and where the best schedule spends its time."""
     yield "schedules compared for the largest payload of each, ms a call"
     for row in rows_by_use(timed).values():
         part = row.largest
@@ -140,7 +140,7 @@ def _comparison_lines(timed: NetworkPlan) -> Iterator[str]:
         amount = show_bytes(collective.payload_bytes)
         yield f"  {collective.kind} of {amount} over {collective.axis}: {_reason(part)}"
 
-        # Those that were simulated, the next one, and the names of the rest.
+        # The simulated ones, the next one, and the names of the rest.
         simulated = [one for one in part.candidates if one.timing is not None]
         others = part.candidates[len(simulated) :]
         for candidate in (*simulated, *others[:1]):
@@ -151,7 +151,7 @@ def _comparison_lines(timed: NetworkPlan) -> Iterator[str]:
 
 
 def _reason(part: TimedCollective) -> str:
-    """Returns where the time of the best schedule goes."""
+    """Returns where the best schedule spends its time."""
     # Shares of the critical path.
     timing = part.timing
     seconds_by_cause = {
@@ -168,7 +168,7 @@ def _reason(part: TimedCollective) -> str:
 
 
 def _compared(candidate: Candidate) -> str:
-    """Returns an algorithm with its time, or why that was not needed."""
+    """Returns an algorithm with its time, or the reason why it was not timed."""
     name = f"{candidate.name:<24}{candidate.steps:>6,} steps"
     bound = f"busiest link {candidate.bound * 1e3:.4g}"
     if candidate.timing is not None:
@@ -177,8 +177,8 @@ def _compared(candidate: Candidate) -> str:
 
 
 def _assumption_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
-    """Yields what all numbers rest on."""
-    # Of the network, then of the model of it.
+    """Yields the assumptions of all numbers."""
+    # Assumptions about the network, then about the model of it.
     notes = list(timed.network.notes)
     notes += [
         "Links work at the bandwidth and latency of the file, both ways at once, for this run alone.",
@@ -189,7 +189,7 @@ def _assumption_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
         "Optimizer sums and statistics are one message on each axis.",
     ]
 
-    # What the products include beside one forward and one backward pass.
+    # Products in addition to one forward and one backward pass.
     if plan.repeated_flops:
         share = plan.repeated_flops / plan.mesh.num_ranks / plan.flops_per_rank
         reason = "forward passes that count choices for the balance loss"
@@ -219,13 +219,13 @@ def _alike(parts: Iterable[TimedCollective]) -> str:
 
 
 def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
-    """Returns what dead ranks cost, by use and for the whole update.
+    """Returns the cost of dead ranks, by use and for the whole update.
 
     Args:
         healthy: The plan on the whole network.
         broken: The plan around the dead ranks.
     """
-    # The dead ranks, and what the run loses.
+    # The dead ranks, and the losses of the run.
     topology = healthy.network.topology
     dead = sorted(broken.dead)
     named = ", ".join(str(rank) for rank in dead[:_MOST_RANKS_SHOWN])
@@ -252,7 +252,7 @@ def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
 
 
 def _lost_lines(broken: NetworkPlan) -> Iterator[str]:
-    """Yields what the run loses besides links."""
+    """Yields the losses of the run besides links."""
     # Dead ranks outside the mesh only cost links.
     mesh = broken.placement.mesh
     dead = broken.dead.intersection(broken.placement.ranks.ravel().tolist())
@@ -271,7 +271,7 @@ def _lost_lines(broken: NetworkPlan) -> Iterator[str]:
 
 
 def _survival(mesh: MeshConfig) -> str:
-    """Returns what the other ranks can do without the dead ones."""
+    """Returns the remaining use of the other ranks without the dead ones."""
     if mesh.dp_replicate == mesh.num_ranks:
         return "Every rank holds the whole model: the survivors go on with their own rows."
     if mesh.dp_replicate == 1:

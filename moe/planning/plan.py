@@ -1,4 +1,4 @@
-"""A plan: what a model and an update need on a mesh, and which meshes of N ranks need the least."""
+"""A plan: the requirements of a model and an update on a mesh, and the meshes of N ranks that need the least."""
 
 from dataclasses import dataclass, replace
 
@@ -35,9 +35,9 @@ An HGX H100 node has these.
 
 @dataclass(frozen=True)
 class Plan:
-    """Needs of a model and an update on a mesh.
+    """Requirements of a model and an update on a mesh.
 
-    Bytes are of one rank, the one with most where they differ.
+    Bytes are per rank, for the rank with the most.
 
     Attributes:
         workload: The update.
@@ -45,11 +45,12 @@ class Plan:
         num_parameters: Parameters of the whole model.
         num_active_parameters: Parameters that a token uses.
         forward_flops: Operations of a forward pass over the update, of all ranks together.
-        repeated_flops: Operations beside one forward and one backward pass, see `repeated_flops`.
+        repeated_flops: Operations in addition to one forward and one backward pass, see
+            `repeated_flops`.
         parameters: Bytes of parameters.
         gradients: Bytes of gradients at the end of an update.
         optimizer: Bytes of the optimizer's state.
-        gathered: Bytes of whole parameters and gradients held for a while, see `gathered_bytes`.
+        gathered: Bytes of whole parameters and gradients held temporarily, see `gathered_bytes`.
         activations: Bytes that a forward pass keeps.
         collectives: Collectives of an update.
     """
@@ -84,12 +85,12 @@ class Plan:
 
     @property
     def flops_per_rank(self) -> float:
-        """Operations of a rank in an update, with what it repeats."""
+        """Operations per rank and update, including recomputation."""
         return (3 * self.forward_flops + self.repeated_flops) / self.mesh.num_ranks
 
     @property
     def memory(self) -> int:
-        """Bytes of a rank in all."""
+        """Total bytes of a rank."""
         train_state = self.parameters + self.gradients + self.optimizer
         return train_state + self.gathered + self.activations.total
 
@@ -106,17 +107,17 @@ def build_model(config: STMoEConfig) -> STMoEForConditionalGeneration:
 
 
 def make_plan(model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig) -> Plan:
-    """Returns what an update needs; the mesh must fit, see `check_mesh`.
+    """Returns the requirements of an update; the mesh must fit, see `check_mesh`.
 
     Args:
-        model: With whole parameters, on any device; see `build_model`.
+        model: Model with whole parameters, on any device; see `build_model`.
         workload: The update.
         mesh: Sizes.
     """
     config = model.config
     layouts = model_layouts(model, config, mesh)
 
-    # A gradient lies as its parameter does.
+    # Gradients have the same layout as their parameters.
     state_bytes = parameter_bytes(layouts, mesh)
     gathered = gathered_bytes(
         layouts, mesh, bfloat16=workload.bfloat16, accumulates=workload.num_passes(mesh) > 1
@@ -141,9 +142,9 @@ def make_plan(model: STMoEForConditionalGeneration, workload: Workload, mesh: Me
 def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int) -> list[Plan]:
     """Returns a plan for every mesh that the model and the batch allow, the best first.
 
-    Those that fit into memory come first; then those that send for the fewest seconds, by
-    `seconds_of`. Where the workload leaves the micro-batch open, a mesh gets the largest that fits,
-    or 1 when none does: larger ones gather parameters less often.
+    Meshes that fit into memory come first, ordered by their communication time, by `seconds_of`.
+    If the workload does not set the micro-batch, a mesh gets the largest that fits, or 1 when none
+    does: larger ones gather parameters less often.
 
     Args:
         config: Settings of the model.
@@ -170,8 +171,8 @@ def suggest(config: STMoEConfig, workload: Workload, num_ranks: int, memory: int
             plans.append(plan)
     if not plans:
         raise ConfigError(
-            f"No mesh of {num_ranks} ranks goes with the model and the batch. Choose another "
-            "number of ranks, a batch size that more ranks divide, or a smaller model.group_size."
+            f"No mesh of {num_ranks} ranks fits the model and the batch. Choose another number of ranks, a batch size "
+            "that more ranks divide, or a smaller model.group_size."
         )
 
     def by_preference(plan: Plan) -> tuple[bool, float, int]:
@@ -184,7 +185,7 @@ def _plan_largest_pass(
     model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig, memory: int
 ) -> Plan | None:
     """Returns the plan with the largest micro-batch that fits into memory, else the smallest one;
-    None when the mesh does not divide the batch.
+    None if the mesh does not divide the batch.
     """
     if workload.batch_size % mesh.num_data_ranks:
         return None
@@ -193,7 +194,8 @@ def _plan_largest_pass(
     if workload.micro_batch_size is not None:
         sizes = [workload.micro_batch_size]
 
-    # A micro-batch divides the rank's rows, and routes tokens in the groups of the whole batch.
+    # A micro-batch divides the rank's rows, and routes tokens in the same groups as the whole
+    # batch.
     has_groups = bool(model.sparse_layers())
     group_size = tokens_per_group(model.config)
     whole_batch = (workload.lengths, workload.batch_size)
@@ -210,9 +212,9 @@ def _plan_largest_pass(
 def seconds_of(transfer: Transfer, mesh: MeshConfig) -> float:
     """Returns how long a rank would send at `BYTES_PER_SECOND`.
 
-    A group lies inside a node when the innermost axes up to its outermost have no more than
+    A group is inside a node if the innermost axes up to its outermost have no more than
     `RANKS_PER_NODE` ranks. A measure to compare meshes by; a run is also bound by its products, and
-    does both at the same time.
+    overlaps both.
     """
     network = "inside" if _is_inside_node(transfer.axis, mesh) else "across"
     return transfer.num_bytes / BYTES_PER_SECOND[network]
@@ -220,7 +222,7 @@ def seconds_of(transfer: Transfer, mesh: MeshConfig) -> float:
 
 def _is_inside_node(axis: str, mesh: MeshConfig) -> bool:
     """Returns whether every group on an axis of traffic.AXES has its ranks in one node."""
-    # The two levels of an exchange say it themselves.
+    # For the two levels of an exchange, the name of the axis decides.
     if axis in ("ep inside a node", "ep across nodes"):
         return axis == "ep inside a node"
     if group_size(axis, mesh) == 1:

@@ -22,11 +22,11 @@ _MAX_BYTES = 10**6 * 2**40
 
 
 def parse_quantity(text: str, units: Mapping[str, float]) -> float:
-    """Returns what a text of a number and a unit means; 0 for any other text.
+    """Returns the value of a text with a number and a unit; 0 for any other text.
 
     Args:
         text: E.g. `80GiB` or `3h`.
-        units: Size of each unit by its name; one in capitals is read in any case.
+        units: Size of each unit by its name; names in capitals are case-insensitive.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text, flags=re.ASCII)
     if match is None:
@@ -35,7 +35,7 @@ def parse_quantity(text: str, units: Mapping[str, float]) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Returns the bytes that a text like `80GiB` means.
+    """Returns the bytes for a text like `80GiB`.
 
     Raises:
         ConfigError: If it is not a size.
@@ -49,7 +49,7 @@ def parse_bytes(text: str) -> int:
 
 
 def show_bytes(number: float) -> str:
-    """Returns bytes in the largest binary unit in which there is one at least, e.g. `1.50 GiB`."""
+    """Returns bytes in the largest binary unit that gives at least 1, e.g. `1.50 GiB`."""
     for unit in ("GiB", "MiB", "KiB"):
         size = _BYTES_BY_UNIT[unit.upper()]
         if number >= size:
@@ -62,7 +62,7 @@ def show_plan(plan: Plan, title: str, memory: int | None) -> str:
 
     Args:
         plan: The plan.
-        title: Name of what is planned.
+        title: Name of the planned run.
         memory: Bytes of a device; None for no verdict.
     """
     transfers = "\n".join(_transfer_lines(plan))
@@ -70,7 +70,7 @@ def show_plan(plan: Plan, title: str, memory: int | None) -> str:
 
 
 def show_needs(plan: Plan, title: str, memory: int | None) -> str:
-    """Returns what is planned, and the memory of a rank; see `show_plan` for the arguments."""
+    """Returns the plan and the memory of a rank; see `show_plan` for the arguments."""
     lines = list(_summary_lines(plan, title))
     lines.append("")
     lines += _memory_lines(plan, memory)
@@ -119,7 +119,7 @@ def _memory_lines(plan: Plan, memory: int | None) -> Iterator[str]:
         if num_bytes:
             yield f"  {name:<22}{show_bytes(num_bytes):>12}"
 
-    # The sum, and the verdict when the device is known.
+    # The sum, and whether it fits if the device is known.
     verdict = ""
     if memory is not None:
         fits = "fits into" if plan.memory <= memory else "does NOT fit into"
@@ -152,7 +152,7 @@ MESH_HEADING = f"{'dp_replicate':>12}{'dp_shard':>10}{'ep':>6}{'tp':>6}{'rows/pa
 
 
 def show_mesh(plan: Plan, memory: int) -> str:
-    """Returns a mesh and what it needs, as the start of a row of a table."""
+    """Returns a mesh and its requirements, as the first cells of a table row."""
     mesh = plan.mesh
     fits = "yes" if plan.memory <= memory else "no"
     sizes = f"{mesh.dp_replicate:>12}{mesh.dp_shard:>10}{mesh.ep:>6}{mesh.tp:>6}"
@@ -163,7 +163,7 @@ def show_suggestions(plans: Sequence[Plan], memory: int) -> str:
     """Returns plans, the best first, as a table.
 
     Args:
-        plans: In the order in which they are shown.
+        plans: In display order.
         memory: Bytes of a device.
     """
     lines = [f"{MESH_HEADING}{'seconds':>10}"]

@@ -1,9 +1,9 @@
 """The collectives of one update, and the bytes that one rank sends in them, by purpose and mesh axis.
 
-Bytes are counted as they leave the rank, whatever route the backend takes: among n ranks a gather
-sends this rank's shard to the n - 1 others, a reduce-scatter a shard of the input to each of them, an
-all-reduce does both with one n-th of its tensor, and an all-to-all sends everything that is not for
-this rank itself. Rows are assumed to be spread evenly over experts.
+Bytes are counted as they leave the rank, for any route of the backend: among n ranks a gather sends this rank's shard
+to the n - 1 others, a reduce-scatter a shard of the input to each of them, an all-reduce does both with one n-th of its
+tensor, and an all-to-all sends everything that is not for this rank itself. Rows are assumed to be spread evenly over
+experts.
 """
 
 import math
@@ -50,7 +50,7 @@ _NAMES = {axes: name for name, axes in AXES.items()}
 
 
 class Kind(StrEnum):
-    """A kind of collective, and what the payload of a call is."""
+    """A kind of collective, and the meaning of a call's payload."""
 
     ALL_GATHER = "all-gather"
     """Payload: the tensor that is gathered."""
@@ -83,7 +83,7 @@ class Collective(NamedTuple):
     num_calls: int
 
     def sent_bytes(self, mesh: MeshConfig) -> float:
-        """Returns what one rank sends in all calls."""
+        """Returns one rank's traffic in all calls."""
         size = group_size(self.axis, mesh)
         share = (size - 1) / size
         if self.kind == Kind.ALL_REDUCE:
@@ -94,7 +94,7 @@ class Collective(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What one rank sends in one update.
+    """Data that one rank sends in one update.
 
     Attributes:
         what: Purpose, e.g. `parameter gathers`.
@@ -131,10 +131,10 @@ def collectives(
     workload: Workload,
     mesh: MeshConfig,
 ) -> tuple[Collective, ...]:
-    """Returns all collectives of one update, equal ones as one.
+    """Returns all collectives of one update, equal ones merged.
 
-    Those of one rank, or of no bytes, are left out. Optimizer sums and statistics, which are small,
-    count as one message on each axis.
+    Collectives of one rank, or without bytes, are omitted. Optimizer sums and statistics, which are
+    small, count as one message on each axis.
 
     Args:
         model: Whole or on a mesh, on any device.
@@ -145,7 +145,7 @@ def collectives(
     stacks = stack_passes(model, workload, mesh)
     passes = pass_counts(model, workload, mesh)
 
-    # In the order in which an update runs them first.
+    # In the order in which an update first runs them.
     units = fsdp_units(layouts, mesh, bfloat16=workload.bfloat16)
     parts = [_fsdp_collectives(units, mesh, passes)]
     for stack in stacks:
@@ -165,7 +165,7 @@ def collectives(
 
 
 def transfers(parts: Iterable[Collective], mesh: MeshConfig) -> tuple[Transfer, ...]:
-    """Returns what one rank sends in some collectives, equal kinds added up."""
+    """Returns one rank's traffic in some collectives, equal kinds added up."""
     totals: dict[tuple[str, str], float] = {}
     for part in parts:
         kind = (part.what, part.axis)
@@ -220,7 +220,7 @@ def _expert_collectives(
     if mesh.ep_nodes > 1:
         levels = ("ep inside a node", "ep across nodes")
     for axis in levels:
-        # What all ranks of a group put in.
+        # Total input of all ranks of a group.
         size = group_size(axis, mesh)
         rows = "rows to experts and back"
         num_calls = num_layers * num_row_exchanges
@@ -232,8 +232,8 @@ def _expert_collectives(
 def _tensor_parallel_collectives(stack: StackPass, passes: PassCounts) -> Iterator[Collective]:
     """Yields all-reduces over `tp`: of layers' outputs forwards, of their inputs' gradients back.
 
-    Outputs travel in the dtype of products, gradients of inputs in that of the residual stream,
-    which is float32; the rows of a sparse layer are cast before.
+    Outputs are sent in the dtype of products, gradients of inputs in the residual stream's, which
+    is float32; the rows of a sparse layer are cast before.
     """
     num_dense = 0
     for module in stack.module.modules():
@@ -241,8 +241,8 @@ def _tensor_parallel_collectives(stack: StackPass, passes: PassCounts) -> Iterat
     num_sparse = len(stack.sparse_layers)
     num_outputs = num_dense + num_sparse
 
-    # Activation checkpointing ends where it has all that it needs: before the last output of a
-    # block, unless dropout needs that.
+    # Activation checkpointing stops as soon as it has everything it needs: before the last output
+    # of a block, unless dropout needs that.
     num_recomputed = num_outputs
     if not stack.module.dropout.p:
         num_recomputed -= len(stack.blocks)

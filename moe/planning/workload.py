@@ -27,10 +27,10 @@ class Workload:
         batch_size: Sequences in an update, over all ranks.
         inputs_length: Encoder tokens of a sequence with padding.
         targets_length: Decoder tokens of a sequence with padding.
-        micro_batch_size: Sequences in a forward pass of one rank; None for all that it has.
+        micro_batch_size: Sequences in a forward pass of one rank; None for all its sequences.
         precision: Precision of matrix products, and of the parameters of blocks as they are
             gathered; parameters, gradients and the optimizer's state are float32 in either.
-        activation_checkpointing: Whether a block keeps its input only.
+        activation_checkpointing: Whether a block keeps only its input.
         optimizer: A name in `moe.optim.optimizers.OPTIMIZERS`.
         optimizer_options: Options of that optimizer by name, as a recipe gives them.
     """
@@ -73,12 +73,12 @@ class Workload:
 
 
 class PassCounts(NamedTuple):
-    """How often passes run on a rank in an update.
+    """Numbers of passes of a rank in an update.
 
     Attributes:
         backward: Backward passes.
-        forward: Forward passes; twice as many when the balance loss needs the shares of all before
-            it starts.
+        forward: Forward passes; twice as many if the balance loss needs all shares before it
+            starts.
         recomputed: Forward passes that activation checkpointing repeats.
     """
 
@@ -88,14 +88,14 @@ class PassCounts(NamedTuple):
 
     @property
     def counts_first(self) -> bool:
-        """Whether forward passes of their own count choices for the balance loss."""
+        """Whether separate forward passes count choices for the balance loss."""
         return self.forward > self.backward
 
 
 def pass_counts(
     model: STMoEForConditionalGeneration, workload: Workload, mesh: MeshConfig
 ) -> PassCounts:
-    """Returns how often passes run on a rank in an update.
+    """Returns the number of passes of a rank in an update.
 
     Args:
         model: Whole or on a mesh, on any device.
@@ -104,7 +104,7 @@ def pass_counts(
     """
     num_passes = workload.num_passes(mesh)
 
-    # A balance loss over more than one pass needs all counts first: a forward pass of its own.
+    # A balance loss over more than one pass needs all counts first: a separate forward pass.
     scope = model.config.balance_scope
     is_wide = scope in ("ranks", "global")
     counts_first = is_wide and num_passes * num_scope_ranks(scope, mesh) > 1
@@ -131,7 +131,7 @@ class StackPass:
         tp: Ranks that share heads and hidden units.
         expert_parallel: Whether experts are on other ranks too.
         product_bytes: Bytes of a number in a matrix product.
-        cpu: Whether the kernels are those of a CPU instead of an accelerator's.
+        cpu: Whether to count the kernels of a CPU instead of an accelerator's.
     """
 
     module: Stack
@@ -180,7 +180,7 @@ def stack_passes(
         model: Whole or on a mesh, on any device.
         workload: The update.
         mesh: Sizes.
-        cpu: Whether the kernels are those of a CPU instead of an accelerator's.
+        cpu: Whether to count the kernels of a CPU instead of an accelerator's.
     """
     encoder = _stack_pass(model.model.encoder.stack, None, workload, mesh, cpu)
     decoder = _stack_pass(model.model.decoder, encoder, workload, mesh, cpu)
@@ -225,7 +225,7 @@ def _expert_rows(layer: SparseFeedForward, stack: StackPass) -> int:
     group_size = sequences * stack.length
     num_groups = stack.num_rows // sequences
 
-    # C slots of each expert in each group; without a capacity there is room for every token.
+    # C slots of each expert in each group; without a capacity there are slots for every token.
     capacity = slots_of_expert(config, group_size, training=True)
     if capacity is None:
         capacity = group_size

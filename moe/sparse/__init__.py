@@ -1,6 +1,7 @@
 """The sparse layer: tokens are routed to experts, and the outputs are combined.
 
-Begin with layer.py, the whole journey on one screen. Then the files in a token's order:
+Begin with layer.py, which shows all steps on one screen. Then read the files in the order of the
+computation:
 
     config            what can be set
     inputs, groups    what comes in, checked, in groups

@@ -1,6 +1,6 @@
-"""Every router, found and registered: importing this file imports each file of routers/.
+"""Finds and registers every router: importing this file imports each file of routers/.
 
-A new router is a new file there, and no edit here. `import moe` imports this file, so that a
+A new router is a new file there; nothing changes here. `import moe` imports this file, so that a
 configuration can name every router.
 """
 

@@ -13,13 +13,13 @@ def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) ->
     Args:
         config: Settings of the layer.
         num_tokens: Tokens of the group with its padding, S.
-        training: Whether the capacity factor of training counts, or that of evaluation.
+        training: Whether to use the capacity factor of training instead of evaluation's.
     """
-    # A fixed number, and at most one for each token.
+    # A fixed number, at most one slot for each token.
     if config.expert_capacity is not None:
         return min(config.expert_capacity, num_tokens)
 
-    # Or a share of the group, which training and evaluation may set apart.
+    # Or a share of the group, which may differ between training and evaluation.
     factor = config.capacity_factor if training else config.eval_capacity_factor
     if factor is None:
         return None
@@ -38,14 +38,14 @@ def expert_capacity(
     """Returns C, the slots of one expert in one group.
 
     It does not depend on K: with two choices a token and a factor of 1.25, second choices are
-    squeezed out first. The factor is read as the decimal number that was written, so that 100
-    tokens x 0.29 are 29 slots, not 28.
+    dropped first. The factor is read as the decimal number that was written, so that 100 tokens x
+    0.29 are 29 slots, not 28.
 
     Args:
         num_tokens: Tokens of the group with its padding, S.
         num_experts: Experts, E.
         capacity_factor: Slots relative to an even share S / E.
-        min_expert_capacity: Least result, whatever the group.
+        min_expert_capacity: Smallest result, for any group size.
         rounding: `floor`, then at most S; or `round` half to even, with no such bound.
 
     Source:
@@ -53,7 +53,7 @@ def expert_capacity(
         Flaxformer architectures/moe/routing.py at 399ea3a8: max(round(CF * S / E), C_min). Differs:
         no rounding error of binary fractions.
     """
-    # S * CF / E as a fraction of integers: the quotient, and what remains.
+    # S * CF / E as a fraction of integers: quotient and remainder.
     numerator, denominator = _written_ratio(capacity_factor)
     divisor = num_experts * denominator
     capacity = num_tokens * numerator // divisor

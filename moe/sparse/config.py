@@ -1,7 +1,7 @@
 """The settings of a sparse layer, checked when they are built.
 
-Read first; the token's journey starts in groups.py. A configuration checks its own numbers here;
-what its router asks of it is in router_options.py.
+Read first; the computation starts in groups.py. A configuration validates its own numbers here; its
+router's requirements are in router_options.py.
 """
 
 import functools
@@ -34,7 +34,7 @@ C = TypeVar("C")
 def _suggest_settings(config_class: type[C]) -> type[C]:
     """Makes the constructor of a dataclass suggest the nearest name for an unknown keyword.
 
-    A `__new__` would do too, but it would hide the signature of the constructor.
+    `__new__` would work too, but it would hide the signature of the constructor.
     """
     known = [setting.name for setting in fields(config_class)]  # pyright: ignore[reportArgumentType]
     dataclass_init = config_class.__init__
@@ -65,44 +65,43 @@ class SparseConfig:
         d_model: Width of a token, D.
         d_ff: Hidden width of one expert, F.
         num_experts: Experts in the layer, E.
-        num_selected_experts: Experts that a token may use, K; routers that choose one expert want
-            1.
-        router: Name in ROUTERS of the rule that brings tokens to experts.
+        num_selected_experts: Experts that a token may use, K; routers that choose one expert
+            require 1.
+        router: Name in ROUTERS of the rule that assigns tokens to experts.
         router_options: Settings of that router alone, by name; see the `Options` of its file in
             moe/sparse/routers.
-        router_input: What the gate sees: the `hidden` state, or with the token's word embedding
-            behind it (`concat`) or added (`add`); `..._stop_gradient` sends no gradient into the
-            embedding.
-        decoder: Whether the layer stands in a decoder, where no token may learn of later ones.
+        router_input: Input of the gate: the `hidden` state, alone or with the token's word
+            embedding concatenated (`concat`) or added (`add`); `..._stop_gradient` sends no
+            gradient into the embedding.
+        decoder: Whether the layer is in a decoder, where tokens must not depend on later ones.
         capacity_factor: Slots of an expert relative to an even share of the group, in training.
             Larger drops fewer tokens and costs memory; None drops none.
         eval_capacity_factor: The same outside training.
-        min_expert_capacity: Fewest slots of an expert in a group; matters for small groups.
+        min_expert_capacity: Minimum number of slots of an expert in a group; matters for small
+            groups.
         capacity_rounding: `floor`, and never more slots than tokens (Mesh-TensorFlow), or `round`
             (Flaxformer).
-        expert_capacity: Slots of an expert in a group whatever its size, in training and outside;
-            it takes the place of both factors, of the least and of the rounding. None leaves it to
-            them.
+        expert_capacity: Slots of an expert in a group of any size, in training and evaluation;
+            replaces both factors, the minimum and the rounding. None leaves it to them.
         capacity_scope: Whether tokens are routed together, and compete for slots, in a `group` of
-            sequences, or each `sequence` is a group of its own whatever `group_size` (transformers'
-            Switch).
-        group_size: Most tokens that are routed together; a group is a whole number of sequences,
-            and a sequence that is longer is a group of its own.
+            sequences, or each `sequence` is its own group, regardless of `group_size`
+            (transformers' Switch).
+        group_size: Maximum number of tokens that are routed together; a group is a whole number of
+            sequences, and a longer sequence is its own group.
         balance_choices: Whether the balance loss counts the `first` choice of a token (the loss is
             1 at perfect balance) or `all` K (then K).
-        balance_over: What the shares in the balance loss are of: `real_tokens`, so that padding
+        balance_over: Positions in the shares of the balance loss: `real_tokens`, so that padding
             changes nothing, or `all_positions` of the group (Mesh-TensorFlow). The loss is a mean
             over groups: over those that hold a real token, or with `all_positions` over all, so
-            that a group of nothing but padding lowers it.
+            that groups of padding lower it.
         balance_scope: Tokens over which the shares are taken: one `group` (paper), a `micro_batch`
-            (one call), those of the `ranks` that hold one copy of the model between them (all but
-            `dp_replicate` in a mesh), or the `global` batch; for the last two see
-            `balance_totals`.
-        router_z_loss_over: What the z-loss is the mean over: `real_tokens`, or `all_positions`
+            (one call), the tokens of the `ranks` that share one copy of the model (all but
+            `dp_replicate` in a mesh), or the `global` batch; for the last two see `balance_totals`.
+        router_z_loss_over: Positions in the mean of the z-loss: `real_tokens`, or `all_positions`
             (Flaxformer).
         dispatch: `ragged` moves exactly the accepted rows; `static` has fixed slots for each
-            expert, so that shapes never change and the device is never waited for: for compiled
-            graphs and equal-sized exchanges.
+            expert, so that shapes never change and the host never waits for the device: for
+            compiled graphs and equal-sized exchanges.
         activation: Non-linearity of the experts; `gelu` is the tanh approximation.
         gated: Whether an expert is a gated linear unit (GEGLU with `gelu`).
         expert_bias: A vector [F] for each expert on its hidden activation; the paper gains by
@@ -152,7 +151,7 @@ class SparseConfig:
         """
         check_field_types(self)
 
-        # Bounds that no machine reaches: larger values are typing errors.
+        # Bounds beyond any machine: larger values are typing errors.
         for name in ("d_model", "d_ff", "num_experts", "num_selected_experts"):
             check_integer(name, getattr(self, name), least=1, most=_LARGEST_SIZE)
         check_integer("group_size", self.group_size, least=1, most=_MOST_TOKENS)
@@ -178,11 +177,11 @@ class SparseConfig:
             self.eval_capacity_factor,
         ):
             raise ConfigError(
-                f"expert_capacity is {self.expert_capacity} and a capacity factor is None, which drops no token. "
-                "Set expert_capacity to None, or give both factors a number, which is then not used."
+                f"expert_capacity is {self.expert_capacity} and a capacity factor is None, which drops no token. Set "
+                "expert_capacity to None, or set both factors to a number, which is then ignored."
             )
 
-        # Dropout and initialisation. A rate of 1 would leave nothing of the hidden units.
+        # Dropout and initialisation. A rate of 1 would drop all hidden units.
         check_number("expert_dropout_rate", self.expert_dropout_rate, least=0, below=1)
         check_number("initializer_scale", self.initializer_scale, above=0, most=_LARGEST_SCALE)
         check_number(
@@ -210,18 +209,18 @@ class SparseConfig:
 
         Args:
             reference: A name in REFERENCES: `mesh_tensorflow` or `flaxformer`.
-            overrides: Fields of this class, which go before those of the reference.
+            overrides: Fields of this class, which override the reference's.
 
         Raises:
             ConfigError: When there is no such reference, or a value is out of range.
         """
-        # What the caller sets goes before what the reference sets.
+        # The caller's settings override the reference's.
         settings = reference_fields(reference, overrides.get("router", cls.router))
         return cls(**{**settings, **overrides})
 
 
-# In Flaxformer padding is routed like any token unless asked otherwise: give its layers no token
-# mask for that. In Mesh-TensorFlow padding is not routed, but its groups count: the balance loss is
+# In Flaxformer padding is routed like any token by default; to reproduce this, give its layers no
+# token mask. In Mesh-TensorFlow padding is not routed, but its groups count: the balance loss is
 # `reduce_mean` over all of them.
 REFERENCES: Mapping[str, Mapping[str, Any]] = {
     "mesh_tensorflow": {
@@ -253,11 +252,11 @@ REFERENCES: Mapping[str, Mapping[str, Any]] = {
 
 
 def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[str, Any]:
-    """Returns the fields of SparseConfig that make it route as `reference` does.
+    """Returns the fields of SparseConfig that reproduce the routing of `reference`.
 
     Args:
         reference: A name in REFERENCES.
-        router: A name in ROUTERS; of the reference's options it gets those that it has.
+        router: A name in ROUTERS; it gets the reference's options that it supports.
 
     Raises:
         ConfigError: When there is no such reference or router.
@@ -272,7 +271,7 @@ def reference_fields(reference: str, router: str = SparseConfig.router) -> dict[
             f"Known: {', '.join(sorted(REFERENCES))}."
         )
 
-    # Of the reference's options, those that the router has.
+    # Options of the reference that the router has.
     known = option_names(ROUTER_REQUIREMENTS.get(router))
     options: dict[str, Any] = {}
     for name, value in REFERENCES[reference]["router_options"].items():

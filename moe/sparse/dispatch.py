@@ -1,6 +1,6 @@
-"""Dispatch: tokens to their experts; combine: the experts' outputs to tokens.
+"""Dispatch: from tokens to their experts; combine: from the experts' outputs to tokens.
 
-Comes after plan.py, which it carries out; between the two halves the experts work (experts.py).
+Comes after plan.py and executes the plan; the experts run between the two halves (experts.py).
 `Dispatcher` states both halves once. Here are its forms for experts on this rank; those for experts
 on other ranks are in expert_parallel.py:
 
@@ -28,7 +28,7 @@ class SortedRows(NamedTuple):
     """Inputs of the experts: one row for each accepted choice, sorted by expert.
 
     Attributes:
-        x: <float>[N, D] rows; those behind the last expert's belong to nobody.
+        x: <float>[N, D] rows; rows after the last expert's are unused.
         counts: <int64>[E] rows of each expert.
     """
 
@@ -37,11 +37,11 @@ class SortedRows(NamedTuple):
 
 
 class UngatheredRows(NamedTuple):
-    """Inputs of the fused experts: tokens, and the rows that are to be made of them.
+    """Inputs of the fused experts: tokens, and the rows to build from them.
 
     Attributes:
         tokens: <float>[T, D].
-        rows: Which token each row is, and its combine weight.
+        rows: The token of each row, and its combine weight.
     """
 
     tokens: Tensor
@@ -64,12 +64,12 @@ class InFlight(Protocol):
         ...
 
     def wait(self) -> ExpertInputs:
-        """Returns the inputs when all are here; to be called once."""
+        """Returns the inputs when all have arrived; must be called once."""
         ...
 
 
 class Arrived(NamedTuple):
-    """Inputs of experts on this rank: nothing is on its way."""
+    """Inputs of experts on this rank: nothing is in transit."""
 
     inputs: ExpertInputs
 
@@ -87,19 +87,19 @@ class Arrived(NamedTuple):
 
 
 class Dispatcher(ABC):
-    """Brings tokens to their experts and the outputs back; made for one plan.
+    """Moves tokens to their experts and the outputs back; built for one plan.
 
         dispatch   tokens [T, D]  ->  rows [N, D] sorted by expert, or slots [E, G * C, D]
         experts    ->  outputs, a row for each row or a slot for each slot
         combine    outputs        ->  tokens [T, D]
 
-    T = G * S, the tokens of all groups. Every form of it gives the same tokens. The fused form has
+    T = G * S, the tokens of all groups. All forms give the same result. The fused form has
     no rows: its experts take tokens [T, D] and return them combined.
     """
 
     @abstractmethod
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """Sends tokens to their experts, and does not wait until they are there.
+        """Sends tokens to their experts, and does not wait for their arrival.
 
         Args:
             tokens: <float>[T, D].
@@ -124,7 +124,7 @@ class Dispatcher(ABC):
 
 
 def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
-    """Returns which token each row of each expert is; accepted choices are rows, and no others.
+    """Returns the token of each row of each expert; only accepted choices are rows.
 
     Args:
         plan: Where tokens go.
@@ -141,7 +141,7 @@ def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
     order = expert.argsort(stable=True)  # [N]
     choice = choice.index_select(0, order)
 
-    # For the way back: the rows of a token side by side, and where they start.
+    # For the way back: the rows of each token, adjacent, and where they start.
     row = torch.arange(order.numel(), device=order.device)
     by_token = torch.empty_like(order).scatter(0, order, row)  # the inverse of `order`
     rows_of_token = accepted.sum(dim=-1)  # [T]
@@ -155,9 +155,9 @@ def sort_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
 
 
 def sort_choices(plan: DispatchPlan, num_experts: int) -> ChoiceRows:
-    """Returns a row for every choice, those of refused ones behind the rows of all experts.
+    """Returns a row for every choice; rows of refused choices come after those of all experts.
 
-    No shape depends on the tokens, and the device is never waited for.
+    No shape depends on the tokens, and the host never waits for the device.
 
     Args:
         plan: Where tokens go.
@@ -165,7 +165,7 @@ def sort_choices(plan: DispatchPlan, num_experts: int) -> ChoiceRows:
     """
     accepted = plan.accepted.flatten()  # [T * K]
 
-    # Sorted by expert, where refused choices count as one expert more.
+    # Sorted by expert, where refused choices count as one additional expert.
     expert = plan.expert_index.flatten().masked_fill(~accepted, num_experts)
     choice = expert.argsort(stable=True)  # [T * K]
     counts = expert.new_zeros(num_experts + 1)
@@ -184,9 +184,9 @@ def sort_choices(plan: DispatchPlan, num_experts: int) -> ChoiceRows:
 
 
 def pad_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
-    """Returns the rows of `sort_rows`, with refused choices as rows behind those of all experts.
+    """Returns the rows of `sort_rows`, with rows of refused choices after those of all experts.
 
-    What the CPU's kernel takes in compiled graphs, whose shapes depend on no token.
+    Used by the CPU's kernel in compiled graphs, whose shapes must not depend on tokens.
 
     Args:
         plan: Where tokens go.
@@ -194,7 +194,7 @@ def pad_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
     """
     rows = sort_choices(plan, num_experts)
 
-    # The rows in the order of their tokens, those of refused choices again at the end.
+    # The rows in the order of their tokens, rows of refused choices again last.
     is_refused = ~plan.accepted.flatten()  # [T * K]
     order = is_refused.to(torch.int64).argsort(stable=True)  # accepted choices first
     rows_of_token = plan.accepted.flatten(0, 1).sum(dim=-1)  # [T]
@@ -217,7 +217,7 @@ def local_row_dispatcher(plan: DispatchPlan, num_experts: int) -> Dispatcher:
     if not has_fused_experts(plan.accepted):
         return ChoiceDispatcher(sort_choices(plan, num_experts))
 
-    # A graph has rows of one number, and the CPU's kernel does not read those behind the last.
+    # A graph has a fixed number of rows, and the CPU's kernel skips the unused ones.
     is_compiling = torch.compiler.is_compiling()
     rows = pad_rows(plan, num_experts) if is_compiling else sort_rows(plan, num_experts)
     return FusedDispatcher(rows)
@@ -253,10 +253,10 @@ class RowDispatcher(Dispatcher):
 
 
 class ChoiceDispatcher(Dispatcher):
-    """A row for every choice of every token, of which those of refused choices belong to nobody.
+    """A row for every choice of every token, of which those of refused choices are unused.
 
-    Grouped products leave these as the memory was, in outputs and in gradients: gather and combine
-    read them as zeros. The host never waits, and a CUDA graph can hold it all.
+    Grouped products leave these rows uninitialized, in outputs and in gradients: gather and combine
+    read them as zeros. The host never waits, and a CUDA graph can capture all of it.
     """
 
     def __init__(self, rows: ChoiceRows) -> None:
@@ -282,7 +282,7 @@ class FusedDispatcher(Dispatcher):
         self._rows = rows
 
     def dispatch(self, tokens: Tensor) -> InFlight:
-        """Returns the tokens <float>[T, D] with the rows that are to be made of them."""
+        """Returns the tokens <float>[T, D] with the rows to build from them."""
         return Arrived(UngatheredRows(tokens, self._rows))
 
     def combine(self, outputs: Tensor) -> Tensor:
@@ -297,8 +297,8 @@ class Slots(NamedTuple):
     """A plan as fixed slots: every expert has C of them for each group, empty or not.
 
     Attributes:
-        token: <int64>[E, G * C] token in each slot, an index into [T, D]; T, which is none, for an
-            empty one.
+        token: <int64>[E, G * C] token in each slot, an index into [T, D]; T (none) for an empty
+            slot.
         weight: <float32>[E, G * C] combine weight; 0 for an empty slot.
         num_tokens: T.
     """
@@ -329,7 +329,8 @@ def fill_slots(plan: DispatchPlan, num_experts: int) -> Slots:
     num_slots = num_experts * num_groups * capacity
     num_tokens = num_groups * group_size
 
-    # The slot of each choice, counted over all experts and groups; refused choices share one more.
+    # The slot of each choice, counted over all experts and groups; refused choices share one
+    # additional slot.
     group = torch.arange(num_groups, device=device)[:, None, None]  # [G, 1, 1]
     slot = (plan.expert_index * num_groups + group) * capacity + slot_of_expert  # [G, S, K]
     slot = slot.masked_fill(~plan.accepted, num_slots).flatten()  # [T * K]
@@ -367,7 +368,7 @@ class SlotDispatcher(Dispatcher):
 
     def fill(self, tokens: Tensor) -> Tensor:
         """Returns the slots <float>[E, G * C, D] for tokens <float>[T, D]."""
-        # A row of zeros stands behind the last token, for empty slots.
+        # A row of zeros follows the last token, for empty slots.
         padded = F.pad(tokens, (0, 0, 0, 1))  # [T + 1, D]
         rows = padded.index_select(0, self._slots.token.flatten())
         return rearrange(rows, "(e n) d -> e n d", e=self._slots.token.shape[0])
@@ -378,7 +379,7 @@ class SlotDispatcher(Dispatcher):
         weight = self._slots.weight[..., None].to(outputs.dtype)  # [E, G * C, 1]
         rows = rearrange(outputs * weight, "e n d -> (e n) d")
 
-        # What is in empty slots is added to a row behind the last token.
+        # Empty slots are added to a row after the last token.
         combined = rows.new_zeros(num_tokens + 1, rows.shape[-1])
         combined = combined.index_add(0, self._slots.token.flatten(), rows)
         return combined[:num_tokens]  # [T, D]

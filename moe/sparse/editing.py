@@ -26,7 +26,7 @@ LayerKey = tuple[Stack, int]
 
 
 class LayerEdit(ABC):
-    """An edit that must know the layer that it edits."""
+    """An edit that needs to know its layer."""
 
     @abstractmethod
     def for_layer(self, layer: SparseFeedForward) -> PlanEdit:
@@ -58,29 +58,27 @@ def sparse_layers(module: nn.Module) -> dict[LayerKey, SparseFeedForward]:
 def edit_routing(module: nn.Module, edits: Mapping[LayerKey, RoutingEdit]) -> Iterator[None]:
     """Changes the plans of sparse layers inside the block.
 
-    An edit sees the scores of the router and the plan that it made of them, and returns the plan
-    that is carried out and reported. It need not care for slots: they are assigned anew, and every
-    accepted choice gets one, whatever the capacity. Auxiliary losses stay those of the scores and
-    the new plan.
-    Edits hold in every forward pass: in training, in evaluation, and in each step of generation,
-    where a call has one token of each sequence. Of nested contexts the outer one edits first. With
-    activation checkpointing the backward pass belongs inside the block.
+    An edit gets the router's scores and plan, and returns the plan that is executed and reported.
+    It can ignore slots: they are reassigned, and every accepted choice gets one, regardless of the
+    capacity. Auxiliary losses follow from the scores and the new plan.
+    Edits apply to every forward pass: in training, in evaluation, and in each step of generation,
+    where a call has one token of each sequence. With nested contexts, the outer one edits first.
+    With activation checkpointing the backward pass belongs inside the block.
 
     Example:
         with edit_routing(model, {("encoder", 1): DropExperts(3)}):
             loss = model(**batch).loss
 
     Args:
-        module: A model with sparse layers, wherever they are in it.
+        module: A model with sparse layers, at any depth.
         edits: A function `(scores, plan) -> plan`, or a `LayerEdit`, by layer.
 
     Raises:
-        ConfigError: When the module has no such layer, a value is no edit, or the context ends
+        ConfigError: When the module has no such layer, a value is not an edit, or the context ends
             before the backward pass of checkpointed layers.
-        DataError: In the forward pass, when an edit returns something that is no plan for these
-            tokens.
+        DataError: In the forward pass, when an edit does not return a valid plan for these tokens.
     """
-    # Every edit belongs to a layer that there is.
+    # Every edited layer must exist.
     layers = sparse_layers(module)
     recomputation = Recomputation()
     bound_edits: dict[LayerKey, PlanEdit] = {}
@@ -90,7 +88,7 @@ def edit_routing(module: nn.Module, edits: Mapping[LayerKey, RoutingEdit]) -> It
         function = edit.for_layer(layers[key]) if isinstance(edit, LayerEdit) else edit
         bound_edits[key] = partial(_edited, key, function, layers[key], recomputation)
 
-    # Each layer gets its edits back as they were, whatever happens.
+    # Each layer gets its edits back as they were, even after an error.
     earlier = {key: layers[key].plan_edits for key in bound_edits}
     for key, edit in bound_edits.items():
         layers[key].plan_edits = (*earlier[key], edit)
@@ -131,8 +129,8 @@ def _edited(
     scores: RouterScores,
     plan: DispatchPlan,
 ) -> DispatchPlan:
-    """Returns the plan that an edit makes of another, checked and with a slot for every choice."""
-    # Backward passes that recompute the layer come here again.
+    """Returns the plan after an edit, checked and with a slot for every choice."""
+    # Backward passes that recompute the layer also come here.
     recomputation.watch()
     edited = edit(scores, plan)
     if edited is plan:
@@ -157,7 +155,7 @@ def _check_plan(key: LayerKey, edited: DispatchPlan, plan: DispatchPlan, num_exp
             f"An edit returned choices of shape {tuple(choices)} for {tuple(tokens)} tokens {advice}."
         )
 
-    # Values are read where that does not wait for a device.
+    # Values are read only where this does not wait for a device.
     if torch.compiler.is_compiling() or not can_read_values(edited.expert_index):
         return
     accepted = edited.accepted

@@ -46,7 +46,7 @@ class _ExpertsEdit(LayerEdit):
 
 
 class DropExperts(_ExpertsEdit):
-    """The experts give nothing; all other weights stay: what a full expert does to a token.
+    """The experts output nothing, and all other weights stay: as if the experts were full.
 
     Example:
         with edit_routing(model, {("decoder", 0): DropExperts(2, 5)}):
@@ -65,7 +65,7 @@ class DropExperts(_ExpertsEdit):
 class RerouteExperts(_ExpertsEdit):
     """The experts cannot be chosen: their tokens choose again among the others, as after pruning.
 
-    The weights are those that the router gives to what is left.
+    The weights are the router's for the remaining experts.
     """
 
     def _for_checked(self, layer: SparseFeedForward) -> PlanEdit:
@@ -74,8 +74,8 @@ class RerouteExperts(_ExpertsEdit):
         least = 1 if layer.router.experts_choose else config.num_selected_experts
         if num_left < least:
             raise ConfigError(
-                f"{len(set(self.experts))} of {config.num_experts} experts are to be rerouted, which leaves {num_left} "
-                f"where a token chooses {least}. Leave at least {least}."
+                f"{len(set(self.experts))} of {config.num_experts} experts would be rerouted, which leaves "
+                f"{num_left}, but each token chooses {least}. Leave at least {least}."
             )
 
         def reroute(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
@@ -105,7 +105,7 @@ class SwapExperts(_ExpertsEdit):
 
 
 def drop_choices(plan: DispatchPlan, dropped: Tensor) -> DispatchPlan:
-    """Returns the plan in which some choices <bool>[G, S, K] are not accepted; all else stays."""
+    """Returns the plan in which some choices <bool>[G, S, K] are not accepted; everything else stays."""
     return plan._replace(
         accepted=plan.accepted & ~dropped,
         combine_weight=plan.combine_weight.masked_fill(dropped, 0),
@@ -115,9 +115,9 @@ def drop_choices(plan: DispatchPlan, dropped: Tensor) -> DispatchPlan:
 def choose_again(
     router: Router, scores: RouterScores, plan: DispatchPlan, barred: Tensor
 ) -> DispatchPlan:
-    """Returns the plan that a router makes when some experts are barred to some tokens.
+    """Returns the plan that a router makes when some experts are unavailable to some tokens.
 
-    Experts that choose their tokens themselves still do, and give nothing to those tokens.
+    Experts that choose their tokens themselves still do, but output nothing for those tokens.
 
     Args:
         router: Of the layer.
@@ -125,19 +125,19 @@ def choose_again(
         plan: The plan of those scores; says whether there is a capacity.
         barred: <bool>[G, S, E] experts that a token cannot have.
     """
-    # A logit as low as can be, which is finite, so that no difference is NaN.
+    # The lowest finite logit, so that no difference is NaN.
     lowest = torch.finfo(scores.logits.dtype).min
     masked = router_scores(scores.logits.masked_fill(barred, lowest))
 
-    # Choose anew, with barred experts below all others, whatever bias is on top. Where too few are
-    # left they are chosen all the same, and dropped below.
+    # Choose again, with barred experts below all others, even with a bias. If too few experts are
+    # left, barred ones are chosen too, and dropped below.
     below_all = masked.probs.masked_fill(barred, lowest)  # [G, S, E]
     has_capacity = plan.capacity is not None
     assigned = router.assign(
         masked._replace(probs=below_all), plan.token_mask, drop_tokens=has_capacity
     )
 
-    # The weights of what is left, as if the others had not been there.
+    # Weights of the remaining choices, as if the others did not exist.
     is_left = ~barred.gather(-1, assigned.expert_index)  # [G, S, K]
     left = assigned._replace(accepted=assigned.accepted & is_left)
     return left._replace(combine_weight=router.combine_weight(masked, left))

@@ -39,7 +39,7 @@ from moe.sparse.dispatch import (
 
 
 def exchange_rows(rows: ExpertRows, axis: ExpertAxis) -> "RowExchange":
-    """Returns the dispatcher of rows over the ep axis; their counts are on their way then.
+    """Returns the dispatcher of rows over the ep axis; their counts are then in transit.
 
     Args:
         rows: Rows of this rank's tokens, sorted by the experts of all ranks.
@@ -56,7 +56,7 @@ class RowExchange(Dispatcher):
 
     Args:
         rows: Rows of this rank's tokens.
-        counts: How many go from where to where, on its way.
+        counts: Number of rows for each pair of ranks, in transit.
     """
 
     def __init__(self, rows: ExpertRows, counts: PendingCounts) -> None:
@@ -69,7 +69,7 @@ class RowExchange(Dispatcher):
         return RowsInFlight(send_rows(leaving, self._route, "dispatch"), self)
 
     def combine(self, outputs: Tensor) -> Tensor:
-        """Returns the tokens <float>[T, D] of the outputs of the experts here."""
+        """Returns the tokens <float>[T, D] from the outputs of the experts here."""
         # Back to the order of arrival, to the ranks that they came from, and to their tokens.
         outputs = self.local_dispatcher.combine(outputs)  # [M, D]
         returned = send_rows(outputs, self._route, "combine", reverse=True).wait()  # [N, D]
@@ -114,11 +114,11 @@ class RowsInFlight(NamedTuple):
 
 
 def sort_received(counts: Tensor) -> ExpertRows:
-    """Returns which received row each row of each expert here is.
+    """Returns the received row of each row of each expert here.
 
-    All have weight 1, for their own is with the rank that sent them. Tried on a CPU, and no faster:
-    experts that write the rows in the order of arrival and without a weight, and a gradient of the
-    combination in pieces that fit the cache (a layer took 47.4 ms of CPU time either way).
+    All have weight 1, since the rank that sent them keeps their weights. Tried on a CPU, and no
+    faster: experts that write the rows in the order of arrival and without a weight, and a gradient
+    of the combination in pieces that fit the cache (a layer took 47.4 ms of CPU time either way).
 
     Args:
         counts: <int64>[ep, E / ep] rows from each rank for each expert; they arrive in this order.
@@ -128,7 +128,7 @@ def sort_received(counts: Tensor) -> ExpertRows:
     expert = expert.expand_as(counts).flatten()  # [ep * E / ep]
     expert = expert.repeat_interleave(counts.flatten())  # [M]
 
-    # A received row is one row of one expert: it plays the part of a token.
+    # A received row is one row of one expert: it acts as a token.
     token = expert.argsort(stable=True)  # [M]
     row = torch.arange(token.numel(), device=token.device)
     return ExpertRows(
@@ -155,7 +155,7 @@ class SlotExchange(Dispatcher):
     """
 
     def __init__(self, slots: Slots, axis: ExpertAxis) -> None:
-        # Every rank sends as many rows to every other: the route is known without asking.
+        # Every rank sends as many rows to every other: the route is known without communication.
         num_experts, slots_per_expert = slots.token.shape
         num_rows = num_experts * slots_per_expert
         self._local = SlotDispatcher(slots)
@@ -170,7 +170,7 @@ class SlotExchange(Dispatcher):
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Returns the tokens <float>[T, D] of the slots <float>[E / ep, ep * n, D]."""
-        # Sorted by rank again, so that every rank gets back what it sent.
+        # Sorted by rank again, so that every rank gets its own rows back.
         outputs = rearrange(outputs, "e (p n) d -> (p e n) d", **self._sizes)
         returned = send_rows(outputs, self._route, "combine", reverse=True).wait()
         returned = rearrange(returned, "(e n) d -> e n d", e=self._num_experts)

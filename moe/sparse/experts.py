@@ -1,7 +1,7 @@
 """The experts: E feed-forward networks as stacked weights; rows in, rows out.
 
-Stands between the two halves of dispatch.py. The products are in the fastest form that the device
-has; an expert sees no token but those that were sent to it.
+Comes between the two halves of dispatch.py. The products use the fastest form on the device; an
+expert sees only the tokens that were sent to it.
 """
 
 import math
@@ -61,13 +61,13 @@ class Experts(nn.Module):
         return self.gate_up_proj if self.config.gated else self.up_proj
 
     def reset_parameters(self) -> None:
-        """Draws every expert anew and independently: truncated normal with variance scale / fan_in."""
-        # The fan-in of the first product is D, that of the second F.
+        """Re-initializes every expert independently: truncated normal with variance scale / fan_in."""
+        # The fan-in of the first product is D, of the second F.
         scale = self.config.initializer_scale
         truncated_normal_(self.first_proj, math.sqrt(scale / self.config.d_model))
         truncated_normal_(self.down_proj, math.sqrt(scale / self.config.d_ff))
 
-        # A bias that changes nothing yet.
+        # A bias without an initial effect.
         if self.bias is not None:
             is_factor = self.config.expert_bias == "multiplicative"
             nn.init.constant_(self.bias, 1.0 if is_factor else 0.0)
@@ -76,13 +76,15 @@ class Experts(nn.Module):
         """Returns the outputs of the experts, in the form of their inputs.
 
         Args:
-            in_flight: Of a dispatcher: rows, or slots <any float>[E, n, D], or what will be them.
+            in_flight: Of a dispatcher: rows, or slots <any float>[E, n, D], or a pending exchange
+                of them.
 
         Returns:
             <dtype of the products> of the inputs' shape: rows [N, D] or slots [E, n, D]. Rows that
-            were not gathered come back combined, [T, D]: the CPU's kernel does it all.
+            were not gathered come back combined, [T, D]: the CPU's kernel does everything.
         """
-        # What a backward pass computes while gradients of rows travel is made before the wait.
+        # Work for the backward pass that overlaps with the exchange of row gradients is set up
+        # before the wait.
         remote_weights = None
         if in_flight.delays_weight_gradients:
             remote_weights = pass_weights(self._fused_weights())
@@ -121,7 +123,7 @@ class Experts(nn.Module):
         Args:
             x: <float>[N, D] rows.
             counts: <int64>[E] rows of each expert.
-            weights: Of the experts, in the dtype of the rows.
+            weights: The experts' weights, in the dtype of the rows.
 
         Returns:
             <float>[N, D].
@@ -135,12 +137,12 @@ class Experts(nn.Module):
     def run_slots(self, slots: Tensor, weights: ExpertWeights) -> Tensor:
         """Returns the outputs of each expert for its slots.
 
-        The weights stand on the left of their products, so that their gradients come in the layout
-        of the weights.
+        The weights are on the left of their products, so that their gradients come in the layout of
+        the weights.
 
         Args:
             slots: <float>[E, n, D].
-            weights: Of the experts, in the dtype of the slots.
+            weights: The experts' weights, in the dtype of the slots.
 
         Returns:
             <float>[E, n, D].
@@ -157,7 +159,7 @@ class Experts(nn.Module):
             return rearrange(outputs, "e d n -> e n d").contiguous()
 
     def _form(self) -> ExpertForm:
-        """Returns what an expert computes: kernels know no configuration and no training mode."""
+        """Returns what an expert computes: kernels do not depend on the configuration or the training mode."""
         return ExpertForm(
             activation=self.config.activation,
             gated=self.config.gated,
@@ -166,7 +168,7 @@ class Experts(nn.Module):
         )
 
     def product_dtype(self) -> torch.dtype:
-        """Returns the dtype of the products: that of the model, or of autocast where it is on."""
+        """Returns the dtype of the products: the model's, or autocast's if enabled."""
         device = self.down_proj.device.type
         # Weights that wait on a disk are on the meta device, which has no autocast.
         if device != "meta" and torch.is_autocast_enabled(device):
@@ -177,8 +179,8 @@ class Experts(nn.Module):
         """Returns this rank's weights in the dtype of the products, gate and up side by side.
 
         Args:
-            keep_quantized: Whether quantised weights stay so where experts can be had one by one;
-                else they are the numbers that they stand for.
+            keep_quantized: Whether quantised weights stay quantised where experts are read one by
+                one; otherwise they are dequantised.
         """
         first = local_shard(self.first_proj)
         if first.dim() == 4:  # packed for a mesh: [E, 2, F, D]

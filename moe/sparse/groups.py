@@ -17,7 +17,7 @@ ONE_SEQUENCE = 1
 
 
 class Grouping(Protocol):
-    """The settings that say which tokens are routed together, of a layer or of a model."""
+    """The settings that determine which tokens are routed together, of a layer or of a model."""
 
     @property
     def group_size(self) -> int:
@@ -31,27 +31,27 @@ class Grouping(Protocol):
 
 
 def tokens_per_group(config: Grouping) -> int:
-    """Returns the most tokens that are routed together, as `sequences_per_group` takes it."""
+    """Returns the maximum number of tokens that are routed together, for `sequences_per_group`."""
     return ONE_SEQUENCE if config.capacity_scope == "sequence" else config.group_size
 
 
 def sequences_per_group(batch: int, length: int, group_size: int) -> int:
     """Returns how many sequences are routed together.
 
-    It is the largest divisor of `batch` whose tokens fit into `group_size`; a sequence longer than
-    that is a group of its own. Groups of whole sequences keep routing independent of how a batch is
-    split into micro-batches, as long as each micro-batch gives the same number here.
+    It is the largest divisor of `batch` whose tokens fit into `group_size`; a longer sequence is
+    its own group. Groups of whole sequences keep routing independent of how a batch is split into
+    micro-batches, as long as each micro-batch gives the same number here.
 
     Args:
         batch: Sequences in the batch, B.
         length: Tokens of a sequence with its padding, L.
-        group_size: Most tokens in a group.
+        group_size: Maximum number of tokens in a group.
 
     Source:
         ST-MoE (arXiv:2202.08906) §7.2: groups of 4 sequences, mostly 2 to 8. Differs:
         Mesh-TensorFlow splits the flat token axis, and may split a sequence.
     """
-    # As many as fit into a group, or the next smaller number that divides the batch.
+    # The number that fits into a group, or the next smaller number that divides the batch.
     most_sequences = max(1, group_size // max(1, length))
     sequences = min(most_sequences, max(1, batch))
     while batch % sequences:
@@ -66,7 +66,7 @@ def has_same_groups(lengths: Sequence[int], batch_size: int, rows: int, group_si
         lengths: Tokens of a sequence in the encoder and the decoder.
         batch_size: Sequences of the whole batch.
         rows: Sequences of a forward pass on one rank.
-        group_size: Most tokens in a group; see `tokens_per_group`.
+        group_size: Maximum number of tokens in a group; see `tokens_per_group`.
     """
     for length in lengths:
         whole = sequences_per_group(batch_size, length, group_size)
@@ -76,7 +76,8 @@ def has_same_groups(lengths: Sequence[int], batch_size: int, rows: int, group_si
 
 
 def common_num_groups(lengths: Sequence[int], batch_size: int, group_size: int) -> int:
-    """Returns the most ranks that can share the groups of a batch evenly, in every stack.
+    """Returns the maximum number of ranks that can share the groups of a batch evenly, in every
+    stack.
 
     Args:
         lengths: Tokens of a sequence in the encoder and the decoder.
@@ -109,13 +110,14 @@ def to_groups(x: Tensor, sequences: int) -> Tensor:
             f"A group of {sequences} sequences does not divide a batch of {batch} sequences. Choose one of "
             f"{divisors} sequences a group, or another batch size."
         )
-    # A pattern of einops here, and one on the way back, cost a step of decoding as much as a gate.
+    # A pattern of einops here, and one on the way back, would cost a decoding step as much as the
+    # gate.
     length = x.shape[1]
     return x.reshape(batch // sequences, sequences * length, *x.shape[2:])
 
 
 def from_groups(x: Tensor, sequences: int) -> Tensor:
-    """Returns the tokens of each sequence in a row of their own again: the inverse of `to_groups`.
+    """Returns one row of tokens for each sequence again: the inverse of `to_groups`.
 
     Args:
         x: <any>[G, S, ...] values by token.

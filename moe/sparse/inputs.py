@@ -25,7 +25,7 @@ def check_inputs(
     *,
     d_model: int,
 ) -> None:
-    """Raises unless the inputs of a layer fit each other; None stands for what was not given.
+    """Raises unless the inputs of a layer fit each other; None if not given.
 
     Args:
         x: <any float>[B, L, D] hidden states.
@@ -35,7 +35,7 @@ def check_inputs(
         d_model: Width of the layer, D.
 
     Raises:
-        DataError: When one is no tensor, or has another shape or dtype.
+        DataError: When one is not a tensor, or has another shape or dtype.
     """
     # x itself: three dimensions, the last as wide as the layer.
     _check_tensor("x", x)
@@ -46,7 +46,7 @@ def check_inputs(
         )
     _check_floating("x", x)
 
-    # What stands beside x has one value, or one embedding, for each of its tokens.
+    # Inputs other than x have one value, or one embedding, for each of its tokens.
     _check_by_token("token_mask", token_mask, x, x.shape[:2], "value")
     _check_by_token("token_ids", token_ids, x, x.shape[:2], "value")
     embedding = f"embedding of {x.shape[2]} numbers"
@@ -69,7 +69,7 @@ def to_bool_mask(token_mask: Tensor) -> Tensor:
     Raises:
         DataError: When it holds something else, as additive masks of 0 and -inf do, or when it
             could be additive: all 0 in a floating dtype. Only on a CPU outside compiled graphs;
-            elsewhere what is not above 0 is padding.
+            elsewhere values of at most 0 are padding.
     """
     if token_mask.dtype == torch.bool:
         return token_mask
@@ -88,14 +88,14 @@ def _refuse_additive_mask(token_mask: Tensor) -> None:
     if odd_values.numel():
         raise DataError(
             f"token_mask holds {shown(odd_values[0].item())}; expected 0 for padding and 1 for real tokens. "
-            f"{_MASK_ADVICE}; of an additive mask, which hides by large negative numbers, that is `mask == 0`."
+            f"{_MASK_ADVICE}; for an additive mask with large negative numbers, use `mask == 0`."
         )
 
-    # All 0 is nothing but padding in a mask of 0 and 1, and no padding in an additive one.
+    # All zeros means only padding in a mask of 0 and 1, but no padding in an additive mask.
     if token_mask.is_floating_point() and token_mask.numel() and not token_mask.any():
         raise DataError(
-            f"token_mask is 0 everywhere, in {token_mask.dtype}: nothing but padding, or an additive mask that "
-            f"hides nothing. {_MASK_ADVICE}."
+            f"token_mask is 0 everywhere, in {token_mask.dtype}: either all tokens are padding, or it is an additive "
+            f"mask that masks nothing. {_MASK_ADVICE}."
         )
 
 
@@ -112,7 +112,7 @@ def _check_tensor(name: str, value: Any) -> None:
 def _check_by_token(
     name: str, value: Tensor | None, x: Tensor, shape: torch.Size, what: str
 ) -> None:
-    """Raises a DataError unless an input, if given, is a tensor of the shape that x asks for."""
+    """Raises a DataError unless an input, if given, is a tensor with the shape that x requires."""
     if value is None:
         return
 

@@ -32,11 +32,11 @@ class _NoFastPath:
 
 
 class SparseFeedForwardAdapter(nn.Module):
-    """A sparse layer where a Transformer expects a module from tensor to tensor.
+    """A sparse layer for a Transformer that expects a module from tensor to tensor.
 
-    `collect_routers` gives what the routers did. Three things to know:
+    `collect_routers` returns the routers' outputs. Three things to know:
     - The input is [B, L, D]. A Transformer that keeps its tokens as [L, B, D] (`nn.Transformer...`
-      without `batch_first=True`) would route other groups, and nothing can notice unless there is a
+      without `batch_first=True`) would route different groups, which can be detected only with a
       token mask.
     - Build a new adapter for each layer, after the Transformer is built: `nn.TransformerEncoder`
       copies its layer, so that all layers would start with the same experts.
@@ -60,7 +60,7 @@ class SparseFeedForwardAdapter(nn.Module):
         if isinstance(layer, SparseConfig):
             layer = SparseFeedForward(layer)
 
-        # PEFT, compilation and activation checkpointing wrap a layer into a module of their own.
+        # PEFT, compilation and activation checkpointing wrap a layer in their own module.
         parts = layer.modules() if isinstance(layer, nn.Module) else ()
         num_sparse = sum(isinstance(part, SparseFeedForward) for part in parts)
         expected = "a SparseFeedForward, be it wrapped, or the SparseConfig of one"
@@ -91,7 +91,7 @@ def _change_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class _Nothing(nn.Identity):
-    """Takes the place of the second product of a dense feed-forward layer."""
+    """Replaces the second product of a dense feed-forward layer."""
 
     weight = _NoFastPath()
     bias = _NoFastPath()
@@ -103,8 +103,8 @@ def replace_feed_forward(
     """Puts a sparse layer where a layer of torch's Transformer has its feed-forward layer.
 
     Everything between the attention and the residual sum is replaced: both products, the activation
-    and the dropout on the hidden units, for which `config` has settings of its own. torch's fast
-    path, which knows dense products only, is not taken.
+    and the dropout on the hidden units, for which `config` has its own settings. torch's fast path,
+    which supports only dense products, is not used.
 
     Example:
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, batch_first=True), 6)
@@ -122,7 +122,7 @@ def replace_feed_forward(
     Raises:
         ConfigError: When the layer is of another class, is not batch first, or has another width.
     """
-    # Tokens of a sequence lie side by side, and are as wide as the experts.
+    # Tokens of a sequence are adjacent, and are as wide as the experts.
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     expected = "an nn.TransformerEncoderLayer or nn.TransformerDecoderLayer"
     check(isinstance(layer, kinds), "layer", layer, expected)
@@ -148,15 +148,15 @@ def replace_feed_forward(
 def collect_routers(
     module: nn.Module, token_mask: Tensor | None = None
 ) -> Iterator[list[RouterOutput]]:
-    """Gives a list that fills with the RouterOutput of every sparse layer inside `module`.
+    """Yields a list that collects the RouterOutput of every sparse layer inside `module`.
 
-    The outputs stand in the order of the calls. Run the backward pass inside the context.
+    The outputs are in the order of the calls. Run the backward pass inside the context.
     Activation checkpointing calls the layers again there: that is not recorded, but needs the same
-    token mask. Only without a mask, or without checkpointing, may backward come later.
+    token mask. Only without a mask, or without checkpointing, may the backward pass come later.
 
-    Open one context for the encoder and one for the decoder when their masks differ. Of nested
-    contexts over the same layer each records, and the innermost mask holds; a mask that the model
-    passes itself comes before all.
+    Open one context for the encoder and one for the decoder when their masks differ. With nested
+    contexts over the same layer, each one records, and the innermost mask applies; a mask passed by
+    the model itself overrides all.
 
     Example:
         with collect_routers(model, token_mask=mask) as routers:
@@ -182,7 +182,7 @@ def collect_routers(
     collector = _Collector(token_mask)
     with ExitStack() as hooks:
         for layer in layers:
-            # Prepended: the innermost context gives its mask first, and the others respect it.
+            # Prepended: the innermost context sets its mask first, and the others keep it.
             give_mask = layer.register_forward_pre_hook(
                 collector.give_mask, prepend=True, with_kwargs=True
             )
@@ -199,11 +199,11 @@ def _check_layers(
     if not layers:
         raise ConfigError(
             f"There is no SparseFeedForward in this {type(module).__name__}, so there is nothing to collect. Put a "
-            "SparseFeedForwardAdapter(config) in the place of its feed-forward layers first, or pass the module that "
+            "SparseFeedForwardAdapter(config) in place of its feed-forward layers first, or pass the module that "
             "holds them."
         )
 
-    # Encoder and decoder have sequences of their own, and so masks of their own.
+    # Encoder and decoder have separate sequences, and so separate masks.
     num_stacks = len({layer.config.decoder for layer in layers})
     if token_mask is not None and num_stacks > 1:
         raise ConfigError(
@@ -223,7 +223,7 @@ def router_loss(
     """Returns the weighted auxiliary losses of all layers, to be added to the task's loss.
 
     Args:
-        routers: Of one forward pass, from `collect_routers`.
+        routers: Outputs of one forward pass, from `collect_routers`.
         load_balance_weight: c_B; larger values spread tokens more evenly.
         router_z_weight: c_z; larger values keep the router's logits smaller.
         reduction: Whether layers are summed or averaged.
@@ -232,8 +232,9 @@ def router_loss(
         <float32>[].
 
     Raises:
-        ConfigError: When there is no such reduction, or a weight is no finite number of at least 0.
-        DataError: When there are no routers, or something else than RouterOutputs.
+        ConfigError: When there is no such reduction, or a weight is not a finite number of at least
+            0.
+        DataError: When there are no routers, or values other than RouterOutputs.
 
     Source:
         ST-MoE (arXiv:2202.08906) eq. 6 and its weights; Mesh-TensorFlow sums over layers. Differs:
@@ -304,7 +305,7 @@ def _checked_routers(routers: Any) -> list[RouterOutput]:
 
 
 class _Collector:
-    """The hooks of one context, and what they collected."""
+    """The hooks of one context, and the collected outputs."""
 
     def __init__(self, token_mask: Tensor | None) -> None:
         self.token_mask = token_mask
@@ -327,16 +328,16 @@ class _Collector:
     def record(
         self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, RouterOutput]
     ) -> None:
-        """Appends what the router did, unless activation checkpointing only calls the layer again."""
+        """Appends the router's output, unless activation checkpointing only calls the layer again."""
         if in_backward():
             return
 
         # Reentrant checkpointing runs the forward pass without gradient, and records it later.
         if self.wants_gradient and layer.training and not torch.is_grad_enabled():
             raise ConfigError(
-                "A sparse layer in training ran without gradient inside a context that was opened with it. If this is "
-                "activation checkpointing, set use_reentrant=False: the reentrant kind loses the gradient of the "
-                "routers' losses. If no gradient is wanted, open torch.no_grad() around collect_routers."
+                "A sparse layer in training ran without gradient inside a context that was opened with gradient. If "
+                "this is activation checkpointing, set use_reentrant=False: the reentrant kind loses the gradient of "
+                "the routers' losses. If no gradient is wanted, open torch.no_grad() around collect_routers."
             )
         self.routers.append(output[1])
 

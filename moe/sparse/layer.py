@@ -1,4 +1,4 @@
-"""The sparse feed-forward layer: the whole journey of a token in one forward."""
+"""The sparse feed-forward layer: all steps of a token in one forward."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ PlanEdit = Callable[[RouterScores, DispatchPlan], DispatchPlan]
 
 
 class RouterOutput(NamedTuple):
-    """What a sparse layer returns beside its output.
+    """Results of a sparse layer in addition to its output.
 
     Attributes:
         router_logits: <float32>[G, S, E].
@@ -106,21 +106,21 @@ class SparseFeedForward(nn.Module):
         drop_tokens: bool = True,
         report: bool = True,
     ) -> tuple[Tensor, RouterOutput | None]:
-        """Returns the layer's output and what its router did.
+        """Returns the layer's output and the router's results.
 
-        A token that reaches no expert, and padding, come out as zeros: only the residual path
+        A token that reaches no expert, and padding, are zeros in the output: only the residual path
         carries them.
 
         Args:
             x: <any float>[B, L, D] tokens.
             token_mask: <bool>[B, L] real tokens, or 0 and 1 of any dtype; None means that all are.
-                Additive masks are refused, see `to_bool_mask`.
+                Additive masks raise an error, see `to_bool_mask`.
             token_ids: <any integer>[B, L] vocabulary ids, for router `hash`.
             word_embeddings: <any float>[B, L, D] embeddings of those ids, for `router_input` other
                 than `hidden`.
             drop_tokens: False ignores every setting of capacity, so that no token is lost
                 (incremental decoding).
-            report: False spares losses and statistics, and None stands for what the router did.
+            report: False skips losses and statistics, and returns None for the router's results.
 
         Returns:
             <dtype of x>[B, L, D], and the RouterOutput.
@@ -160,8 +160,8 @@ class SparseFeedForward(nn.Module):
 
         Rows for other ranks are announced: their counts are on the way then.
         """
-        # Each rank of tp has a part of every output, and so of the gradient of the weights: this
-        # changes nothing in the forward pass, and sums the gradients in the backward pass.
+        # Each rank of tp has a partial sum of every output, and so of the gradient of the weights:
+        # this changes nothing in the forward pass, and sums the gradients in the backward pass.
         combine_weight = copy_to_tp_region(plan.combine_weight, self.tp)
         plan = plan._replace(combine_weight=combine_weight)
 
@@ -185,7 +185,7 @@ class SparseFeedForward(nn.Module):
         Returns:
             <dtype of the products>[G * S, D].
         """
-        # PEFT may have wrapped the experts into a module of its own.
+        # PEFT may have wrapped the experts in its own module.
         experts: Any = self.experts
         if hasattr(experts, "get_base_layer"):
             experts = experts.get_base_layer()
@@ -209,7 +209,7 @@ def group_inputs(
     word_embeddings: Tensor | None,
     sequences: int,
 ) -> RouterInputs:
-    """Returns the inputs of a layer by group; None for what was not given.
+    """Returns the inputs of a layer by group; None if not given.
 
     Args:
         x: <any float>[B, L, D].
@@ -221,7 +221,7 @@ def group_inputs(
     Raises:
         DataError: When the mask holds something else than 0 and 1.
     """
-    # Everything that belongs to a token goes where the token goes.
+    # Everything that belongs to a token is moved with the token.
     if token_mask is not None:
         token_mask = to_groups(to_bool_mask(token_mask), sequences)  # [G, S]
     if token_ids is not None:
@@ -237,7 +237,7 @@ def group_inputs(
 
 
 def real_tokens(inputs: RouterInputs) -> Tensor:
-    """Returns which tokens are real <bool>[G, S]: all where there is no mask."""
+    """Returns which tokens are real <bool>[G, S]: all of them without a mask."""
     if inputs.token_mask is not None:
         return inputs.token_mask
     tokens = inputs.tokens

@@ -33,7 +33,7 @@ class RouterLosses(NamedTuple):
             gradient.
         num_share_tokens: <float32>[] tokens that the shares are of, in this call.
         group_load_balance: <float32>[G] balance loss of each group, 0 without a real token; for
-            wider scopes that of the whole scope, G times.
+            wider scopes the loss of the whole scope, G times.
         group_router_z: <float32>[G] mean over the tokens of each group, 0 without any.
     """
 
@@ -62,7 +62,7 @@ class RouterLosses(NamedTuple):
 
 
 class BalanceTotals(NamedTuple):
-    """What the shares of a balance loss are of, when its scope is wider than one call.
+    """Data for the shares of a balance loss whose scope is wider than one call.
 
     Attributes:
         choices: <float32>[E] choices of each expert.
@@ -85,13 +85,13 @@ def router_losses(
     The balance loss counts choices before anything is dropped, and only the mean probability
     carries a gradient. Padding enters neither loss, unless the configuration says so.
 
-    Trap: in Mesh-TensorFlow the z-loss sits inside the product with the balance weight, so its
-    setting z there acts like 0.01 z; the weights of this library are independent factors.
+    Trap: in Mesh-TensorFlow the z-loss is multiplied by the balance weight, so its setting z there
+    acts like 0.01 z; the weights of this library are independent factors.
 
     Args:
         scores: <float32>[G, S, E] of the router.
-        plan: The plan made of them.
-        config: Says which choices and positions count, and the scope.
+        plan: The resulting plan.
+        config: Determines the choices and positions that count, and the scope.
         balanced_by_construction: Makes the balance loss 0, for routers in which experts choose.
 
     Source:
@@ -106,13 +106,13 @@ def router_losses(
     z = scores.log_normalizer.square()  # [G, S]
     num_tokens = is_real.sum(dim=-1)  # [G]
 
-    # Padding counts for nothing, or in Flaxformer as a token with logits of 0.
+    # Padding does not count, or in Flaxformer as a token with logits of 0.
     if config.router_z_loss_over == "real_tokens":
         z = z * is_real
     else:
         num_tokens = torch.full_like(num_tokens, is_real.shape[-1])
 
-    # A balance loss of zero, without a graph, that no group counts in.
+    # A balance loss of zero, without a graph or any counted group.
     num_groups, _, num_experts = scores.probs.shape
     num_share_tokens = _num_share_tokens(is_real, config)  # [G]
     zero = scores.probs.new_zeros(())
@@ -131,7 +131,8 @@ def router_losses(
     if balanced_by_construction:
         return losses
 
-    # Shares of a group, or of the whole call; wider scopes are up to callers who know the ranks.
+    # Shares of a group, or of the whole call; wider scopes are computed by callers, which know the
+    # ranks.
     losses = _with_balance_loss(losses, scores, plan, is_real, config)
     if config.balance_scope == "group":
         return losses
@@ -145,7 +146,7 @@ def _with_balance_loss(
     is_real: Tensor,
     config: SparseConfig,
 ) -> RouterLosses:
-    """Returns the losses with that of appendix A: E * sum_i f_i P_i of each group, and their sum."""
+    """Returns the losses with the balance loss of appendix A: E * sum_i f_i P_i of each group, and their sum."""
     num_groups, _, num_experts = scores.probs.shape
     num_share_tokens = _num_share_tokens(is_real, config)  # n  [G]
 
@@ -157,7 +158,7 @@ def _with_balance_loss(
     choices = scores.probs.new_zeros(num_groups, num_experts)
     choices = choices.scatter_add(1, chosen, counted)
 
-    # n P_i: probability of expert i, summed over the same tokens; the only factor with a gradient.
+    # n P_i: probability of expert i, summed over the same tokens; only this factor has a gradient.
     # A sum, not a product of matrices, which autocast would round.  [G, E]
     prob_sums = (scores.probs * is_real[..., None]).sum(dim=1)
 
@@ -173,7 +174,7 @@ def _with_balance_loss(
 
 
 def _num_share_tokens(is_real: Tensor, config: SparseConfig) -> Tensor:
-    """Returns how many tokens of each group the shares are of <float32>[G]."""
+    """Returns <float32>[G] the number of tokens of each group that the shares refer to."""
     num_real = is_real.sum(dim=-1)
     if config.balance_over == "real_tokens":
         return num_real
@@ -184,17 +185,17 @@ def _num_share_tokens(is_real: Tensor, config: SparseConfig) -> Tensor:
 
 
 def num_scope_ranks(scope: BalanceScope, mesh: MeshConfig) -> int:
-    """Returns over how many data ranks of a mesh a scope reaches."""
+    """Returns the number of data ranks that a scope spans on a mesh."""
     if scope == "global":
         return mesh.num_data_ranks
     return mesh.dp_shard * mesh.ep if scope == "ranks" else 1
 
 
 def balance_totals(losses: RouterLosses, group: ProcessGroup | None = None) -> BalanceTotals:
-    """Returns what the shares are of over the ranks of `group`, without gradient.
+    """Returns the totals of the shares over the ranks of `group`, without gradient.
 
-    A collective of E + 1 numbers. Add the totals of several calls up with `add_totals` when the
-    scope spans micro-batches.
+    A collective of E + 1 numbers. Add the totals of several calls with `add_totals` when the scope
+    spans micro-batches.
 
     Args:
         losses: Of this rank's call.

@@ -1,6 +1,6 @@
 """Scores and plan: which token takes which slot of which expert, and with which weight.
 
-A router makes scores of the tokens, and the plan of the scores; dispatch.py carries the plan out.
+A router computes scores from the tokens and a plan from the scores; dispatch.py executes the plan.
 Both are pure data, the same for every router.
 """
 
@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 # Requests of a group up to which comparing all pairs takes fewer operations than sorting. Compiled
-# graphs sort them always: they are made for any number.
+# graphs sort them always: they must support any number.
 _FEW_REQUESTS = 32
 
 
@@ -30,26 +30,26 @@ class RouterScores(NamedTuple):
     def log_normalizer(self) -> Tensor:
         """<float32>[G, S] logsumexp of the logits.
 
-        Losses and statistics ask for it; for a token of a step of decoding, which has neither, it
-        would take a fifth of the layer's time beside its products.
+        Losses and statistics need it; in decoding, which has neither, it would take a fifth of the
+        layer's time without its products.
         """
         return self.logits.logsumexp(dim=-1)
 
 
 def router_scores(logits: Tensor) -> RouterScores:
-    """Returns the scores that belong to logits <float32>[G, S, E].
+    """Returns the scores for logits <float32>[G, S, E].
 
-    The exponential of a log-softmax would be cheaper; but its rounding tears tokens apart that tie
-    in a softmax.
+    The exponential of a log-softmax would be cheaper; but its rounding would break ties between
+    tokens that are equal in a softmax.
     """
     return RouterScores(logits=logits, probs=logits.softmax(dim=-1))
 
 
 class DispatchPlan(NamedTuple):
-    """Where every token of every group goes.
+    """The routing of every token of every group.
 
     A token has K choices: with token choice its K experts, best first; with expert choice one for
-    each expert. A choice is requested or not, and a requested one is accepted or refused.
+    each expert. A choice is requested or not, and a requested choice is accepted or refused.
 
     Attributes:
         expert_index: <int64>[G, S, K] expert of each choice.
@@ -57,11 +57,11 @@ class DispatchPlan(NamedTuple):
         accepted: <bool>[G, S, K] whether the choice got a slot; never for padding.
         combine_weight: <float32 or float64>[G, S, K] weight of the expert's output; 0 where not
             accepted.
-        requested: <bool>[G, S, K] whether the choice asks for a slot, before capacity; where experts
-            choose, whether it was accepted.
+        requested: <bool>[G, S, K] whether the choice requests a slot, before capacity; where experts choose, whether it
+            was accepted.
         token_mask: <bool>[G, S] real tokens; False is padding.
-        capacity: Slots of an expert in a group, C; None when every expert has room for all tokens,
-            and for a token twice if an edit gave it the expert twice.
+        capacity: Slots of an expert in a group, C; None if every expert has slots for all tokens,
+            even for a token that an edit assigned to it twice.
     """
 
     expert_index: Tensor
@@ -83,13 +83,13 @@ def assign_slots(
     """Returns the slot of every choice and whether it was accepted.
 
     All first choices are served before any second choice, and tokens in the order of the sequence,
-    so that what a decoder drops of the first choices tells nothing of later tokens. A second choice
-    can be lost to the first choice of a later token: that is the paper's rule, and an incremental
-    decoder, which drops nothing, is free of it.
+    so that dropped first choices in a decoder do not depend on later tokens. A second choice can be
+    lost to the first choice of a later token: that is the paper's rule, and does not affect an
+    incremental decoder, which drops nothing.
 
     Args:
         expert_index: <int64>[G, S, K] chosen experts.
-        requested: <bool>[G, S, K] choices that ask for a slot.
+        requested: <bool>[G, S, K] choices that request a slot.
         num_experts: Experts, E.
         capacity: Slots of an expert in a group, C; None accepts every request.
         priority: <float>[G, S] serves tokens of larger values first instead; of equals the earlier.
@@ -101,7 +101,7 @@ def assign_slots(
     Source:
         ST-MoE (arXiv:2202.08906) appendix D; Mesh-TensorFlow transformer/moe.py at a32810e,
         `_top_n_gating`. Differs: no; a choice's position in the queue of its expert is its slot,
-        since whoever asks after a refusal finds the expert full.
+        since every later request after a refusal finds the expert full.
     """
     # Put the tokens in the order in which they are served.
     serving_order = None
@@ -161,8 +161,8 @@ def reassign_slots(plan: DispatchPlan, num_experts: int) -> DispatchPlan:
 def queue_position(expert_index: Tensor, requested: Tensor, num_experts: int) -> Tensor:
     """Returns how many earlier requests of the group are for the same expert.
 
-    A stable sort brings the requests of each queue side by side; the position is the distance from
-    the queue's first. No mask [G, R, E] is built. A few requests are compared with each other.
+    A stable sort groups the requests of each queue; the position is the distance from the queue's
+    first. No mask [G, R, E] is built. A few requests are compared with each other.
 
     Args:
         expert_index: <int64>[G, R] experts; R requests of a group, e.g. K * S.
@@ -190,7 +190,7 @@ def queue_position(expert_index: Tensor, requested: Tensor, num_experts: int) ->
     order = queue.argsort(stable=True)  # [G * R]
     sorted_queue = queue.index_select(0, order)
 
-    # Where each queue starts in that order.
+    # Start of each queue in that order.
     queue_size = queue.new_zeros(num_queues + 1)
     queue_size = queue_size.scatter_add(0, queue, torch.ones_like(queue))  # [G * E + 1]
     start = queue_size.cumsum(0) - queue_size

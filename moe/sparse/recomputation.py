@@ -23,7 +23,7 @@ class Recomputation:
         self._has_happened = False
 
     def watch(self) -> None:
-        """Notes that a layer runs now; to be called in its forward pass."""
+        """Records that a layer runs now; to be called in its forward pass."""
         self._has_happened |= in_backward()
         self._is_needed |= is_in_checkpoint()
 

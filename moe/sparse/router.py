@@ -1,7 +1,7 @@
-"""The router: scores of every expert for every token, and the plan that is made of them.
+"""The router: scores of every expert for every token, and the resulting plan.
 
-Comes after groups.py; dispatch.py carries the plan out. What all routers share stands here; each
-router is a file in moe/sparse/routers/. Read token_choice.py first, the router of ST-MoE.
+Comes after groups.py; dispatch.py carries the plan out. The common parts of all routers are here;
+each router is a file in moe/sparse/routers/. Read token_choice.py first, the router of ST-MoE.
 """
 
 import math
@@ -25,7 +25,7 @@ from moe.sparse.stats import RouterStats
 
 
 class RouterInputs(NamedTuple):
-    """What a router may look at.
+    """Inputs of a router.
 
     Attributes:
         tokens: <any float>[G, S, D] hidden states.
@@ -44,18 +44,19 @@ class RouterInputs(NamedTuple):
 class Router(nn.Module):
     """Base of the routers: a float32 gate, and a rule that makes a plan of its scores.
 
-    Everything from the gate's input to the plan is float32 (float64 in a float64 model), whatever
-    the autocast or parameter dtype. A router is a subclass with `assign`, registered in ROUTERS.
+    Everything from the gate's input to the plan is float32 (float64 in a float64 model), regardless
+    of autocast and of the parameters' dtype. A router is a subclass with `assign`, registered in
+    ROUTERS.
 
     Attributes:
         Options: Frozen dataclass of the settings of this router alone; `check(config)` of it is
             optional.
-        causal: Whether a token's choice never depends on later tokens; if not, a decoder refuses
-            the router. Capacity can still cost a token a choice after its first through later
-            tokens; see `assign_slots`.
+        causal: Whether a token's choice never depends on later tokens; if not, the router cannot be
+            used in a decoder. Capacity can still cost a token a choice after its first through
+            later tokens; see `assign_slots`.
         single: Whether a token has one expert, so that `num_selected_experts` must be 1.
-        experts_choose: Whether experts choose their tokens: what a token gets then depends on the
-            other tokens of its group, whatever the capacity.
+        experts_choose: Whether experts choose their tokens: the experts of a token then depend on
+            the other tokens of its group, for any capacity.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
@@ -75,7 +76,7 @@ class Router(nn.Module):
 
     @staticmethod
     def gate_width(config: SparseConfig) -> int:
-        """Returns how many numbers of a token the gate sees: D or 2D."""
+        """Returns the width of the gate's input: D or 2D."""
         return config.d_model * (2 if config.router_input.startswith("concat") else 1)
 
     @classmethod
@@ -89,7 +90,7 @@ class Router(nn.Module):
         return config.num_selected_experts
 
     def reset_parameters(self) -> None:
-        """Draws the gate anew: normal, or truncated normal with variance scale / fan_in.
+        """Re-initializes the gate: normal, or truncated normal with variance scale / fan_in.
 
         SparseConfig says which, by `router_initializer_std`.
         """
@@ -107,13 +108,14 @@ class Router(nn.Module):
     def forward(self, inputs: RouterInputs) -> RouterScores:
         """Returns the scores of every expert for every token.
 
-        Scores of padding are those of logits of zero, with no gradient.
+        Scores of padding are computed from zero logits, without a gradient.
 
         Raises:
             NonFiniteError: When the scores of a real token are not finite.
             DataError: When a needed input is missing.
         """
-        # Selective precision: the router computes in float32 at least, whatever runs around it.
+        # Selective precision: the router computes in float32 at least, regardless of its
+        # surroundings.
         dtype = torch.promote_types(inputs.tokens.dtype, torch.float32)
         with torch.autocast(inputs.tokens.device.type, enabled=False):
             gate_input = self.gate_input(inputs)  # [G, S, D or 2D]
@@ -130,13 +132,13 @@ class Router(nn.Module):
         return scores
 
     def gate_input(self, inputs: RouterInputs) -> Tensor:
-        """Returns what the gate sees of the tokens: hidden states, perhaps with word embeddings.
+        """Returns the gate's inputs: hidden states, optionally with word embeddings.
 
         Returns:
             <any float>[G, S, D or 2D].
 
         Raises:
-            DataError: When word embeddings are asked for and there are none.
+            DataError: When word embeddings are required but not given.
 
         Source:
             ST-MoE (arXiv:2202.08906) appendix C: neutral after long training; the hidden state
@@ -148,7 +150,7 @@ class Router(nn.Module):
         if mode == "hidden":
             return tokens
 
-        # What the token is as a word, beside what it means here.
+        # The token's word embedding, in addition to its hidden state.
         words = inputs.word_embeddings
         if words is None:
             raise DataError(
@@ -182,11 +184,12 @@ class Router(nn.Module):
         Args:
             scores: <float32>[G, S, E] of each kind.
             token_mask: <bool>[G, S] real tokens; padding requests nothing.
-            drop_tokens: False gives every expert room for all tokens, whatever the capacity factor.
+            drop_tokens: False gives every expert capacity for all tokens, regardless of the
+                capacity factor.
         """
 
     def gates(self, scores: RouterScores, expert_index: Tensor) -> Tensor:
-        """Returns the weight of each choice, should it be accepted; by default its probability.
+        """Returns the weight of each choice, if it is accepted; by default its probability.
 
         Args:
             scores: <float32>[G, S, E] of each kind.
@@ -200,8 +203,8 @@ class Router(nn.Module):
     def combine_weight(self, scores: RouterScores, plan: DispatchPlan) -> Tensor:
         """Returns the weights <float32>[G, S, K] of a plan's choices, 0 where not accepted.
 
-        Of a plan that `assign` made they are those that it has; of another, what this router thinks
-        of its choices.
+        For a plan made by `assign`, they are its own weights; for another plan, this router's
+        weights for its choices.
         """
         return self.gates(scores, plan.expert_index) * plan.accepted
 
@@ -237,7 +240,7 @@ class Router(nn.Module):
         Args:
             expert_index: <int64>[G, S, K] expert of each choice.
             gates: <float32>[G, S, K] weight of each choice, should it be accepted.
-            requested: <bool>[G, S, K] choices that ask for a slot; never for padding.
+            requested: <bool>[G, S, K] choices that request a slot; never for padding.
             token_mask: <bool>[G, S] real tokens.
             drop_tokens: False gives every choice a slot.
             priority: <float32>[G, S] who is served first; see `assign_slots`.
@@ -258,17 +261,17 @@ class Router(nn.Module):
 
 
 class RouterRegistry(Registry[type[Router]]):
-    """Routers by name; what a router asks of a configuration is entered in ROUTER_REQUIREMENTS."""
+    """Routers by name; a router's requirements for a configuration are in ROUTER_REQUIREMENTS."""
 
     def add(self, name: str, value: type[Router]) -> type[Router]:
         """Stores a router under `name` and returns it.
 
         Raises:
-            ConfigError: When the name is taken, or the value is no router.
+            ConfigError: When the name is taken, or the value is not a router.
         """
         super().add(name, value)
 
-        # From now on a configuration may name it.
+        # From now on, a configuration may use the name.
         requirements = RouterRequirements(
             options=value.Options, causal=value.causal, single=value.single
         )
@@ -282,7 +285,7 @@ ROUTERS = RouterRegistry("router", base=Router)
 def gate_logits(gate_input: Tensor, gate: Tensor) -> Tensor:
     """Returns the logits of every expert for every token.
 
-    The gate stands on the left of the product, since libraries do that several times faster.
+    The gate is the left factor, since libraries compute this several times faster.
 
     Args:
         gate_input: <float32>[G, S, D or 2D].
@@ -299,7 +302,7 @@ def gate_logits(gate_input: Tensor, gate: Tensor) -> Tensor:
 def _refuse_not_finite(logits: Tensor) -> None:
     """Raises a NonFiniteError when <float>[G, S, E] holds NaN or infinity.
 
-    On an accelerator the device stops later, since nobody waits for it.
+    On an accelerator the error appears later, since the host does not wait for it.
     """
     if torch.compiler.is_compiling() or not logits.numel():
         return

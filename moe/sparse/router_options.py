@@ -1,6 +1,6 @@
 """The options of each router, and the layers it supports.
 
-Read beside config.py, which checks every configuration against it. A router is entered here when it
+Read with config.py, which checks every configuration against it. A router is entered here when it
 is registered (router.py), so that configurations need to know neither routers nor tensors.
 """
 
@@ -18,17 +18,17 @@ _KINDS = {bool: "True or False", int: "an integer", float: "a finite number"}
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of a router that has none."""
+    """Options of a router without options."""
 
 
 @dataclass(frozen=True)
 class RouterRequirements:
-    """What a router asks of a configuration.
+    """A router's requirements for a configuration.
 
     Attributes:
         options: Frozen dataclass of the options of this router alone. A method `check(config)` of
             it is optional; it raises a ConfigError.
-        causal: Whether the router may stand in a decoder; see `Router`.
+        causal: Whether the router may be used in a decoder; see `Router`.
         single: Whether a token has one expert, so that `num_selected_experts` must be 1.
     """
 
@@ -41,7 +41,7 @@ ROUTER_REQUIREMENTS: Registry[RouterRequirements] = Registry("router")
 
 
 class RouterSettings(Protocol):
-    """The fields of SparseConfig that say which router is used, and how."""
+    """The fields of SparseConfig that select and configure the router."""
 
     @property
     def router(self) -> str:
@@ -60,20 +60,20 @@ class RouterSettings(Protocol):
 
     @property
     def decoder(self) -> bool:
-        """Whether the layer stands in a decoder."""
+        """Whether the layer is in a decoder."""
         ...
 
 
 def check_router(config: RouterSettings) -> None:
-    """Checks the router, its options and what it asks of the other settings.
+    """Checks the router, its options, and its requirements for the other settings.
 
     Raises:
-        ConfigError: When there is no such router or option, or the layer is not made for it.
+        ConfigError: When there is no such router or option, or the layer does not support it.
     """
     requirements = ROUTER_REQUIREMENTS.get(config.router)
     _check_options(config, requirements)
 
-    # What the router asks of the layer around it.
+    # Requirements of the router for its layer.
     if config.decoder:
         check_causal(config.router, "Use it in the encoder only, and here")
     if requirements.single and config.num_selected_experts != 1:
@@ -111,7 +111,7 @@ def check_causal(name: str, advice: str) -> None:
 
     Args:
         name: Name of a router.
-        advice: What to do with the names of the other routers, which follow it in the message.
+        advice: Advice that precedes the names of the other routers in the message.
     """
     if ROUTER_REQUIREMENTS.get(name).causal:
         return
@@ -119,8 +119,8 @@ def check_causal(name: str, advice: str) -> None:
     names = ROUTER_REQUIREMENTS.names()
     causal = ", ".join(other for other in names if ROUTER_REQUIREMENTS.get(other).causal)
     raise ConfigError(
-        f"Router {name!r} cannot be used in a decoder: it decides about a token by looking at later ones, which a "
-        f"decoder does not have when it generates. {advice} one of {causal}."
+        f"Router {name!r} cannot be used in a decoder: it routes a token by looking at later tokens, which do not "
+        f"exist during generation. {advice} one of {causal}."
     )
 
 

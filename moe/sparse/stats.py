@@ -1,7 +1,7 @@
 """Statistics of a router, as sums and counts.
 
-They add up exactly over batches, micro-batches, layers and ranks; `summarize` makes the means and
-shares of them that people read. Comes after losses.py; layer.py returns them.
+They add up exactly over batches, micro-batches, layers and ranks; `summarize` computes readable
+means and shares from them. Comes after losses.py; layer.py returns them.
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ _REPORTED = (
 
 
 class RouterStats(NamedTuple):
-    """Sums and counts over the real tokens of one layer; `summarize` gives the numbers to read.
+    """Sums and counts over the real tokens of one layer; `summarize` gives readable numbers.
 
     Counts are integers and sums float64, so that no token is lost in a long run.
 
     Attributes:
-        expert_load: <int64>[E] choices that asked for each expert, before capacity.
+        expert_load: <int64>[E] choices that requested each expert, before capacity.
         accepted_load: <int64>[E] choices that got a slot.
         num_slots: <int64>[] slots there were; without a capacity, the slots that were used.
         num_tokens: <int64>[] real tokens.
         num_positions: <int64>[] tokens with their padding.
         dropped_tokens: <int64>[] tokens that reached no expert.
-        dropped_by_choice: <int64>[K] choices that asked for a slot and got none.
+        dropped_by_choice: <int64>[K] choices that requested a slot and got none.
         second_expert_tokens: <int64>[] tokens that reached two or more experts.
         entropy_sum: <float64>[] entropy of the router's probabilities in nats, over tokens.
         confidence_sum: <float64>[] combine weights of the accepted choices.
@@ -72,10 +72,10 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
 
     Args:
         scores: <float32>[G, S, E] of the router.
-        plan: The plan made of them.
+        plan: The resulting plan.
         losses: The losses of the same plan.
     """
-    # Who asked for an expert, who got one, and who did not.
+    # Tokens that requested an expert, that got one, and that did not.
     num_groups, group_size, num_experts = scores.probs.shape
     expert_load = _count_experts(plan.expert_index, plan.requested, num_experts)  # [E]
     accepted_load = _count_experts(plan.expert_index, plan.accepted, num_experts)  # [E]
@@ -112,7 +112,7 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
 
 
 def _count_experts(expert_index: Tensor, is_counted: Tensor, num_experts: int) -> Tensor:
-    """Returns <int64>[E]: how often each expert stands in <int64>[G, S, K] where it is counted."""
+    """Returns <int64>[E]: how often each expert occurs in <int64>[G, S, K] where counted."""
     counts = expert_index.new_zeros(num_experts)
     return counts.scatter_add(0, expert_index.flatten(), is_counted.flatten().long())
 
@@ -130,7 +130,7 @@ def add_stats(a: RouterStats, b: RouterStats) -> RouterStats:
     """Returns the statistics of both together; they must have the same E and K.
 
     Raises:
-        DataError: When one is no RouterStats.
+        DataError: When one is not a RouterStats.
     """
     _check_stats(a)
     _check_stats(b)
@@ -155,23 +155,23 @@ def sum_stats(stats: RouterStats, group: ProcessGroup | None = None) -> RouterSt
 
 
 def summarize(stats: RouterStats) -> dict[str, float]:
-    """Returns the numbers that people read.
+    """Returns readable numbers.
 
     Returns:
         `load_balance_loss` and `router_z_loss` (unweighted means), `fraction_dropped` (tokens that
-        reached no expert), `fraction_dropped_choice_1` to `_K` (choices that asked and got no slot,
-        of all tokens), `fraction_padding` (of all positions), `second_expert_rate` (tokens that
-        reached two or more experts), `entropy` (nats, mean over tokens), `load_cv` (standard
-        deviation over mean of the expert load before capacity), `max_over_mean` of the same load,
-        `dead_experts` (that no token asked for), `expert_usage` (filled slots over slots),
-        `confidence` (mean combine weight of an accepted choice).
+        reached no expert), `fraction_dropped_choice_1` to `_K` (choices that requested a slot and
+        got none, of all tokens), `fraction_padding` (of all positions), `second_expert_rate`
+        (tokens that reached two or more experts), `entropy` (nats, mean over tokens), `load_cv`
+        (standard deviation over mean of the expert load before capacity), `max_over_mean` of the
+        same load, `dead_experts` (that no token requested), `expert_usage` (filled slots over
+        slots), `confidence` (mean combine weight of an accepted choice).
 
     Raises:
         DataError: When the statistics are not RouterStats.
     """
     _check_stats(stats)
 
-    # Where nothing was counted, shares are of 1 instead of 0.
+    # If nothing was counted, shares are divided by 1 instead of 0.
     load = stats.expert_load.double()  # [E]
     mean_load = float(load.mean()) or 1.0
     num_tokens = float(stats.num_tokens) or 1.0
@@ -199,7 +199,7 @@ def summarize(stats: RouterStats) -> dict[str, float]:
 
 
 def _ratio(total: Tensor, count: Tensor) -> float:
-    """Returns total <any>[] over count <any>[]; the total where nothing was counted."""
+    """Returns total <any>[] over count <any>[]; the total if nothing was counted."""
     return float(total) / (float(count) or 1.0)
 
 
@@ -208,7 +208,7 @@ def router_values(stack: str, stats: RouterStats) -> dict[str, float]:
 
     Args:
         stack: `encoder` or `decoder`.
-        stats: Added up over the layers of the stack.
+        stats: Summed over the layers of the stack.
     """
     summary = summarize(stats)
     return {f"router/{stack}/{name}": summary[name] for name in _REPORTED}

@@ -1,4 +1,4 @@
-"""How much of a dense layer's output a sparse layer of its copies keeps, and which setting loses the rest.
+"""How much of a dense layer's output a sparse layer of its copies keeps, and which settings lose the rest.
 
 Comes after `upcycle`. Experts that are copies turn the layer's output into the dense one times the
 sum of a token's gates, and times the scale of the experts' output.
@@ -35,12 +35,12 @@ class Kept(NamedTuple):
 
 
 class KeptOutput(NamedTuple):
-    """What one layer keeps.
+    """Share of the output that one layer keeps.
 
     Attributes:
         key: The layer.
         training: With the capacity and policy of training.
-        evaluation: With those of evaluation.
+        evaluation: With the settings of evaluation.
     """
 
     key: LayerKey

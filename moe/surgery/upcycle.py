@@ -1,7 +1,8 @@
 """Upcycling: a sparse model whose experts are copies of a dense model's feed-forward layers.
 
-Everything else is copied and the routers are drawn anew. With the default settings the new model
-computes what the dense one did; `moe.surgery.kept_output` measures how much other settings keep.
+Everything else is copied and the routers are re-initialized. With the default settings the new
+model computes what the dense one did; `moe.surgery.kept_output` measures how much other settings
+keep.
 """
 
 import hashlib
@@ -85,10 +86,10 @@ class Upcycling:
         method: `copy` makes every expert the dense layer. `drop_reinit` draws a share of the hidden
             units of each expert anew: the experts differ from the start, and the output changes.
         reinit_share: Share of the hidden units that `drop_reinit` draws anew, r; at least one unit.
-        scale: Factor on the experts' output, beside the G that makes up for the parts.
-        seed: Seed of the routers and of the units that are drawn anew.
-        fields: Further fields of STMoEConfig, e.g. another router or a capacity factor; they win
-            over those with which nothing is lost.
+        scale: Factor on the experts' output, in addition to the factor G for the parts.
+        seed: Seed of the routers and of the re-initialized units.
+        fields: Further fields of STMoEConfig, e.g. another router or a capacity factor; they
+            override the lossless settings.
 
     Source:
         Sparse upcycling (arXiv:2212.05055). Differs: tokens choose in both stacks, gates sum to 1,
@@ -135,7 +136,7 @@ class Upcycling:
         G = self.granularity
         if dense.d_ff % G:
             raise ConfigError(
-                f"granularity is {G}; expected a divisor of d_ff, {dense.d_ff}: the parts of a layer are equal."
+                f"granularity is {G}; expected a divisor of d_ff, {dense.d_ff}: each layer is split into equal parts."
             )
 
         sparse_layers = {
@@ -216,7 +217,7 @@ def upcycle_checkpoint(
 
 
 def upcycled(dense: ConvertedCheckpoint, upcycling: Upcycling) -> ConvertedCheckpoint:
-    """Returns the weights of the sparse model, each of which is made when it is read."""
+    """Returns the weights of the sparse model, each of which is computed when it is read."""
     config = upcycling.config(dense.config)
     with torch.device("meta"):
         shapes = stored_tensors(STMoEForConditionalGeneration(config))
@@ -281,7 +282,7 @@ def _sparse_weight(
     F = config.d_ff
     weight = source.read()
 
-    # A dense layer behind the sparse one starts with an output of zero.
+    # A dense layer after the sparse one starts with an output of zero.
     if _is_stacked_output(name, config):
         return torch.zeros_like(weight)
     if _EXPERTS not in name:
@@ -290,7 +291,7 @@ def _sparse_weight(
         is_factor = config.expert_bias == "multiplicative"
         return torch.full((G * E, F // G), 1.0 if is_factor else 0.0, dtype=weight.dtype)
 
-    # Copies with memory of their own: shared storage would train, and be saved, as one expert.
+    # Copies with their own memory: shared storage would train, and be saved, as one expert.
     copies = weight.repeat(E, 1, 1)  # [E, 2F or F, D], or [E, D, F]
     is_down = name.endswith("down_proj")
     if upcycling.method == "drop_reinit":
@@ -298,7 +299,7 @@ def _sparse_weight(
         for expert in range(E):
             _reinitialize(copies[expert], layer, expert, upcycling, F, is_down=is_down)
 
-    # Hidden units are cut into parts; gate and up projection stand above each other.
+    # Hidden units are cut into parts; gate and up projection are stacked.
     if is_down:
         parts = rearrange(copies, "e d (g f) -> (e g) d f", g=G)
         return parts.mul_(upcycling.scale * G)
@@ -320,7 +321,8 @@ def _is_stacked_output(name: str, config: STMoEConfig) -> bool:
 def _reinitialize(
     expert_weight: Tensor, layer: str, expert: int, upcycling: Upcycling, F: int, *, is_down: bool
 ) -> None:
-    """Draws a share of an expert's hidden units anew: normal, with the moments of what it replaces.
+    """Re-initializes a share of an expert's hidden units: normal, with the moments of the old
+    values.
 
     Args:
         expert_weight: <any>[2F or F, D] (gate above up), or [D, F]; changed.

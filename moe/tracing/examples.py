@@ -1,6 +1,6 @@
 """Batches to trace: of texts, whose spans are masked, and of pairs of texts.
 
-Comes before `recorder`, which says what a model does with them.
+Comes before `recorder`, which records a model's routing of them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ class SourceText(NamedTuple):
     Attributes:
         text: The text, or the input of a pair.
         target: Target of a pair; empty for a text alone.
-        document: Number of what it is from: texts of one document are not independent.
+        document: Number of its document: texts of one document are not independent.
         domain: Name of its kind.
     """
 
@@ -57,7 +57,7 @@ def pretraining_noise(config: STMoEConfig, density: float | None = None) -> Nois
 
     Args:
         config: Config of the model, which may say how pre-training masked text.
-        density: Share of tokens to mask; None for that of pre-training.
+        density: Share of tokens to mask; None uses the settings of pre-training.
     """
     paper = Noise()
     return Noise(
@@ -91,13 +91,13 @@ def corrupted_batches(
 ) -> Iterator[TracedBatch]:
     """Yields batches in which spans of the texts are masked, as in pre-training.
 
-    Each text is cut into examples of its own, in order. Of more than `most_examples` those are taken
-    that lie evenly over all.
+    Each text is cut into separate examples, in order. Of more than `most_examples`, evenly spaced
+    ones are used.
 
     Args:
         texts: Texts without targets.
         tokenizer: Tokenizer of the model.
-        inputs_length: Most encoder tokens of an example.
+        inputs_length: Maximum number of encoder tokens of an example.
         batch_size: Examples in a batch; the last one may have fewer.
         noise: How much is masked; see `pretraining_noise`.
         most_examples: Most examples in all; None for all.
@@ -122,7 +122,7 @@ def corrupted_batches(
             if chunk.size >= _SHORTEST:
                 chunks.append((chunk, source))
 
-    # The mask of an example follows from its number, whichever others are taken.
+    # The mask of an example follows from its number, regardless of the other examples.
     def masked_rows() -> Iterator[_Row]:
         for number in _evenly(len(chunks), most_examples):
             chunk, source = chunks[number]
@@ -153,17 +153,17 @@ def paired_batches(
         pairs: Texts with targets.
         tokenizer: Tokenizer of the model.
         inputs_length: Most encoder tokens of an example.
-        targets_length: Most decoder tokens of an example.
+        targets_length: Maximum number of decoder tokens of an example.
         batch_size: Examples in a batch; the last one may have fewer.
-        most_examples: Most examples in all, taken evenly; None for all.
-        sentinels: As the model was fine-tuned; see `PairSource`.
+        most_examples: Maximum number of examples, evenly spaced; None for all.
+        sentinels: The model's fine-tuning setting; see `PairSource`.
 
     Raises:
         ConfigError: When a number is out of range.
         DataError: When there is no pair.
     """
     if not pairs:
-        raise DataError("There is nothing to trace: not one pair was given.")
+        raise DataError("There is nothing to trace: no pairs were given.")
 
     # Truncation and sentinels are those of fine-tuning.
     chosen = [pairs[number] for number in _evenly(len(pairs), most_examples)]
@@ -206,7 +206,7 @@ def _collate(rows: Sequence[_Row], padding: int) -> TracedBatch:
 
 
 def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
-    """Yields the examples of a trace again, for another look or another model.
+    """Yields the examples of a trace again, e.g. for another model.
 
     Args:
         trace: What was recorded.
@@ -234,12 +234,12 @@ def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
 def generated_batches(
     model: STMoEForConditionalGeneration, batches: Iterable[TracedBatch], *, max_tokens: int
 ) -> Iterator[TracedBatch]:
-    """Yields the batches with the model's own greedy answers in the place of their labels.
+    """Yields the batches with the model's own greedy answers instead of their labels.
 
     Args:
         model: The model; its training mode is restored.
-        batches: Batches with inputs; their labels are not looked at.
-        max_tokens: Most tokens of an answer.
+        batches: Batches with inputs; their labels are ignored.
+        max_tokens: Maximum number of tokens of an answer.
     """
     check_integer("max_tokens", max_tokens, least=1)
     end = model.config.eos_token_id
@@ -249,7 +249,7 @@ def generated_batches(
         with evaluation_mode(model):
             answers = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
 
-        # Behind the first end token there is only padding.
+        # Only padding follows the first end token.
         labels = answers[:, 1:]  # [B, T]
         has_ended = (labels == end).cumsum(dim=1) - (labels == end).long() > 0
         labels = labels.masked_fill(has_ended, _NOT_A_TARGET)

@@ -1,4 +1,4 @@
-"""Probes on disk: where the tokens of a fixed text went, at several steps of one training run.
+"""Probes on disk: the routing of a fixed text at several steps of one training run.
 
     probe.json                    what is probed
     text.safetensors              its tokens, and where its examples start
@@ -54,7 +54,7 @@ class ProbeFacts(NamedTuple):
     Attributes:
         version: Version of the format.
         library: Version of this library.
-        text: What the text is, in words.
+        text: Description of the text.
         text_fingerprint: SHA-256 of the text's tokens.
         num_tokens: Tokens of the text in each stack, N.
         layers: The sparse layers, the encoder's first.
@@ -89,7 +89,7 @@ class Probe(NamedTuple):
 
     Attributes:
         step: Updates so far.
-        choices: <int8 or int16>[N, K] of each sparse layer: the experts that each token asked for,
+        choices: <int8 or int16>[N, K] of each sparse layer: the experts that each token requested,
             or that chose it, its first choice in front and -1 for none at the end. Tokens are in
             the order of `ProbeText`.
     """
@@ -103,7 +103,7 @@ class Probe(NamedTuple):
 
 
 def probe_text(model: STMoEForConditionalGeneration, batches: Iterable[Batch]) -> ProbeText:
-    """Returns the tokens of whole batches; the model says what its decoder reads.
+    """Returns the tokens of whole batches; the model determines the decoder's tokens.
 
     Raises:
         DataError: When a batch has no labels, or is packed.
@@ -136,7 +136,7 @@ def probe_facts(
     Args:
         model: Gives the sparse layers.
         text: See `probe_text`.
-        description: What the text is, in words.
+        description: Description of the text.
     """
     return ProbeFacts(
         version=FORMAT_VERSION,
@@ -187,26 +187,25 @@ def _fingerprint(text: ProbeText) -> str:
 
 
 def begin_probes(folder: Path, facts: ProbeFacts, text: ProbeText, step: int) -> None:
-    """Prepares a folder for the probes of a run that has `step` updates behind it.
+    """Prepares a folder for the probes of a run that has completed `step` updates.
 
-    Probes of later steps, which the run takes again, are removed; at step 0 those are all.
+    Probes of later steps, which the run will repeat, are removed; at step 0, all are removed.
 
     Raises:
         DataError: When earlier probes are of another text or other layers, or probe.json is
             damaged.
     """
-    # Probes that stay must be comparable with those to come.
+    # Probes that stay must be comparable with later ones.
     if step and (folder / FACTS_FILE).exists():
         earlier = read_probe_facts(folder)
         comparable = facts._replace(library=earlier.library, text=earlier.text)
         if comparable != earlier:
             raise DataError(
-                f"{folder} holds probes of another text or of other layers, "
-                "with which those to come could not be compared. "
-                "Probe the same batches as before, or move the folder away."
+                f"{folder} holds probes of a different text or different layers, so new probes could not be compared "
+                "with them. Probe the same batches as before, or move the folder."
             )
 
-    # Those that the run takes again.
+    # Probes that the run will repeat.
     folder.mkdir(parents=True, exist_ok=True)
     for path in _step_files(folder):
         if not step or _step_of(path) > step:
@@ -255,7 +254,9 @@ def read_probes(folder: Path) -> list[Probe]:
     facts = read_probe_facts(folder)
     probes = [_read_probe(path, facts) for path in _step_files(folder)]
     if not probes:
-        raise DataError(f"{folder} holds no probe yet. Train on until the first one is due.")
+        raise DataError(
+            f"{folder} holds no probe yet. Continue training until the first one is due."
+        )
     read_probe_text(folder)  # choices without their text mean nothing
     return probes
 
@@ -272,12 +273,12 @@ def read_probe_text(folder: Path) -> ProbeText:
     missing = _TEXT_TENSORS - tensors.keys()
     text = None if missing else _text_from(tensors)
     if text is None or _fingerprint(text) != facts.text_fingerprint:
-        raise DataError(f"{path} is not the text of {folder / FACTS_FILE}. {_ADVICE}")
+        raise DataError(f"{path} does not hold the text of {folder / FACTS_FILE}. {_ADVICE}")
     return text
 
 
 def read_probe_facts(folder: Path) -> ProbeFacts:
-    """Returns what the probes of a run are of.
+    """Returns the description of a run's probes.
 
     Args:
         folder: The folder `probe` of a run.
@@ -303,7 +304,9 @@ def read_probe_facts(folder: Path) -> ProbeFacts:
 def _read_probe(path: Path, facts: ProbeFacts) -> Probe:
     tensors, metadata = _read_tensors(path)
     if metadata.get(_FINGERPRINT) != facts.text_fingerprint:
-        raise DataError(f"{path} is of another text than {FACTS_FILE} beside it. {_ADVICE}")
+        raise DataError(
+            f"{path} belongs to a different text than {FACTS_FILE} beside it. {_ADVICE}"
+        )
 
     choices = {}
     for layer in facts.layers:
@@ -364,7 +367,7 @@ def _tensor_name(layer: LayerFacts) -> str:
 
 
 def _step_files(folder: Path) -> list[Path]:
-    """Returns the files of probes by ascending steps, and none of the user's."""
+    """Returns the files of probes by ascending steps, without the user's files."""
     paths = []
     for path in folder.glob("step_*.safetensors"):
         if re.fullmatch(r"step_\d{8}", path.stem):

@@ -1,4 +1,4 @@
-"""Records what the routers do with batches, token by token.
+"""Records the routing of batches, token by token.
 
 Comes after `trace`; `trace_file` writes the same while it is made.
 """
@@ -37,12 +37,12 @@ _HASHED = ("encoder.lengths", "encoder.ids", "decoder.lengths", "decoder.ids")
 
 
 class Provenance(NamedTuple):
-    """Where a trace comes from; what is not known is empty.
+    """The origin of a trace; unknown fields are empty.
 
     Attributes:
-        text: What the examples are, in words.
-        model: Where the model came from, as the user named it.
-        model_fingerprint: Tells the model's files from others.
+        text: Description of the examples.
+        model: Origin of the model, as named by the user.
+        model_fingerprint: Identifies the model's files.
         tokenizer_fingerprint: The same of the tokenizer.
         command: The command that recorded it.
     """
@@ -55,7 +55,7 @@ class Provenance(NamedTuple):
 
 
 class TracedBatch(NamedTuple):
-    """A batch, and where its examples come from.
+    """A batch, and the origin of its examples.
 
     Attributes:
         batch: With labels and one example in each row, on the model's device.
@@ -69,7 +69,7 @@ class TracedBatch(NamedTuple):
 
 
 def traced_batches(batches: Iterable[Batch], domain: str = "") -> Iterator[TracedBatch]:
-    """Yields batches in which each example is a document of its own, all of one domain."""
+    """Yields batches in which each example is its own document, all from one domain."""
     num_documents = 0
     for batch in batches:
         num_rows = batch["labels"].shape[0]
@@ -85,7 +85,7 @@ def record_routing(
     num_best: int = 0,
     provenance: Provenance = Provenance(),  # noqa: B008  an immutable tuple
 ) -> Trace:
-    """Returns where every token of the batches goes, in evaluation mode.
+    """Returns the routing of every token of the batches, in evaluation mode.
 
     Args:
         model: The model; the mode of each of its parts is restored.
@@ -126,7 +126,7 @@ class StackInputs(NamedTuple):
 
 
 def unpacked(batch: Batch) -> Batch:
-    """Returns a batch with a mask in the place of its segments.
+    """Returns a batch with a mask instead of its segments.
 
     Raises:
         DataError: When it has no labels, or a row holds several examples.
@@ -141,7 +141,7 @@ def unpacked(batch: Batch) -> Batch:
             "Give batches that are not packed."
         )
 
-    # Segment 1 is the example, 0 is padding; a mask says the same.
+    # Segment 1 is the example, 0 is padding; a mask marks the same.
     plain = dict(batch)
     for name in names:
         plain.pop(name, None)
@@ -166,7 +166,7 @@ def stack_inputs(model: STMoEForConditionalGeneration, batch: Batch) -> dict[Sta
 
 
 def layer_facts(model: nn.Module) -> list[LayerFacts]:
-    """Returns what the sparse layers of a model are, the encoder's first."""
+    """Returns the descriptions of a model's sparse layers, the encoder's first."""
     layers = []
     for (stack, number), layer in sparse_layers(model).items():
         config = layer.config
@@ -198,9 +198,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class Recording:
-    """Records batch by batch; what it returns for each is for the caller to keep.
+    """Records batch by batch; the caller keeps the results.
 
-    Rows of one name are to be put one after the other, in the order of the batches.
+    Rows with the same name must be concatenated, in the order of the batches.
     """
 
     def __init__(self, model: STMoEForConditionalGeneration, *, num_best: int = 0) -> None:
@@ -212,7 +212,7 @@ class Recording:
             reason = f"{layer.stack} layer {layer.layer} has so many experts"
             check_integer("num_best", num_best, least=0, most=layer.num_experts, reason=reason)
 
-        # What adds up over batches.
+        # Sums over batches.
         self._stats: dict[tuple[Stack, int], RouterStats] = {}
         self._lengths: dict[Stack, list[Tensor]] = {stack: [] for stack in STACKS}
         self._domains: dict[str, int] = {}
@@ -288,14 +288,14 @@ class Recording:
         return tensors
 
     def facts(self, provenance: Provenance) -> TraceFacts:
-        """Returns what was recorded until now.
+        """Returns the trace recorded so far.
 
         Raises:
             DataError: When that is nothing.
         """
         num_examples = sum(lengths.numel() for lengths in self._lengths["encoder"])
         if not num_examples:
-            raise DataError("There is nothing to trace: not one example was given.")
+            raise DataError("There is nothing to trace: no examples were given.")
 
         return TraceFacts(
             version=FORMAT_VERSION,
@@ -343,13 +343,13 @@ def _layer_rows(router: RouterOutput, is_real: Tensor, num_best: int) -> dict[st
     state = requested.to(torch.uint8)
     state[rows(plan.accepted)] = ACCEPTED
 
-    # First choice: of the experts that a token asked for, the one of the highest logit.
+    # First choice: of the experts that a token requested, the one with the highest logit.
     logits = rows(router.router_logits).float()  # [N, E]
     wanted = logits.gather(-1, expert).masked_fill(~requested, float("-inf"))
     first = expert.gather(1, wanted.argmax(dim=-1, keepdim=True)).squeeze(1)  # [N]
     first = first.masked_fill(~requested.any(dim=-1), -1)
 
-    # The best by probability, whatever was chosen.
+    # The best by probability, regardless of the choice.
     best = logits.softmax(dim=-1).topk(num_best)
     return {
         "expert": expert.to(dtype),

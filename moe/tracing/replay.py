@@ -34,11 +34,11 @@ def replay_routing(
     weights: Weights = "recompute",
     expert_map: Mapping[LayerKey, Sequence[int]] | None = None,
 ) -> Iterator[None]:
-    """Sends every token where the trace says, inside the block, whatever the router's scores are.
+    """Inside the block, routes every token as in the trace, regardless of the router's scores.
 
     Examples are found by their token ids, so they may come in other batches, in another order or on
-    other ranks than they were recorded. Capacity plays no part: what was accepted is accepted.
-    Generation is replayed too, where each sequence has one continuation and is that of the trace.
+    other ranks than they were recorded. Capacity is ignored: accepted choices are accepted again.
+    Generation is replayed too, if each sequence has one continuation, the one in the trace.
 
     Example:
         trace = record_routing(model, traced_batches(batches))
@@ -48,15 +48,15 @@ def replay_routing(
     Args:
         model: The model; it may have other weights or another dtype than the recorded one.
         trace: What `record_routing` returned, or `read_trace`.
-        weights: Whether the router weighs the recorded choices anew, so that it also learns from
-            them, or the recorded gates hold.
+        weights: Whether the router computes new weights for the recorded choices, and so learns
+            from them, or the recorded weights are used.
         expert_map: For a model with fewer experts, by layer: the number here of each recorded
             expert, -1 for one that is gone, whose choices are then dropped.
 
     Raises:
         ConfigError: When `weights` is neither.
-        DataError: When the layers differ from those of the trace; in the forward pass, when an
-            example is not in the trace.
+        DataError: When the layers differ from the trace's; in the forward pass, when an example is
+            not in the trace.
 
     Source:
         Megatron-LM core/transformer/moe/router_replay.py at d98e8a64: indices are replayed, weights
@@ -73,7 +73,7 @@ def replay_routing(
         numbers = (expert_map or {}).get(key)
         edits[key] = _replayed(player, layer_trace, layers[key], weights, numbers)
 
-    # Each stack says which tokens it is given, and its layers look up where they went.
+    # Each stack records its tokens, and its layers look up their routing.
     with ExitStack() as hooks, edit_routing(model, edits):
         for part in model.modules():
             if isinstance(part, StackModule):
@@ -87,7 +87,7 @@ def _refuse_other_layers(
     layers: Mapping[LayerKey, SparseFeedForward],
     expert_map: Mapping[LayerKey, Sequence[int]],
 ) -> None:
-    """Raises a DataError when the sparse layers of a model are not those of a trace."""
+    """Raises a DataError when the sparse layers of a model differ from those of a trace."""
     # Layers by stack and number.
     recorded = [layer.key for layer in trace.layers]
     if recorded != list(layers):
@@ -96,14 +96,15 @@ def _refuse_other_layers(
             "same sparse layers."
         )
 
-    # Experts by number: those of the trace, or where the caller says that they are now.
+    # Experts by number: the trace's numbers, or the caller's mapping.
     for layer in trace.layers:
         config = layers[layer.key].config
         numbers = expert_map.get(layer.key, range(layer.facts.num_experts))
         if len(numbers) != layer.facts.num_experts or max(numbers) >= config.num_experts:
             raise DataError(
                 f"{layer_name(layer.key)}: the trace has {layer.facts.num_experts} experts, the model "
-                f"{config.num_experts}. Say in expert_map which number each recorded expert has there, -1 for none."
+                f"{config.num_experts}. Map each recorded expert to its number in the model with expert_map, -1 for "
+                "none."
             )
 
 
@@ -116,7 +117,7 @@ class _Player:
         self._examples = _examples_by_ids(trace.encoder)
         self._num_served: dict[bytes, int] = {}
 
-        # Of the pass that is under way.
+        # State of the current pass.
         self._token_ids: dict[Stack, Tensor | None] = {}
         self._rows: dict[Stack, Tensor | None] = {}
         self._past = 0
@@ -159,7 +160,7 @@ class _Player:
         token_ids = self._token_ids.get(stack)
         if token_ids is None:
             raise DataError(
-                f"The {stack} got no token ids, by which a replay finds its examples. Give input_ids instead of "
+                f"The {stack} got no token ids, which a replay needs to find its examples. Give input_ids instead of "
                 "embeddings, and run the whole model inside replay_routing."
             )
         return token_ids
@@ -171,7 +172,8 @@ class _Player:
         for ids, mask in zip(token_ids.cpu(), is_real.cpu(), strict=True):
             ids_of_row.append(ids[mask].int())
 
-        # Examples are known by what the encoder reads; the decoder continues where its cache ends.
+        # Examples are identified by the encoder's tokens; the decoder continues where its cache
+        # ends.
         if stack == "encoder":
             self._example_of_row = [self._find_example(ids) for ids in ids_of_row]
             past = 0
@@ -179,7 +181,7 @@ class _Player:
             past = self._past
             self._find_decoder_examples(ids_of_row)
 
-        # The tokens of an example lie side by side in the trace.
+        # The tokens of an example are adjacent in the trace.
         part = self._trace.stack(stack)
         rows = torch.full(token_ids.shape, _NO_ROW)
         for number, example in enumerate(self._example_of_row or ()):
@@ -190,7 +192,7 @@ class _Player:
         return rows.to(token_ids.device)
 
     def _find_example(self, ids: Tensor) -> int:
-        """Returns the example that the encoder reads; of equal ones each in its turn."""
+        """Returns the example that the encoder reads; equal ones are used in turn."""
         key = ids.numpy().tobytes()
         examples = self._examples.get(key)
         if examples is None:
@@ -203,7 +205,7 @@ class _Player:
         return examples[turn % len(examples)]
 
     def _find_decoder_examples(self, ids_of_row: Sequence[Tensor]) -> None:
-        """Settles which of the examples with equal inputs each row is, by what the decoder reads."""
+        """Selects the example of each row among those with equal inputs, by the decoder's tokens."""
         chosen = self._example_of_row
         if chosen is None or len(chosen) != len(ids_of_row):
             num_encoded = 0 if chosen is None else len(chosen)
@@ -212,7 +214,7 @@ class _Player:
                 "replay_routing. Run both inside it, and generate one continuation of each input (no beams)."
             )
 
-        # The one that was taken for the encoder comes first.
+        # The example chosen for the encoder comes first.
         for number, ids in enumerate(ids_of_row):
             inputs = self._trace.encoder
             example = chosen[number]
@@ -241,7 +243,7 @@ class _Player:
         if num_behind and self._past == 0:
             return False
 
-        # What may be read: what was recorded, its last target, and padding without an end.
+        # Valid tokens: the recorded ones, the last target, and padding without an end token.
         behind = ids.new_full((self._past + ids.numel(),), self._pad_token_id)
         behind[0] = part.targets[end - 1]
         readable = torch.cat([part.ids[start:end], behind])
@@ -270,7 +272,7 @@ def _replayed(
     expert_map: Sequence[int] | None,
 ) -> PlanEdit:
     """Returns the edit of one layer."""
-    # Of experts that are gone nothing is requested.
+    # Choices of removed experts are not requested.
     expert = recorded.expert.long()
     state = recorded.state
     if expert_map is not None:
@@ -298,7 +300,7 @@ def _replayed(
             requested=requested,
         )
 
-        # Weighed by the router of today, or as recorded.
+        # Weighted by this router, or as recorded.
         combine_weight = layer.router.combine_weight(scores, replayed)
         if weights == "replay":
             gate = recorded.gate[row].to(combine_weight)

@@ -1,6 +1,6 @@
 """Texts to trace: the user's files, held-out text of a corpus, Python's own language reference.
 
-Comes before `examples`, which makes batches of them.
+Comes before `examples`, which builds batches from them.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ REFERENCE = "language reference"
 
 
 def find_texts(files: Sequence[str], corpus: Path | str) -> list[SourceText]:
-    """Returns the user's files; without any, held-out text of a corpus, or what Python carries.
+    """Returns the user's files; without any, held-out text of a corpus, or text that comes with
+    Python.
 
     Args:
         files: See `file_texts`; empty for none.
@@ -74,5 +75,5 @@ def reference_texts() -> list[SourceText]:
     """
     documents = topic_documents()
     if not documents:
-        raise DataError("This Python comes without its language reference. Give files of text.")
+        raise DataError("This Python does not include its language reference. Give text files.")
     return [SourceText(each.text, "", number, REFERENCE) for number, each in enumerate(documents)]

@@ -1,6 +1,6 @@
-"""A trace: where every token of some examples went, layer by layer.
+"""A trace: the routing of every token of some examples, layer by layer.
 
-`recorder` makes it, `trace_file` keeps it, `replay` carries it out again; `moe.inspection` explains
+`recorder` creates it, `trace_file` stores it, `replay` executes it again; `moe.inspection` explains
 it.
 """
 
@@ -45,10 +45,10 @@ class TraceFacts(NamedTuple):
         version: Version of the format.
         library: Version of this library.
         model: Where the model came from, as the user named it.
-        model_fingerprint: Tells the model's files from others; empty for a model in memory.
+        model_fingerprint: Identifies the model's files; empty for a model in memory.
         tokenizer_fingerprint: The same of the tokenizer.
         inputs_fingerprint: SHA-256 of the token ids of all examples.
-        text: What the examples are, in words.
+        text: Description of the examples.
         command: The command that recorded it; empty where none did.
         num_examples: Number of examples.
         domains: Names of the kinds of text.
@@ -78,10 +78,10 @@ class LayerTrace(NamedTuple):
         expert: <int8 or int16>[N, K] expert of each choice, requested or not.
         state: <uint8>[N, K] NOT_REQUESTED, REFUSED or ACCEPTED.
         gate: <float32>[N, K] combine weight; 0 where not accepted.
-        first: <int8 or int16>[N] first choice: of the experts that a token asked for, or that chose
-            it, the one of highest probability; -1 where there is none.
+        first: <int8 or int16>[N] first choice: of the experts that a token requested, or that chose
+            it, the one with the highest probability; -1 if there is none.
         best_expert: <int8 or int16>[N, M] experts of the M highest probabilities, the highest first;
-            M = 0 where they were not asked for.
+            M = 0 if they were not requested.
         best_prob: <float16>[N, M] those probabilities.
         stats: Summed statistics.
     """
@@ -102,7 +102,7 @@ class LayerTrace(NamedTuple):
 
     @property
     def choices(self) -> Tensor:
-        """Returns <int8 or int16>[N, K]: the requested experts, -1 for no request."""
+        """Returns <int8 or int16>[N, K]: the requested experts, -1 if not requested."""
         return self.expert.masked_fill(self.state == NOT_REQUESTED, -1)
 
     @property
@@ -141,14 +141,14 @@ class StackTrace(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Where every token of some examples went.
+    """Routing of every token of some examples.
 
     Attributes:
         facts: Facts about the trace.
         encoder: The encoder's tokens and sparse layers.
         decoder: The decoder's.
-        document: <int32>[num_examples] number of the document that each example is from: what is
-            independent of each other, for intervals.
+        document: <int32>[num_examples] document of each example; documents are independent, as
+            intervals require.
         domain: <int32>[num_examples] kind of text of each example, an index into `facts.domains`.
     """
 
@@ -189,15 +189,15 @@ _CHOICE_TENSORS = ("expert", "state", "gate", "first", "best_expert", "best_prob
 
 
 def trace_tensors(trace: Trace) -> dict[str, Tensor]:
-    """Returns the tensors of a trace by name, e.g. `encoder.0.expert`; ids are as narrow as can be."""
-    # Of examples, then of tokens.
+    """Returns the tensors of a trace by name, e.g. `encoder.0.expert`; ids have the narrowest possible dtype."""
+    # Per-example tensors, then per-token tensors.
     tensors = {"document": trace.document, "domain": trace.domain}
     for stack in STACKS:
         part = trace.stack(stack)
         tensors |= {f"{stack}.ids": _narrow(part.ids), f"{stack}.starts": part.starts}
     tensors["decoder.targets"] = _narrow(trace.decoder.targets)
 
-    # Of layers: choices of every token, and sums over them.
+    # Per-layer tensors: choices of every token, and sums over them.
     for layer in trace.layers:
         prefix = f"{layer.facts.stack}.{layer.facts.layer}"
         for name in _CHOICE_TENSORS:

@@ -1,6 +1,6 @@
-"""A trace on disk: `trace.safetensors`, and `trace.json` with what was traced.
+"""A trace on disk: `trace.safetensors`, and `trace.json` with its description.
 
-Comes after `recorder`, whose rows it writes while they come.
+Comes after `recorder`, whose rows it writes as they arrive.
 """
 
 import json
@@ -54,7 +54,7 @@ def record_to_folder(
     num_best: int = 0,
     provenance: Provenance = Provenance(),  # noqa: B008  an immutable tuple
 ) -> TraceFacts:
-    """Writes where every token of the batches goes, whole or not at all, and returns what it is.
+    """Writes the routing of every token of the batches atomically, and returns its description.
 
     Memory holds one batch, however many there are. An earlier trace in the folder is replaced.
 
@@ -102,7 +102,7 @@ def _write_facts(facts: TraceFacts, folder: Path) -> None:
 
 
 class _RowStream(ExitStack):
-    """Tensors whose rows come bit by bit, in one file of raw numbers each until they are whole."""
+    """Tensors whose rows arrive in batches, each in a raw file until it is complete."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -130,7 +130,8 @@ class _RowStream(ExitStack):
             self._shapes[name] = list(values.shape)
         self.close()
 
-        # The header says where each tensor lies; wide numbers come first, so that all are aligned.
+        # The header has the position of each tensor; wide numbers come first, so that all are
+        # aligned.
         names = sorted(self._files, key=lambda name: (-self._dtypes[name].itemsize, name))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -187,5 +188,5 @@ def read_trace(folder: Path) -> Trace:
 
     # Checksums found other damage; this finds the tensors of another trace.
     if inputs_fingerprint(trace) != facts.inputs_fingerprint:
-        raise DataError(f"{path} has other token ids than {FACTS_FILE} beside it. {advice}")
+        raise DataError(f"{path} has different token ids from {FACTS_FILE} beside it. {advice}")
     return trace

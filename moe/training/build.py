@@ -53,16 +53,16 @@ class BuiltModel(NamedTuple):
 def check_run_fits(
     recipe: Recipe, config: STMoEConfig, num_ranks: int, lengths: Sequence[int] | None
 ) -> None:
-    """Refuses a mesh on which the run would not fit, before anything is allocated.
+    """Raises if the run does not fit the mesh, before anything is allocated.
 
     Args:
-        recipe: Gives the mesh and the sizes of batches.
+        recipe: Has the mesh and the sizes of batches.
         config: Configuration of the model.
         num_ranks: Ranks that this launch has started.
         lengths: Tokens of a row in the encoder and the decoder; None if batches differ.
 
     Raises:
-        ConfigError: With the numbers and what would fit.
+        ConfigError: With the numbers and possible values.
     """
     # Replicas that may be lost are launched separately.
     num_ranks *= recipe.mesh.num_ranks // recipe.mesh.launched.num_ranks
@@ -85,7 +85,7 @@ def check_run_fits(
 
 
 def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Refuses a model that pre-training cannot continue from.
+    """Raises for a model that pre-training cannot continue from.
 
     Args:
         folder: A model saved by `save_pretrained`.
@@ -107,14 +107,14 @@ def check_continues(folder: Path, config: STMoEConfig, tokenizer: PreTrainedToke
             differing.append(f"model.{name} is {given!r}, the model has {present!r}")
     if differing:
         raise ConfigError(
-            f"The model in {folder} is not the one that the recipe describes: "
-            f"{'; '.join(differing)}. Give the recipe that it was trained with, or these settings."
+            f"The model in {folder} does not match the recipe: {'; '.join(differing)}. Give the recipe that it was "
+            "trained with, or these settings."
         )
 
-    # With another vocabulary, every row of the embedding would mean another word.
+    # With another vocabulary, every row of the embedding would belong to another word.
     if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
-            f"The tokenizer is not that of the model in {folder}, whose embeddings belong to its "
+            f"The tokenizer does not belong to the model in {folder}, whose embeddings belong to its "
             f"own tokens. Give --tokenizer {folder}."
         )
 
@@ -149,7 +149,7 @@ def load_pretrained_model(
 ) -> BuiltModel:
     """Returns the model of a folder with the settings of `config`.
 
-    Counters of routers start at zero where the folder's routers were of another kind.
+    Counters of routers start at zero if the folder's routers were of another kind.
 
     Raises:
         CheckpointError: When the folder's weights are not complete.

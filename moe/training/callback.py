@@ -1,4 +1,4 @@
-"""A callback of transformers' Trainer: logs the parts of the loss and statistics of the routers.
+"""A callback for transformers' Trainer that logs the parts of the loss and the routers' statistics.
 
 Through it, routers that balance themselves learn from their load, as in `train_step`.
 """
@@ -49,7 +49,7 @@ class RouterStatsCallback(TrainerCallback):
         trainer = Seq2SeqTrainer(model, args, train_dataset=data, callbacks=[RouterStatsCallback()])
 
     Args:
-        probe_every: Updates from one probe to the next; 0 for none.
+        probe_every: Updates from one probe to the next; 0 disables probes.
         probe_batches: The text: whole batches with labels, the same in every process. Not packed.
 
     Raises:
@@ -104,9 +104,10 @@ class RouterStatsCallback(TrainerCallback):
         # Reporters created by the Trainer itself come before any callback.
         if args.report_to:
             warnings.warn(
-                f"The reporters of report_to={args.report_to} log before RouterStatsCallback adds its numbers and "
-                'miss them. Set report_to="none" and give the reporters as callbacks behind it, for example '
-                "callbacks=[RouterStatsCallback(), TensorBoardCallback()] with that of transformers.integrations.",
+                f"The reporters of report_to={args.report_to} log before RouterStatsCallback adds its numbers, so "
+                'they miss them. Set report_to="none" and give the reporters as callbacks behind it, for example '
+                "callbacks=[RouterStatsCallback(), TensorBoardCallback()] with TensorBoardCallback from "
+                "transformers.integrations.",
                 stacklevel=2,
             )
 
@@ -122,17 +123,17 @@ class RouterStatsCallback(TrainerCallback):
             self._begin_probe(folder, model, state.global_step)
 
     def _begin_probe(self, folder: Path, model: Any, step: int) -> None:
-        """Prepares the probes of a training after `step` updates."""
+        """Prepares the probes of a training run after `step` updates."""
         has_layers = bool(model.sparse_layers())
         expected = "0 for a model without sparse layers"
         check(has_layers, "probe_every", self._probe_every, expected)
 
-        # A training from the start would remove them.
+        # Training from the start would remove them.
         is_taken = broadcast_from_rank_zero(lambda: has_probes(folder))
         if is_taken and not step:
             raise DataError(
-                f"{folder} holds the probes of another training. "
-                "Resume it, choose another output_dir, or move the folder away."
+                f"{folder} holds the probes of another training run. Resume it, choose another output_dir, or move "
+                "the folder away."
             )
 
         num_batches = len(self._probe_batches)

@@ -60,11 +60,11 @@ class _Arguments(NamedTuple):
 
 
 class RecipeCommand(Generic[R]):
-    """A command whose arguments are the settings of a recipe and a few of its own.
+    """A command whose arguments are the settings of a recipe and a few additional ones.
 
     `--config FILE` (or the name of one of our recipes) may be given several times, later files and later arguments win;
-    `--print_config` shows the result, with what files inherit by `extends:`, and ends. `--help`
-    explains the options people use, `--help-all` all.
+    `--print_config` prints the result, including inherited settings (`extends:`), and exits.
+    `--help` explains the options people use, `--help-all` all.
 
     Example:
         command = RecipeCommand(PretrainRecipe, "Pre-trains a model.", prog="stmoe pretrain")
@@ -144,7 +144,7 @@ class RecipeCommand(Generic[R]):
             print(self._short_help())  # noqa: T201  the answer to --help
             sys.exit(0)
         if "--help-all" in argv:
-            # jsonargparse takes a space back by a backspace, which files and escapes would show.
+            # jsonargparse removes a space with a backspace, which files and escapes would show.
             print(self._parser.format_help().replace(" \b", ""))  # noqa: T201  likewise
             sys.exit(0)
 
@@ -208,7 +208,7 @@ class RecipeCommand(Generic[R]):
         """Reads and checks the recipe files that the arguments name, and their parents.
 
         Raises:
-            ConfigError: When a file cannot be read, or a key of it is no setting.
+            ConfigError: When a file cannot be read, or one of its keys is not a setting.
         """
         arguments = _Arguments([], {}, {})
         steps_of_cooldown = ""
@@ -219,7 +219,7 @@ class RecipeCommand(Generic[R]):
                 path = find_recipe(argument if previous == "--config" else value)
                 files = read_recipe_files(path)
 
-                # Where several files give a setting, the last child wins.
+                # If several files give a setting, the last child wins.
                 for file in reversed(files):
                     settings = self._check_file(file)
                     for name, setting in settings.items():
@@ -253,7 +253,7 @@ class RecipeCommand(Generic[R]):
         """Returns the settings of a file by their dotted names.
 
         Raises:
-            ConfigError: For the first key that is no setting, or whose value cannot be one.
+            ConfigError: For the first unknown key or invalid value.
         """
         # An empty section changes nothing and is allowed.
         known = {*self._settings, *self._command_arguments}
@@ -277,7 +277,7 @@ class RecipeCommand(Generic[R]):
     def _refuse_nulls(self, parsed: Any) -> None:
         """Raises a ConfigError for the first setting that is null and may not be.
 
-        jsonargparse lets all be null.
+        jsonargparse allows null for all settings.
         """
         for setting in self._settings.values():
             is_nullable = type(None) in typing.get_args(setting.type)
@@ -304,7 +304,7 @@ class RecipeCommand(Generic[R]):
             options = ", ".join(f"--{name}" for name in missing.split(", "))
             return f"{options} must be given. --help explains them."
 
-        # Of a value that YAML cannot read, only a part is named.
+        # Of a value that YAML cannot read, only a part is shown.
         for name, value in values.items():
             if text.strip("'") in value:
                 return f"{name} is {_shorten(value, _LONGEST_VALUE)}, which cannot be read."
@@ -387,7 +387,7 @@ def build_recipe(kind: type[R], values: dict[str, Any]) -> R:
     for item in dataclasses.fields(kind):
         if item.name not in values:
             continue
-        # A section is a dataclass of its own.
+        # A section is a nested dataclass.
         default = _default(item)
         value = values[item.name]
         if dataclasses.is_dataclass(default):
@@ -471,7 +471,7 @@ def _check_argument(name: str, value: object, options: dict[str, Any]) -> None:
 
 
 def _name_source(text: str, sources: dict[str, Path]) -> str:
-    """Prefixes a message that starts with a setting's name with the file that contains the setting."""
+    """If a message starts with a setting's name, prefixes it with the file that contains the setting."""
     name = text.partition(" ")[0]
     return f"{sources[name]}: {text}" if name in sources else text
 

@@ -106,7 +106,7 @@ def short_help(
 
 
 class _Formatter(argparse.HelpFormatter):
-    """One line for an option where its text fits beside its name."""
+    """One line for an option if its text fits next to its name."""
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size((_WIDEST, 0)).columns, _WIDEST)
@@ -126,7 +126,7 @@ def _default_text(default: Any) -> str:
 
 
 def _metavar(kind: Any) -> str:
-    """Returns what stands for a value of this type, e.g. `N` or `{float32,bfloat16}`."""
+    """Returns the placeholder for a value of this type, e.g. `N` or `{float32,bfloat16}`."""
     parts = set(typing.get_args(kind)) - {type(None)} or {kind}
     if typing.get_origin(kind) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(kind))) + "}"

@@ -38,7 +38,7 @@ def finetuning_overrides(**changes: Any) -> dict[str, Any]:
     Args:
         changes: Fields of STMoEConfig that do not affect weights, e.g. `dropout_rate` (0.1),
             `expert_dropout_rate` (0.4), `capacity_factor`, `eval_capacity_factor`,
-            `load_balance_loss_weight`; others stay as the model has them.
+            `load_balance_loss_weight`; others keep the model's values.
 
     Raises:
         ConfigError: When a field is unknown or belongs to the architecture.
@@ -53,18 +53,18 @@ def finetuning_overrides(**changes: Any) -> dict[str, Any]:
 def choose_data(
     recipe: FinetuneRecipe, task: str | None, train: Path | None, typed: Collection[str]
 ) -> FinetuneRecipe:
-    """Returns the recipe with the tasks that the run trains on; without tasks for pairs of texts.
+    """Returns the recipe with the tasks that the run trains on; no tasks for pairs of texts.
 
     Args:
         recipe: May name a mixture of tasks.
         task: The only task, or None.
         train: File of pairs, or None.
-        typed: Names of the settings on the command line; they win over those of a recipe.
+        typed: Names of the settings on the command line; they override the recipe's.
 
     Raises:
         ConfigError: When there is not exactly one source of data, or a setting has no effect.
     """
-    # Data given on the command line override those of the recipe.
+    # Data given on the command line override the recipe's.
     options = {"task": task, "train": train, "mixture.tasks": recipe.mixture.tasks}
     given = [name for name, value in options.items() if value not in (None, [])]
     chosen = [name for name in given if name in typed] or given
@@ -81,7 +81,7 @@ def choose_data(
         )
         if idle:
             raise ConfigError(
-                f"{', '.join(idle)} would change nothing: {train} is no task. Leave it out."
+                f"{', '.join(idle)} would change nothing: {train} is not a task. Leave it out."
             )
         dev_examples = recipe.mixture.dev_examples if _DEV_EXAMPLES in typed else SCORED_PAIRS
         return dataclasses.replace(recipe, mixture=MixtureRecipe(dev_examples=dev_examples))
@@ -103,10 +103,9 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
         check_model_folder(folder)
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error} To have one, pre-train it (stmoe pretrain --config st_moe_tiny_pretrain "
-            f"--out {folder.parent} leaves it in {folder.parent}/model), or convert a published one "
-            f"(stmoe convert --from google/switch-base-8 --to {folder}) and fine-tune it with "
-            "--optimizer_state reset."
+            f"{error} To get a model, pre-train one (stmoe pretrain --config st_moe_tiny_pretrain --out "
+            f"{folder.parent} leaves it in {folder.parent}/model), or convert a published one (stmoe convert --from "
+            f"google/switch-base-8 --to {folder}) and fine-tune it with --optimizer_state reset."
         ) from None
 
     # With a capacity in slots, from the model or the recipe, a factor has no effect.
@@ -118,7 +117,7 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
             f"{config.expert_capacity}, which takes precedence. Set model.expert_capacity to null, too."
         )
     settings = dict(recipe.model)
-    if recipe.init == "scratch":  # fresh weights have seen no masked text
+    if recipe.init == "scratch":  # fresh weights have never been trained on masked text
         settings |= {"noise_density": None, "mean_noise_span_length": None}
     return config.replaced(**settings)
 
@@ -130,7 +129,7 @@ def load_for_finetuning(
 
     Args:
         folder: A model saved by `save_pretrained`.
-        recipe: `init` says whether weights are the folder's or drawn from `seed`.
+        recipe: `init` determines whether weights come from the folder or from `seed`.
         config: Result of `finetuning_config`.
         device_type: `cpu` or `cuda`.
 

@@ -38,7 +38,7 @@ class Forecast:
             self._evaluation_seconds += times * seconds
 
     def count_step(self) -> str | None:
-        """Counts a step that ends now; returns the forecast when enough of them are measured."""
+        """Counts a finished step; returns the forecast once enough steps are measured."""
         now = time.perf_counter()
         self._num_steps += 1
         if self._num_steps == 1:

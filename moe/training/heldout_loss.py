@@ -20,7 +20,7 @@ class HeldOut(NamedTuple):
     Attributes:
         source: Batches that training never sees; each evaluation uses the first `num_batches`.
         num_batches: Number of batches in an evaluation.
-        ids: Tells text from sentinels and the end token.
+        ids: Distinguishes text from sentinels and the end token.
         ngram_losses: Loss of n-gram tables of the training text on the text tokens of these
             batches, in nats, by the name of the table.
     """

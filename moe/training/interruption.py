@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM during training: the run finishes its step, writes a checkpoint, and ends.
 
-Schedulers send SIGTERM some time before they take a machine away. Ranks get the signal at different
-times, some perhaps never, but must all end after the same step.
+Schedulers send SIGTERM some time before they reclaim a machine. Ranks get the signal at different
+times, or not at all, but must all end after the same step.
 """
 
 import os
@@ -25,7 +25,7 @@ _MESSAGE = b"\nThe run ends after this step, with a checkpoint. A second signal 
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], int | None]]:
-    """Defers signals that ask the run to end, and yields a function that returns them.
+    """Defers signals that request the end of the run, and yields a function that returns them.
 
     The function returns the number of a signal that any rank has received, else None. All ranks
     must call it after the same steps, and all get the same answer. A second signal ends the process

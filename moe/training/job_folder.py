@@ -20,8 +20,8 @@ def keep_settings(folder: Path, settings: dict[str, str], *, resume: bool, has_b
         folder: Folder of the job, claimed by `claim_folder`.
         settings: Settings by name.
         resume: Whether the user gave --resume.
-        has_begun: Whether the first stage is finished. Until then other settings replace the earlier
-            ones, since they may be what made it fail.
+        has_begun: Whether the first stage is finished. Until then other settings replace the earlier ones, since they
+            may have caused its failure.
 
     Raises:
         DataError: When the folder holds a job, and it is not resumed, has other settings, or

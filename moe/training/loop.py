@@ -66,9 +66,8 @@ def train(
 
     Args:
         run: What to train.
-        resume: Whether to continue from the newest whole checkpoint in the folder, or from the start
-            if there is none; losses are then bit-identical to those of a run that was never stopped
-            (same machine, threads and mesh).
+        resume: Whether to continue from the newest whole checkpoint in the folder, or from the start if there is none;
+            losses are then bit-identical to an uninterrupted run's (same machine, threads and mesh).
         description: Label of the progress bar.
         process_start: When this process started, in seconds since 1970, if it serves only this run:
             its seconds are then counted from its start to its exit.
@@ -79,7 +78,7 @@ def train(
         CheckpointError: When all checkpoints are damaged, the checkpoint belongs to other settings
             or data, the optimizer state to another optimizer or model, or loss or gradient is not
             finite.
-        Interrupted: After Ctrl-C or SIGTERM: the step is finished, and its checkpoint is whole.
+        Interrupted: After Ctrl-C or SIGTERM: the step is finished, and its checkpoint is complete.
         ConfigError: When the recipe's numbers contradict each other.
     """
     model_folder = run.folder / MODEL_FOLDER
@@ -172,7 +171,7 @@ def _run_steps(
                 what = f"At step {done} training has diverged. {error}"
                 raise _divergence(what, run.folder) from error
 
-            # A run that is asked to end saves its work.
+            # A run that is told to stop saves its work.
             signal_number = stop_requested()
             saves = is_due(done, training.checkpoint_every, training.steps)
             if saves or signal_number is not None:
@@ -180,7 +179,7 @@ def _run_steps(
                 if signal_number is not None:
                     checkpoints.wait()
                     raise Interrupted(
-                        f"Stopped after step {done:,}; {checkpoint} is whole.", signal_number
+                        f"Stopped after step {done:,}; {checkpoint} is complete.", signal_number
                     )
 
 
@@ -195,7 +194,7 @@ def _planned_steps(
         source = source._replace(config=mesh.config if mesh else MeshConfig())
         return source.plan([mesh.data_rank if mesh else 0], steps)
 
-    # Groups that do not train the same run would spoil each other's weights.
+    # Groups that do not train the same run would corrupt each other's weights.
     def check_settings(others: RunState) -> None:
         where = Path("The state of the live replica groups")
         changeable = _CHANGEABLE_SETTINGS - _MESH_SETTINGS
@@ -233,7 +232,7 @@ def _print_on_rank_zero(text: str) -> None:
 
 
 class _Start(NamedTuple):
-    """Where a run begins.
+    """Starting point of a run.
 
     Attributes:
         checkpoint: Checkpoint to continue from; None to start at the first step.
@@ -245,12 +244,12 @@ class _Start(NamedTuple):
 
 
 def _find_start(run: Run) -> _Start | None:
-    """Returns where a resumed run begins; None when it is complete.
+    """Returns the starting point of a resumed run; None when it is complete.
 
     Raises:
         CheckpointError: When the checkpoint belongs to other settings or data (a complete run is
             checked too: more steps would not be taken), all checkpoints are damaged, or a damaged
-            model could not be written again.
+            model cannot be rewritten.
     """
     folder = run.folder / CHECKPOINTS_FOLDER
     model = run.folder / MODEL_FOLDER
@@ -290,7 +289,7 @@ def _restore_state(run: Run, optimizer: torch.optim.Optimizer, start: _Start) ->
             use_products(state.products)
         return state.step
 
-    # Scores of a run that was stopped before its first checkpoint.
+    # Scores of a run that stopped before its first checkpoint.
     broadcast_from_rank_zero(lambda: remove_scores(run.folder))
     if run.earlier_checkpoints is not None:
         name = run.recipe.optim.optimizer
@@ -329,11 +328,11 @@ def _check_checkpoint(path: Path | None, run: Run) -> None:
     saved = load_state(path)
     check_same_run(path, saved, _run_state(run, saved.step), _CHANGEABLE_SETTINGS)
 
-    # `training.steps` may not be lowered below what is done.
+    # `training.steps` must not be lowered below the completed steps.
     if saved.step > run.recipe.training.steps:
         raise CheckpointError(
-            f"{path} is of step {saved.step:,}, and the run ends at training.steps, {run.recipe.training.steps:,}. "
-            "Remove it to go on from an earlier one, or restore its state.json."
+            f"{path} is from step {saved.step:,}, but the run ends at training.steps, {run.recipe.training.steps:,}. "
+            "Remove it to resume from an earlier checkpoint, or restore its state.json."
         )
 
 
@@ -374,5 +373,5 @@ def refuse_to_overwrite(folder: Path, resume: bool) -> None:
     holds_run = any((folder / name).exists() for name in names)
     if holds_run and not resume:
         raise DataError(
-            f"{folder} already holds a run. Give --resume to go on with it, choose another --out, or remove it."
+            f"{folder} already holds a run. Use --resume to continue it, choose another --out, or remove it."
         )

@@ -87,7 +87,7 @@ class MetricsWriter:
 
     Args:
         folder: Folder of the run.
-        step: Updates so far; lines of later ones, and a torn last line, are removed.
+        step: Updates so far; lines of later ones, and an incomplete last line, are removed.
 
     Raises:
         DataError: When another line is torn or has no step; names file and line.
@@ -167,8 +167,8 @@ def _lines_until(path: Path, step: int) -> list[dict[str, Any]]:
 class _Board:
     """A file of events for TensorBoard; every write has reached the file when it returns.
 
-    TensorBoard's own writer is a thread: on a full disk it prints a traceback between the lines of a
-    run, and the run learns of the failure late or never.
+    TensorBoard's own writer is a thread: on a full disk it prints a traceback between the lines of a run, and the run
+    detects the failure late or never.
 
     Args:
         folder: Folder of the file.
@@ -210,7 +210,7 @@ class _Board:
 
 def _histogram_proto(histogram: Histogram) -> HistogramProto:
     """Returns a histogram for TensorBoard; its sums assume the middles of the buckets."""
-    # All values of a bucket count as its middle.
+    # All values of a bucket count as its midpoint.
     total = 0.0
     total_squares = 0.0
     buckets = pairwise(histogram.edges)

@@ -35,16 +35,16 @@ class OptimRecipe:
             length in steps such as decay_steps may be given in epochs as decay_epochs.
         lr: Rate relative to RMS(parameter); for `rsqrt` the numerator, so that the highest rate is
             lr / sqrt(warmup_steps).
-        lr_scaling: How the rate grows with the batch size relative to base_batch_size: `linear`, or
+        lr_scaling: Growth of the rate with the batch size relative to base_batch_size: `linear`, or
             `sqrt` for the square root; null for no scaling.
         base_batch_size: Sequences in an update for which lr was tuned.
         warmup_steps: Steps of constant (`rsqrt`) or linearly rising rate (the others).
         warmup_epochs: The same in epochs, instead of warmup_steps; null for none.
         epoch_examples: Sequences in an epoch.
-        cooldown_steps: Last steps, over which the rate falls linearly to zero. That of a recipe file
-            keeps its share of the run when only training.steps is changed.
+        cooldown_steps: Last steps, over which the rate falls linearly to zero. A recipe file's value keeps its share of
+            the run if only training.steps is changed.
         clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper
-            loses quality with 0.1.
+            reports lower quality with 0.1.
         weight_decay: Share of lr by which adamw, lamb and lars shrink weights.
         max_grad_norm: Gradients are scaled down to this global norm; None leaves them.
     """
@@ -86,7 +86,7 @@ class OptimRecipe:
         without = "null where nothing is in epochs"
         check_integer("optim.epoch_examples", self.epoch_examples, least=1, optional=without)
 
-        # The rule by which the rate grows, and the batch that it starts from, go together.
+        # lr_scaling and base_batch_size must be set together.
         scaling = self.lr_scaling
         base = self.base_batch_size
         is_rule = scaling is None or (isinstance(scaling, str) and scaling in LR_SCALINGS)
@@ -157,8 +157,8 @@ class OptimRecipe:
             if str(name).endswith("_epochs") and in_steps in known:
                 if in_steps in self.schedule_options:
                     raise ConfigError(
-                        f"optim.schedule_options has {in_steps} and {name}, which are one length. "
-                        "Keep one of them."
+                        f"optim.schedule_options has {in_steps} and {name}, which set the same duration. Keep one of "
+                        "them."
                     )
                 place = f"optim.schedule_options.{name}"
                 options[in_steps] = self._steps(place, value, batch_size)
@@ -175,8 +175,8 @@ class OptimRecipe:
         """Returns the number of steps in a number of epochs."""
         if self.epoch_examples is None:
             raise ConfigError(
-                f"{name} is in epochs, but optim.epoch_examples is null. Say how many sequences an "
-                "epoch has."
+                f"{name} is in epochs, but optim.epoch_examples is null. Set it to the number of sequences in an "
+                "epoch."
             )
         check_number(name, epochs, least=0)
         steps = epochs * self.epoch_examples / batch_size

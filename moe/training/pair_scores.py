@@ -105,9 +105,9 @@ PAIR_METRICS: dict[str, dict[str, Scorer]] = {
 def kind_of_targets(targets: Sequence[str]) -> str:
     """Returns the kind of the targets, a key of `PAIR_METRICS`.
 
-    If most targets occur more than once, they are labels; others are answers up to a mean length of
-    10 words, and texts beyond. Long targets in another script are answers, too: ROUGE reads the
-    letters a to z and digits only.
+    If most targets occur more than once, they are labels; otherwise they are answers up to a mean
+    length of 10 words, and texts above. Long targets in another script are answers, too: ROUGE
+    reads the letters a to z and digits only.
     """
     counts = Counter(targets)
     num_repeated = sum(counts[target] > 1 for target in targets)
@@ -131,7 +131,7 @@ def scorers_for(targets: Sequence[str]) -> tuple[dict[str, Scorer], str]:
         "texts": f"the targets are long, more than {_SHORT_WORDS} words on average",
     }
 
-    # What is missing is said, and the rest reported.
+    # Missing metrics are named, and the rest is reported.
     if kind == "texts" and find_spec("rouge_score") is None:
         short = PAIR_METRICS["answers"]
         return short, (
@@ -148,7 +148,7 @@ def scorers_for(targets: Sequence[str]) -> tuple[dict[str, Scorer], str]:
 def dev_scorer(
     pairs: Sequence[Pair], inputs_length: int, mesh: Mesh | None, device_type: str
 ) -> DevEvaluation:
-    """Returns what scores a saved model on pairs, by greedy decoding.
+    """Returns a function that scores a saved model on pairs, by greedy decoding.
 
     Every rank must call it. On a mesh all ranks answer the same pairs, so that the scores don't
     depend on their number. The pairs are written to dev/pairs.jsonl, for `python -m eval run
@@ -156,7 +156,7 @@ def dev_scorer(
 
     Args:
         pairs: The pairs.
-        inputs_length: Most tokens of an input; longer ones are truncated.
+        inputs_length: Maximum number of tokens of an input; longer ones are truncated.
         mesh: The ranks; None for one process.
         device_type: `cpu` or `cuda`.
     """

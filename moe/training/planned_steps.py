@@ -1,6 +1,6 @@
 """Planned steps: which step comes next, and which rows of its batch this rank computes.
 
-On one mesh every step follows the last and the rows stay the same. Replica groups that may be lost
+On one mesh, steps are consecutive and the rows stay the same. Replica groups that may be lost
 meet before each step: the remaining groups share the rows, a lost step is repeated, and a healed
 group continues where the others are.
 """
@@ -111,7 +111,7 @@ def live_steps(
     Args:
         replicas: The groups.
         source: Makes batches.
-        state: State that a group that is behind takes over.
+        state: State that a group that has fallen behind takes over.
         steps: Remaining steps of this group.
     """
     mesh = state.built.mesh
@@ -192,7 +192,7 @@ class _RestartableBatches:
         if has_same_rows and self._current is not None and self._current.step == step:
             return self._current
 
-        # After a change, batches that were made ahead are useless.
+        # After a change, prefetched batches are discarded.
         follows = self._current is not None and self._current.step + 1 == step
         if self._steps is None or not (has_same_rows and follows):
             self.close()

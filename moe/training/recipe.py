@@ -51,22 +51,22 @@ class TrainingRecipe:
     Attributes:
         steps: Updates in the whole run.
         batch_size: Sequences in an update.
-        micro_batch_size: Sequences in a forward pass of one rank; less needs less memory and
-            changes no result. Null for all.
+        micro_batch_size: Sequences in a forward pass of one rank; fewer need less memory, without
+            changing results. Null for all.
         precision: `bfloat16` computes in autocast; parameters, router and losses stay float32. On a
             mesh parameters are exchanged in bfloat16, gradients in float32.
         activation_checkpointing: Whether a block keeps only its input and runs again in the
             backward pass.
         compile: Whether to use `torch.compile`: a step of a small model takes a fifth less time on a
             CPU with a C++ compiler, after a minute of compilation; results differ by rounding.
-        log_every: Steps from one line of metrics to the next.
-        evaluate_every: Steps from one held-out evaluation to the next.
-        held_out_batches: Batches in a held-out evaluation; 0 for no evaluation.
-        probe_every: Steps from one record of the routing of held-out text to the next, see
-            moe/training/routing_probe.py; 0 for none.
+        log_every: Steps between lines of metrics.
+        evaluate_every: Steps between held-out evaluations.
+        held_out_batches: Batches in a held-out evaluation; 0 disables it.
+        probe_every: Steps between records of the routing of held-out text, see
+            moe/training/routing_probe.py; 0 disables them.
         probe_batches: Batches of that text.
-        checkpoint_every: Steps from one checkpoint to the next, which a crash may cost.
-        keep_checkpoints: Newest checkpoints that stay on disk.
+        checkpoint_every: Steps between checkpoints; a crash loses at most this many.
+        keep_checkpoints: Number of newest checkpoints to keep.
     """
 
     steps: int = 100_000
@@ -114,7 +114,7 @@ class TrainingRecipe:
 
 @dataclass(frozen=True)
 class SpanCorruptionRecipe:
-    """How pre-training examples are made of text: T5's span corruption.
+    """How pre-training examples are built from text: T5's span corruption.
 
     Attributes:
         inputs_length: Encoder tokens of an example with sentinels and end; the targets' length
@@ -144,7 +144,7 @@ class SpanCorruptionRecipe:
 
 @dataclass(frozen=True)
 class PairsRecipe:
-    """How fine-tuning rows are made of pairs: an input text and a target text.
+    """How fine-tuning rows are built from pairs: an input text and a target text.
 
     Attributes:
         inputs_length: Encoder tokens of a row; longer inputs are truncated.
@@ -155,7 +155,7 @@ class PairsRecipe:
         workers: Processes of every rank that make batches ahead; see `SpanCorruptionRecipe`.
 
     Source:
-        ST-MoE (arXiv:2202.08906) §4.5: a sentinel trains faster and is no better in general.
+        ST-MoE (arXiv:2202.08906) §4.5: a sentinel trains faster but is not better in general.
     """
 
     inputs_length: int = 512
@@ -188,7 +188,7 @@ class MixtureRecipe:
             the tasks' shares more equal.
         dev_examples: Maximum number of examples of each task's dev split that are answered by
             generation at every evaluation, to keep the best model as well as the last; null for
-            all, 0 for no such evaluation.
+            all, 0 disables it.
 
     Source:
         ST-MoE (arXiv:2202.08906) §6.1: proportional to the examples, at most 65,536 a task; T5
@@ -203,7 +203,7 @@ class MixtureRecipe:
     dev_examples: int | None = 0
 
     def __post_init__(self) -> None:
-        # Only the type of names is checked: eval/, which knows the tasks, is not imported here.
+        # Only the type of names is checked: eval/, which defines the tasks, is not imported here.
         tasks = self.tasks
         are_names = isinstance(tasks, list) and all(
             isinstance(name, str) and name for name in tasks
@@ -259,8 +259,8 @@ class Recipe:
         for name in self.model:
             if name not in self.model_fields:
                 raise ConfigError(
-                    f"model.{name} is no setting of a {type(self).__name__}."
-                    f"{did_you_mean(name, self.model_fields)} Known: {', '.join(sorted(self.model_fields))}."
+                    f"model.{name} is not a setting of {type(self).__name__}.{did_you_mean(name, self.model_fields)} "
+                    f"Known: {', '.join(sorted(self.model_fields))}."
                 )
         object.__setattr__(self, "model", {**self.model_defaults, **self.model})
 
@@ -299,7 +299,7 @@ class PretrainRecipe(Recipe):
     """Pre-training by span corruption; defaults are the paper's.
 
     Attributes:
-        data: How examples are made of text.
+        data: How examples are built from text.
     """
 
     data: SpanCorruptionRecipe = field(default_factory=SpanCorruptionRecipe)
@@ -324,7 +324,7 @@ _FINETUNE_OPTIM = OptimRecipe(schedule="constant", lr=1e-3, warmup_steps=1_000)
 class FinetuneRecipe(Recipe):
     """Fine-tuning on pairs of texts; defaults are the paper's.
 
-    The architecture is that of the initial model: only settings without weights can be changed.
+    The architecture comes from the initial model: only settings without weights can be changed.
 
     Attributes:
         init: `pretrained` starts from the model's weights, `scratch` from fresh ones of the same
@@ -335,7 +335,7 @@ class FinetuneRecipe(Recipe):
             run, whose checkpoints must be next to the model's folder, and is better in the paper;
             `reset` starts without and needs only the model. The schedule restarts either way.
         mixture: The tasks, and how often each is drawn.
-        data: How rows are made of pairs.
+        data: How rows are built from pairs.
 
     Source:
         ST-MoE (arXiv:2202.08906) §5 and T5X's MoE fine-tuning: constant rate 1e-3 after 1,000
@@ -359,7 +359,7 @@ class FinetuneRecipe(Recipe):
             "num_selected_experts",
             "router_options",
             "decoder_router_options",
-            # What the routers' losses count, and how rows travel.
+            # Settings of the routers' losses, and of the exchange of rows.
             "balance_choices",
             "balance_over",
             "balance_scope",

@@ -6,8 +6,8 @@
       batch_size: 512
 
 The parent's path is relative to the file, or it is the name of one of ours (`extends:
-st_moe_base_pretrain`); it may have a parent of its own. Mappings are
-merged key by key; any other value, a list too, replaces that of the parent.
+st_moe_base_pretrain`); it may have its own parent. Mappings are merged key by key; any other value,
+a list too, replaces the parent's.
 """
 
 import os
@@ -86,7 +86,7 @@ def read_recipe_files(path: Path) -> list[RecipeFile]:
 
 
 def merged_text(files: list[RecipeFile]) -> str:
-    """Returns the settings of a chain of files as one YAML text; those of the first file win.
+    """Returns the settings of a chain of files as one YAML text; the first file's settings win.
 
     Args:
         files: What `read_recipe_files` returned.
@@ -123,15 +123,15 @@ def _parent_path(path: Path, parent: Any) -> Path:
         raise ConfigError(
             f"{path}: {EXTENDS} is {shown(parent)}; expected the path of one recipe file, relative to this one."
         )
-    # Resolve `..`, so that messages show the path that the user knows.
+    # Resolve `..`, so that messages show a path that the user recognizes.
     parent_path = Path(os.path.normpath(path.parent / parent))
     ours = recipes_folder() / f"{parent}.yaml"
     if not parent_path.exists() and Path(parent).name == parent and ours.is_file():
         return ours
     if not parent_path.exists():
         raise ConfigError(
-            f"{path}: {EXTENDS} is {shown(parent)}, and there is no file {parent_path}. Paths are relative to the file "
-            "that names them; names are those that stmoe recipes lists."
+            f"{path}: {EXTENDS} is {shown(parent)}, and there is no file {parent_path}. Paths are relative to the "
+            "file that names them; stmoe recipes lists the names."
         )
     return parent_path
 

@@ -83,7 +83,7 @@ class Reporter:
         )
 
     def restart_clock(self) -> None:
-        """Resets the counts of tokens and seconds, after anything that is not training."""
+        """Resets the counts of tokens and seconds, after work other than training."""
         self._started = time.perf_counter()
         self._tokens = 0.0
         self._data_seconds = 0.0
@@ -138,7 +138,7 @@ class Reporter:
         self._timeline.write(step, seconds)
 
     def _report_ranks(self, step: int) -> None:
-        """Counts the work of this rank, and writes that of all ranks when it is due."""
+        """Counts the work of this rank, and writes the work of all ranks when due."""
         if self._ranks is None:
             return
         self._ranks.end_step()
@@ -183,7 +183,7 @@ class Reporter:
             tqdm.write(f"step {step:,}: {format_scores(scores)}")
 
     def report_probe(self, step: int) -> None:
-        """Records the routing after `step` updates and writes its numbers, when that is due."""
+        """Records the routing after `step` updates and writes its numbers, when due."""
         training = self._run.recipe.training
         every = training.probe_every
         if self._probe is None or not is_due(step, every, training.steps):

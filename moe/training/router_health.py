@@ -21,17 +21,17 @@ from moe.tracing.trace import layer_name
 
 logger = logging.getLogger(__name__)
 
-# Number of consecutive logs without a token after which an expert is dead; drops are compared over
-# as many.
+# Number of consecutive logs without a token after which an expert counts as dead; drops are
+# compared over the same number.
 NUM_LOGS = 10
 
-# Choices in an even share of those logs above which an expert without any is no accident: if all
-# experts were equally probable, it would have none with probability e^-20.
+# Expected choices per expert above which an unused expert is not due to chance: if all experts were
+# equally probable, one would be unused with probability e^-20.
 FAIR_SHARE = 20
 
-# Largest |logit| of a healthy router. From 128 on bfloat16 steps by 1: 128.5 is 128, and beside ten
-# others of 128 its probability is 0.091 instead of 0.142.
-# Source: ST-MoE (arXiv:2202.08906), footnote 7.
+# Largest |logit| of a healthy router. From 128 on bfloat16 steps by 1: 128.5 is 128, and next to
+# ten others of 128 its probability is 0.091 instead of 0.142. Source: ST-MoE (arXiv:2202.08906),
+# footnote 7.
 MAX_LOGIT = 128.0
 
 # Share of dropped tokens that costs little.
@@ -57,7 +57,7 @@ class RouterHealth:
 
     def __init__(self, layers: Sequence[LayerKey]) -> None:
         self._warned: set[tuple[LayerKey, Trouble]] = set()
-        # Of each log, the share of tokens that reached no expert and the load <int64>[E].
+        # For each log, the share of tokens that reached no expert and the load <int64>[E].
         self._logs: dict[LayerKey, deque[tuple[float, Tensor]]] = {}
         for key in layers:
             self._logs[key] = deque(maxlen=2 * NUM_LOGS)
@@ -93,7 +93,7 @@ class RouterHealth:
         if len(logs) < NUM_LOGS:
             return
 
-        # Experts without a token, if a fair share would be enough to expect some.
+        # Experts without a token, if a fair share would make this unlikely.
         load = torch.stack([load for _, load in logs]).sum(dim=0)  # [E]
         num_experts = load.numel()
         fair_share = float(load.sum()) / num_experts

@@ -42,7 +42,7 @@ _LOGIT_EDGES = tuple(2 ** (exponent / 2) for exponent in range(-8, 25))
 
 
 class LayerScores(NamedTuple):
-    """The scores of one router over the text.
+    """Scores of one router for the text.
 
     Attributes:
         stats: Sums and counts, as in any evaluation.
@@ -75,10 +75,10 @@ class ProbeResult(NamedTuple):
 
 
 def check_probe(recipe: Recipe, config: STMoEConfig, source: BatchSource | None) -> None:
-    """Refuses a probe if there is nothing to probe.
+    """Raises if there is nothing to probe.
 
     Args:
-        recipe: Says how often the run is probed.
+        recipe: Determines how often the run is probed.
         config: Config of the model.
         source: The text; None for none.
 
@@ -138,7 +138,7 @@ class RoutingProbe:
         self._mesh = mesh
         self._bfloat16 = bfloat16
 
-        # Every rank knows the whole text, and records its own rows of it.
+        # Every rank has the whole text, and records its own rows of it.
         self._text = probe_text(model, self._batches(ALL_ROWS))
         self._facts = probe_facts(model, self._text, text)
 
@@ -162,7 +162,7 @@ class RoutingProbe:
         with seeded_random_numbers(_SEED, device), autocast:
             part = _record_rows(self._model, self._batches(rows))
 
-        # Those of all ranks.
+        # Values of all ranks.
         parts = [part]
         if self._mesh:
             parts = gather_or_raise(lambda: part, self._mesh.data)
@@ -218,7 +218,7 @@ def _ordered_choices(key: LayerKey, rows: Mapping[str, Tensor]) -> Tensor:
     first = rows[f"{stack}.{layer}.first"]  # [N]
     choices = expert.masked_fill(state == NOT_REQUESTED, -1)
 
-    # If tokens choose, a plan has this order already; if experts choose, it has that of experts.
+    # If tokens choose, a plan has this order already; if experts choose, it is ordered by expert.
     is_first = choices == first[:, None]
     place = torch.where(is_first, 0, 1).masked_fill(choices < 0, 2)
     return choices.gather(1, place.argsort(dim=1, stable=True))
@@ -260,7 +260,7 @@ def _entropy_edges(num_experts: int) -> list[float]:
 
 
 def _count(values: Tensor, edges: Sequence[float]) -> Tensor:
-    """Returns <int64>[edges + 1]: how many values lie below the first edge, between two, above."""
+    """Returns <int64>[edges + 1]: number of values below the first edge, between edges, and above."""
     inner = torch.tensor(edges, dtype=values.dtype, device=values.device)
     bucket = torch.bucketize(values, inner, right=True)
     return torch.bincount(bucket, minlength=len(edges) + 1).cpu()
@@ -281,7 +281,7 @@ def _join(parts: Sequence[tuple[list[dict[LayerKey, Tensor]], Scores]]) -> Probe
     choices: dict[LayerKey, Tensor] = {}
     scores: dict[LayerKey, LayerScores] = {}
     for key in parts[0][1]:
-        # The rows of a batch lie on the ranks one after the other.
+        # The rows of a batch are distributed over the ranks in order.
         rows = []
         for batch_of_ranks in zip(*(batches for batches, _ in parts), strict=True):
             rows += [batch[key] for batch in batch_of_ranks]
@@ -297,7 +297,7 @@ def _join(parts: Sequence[tuple[list[dict[LayerKey, Tensor]], Scores]]) -> Probe
 def probe_values(scores: Scores) -> dict[str, float]:
     """Returns `probe/{stack}/{layer}/...` for each sparse layer, layers counted from 0.
 
-    They are those of `router_values` for the text in evaluation mode, and `max_logit`.
+    They are the `router_values` of the text in evaluation mode, and `max_logit`.
     """
     values: dict[str, float] = {}
     for (stack, layer), layer_scores in scores.items():

@@ -23,16 +23,15 @@ class Run(NamedTuple):
     """All parts of a run.
 
     Attributes:
-        folder: Folder of metrics.jsonl, timeline.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml,
-            with several ranks rank_seconds.jsonl, and in the end model/; it must be on a file system
-            that all machines see.
+        folder: Folder of metrics.jsonl, timeline.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml, with several
+            ranks rank_seconds.jsonl, and finally model/; it must be on a file system that all machines share.
         recipe: All settings.
         built: The model with its initial weights, on its device or mesh.
-        tokenizer: Saved beside the model.
+        tokenizer: Saved next to the model.
         source: Training batches.
-        held_out: Batches for the held-out loss; None for no held-out loss.
-        earlier_checkpoints: Folder of the checkpoints of an earlier run, with whose optimizer state
-            the run starts; None for fresh state.
+        held_out: Batches for the held-out loss; None disables the held-out loss.
+        earlier_checkpoints: Folder of the checkpoints of an earlier run, whose optimizer state the
+            run starts with; None for fresh state.
         dev: Scores models at every evaluation; the best is kept in best/, see best_model.py. None
             for no scores.
         probe_source: Unpacked held-out batches, the first of which are probed; None for none.

@@ -1,6 +1,6 @@
-"""One update of the weights: the same result however the batch is split into micro-batches.
+"""One update of the weights, with the same result for any split into micro-batches.
 
-The loop (loop.py) calls `take_step` once for each batch and reports what it returns.
+The loop (loop.py) calls `take_step` once for each batch and reports its results.
 """
 
 import dataclasses
@@ -69,7 +69,8 @@ class Share(NamedTuple):
 
 
 class StepRanks(NamedTuple):
-    """The ranks that take a step together: those of a mesh, and replica groups that may be lost.
+    """The ranks that take a step together: the ranks of a mesh, and replica groups that may be
+    lost.
 
     Attributes:
         mesh: Mesh over which `shard_model` has sharded the model; None for one process.
@@ -172,11 +173,11 @@ def take_step(
     step: int,
     ranks: StepRanks,
 ) -> StepMetrics:
-    """Updates the weights once from shares of the batch, however many this rank takes.
+    """Updates the weights once from shares of the batch, for any number of shares.
 
     All randomness is a function of `recipe.seed` and `step`, so that a resumed run needs no
-    generator state. With dropout or the random second-expert policy, another split of the batch
-    draws other numbers; who computes a share does not matter.
+    generator state. With dropout or the random second-expert policy, a different split of the batch
+    draws different numbers; the rank that computes a share does not matter.
 
     Args:
         model: In training mode.
@@ -191,7 +192,7 @@ def take_step(
         LostStepError: When a replica group was lost: weights and optimizer are as they were before.
     """
     # Every loss is a sum over tokens (or groups) divided by a count. With the counts of the whole
-    # batch, of all ranks, losses and gradients of its parts add up to those of the batch.
+    # batch, of all ranks, losses and gradients of its parts add up to the batch's.
     counts = reduce(add_counts, [model.loss_counts(share.batch) for share in shares])
     counts = sum_counts(counts, ranks.sum_each)
     work = _split_shares(model, shares, recipe, counts, ranks)
@@ -219,7 +220,7 @@ def take_step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
-    # Routers that balance without a loss see the load of the whole batch, once for each update.
+    # Routers that balance without a loss get the load of the whole batch, once per update.
     update_routers(model.sparse_layers(), result.layer_stats)
 
     num_encoder_layers = model.config.num_sparse_encoder_layers
@@ -247,7 +248,7 @@ def split_batch(
     Args:
         batch: Rows of this rank.
         micro_batch_size: Rows in a micro-batch.
-        group_size: Most tokens that are routed together; None when none are.
+        group_size: Maximum number of tokens that are routed together; None when none are.
         data_ranks: Ranks with as many rows each.
 
     Raises:
@@ -268,13 +269,13 @@ def split_batch(
 
 
 def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size: int) -> None:
-    """Refuses a split of the batch that would change which tokens are routed together.
+    """Raises for a split of the batch that would change which tokens are routed together.
 
     Args:
         lengths: Tokens of a row in the encoder and the decoder.
         batch_size: Rows of the whole batch.
         rows: Rows of a forward pass on one rank.
-        group_size: Most tokens that are routed together.
+        group_size: Maximum number of tokens that are routed together.
 
     Raises:
         ConfigError: Names a `group_size` that fits the split.
@@ -282,8 +283,8 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
     if has_same_groups(lengths, batch_size, rows, group_size):
         return
 
-    # Groups change where one more sequence fits: just below such a size lies the largest with the
-    # same groups. A group of one token is always one sequence.
+    # Groups change where one more sequence fits: the size just below is the largest with the same
+    # groups. A group of one token is always one sequence.
     most = min(group_size, rows * max(lengths))
     candidates = {1, most}
     for length in lengths:
@@ -296,9 +297,9 @@ def check_groups(lengths: Sequence[int], batch_size: int, rows: int, group_size:
 
     whole = [sequences_per_group(batch_size, length, group_size) for length in lengths]
     raise ConfigError(
-        f"A batch of {batch_size} rows of {lengths[0]} and {lengths[1]} tokens is routed in groups of {whole[0]} "
-        f"and {whole[1]} sequences (model.group_size {group_size}), but a forward pass has {rows} rows "
-        "(training.micro_batch_size, or the batch's share of a data rank) and would group them otherwise. Set "
+        f"A batch of {batch_size} rows of {lengths[0]} and {lengths[1]} tokens is routed in groups of {whole[0]} and "
+        f"{whole[1]} sequences (model.group_size {group_size}), but a forward pass has {rows} rows "
+        "(training.micro_batch_size, or the batch's share of a data rank) and would group them differently. Set "
         f"model.group_size to {fitting}, the largest that fits, or choose more rows for a forward pass."
     )
 
@@ -441,7 +442,7 @@ def router_outputs(output: STMoEOutput) -> tuple[RouterOutput, ...]:
 
 
 def update_routers(layers: Sequence[SparseFeedForward], stats: Sequence[RouterStats]) -> None:
-    """Lets each router that learns from its load see the statistics of an update.
+    """Lets each router that learns from its load update itself from the statistics of an update.
 
     Routers with frozen parameters are not changed.
 
@@ -455,7 +456,7 @@ def update_routers(layers: Sequence[SparseFeedForward], stats: Sequence[RouterSt
 
 
 def learns_from_load(layer: SparseFeedForward) -> bool:
-    """Returns whether a layer's router has an `update` of its own and is not frozen."""
+    """Returns whether a layer's router has its own `update` and is not frozen."""
     router = layer.router
     if not isinstance(router, Router) or type(router).update is Router.update:
         return False
@@ -463,7 +464,7 @@ def learns_from_load(layer: SparseFeedForward) -> bool:
 
 
 def add_layer_stats(total: list[RouterStats], stats: list[RouterStats]) -> list[RouterStats]:
-    """Returns the statistics of each layer added up; an empty list stands for zero."""
+    """Returns the statistics of each layer added up; an empty list means zero."""
     if not total or not stats:
         return total or stats
     return [add_stats(a, b) for a, b in zip(total, stats, strict=True)]

@@ -1,6 +1,6 @@
 """Which rank delays the others: seconds of work and of waiting of every rank, by axis.
 
-Ranks that train together take equally long for a step: a slow one works while the others wait for it.
+Ranks that train together take equally long for a step: a slow rank works while the others wait.
 Waiting is measured where a rank exchanges (moe/distributed/wait_seconds.py); the rest of its steps is
 its own work, including batches. The ranks exchange a few numbers every log interval.
 
@@ -38,7 +38,7 @@ class RankSeconds(NamedTuple):
     """Seconds of all ranks in a log interval.
 
     Attributes:
-        columns: Seconds of each rank: of its own `work`, and of waiting by axis of the mesh.
+        columns: Seconds of each rank: of its own `work`, and of waiting, by mesh axis.
     """
 
     columns: dict[str, list[float]]
@@ -114,7 +114,7 @@ class RankClock:
         here = torch.tensor(list(self._seconds.values()), dtype=torch.float64)
         self._seconds = dict.fromkeys(self._columns, 0.0)
 
-        # A few numbers on the host, whatever the model's device is.
+        # A few numbers on the host, regardless of the model's device.
         everyone = here.new_empty(dist.get_world_size() * len(here))
         all_gather_flat(everyone, here, None)
         columns = everyone.view(-1, len(here)).T.tolist()
@@ -187,7 +187,7 @@ def _axes_by_group(mesh: Mesh) -> dict[str, str]:
         "dp_shard x ep": [mesh.dense.get_group(1)],
     }
 
-    # Exchanges in two levels have groups of their own.
+    # Two-level exchanges have separate groups.
     if mesh.ep is not None:
         nodes = (mesh.ep.intra_node, mesh.ep.inter_node)
         groups["ep"] += [group for group in nodes if group is not None]

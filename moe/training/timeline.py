@@ -1,8 +1,8 @@
 """How the seconds of a run were spent: timeline.jsonl, and the goodput that follows from it.
 
-Each process of a run appends a line when it starts, at every log interval, and when it ends; nothing
-is ever removed, so that work lost in a crash can be counted. The time of a command counts from its
-first line of Python, before torch is imported, to the exit of the process.
+Each process of a run appends a line when it starts, at every log interval, and when it ends; nothing is removed, so
+that work lost in a crash is counted. The time of a command counts from its first line of Python, before torch is
+imported, to the exit of the process.
 """
 
 import contextlib
@@ -122,7 +122,7 @@ class Timeline:
             self._append(TimelineEvent("end", time.time(), self._step))
 
     def goodput(self) -> "Goodput":
-        """Returns how the seconds of this process were spent; `steps` are its own."""
+        """Returns a breakdown of this process's seconds; `steps` are its own."""
         return self._goodput._replace(total=time.time() - self._started)
 
     def _append(self, event: TimelineEvent) -> None:
@@ -139,7 +139,7 @@ class Timeline:
 
 
 def _drop_torn_end(path: Path) -> None:
-    """Removes a last line that a process could not finish, e.g. on a full disk."""
+    """Removes an incomplete last line, e.g. after a full disk."""
     with open(path, "r+b", opener=open_to_write) as file:
         file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -220,7 +220,7 @@ def read_timeline(folder: Path) -> list[TimelineEvent]:
 
 
 def measure_goodput(events: Sequence[TimelineEvent]) -> Goodput:
-    """Returns how the seconds of a run were spent."""
+    """Returns a breakdown of the seconds of a run."""
     starts = sum(event.event == "start" for event in events)
     total = events[-1].time - events[0].time
     goodput = Goodput(events[-1].step, starts, total)

@@ -100,7 +100,9 @@ def test_a_decoder_takes_a_router_only_if_it_never_looks_at_later_tokens(name):
     if ROUTERS.get(name).causal:
         assert config_of(name, decoder=True).decoder
     else:
-        with pytest.raises(ConfigError, match=f"'{name}' cannot be used in a decoder: .* later on"):
+        with pytest.raises(
+            ConfigError, match=f"'{name}' cannot be used in a decoder: .* later tokens"
+        ):
             config_of(name, decoder=True)
 
 

@@ -78,7 +78,7 @@ def test_what_is_left_out_is_unseen_wherever_else_it_stands_and_moves_no_other_d
     for before, after in ((whole.train, rest.train), (whole.held_out, rest.held_out)):
         assert sources(after) == sources(before) - {"file7.py", "file8.py"}
     assert texts_by_source(rest)["quoting.py"] == "Its own."
-    with pytest.raises(ConfigError, match=r"'gone.py' is to be left out, but is no source"):
+    with pytest.raises(ConfigError, match=r"'gone.py' is listed in leave_out, but is not a source"):
         build_corpus(some, leave_out={"file7.py", "gone.py"})
 
 

@@ -105,7 +105,7 @@ def test_the_system_dictionary_or_either_file_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(dictionary, "SYSTEM_DICTIONARY", tmp_path / "none.index")
     with pytest.raises(DataError, match=r"none\.index.* `apt-get install dict-gcide`"):
         find_dictionary()
-    with pytest.raises(DataError, match=r"is no dictionary of dictd: there is no .*other\.dict"):
+    with pytest.raises(DataError, match=r"is not a dictd dictionary: there is no .*other\.dict"):
         find_dictionary(tmp_path / "other.dict")
     index.unlink()
     with pytest.raises(DataError, match=r"there is no .*small\.index\. Give NAME\.index"):

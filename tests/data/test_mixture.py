@@ -53,7 +53,7 @@ def test_the_papers_cap_changes_record_alone():
         ({"temperature": float("nan")}, "mixture.temperature is nan"),
         ({"scale": 0.0}, "scale is 0.0"),
         ({"num_examples": -1}, "num_examples is -1"),
-        ({"temperature": 1e-4}, "5 to the power 1 / 0.0001 is no number"),
+        ({"temperature": 1e-4}, "5 to the power 1 / 0.0001 is not a finite number"),
     ],
 )
 def test_numbers_that_give_no_rate_are_refused(options, message):

@@ -190,7 +190,7 @@ def test_documents_are_joined_without_anything_between_them(tokenizer_folder, en
     assert tokens.min() > 1 and tokens.max() < SpecialIds.of(tokenizer).first_sentinel - 99
     settings = {"inputs_length": 32, "batch_size": 2, "seed": 0}
     SpanCorruptionSource(tokens, SpecialIds.of(tokenizer), **settings).batch(0)
-    with pytest.raises(DataError, match="The corpus has no token"):
+    with pytest.raises(DataError, match="The corpus has no tokens"):
         tokenize_corpus(datasets.Dataset.from_dict({"text": [" ", ""]}), tokenizer)
 
 
@@ -291,7 +291,7 @@ def test_a_long_text_is_cut_before_its_sentinel(tokenizer):
     the = tokenizer("the the the and and and")["input_ids"]
     assert batch["input_ids"][0][:7].tolist() == [*[the[0]] * 5, first, 1]
     assert batch["labels"][0][:5].tolist() == [first, *[the[3]] * 3, 1]
-    with pytest.raises(ConfigError, match="have no room for a sentinel and an end token"):
+    with pytest.raises(ConfigError, match="are too short for a sentinel and an end token"):
         pair_source(tokenizer, pairs, targets_length=1, sentinels="one")
 
 

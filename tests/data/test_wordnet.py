@@ -96,7 +96,7 @@ def test_a_broken_line_is_named_and_a_file_without_synsets_refused(small_wordnet
         lines.append(DOG.replace("05 n 03", numbers))
     for line in lines:
         (small_wordnet / "data.verb").write_text(LICENCE + RUN + line + "\n", encoding="utf-8")
-        with pytest.raises(DataError, match=r"data\.verb, line 3: .* is no synset of WordNet 3"):
+        with pytest.raises(DataError, match=r"data\.verb, line 3: .* is not a WordNet 3 synset"):
             read_synsets(small_wordnet)
 
     (small_wordnet / "data.verb").write_text(LICENCE, encoding="utf-8")

@@ -131,7 +131,7 @@ def test_a_port_in_use_is_named(torchrun, busy_port):
 def test_a_rank_that_finds_no_other_gives_up_in_time(torchrun, free_port, rank, reason):
     torchrun(rank, 2, free_port)
     start = time.monotonic()
-    message = f"Rank {rank} of 2 did not meet the others at .*:{free_port} within 1 seconds"
+    message = f"Rank {rank} of 2 could not connect to the others at .*:{free_port} within 1 seconds"
     refuse(DistributedError, f"{message}.*--timeout.*{reason}", timeout=1)
     assert time.monotonic() - start < 4
 
@@ -161,7 +161,7 @@ def test_torchruns_variables_are_numbers_in_their_range(torchrun, monkeypatch):
 def test_a_name_that_no_host_can_have_is_a_message(torchrun, monkeypatch):
     torchrun(1, 2, 29500)
     monkeypatch.setenv("MASTER_ADDR", "x" * 100)
-    refuse(DistributedError, r"did not meet the others at x{100}:29500", timeout=0.2)
+    refuse(DistributedError, r"could not connect to the others at x{100}:29500", timeout=0.2)
 
 
 @pytest.mark.slow

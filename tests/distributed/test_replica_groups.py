@@ -99,7 +99,7 @@ def test_a_lighthouse_that_does_not_shine_or_that_nobody_knows_is_named_in_time(
             f"localhost:{port}",
             f"others at http://localhost:{port} .* within 1 seconds. Start torchft",
         ),
-        (unknown, f"{unknown}, which this machine does not find"),
+        (unknown, f"{unknown}, which this machine cannot resolve"),
     ):
         monkeypatch.setenv(LIGHTHOUSE, f"http://{address}")
         groups = find_replica_groups(CONSTANT, World(0, 1, 0, "cpu", timeout=1.0))

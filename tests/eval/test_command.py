@@ -83,10 +83,10 @@ RUN = ["run", "--model", "no", "--tasks", "unicode_category"]
         ([*RUN, "--data", ""], "--data is ''; expected a path"),
         ([*RUN, "--model", "=no"], "'=no' names no model"),
         ([*RUN, "--model", "runs/lr=3/model"], "runs/lr=3/model holds no model"),
-        ([*RUN, "--model", "a", "--also", "model=b"], "Two models are called 'model'"),
+        ([*RUN, "--model", "a", "--also", "model=b"], "Two models have the name 'model'"),
         (
             ["run", "--model", "flan.b=x", "--also", "b=y", "--tasks", "anli_r1,anli_r1.flan"],
-            "would be one file",
+            "would go into the same file",
         ),
         (["compare", "no", "no"], "There is no report.json in no"),
         (["compare", "=a", "no"], "'=a' is empty, or names no run"),

@@ -149,7 +149,7 @@ def test_answers_or_examples_that_are_not_whole_are_said(tmp_path):
 
     file = examples_path(tmp_path / "b", "colour")
     file.write_text(file.read_text()[:-7])
-    with pytest.raises(DataError, match=r"colour\.jsonl holds 24 of the 25 examples that the rep"):
+    with pytest.raises(DataError, match=r"colour\.jsonl holds 24 of the 25 examples in the rep"):
         compare_runs(a, b)
 
 

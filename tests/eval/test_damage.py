@@ -94,13 +94,13 @@ def test_compare_says_the_same_or_names_the_file(runs, expected, tmp_path_factor
 @pytest.mark.parametrize(
     ("number", "changes", "message"),
     [
-        (1, {"model": "0" * 16}, "line 1: model is '0000000000000000', and the report is about"),
-        (1, {"mode": "generate"}, "line 1: mode is 'generate', and the report is about 'rank'"),
+        (1, {"model": "0" * 16}, "line 1: model is '0000000000000000', but the report has"),
+        (1, {"mode": "generate"}, "line 1: mode is 'generate', but the report has 'rank'"),
         (2, {"output": 7}, "line 2: output is 7: Input should be a valid string"),
         (3, {"scores": {"choice1": None}}, "line 3: scores.choice1 is None"),
-        (3, {"choices": {}}, "line 3: .* is no answer of mode rank"),
-        (2, {"truncated": True}, "lines 1 to .*: they are not what was written"),
-        (2, {"id": "99"}, "lines 1 to .*: they are not what was written"),
+        (3, {"choices": {}}, "line 3: .* is not an answer of mode rank"),
+        (2, {"truncated": True}, "lines 1 to .*: they have changed since they were written"),
+        (2, {"id": "99"}, "lines 1 to .*: they have changed since they were written"),
     ],
 )
 def test_an_edited_answer_is_refused_by_line(runs, copied, number, changes, message):
@@ -126,7 +126,7 @@ def test_an_answer_that_is_there_twice_is_refused_by_its_line(runs, copied):
         ("models", {"model": {}}, "models.model.fingerprint is missing"),
         ("tasks", [{}], "tasks.0.task is missing"),
         ("settings", {}, "settings.scoring is missing"),
-        ("command", "another", "sha256 differs"),
+        ("command", "another", "SHA-256 differs"),
     ],
 )
 def test_an_edited_report_is_refused(runs, copied, field, value, message):
@@ -148,7 +148,9 @@ def test_examples_with_other_references_are_refused(runs, copied):
     for changes in ({"targets": "choice2"}, {"fields": {}}, {"id": "99"}):
         changed = json.dumps(json.loads(first) | changes)
         path.write_text("\n".join([changed, *others]) + "\n")
-        with pytest.raises(DataError, match=r"copa\.jsonl does not hold the examples that the rep"):
+        with pytest.raises(
+            DataError, match=r"copa\.jsonl does not contain the examples of the rep"
+        ):
             compare_runs(str(copied), str(runs[1]))
 
 

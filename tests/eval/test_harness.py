@@ -292,7 +292,7 @@ def test_perplexities_and_unknown_tasks_are_refused_with_the_reason(folders, tas
 
 def test_what_cannot_be_is_refused_before_a_model_is_read(tasks, tmp_path, monkeypatch):
     nowhere = tmp_path / "nowhere"
-    with pytest.raises(ConfigError, match="nowhere is no folder"):
+    with pytest.raises(ConfigError, match="nowhere is not a folder"):
         evaluate_on_harness([CHOICE], nowhere, include_path=nowhere)
     with pytest.raises(DataError, match=r"data of colours_lost cannot be loaded: .*lost\.jsonl"):
         evaluate_on_harness(["colours_lost"], nowhere, include_path=tasks)

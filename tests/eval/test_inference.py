@@ -188,7 +188,7 @@ def test_runs_of_one_model_with_and_without_drops_are_compared(saved, tmp_path):
 
     # A report that names other settings than the answers is refused.
     (tmp_path / "b/report.json").write_bytes((tmp_path / "a/report.json").read_bytes())
-    with pytest.raises(DataError, match=r"line 1: inference is .*, and the report is about"):
+    with pytest.raises(DataError, match=r"line 1: inference is .*, but the report has"):
         compare_runs(str(tmp_path / "a"), str(tmp_path / "b"))
 
 

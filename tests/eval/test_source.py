@@ -260,7 +260,9 @@ def test_a_parquet_file_with_any_byte_changed_is_rows_or_one_message(tmp_path_fa
 
 
 def test_a_folder_without_readable_rows_is_one_message(tmp_path):
-    with pytest.raises(DataError, match=r"There is no folder .*none. Make it, .* validation.jsonl"):
+    with pytest.raises(
+        DataError, match=r"There is no folder .*none. Create it .* validation.jsonl"
+    ):
         read(tmp_path / "none")
     with pytest.raises(DataError, match=r"The folder .* cannot be read: File name too long"):
         read(tmp_path / ("a" * 300))
@@ -272,7 +274,7 @@ def test_a_folder_without_readable_rows_is_one_message(tmp_path):
     with pytest.raises(DataError, match=r"validation/1.jsonl cannot be read: Is a directory"):
         read(tmp_path)
     write_jsonl(tmp_path / "empty/validation.jsonl", [])
-    with pytest.raises(DataError, match=r"in .* hold no row \(validation\.jsonl\)"):
+    with pytest.raises(DataError, match=r"in .* contain no rows \(validation\.jsonl\)"):
         read(tmp_path / "empty")
 
 

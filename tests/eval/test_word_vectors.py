@@ -116,5 +116,5 @@ def test_a_text_of_too_few_words_is_refused():
         with pytest.raises(DataError, match=r"The text of it has [01] words that occur 3 times"):
             build_word_vectors(texts, "it")
     assert np.isfinite(build_word_vectors(["yes no " * 50], "it").vectors).all()
-    with pytest.raises(DataError, match="No two words of it stand near each other"):
+    with pytest.raises(DataError, match="No two words of it occur near each other"):
         build_word_vectors(["yes\nno\n" * 50], "it")

@@ -124,5 +124,5 @@ def test_a_flow_needs_two_layers_and_documents():
     (flow,) = layer_flows(two, places_of(two), null=TokenShuffle)
     assert math.isnan(flow.information)
     assert flow.mutual_information == 0
-    with pytest.raises(DataError, match="The places are of 5 tokens; expected 4"):
+    with pytest.raises(DataError, match="The places cover 5 tokens; expected 4"):
         layer_flows(a_stack([4]), places_of(two))

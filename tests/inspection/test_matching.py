@@ -60,7 +60,9 @@ def test_traces_are_matched_layer_by_layer_on_the_same_inputs():
     assert list(matchings) == [("encoder", 0), ("encoder", 1)]
     assert matchings["encoder", 1].partner.tolist() == [0, 1]
 
-    with pytest.raises(DataError, match=r"are of inputs 'abc' and 'xyz'; expected the same"):
+    with pytest.raises(
+        DataError, match=r"were recorded on inputs 'abc' and 'xyz'; expected the same"
+    ):
         match_traces(trace(*layers), trace(*layers, inputs="xyz"))
     with pytest.raises(DataError, match="layers encoder 1, encoder 2 and encoder 1; expected"):
         match_traces(trace(*layers), trace(*layers[:1]))

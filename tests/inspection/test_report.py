@@ -400,7 +400,7 @@ DAMAGED_METRICS = [
     ('{"prompt": "x"}\n{}\n', "line 1: step is None"),
     (METRICS + '{"step": 2, "train/ce_loss": "low"}\n', "line 2: train/ce_loss is 'low'"),
     ('{"step": 9, "train/ce_loss": 1}\n' + METRICS, "line 2: step 1 comes after step 9"),
-    ('{"stage": "pretrain", "step": 1}\n', "line 1 is of stage 'pretrain'"),
+    ('{"stage": "pretrain", "step": 1}\n', "line 1 is from stage 'pretrain'"),
     ('{"step": 1, "mine": 1.0}\n', "measures none of train/ce_loss"),
 ]
 
@@ -448,7 +448,7 @@ REFUSED = [
         ["--metrics", "a={inputs}/run/metrics.jsonl", "a={inputs}/run/metrics.jsonl"],
         "gives the name 'a' twice",
     ),
-    (["--out", "{inputs}/other.html"], "is no page of this command, so it is not overwritten"),
+    (["--out", "{inputs}/other.html"], "was not written by this command, so it is not overwritten"),
     (["--out", "{inputs}/bare/model/page.html"], "lies in .*model, a model"),
     (["--out", "{inputs}/corpus/page.html"], "lies in .*corpus, which is read"),
 ]

@@ -103,7 +103,7 @@ def test_sentinels_are_set_beside_all_tokens_in_each_layer_of_both_stacks():
 
 def test_what_does_not_fit_is_refused():
     layer = a_layer([0, 1], 3)
-    with pytest.raises(DataError, match="The members are of 3 tokens; expected 2"):
+    with pytest.raises(DataError, match="The members cover 3 tokens; expected 2"):
         class_entropy(layer, torch.ones(3, dtype=torch.bool), torch.arange(2))
     with pytest.raises(ConfigError, match="confidence is 1; expected a finite number above 0 and"):
         class_entropy(layer, torch.ones(2, dtype=torch.bool), torch.arange(2), confidence=1)

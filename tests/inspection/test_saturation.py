@@ -100,13 +100,13 @@ def test_what_cannot_be_compared_is_refused():
     choices = [[0, 1], [2, 3]]
     with pytest.raises(DataError, match="There are 1 snapshots; expected at least 2"):
         saturation_curve([a_step(1, choices)])
-    with pytest.raises(DataError, match="Step 1 comes after step 1; expected rising steps"):
+    with pytest.raises(DataError, match="Step 1 comes after step 1; expected increasing steps"):
         saturation_curve([a_step(1, choices), a_step(1, choices)])
     with pytest.raises(DataError, match="Step 1 has choices on inputs 'abc', step 2 on 'other'"):
         saturation_curve([a_step(1, choices), a_step(2, choices, inputs="other")])
     with pytest.raises(DataError, match=r"'encoder', 0\): 5.* by layer, step 2 has .*: 7"):
         saturation_curve([a_step(1, choices), a_step(2, choices, num_experts=7)])
-    with pytest.raises(DataError, match="The choices are of 2 and of 3 tokens"):
+    with pytest.raises(DataError, match="The choices cover 2 and 3 tokens"):
         choice_agreement(torch.zeros(2), torch.zeros(3), 5)
     with pytest.raises(DataError, match="experts from -1 to 5; expected -1 for none, or 0 to 4"):
         choice_agreement(torch.tensor([-1, 5]), torch.zeros(2), 5)

@@ -137,7 +137,7 @@ def test_one_expert_or_one_class_tells_nothing():
 
 def test_one_document_is_tested_by_its_tokens():
     stack, classes, places = random_tokens(4, num_documents=1, length=101)
-    with pytest.raises(DataError, match="or take TokenShuffle, which takes tokens for independent"):
+    with pytest.raises(DataError, match="or use TokenShuffle, which treats tokens as independent"):
         specialization_test(stack.layers, classes, places)
     (test,) = specialization_test(stack.layers, classes, places, null=TokenShuffle)
     assert 0 < test.p_value.min() <= 1
@@ -155,9 +155,9 @@ def test_a_stack_without_tokens_has_empty_tables():
 def test_other_tokens_are_refused():
     stack, classes, places = random_tokens(5)
     fewer = TokenClasses(classes.names, classes.members[:, 1:])
-    with pytest.raises(DataError, match="The classes are of 519 tokens; expected 520, those of"):
+    with pytest.raises(DataError, match="The classes cover 519 tokens; expected 520, those of"):
         class_table(stack.layers[0], fewer)
-    with pytest.raises(DataError, match="The classes are of 519 tokens"):
+    with pytest.raises(DataError, match="The classes cover 519 tokens"):
         specialization_test(stack.layers, fewer, places)
 
 

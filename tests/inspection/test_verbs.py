@@ -164,7 +164,7 @@ def test_an_ablation_is_kept_and_shown(folder, trace, tmp_path, capsys):
     other = tmp_path / "other"
     pairs = ["--pairs", folder / "pairs.jsonl", "--examples", 5]
     run("record", "--model", folder / "model", *pairs, "--out", other)
-    with pytest.raises(DataError, match="is of inputs"):
+    with pytest.raises(DataError, match="was computed on inputs"):
         run("view", "--trace", other, "--ablation", out, "--out", page)
 
 
@@ -198,7 +198,7 @@ def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):
     tokenizer.add_tokens(["entirely"])
     tokenizer.save_pretrained(str(model))
     tiny_model(vocab_size=MODEL["vocab_size"] + 1).save_pretrained(model)
-    with pytest.raises(DataError, match="the token ids would mean other words"):
+    with pytest.raises(DataError, match="the token ids would stand for different words"):
         run("replay", "--trace", trace, "--model", model)
 
 

@@ -371,7 +371,7 @@ def test_of_an_example_that_is_too_long_the_start_is_shown(trace):
 
 
 def test_a_size_that_nothing_fits_in_is_refused(trace):
-    with pytest.raises(DataError, match=r"may have 2,000 bytes, and its tables alone have"):
+    with pytest.raises(DataError, match=r"is limited to 2,000 bytes, but its tables alone take"):
         view_of(trace, most_bytes=2000)
     with pytest.raises(ConfigError, match="most_bytes is 0; expected an integer of at least 1"):
         view_of(trace, most_bytes=0)

@@ -163,5 +163,5 @@ def test_generation_builds_no_router_outputs_and_refuses_to_hide_them():
     assert all(not any("router" in name for name in out) for out in seen)
     for hook in hooks:
         hook.remove()
-    with pytest.raises(ConfigError, match="no place to return output_router_logits"):
+    with pytest.raises(ConfigError, match="output_router_logits is not supported by generate"):
         model.generate(**prompt(), output_router_logits=True)

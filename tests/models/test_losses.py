@@ -104,11 +104,11 @@ def test_smoothed_cross_entropy_is_that_of_torch_in_training_alone(num_items):
 def test_a_training_step_whose_labels_the_trainer_took_away_is_refused():
     model, batch = heavy_model(), tiny_batch()
     batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch.pop("labels"))
-    with pytest.raises(ConfigError, match=r"load_balance_loss_weight 3\.0.*set label_smoothing"):
+    with pytest.raises(ConfigError, match=r"load_balance_loss_weight 3\.0.*Set label_smoothing"):
         model(**batch, num_items_in_batch=7)
     assert model.eval()(**batch, num_items_in_batch=7).loss is None
     weightless = heavy_model(**dict.fromkeys(HEAVY, 0.0))
-    with pytest.raises(ConfigError, match="no decoder_attention_mask"):
+    with pytest.raises(ConfigError, match="without a decoder_attention_mask"):
         weightless(**batch, num_items_in_batch=7)
     mask = torch.ones_like(batch["decoder_input_ids"])
     assert weightless(**batch, decoder_attention_mask=mask, num_items_in_batch=7).loss is None
@@ -116,5 +116,5 @@ def test_a_training_step_whose_labels_the_trainer_took_away_is_refused():
 
 def test_two_kinds_of_divisors_at_once_are_refused():
     model, batch = heavy_model(), tiny_batch()
-    with pytest.raises(DataError, match="Leave one of them out"):
+    with pytest.raises(DataError, match="Remove one of them"):
         model(**batch, num_items_in_batch=7, loss_counts=model.loss_counts(batch))

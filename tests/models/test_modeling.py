@@ -381,7 +381,7 @@ def test_a_state_dict_can_be_loaded_without_a_folder():
 def test_a_replica_of_data_parallel_is_refused_with_a_way_out():
     model = tiny_model()
     model._is_replica = True  # as torch.nn.parallel.replicate marks them
-    with pytest.raises(ConfigError, match=r"DataParallel cannot join .* torchrun"):
+    with pytest.raises(ConfigError, match=r"DataParallel cannot combine .* torchrun"):
         model(**tiny_batch())
 
 

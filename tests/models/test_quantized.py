@@ -129,7 +129,7 @@ def test_quantize_of_torchao_itself_reaches_experts_by_name_and_says_when_it_doe
     model = tiny_model(d_model=32, d_ff=64, eval_capacity_factor=None)
     wide = model(**tiny_batch()).logits
     quantization.quantize_(model, int8)
-    with pytest.warns(UserWarning, match="left the stacked experts as they were"):
+    with pytest.warns(UserWarning, match="The stacked experts were not quantized"):
         model(**tiny_batch())
     named = quantization.FqnToConfig({r"re:.*\.experts\..*_proj": int8})
     quantization.quantize_(model, named, filter_fn=None)

@@ -232,7 +232,7 @@ SCANNED = "encoder/encoder/subblock_0/mlp/wi/kernel"
         ("encoder/encoder_norm/scale", [], CheckpointError, "1 missing: encoder/encoder_norm"),
         (None, ["what"], CheckpointError, "1 unexpected: what"),
         ("token_embedder/embedding", [], CheckpointError, "no target/token_embedder/embedding"),
-        (None, [SCANNED], ConfigError, f"{SCANNED} is of scanned layers.*scan_layers = False"),
+        (None, [SCANNED], ConfigError, f"{SCANNED} belongs to scanned layers.*scan_layers = False"),
     ],
 )
 def test_what_is_not_accounted_for_is_an_error(tmp_path, remove, add, error, message):
@@ -263,7 +263,7 @@ def test_torn_files_are_one_message(tmp_path):
         open_t5x(folder)
     packed = folder / "checkpoint"
     packed.write_bytes(packed.read_bytes()[:-5])
-    with pytest.raises(CheckpointError, match=r"checkpoint is no whole msgpack file"):
+    with pytest.raises(CheckpointError, match=r"checkpoint is not a complete msgpack file"):
         open_t5x(folder)
 
 

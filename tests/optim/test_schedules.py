@@ -187,7 +187,7 @@ def test_settings_that_do_not_go_together_are_refused():
         ("polynomial", {"end_lr": 0.2}, "end_lr is 0.2; expected a finite number from 0 to 0.1"),
         ("linear", {"warmup_start": 1}, "warmup_start is 1; expected an integer of at most 0"),
         ("linear", {"decay_start": "end"}, "'end'; expected one of warmup_end, first_step"),
-        ("linear", one_length, "decay_steps and decay_epochs, which are one length"),
+        ("linear", one_length, "decay_steps and decay_epochs, which set the same duration"),
     ):
         epoch_examples = 9 if options is one_length else None
         optim = {"lr": 0.1, "epoch_examples": epoch_examples, "schedule_options": options}

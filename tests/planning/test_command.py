@@ -87,7 +87,7 @@ def test_meshes_are_ranked(capsys):
     [
         ("--mesh.ep 3", "8 experts cannot be spread evenly over ep 3.*Meshes that would fit: "),
         ("--suggest 4", "--suggest needs a number of ranks above 0, and --memory of a device"),
-        ("--suggest 7 --memory 1GiB", "No mesh of 7 ranks goes with the model and the batch"),
+        ("--suggest 7 --memory 1GiB", "No mesh of 7 ranks fits the model and the batch"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(argv, message):

@@ -68,10 +68,10 @@ def test_the_planner_compares_the_ways(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--heal", "3s"], "--heal is about failures"),
+        (["--heal", "3s"], "--heal applies to failures"),
         (["--mtbf", "soon"], "--mtbf is 'soon'"),
         (["--mtbf", "3h", "--saves", ""], "--saves is ''; expected a time above 0"),
-        (["--mtbf", "3h", "--suggest", "8", "--memory", "80GiB"], "--mtbf is about one mesh"),
+        (["--mtbf", "3h", "--suggest", "8", "--memory", "80GiB"], "--mtbf applies to one mesh"),
     ],
 )
 def test_wrong_questions_about_failures_are_answered(arguments, message):

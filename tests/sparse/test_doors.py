@@ -170,7 +170,7 @@ def test_a_mask_of_zeros_and_ones_of_any_dtype_is_that_of_bools():
 
 @pytest.mark.parametrize("values", [[0.0, -math.inf], [1.0, math.nan], [1, 2]])
 def test_additive_masks_and_other_numbers_are_no_mask(values):
-    with pytest.raises(DataError, match=r"token_mask holds .*of an additive mask.* `mask == 0`"):
+    with pytest.raises(DataError, match=r"token_mask holds .*for an additive mask.* `mask == 0`"):
         build_layer()(zeros(1, 2, 7), torch.tensor([values]))
 
 

@@ -305,7 +305,7 @@ def test_wrong_edits_are_refused():
         ({("encoder", 1): DropExperts(0)}, r"no sparse layer \('encoder', 1\)"),
         ({KEY: DropExperts(E)}, "expert is 5; expected .*4"),
         ({KEY: 3}, "edit of .* is 3; expected a function"),
-        ({KEY: RerouteExperts(0, 1, 2, 3)}, "leaves 1 where a token chooses 2"),
+        ({KEY: RerouteExperts(0, 1, 2, 3)}, "leaves 1, but each token chooses 2"),
     ):
         with pytest.raises(ConfigError, match=message), edit_routing(build_layer(), edits):
             pass

@@ -129,7 +129,7 @@ def test_nothing_to_trace_and_numbers_out_of_range_are_refused(tokenizer):
     settings = {"inputs_length": 8, "batch_size": 3}
     with pytest.raises(DataError, match="no text has 4 tokens"):
         corrupted_batches(TEXTS[1:2], tokenizer, noise=Noise(), **settings)
-    with pytest.raises(DataError, match="not one pair"):
+    with pytest.raises(DataError, match="no pairs"):
         paired_batches([], tokenizer, targets_length=8, **settings)
     for name in ("batch_size", "most_examples"):
         with pytest.raises(ConfigError, match=f"{name} is 0"):

@@ -98,7 +98,7 @@ def test_probes_of_another_text_or_model_are_not_continued_and_stay(folder):
         (probe_facts(MODEL, other_text, "one batch"), other_text),
         (probe_facts(other_model, TEXT, "two batches"), TEXT),
     ):
-        with pytest.raises(DataError, match="holds probes of another text or of other layers"):
+        with pytest.raises(DataError, match="holds probes of a different text or different layers"):
             begin_probes(folder, facts, text, 100)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -112,7 +112,7 @@ def test_a_damaged_probe_is_named(folder):
     with pytest.raises(DataError, match=r"step_00000100.*cannot be read"):
         read_probes(folder)
     save_file(tensors, path, metadata={"text_fingerprint": "0" * 64})
-    with pytest.raises(DataError, match=r"step_00000100.* of another text than probe.json"):
+    with pytest.raises(DataError, match=r"step_00000100.* a different text than probe.json"):
         read_probes(folder)
     for expert in (7, -2):
         wrong = tensors[name].clone()
@@ -130,7 +130,9 @@ def test_a_damaged_probe_is_named(folder):
 def test_a_damaged_text_or_none_is_named(folder, tmp_path, read):
     content = (folder / "text.safetensors").read_bytes()
     (folder / "text.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
-    with pytest.raises(DataError, match=r"text\.safetensors is not the text of .*probe\.json"):
+    with pytest.raises(
+        DataError, match=r"text\.safetensors does not hold the text of .*probe\.json"
+    ):
         read(folder)
     (folder / "text.safetensors").unlink()
     with pytest.raises(DataError, match=r"text\.safetensors cannot be read"):

@@ -208,7 +208,7 @@ def test_tensors_that_do_not_fit_are_refused(unsummed):
         ("encoder.starts", whole["encoder.starts"].flip(0)),
     ):
         save_file({**whole, name: changed}, unsummed / TENSORS_FILE)
-        with pytest.raises(DataError, match="other token ids"):
+        with pytest.raises(DataError, match="different token ids"):
             read_trace(unsummed)
     del whole["encoder.0.first"]
     save_file(whole, unsummed / TENSORS_FILE)
@@ -222,7 +222,7 @@ def test_facts_that_do_not_fit_are_refused(unsummed):
     for changes, message in (
         ({"version": 2}, "format is 2"),
         ({"num_examples": "9"}, "num_examples is '9'"),
-        ({"inputs_fingerprint": "0" * 64}, "other token ids"),
+        ({"inputs_fingerprint": "0" * 64}, "different token ids"),
     ):
         path.write_text(json.dumps({**facts, **changes}))
         with pytest.raises(DataError, match=message):

@@ -46,7 +46,9 @@ def test_the_reference_has_a_document_for_each_topic_and_no_empty_one():
 
 def test_a_python_without_its_reference_is_told(monkeypatch):
     monkeypatch.setattr(texts, "topic_documents", list)
-    with pytest.raises(DataError, match=r"without its language reference\. Give files"):
+    with pytest.raises(
+        DataError, match=r"does not include its language reference\. Give text files"
+    ):
         reference_texts()
 
 

@@ -93,7 +93,7 @@ def test_another_tokenizer_and_no_model_are_named(inputs, tmp_path):
     other = tmp_path / "tokenizer"
     options = ["--corpus", inputs["corpus"], "--out", other, "--vocab-size", "200"]
     train_tokenizer.main([str(option) for option in options])
-    with pytest.raises(ConfigError, match="tokenizer is not that of the model"):
+    with pytest.raises(ConfigError, match="tokenizer does not belong to the model"):
         go_on(inputs, tmp_path / "run", "--tokenizer", str(other))
     with pytest.raises(CheckpointError, match="holds no model"):
         pretrain.main(pretrain_arguments(inputs, tmp_path / "run", "--pretrained", inputs["run"]))

@@ -138,8 +138,8 @@ def test_slots_that_cannot_be_kept_are_refused_with_the_way_out(inputs, tmp_path
     shutil.copytree(inputs["run"], unfinished, ignore=shutil.ignore_patterns("step_00000004"))
     keep = ("--optimizer_state", "keep")
     for run, more, message in (
-        (alone, (), r"holds no checkpoint whose .* --optimizer_state reset"),
-        (unfinished, (), "step_00000003 is not of the last step, 4, as the model is"),
+        (alone, (), r"has no checkpoint whose .* --optimizer_state reset"),
+        (unfinished, (), "step_00000003 is not from the last step, 4, but the model is"),
         (inputs["run"], ("--optim.optimizer", "adamw"), "state of adafactor, not of adamw"),
         (inputs["run"], ("--init", "scratch"), "'keep'; expected reset, since init is"),
     ):

@@ -267,8 +267,8 @@ REFUSED = {
     ("--train", "pairs.jsonl", "--mixture.maximum", "7"): (ConfigError, "maximum would change nothing"),
     ("--mixture.tasks", "[]"): (ConfigError, "nothing given to train on; expected one of --task"),
     ("--task", "rare"): (ConfigError, "dev_examples is None, and no task has a dev split"),
-    ("--mixture.folder", "nowhere"): (DataError, "is nowhere, which is no folder"),
-    ("--pretrained", "none"): (CheckpointError, r"pre-train it .*st_moe_tiny_pretrain --out"),
+    ("--mixture.folder", "nowhere"): (DataError, "is nowhere, which is not a folder"),
+    ("--pretrained", "none"): (CheckpointError, r"pre-train one .*st_moe_tiny_pretrain --out"),
 }  # fmt: skip
 
 

@@ -277,7 +277,7 @@ def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(inputs, without_model
     (beyond / "state.json").write_text(json.dumps({**state, "step": 99}))
     (beyond / "SHA256SUMS").unlink()
     write_sums(beyond)
-    with pytest.raises(CheckpointError, match=r"is of step 99, .* at training\.steps, 21"):
+    with pytest.raises(CheckpointError, match=r"is from step 99, .* at training\.steps, 21"):
         here(inputs, without_model, "--resume")
 
 
@@ -309,7 +309,7 @@ def test_a_complete_run_is_kept_and_a_second_one_is_not_begun(inputs, unstopped,
     before = [path.stat().st_mtime_ns for path in files]
     here(inputs, unstopped, "--resume")
     assert "is complete" in capsys.readouterr().out
-    with pytest.raises(DataError, match=r"already holds a run\. Give --resume"):
+    with pytest.raises(DataError, match=r"already holds a run\. Use --resume"):
         here(inputs, unstopped)
     assert [path.stat().st_mtime_ns for path in files] == before
 

@@ -214,7 +214,7 @@ def test_a_resumed_run_has_the_same_probes(inputs, probed, stopped):
 def test_a_resumed_run_may_begin_to_probe_but_not_change_the_text(inputs, stopped, tmp_path):
     before = content_of(stopped / "probe")
     words = pretrain_arguments(inputs, stopped, *STEPS, "--resume", "--training.probe_every", 5)
-    with pytest.raises(DataError, match="holds probes of another text"):
+    with pytest.raises(DataError, match="holds probes of a different text"):
         pretrain.main(words)
     assert content_of(stopped / "probe") == before
 
@@ -327,7 +327,7 @@ def test_a_resumed_trainer_goes_on_with_the_same_probes_and_a_new_one_does_not_m
     probing().train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert content_of(folder) == alone
 
-    with pytest.raises(DataError, match=r"holds the probes of another training\. Resume it"):
+    with pytest.raises(DataError, match=r"holds the probes of another training run\. Resume it"):
         probing().train()
     assert content_of(folder) == alone
 

@@ -211,7 +211,7 @@ def test_a_router_that_learns_of_its_load_learns_once_an_update(tmp_path):
 
 def test_the_trainers_own_label_smoothing_is_refused_with_the_name_of_ours(tmp_path):
     trainer = make_trainer(tmp_path, label_smoothing_factor=0.1)
-    with pytest.raises(ConfigError, match="In place of label_smoothing_factor"):
+    with pytest.raises(ConfigError, match="instead of label_smoothing_factor"):
         trainer.train()
 
 

@@ -42,9 +42,9 @@ from moe.tracing.recorder import TracedBatch, evaluation_mode
 
 
 class LayerAblation(NamedTuple):
-    """Sums of what ablating each of the E experts of a layer did to G documents.
+    """Sums of the effects of ablating each of the E experts of a layer on G documents.
 
-    The C sets are classes of target tokens; the first one is that of all.
+    The C sets are classes of target tokens; the first one contains all tokens.
 
     Attributes:
         key: Name of the layer.
@@ -53,8 +53,8 @@ class LayerAblation(NamedTuple):
         change: <float64>[E, C, G] change of their loss, in nats.
         random_change: <float64>[E, C, G] change when as many choices, drawn at random in each
             sequence, are ablated instead of the expert's.
-        chosen_tokens: <float64>[E, G] target tokens that the expert works on; in the encoder those
-            of sequences in which it works on an input token.
+        chosen_tokens: <float64>[E, G] target tokens that the expert works on; in the encoder,
+            target tokens of the sequences in which it processes an input token.
         chosen_change: <float64>[E, G] change of their loss.
         load: <int64>[E] accepted choices of each expert.
         peer: <int64>[E] the other expert of nearest load.
@@ -78,7 +78,7 @@ class Ablation(NamedTuple):
 
     Attributes:
         intervention: Name of the intervention.
-        loss: Mean loss of the target tokens before, in nats.
+        loss: Mean loss of the target tokens without ablation, in nats.
         num_targets: Number of target tokens, N.
         num_documents: Number of documents, G.
         layers: One for each layer, the encoder's first.
@@ -103,10 +103,11 @@ def ablate_experts(
     seed: int = 0,
     progress: bool = True,
 ) -> Ablation:
-    """Returns what ablating each expert does to the loss of every class, in evaluation mode.
+    """Returns the effect of ablating each expert on the loss of every class, in evaluation mode.
 
     Every expert costs two forward passes of each batch: one without it, and one in which as many
-    random choices are ablated likewise. Those of the decoder reuse the encoder's output.
+    random choices are ablated likewise. Runs with ablated decoder experts reuse the encoder's
+    output.
 
     Example:
         ablation = ablate_experts(model, traced_batches(batches), {"numbers": is_number})
@@ -177,7 +178,7 @@ def ablate_experts(
 
 
 def nearest_load(load: Tensor) -> Tensor:
-    """Returns <int64>[E]: the other expert of nearest load <int64>[E]; of equals the lower number."""
+    """Returns <int64>[E]: the other expert with the nearest load <int64>[E]; ties go to the lower number."""
     distance = (load[:, None] - load[None, :]).abs().double()  # [E, E]
     return distance.fill_diagonal_(float("inf")).argmin(dim=1)
 
@@ -189,7 +190,7 @@ def _checked_keys(
     model_layers = sparse_layers(model)
     wanted = list(model_layers if layers is None else layers)
 
-    # The layers exist and have experts to compare.
+    # The layers must exist and have experts to compare.
     for key in wanted:
         check_layer(key, model_layers, model)
     check(bool(wanted), "layers to ablate", wanted, "at least one sparse layer")
@@ -271,7 +272,7 @@ def _fill_tables(
         unchanged = run_unchanged(model, traced.batch)
         total_loss += float(unchanged.losses.sum())
 
-        # Each batch and layer has random choices of its own.
+        # Each batch and layer has its own random choices.
         for table_number, table in enumerate(tables):
             numbers = np.random.SeedSequence((seed, number, table_number))
             lot = int(numbers.generate_state(1)[0])
@@ -290,11 +291,11 @@ def _ablate_layer(
     lot: int,
     bar: "tqdm[NoReturn]",
 ) -> None:
-    """Adds what ablating each expert of a layer does to the targets of one batch.
+    """Adds the effect of ablating each expert of a layer on the targets of one batch.
 
     Args:
         model: The model.
-        unchanged: The batch, and what the model does with it.
+        unchanged: The batch, and the results of the unchanged model.
         document: <int64>[n] document of each target.
         table: The layer; masks <bool>[C, n] of the batch.
         kind: The intervention.

@@ -31,8 +31,8 @@ class ExpertMeasures(NamedTuple):
         load: <int64>[E] accepted choices of each expert.
         mean_output: <float64>[E, D] mean output of each expert over them, before its weight; 0 for
             an expert without any.
-        estimate: <float64>[E] first-order estimate of what dropping the expert adds to the loss,
-            in nats for each target token.
+        estimate: <float64>[E] first-order estimate of the increase of the loss when the expert is
+            dropped, in nats for each target token.
     """
 
     load: Tensor
@@ -105,8 +105,8 @@ class Observation:
     Attributes:
         plan: The plan that it carried out.
         tokens: <any float>[B, L, D] its input.
-        nudge: <any float>[B, L, D] zeros added to its output, so that their gradient is that of the
-            output; set only when gradients are computed.
+        nudge: <any float>[B, L, D] zeros added to its output, so that their gradient equals the
+            output's; set only when gradients are computed.
     """
 
     plan: DispatchPlan
@@ -143,7 +143,7 @@ def observe_layers(
     for key, observation in observations.items():
         edits[key] = observation.keep_plan
 
-    # An edit that changes nothing sees the plan, a hook what goes in and out.
+    # An identity edit records the plan, a hook the input and output.
     with ExitStack() as contexts:
         contexts.enter_context(edit_routing(model, edits))
         for key, observation in observations.items():
@@ -261,11 +261,11 @@ def loss_change(
 
 
 def _blocks_before(model: STMoEForConditionalGeneration, key: LayerKey) -> list[Block]:
-    """Returns the blocks before that of a sparse layer, in its stack."""
+    """Returns the blocks before the one of a sparse layer, in its stack."""
     stacks = {"encoder": model.model.encoder.stack, "decoder": model.model.decoder}
     layer = sparse_layers(model)[key]
 
-    # In order, up to the one that the layer is in.
+    # In order, up to the block of the layer.
     blocks: list[Block] = []
     for block in stacks[key[0]].blocks:
         if any(part is layer for part in block.modules()):

@@ -33,17 +33,17 @@ NOTHING_SHOWN = "nothing was shown"
 
 
 class ExpertEffect(NamedTuple):
-    """What ablating one expert does to the loss.
+    """Effect of ablating one expert on the loss.
 
     Attributes:
         key: Name of the layer.
         expert: Number of the expert, from 0.
         load: Its accepted choices.
         effect: Change of the mean loss of all target tokens.
-        where_chosen: Change for the tokens that it works on; see `LayerAblation`.
+        where_chosen: Change for the tokens that it processes; see `LayerAblation`.
         elsewhere: Change for all other tokens, which it affects through attention only.
         over_random: `effect` minus the effect of as many random choices.
-        peer: The expert of nearest load.
+        peer: The expert with the nearest load.
         over_peer: `effect` minus the effect of the peer.
         estimate: First-order estimate of dropping the expert.
     """
@@ -89,7 +89,7 @@ class ClassVerdict(NamedTuple):
 
 
 class TopEffect(NamedTuple):
-    """An expert with a large effect, and the classes that it was shown to be for."""
+    """An expert with a large effect, and the classes that it was shown to serve."""
 
     effect: ExpertEffect
     classes: tuple[str, ...]
@@ -160,7 +160,7 @@ def expert_effects(ablation: Ablation, *, confidence: float = CONFIDENCE) -> lis
 
 
 def rank_correlations(ablation: Ablation) -> list[RankCorrelation]:
-    """Returns how well load and first-order estimate tell which experts have a large effect."""
+    """Returns how well load and first-order estimate predict which experts have a large effect."""
     correlations = []
     for layer in ablation.layers:
         effect = layer.change[:, 0].sum(dim=-1)  # [E]
@@ -173,10 +173,10 @@ def rank_correlations(ablation: Ablation) -> list[RankCorrelation]:
 def top_effects(
     ablation: Ablation, n: int = 5, *, margin: float = MARGIN, confidence: float = CONFIDENCE
 ) -> list[TopEffect]:
-    """Returns the experts whose ablation costs most, and the classes that they are for.
+    """Returns the experts whose ablation costs most, and the classes that they serve.
 
-    Only experts whose interval of the effect lies above 0: the list is empty where nothing was
-    shown. Arguments as in `class_verdicts`.
+    Only experts whose interval of the effect is above 0: the list is empty if no effect is
+    significant. Arguments as in `class_verdicts`.
     """
     check_integer("n", n, least=1)
     effects = expert_effects(ablation, confidence=confidence)

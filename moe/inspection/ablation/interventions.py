@@ -1,4 +1,4 @@
-"""Interventions on an expert that show what it contributes: drop, reroute, mean, swap.
+"""Interventions on an expert that show its contribution: drop, reroute, mean, swap.
 
 Each applies to the choices of an expert, or to as many random ones; `ablate` runs them over all experts.
 """
@@ -44,9 +44,9 @@ def choices_of(expert: int) -> ChoiceMask:
 def as_many_at_random(expert: int, *, num_sequences: int, seed: int) -> ChoiceMask:
     """Returns the function that draws as many accepted choices as an expert has, in each sequence.
 
-    The draw is from the choices of all experts. One seed gives every expert of a layer the same
-    random order of choices, of which a larger expert takes more: so all experts are compared with the
-    same random tokens, whatever their numbers.
+    The draw is from the choices of all experts. One seed gives every expert of a layer the same random order of
+    choices, and a larger expert takes more of them: all experts are compared with the same random tokens, regardless of
+    their loads.
 
     Args:
         expert: Number of the expert, from 0.
@@ -61,7 +61,7 @@ def as_many_at_random(expert: int, *, num_sequences: int, seed: int) -> ChoiceMa
         return flat.unflatten(0, (num_sequences, -1))  # [B, L * K]
 
     def draw(plan: DispatchPlan) -> Tensor:
-        # How many to draw in each sequence.
+        # Number of draws in each sequence.
         accepted = by_sequence(plan.accepted)
         own = by_sequence(own_choices(plan))
         num_wanted = own.sum(dim=1, keepdim=True)  # [B, 1]

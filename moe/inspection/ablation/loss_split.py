@@ -20,7 +20,7 @@ from moe.tracing.trace import Trace
 
 
 class LossSplit(NamedTuple):
-    """Why the loss of one model differs from that of another on the same examples.
+    """Reasons why the losses of two models differ on the same examples.
 
     Attributes:
         first: Mean loss of the first model's target tokens, in nats.
@@ -48,8 +48,8 @@ def split_loss(
 ) -> LossSplit:
     """Returns the loss of two models on the same batches, and why they differ.
 
-    The weights of replayed choices are those of the second router: only the choice of experts comes from the
-    first. Both models evaluate; their training modes are restored.
+    The weights of replayed choices come from the second router: only the choice of experts comes from the first. Both
+    models evaluate; their training modes are restored.
 
     Args:
         first: The model that was traced.
@@ -57,7 +57,7 @@ def split_loss(
         trace: Routing of the first model on the batches.
         batches: The examples of the trace, on the device of both models.
         expert_map: See `replay_routing`.
-        confidence: Share of intervals that hold the truth.
+        confidence: Share of intervals that contain the true value.
 
     Raises:
         DataError: When the models have other layers than the trace, the batches are not those of the

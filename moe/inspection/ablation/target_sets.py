@@ -51,7 +51,7 @@ class TargetSets(NamedTuple):
 
 
 def list_targets(batches: Sequence[TracedBatch]) -> Targets:
-    """Returns where the target tokens of batches come from.
+    """Returns the origin of the target tokens of batches.
 
     Raises:
         DataError: When a batch has no labels or has segments, or there is no target at all.
@@ -162,7 +162,9 @@ def sequence_sets(
 
 def _named_sets(names: Sequence[str], masks: Sequence[Tensor]) -> TargetSets:
     if len(set(names)) < len(names):
-        raise DataError(f"Two of the sets {', '.join(names)} have one name. Rename a class.")
+        raise DataError(
+            f"Two of the sets {', '.join(names)} have the same name. Rename one of them."
+        )
     return TargetSets(tuple(names), torch.stack(list(masks)))
 
 

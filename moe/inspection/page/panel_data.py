@@ -1,4 +1,4 @@
-"""The panels of the routing view beside the text: classes, saturation and ablation, as plain numbers.
+"""The panels of the routing view next to the text: classes, saturation and ablation, as plain numbers.
 
 Computed from a trace, from the probes of a run, and by `stmoe inspect ablate`, whose file is written
 and read here. `routing_view` draws them. A number that is not finite means "not known".
@@ -58,7 +58,7 @@ class LayerClasses(NamedTuple):
 
 
 class SaturationPoint(NamedTuple):
-    """Agreement of a layer's choices at one step with those of the last checkpoint.
+    """Agreement of a layer's choices at one step with the last checkpoint.
 
     Attributes:
         key: The layer.
@@ -80,7 +80,7 @@ class AblationBar(NamedTuple):
         effect: Change of the loss in nats per token; above 0 the model needs the expert.
         low: Lower end of its interval.
         high: Upper end of its interval.
-        verdict: Conclusion in words.
+        verdict: Conclusion, as text.
         edit: Name of the intervention, e.g. `drop`.
     """
 
@@ -125,12 +125,12 @@ def view_classes(
 ) -> list[LayerClasses]:
     """Returns class tables of every layer: classes of tokens, and kinds of text if there are several.
 
-    The decoder's classes are those of its input tokens.
+    The decoder's tokens are classified by its input tokens.
 
     Args:
         trace: A trace of the model.
         tokenizer: The model's.
-        num_permutations: Number of shuffles behind each p-value.
+        num_permutations: Number of shuffles for each p-value.
         seed: Seed of the shuffles.
 
     Raises:
@@ -179,7 +179,7 @@ def view_classes(
 
 
 def view_saturation(folder: Path) -> list[SaturationPoint]:
-    """Returns the agreement of the choices of a training run with those of its last probe.
+    """Returns the agreement of the choices of a training run with its last probe.
 
     Args:
         folder: The folder `probe` of a run.
@@ -298,7 +298,7 @@ def read_ablation(path: Path, trace: Trace) -> list[AblationBar]:
     content = read_record(path, _Ablation, advice=_ADVICE)
     if content.inputs_fingerprint != trace.facts.inputs_fingerprint:
         raise DataError(
-            f"{path} is of inputs {content.inputs_fingerprint[:12]}, the trace of "
+            f"{path} was computed on inputs {content.inputs_fingerprint[:12]}, but the trace on inputs "
             f"{trace.facts.inputs_fingerprint[:12]}. {_ADVICE}"
         )
     bars = []

@@ -106,7 +106,8 @@ def _read_metrics(path: Path) -> list[Line]:
     """Returns the lines of a metrics.jsonl.
 
     Raises:
-        DataError: When it is another file, that of several runs, or holds nothing that is plotted.
+        DataError: When it is a different kind of file, contains several runs, or has no plotted
+            metrics.
     """
     advice = "Give the metrics.jsonl of a run."
     lines: list[Line] = []
@@ -115,7 +116,7 @@ def _read_metrics(path: Path) -> list[Line]:
         where = f"{path}, line {number}"
         if "stage" in values:
             raise DataError(
-                f"{where} is of stage {shown(values['stage'])} of a job. Give each run's own metrics.jsonl."
+                f"{where} is from stage {shown(values['stage'])} of a job. Give each run's own metrics.jsonl."
             )
 
         # Steps are counts, and never fall within a run.

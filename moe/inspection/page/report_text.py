@@ -42,7 +42,7 @@ def _capacity_factor(factor: float | None) -> str:
 
 
 def batches_sentence(source: SpanCorruptionSource, num_batches: int) -> str:
-    """Returns how many batches were traced, and how much of the text they cover."""
+    """Returns the number of traced batches, and the share of the text that they cover."""
     # Examples repeat with other masks once all chunks of the text are used.
     num_examples = num_batches * source.batch_size
     num_chunks = source.num_examples
@@ -60,7 +60,7 @@ def batches_sentence(source: SpanCorruptionSource, num_batches: int) -> str:
 
 
 def layer_sentence(layer: LayerCounts) -> str:
-    """Returns the load and the entropy of a layer in words."""
+    """Returns a description of the load and the entropy of a layer."""
     shares = load_shares(layer)
     num_experts = len(shares)
     busiest = shares.index(max(shares))

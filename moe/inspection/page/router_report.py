@@ -86,7 +86,7 @@ def write_report(
         recipe_text: The recipe of the model's run; empty where none is known.
         corpus_rows: Documents, characters and licences of the corpus, under CORPUS_HEADER.
         stages: Metrics of runs; may be empty.
-        evaluation: Evaluation of the same or of other models; None for no panel about one.
+        evaluation: Evaluation of the same or of other models; None omits the panel.
     """
     panels = ["evaluation"] if evaluation else []
     panels += ["training"] if stages else []

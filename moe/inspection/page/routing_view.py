@@ -56,7 +56,7 @@ _SCRIPTS = (
 )
 _FRAME_HEIGHT = 860  # pixels, in a notebook
 
-# Examples of the first page whose size is measured; the room kept free, as examples differ in
+# Examples of the first page whose size is measured; the reserved space, as examples differ in
 # length; and the tokens of an example below which its start is not worth showing.
 _PROBED_EXAMPLES = 16
 _MARGIN = 0.99
@@ -80,14 +80,14 @@ class RoutingView:
             path: The .html file; an existing one is replaced.
 
         Raises:
-            ConfigError: When it is not the path of an .html file, or lies in a finished folder.
+            ConfigError: When it is not the path of an .html file, or is inside a finished folder.
         """
         page = output_path(path, suffix=".html", option="path")
         write_text(page, self.html)
         return page
 
     def _repr_html_(self) -> str:
-        # A frame keeps styles apart, and what is in it can reach nothing outside.
+        # A frame isolates styles, and its content cannot access anything outside.
         return (
             f'<iframe srcdoc="{escape(self.html)}" sandbox="allow-scripts" title="Routing view" '
             f'style="width: 100%; height: {_FRAME_HEIGHT}px; border: 0"></iframe>'
@@ -113,21 +113,21 @@ def routing_view(
     Args:
         trace: Trace of the model; with `num_best` it also has probabilities to show.
         tokenizer: Names the tokens.
-        other: Trace of another model on the same text, to show beside it.
+        other: Trace of another model on the same text, to show next to it.
         matching: For layers of the other model, the number that each expert has in the first model,
             -1 for none. By default experts of the same number correspond.
         classes: Class by expert.
-        saturation: Agreement of choices with those of the last checkpoint.
+        saturation: Agreement of choices with the last checkpoint.
         ablation: Effects of the ablation of experts on the loss, in display order.
         title: Heading of the page; by default it names the model.
-        most_bytes: Largest size of the page.
+        most_bytes: Maximum size of the page.
 
     Raises:
         ConfigError: When statistics are of layers or experts that the trace does not have.
         DataError: When there is no sparse layer, the other model read another text, or not even the
             start of one example fits.
     """
-    # Refuse what can be refused before anything is built.
+    # Reject invalid arguments before building anything.
     check_integer("most_bytes", most_bytes, least=1)
     if not trace.layers:
         raise DataError(
@@ -257,11 +257,11 @@ def _fitting_page(render: Callable[[Shown], str], trace: Trace, most_bytes: int)
     room = most_bytes - bare_size
     if room <= 0:
         raise DataError(
-            f"The page may have {most_bytes:,} bytes, and its tables alone have {bare_size:,}. Give a larger "
+            f"The page is limited to {most_bytes:,} bytes, but its tables alone take {bare_size:,}. Give a larger "
             "most_bytes, or fewer classes, steps or bars."
         )
 
-    # The size of a few examples says how many there is room for; some are longer than others.
+    # The size of a few examples tells how many fit; some are longer than others.
     number = min(_PROBED_EXAMPLES, num_examples)
     is_probe = True
     while number:
@@ -282,6 +282,6 @@ def _fitting_page(render: Callable[[Shown], str], trace: Trace, most_bytes: int)
             return page
         most_tokens //= 2
     raise DataError(
-        f"The page may have {most_bytes:,} bytes, too few for {_FEWEST_TOKENS} tokens of an example. Give a larger "
-        "most_bytes."
+        f"The page is limited to {most_bytes:,} bytes, too few for {_FEWEST_TOKENS} tokens of an example. Give a "
+        "larger most_bytes."
     )

@@ -38,7 +38,7 @@ def visible_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> li
     """Returns tokens as texts; one that begins a word begins with a space.
 
     Args:
-        tokenizer: Names the tokens; an id that it does not know is shown as a number.
+        tokenizer: Names the tokens; unknown ids are shown as numbers.
         ids: Token ids, or START.
     """
     texts = []
@@ -88,7 +88,7 @@ def _visible_character(character: str) -> str:
 Json = dict[str, Any]
 """An object of the page's JSON; docstrings list its fields."""
 
-# Experts of a layer with a node of their own in the flow; all others share one.
+# Experts of a layer with their own node in the flow; all others share one.
 _MOST_NODES = 16
 _REST = -1
 _NO_EXPERT = -2
@@ -304,7 +304,7 @@ def _flow(layer: LayerTrace, next_layer: LayerTrace) -> Json:
     most = counts[:-1, :-1].topk(num_next, dim=1)
     pairs = torch.stack([most.indices, most.values], dim=-1)  # [E, num_next, 2]
 
-    # Experts without a node of their own are summed.
+    # Experts without their own node are summed.
     node_of = _node_of(nodes, layer.facts.num_experts)  # [E + 1]
     next_node_of = _node_of(next_nodes, next_layer.facts.num_experts)  # [F + 1]
     by_node = counts.new_zeros(len(nodes), counts.shape[1]).index_add(0, node_of, counts)
@@ -325,7 +325,7 @@ def _count_first(layer: LayerTrace) -> Tensor:
 
 
 def _count_pairs(layer: LayerTrace, other: LayerTrace) -> Tensor:
-    """Returns <int64>[E + 1, F + 1]: tokens by first choice in two layers, last for no choice."""
+    """Returns <int64>[E + 1, F + 1]: tokens by first choice in two layers, the last index means no choice."""
     columns = other.facts.num_experts + 1
     cells = _first(layer) * columns + _first(other)  # [N]
     counts = torch.bincount(cells, minlength=(layer.facts.num_experts + 1) * columns)
@@ -343,18 +343,18 @@ def _nodes(layer: LayerTrace) -> list[int]:
     first = _count_first(layer)  # [E + 1]
     num_experts = layer.facts.num_experts
 
-    # More nodes could not be told apart.
+    # More nodes would be indistinguishable.
     nodes = list(range(num_experts))
     if num_experts > _MOST_NODES:
         busiest = first[:-1].argsort(descending=True, stable=True)[: _MOST_NODES - 1]
         nodes = [*sorted(busiest.tolist()), _REST]
 
-    # Where experts choose tokens, some tokens are chosen by none.
+    # If experts choose tokens, some tokens are not chosen.
     return [*nodes, _NO_EXPERT] if first[-1] else nodes
 
 
 def _node_of(nodes: list[int], num_experts: int) -> Tensor:
-    """Returns <int64>[E + 1]: the index of each expert's node; the last is for no expert."""
+    """Returns <int64>[E + 1]: the index of each expert's node; the last means no expert."""
     rest = nodes.index(_REST) if _REST in nodes else 0
     node_of = torch.full((num_experts + 1,), rest)
     for index, node in enumerate(nodes):
@@ -366,7 +366,7 @@ def _node_of(nodes: list[int], num_experts: int) -> Tensor:
 def agreements(
     trace: Trace, other: Trace, matching: Mapping[LayerKey, Sequence[int]]
 ) -> list[Json]:
-    """Returns how far two models agree on first choices in their common layers.
+    """Returns the agreement of two models on first choices in their common layers.
 
     `same` of `num_tokens` have the same expert; `by_chance` is the share that would if the choices
     of the models were independent.

@@ -80,10 +80,10 @@ def coactivation(layer: LayerTrace) -> Coactivation:
 def _expected_pairs(counts: Tensor) -> Tensor:
     """Returns <float64>[E, E]: pairs without preference, with each expert in as many pairs.
 
-    They are a_i a_j off the diagonal, so that their sums are those of the counts (quasi-independence,
-    by proportional fitting); NaN on the diagonal.
+    They are a_i a_j off the diagonal, so that their sums match the counts (quasi-independence, by proportional
+    fitting); NaN on the diagonal.
     """
-    # How many pairs each expert is in.
+    # Number of pairs with each expert.
     is_pair = ~torch.eye(len(counts), dtype=torch.bool)
     pairs = counts.double() * is_pair
     sums = pairs.sum(dim=1)  # [E]
@@ -103,7 +103,7 @@ def _expected_pairs(counts: Tensor) -> Tensor:
 
 
 class Flow(NamedTuple):
-    """Where tokens go in the next sparse layer, by where they went in one.
+    """Transitions of tokens from the experts of one sparse layer to those of the next.
 
     Attributes:
         layer: The first layer's stack and number.
@@ -160,7 +160,7 @@ def layer_flows(
     shuffle = null(places)
     flows = []
     for layer, next_layer in pairwise(stack.layers):
-        # First choices in both layers, as they are and then shuffled; a last row is of no expert.
+        # First choices in both layers, observed and then shuffled; the last row means no expert.
         num_experts = layer.facts.num_experts
         first = layer.first.long()
         rows = first.masked_fill(first < 0, num_experts).numpy()
@@ -169,7 +169,7 @@ def layer_flows(
         )
         tables = torch.stack([table[:-1] for (table,) in draws])  # [R, E, E']
 
-        # How much the row, this layer's expert, explains of the column.
+        # How much the expert of this layer (row) explains of the expert of the other (column).
         information = normalized_information(tables.mT).round(decimals=12)
         p_value = share_at_least(information, information[:1])
 

@@ -21,7 +21,7 @@ def one_hot_choices(choices: Tensor, num_experts: int) -> Tensor:
         num_experts: E.
 
     Raises:
-        DataError: When there is no such expert.
+        DataError: When an expert is out of range.
     """
     # One choice is K = 1.
     choices = choices.long()
@@ -33,7 +33,7 @@ def one_hot_choices(choices: Tensor, num_experts: int) -> Tensor:
             f"to {num_experts - 1}."
         )
 
-    # A last column is for no choice.
+    # The last column means no choice.
     column = choices.masked_fill(choices < 0, num_experts)
     chosen = torch.zeros(len(choices), num_experts + 1, dtype=torch.float64)
     return chosen.scatter(1, column, 1)[:, :num_experts]
@@ -47,12 +47,12 @@ def normalized_information(counts: Tensor) -> Tensor:
     Args:
         counts: <any>[..., C, E] how often each row met each column.
     """
-    # How much there is to tell.
+    # Entropy of the classes, the maximum.
     joint = _shares(counts)
     rows = joint.sum(dim=-1)
     entropy = _entropy(rows, dim=-1)
 
-    # And how much of it is told.
+    # Mutual information.
     information = mutual_information(counts)
     return torch.where(entropy > _NO_ENTROPY, information / entropy, math.nan)
 

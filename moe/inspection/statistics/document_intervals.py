@@ -49,7 +49,7 @@ class Estimates(NamedTuple):
     freedom: Tensor
 
     def interval(self, confidence: float) -> tuple[Tensor, Tensor]:
-        """Returns both ends <float64>[...]: infinite where nothing is known of the spread."""
+        """Returns both ends <float64>[...]: infinite if the spread is unknown."""
         half = student_half_width(self.stderr, self.freedom, confidence).nan_to_num(math.inf)
         center = self.value.nan_to_num(0.0)
         return center - half, center + half
@@ -79,9 +79,10 @@ def mean_over_tokens(tokens: TokenSums) -> Estimates:
 
 
 def difference_of_means(a: TokenSums, b: TokenSums) -> Estimates:
-    """Returns the mean over the tokens of `a` minus that of `b`, which are of the same documents.
+    """Returns the mean over the tokens of `a` minus the mean over those of `b`, from the same
+    documents.
 
-    Effects of a document that both share cancel. The degrees of freedom are those of the set with
+    Effects of a document that both share cancel. The degrees of freedom come from the set with
     tokens in fewer documents.
     """
     num_documents = torch.minimum((a.counts > 0).sum(dim=-1), (b.counts > 0).sum(dim=-1))

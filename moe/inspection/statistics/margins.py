@@ -38,7 +38,7 @@ class Margins(NamedTuple):
 
 
 def choice_margins(layer: LayerTrace) -> Margins:
-    """Returns how far the next expert is from being chosen instead, token by token.
+    """Returns the margin by which the next expert is not chosen, token by token.
 
     Args:
         layer: The layer's part of a trace that was recorded with `num_best` above K.
@@ -105,7 +105,7 @@ def noise_stability(
         For each layer and each variance.
 
     Raises:
-        ConfigError: When a variance is not above 0, or the seed is no integer.
+        ConfigError: When a variance is not above 0, or the seed is not an integer.
 
     Source:
         REAP (arXiv:2510.13999), router stability.
@@ -188,8 +188,8 @@ def _assigned(router: Router, scores: RouterScores, inputs: RouterInputs) -> Dis
 def _changes(
     scores: RouterScores, plan: DispatchPlan, noisy_scores: RouterScores, noisy_plan: DispatchPlan
 ) -> Tensor:
-    """Returns <int64>[4]: tokens that were routed, their requests, those of them that two plans
-    <...>[G, S, K] have in common, and tokens with the same first choice in both.
+    """Returns <int64>[4]: tokens that were routed, their requests, requests that two plans <...>[G,
+    S, K] have in common, and tokens with the same first choice in both.
     """
     before = _requested_experts(plan, scores)  # [G, S, E]
     after = _requested_experts(noisy_plan, noisy_scores)

@@ -23,8 +23,9 @@ class ExpertMatching(NamedTuple):
         counts: <int64>[E, E'] tokens by their first choices in both.
         partner: <int64>[E] the other model's matching expert; -1 for none, when it has fewer.
         agreement: Share of tokens whose experts are partners; NaN without tokens. Matching makes it
-            as large as can be, so that it is above 1 / E by chance, too.
-        adjusted_rand: Agreement of the two groupings of tokens beyond chance, whatever the experts
+            as large as possible, so that it is above 1 / E by chance, too.
+        adjusted_rand: Agreement of the two groupings of tokens beyond chance, regardless of the
+            experts
             are called: 0 by chance, 1 for the same groups.
     """
 
@@ -89,8 +90,9 @@ def match_traces(a: Trace, b: Trace) -> dict[LayerKey, ExpertMatching]:
     """
     if a.facts.inputs_fingerprint != b.facts.inputs_fingerprint:
         raise DataError(
-            f"The traces are of inputs {a.facts.inputs_fingerprint[:12]!r} and {b.facts.inputs_fingerprint[:12]!r}; "
-            "expected the same inputs. Trace the same text with both models, with one tokenizer."
+            f"The traces were recorded on inputs {a.facts.inputs_fingerprint[:12]!r} and "
+            f"{b.facts.inputs_fingerprint[:12]!r}; expected the same inputs. Trace the same text with both models, "
+            "with one tokenizer."
         )
     layers_a = {layer.key: layer for layer in a.layers}
     layers_b = {layer.key: layer for layer in b.layers}
@@ -104,7 +106,7 @@ def match_traces(a: Trace, b: Trace) -> dict[LayerKey, ExpertMatching]:
 
 
 def adjusted_rand(counts: Tensor) -> float:
-    """Returns how far two groupings of tokens agree beyond chance: 0 by chance, 1 for the same.
+    """Returns the agreement of two groupings of tokens beyond chance: 0 by chance, 1 for the same.
 
     Args:
         counts: <int64>[E, E'] tokens by their groups in both.

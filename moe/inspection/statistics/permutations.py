@@ -49,7 +49,8 @@ def token_places(trace: Trace, stack: Stack) -> TokenPlaces:
 class Shuffle(ABC):
     """A way to give tokens the experts of other tokens, so that only chance relates them.
 
-    Subclass it for another null hypothesis: under it, whatever a draw exchanges is exchangeable.
+    Subclass it for another null hypothesis: under it, the values that a draw exchanges must be
+        exchangeable.
     """
 
     def __init__(self, places: TokenPlaces) -> None:
@@ -90,15 +91,15 @@ class TokenShuffle(Shuffle):
 class DocumentShuffle(Shuffle):
     """Exchanges whole documents: a token gets the expert of the token at the same place in another.
 
-    Ten to twenty documents of similar length are permuted at random. Where the document assigned to
-    a document is too short, the one assigned to that continues, and so on: tokens keep their
+    Ten to twenty documents of similar length are permuted at random. If the document assigned to a
+    document is too short, the document assigned to that one follows, and so on: tokens keep their
     position, and neighbours in a document stay neighbours.
 
     Null hypothesis: a document's routing does not depend on its text. Within a document, tokens may
     depend on each other and on their position. With 40 documents its p-values are right; with 12 of
     unequal lengths, up to 12 % were at 0.05 or below. A class that has the same positions in all
     documents, such as the end of texts truncated to one length, has p = 1: experts for the class
-    cannot be told from experts for its position.
+    cannot be distinguished from experts for its position.
     """
 
     def __init__(self, places: TokenPlaces) -> None:
@@ -110,8 +111,8 @@ class DocumentShuffle(Shuffle):
         num_documents = int(self._document.max(initial=-1)) + 1
         if num_documents < LEAST_DOCUMENTS:
             raise DataError(
-                f"The tokens are of {num_documents} documents; shuffling whole documents needs {LEAST_DOCUMENTS} at "
-                "least. Trace more documents, or take TokenShuffle, which takes tokens for independent."
+                f"The tokens come from {num_documents} documents; shuffling whole documents needs {LEAST_DOCUMENTS} "
+                "at least. Trace more documents, or use TokenShuffle, which treats tokens as independent."
             )
 
         # Examples in the order of their documents: first token and length.
@@ -123,7 +124,7 @@ class DocumentShuffle(Shuffle):
         self._first_token = first_token[by_document]
         self._length = length[by_document]
 
-        # Where the examples of a document begin in that order, and how many they are.
+        # Start and number of the examples of each document in that order.
         self._num_examples = np.bincount(document_of_example)
         self._first_example = self._num_examples.cumsum() - self._num_examples
 
@@ -145,7 +146,7 @@ class DocumentShuffle(Shuffle):
         given = np.empty_like(shuffled)
         given[self._by_circle] = shuffled  # [D] the document whose experts each gets
 
-        # Where that one is too short, the one assigned to it, and so on; in the end, the document itself.
+        # If it is too short, the document assigned to it follows, and so on; in the end, the document itself.
         source = np.empty_like(self._document)
         tokens = np.arange(len(source))
         other = given[self._document]
@@ -240,7 +241,7 @@ def share_at_least(statistics: Tensor, values: Tensor) -> Tensor:
     """Returns the p-value of each value: the share of shuffles in which the statistic is as large.
 
     Args:
-        statistics: <float64>[R] of the tokens as they are and of all shuffles.
+        statistics: <float64>[R] of the original tokens and of all shuffles.
         values: <float64>[...] of the tokens as they are.
 
     Returns:
@@ -255,6 +256,6 @@ def check_tokens(what: str, num_tokens: int, expected: int) -> None:
     """Raises a DataError unless two things are of the same tokens."""
     if num_tokens != expected:
         raise DataError(
-            f"{what} are of {num_tokens:,} tokens; expected {expected:,}, those of the layer. Take both from the same "
+            f"{what} cover {num_tokens:,} tokens; expected {expected:,}, those of the layer. Take both from the same "
             "stack of one trace."
         )

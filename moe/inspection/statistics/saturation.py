@@ -18,7 +18,7 @@ from moe.tracing.trace import Trace
 
 
 class Agreement(NamedTuple):
-    """How far two sets of choices of the same tokens agree.
+    """Agreement of two sets of choices for the same tokens.
 
     Attributes:
         share: Mean over tokens of the experts chosen in both, over those chosen; NaN without tokens.
@@ -38,7 +38,7 @@ class Agreement(NamedTuple):
 
 
 def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
-    """Returns how far two sets of choices of the same tokens agree.
+    """Returns the agreement of two sets of choices of the same tokens.
 
     If a token has more choices in one set, the larger number counts; tokens without choices in both
     are left out.
@@ -49,7 +49,7 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
         num_experts: E.
 
     Raises:
-        DataError: When the shapes differ, or there is no such expert.
+        DataError: When the shapes differ, or an expert is out of range.
 
     Source:
         OLMoE (arXiv:2409.02060) eq. 5.
@@ -59,8 +59,8 @@ def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
     chosen_b = one_hot_choices(b, num_experts)
     if len(chosen_a) != len(chosen_b):
         raise DataError(
-            f"The choices are of {len(chosen_a):,} and of {len(chosen_b):,} tokens; expected the same tokens. Trace "
-            "the same text with both."
+            f"The choices cover {len(chosen_a):,} and {len(chosen_b):,} tokens; expected the same tokens. Trace the "
+            "same text with both."
         )
 
     # Experts that a token has in each, in both, and at most.
@@ -110,7 +110,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(step: int, trace: Trace) -> Snapshot:
-    """Returns the choices <int8 or int16>[N, K] of a trace as those of a step."""
+    """Returns the choices <int8 or int16>[N, K] of a trace as the choices of a step."""
     return Snapshot(
         step=step,
         inputs_fingerprint=trace.facts.inputs_fingerprint,
@@ -126,8 +126,8 @@ class SaturationPoint(NamedTuple):
     Attributes:
         step: Training step.
         layer: Stack and number.
-        first: Agreement of the first choices with those of the last step.
-        all_choices: Agreement of all choices with those of the last step.
+        first: Agreement of the first choices with the last step.
+        all_choices: Agreement of all choices with the last step.
     """
 
     step: int
@@ -137,7 +137,7 @@ class SaturationPoint(NamedTuple):
 
 
 def saturation_curve(snapshots: Sequence[Snapshot]) -> list[SaturationPoint]:
-    """Returns the agreement of each layer's choices with those of the last snapshot, step by step.
+    """Returns the agreement of each layer's choices with the last snapshot, step by step.
 
     Args:
         snapshots: At least two, by rising step, of the same text.
@@ -168,7 +168,8 @@ def _check_snapshots(snapshots: Sequence[Snapshot]) -> None:
     for earlier, now in pairwise(snapshots):
         if now.step <= earlier.step:
             raise DataError(
-                f"Step {now.step} comes after step {earlier.step}; expected rising steps. Sort the snapshots by step."
+                f"Step {now.step} comes after step {earlier.step}; expected increasing steps. Sort the snapshots by "
+                "step."
             )
 
     last = snapshots[-1]
@@ -181,5 +182,6 @@ def _check_snapshots(snapshots: Sequence[Snapshot]) -> None:
         if dict(other.num_experts) != dict(last.num_experts):
             raise DataError(
                 f"Step {other.step} has the experts {dict(other.num_experts)} by layer, step {last.step} has "
-                f"{dict(last.num_experts)}; expected the same. For models of other shapes see `match_experts`."
+                f"{dict(last.num_experts)}; expected the same. To compare models of different shapes, see "
+                "`match_experts`."
             )

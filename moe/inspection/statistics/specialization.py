@@ -30,7 +30,7 @@ from moe.tracing.trace import LayerTrace
 
 
 class ClassTable(NamedTuple):
-    """Classes by experts of one layer; a token may be of several classes, or of none.
+    """Classes by experts of one layer; a token may belong to several classes, or to none.
 
     Attributes:
         layer: Its stack and number.
@@ -180,7 +180,7 @@ def specialization_test(
     draws = shuffled_tables(pattern, num_kinds, layers, shuffle, num_permutations, seed)
     tables = [torch.stack(of_layer).double() for of_layer in zip(*draws, strict=True)]
 
-    # How far cells deviate: in the actual table, which comes first, and in the shuffled ones.
+    # Deviations of the cells: in the actual table, which comes first, and in the shuffled ones.
     of_kind = kinds.members.double()
     surprises = []
     for table in tables:
@@ -219,8 +219,8 @@ def _patterns(classes: TokenClasses) -> tuple[np.ndarray, TokenClasses]:
 def _surprise(counts: Tensor) -> Tensor:
     """Returns <float64>[R, C, E]: how far each count is from the mean of all R, in standard deviations.
 
-    Counts are raised to the power 2/3, which makes those of rare classes symmetric (Anscombe, 1953);
-    otherwise the largest deviation would always be in a cell with hardly any expected counts.
+    Counts are raised to the power 2/3, which makes the counts of rare classes symmetric (Anscombe, 1953); otherwise the
+    largest deviation would always be in a cell with hardly any expected counts.
     """
     roots = counts ** (2 / 3)
     distance = (roots - roots.mean(dim=0)).abs()
@@ -233,7 +233,7 @@ def _surprise(counts: Tensor) -> Tensor:
 
 def _information_of_kinds(table: Tensor, kinds: TokenClasses) -> Tensor:
     """Returns <float64>[R] I / H of <float64>[R, P, E]; a pattern is of its first class."""
-    num_kinds = len(kinds.names) + 1  # the last of no class
+    num_kinds = len(kinds.names) + 1  # the last means no class
     one_hot = F.one_hot(kinds.first, num_kinds).double()
     counts = einsum(one_hot, table, "p c, r p e -> r c e")
     return normalized_information(counts).round(decimals=12)

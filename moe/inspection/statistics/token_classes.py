@@ -73,7 +73,7 @@ class TokenClasses(NamedTuple):
 
     @property
     def first(self) -> Tensor:
-        """Returns <int64>[N]: the first class of each token; C for tokens of no class."""
+        """Returns <int64>[N]: the first class of each token; C for tokens without a class."""
         of_none = torch.ones_like(self.members[:1])
         return torch.cat([self.members, of_none]).int().argmax(dim=0)
 
@@ -95,7 +95,7 @@ def classify(
 
     Raises:
         ConfigError: When there is no such class, one is named twice, or the encoder's targets are
-            asked for.
+            requested.
         DataError: When the tokenizer is not the model's or marks no words.
     """
     # The requested classes.
@@ -126,7 +126,7 @@ def token_ids(stack: StackTrace, tokens: str) -> Tensor:
 
     Raises:
         ConfigError: When `tokens` is neither `input` nor `target`, or the encoder's targets are
-            asked for.
+            requested.
     """
     check_choice("tokens", tokens, TOKENS)
     if tokens == "input":
@@ -135,7 +135,7 @@ def token_ids(stack: StackTrace, tokens: str) -> Tensor:
     # Only the decoder has targets.
     if stack.targets.numel() != stack.ids.numel():
         raise ConfigError(
-            "tokens is 'target', but this stack has no targets: only the decoder predicts. Take the decoder's part of "
+            "tokens is 'target', but this stack has no targets: only the decoder predicts. Use the decoder's part of "
             "the trace, or tokens='input'."
         )
     return stack.targets.long()
@@ -246,13 +246,13 @@ def is_proper_name(text: TokenText) -> Tensor:
     """
     may_be_name = text.of_words(_has_capital) & ~text.starts_sentence  # [N]
 
-    # How often each of W words is capitalized mid-sentence.
+    # Number of times that each of W words is capitalized mid-sentence.
     num_words = len(text.words)
     first_pieces = text.word[text.is_start]
     occurrences = torch.bincount(first_pieces, minlength=num_words)
     names = torch.bincount(text.word[text.is_start & may_be_name], minlength=num_words)
 
-    # How often its lower-case form occurs anywhere.
+    # Number of times that its lower-case form occurs.
     number_of = {word: number for number, word in enumerate(text.words)}
     small = torch.zeros_like(names)  # [W]
     for number in names.nonzero().flatten().tolist():
@@ -266,6 +266,6 @@ def is_proper_name(text: TokenText) -> Tensor:
 
 
 def _has_capital(word: str) -> bool:
-    """Returns whether a word that is no function word starts with a capital."""
+    """Returns whether a word that is not a function word starts with a capital."""
     is_listed = plain_form(word) in word_lists.FUNCTION_WORDS
     return word[0].isupper() and word[-1].isalpha() and not is_listed

@@ -29,8 +29,8 @@ class TokenText(NamedTuple):
     """N tokens with their words; the input of classes of tokens.
 
     A run is the text between two spaces. Its word is the run without the punctuation around it;
-    each piece of that punctuation is a word of its own. `don't` is one word. Special tokens and
-    lone spaces have the empty word.
+    each piece of that punctuation is a separate word. `don't` is one word. Special tokens and lone
+    spaces have the empty word.
 
     Attributes:
         tokenizer: The model's.
@@ -79,7 +79,7 @@ def is_mark(character: str) -> bool:
 
 
 def is_all_marks(word: str) -> bool:
-    """Returns whether a word is nothing but punctuation and symbols."""
+    """Returns whether a word consists only of punctuation and symbols."""
     return all(map(is_mark, word))
 
 
@@ -98,7 +98,7 @@ def read_tokens(tokenizer: PreTrainedTokenizerFast, ids: Tensor, example: Tensor
     Raises:
         DataError: When an id is not the tokenizer's, or it does not mark where words start.
     """
-    # What each id is.
+    # Text of each id.
     vocabulary = _Vocabulary.of(tokenizer)
     num_pieces = len(vocabulary.pieces)
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_pieces:
@@ -199,7 +199,7 @@ class _Vocabulary(NamedTuple):
 def _read_run(pieces: list[str]) -> tuple[str, list[str], list[bool]]:
     """Returns a run, the word of each of its pieces, and which pieces are the first of their words.
 
-    Pieces within the word belong to it, others are words of their own.
+    Pieces within the word belong to it, others are separate words.
     """
     # A lone mark of a space at the start of a run belongs to the piece after it.
     has_mark = len(pieces) > 1 and not pieces[0]
@@ -221,7 +221,7 @@ def _read_run(pieces: list[str]) -> tuple[str, list[str], list[bool]]:
         in_word = overlaps
         start = end
 
-    # The mark is the first piece of what follows.
+    # The mark is the first piece of the following word.
     if has_mark:
         words.insert(0, words[0])
         is_start.insert(1, False)

@@ -35,7 +35,7 @@ class VocabularyTable(NamedTuple):
 
     Attributes:
         layer: Its stack and number.
-        tokens: `input` or `target`: which token of a position was looked at.
+        tokens: `input` or `target`: which token of a position is counted.
         ids: <int64>[X] token ids, by falling number of occurrences.
         seen: <int64>[X] number of occurrences of each with an expert.
         counts: <int64>[X, E] how often each chose an expert first.
@@ -83,7 +83,7 @@ def vocabulary_table(
         seed: Seed of the shuffles.
 
     Raises:
-        ConfigError: When an option is out of range, or the encoder's targets are asked for.
+        ConfigError: When an option is out of range, or the encoder's targets are requested.
         DataError: When no id occurs often enough, or layer and places are of other tokens.
 
     Source:
@@ -119,7 +119,7 @@ def vocabulary_table(
         scores.append(_score(shuffled[:-1]))
     statistics = torch.tensor(scores, dtype=torch.float64).round(decimals=12)
 
-    # Shares of the ids, beside the load of all tokens.
+    # Shares of the ids, next to the load of all tokens.
     counts = table[:-1]  # [X, E]
     load = table.sum(dim=0).double() / table.sum()
     return VocabularyTable(

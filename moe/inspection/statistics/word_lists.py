@@ -76,14 +76,14 @@ _IRREGULAR = {"can't": "can", "won't": "will", "shan't": "shall", "ain't": "is"}
 def plain_form(word: str) -> str:
     """Returns a word in small letters, without what an apostrophe ties to it: `don't` is `do`.
 
-    Words all in capitals stay so: `US` and `IT` are no pronouns.
+    Words all in capitals stay so: `US` and `IT` are not pronouns.
     """
     # One kind of apostrophe; acronyms stay.
     word = word.replace("\u2019", "'")
     if len(word) > 1 and word.isupper():
         return word
 
-    # What an apostrophe ties to a word is not a part of it.
+    # Text joined to a word by an apostrophe is not part of the word.
     word = word.lower()
     if word in _IRREGULAR:
         return _IRREGULAR[word]

@@ -14,14 +14,15 @@ from moe.sparse.routers.token_choice import TokenChoiceRouter
 
 @ROUTERS.register("batch_prioritized")
 class BatchPrioritizedRouter(TokenChoiceRouter):
-    """Token choice in which tokens are served by falling probability of their first choice.
+    """Token choice in which tokens are served in descending order of their first choice's
+    probability.
 
     All first choices come before any second choice, as in token choice.
 
     Source:
         ST-MoE (arXiv:2202.08906) appendix D, after V-MoE (arXiv:2106.05974); google/flaxformer
-        architectures/moe/routing.py at 399ea3a8. The paper gains by it at capacity factors up to 1
-        with one expert a token, and loses to two experts at 1.25. Differs: no.
+        architectures/moe/routing.py at 399ea3a8. In the paper it helps at capacity factors up to 1
+        with one expert per token, and is worse than two experts at 1.25. Differs: no.
     """
 
     causal: ClassVar[bool] = False

@@ -1,6 +1,6 @@
 """Loss-free balancing: a bias of each expert, moved with its load, steers the choice of experts.
 
-The weights of the chosen experts do not see the bias.
+The weights of the chosen experts do not depend on the bias.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class BiasBalancedOptions:
     """Options of loss-free balancing.
 
     Attributes:
-        update_rate: How far a bias moves in one update, in units of probability. What is kept is
-            the number of steps, so that another rate scales the biases of a trained router, too.
+        update_rate: How far a bias moves in one update, in units of probability. The number of
+            steps is stored, so that a new rate also scales the biases of a trained router.
         normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw.
     """
 
@@ -41,9 +41,9 @@ class BiasBalancedRouter(Router):
     """Every token chooses the K experts of highest probability plus bias.
 
     Its weights are the probabilities alone. `update` raises the bias of experts with less than the
-    mean load and lowers that of the others. The training loop calls it once after each step; your
-    own loop must do so too. The balance loss stays available; its weight is usually set to 0, or
-    small.
+    mean load and lowers the bias of the others. The training loop calls it once after each step;
+    your own loop must do so too. The balance loss stays available; its weight is usually set to 0,
+    or small.
 
     Source:
         Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1; DeepSeek-V3
@@ -58,9 +58,9 @@ class BiasBalancedRouter(Router):
         self.register_buffer("load_steps", torch.zeros(config.num_experts, dtype=torch.int64))
 
     def reset_parameters(self) -> None:
-        """Draws the gate anew and sets the biases to zero."""
+        """Re-initializes the gate and sets the biases to zero."""
         super().reset_parameters()
-        # The base class calls this before there are biases.
+        # The base class calls this before the biases exist.
         if hasattr(self, "load_steps"):
             nn.init.zeros_(self.load_steps)
 
@@ -81,7 +81,7 @@ class BiasBalancedRouter(Router):
         # ... and s_i alone with which weight.
         gates = self.gates(scores, expert_index)  # [G, S, K]
 
-        # Every choice of a real token asks for a slot.
+        # Every choice of a real token requests a slot.
         requested = token_mask[..., None].expand_as(expert_index)
         return self.plan_choices(
             expert_index, gates, requested, token_mask, drop_tokens=drop_tokens
@@ -97,7 +97,7 @@ class BiasBalancedRouter(Router):
         """Moves every bias by the update rate against its expert's load.
 
         Args:
-            stats: Of this layer, added up over the micro-batches and ranks of the update.
+            stats: Statistics of this layer, summed over the micro-batches and ranks of the update.
         """
         # Algorithm 1: e_i = mean load - load of expert i, and b_i moves by u * sign(e_i).
         load = stats.expert_load.double()

@@ -32,19 +32,19 @@ class ExpertChoiceRouter(Router):
     """Every expert takes the C tokens of the group that score highest with it.
 
     A token may go to any number of experts. Load is balanced by construction, so that the balance
-    loss is 0. `num_selected_experts` plays no part; the capacity factor is the mean number of
-    experts a token has. In the plan, choice e of a token is expert e.
+    loss is 0. `num_selected_experts` is not used; the capacity factor is the mean number of experts
+    a token has. In the plan, choice e of a token is expert e.
 
-    What a token gets depends on its batch mates: experts compare the tokens of a group. Without a
-    capacity every expert takes every token, at E / C times the cost and far from what was trained;
-    with `softmax_over` `experts` a token's output is then its own, with `tokens` it depends on
-    batch mates even so. A model that must answer for each sequence alone is better served by
-    another router.
+    The experts of a token depend on its batch mates: experts compare the tokens of a group. Without
+    a capacity every expert takes every token, at E / C times the cost and far from the training
+    conditions; with `softmax_over` `experts` a token's output is then its own, with `tokens` it
+    depends on batch mates even so. A model that must answer for each sequence alone is better
+    served by another router.
 
     Source:
         Expert Choice (arXiv:2202.09368); google/flaxformer architectures/moe/routing.py at
         399ea3a8; Mesh-TensorFlow transformer/moe.py at a32810e, `expert_selection`. Differs: Mesh's
-        additional loss on the evenness of tokens is not here.
+        additional loss on the evenness of tokens is omitted.
     """
 
     Options: ClassVar[type[ExpertChoiceOptions]] = ExpertChoiceOptions
@@ -63,7 +63,7 @@ class ExpertChoiceRouter(Router):
         num_groups, group_size, num_experts = scores.logits.shape
         is_real = token_mask[..., None]  # [G, S, 1]
 
-        # A token's slot is its rank in the expert's order; padding comes last, of equals the earlier.
+        # A token's slot is its rank in the expert's order; padding comes last, and ties go to the earlier token.
         weights = self._weights(scores, token_mask)  # [G, S, E]
         preference = weights.detach().masked_fill(~is_real, -1)
         order = preference.argsort(dim=1, descending=True, stable=True)  # [G, S, E]
@@ -95,7 +95,7 @@ class ExpertChoiceRouter(Router):
         return self._accepted_weights(weights, plan.accepted)
 
     def _weights(self, scores: RouterScores, token_mask: Tensor) -> Tensor:
-        """Returns what each expert thinks of each token <float32>[G, S, E]."""
+        """Returns each expert's score for each token <float32>[G, S, E]."""
         if self.options.softmax_over == "experts":
             return scores.probs
 

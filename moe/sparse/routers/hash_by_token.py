@@ -22,16 +22,17 @@ class HashOptions:
     """Options of hash routing.
 
     Attributes:
-        seed: Another seed is another assignment of words to experts; give layers different ones.
+        seed: A different seed gives a different assignment of words to experts; give layers
+            different ones.
     """
 
     seed: int = 0
 
     def check(self, config: SparseConfig) -> None:
-        """Raises a ConfigError when the gate is asked to see something: there is none."""
+        """Raises a ConfigError if the gate has an input setting: there is no gate."""
         if config.router_input != "hidden":
             raise ConfigError(
-                f"router_input is {config.router_input!r}, but router 'hash' has no gate that could see it. Leave "
+                f"router_input is {config.router_input!r}, but router 'hash' has no gate that could read it. Leave "
                 "router_input at 'hidden'."
             )
 
@@ -56,7 +57,7 @@ class HashRouter(Router):
         return 0
 
     def forward(self, inputs: RouterInputs) -> RouterScores:
-        """Returns scores that leave one expert possible for each token.
+        """Returns scores that allow one expert for each token.
 
         Raises:
             DataError: When there are no token ids, or one of a real token is negative.
@@ -82,7 +83,7 @@ class HashRouter(Router):
         self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
     ) -> DispatchPlan:
         """Returns the plan for scores <float32>[G, S, E]; see `Router.assign`."""
-        # The one expert that is possible, with a weight of 1.
+        # The only allowed expert, with a weight of 1.
         expert_index = scores.logits.argmax(dim=-1, keepdim=True)  # [G, S, 1]
         gate = self.gates(scores, expert_index)
         requested = token_mask[..., None]
@@ -96,7 +97,7 @@ class HashRouter(Router):
 def _refuse_negative(token_ids: Tensor, token_mask: Tensor | None) -> None:
     """Raises a DataError when the id <any integer>[G, S] of a real token is negative.
 
-    Only where ids can be read without waiting for a device.
+    Only if ids can be read without waiting for a device.
     """
     if not can_read_values(token_ids):
         return

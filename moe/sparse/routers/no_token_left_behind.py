@@ -37,12 +37,13 @@ class NoTokenLeftBehindOptions:
 
 @ROUTERS.register("no_token_left_behind")
 class NoTokenLeftBehindRouter(Router):
-    """One expert for each token, tried in turn: the refused ask their second best, and so on.
+    """One expert for each token, tried in turn: refused tokens try their second best expert, and so
+    on.
 
-    The weight is the raw probability of the expert that accepts. A refused token of an early
-    position can take the room that a later one would have had, never the other way round within a
-    round; across rounds an early token's second try comes after every first try, so a plan depends
-    on later tokens, and a decoder refuses the router.
+    The weight is the raw probability of the expert that accepts. Within a round, a refused early
+    token can take a slot from a later token, never the other way round; across rounds an early
+    token's second try comes after every first try, so a plan depends on later tokens, and a decoder
+    does not support the router.
 
     Source:
         Switch Transformers (arXiv:2101.03961) appendix B; Mesh-TensorFlow transformer/moe.py at
@@ -64,14 +65,14 @@ class NoTokenLeftBehindRouter(Router):
         num_candidates = self.options.num_candidates
         expert_index = select_experts(scores.probs, num_candidates)  # [G, S, K]
 
-        # Who is still without an expert, and how many slots of each expert are filled.
+        # Tokens without an expert, and the number of filled slots of each expert.
         unserved = token_mask  # [G, S]
         filled_slots = expert_index.new_zeros(num_groups, num_experts)  # [G, E]
         slots: list[Tensor] = []
         requests: list[Tensor] = []
         acceptances: list[Tensor] = []
 
-        # One round for each candidate: whoever is not served yet queues up behind the filled slots.
+        # One round for each candidate: tokens without an expert queue up after the filled slots.
         for candidate in expert_index.unbind(-1):
             position = queue_position(candidate, unserved, num_experts)
             slot = position + filled_slots.gather(-1, candidate)  # [G, S]

@@ -89,7 +89,7 @@ class SwitchRouter(Router):
         # The raw probability is the weight, so that the router learns from the task.
         gate = self.gates(scores, expert_index)  # [G, S, 1]
 
-        # Every real token asks for its expert; the first C of an expert's tokens get it.
+        # Every real token requests its expert; the first C of an expert's tokens get it.
         requested = token_mask[..., None]
         return self.plan_choices(expert_index, gate, requested, token_mask, drop_tokens=drop_tokens)
 

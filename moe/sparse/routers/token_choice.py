@@ -24,8 +24,8 @@ class TokenChoiceOptions:
             gate / threshold).
         eval_second_expert_policy: The same outside training. The reference draws there too;
             `threshold` is its deterministic counterpart, so that one input always has one output.
-        second_expert_threshold: Gate, normalised where it is, above which `threshold` and `random`
-            request a choice for certain, in training.
+        second_expert_threshold: Gate (normalised if enabled) above which `threshold` and `random`
+            always request a choice in training.
         eval_second_expert_threshold: The same outside training.
         normalize_gates: Whether the K gates are divided by their sum; a single gate stays raw, or
             the router would get no gradient from the task.
@@ -48,8 +48,8 @@ class TokenChoiceOptions:
 class TokenChoiceRouter(Router):
     """Every token chooses its K best experts; see `TokenChoiceOptions`.
 
-    A choice that is lost to the policy or to capacity is not made up for: the other gates stay as
-    they are.
+    A choice that is dropped by the policy or by capacity is not compensated: the other gates stay
+    unchanged.
 
     Source:
         ST-MoE (arXiv:2202.08906) §3.4 and appendix G; Mesh-TensorFlow transformer/moe.py at
@@ -103,7 +103,7 @@ class TokenChoiceRouter(Router):
 
 
 def select_experts(scores: Tensor, num_selected_experts: int) -> Tensor:
-    """Returns the K experts of highest score, best first; of equals the lower index.
+    """Returns the K experts of highest score, best first; ties go to the lower index.
 
     Args:
         scores: <float32>[G, S, E].
