@@ -87,7 +87,7 @@ class Setting(NamedTuple):
 
     Attributes:
         chance: Probability that an answer of the first system is right.
-        rival: Of the second system's; None for the score of one system.
+        rival: Probability for the second system; None for the score of one system.
         size: Number of examples.
         grouped: Whether examples come in groups.
     """
