@@ -24,7 +24,7 @@ class Case:
         num_selected_experts: K.
         gated: Whether an expert is GEGLU (tanh GELU) instead of plain with ReLU.
         device: Where the case can be run; None for everywhere.
-        dtypes: What it is run in.
+        dtypes: Dtypes to run it in.
     """
 
     tokens: int
@@ -61,7 +61,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors that the variants of a case share; nobody copies a weight.
+    """The tensors that the variants of a case share; weights are not copied.
 
     Attributes:
         case: The sizes.
@@ -94,10 +94,10 @@ class Variant:
         forward: From the input to the output, without auxiliary losses.
         x: Its input, a leaf.
         gradient: The gradient of its output.
-        parameters: What else gets a gradient.
-        rows: Rows of matrix products that its experts do, padding included and dropped
-            choices excluded.
-        note: What a reader of its row must know.
+        parameters: Other tensors with a gradient.
+        rows: Rows of matrix products of its experts, including padding and excluding dropped
+            choices.
+        note: Remark for readers of its row.
     """
 
     name: str

@@ -2,9 +2,8 @@
 
     python -m benchmarks.network [--only laws goodput] [--json benchmarks/network.json]
 
-A row passes if our number is within the tolerance. Rows with a star are only reported: they are
-uncertain, fitted, or show what another row leaves out. The command fails if a row does not pass. All
-reports take minutes on one core.
+A row passes if our number is within the tolerance. Rows with a star are only reported: they are uncertain, fitted, or
+complement another row. The command fails if a row does not pass. All reports take minutes on one core.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds

@@ -312,7 +312,7 @@ def hosts_in_racks(core_share: float) -> Topology:
 
 @REPORTS.register("holes")
 def hole_rows() -> list[Row]:
-    """Returns F1: what holes cost an all-reduce on 512 and 1,024 chips without wrap.
+    """Returns F1: the cost of holes for an all-reduce on 512 and 1,024 chips without wrap.
 
     These holes are at an even row and column in the middle, which is favourable. The cost of all other holes is shown
     on 8 x 8 chips.

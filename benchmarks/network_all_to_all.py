@@ -70,7 +70,7 @@ def _ring_rows(topology: Topology, size: int) -> list[Row]:
     half = around(counts, range(size))
     half_law = (size**2 - size % 2) / (8 * size)
 
-    # Nothing waits for anything but the busiest link.
+    # Only the busiest link counts.
     what = f"ring of {size}, all the way around, both ways"
     seconds = _time(whole, topology)(1.0)
     rows = [_law("A1", what).close(seconds, (size - 1) / 4, 1e-9)]
@@ -271,7 +271,7 @@ def _geometric_mean_ratio(topology: Topology, payloads: Sequence[float]) -> floa
 
 @REPORTS.register("all_to_all_hot_experts")
 def hot_expert_rows() -> list[Row]:
-    """Returns A6: how much of the speed is left when some experts get more tokens than others.
+    """Returns A6: the remaining speed if some experts get more tokens than others.
 
     Every chip has one of the experts, and sends as much as all others. Loads of a layer are drawn,
     with exactly its published standard deviation; layers are spread evenly over those.
@@ -307,7 +307,7 @@ def hot_expert_rows() -> list[Row]:
 def _rotated_time(
     load: NDArray[np.float64], expert: IntArray, topology: Topology, num_bytes: float
 ) -> float:
-    """Returns the time when each expert gets so much by the mean."""
+    """Returns the time if each expert gets the given load relative to the mean."""
     units = np.round(_UNITS_PER_PAIR * load[expert]).astype(np.int64)
     counts = np.broadcast_to(units, (topology.num_ranks,) * 2)
     schedule = along_axes(counts, topology, num_slices=3)

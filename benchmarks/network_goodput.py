@@ -16,7 +16,7 @@ def _stalls() -> list[Row]:
     paper = published("goodput")
     mtbf = paper["mtbf_minutes"]
 
-    # 44 % is rounded; 80 % includes what else is lost.
+    # 44 % is rounded; 80 % includes other losses.
     tolerances = (0.011, 0.0625)
     rows = []
     for stall, theirs, relative in zip(

@@ -58,12 +58,12 @@ def measure_in_turn(
 
     Args:
         runs: Measured functions, by name.
-        clears: What frees the memory of a run, such as gradients; not measured. Runs that leave
-            nothing need none.
-        rounds: How often everything is measured.
+        clears: Functions that free the memory of a run, such as gradients; not measured. Runs that
+            keep no memory need none.
+        rounds: Number of repetitions.
         device: Where it runs.
         clock: See `measure`.
-        prepare: What happens before every round.
+        prepare: Function to call before every round.
     """
     generator = random.Random(0)
     for round_index in range(rounds + 1):

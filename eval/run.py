@@ -80,8 +80,8 @@ def evaluate(
         baselines: Data that the baselines may use; None for all training examples and no other
             text.
         contamination: Folder of a corpus to search for the examples; None for none.
-        out: Receives examples/, predictions/ and the reports. A report that is there, with results
-            that the new one lacks, is kept as report.1.json.
+        out: Receives examples/, predictions/ and the reports. An existing report with results that
+            the new one lacks is kept as report.1.json.
         command: The command line, for the report.
         world: The ranks.
         ep: Ranks over which the experts of a layer are sharded.

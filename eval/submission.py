@@ -1,7 +1,7 @@
-"""Files of predictions in the form that the sites of GLUE and SuperGLUE take.
+"""Files of predictions in the format of the GLUE and SuperGLUE sites.
 
 A task names its `SubmissionFile`; `write_submission` writes it. Both sites score it against labels
-that nobody else has.
+that are not public.
 
 Source:
     jiant v1 (github.com/nyu-mll/jiant), the toolkit of the authors of both benchmarks, in
@@ -28,12 +28,12 @@ Labels = Sequence[tuple[Key, Any]]
 
 @dataclass(frozen=True)
 class SubmissionFile:
-    """The form of a task's file.
+    """The format of a task's file.
 
     Attributes:
         site: `GLUE` or `SuperGLUE`.
         name: Name of the file.
-        to_label: From a post-processed answer to the site's label; None for an answer that is none.
+        to_label: From a post-processed answer to the site's label; None for an invalid answer.
         fallback: Label used for such an answer.
         to_text: From all labels to the content of the file.
         keys: Fields of an example that make its key.
@@ -62,7 +62,7 @@ class Submission(NamedTuple):
 
 
 def superglue_file(name: str, labels: Sequence[Any]) -> SubmissionFile:
-    """Returns the form of a classification of SuperGLUE.
+    """Returns the file format of a SuperGLUE classification.
 
     Args:
         name: Name of the file.
@@ -83,12 +83,12 @@ def write_submission(
     examples: Sequence[Mapping[str, Any]],
     answers: Sequence[Any],
 ) -> Submission | None:
-    """Writes what a system answered to a whole split, whole or not at all.
+    """Writes a system's answers to a whole split, atomically.
 
     Args:
-        form: The form of the file.
+        form: The file format.
         folder: Folder of the run.
-        system: Name of the system, and how it answered.
+        system: Name of the system, and its mode.
         examples: Features of N examples.
         answers: N post-processed answers.
 
@@ -104,7 +104,7 @@ def write_submission(
             num_replaced += 1
         labels.append((tuple(features[key] for key in form.keys), label))
 
-    # The sites know an example by its key.
+    # The sites identify an example by its key.
     occurrences = Counter(key for key, _ in labels)
     if len(occurrences) < len(labels):
         return None
@@ -127,7 +127,7 @@ def _one_of(labels: Sequence[Any]) -> Callable[[Any], Any]:
 
 
 def _to_similarity(answer: float) -> str | None:
-    """Returns a similarity in 0..5 with three decimals; the site takes no other."""
+    """Returns a similarity in 0..5 with three decimals; as the site requires."""
     if math.isnan(answer) or answer == -1:
         return None
     return f"{min(max(0.0, answer), 5.0):.3f}"

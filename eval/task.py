@@ -1,4 +1,4 @@
-"""A task: rows of a dataset, the text that a model sees of each, and how answers are scored.
+"""A task: rows of a dataset, their text for a model, and the scoring of answers.
 
 A row goes through `preprocess` to one or more mappings with `inputs` and `targets`, T5's form, and
 these become examples. An output and the targets go through `postprocess` to the values that metrics
@@ -63,7 +63,7 @@ class Decoding(NamedTuple):
     """How answers are generated.
 
     Attributes:
-        max_tokens: Most tokens of an answer; T5 evaluates with 128.
+        max_tokens: Maximum number of tokens of an answer; T5 evaluates with 128.
         num_beams: Beams of the search; 1 is greedy decoding.
         alpha: Strength of the length penalty ((5 + length) / 6) ** alpha by which a beam's
             log-probability is divided.
@@ -92,7 +92,7 @@ class Source(Protocol):
 
     @property
     def hidden(self) -> Sequence[str]:
-        """Splits whose labels the authors keep to themselves; they can be predicted, not scored."""
+        """Splits whose labels are not public; they can be predicted, not scored."""
         ...
 
     def expected(self, split: str) -> int | None:
@@ -150,22 +150,22 @@ class Task:
             needs.
         postprocess: (text, fields, is_target) to the value that metrics compare; -1 if the answer
             is invalid.
-        metrics: What answers are scored by.
+        metrics: Metrics for scoring answers.
         headline: Metrics whose mean is the task's score in an average; () for the first metric.
         choices: All targets of a classification, or a function of fields; () for free text.
         has_lexical_choices: Whether the choices are words, which baselines compare with the input.
         ids: Fields that identify an example; () for its number.
-        groups: Fields that tell its group; () for each example its own.
-        inputs_length: Most input tokens, end included.
-        targets_length: Most target tokens in training, end included.
+        groups: Fields that identify its group; () if each example is its own group.
+        inputs_length: Maximum number of input tokens, end included.
+        targets_length: Maximum number of target tokens in training, end included.
         decoding: How answers are generated.
         split: Split to report on; labels of others may be hidden.
         for_training: Another `preprocess` of the training split; None for the same.
-        prompt_source: Where inputs and targets are from: `T5`, `this library`, or a published
+        prompt_source: Source of inputs and targets: `T5`, `this library`, or a published
             alternative.
-        variant_of: The task of which this is another prompt; None for itself.
+        variant_of: The task of which this is a variant prompt; None for itself.
         submission: The file of the test split that its benchmark's site takes; None for none.
-        family: Under which `python -m eval list` shows it.
+        family: Heading in `python -m eval list`.
     """
 
     name: str
@@ -211,7 +211,7 @@ class Task:
             scores: By metric, a number, None where it is not defined, or <float64>[R] draws.
 
         Returns:
-            <float64>[] or <float64>[R] the score; NaN where a headline metric is not defined.
+            <float64>[] or <float64>[R] the score; NaN if a headline metric is not defined.
         """
         values: list[NDArray[np.float64]] = []
         for metric in self.headline or self.metrics[:1]:
@@ -336,7 +336,7 @@ def limit_examples(examples: Sequence[Example], limit: int | None) -> list[Examp
 
 
 class _Tasks(Registry[Task]):
-    """The registry of tasks; the files of eval/tasks are imported when it is first asked."""
+    """The registry of tasks; the files of eval/tasks are imported at the first access."""
 
     def get(self, name: str) -> Task:
         """Returns the task called `name`."""

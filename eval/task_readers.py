@@ -19,7 +19,7 @@ from moe.training.recipe import MixtureRecipe
 
 
 def unseen_task(name: str) -> UnseenTask:
-    """Returns the validation and test examples of a task, which no corpus may hold."""
+    """Returns the validation and test examples of a task, which must not be in a corpus."""
     task = TASKS.get(name)
     sources: set[str] = set()
     inputs: dict[str, list[str]] = {}

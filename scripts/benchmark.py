@@ -15,7 +15,7 @@ multiplies faster.
     python -m scripts.benchmark products [--json products.json]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not support a case,
-is left out with a line. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
+is skipped with a message. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
 machine with GPUs, one of them (NCCL).
 """
 

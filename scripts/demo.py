@@ -1,7 +1,7 @@
 """The main job: a small ST-MoE is pre-trained, fine-tuned, evaluated and explained.
 
 All text comes with Python. The same model is also fine-tuned from scratch, and both starts choose
-their learning rate on dev examples, so the evaluation shows what pre-training is worth.
+their learning rate on dev examples, so the evaluation shows the benefit of pre-training.
 
     make demo ARGS="--out runs/demo [--resume] [--data my.txt more.jsonl]"
 
@@ -47,7 +47,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 def repository_file(name: str) -> str:
     """Returns the path of a file of the repository, regardless of the current folder.
 
-    It stays relative where that leads to a file, since it is printed as part of commands.
+    It stays relative if that leads to a file, since it is printed as part of commands.
     """
     return name if Path(name).is_file() else str(_ROOT / name)
 

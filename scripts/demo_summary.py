@@ -1,4 +1,4 @@
-"""The end of the demo: at most 12 lines that say what was trained, and how good it is.
+"""The end of the demo: at most 12 lines on the training and its results.
 
 Reads the files of the steps; only the tokens of the experts are traced again.
 """

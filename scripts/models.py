@@ -2,8 +2,8 @@
 
     python -m scripts.models --out runs/models
 
-Takes them from the study of sparse and dense models. Corpus, tokenizer and the models of the study's
-first seed are made first where they are missing; after an interruption the same command continues.
+Takes them from the study of sparse and dense models. Corpus, tokenizer and the models of the study's first seed are
+built first if missing; after an interruption the same command continues.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds

@@ -50,7 +50,7 @@ class StartupBenchmark:
     """What to measure; the fields are the command's options.
 
     Attributes:
-        rounds: How often everything is started; results are medians.
+        rounds: Number of repetitions; results are medians.
         json: File to save to; None for none.
         only: Names of starts; None for all.
     """

@@ -1,8 +1,8 @@
 """Input: how fast batches are made, for span corruption and for a packed mixture.
 
 They are compared with what users of Hugging Face `datasets` write, see input_peer.py. The numbers
-are
-seconds of CPU time, over all threads of the process: what one core does, however busy the machine.
+are seconds of CPU time, over all threads of the process: the work of one core, regardless of other
+load.
 """
 
 import dataclasses
@@ -52,9 +52,10 @@ class InputCase:
     Attributes:
         vocab_size: Pieces of the vocabulary.
         num_documents: Documents of the corpus.
-        document_words: Fewest and most words of a document; a word is about 2.7 tokens.
+        document_words: Minimum and maximum number of words of a document; a word is about 2.7
+            tokens.
         num_pairs: Examples of each task of the mixture.
-        pair_words: Fewest and most words of an input; a target has a quarter of them.
+        pair_words: Minimum and maximum number of words of an input; a target has a quarter of them.
         lengths: Tokens of a row in the encoder and the decoder, of the mixture.
         inputs_length: Encoder tokens of an example of span corruption.
         batch_size: Rows of a batch.
@@ -77,7 +78,7 @@ class InputBenchmark:
     """What to measure; the fields are the command's options.
 
     Attributes:
-        rounds: How often everything is measured; results are medians.
+        rounds: Number of repetitions; results are medians.
         json: File to save to; None for none.
         case: Sizes.
     """
@@ -290,7 +291,7 @@ def measure_readers(
         }
         if stage == "batches":
             row["tokens_per_core_second"] = tokens[system] / seconds
-            # Tokens of a batch may differ, so that times alone say too little.
+            # Tokens of a batch may differ, so times alone are not comparable.
             row["times_as_fast"] *= tokens[system] / tokens[PEER]
         rows.append(row)
     return rows

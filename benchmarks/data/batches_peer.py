@@ -48,7 +48,7 @@ def prepare_chunks(
         documents: Texts on disk.
         tokenizer: Tokenizer.
         tokens_per_example: Tokens of a chunk.
-        keep: Whether what an earlier call has left on disk may be used.
+        keep: Whether files of an earlier call may be used.
     """
     options: dict[str, Any] = {
         "batched": True,
@@ -169,7 +169,7 @@ def prepare_rows(
         tasks: Pairs of texts on disk, by task.
         tokenizer: Tokenizer with an end token.
         lengths: Tokens of a row in the encoder and the decoder.
-        shares: How often each task is drawn.
+        shares: Share of each task.
         keep: Whether what an earlier call has left on disk may be used.
     """
     import datasets

@@ -74,7 +74,7 @@ def run_layer(benchmark: LayerBenchmark) -> None:
     # As in training.
     keep_freed_memory()
 
-    # Saved before anything is measured: a path that cannot be written is known at once.
+    # Saved before anything is measured: so an unwritable path is reported at once.
     report = benchmark.report
     report.update(describe_run(benchmark))
     save_report(report, benchmark.json)
@@ -87,7 +87,7 @@ def run_layer(benchmark: LayerBenchmark) -> None:
 
 
 def describe_run(benchmark: LayerBenchmark) -> dict[str, Any]:
-    """Returns the start of the report: the machine, and how often everything is measured."""
+    """Returns the start of the report: the machine, and the number of repetitions."""
     return {**describe_machine(benchmark.device), "rounds": benchmark.rounds, "rows": []}
 
 
@@ -142,7 +142,7 @@ def measure_group(benchmark: LayerBenchmark, case: int, dtype: str, bar: tqdm) -
 def build_variants(problem: Problem, names: Sequence[str], where: str) -> list[Variant]:
     """Returns the variants that can run, the dense layer first.
 
-    Why another one cannot is printed.
+    The reason why another one cannot is printed.
 
     Args:
         problem: The tensors that they share.

@@ -1,6 +1,6 @@
-"""The peers: what a user could take instead, over the same weights.
+"""The peers: alternatives for a user, over the same weights.
 
-Each builds a variant, or says why it cannot.
+Each builds a variant, or reports why it cannot.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ def st_moe_pytorch(problem: Problem) -> Variant:
     _require(case.num_selected_experts >= 2, "at least two experts for a token")
     _require(problem.x.dtype == torch.float32, "float32 only")
 
-    # It cannot do without a capacity: room for most of the rows.
+    # It cannot do without a capacity: it has slots for most of the rows.
     group_size = min(ST_MOE_GROUP, case.tokens)
     factor = CAPACITY_FACTOR * case.num_selected_experts
     capacity = max(int(group_size * factor / case.num_experts), 4)

@@ -161,7 +161,7 @@ def start_worker(benchmark: BusyBenchmark, variables: Mapping[str, str]) -> Iter
 
 @contextmanager
 def busy_processes(number: int) -> Iterator[None]:
-    """Keeps so many processes busy that know nothing of ours."""
+    """Keeps this many unrelated processes busy."""
     processes = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(number)]
     try:
         yield

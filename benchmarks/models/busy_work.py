@@ -1,9 +1,9 @@
-"""The process that works while others are busy: a small model that trains and decodes when asked.
+"""The process that works while others are busy: a small model that trains and decodes on request.
 
     python -m benchmarks.models.busy_work THREADS '{"vocab_size": 8000, ...}'
 
 It reads one part a line, and answers with the milliseconds that the part took. The benchmark sets
-its environment, which threads read but once: see benchmarks/models/busy.py.
+its environment, which threads read only once: see benchmarks/models/busy.py.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Evaluation: examples per second of `rank` and `generate` compared with lm-evaluation-harness.
 
 Both get the same models in memory and the same task, and hand back an answer for every example:
-tokens, batches and padding are their own.
+each does its own tokenization, batching and padding.
 """
 
 import dataclasses
@@ -52,9 +52,9 @@ class EvaluationCase:
         num_heads: H, of 64 numbers each.
         num_layers: Blocks of the encoder and of the decoder.
         sparse_layers: Sparse ones of them, in each.
-        num_experts: E, two for a token; none is ever full.
+        num_experts: E, two for each token, without a capacity limit.
         num_examples: Of the task.
-        words: Fewest and most words of an input; a word is about 2.7 tokens.
+        words: Minimum and maximum number of words of an input; a word is about 2.7 tokens.
         new_tokens: Of each generated answer.
         batches: Batch sizes to give lm-evaluation-harness; it is measured with the fastest.
     """

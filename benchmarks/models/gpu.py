@@ -126,7 +126,7 @@ class Decoding:
             tensor.copy_(value)
 
     def _state(self) -> Iterator[Tensor]:
-        """Yields what a step changes; the encoder's part of the cache is none of it."""
+        """Yields what a step changes; except the encoder's part of the cache."""
         yield self.ids
         for layer in self.given["past_key_values"].self_attention_cache.layers:
             yield layer.keys

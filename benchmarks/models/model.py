@@ -293,7 +293,7 @@ def measure_generation(
     whole_times = measure_models(benchmark, decode_runs, models, where)
     encoder_times = measure_models(benchmark, encode_runs, models, where)
 
-    # The decoder alone is what the encoder does not take, in the same round.
+    # The decoder's time is the rest after the encoder's, in the same round.
     decoder_times: list[dict[str, float]] = []
     for whole, encoder in zip(whole_times, encoder_times, strict=True):
         decoder_times.append({name: whole[name] - encoder[name] for name in whole})

@@ -184,8 +184,8 @@ class Problems(NamedTuple):
     Tokens are routed in one group for each rank in all of them.
 
     Attributes:
-        given: As it was built: all tokens in one group, all experts.
-        one_process: What one process does for all ranks.
+        given: As built: all tokens in one group, all experts.
+        one_process: The same for one process with the work of all ranks.
         rank: This rank's tokens and this rank's experts.
     """
 
@@ -282,9 +282,9 @@ def _run_all(functions: Sequence[Callable[[], object]]) -> None:
 
 
 def describe_bytes(transfers: Sequence[Transfer], router: RouterOutput, problem: Problem) -> Row:
-    """Returns the bytes that leave for other ranks, of all ranks together, and the fewest that could.
+    """Returns the bytes that leave for other ranks, of all ranks together, and the minimum.
 
-    The fewest is the row of every accepted choice whose expert is elsewhere, once each way, in both
+    The minimum is one row for every accepted choice with a remote expert, once each way, in both
     passes.
     """
     rank_experts = problem.case.num_experts // dist.get_world_size()
@@ -315,7 +315,7 @@ def describe_bytes(transfers: Sequence[Transfer], router: RouterOutput, problem:
 def describe_layer(name: str, times: Sequence[Mapping[str, float]]) -> Row:
     """Returns the measured numbers of a layer; ratios are medians over rounds."""
     num_ranks = dist.get_world_size()
-    # Times of the same round are compared, so that what disturbs the machine disturbs both.
+    # Times of the same round are compared, so that disturbances affect both.
     over_ideal: list[float] = []
     for round_ in times:
         bare = round_[f"{name}/bare"]

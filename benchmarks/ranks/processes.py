@@ -35,7 +35,7 @@ class Job(NamedTuple):
     Attributes:
         name: As in the report.
         run: This rank's part; None for a rank that waits meanwhile.
-        clear: Gives memory back afterwards; not timed.
+        clear: Frees memory afterwards; not timed.
     """
 
     name: str
@@ -103,7 +103,7 @@ class RankTimes(NamedTuple):
 
     Attributes:
         wall: On the slowest rank.
-        cpu: Of processors, all threads of the rank that needed most.
+        cpu: CPU milliseconds of all threads of the busiest rank.
     """
 
     wall: list[dict[str, float]]
@@ -160,7 +160,7 @@ class Transfer(NamedTuple):
 
     @property
     def is_rows(self) -> bool:
-        """Whether it is rows and not their counts."""
+        """Whether the tensors are rows, not their counts."""
         return self.dtype.is_floating_point
 
     def repeat(self, device: torch.device) -> Callable[[], object]:

@@ -68,7 +68,7 @@ def scaling_on_ranks(device: torch.device, case: ScalingCase, rounds: int) -> di
     """Returns the times of a training step; runs on every rank.
 
     `one` is the first rank's step while the others wait; `apart` the same step on every rank at
-    once, which exchange nothing: what that takes longer is the machine's doing, not ours.
+    once, without exchanges: its slowdown is due to the machine, not to us.
     """
     # One process alone, all ranks apart, and every mesh of all ranks.
     num_ranks = dist.get_world_size()

@@ -50,7 +50,7 @@ class Launch:
     Args:
         arguments: Of `benchmarks.recovery.small_run`.
         num_ranks: Processes.
-        log: File to which they append what they say.
+        log: File to which they append their output.
         environment: Variables that are set before they start.
     """
 
@@ -96,7 +96,7 @@ class Launch:
             os.kill(process.pid, number)
 
     def wait_until(self, is_reached: Callable[[], bool], timeout: float) -> bool:
-        """Waits until something is reached, all ranks have ended, or it takes too long."""
+        """Waits until a condition holds, all ranks have ended, or it takes too long."""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             if is_reached():
@@ -111,7 +111,7 @@ class Launch:
         return self.wait_until(lambda: not self.is_running, timeout)
 
     def end(self) -> None:
-        """Kills what still runs, stopped or not."""
+        """Kills all remaining ranks, stopped or not."""
         for rank, process in enumerate(self._processes):
             self.send(signal.SIGKILL, rank)
             process.join()

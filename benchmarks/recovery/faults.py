@@ -65,7 +65,7 @@ def stop_for_a_while(launch: Launch, rank: int, draw: random.Random) -> None:
 
 
 def slow_down(launch: Launch, rank: int, draw: random.Random) -> None:
-    """Lets a rank have the processor half of the time, for some seconds."""
+    """Limits a rank to half of the processor time, for some seconds."""
     for _ in range(_SLOW_PERIODS):
         launch.send(signal.SIGSTOP, rank)
         time.sleep(_SLOW_PERIOD)
@@ -82,7 +82,7 @@ class FaultKind(NamedTuple):
     """A kind of fault.
 
     Attributes:
-        inflict: Does it to a rank.
+        inflict: Applies the fault to a rank.
         is_fatal: Whether the run ends by it, and is started again.
     """
 
@@ -123,7 +123,7 @@ class RunRecord(NamedTuple):
     """A run, and how it ended.
 
     Attributes:
-        seed: All chance follows from it.
+        seed: Seed of all randomness.
         ranks: How many it had.
         faults: What befell it.
         equal_losses: Whether every loss equals that of an undisturbed run bit for bit.
@@ -166,7 +166,7 @@ def run_undisturbed(folder: Path, ranks: int) -> Reference:
 def run_disturbed(
     folder: Path, ranks: int, seed: int, num_faults: int, kinds: Sequence[str], reference: Reference
 ) -> RunRecord:
-    """Disturbs a run until it ends, and returns what came of it."""
+    """Disturbs a run until it ends, and returns the results."""
     draw = random.Random(seed)
     launch = _start(folder, ranks)
     faults: list[FaultRecord] = []

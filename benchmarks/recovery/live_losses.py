@@ -45,7 +45,7 @@ class Loss(NamedTuple):
         step: Updates that the run had completed.
         stall_seconds: From the kill to the next update of the others.
         steps_without: Updates of the others before it was started again.
-        healed_step: Updates after which it went on.
+        healed_step: Updates after which it continued.
         away_seconds: From the kill to its next update.
     """
 
@@ -190,7 +190,7 @@ def lose_groups(folder: Path, options: argparse.Namespace, lighthouse: str) -> l
 
 
 def run_alone(folder: Path, steps: int) -> dict[int, float]:
-    """Returns the losses of the same run in one process that nobody disturbs."""
+    """Returns the losses of the same run in one undisturbed process."""
     arguments = ["--float64", f"--training.steps={steps}", f"--out={folder}"]
     launch = Launch(arguments, folder.with_suffix(".log"))
     try:

@@ -37,7 +37,7 @@ BAR = 90.0
 
 _METRICS = (ACCURACY, F1_WITH_INVALID, MATTHEWS)
 _ROUNDING = 1e-9
-_POPULATION = 1_000_000  # examples of which the true scores are taken
+_POPULATION = 1_000_000  # examples for computing the true scores
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class IntervalCase:
     """The samples that are drawn: binary classification with classes of a given share.
 
     Attributes:
-        chances: Of an answer to be right.
+        chances: Probabilities that an answer is right.
         rivals: Chances of a second system, one for each of `chances`; differences are of the two.
         sizes: Numbers of examples.
-        share: Of class 1 among the targets.
-        group_sizes: Sizes that a group may have; all are as frequent.
-        correlation: Of two answers of one group, as to whether they are right.
+        share: Share of class 1 among the targets.
+        group_sizes: Sizes that a group may have; all equally frequent.
+        correlation: Correlation of the correctness of two answers in one group.
         agreement: How often the second system is right where the first is, beyond chance.
     """
 
@@ -87,7 +87,7 @@ class Setting(NamedTuple):
 
     Attributes:
         chance: Probability that an answer of the first system is right.
-        rival: Of the second system's; None for the score of one system.
+        rival: Probability for the second system; None for the score of one system.
         size: Number of examples.
         grouped: Whether examples come in groups.
     """
@@ -118,7 +118,7 @@ class Tally(NamedTuple):
     """Coverage and width of the intervals of one method.
 
     Attributes:
-        coverage: Per cent of them that hold the true value.
+        coverage: Percentage of intervals that contain the true value.
         width: Their mean width, in points.
     """
 
@@ -242,7 +242,7 @@ def draw_sample(case: IntervalCase, setting: Setting, rng: np.random.Generator) 
 
 
 def true_score(metric: Metric, case: IntervalCase, chance: float) -> float:
-    """Returns the score of so many examples that chance plays no part."""
+    """Returns the score of so many examples that chance is negligible."""
     if metric.additive is None:
         return 100 * chance
     terms = metric.additive.terms([1, 1, 0, 0], [1, 0, 0, 1])  # [4, P]

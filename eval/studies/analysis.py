@@ -66,7 +66,7 @@ class ContrastResult(NamedTuple):
 
     @property
     def verdict_text(self) -> str:
-        """The verdict; says when one seed allows none, or the difference is significant and within the margin."""
+        """The verdict, with a remark for one seed, or for a significant difference within the margin."""
         if self.num_seeds == 1:
             return "one seed: not tested"
         if self.verdict == "holds" and self.is_different and self.is_equal:
@@ -147,7 +147,7 @@ def by_arm_and_value(items: Sequence[A]) -> dict[tuple[str, str], list[A]]:
 def arm_numbers(study: Study, outcomes: Sequence[RunOutcome]) -> list[ArmNumber]:
     """Returns the number of each arm and seed, over the values of the sweep if requested.
 
-    A seed of which some values of the sweep are missing has no number over them.
+    A seed with missing values of the sweep has no number over the sweep.
     """
     measure = study.measure
     if study.sweep is None or measure.over_sweep == "each":
@@ -194,7 +194,7 @@ def _over_sweep(study: Study, runs: Sequence[RunOutcome]) -> float:
 def contrast_results(study: Study, numbers: Sequence[ArmNumber]) -> list[ContrastResult]:
     """Returns the primary comparison and the secondary ones, whose p-values Holm corrects.
 
-    A comparison of arms that share no seed yet is left out.
+    A comparison of arms that share no seed yet is omitted.
     """
     # Each comparison by itself.
     results = []
@@ -226,14 +226,14 @@ def _all_contrasts(study: Study) -> list[Contrast]:
         elif contrast is not study.primary:
             contrasts.append(contrast)
 
-    # One that is named twice counts once.
+    # A setting named twice counts once.
     return [item for number, item in enumerate(contrasts) if item not in contrasts[:number]]
 
 
 def _contrast_result(
     study: Study, contrast: Contrast, numbers: Sequence[ArmNumber], is_primary: bool
 ) -> ContrastResult | None:
-    """Returns one comparison, before any correction; None where no seed has both arms."""
+    """Returns one comparison, before any correction; None if no seed has both arms."""
     # Pairs of numbers, one for each seed that both arms have.
     first = _number_by_seed(numbers, contrast.arm, contrast.at)
     second = _number_by_seed(numbers, contrast.against, contrast.at)
@@ -246,7 +246,7 @@ def _contrast_result(
     arm = [sign * first[seed] for seed in seeds]
     against = [sign * second[seed] for seed in seeds]
 
-    # Whether there is a difference, and whether there is none that counts.
+    # Whether there is a difference, and whether it is within the margin.
     paired = paired_difference(arm, against)
     return ContrastResult(
         contrast,
@@ -268,7 +268,7 @@ def _number_by_seed(
 
 
 def _known(value: float) -> float | None:
-    """Returns a number, or None for NaN: of one seed, or of seeds without spread, nothing is known."""
+    """Returns a number, or None for NaN, which means one seed or no spread."""
     return None if math.isnan(value) else value
 
 
@@ -297,7 +297,7 @@ def _verdict(result: ContrastResult) -> Verdict:
 
 
 def crossing(study: Study, outcomes: Sequence[RunOutcome]) -> Crossing:
-    """Returns from how many tokens on the primary arm is better than the one it is compared with."""
+    """Returns the number of tokens after which the primary arm stays better than its rival."""
     # The runs of both arms by seed.
     curves: dict[str, dict[int, RunOutcome]] = {}
     for run in outcomes:
@@ -310,7 +310,7 @@ def crossing(study: Study, outcomes: Sequence[RunOutcome]) -> Crossing:
         sign = 1 if study.measure.better == "lower" else -1
         tokens_by_seed[str(seed)] = _crossing_of(first[seed], second[seed], sign)
 
-    # Only of a crossing that every seed has there is a mean.
+    # The mean requires a crossing for every seed.
     logs = [math.log(tokens) for tokens in tokens_by_seed.values() if tokens]
     if not logs or len(logs) < len(tokens_by_seed):
         return Crossing(tokens_by_seed, None, None, None)
@@ -321,14 +321,15 @@ def crossing(study: Study, outcomes: Sequence[RunOutcome]) -> Crossing:
 
 
 def _crossing_of(first: RunOutcome, second: RunOutcome, sign: int) -> float | None:
-    """Returns the tokens after which the first curve stays better; None when it does not end so.
+    """Returns the tokens after which the first curve stays better; None if the first is not better
+    at the end.
 
     Args:
         first: Run of the arm.
-        second: Run of the arm that it is compared with, with points at the same steps.
+        second: Run of the other arm, with points at the same steps.
         sign: 1 where a lower metric is better, -1 where a higher one is.
     """
-    # How much better the first one is at each step that both have measured.
+    # Advantage of the first one at each step that both have measured.
     other = {point.step: point.value for point in second.curve}
     gaps = []
     for point in first.curve:
@@ -338,7 +339,7 @@ def _crossing_of(first: RunOutcome, second: RunOutcome, sign: int) -> float | No
     if not gaps or gaps[-1][1] <= 0 or first.tokens is None:
         return None
 
-    # Back from the end to the last point where it was not better.
+    # Search backwards for the last point at which it was not better.
     tokens_per_step = first.tokens / first.steps
     later_step, later_gap = gaps[-1]
     for step, gap in reversed(gaps[:-1]):

@@ -174,7 +174,7 @@ def _draw_sweep(
 ) -> None:
     """Draws the numbers of one arm over the sweep."""
     colour, dash = style
-    # Dots are runs; values that are not numbers are side by side.
+    # Dots are runs; values that are not numeric are placed side by side.
     numbers: dict[float, list[float]] = {}
     for run in runs:
         x = float(run.value) if is_numeric else float(values.index(run.value))  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ def build_parser() -> Parser:
         help="study.json whose runs of the same settings are taken over, not run again",
     )
 
-    # In place of the runs of the study.
+    # Options that replace running the study.
     action = parser.add_mutually_exclusive_group()
     action.add_argument(
         "--report", action="store_true", help="run nothing; write the report of what is complete"
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
 
 
 def command_text(options: argparse.Namespace) -> str:
-    """Returns the command that makes a study, whether it was run, reported or repeated."""
+    """Returns the command that makes a study, to run, report or repeat it."""
     words = [str(options.study)]
     if options.out:
         words += ["--out", options.out]
@@ -140,7 +140,7 @@ def read_overrides(texts: list[str]) -> dict[str, SettingValue]:
 
 def plan_text(study: Study, runs: list[StudyRun], jobs: int) -> str:
     """Returns a description of the planned runs."""
-    # So many arms, values and seeds, and the steps of all their runs.
+    # Numbers of arms, values and seeds, and total steps of all runs.
     arms = f"{len(study.arms)} arms"
     seeds = f"{len(study.seeds)} seeds"
     sweep = f" x {len(study.sweep.values)} values of {study.sweep.setting}" if study.sweep else ""
@@ -160,7 +160,7 @@ def study_result(
     command: str,
 ) -> StudyResult:
     """Returns the results of a study's complete runs."""
-    # Outcomes in the order of the study, whichever run ended first.
+    # Outcomes in the order of the study, regardless of which run ended first.
     complete = {run.name for run in progress.complete}
     outcomes = []
     missing = []

@@ -45,8 +45,8 @@ class RunOutcome(NamedTuple):
         arm: Name of the arm.
         value: Value of the sweep; None without one.
         seed: Seed of the run.
-        number: The measured number. A diverged run has the number before its first update.
-        initial: The metric before the first update; None where it was not measured.
+        number: The measured number. A diverged run counts with its number before the first update.
+        initial: The metric before the first update; None if not measured.
         has_diverged: Whether training ended because loss or gradient was not finite.
         curve: The metric of the curves during training.
         steps: Updates of the run.
@@ -55,7 +55,7 @@ class RunOutcome(NamedTuple):
         cpu_seconds: Seconds of the processor.
         routers: Last value of each router metric.
         digest: Digest of the settings (`StudyRun.digest`); empty in some committed results.
-        taken_from: The command of the study that has made the run, when it was not this one.
+        taken_from: The command of the study that made the run, if different.
     """
 
     arm: str
@@ -79,7 +79,7 @@ class ArmSize(NamedTuple):
 
     Attributes:
         parameters: All of them.
-        active: Those that one token uses: the paper's measure of equal FLOPs.
+        active: Parameters that one token uses: the paper's measure of equal FLOPs.
     """
 
     parameters: int
@@ -114,7 +114,7 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
     measure = study.measure
     curve = _curve(lines, measure.curve or measure.metric)
 
-    # A run whose loss was lost is as bad as none: its model before the first update.
+    # A diverged run counts like its model before the first update.
     initial = None
     if study.evaluate is None:
         values = _values(lines, measure.metric)
@@ -122,7 +122,7 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
             raise DataError(f"{path} holds no {measure.metric!r}. Choose another measure.metric.")
         initial = values[0] if lines[0]["step"] == 0 else None
 
-    # The measured number: of the evaluation where there is one, else of training.
+    # The measured number: from the evaluation if there is one, else from training.
     if state.has_diverged:
         number = 0.0 if initial is None else initial
     elif study.evaluate is not None:
@@ -180,7 +180,7 @@ def reuse_outcomes(
 
     Args:
         runs: The runs of this study.
-        outcomes: What the runs of the other study came to.
+        outcomes: Outcomes of the other study's runs.
         sizes: Parameters of the models of its arms, where they are known.
         command: The command that made it.
     """
@@ -210,7 +210,7 @@ def reuse_outcomes(
 def best_run_on_dev(runs: Sequence[StudyRun], arm: str) -> Path:
     """Returns the folder of the run of an arm with the best model on dev, and prints all of them.
 
-    The test split has no part in the choice.
+    The test split is not used for the choice.
     """
     mean_by_folder: dict[Path, float] = {}
     for run in runs:
@@ -224,7 +224,7 @@ def best_run_on_dev(runs: Sequence[StudyRun], arm: str) -> Path:
 
 
 def arm_size(run: StudyRun) -> ArmSize | None:
-    """Returns the size of the models of an arm; None where no model is left of a run."""
+    """Returns the size of the models of an arm; None if no run has kept its model."""
     # Pre-training's recipe is the whole architecture; fine-tuning uses that of its initial model.
     folder = run.folder / "model"
     if isinstance(run.recipe, PretrainRecipe):

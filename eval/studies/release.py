@@ -34,7 +34,7 @@ class Pair(NamedTuple):
 
     Attributes:
         best: Run of the first arm.
-        rival: Run of the arm that it is compared with: the same batches in the same order.
+        rival: Run of the other arm, with the same batches in the same order.
     """
 
     best: StudyRun
@@ -86,7 +86,7 @@ def release_model(run: StudyRun, result: StudyResult, corpus: Path, target: Path
     if not source.is_dir():
         raise DataError(f"{run.name} has no model in {source}. Remove {run.folder} and run again.")
 
-    # The weights as they were trained, bit for bit; only the card is another.
+    # The weights as they were trained, bit for bit; only the card differs.
     sections = {
         "Training": _training(run, result, corpus),
         "Text": _text(corpus),
@@ -100,7 +100,7 @@ def release_model(run: StudyRun, result: StudyResult, corpus: Path, target: Path
 
 
 def _training(run: StudyRun, result: StudyResult, corpus: Path) -> str:
-    """Returns on how much text the model trained, and at what cost."""
+    """Returns the amount of training text, and the cost."""
     assert isinstance(run.recipe, PretrainRecipe), "models are released of pre-training"
     tokenizer = load_tokenizer(run.folder / "model")
     tokens = tokenize_corpus(load_corpus(corpus).train, tokenizer)

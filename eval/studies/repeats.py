@@ -1,6 +1,6 @@
 """Repeats runs and checks that the results are bit-identical.
 
-Comes after `scheduler`, before `analysis`, whose result says so.
+Comes after `scheduler`, before `analysis`, whose result reports it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -168,7 +168,7 @@ def _logged(run: StudyRun) -> dict[int, dict[str, str]]:
 
 
 def _without_time(line: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the numbers of a line that do not hang on the clock."""
+    """Returns the numbers of a line that do not depend on time."""
     names = [name for name in line if name != "step" and name not in _OF_TIME]
     return {name: repr(line[name]) for name in names}
 
@@ -185,7 +185,7 @@ def _has_equal_weights(first: Path, second: Path) -> bool | None:
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Returns the final weights of a run by name; none where it has no model."""
+    """Returns the final weights of a run by name; none if it has no model."""
     weights: dict[str, torch.Tensor] = {}
     for name in weight_files(folder / "model"):
         if name.endswith(".safetensors"):

@@ -249,13 +249,13 @@ def notes(result: StudyResult) -> list[str]:
 
 
 def run_notes(result: StudyResult) -> list[str]:
-    """Returns which runs are missing, diverged or made elsewhere, and where curves cross."""
+    """Returns the runs that are missing, diverged or made elsewhere, and the crossings of curves."""
     sentences = []
     if result.missing:
         count = len(result.missing)
         sentences.append(f"Missing runs ({count}): {'; '.join(result.missing)}.")
 
-    # No run is left out in silence.
+    # Omitted runs are always reported.
     for run in result.outcomes:
         if not run.has_diverged:
             continue

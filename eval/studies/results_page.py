@@ -78,7 +78,7 @@ def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
 def curve_figures(results: Mapping[str, StudyResult]) -> dict[str, str]:
     """Returns the figure of each study that has one, as SVG, by the name of the study.
 
-    They are shown in an <img>, and dark where the page around it is.
+    They are shown in an <img>, and dark if the surrounding page is.
     """
     figures = {}
     for name, result in results.items():

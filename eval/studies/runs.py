@@ -38,10 +38,10 @@ class StudyRun:
         folder: Folder of the run.
         recipe: The settings as the command reads them.
         commands: Command lines that make the run, one after the other.
-        digest: SHA-256 of all that its number hangs on but the text: runs of equal digests, in
-            whichever study, come to one number.
-        settings: SHA-256 of the settings that make the run. The place of the study's folder does
-            not count, so that the folder can be moved.
+        digest: SHA-256 of everything that determines its number, except the text: runs with equal
+            digests, in any study, have the same number.
+        settings: SHA-256 of the settings that make the run. The location of the study's folder is
+            ignored, so that the folder can be moved.
     """
 
     arm: str
@@ -55,7 +55,7 @@ class StudyRun:
 
     @property
     def name(self) -> str:
-        """Arm, value of the sweep and seed, as messages have them."""
+        """Arm, value of the sweep and seed, as in messages."""
         value = "" if self.value is None else f" at {self.value}"
         return f"{self.arm}{value}, seed {self.seed}"
 
@@ -87,7 +87,7 @@ def study_runs(
 ) -> list[StudyRun]:
     """Returns the runs of a study, those of the first seed first.
 
-    So a study that is stopped early has as many complete seeds as there was time for.
+    So a study that is stopped early has as many complete seeds as possible.
 
     Args:
         study: The study.
@@ -98,7 +98,7 @@ def study_runs(
     Raises:
         ConfigError: When a setting is unknown or wrong; names the arm.
     """
-    # One reader of command lines for all runs: making it takes longer than using it.
+    # One parser for all runs, since building it takes longer than using it.
     setup = _Setup(study, _COMMANDS[study.command](), out, subfolder, overrides or {})
     runs = []
     values: list[SettingValue] = [None] if study.sweep is None else study.sweep.values
@@ -184,7 +184,7 @@ def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> Study
     if study.evaluate is not None:
         commands.append(_evaluation_command(study, folder))
 
-    # Neither the name of the arm nor the place of its files counts.
+    # The name of the arm and the location of its files are ignored.
     making = [study.command, _recipe_content(recipe, settings), _options_content(settings), seed]
     measured = [study.measure.metric, study.measure.at, study.measure.curve, study.evaluate]
     return StudyRun(
@@ -206,7 +206,7 @@ def _digest(content: list[Any]) -> str:
 def _recipe_content(
     recipe: PretrainRecipe | FinetuneRecipe, settings: Mapping[str, SettingValue]
 ) -> dict[str, Any]:
-    """Returns the recipe as it was read, but folders as the study writes them, e.g. {out}."""
+    """Returns the recipe as read, but with folders as written in the study, e.g. {out}."""
     content = to_json(recipe)
     for name, value in settings.items():
         section, dot, key = name.partition(".")

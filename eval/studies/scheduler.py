@@ -45,7 +45,7 @@ _PRELOADED = ["moe.training.loop", "eval.dev_scores", "eval.run"]
 
 
 class StudyError(MoEError, RuntimeError):
-    """A run of a study failed for another reason than divergence."""
+    """A run of a study failed for a reason other than divergence."""
 
 
 class Budget(NamedTuple):
@@ -53,7 +53,7 @@ class Budget(NamedTuple):
 
     Attributes:
         jobs: Number of runs at a time.
-        hours: A run that would probably not end within them is not begun; None for no limit.
+        hours: A run that would probably exceed them is not started; None for no limit.
         threads: Threads of each run; 0 divides the processor's cores among the jobs.
     """
 
@@ -143,7 +143,7 @@ def run_all(runs: Sequence[StudyRun], budget: Budget) -> None:
                     continue
                 running.append(_begin(run, threads))
 
-            # A command that has ended makes room for the next.
+            # A finished command frees a slot for the next.
             time.sleep(_POLL_SECONDS)
             for process in list(running):
                 if _has_ended(process):
@@ -153,7 +153,7 @@ def run_all(runs: Sequence[StudyRun], budget: Budget) -> None:
 
 
 def find_progress(runs: Sequence[StudyRun]) -> Progress:
-    """Returns which runs are complete; all others count as left out."""
+    """Returns which runs are complete; all others count as omitted."""
     progress = Progress()
     for run in runs:
         state = read_state(run)
@@ -182,7 +182,7 @@ def read_state(run: StudyRun) -> RunState | None:
 
 
 def mark_complete(run: StudyRun, *, has_diverged: bool, seconds: float, cpu_seconds: float) -> None:
-    """Marks a run as complete that was made elsewhere, in so many seconds."""
+    """Marks a run that was made elsewhere as complete, with its seconds."""
     state = RunState(
         _without_interpreter(run.commands),
         is_complete=True,
@@ -236,7 +236,7 @@ def _start(run: StudyRun, command: Sequence[str], threads: int) -> ForkServerPro
 
 
 def _run_module(folder: Path, command: list[str], threads: int) -> None:
-    """Runs a module as a program, in a process that has its imports already."""
+    """Runs a module as a program, in a process that has already imported its modules."""
     threading.Thread(target=_end_with_study, daemon=True).start()
     log = open_to_write(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
@@ -344,7 +344,7 @@ def _fits(run: StudyRun, progress: Progress, running: Sequence[_Process], end: f
             taken = time.monotonic() - process.started
             seconds.append((process.run.arm, taken / steps))
 
-    # Runs of the same arm are the best guide.
+    # Runs of the same arm give the best estimate.
     of_arm = [value for arm, value in seconds if arm == run.arm]
     per_step = of_arm or [value for _, value in seconds]
     if not per_step:
@@ -355,7 +355,7 @@ def _fits(run: StudyRun, progress: Progress, running: Sequence[_Process], end: f
 
 def _show(bar: "tqdm[NoReturn]", progress: Progress, running: Sequence[_Process]) -> None:
     """Moves the progress bar to the steps that are done."""
-    # Complete runs count in full, the others as far as their metrics go.
+    # Complete runs count in full, the others by the progress in their metrics.
     steps = sum(run.recipe.training.steps for run in progress.complete)
     for process in running:
         steps += steps_done(process.run)

@@ -22,8 +22,8 @@ _ROUNDING = 10 * np.finfo(np.float64).eps  # a spread below this share of the va
 class Difference:
     """The difference a - b of two arms over seeds.
 
-    With one seed, or where all differences are the same number, nothing is known of their spread:
-    `low`, `high` and `p` are NaN.
+    With one seed, or if all differences are equal, their spread is unknown: `low`, `high` and `p`
+    are NaN.
 
     Attributes:
         mean: Mean of a minus mean of b.
@@ -46,7 +46,7 @@ def paired_difference(
     Args:
         a: <float>[N] a number for each seed of the first arm.
         b: <float>[N] the same seeds of the second arm, in the same order.
-        confidence: How often intervals like this one hold the true difference.
+        confidence: Share of such intervals that contain the true difference.
 
     Raises:
         DataError: When a run has no finite number.
@@ -65,14 +65,13 @@ def paired_difference(
 def equivalence_p(a: Sequence[float], b: Sequence[float], margin: float) -> float:
     """Returns the p-value of "the arms differ by the margin or more", by two one-sided t tests.
 
-    A nonsignificant difference does not show equality; this test can. The result
-    is NaN where nothing is known of the spread.
+    A nonsignificant difference does not show equality; this test can. The result is NaN if the
+    spread is unknown.
 
     Args:
         a: <float>[N] a number for each seed of the first arm.
         b: <float>[N] the same seeds of the second arm, in the same order.
-        margin: Largest difference that would not matter, above 0; declare it before the runs are
-            seen.
+        margin: Largest negligible difference, above 0; declare it before seeing the runs.
 
     Raises:
         DataError: When a run has no finite number.
@@ -105,7 +104,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     order = np.argsort(p)
     scaled = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
 
-    # Back to the order of the caller.
+    # Restore the caller's order.
     adjusted = np.empty_like(p)
     adjusted[order] = np.minimum(scaled, 1.0)
     return adjusted.tolist()

@@ -32,7 +32,7 @@ def sentinel_result(
     Traces and their pages are left in `out`, in a folder for each seed.
 
     Args:
-        folder: Of a study of pre-training that has been reported.
+        folder: Folder of a reported study of pre-training.
         arm: Name of the arm with the sparse models.
         corpus: The text, of which the held-out part is traced.
         out: Folder of the traces.
@@ -92,7 +92,7 @@ def _routed(
     started = time.perf_counter()
     cpu_started = time.process_time()
 
-    # By the commands that anyone has for one model.
+    # With the public commands for one model.
     trace = str(out / "trace")
     tables = out / "tables.json"
     argv = ["--model", str(model), "--corpus", str(corpus), "--examples", str(num_examples)]

@@ -22,7 +22,7 @@ SettingValue = str | int | float | bool | None | list[Any]
 
 
 class Sweep(NamedTuple):
-    """A setting that every arm is run with at several values.
+    """A setting that is varied over several values for every arm.
 
     Attributes:
         setting: Name of the setting, e.g. `optim.lr`.
@@ -37,7 +37,7 @@ class Sweep(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """How a finished run is scored on a task of eval/.
+    """Evaluation of a finished run on a task of eval/.
 
     Attributes:
         task: Name of the task.
@@ -62,7 +62,7 @@ class Measure(NamedTuple):
         better: Whether a `lower` or a `higher` number is better.
         over_sweep: With a sweep: `each` compares the arms at every value; `best` takes the best
             number of all values, `mean` their mean, and `sensitivity` their mean above the best.
-        curve: Metric of the curves; the metric itself, when empty.
+        curve: Metric of the curves; the metric itself if empty.
         unit: Unit of the number, e.g. nats, printed after differences.
 
     Source:
@@ -88,9 +88,9 @@ class Contrast(NamedTuple):
 
     Attributes:
         arm: Name of the first arm.
-        against: Name of the arm that it is compared with.
+        against: Name of the other arm.
         expect: What the claim says of the first arm: `better`, `worse` or `equal`.
-        margin: Differences within it count as none.
+        margin: Differences within it count as zero.
         at: Value of the sweep; None for all of them, or without a sweep.
     """
 
@@ -106,7 +106,7 @@ class Study(NamedTuple):
 
     Attributes:
         title: Short name of the subject.
-        claim: What the paper says, as one sentence.
+        claim: The paper's claim, as one sentence.
         paper: The paper's own figures, with their place.
         expected: What was expected here before the first run.
         command: `pretrain` or `finetune`: the command that makes a run.
@@ -117,7 +117,7 @@ class Study(NamedTuple):
         seeds: Seeds of every arm.
         measure: The number that is compared.
         primary: The one difference that was declared before the runs.
-        contrasts: Further ones, whose p-values are corrected together.
+        contrasts: Additional comparisons, whose p-values are corrected together.
         sweep: A setting with several values for every arm.
         evaluate: How a finished run is scored; None where the metric is one of training.
         has_crossing: Whether to report after how many tokens the primary arm becomes better.

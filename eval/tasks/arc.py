@@ -21,7 +21,7 @@ def ask_letter(name: str) -> Preprocess:
     """Returns the preprocessor that maps a question with its choices to a letter.
 
     Args:
-        name: What the prompt begins with.
+        name: Start of the prompt.
     """
 
     def preprocess(row: Row) -> list[Features]:

@@ -1,7 +1,7 @@
 """Docstring -> the part of Python's standard library it documents, a task that pre-training can help.
 
-Files that are tested hold other words than those that are trained on: what the topics have in
-common has to come from text without labels.
+Files that are tested hold other words than those that are trained on: the common features of a
+topic must be learnt from unlabelled text.
 """
 
 import platform
@@ -169,14 +169,14 @@ def _all_rows() -> dict[str, list[Row]]:
     folder = package_folder("stdlib")
     places = _places()
 
-    # The files of each split, so that the rows of the test split do not hang on other files.
+    # The files of each split, so that the rows of the test split do not depend on other files.
     files: dict[str, list[tuple[Path, str]]] = {split: [] for split in SPLITS}
     for path in python_files(folder):
         place = _place_of_module(_module_name(path.relative_to(folder)), places)
         if place is not None:
             files[place.split].append((path, place.topic))
 
-    # The test split first: of equal texts the first stays.
+    # The test split first: of equal texts, the first is kept.
     splits: dict[str, list[Row]] = {}
     seen: set[str] = set()
     for split in reversed(SPLITS):
@@ -224,7 +224,7 @@ def _rows_of_file(path: Path, relative: Path, topic: str) -> Iterator[Row]:
     for number, docstring in enumerate(docstrings(path), start=1):
         prose = " ".join(prose_paragraphs(docstring))
 
-        # Without the words that would say the module.
+        # Without the words that would reveal the module.
         words = module_words.sub(" ", prose).split()[:MAX_WORDS]
         if len(words) >= MIN_WORDS:
             text = " ".join(words)

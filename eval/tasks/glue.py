@@ -81,7 +81,7 @@ def _register(
         text: Its name in LABELS; "" for `name`.
         config: Name of the config on the hub; "" for `name`.
         matched: See `_data`.
-        numbers: Whether the site takes the number of a label in place of its text.
+        numbers: Whether the site expects the number of a label instead of its text.
         **options: Other fields of `Task`.
     """
     labels = preprocess.LABELS[text or name]

@@ -70,7 +70,7 @@ def _register(
     submission: SubmissionFile,
     **options: Any,
 ) -> None:
-    """Registers a classification in the form of GLUE, whose prompt and labels go by its name.
+    """Registers a classification in GLUE's format; its name selects prompt and labels.
 
     Args:
         name: Name of the task, and of its config.
@@ -234,8 +234,8 @@ register_task(
 )
 
 
-# --------------------------------------------------------------------------- WSC and definite
-# pronoun resolution: the noun that a pronoun refers to
+# ---------------------------------------------------------------------------
+# WSC and definite pronoun resolution: the noun that a pronoun refers to
 
 
 def _wsc_train(row: Row) -> list[Features]:
@@ -314,7 +314,7 @@ register_task(
 
 
 # ---------------------------------------------------------------------------
-# Diagnostics, which have a test split alone
+# Diagnostics, which have only a test split
 
 
 def _gender_pair(row: Row) -> list[Features]:

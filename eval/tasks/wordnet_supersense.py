@@ -47,7 +47,7 @@ def _rows(split: str) -> list[Row]:
 
 @lru_cache(maxsize=1)
 def _all_rows() -> dict[str, list[Row]]:
-    """Returns the rows of every split; definitions that several synsets share are in none."""
+    """Returns the rows of every split; definitions shared by several synsets are excluded."""
     # A shared definition would be in two splits, or in one and in the text of another.
     synsets = read_synsets(find_wordnet())
     num_synsets = Counter(letters(synset.definition) for synset in synsets)
@@ -63,7 +63,7 @@ def _all_rows() -> dict[str, list[Row]]:
         # The same random synsets of a large class on every machine.
         chosen = sorted(synsets_by_file[file], key=_order)[:MAX_SYNSETS_PER_CLASS]
         for synset in sorted(chosen, key=lambda synset: synset.id):
-            # The split hangs on the definition, so that another version of WordNet moves none.
+            # The split depends on the definition, so it is stable across versions of WordNet.
             row = {"id": synset.id, "definition": synset.definition, "lexicographer": file}
             key = f"{_SPLIT_SALT}/{letters(synset.definition)}"
             splits[split_by_hash(key, test=0.09, validation=0.022)].append(row)

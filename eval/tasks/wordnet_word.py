@@ -36,7 +36,7 @@ def _rows(split: str) -> list[Row]:
 
 @lru_cache(maxsize=1)
 def _all_rows() -> dict[str, list[Row]]:
-    """Returns the rows of every split; a word is in one split alone, with one definition."""
+    """Returns the rows of every split; each word is in only one split, with one definition."""
     synsets_by_kind: dict[tuple[str, str, bool], list[Synset]] = defaultdict(list)
     for synset in _asked_synsets(read_synsets(find_wordnet())):
         # All choices have the same part of speech, so that it gives nothing away.

@@ -87,9 +87,8 @@ def record(text: str, fields: Features, is_target: bool) -> dict[str, Any]:
 def wsc_simple(text: str, fields: Features, is_target: bool) -> int:
     """Returns whether the text names the candidate referent; of a target the label.
 
-    It is 1 when it does, 0 when not and -1 when the text is empty. Case and determiners do not
-    count. The words of one must be among those of the other, and both or neither have an
-    apostrophe.
+    It is 1 if it does, 0 if not, and -1 if the text is empty. Case and determiners are ignored. The
+    words of one must be among those of the other, and both or neither have an apostrophe.
     """
     if is_target:
         return fields["label"]

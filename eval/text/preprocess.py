@@ -256,7 +256,7 @@ def summarize(text_field: str, summary_field: str) -> Preprocess:
 
 
 def translate(source: str, target: str) -> Preprocess:
-    """Returns the preprocessor of a translation; fields are called by the codes of their languages.
+    """Returns the preprocessor of a translation; fields are named after the language codes.
 
     Args:
         source: Code of a language; after its first two letters it only names the field, as in

@@ -57,8 +57,8 @@ def definite_pronoun_resolution_simple(row: Row) -> list[Features]:
     The first occurrence of the pronoun is marked.
 
     Source:
-        T5 `definite_pronoun_resolution_simple`. Differs: the pronoun is looked for to the letter,
-        where T5 takes it for a regular expression.
+        T5 `definite_pronoun_resolution_simple`. Differs: the pronoun is matched literally, where T5
+        treats it as a regular expression.
     """
     pattern = f" ({re.escape(row['pronoun'])})( |\\.|,)"
     sentence = re.sub(pattern, r" *\1*\2", row["sentence"], count=1)

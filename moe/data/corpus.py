@@ -103,7 +103,7 @@ def build_corpus(
     kept, num_quoting = drop_quoting_paragraphs(kept, unseen_inputs)
 
     # A source is held out when its number, drawn from (seed, source), is below the threshold. Each
-    # side has one source at least.
+    # side has at least one source.
     try:
         numbers = {document.source: _split_number(document.source, seed) for document in kept}
         for document in kept:

@@ -105,8 +105,7 @@ def measure_overlap(
     """Returns how much of each test set occurs in a text, for each size of n-grams.
 
     Args:
-        inputs: Inputs by the name of their test set. Words with which all of them begin are a
-            prompt and not compared.
+        inputs: Inputs by the name of their test set. A common prefix of all inputs is a prompt and is not compared.
         texts: The text, in parts of any length; n-grams do not cross from one to the next.
         sizes: Numbers of words n.
     """

@@ -65,7 +65,7 @@ def is_onednn_chosen(kind: ProductKind, num_tokens: int) -> bool:
 
 
 def copies_expert_gradient() -> bool:
-    """Returns whether an expert's dW = dy^T x in 16 bits is computed of a copy of dy^T.
+    """Returns whether an expert's dW = dy^T x in 16 bits is computed from a copy of dy^T.
 
     Raises:
         ConfigError: When the environment variable holds no choice.

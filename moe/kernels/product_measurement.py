@@ -76,7 +76,7 @@ class ProductChoice(NamedTuple):
         weight_gradient: dW = dy^T x.
         expert_forward: y of an expert, which one core computes.
         expert_input_gradient: dx of an expert.
-        copies_expert_gradient: Whether dW of an expert in 16 bits is computed of a copy of dy^T.
+        copies_expert_gradient: Whether dW of an expert in 16 bits is computed from a copy of dy^T.
     """
 
     forward: LibraryByTokens

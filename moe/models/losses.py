@@ -99,7 +99,7 @@ def count_losses(
 def sum_counts(
     counts: LossCounts, sum_each: Callable[[Sequence[Tensor]], list[Tensor]]
 ) -> LossCounts:
-    """Returns the counts of the parts of all ranks; `balance_totals` stay as they are.
+    """Returns the counts of all ranks together; `balance_totals` stay as they are.
 
     Args:
         counts: Counts of this rank's part.

@@ -135,7 +135,7 @@ class SparseFeedForward(nn.Module):
         sequences = sequences_per_group(batch, length, tokens_per_group(self.config))
         inputs = group_inputs(x, token_mask, token_ids, word_embeddings, sequences)
 
-        # Scores of every expert for every token, and the plan that is made of them.
+        # Scores of every expert for every token, and the resulting plan.
         scores = self.router(inputs)  # logits [G, S, E]
         plan = self.router.assign(scores, real_tokens(inputs), drop_tokens=drop_tokens)
         for edit in self.plan_edits:

@@ -50,7 +50,7 @@ class Shuffle(ABC):
     """A way to give tokens the experts of other tokens, so that only chance relates them.
 
     Subclass it for another null hypothesis: under it, the values that a draw exchanges must be
-        exchangeable.
+    exchangeable.
     """
 
     def __init__(self, places: TokenPlaces) -> None:
