@@ -146,7 +146,8 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         if has_text and not (folder / TOKENIZER_FILE).is_file():
             raise ConfigError(
                 f"--from {options.source} has no {TOKENIZER_FILE}, which reads the text. Put it "
-                "beside the model, or leave the text out."
+                "beside the model (AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) makes "
+                "it of a spiece.model), or leave the text out."
             )
         before = None
         if has_text:

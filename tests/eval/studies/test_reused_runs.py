@@ -35,7 +35,7 @@ def test_two_halves_of_a_study_come_to_the_whole(
     run_study(studies, out, *take, "--only", "without:5")
     printed = capsys.readouterr().out
     assert "2 of 4 runs are taken from" in printed and "3 are complete" in printed
-    assert "- 2 runs were made by `python -m scripts.study" in printed
+    assert "2 runs are from `python -m scripts.study" in printed
 
     # The numbers are those of one study; a run that was taken has no curve file to go on with.
     whole = read_result(studies / "whole/study.json")
