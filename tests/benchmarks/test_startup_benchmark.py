@@ -49,5 +49,5 @@ def test_a_start_that_fails_is_named():
 
 
 def test_a_name_that_nothing_has_is_refused():
-    with pytest.raises(ConfigError, match=r"no start 'eval rum'\. Did you mean 'eval run'"):
+    with pytest.raises(ConfigError, match=r"'eval rum'\. Did you mean 'eval run'"):
         main(["startup", "--only", "eval rum"])

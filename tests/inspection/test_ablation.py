@@ -494,7 +494,11 @@ def test_blocks_that_somebody_else_wrapped_stay_wrapped():
         ({"calibration": []}, ConfigError, r"calibration is \[\]; expected at least one batch"),
         ({"classes": {"odd": torch.ones(38)}}, DataError, "'odd' is torch.float32"),
         ({"classes": {"odd": [True]}}, DataError, r"class 'odd' is \[True\]; expected torch.bool"),
-        ({"classes": {"all tokens": torch.ones(38).bool()}}, DataError, "have one name"),
+        (
+            {"classes": {"all tokens": torch.ones(38).bool()}},
+            DataError,
+            "all tokens, all tokens have the same name",
+        ),
         ({"input_classes": {"x": torch.ones(38).bool()}}, DataError, "46 tokens of the encoder"),
         ({"batches": []}, DataError, "0 batches have no target token"),
     ],

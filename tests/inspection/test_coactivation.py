@@ -119,7 +119,7 @@ def test_a_flow_needs_two_layers_and_documents():
     stack = a_stack([3, 2], a_layer([0] * 5, 2))
     assert layer_flows(stack, places_of(stack)) == []
     two = a_stack([3, 2], a_layer([0] * 5, 2), a_layer([0] * 5, 1, layer=1))
-    with pytest.raises(DataError, match="are of 2 documents"):
+    with pytest.raises(DataError, match="from 2 documents"):
         layer_flows(two, places_of(two))
     (flow,) = layer_flows(two, places_of(two), null=TokenShuffle)
     assert math.isnan(flow.information)

@@ -106,7 +106,7 @@ def test_a_model_that_has_moved_or_changed_since_it_was_traced_must_be_named(fol
     run("record", "--model", model, *pairs, "--out", trace)
 
     model.rename(tmp_path / "away")
-    with pytest.raises(DataError, match=r"was in .*moved, and is not there"):
+    with pytest.raises(DataError, match=r"traced model .*moved, and is not there"):
         run("replay", "--trace", trace)
     run("replay", "--trace", trace, "--model", tmp_path / "away")
 

@@ -167,7 +167,7 @@ ODDITIES = {
 def test_an_index_that_says_odd_things_is_one_message(path, resume, edit, message):
     change(path, edit)
     text = refused(lambda: resume(path))
-    assert "it is torn" in text
+    assert "the checkpoint is incomplete" in text
     assert message in text
 
 

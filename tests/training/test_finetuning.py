@@ -286,7 +286,7 @@ def test_the_auxiliary_loss_is_on_by_default_and_off_by_its_weight(saved):
 
 
 def test_overrides_of_the_architecture_and_unknown_ones_are_refused():
-    with pytest.raises(ConfigError, match=r"capacity_facter is no .*mean 'capacity_factor'"):
+    with pytest.raises(ConfigError, match=r"capacity_facter is not .*mean 'capacity_factor'"):
         finetuning_overrides(capacity_facter=2.0)
     with pytest.raises(ConfigError, match=r"model\.d_model is not a setting"):
         finetuning_overrides(d_model=3)
