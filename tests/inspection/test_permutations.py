@@ -75,9 +75,9 @@ def test_each_of_a_few_documents_comes_to_each_place_equally_often():
 def test_too_few_documents_cannot_be_shuffled():
     with pytest.raises(DataError, match=r"from 5 documents; .* needs 6 at least. Trace more"):
         DocumentShuffle(places_of(a_stack([3] * 5)))
-    with pytest.raises(DataError, match="are of 1 documents"):
+    with pytest.raises(DataError, match="from 1 documents"):
         DocumentShuffle(places_of(a_stack([3] * 9), [0] * 9))
-    with pytest.raises(DataError, match="are of 0 documents"):
+    with pytest.raises(DataError, match="from 0 documents"):
         DocumentShuffle(places_of(a_stack([0] * 9)))
 
 
