@@ -75,7 +75,7 @@ def loss_sentence(line: Line) -> str:
             side = "better than" if loss < table else "worse than"
             sides[side].append(f"{name} {table:.2f}")
     compared = [f"{side} {', '.join(names)}" for side, names in sides.items() if names]
-    tables = f"; tables of its text: {'; '.join(compared)}" if compared else ""
+    tables = f"; n-gram tables of its text: {'; '.join(compared)}" if compared else ""
     return f"Held-out loss: {loss:.2f} nats per masked token{tables}."
 
 
@@ -145,14 +145,17 @@ def expert_lines(model_folder: Path, corpus_folder: Path) -> list[str]:
 
 
 def most_specialized(layer: LayerCounts, ids: SpecialIds) -> tuple[int, list[int], float]:
-    """Returns the expert whose preferred text tokens make up most of its text, these, and their share."""
+    """Returns the expert whose preferred text tokens make up most of its text, these, and their share.
+
+    Experts are numbered from 1, as on the pages.
+    """
     counts = layer.first_choice  # [V, E]
     text = counts * is_text(torch.arange(len(counts)), ids)[:, None]  # [V, E]
-    best: tuple[int, list[int], float] = (0, [], -1.0)
+    best: tuple[int, list[int], float] = (1, [], -1.0)
     for expert in range(text.shape[1]):
         preferred = preferred_tokens(text, expert, number=_LISTED_TOKENS)
         received = sum(token.occurrences for token in preferred)
         share = received / max(1, int(text[:, expert].sum()))
         if share > best[2]:
-            best = (expert, [token.token for token in preferred], share)
+            best = (expert + 1, [token.token for token in preferred], share)
     return best

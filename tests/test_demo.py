@@ -5,13 +5,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from transformers import AutoTokenizer
 
 from moe import STMoEForConditionalGeneration
+from moe.data.tokenizer import SpecialIds
 from moe.errors import ConfigError, DataError
+from moe.inspection.tables import LayerCounts
 from scripts import demo, models, transfer
-from scripts.demo_summary import loss_sentence
+from scripts.demo_summary import loss_sentence, most_specialized
 from tests.processes import run_command
 from tests.training.tiny_run import MODEL, write_inputs
 
@@ -70,6 +73,15 @@ def test_the_summary_says_which_tables_the_model_beats(loss, verdict):
     sentence = loss_sentence({"heldout/text_loss": loss, **tables})
     assert sentence.endswith(f"tables of its text: {verdict}")
     assert loss_sentence({"heldout/text_loss": loss}).endswith(" nats per masked token.")
+
+
+def test_experts_are_numbered_from_one_as_on_the_pages():
+    ids = SpecialIds(pad=0, eos=1, first_sentinel=9, num_sentinels=3)
+    first_choice = torch.full((10, 3), 3)  # too rare to be preferred
+    first_choice[4] = torch.tensor([0, 0, 90])
+    first_choice[9] = torch.tensor([900, 0, 0])  # a sentinel, which is not text
+    expert, tokens, _ = most_specialized(LayerCounts(("encoder", 0), first_choice, None), ids)
+    assert (expert, tokens) == (3, [4])
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_own_pairs_of_the_start_page_are_trained_on_scored_and_compared(
 
     printed = capsys.readouterr().out
     assert "Dev scores: 30 of 30 pairs" in printed
-    assert "pairs_labels by generate, accuracy: model " in printed
+    assert "pairs_labels by generate, accuracy: tuned " in printed
     for folder in ("my_pairs/best/model", "my_pairs/model", "my_eval", "my_comparison"):
         assert (workspace / "runs" / folder).is_dir()
 
