@@ -24,6 +24,7 @@ from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
+from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.launch import World
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
@@ -89,7 +90,11 @@ def build_run(
         built = load_pretrained_model(recipe, config, pretrained, world.device_type)
 
     num_batches = recipe.training.held_out_batches
-    losses = ngram_losses(tokens, unseen, num_batches, len(tokenizer))
+
+    def count_ngrams() -> dict[str, float]:
+        return ngram_losses(tokens, unseen, num_batches, len(tokenizer))
+
+    losses = broadcast_from_rank_zero(count_ngrams)  # a table of a long text takes 1.3 GB
     held_out = HeldOut(unseen, num_batches, ids, losses)
     return Run(
         folder=out,
