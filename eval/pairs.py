@@ -5,7 +5,7 @@ compared without the file.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval.scores.metrics import Metric, Values, mean_of
+from eval.source import BuiltIn
 from eval.task import TASKS, Decoding, Features, Row, Task
 from eval.text.postprocess import unchanged
 from moe.checksums import sha256_of
@@ -24,39 +25,19 @@ _MOST_CHOICES = 100
 """Labels beyond which none are ranked: each is scored for each input."""
 
 
-@dataclass(frozen=True)
-class PairsSource:
-    """Rows of files of pairs.
+def _source(origin: str, dev: Sequence[Pair] = (), train: Sequence[Pair] = ()) -> BuiltIn:
+    """Returns the rows of files of pairs.
 
-    Attributes:
+    Args:
         origin: The evaluated file and its hash.
         dev: Pairs that are evaluated.
         train: Pairs that the baselines are fitted to.
     """
 
-    origin: str
-    dev: Sequence[Pair] = ()
-    train: Sequence[Pair] = ()
-    hidden: Sequence[str] = ()
+    def read(split: str) -> list[Row]:
+        return [pair._asdict() for pair in (train if split == "train" else dev)]
 
-    @property
-    def splits(self) -> Sequence[str]:
-        """Splits that have rows."""
-        return ("train", "validation") if self.train else ("validation",)
-
-    def expected(self, split: str) -> int | None:
-        """Returns None: a file has any number of pairs."""
-        return None
-
-    def is_local(self, split: str, folder: Path | None = None) -> bool:
-        """Returns whether there are rows of a split."""
-        return split in self.splits
-
-    def rows(
-        self, split: str, folder: Path | None = None, revision: str | None = None
-    ) -> Sequence[Row]:
-        """Returns the rows of a split; the other arguments apply to other sources."""
-        return [pair._asdict() for pair in (self.train if split == "train" else self.dev)]
+    return BuiltIn(read, ("train", "validation") if train else ("validation",), origin=origin)
 
 
 def _preprocess(row: Row) -> list[Features]:
@@ -80,7 +61,7 @@ for _kind, _scorers in PAIR_METRICS.items():
         version=1,
         description="Pairs of texts of a user.",
         licence="not stated",
-        source=PairsSource("a file of pairs"),
+        source=_source("a file of pairs"),
         preprocess=_preprocess,
         postprocess=unchanged,
         metrics=tuple(_metric(name, scorer) for name, scorer in _scorers.items()),
@@ -134,6 +115,6 @@ def read_pairs_task(path: Path, train: Path | None = None) -> Task:
             f"{', except those with a `group`' if has_groups else ''}. Inputs are truncated at "
             f"{task.inputs_length} tokens."
         ),
-        source=PairsSource(f"{path} (SHA-256 {digest})", dev, train_pairs),
+        source=_source(f"{path} (SHA-256 {digest})", dev, train_pairs),
         choices=tuple(labels) if len(labels) <= _MOST_CHOICES else (),
     )

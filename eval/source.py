@@ -49,25 +49,22 @@ def _loading_errors() -> tuple[type[Exception], ...]:
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """Rows that come with every Python installation.
+    """Rows that a function returns, such as those that come with every Python installation.
 
     Attributes:
         read: Returns the rows of a split.
         splits: Splits that have rows.
         hidden: Splits whose labels are not public.
+        origin: Origin of the rows, for a list of tasks.
     """
 
     read: Callable[[str], list[Row]]
     splits: Sequence[str] = SPLITS
     hidden: Sequence[str] = ()
-
-    @property
-    def origin(self) -> str:
-        """Origin of the rows, for a list of tasks."""
-        return "this Python installation"
+    origin: str = "this Python installation"
 
     def expected(self, split: str) -> int | None:
-        """Returns None: the number of rows depends on the version of Python."""
+        """Returns None: no published number of rows is known."""
         return None
 
     def is_local(self, split: str, folder: Path | None = None) -> bool:
