@@ -5,6 +5,9 @@ stmoe convert --from runs/switch-base-8 --to runs/theirs --format switch
 stmoe convert --from checkpoint_500100/ --to runs/t5x --set eval_capacity_factor=null
 """
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 
 from moe.checks import shown
@@ -55,11 +58,7 @@ def main(argv: list[str]) -> None:
         print(conversion_report(options.source, **fields))
         return
 
-    target = output_path(options.to, option="--to", inputs=[options.source])
-    if target.exists() or target.is_symlink():
-        raise ConfigError(
-            f"--to {target} exists already. Give the name of a new folder, or remove it."
-        )
+    target = new_model_folder(options.to, inputs=[options.source])
 
     # The folder appears when it is complete: weights, tokenizer, config and checksums.
     with whole_folder(target, kind="model") as folder:
@@ -75,6 +74,24 @@ def main(argv: list[str]) -> None:
 
     print(report)
     print(f"The model is in {target}.")
+
+
+def new_model_folder(text: str, inputs: Sequence[str | Path | None]) -> Path:
+    """Returns the path of --to, where there must be nothing yet.
+
+    Args:
+        text: Value of the option.
+        inputs: Files and folders of other options; see `output_path`.
+
+    Raises:
+        ConfigError: When there is something already.
+    """
+    target = output_path(text, option="--to", inputs=inputs)
+    if target.exists() or target.is_symlink():
+        raise ConfigError(
+            f"--to {target} exists already. Give the name of a new folder, or remove it."
+        )
+    return target
 
 
 def read_fields(texts: list[str]) -> dict[str, object]:

@@ -15,7 +15,7 @@ import torch
 from moe.checkpoint.loading import load_complete
 from moe.checksums import write_sums
 from moe.cli import Parser, integer, real, word
-from moe.commands.convert import read_fields
+from moe.commands.convert import new_model_folder, read_fields
 from moe.commands.routing_inputs import (
     TaskReader,
     add_inputs,
@@ -29,11 +29,12 @@ from moe.convert.t5x import is_t5x
 from moe.data.pipeline import Batch
 from moe.data.tokenizer import TOKENIZER_FILE
 from moe.errors import ConfigError
-from moe.files import output_path, whole_folder
+from moe.files import whole_folder
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.surgery.kept_output import KeptOutput, kept_output
 from moe.surgery.upcycle import Method, Upcycling, upcycle_checkpoint
+from moe.tracing.recorder import TracedBatch
 from moe.tracing.trace import layer_name
 
 _RANDOM_BATCHES = 4
@@ -134,11 +135,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     has_text = bool(options.corpus or options.text or options.pairs or options.task)
     _check_source(options, parser, has_text=has_text)
     inputs = [options.source, options.corpus, options.pairs]
-    target = output_path(options.to, option="--to", inputs=inputs)
-    if target.exists() or target.is_symlink():
-        raise ConfigError(
-            f"--to {target} exists already. Give the name of a new folder, or remove it."
-        )
+    target = new_model_folder(options.to, inputs)
 
     # One model in memory at a time.
     with whole_folder(target, kind="model") as folder:
@@ -150,10 +147,12 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
                 "it of a spiece.model), or leave the text out."
             )
         before = None
+        batches: list[TracedBatch] = []
         if has_text:
             dense = load_complete(STMoEForConditionalGeneration, options.source)
             inspected = with_tokenizer(folder, dense, options.source)
-            before = measure(dense, read_batches(options, inspected, read_task))
+            batches = list(read_batches(options, inspected, read_task))
+            before = measure(dense, batches)
             del dense, inspected
 
         sparse = load_complete(STMoEForConditionalGeneration, folder)
@@ -162,8 +161,6 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
             kept = kept_output(sparse, random_batches(sparse.config), scale=options.scale)
             measured = {"loss": None, "loss_change": None, "changed_answers": None}
         else:
-            inspected = with_tokenizer(folder, sparse, options.source)
-            batches = list(read_batches(options, inspected, read_task))
             text = describe_inputs(options, sparse.config)
             kept = kept_output(sparse, [batch.batch for batch in batches], scale=options.scale)
             losses, change, changed = compare(before, measure(sparse, batches))
