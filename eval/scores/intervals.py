@@ -29,7 +29,7 @@ RESAMPLES = 1000
 _ROUNDING = 1e-9  # in points
 
 GroupStatistic = Callable[[NDArray[np.int64]], float]
-"""A score as a function of drawn groups <int64>[R], of which some may stand several times; NaN if not defined."""
+"""A score as a function of drawn groups <int64>[R], some of which may occur several times; NaN if not defined."""
 
 
 class Score(NamedTuple):

@@ -16,7 +16,7 @@ from moe.parsing import read_json_lines
 _ADVICE = 'Expected an object like {"inputs": "...", "targets": "..."} a line.'
 
 LEAST_PAIRS = 20
-"""Fewer pairs are all trained on, unless a share is asked for: scores of one or two would say nothing."""
+"""With fewer pairs none are held out, unless a share is given: scores on one or two pairs mean nothing."""
 
 
 class Pair(NamedTuple):

@@ -31,7 +31,7 @@ COLOURS = (BLUE, ORANGE, GREEN, PINK, "#56B4E9", "#E69F00", GREY)
 """In the order in which lines of a figure use them."""
 
 INK = "#010203"
-"""Stands for the text colour of the page, so that a figure follows light and dark mode."""
+"""Placeholder for the text color of the page, so that a figure follows light and dark mode."""
 
 STYLE: dict[Any, Any] = {
     "font.size": 10,

@@ -116,7 +116,7 @@ def run_pieces(run: Callable[[Piece], None], pieces: Iterable[Piece]) -> None:
 def _thread_pool(num_threads: int) -> ThreadPoolExecutor:
     """Returns the workers for so many threads: each runs torch on one core and builds no graph.
 
-    Workers for a number of threads that is no longer used end when the cache forgets them.
+    Workers for an unused number of threads end when the cache evicts them.
     """
     started = threading.Barrier(num_threads)
 
