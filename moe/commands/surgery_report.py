@@ -1,9 +1,10 @@
 """Effects of a surgery on a model: the same table for every command, printed, as JSON and in the card."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -17,15 +18,44 @@ from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import find_weight_files
 from moe.parsing import to_json
-from moe.tracing.recorder import TracedBatch
+from moe.sparse.editing import LayerKey, sparse_layers
+from moe.tracing.recorder import TracedBatch, record_routing
+from moe.tracing.trace import LayerTrace, layer_name
 from moe.training.heldout_loss import token_losses
 
 REPORT_FILE = "surgery.json"
 
 _HEADER = ["", "before", "after"]
-_KEPT_HEADER = ["sparse layer", "kept in training", "in evaluation", "lost by"]
+_ROUTING_HEADER = [
+    "sparse layer",
+    "experts",
+    "first expert changed",
+    "busiest expert (1.0: equal shares)",
+]
 _CONFIDENCE = 0.95
 _ANSWER_TOKENS = 32
+
+
+class ReportTable(NamedTuple):
+    """A table of text, of one command."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class SurgeryResult(NamedTuple):
+    """What a command reports of its change, beyond the common table.
+
+    Attributes:
+        origins: For a router whose rows moved: <int64>[E after] the row before that each stands
+            for. Layers that are not named kept their rows.
+        tables: Further tables.
+        notes: Sentences to print last.
+    """
+
+    origins: Mapping[LayerKey, Tensor] = MappingProxyType({})
+    tables: Sequence[ReportTable] = ()
+    notes: Sequence[str] = ()
 
 
 class Measured(NamedTuple):
@@ -36,17 +66,19 @@ class Measured(NamedTuple):
         counts: <float64>[N] number of its targets.
         answers: <int64>[tokens] greedy answer to each example.
         documents: Number of the document of each example.
+        layers: Routing of every token, by sparse layer; empty for a dense model.
     """
 
     losses: Tensor
     counts: Tensor
     answers: list[Tensor]
     documents: list[int]
+    layers: Mapping[LayerKey, LayerTrace]
 
 
 @torch.no_grad()
-def measure(model: STMoEForConditionalGeneration, batches: Iterable[TracedBatch]) -> Measured:
-    """Returns losses and greedy answers of a model in evaluation mode."""
+def measure(model: STMoEForConditionalGeneration, batches: Sequence[TracedBatch]) -> Measured:
+    """Returns losses, greedy answers and routing of a model in evaluation mode."""
     losses: list[float] = []
     counts: list[int] = []
     answers: list[Tensor] = []
@@ -62,12 +94,49 @@ def measure(model: STMoEForConditionalGeneration, batches: Iterable[TracedBatch]
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         options = {"max_new_tokens": _ANSWER_TOKENS, "do_sample": False, "num_beams": 1}
         answers += model.generate(**inputs, **options).unbind()
+
+    layers = {}
+    if sparse_layers(model):
+        layers = {layer.key: layer for layer in record_routing(model, batches).layers}
     return Measured(
         torch.tensor(losses, dtype=torch.float64),
         torch.tensor(counts, dtype=torch.float64),
         answers,
         documents,
+        layers,
     )
+
+
+class RoutingChange(NamedTuple):
+    """How the routing of one layer changed.
+
+    Attributes:
+        layer: Name of the layer.
+        first_expert_changed: Share of tokens whose first expert is another one.
+        load_before: Share of the accepted choices that went to each router row, before.
+        load_after: The same, after.
+    """
+
+    layer: str
+    first_expert_changed: float
+    load_before: list[float]
+    load_after: list[float]
+
+
+class Effects(NamedTuple):
+    """What the surgery changed on the examples.
+
+    Attributes:
+        loss: Mean loss in nats of a target, before and after.
+        loss_change: Change of the loss and its 95 % interval over documents, paired.
+        changed_answers: Examples whose greedy answer changed, and their number.
+        routing: Change of each layer that is sparse before and after.
+    """
+
+    loss: tuple[float, float]
+    loss_change: Estimate
+    changed_answers: tuple[int, int]
+    routing: list[RoutingChange]
 
 
 @dataclass(frozen=True)
@@ -79,11 +148,8 @@ class SurgeryReport:
         source: Folder or hub name of the model before.
         sizes: Name, number before and number after, of parameters and bytes.
         text: Evaluation data of both models; empty for none.
-        loss: Mean loss in nats of a target, before and after; None without text.
-        loss_change: Change of the loss and its 95 % interval over documents, paired.
-        changed_answers: Examples whose greedy answer changed, and their number.
-        kept: Share of the dense output that each sparse layer keeps: its name, the share in
-            training and in evaluation, and the cause of the loss.
+        effects: Changes on that data; None without.
+        tables: Tables of the command itself.
         seconds: Time of the whole command.
     """
 
@@ -91,47 +157,41 @@ class SurgeryReport:
     source: str
     sizes: Sequence[tuple[str, int, int]]
     text: str
-    loss: tuple[float, float] | None
-    loss_change: Estimate | None
-    changed_answers: tuple[int, int] | None
-    kept: Sequence[tuple[str, float, float, str]]
+    effects: Effects | None
+    tables: Sequence[ReportTable]
     seconds: float
 
-    def rows(self) -> list[list[str]]:
-        """Returns the rows of the table: name, before, after."""
+    def all_tables(self) -> list[ReportTable]:
+        """Returns the table before and after, that of the routers, and those of the command."""
         rows = [[name, f"{before:,}", f"{after:,}"] for name, before, after in self.sizes]
-        if self.loss is not None:
-            before, after = self.loss
+        routing = []
+        if self.effects is not None:
+            before, after = self.effects.loss
+            changed, number = self.effects.changed_answers
             rows.append(["loss (nats)", f"{before:.4f}", f"{after:.4f}"])
-            rows.append(["its change, 95 % interval", "", str(self.loss_change)])
-        if self.changed_answers is not None:
-            changed, number = self.changed_answers
+            rows.append(["its change, 95 % interval", "", str(self.effects.loss_change)])
             rows.append(["greedy answers that changed", "", f"{changed:,} of {number:,}"])
+            routing = [_routing_row(change) for change in self.effects.routing]
         rows.append(["seconds", "", f"{self.seconds:.1f}"])
-        return rows
 
-    def kept_rows(self) -> list[list[str]]:
-        """Returns a row for each sparse layer."""
-        rows = []
-        for layer, training, evaluation, reasons in self.kept:
-            rows.append([layer, f"{training:.3f}", f"{evaluation:.3f}", reasons])
-        return rows
+        tables = [ReportTable(_HEADER, rows)]
+        if routing:
+            tables.append(ReportTable(_ROUTING_HEADER, routing))
+        return [*tables, *self.tables]
 
     def __str__(self) -> str:
         """Returns the tables for a terminal."""
-        text = format_table(_HEADER, self.rows())
-        if self.kept:
-            text += f"\n\n{format_table(_KEPT_HEADER, self.kept_rows())}"
-        return text
+        return "\n\n".join(format_table(*table) for table in self.all_tables())
 
     def markdown(self) -> str:
         """Returns the same for the model card."""
         lines = [f"Made from `{self.source}` by `{self.command}`.", ""]
-        lines += [*_markdown_table(_HEADER, self.rows()), ""]
         if self.text:
             lines += [f"Measured on {self.text}.", ""]
-        if self.kept:
-            lines += [*_markdown_table(_KEPT_HEADER, self.kept_rows()), ""]
+        for header, rows in self.all_tables():
+            for cells in (header, ["---"] * len(header), *rows):
+                lines.append(f"| {' | '.join(cells)} |")
+            lines.append("")
         return "\n".join(lines)
 
     def write(self, folder: Path) -> None:
@@ -140,6 +200,13 @@ class SurgeryReport:
         write_text(folder / REPORT_FILE, content + "\n")
         config = STMoEConfig.from_pretrained(folder)
         write_card(folder, model_card(config, sections={"Surgery": self.markdown()}))
+
+
+def _routing_row(change: RoutingChange) -> list[str]:
+    loads = (change.load_before, change.load_after)
+    experts = " → ".join(str(len(load)) for load in loads)
+    busiest = " → ".join(f"{max(load) * len(load):.2f}" for load in loads)
+    return [change.layer, experts, f"{100 * change.first_expert_changed:.1f} %", busiest]
 
 
 def size_rows(source: Path | str, folder: Path) -> list[tuple[str, int, int]]:
@@ -153,21 +220,46 @@ def size_rows(source: Path | str, folder: Path) -> list[tuple[str, int, int]]:
     return [row for row in zip(names, *sizes, strict=True)]
 
 
-def compare(before: Measured, after: Measured) -> tuple[tuple[float, float], Estimate, int]:
-    """Returns both losses, the change of the loss, and the number of changed answers."""
-    number = max(before.documents) + 1
+def compare(before: Measured, after: Measured, origins: Mapping[LayerKey, Tensor]) -> Effects:
+    """Returns what changed between two models on the same examples.
+
+    Args:
+        before: The model before.
+        after: The model after.
+        origins: See `SurgeryResult`.
+    """
+    # The change of the loss, document by document.
+    num_documents = max(before.documents) + 1
     index = torch.tensor(before.documents)
-    change = torch.zeros(number, dtype=torch.float64)
-    change = change.index_add(0, index, after.losses - before.losses)
-    counts = torch.zeros(number, dtype=torch.float64).index_add(0, index, before.counts)
-    (estimate,) = mean_over_tokens(TokenSums(change, counts)).intervals(_CONFIDENCE)
+    zeros = torch.zeros(num_documents, dtype=torch.float64)
+    change = zeros.index_add(0, index, after.losses - before.losses)
+    counts = zeros.index_add(0, index, before.counts)
+    (loss_change,) = mean_over_tokens(TokenSums(change, counts)).intervals(_CONFIDENCE)
 
     total = before.counts.sum()
-    losses = (float(before.losses.sum() / total), float(after.losses.sum() / total))
-    pairs = zip(before.answers, after.answers, strict=True)
-    return losses, estimate, sum(not torch.equal(first, second) for first, second in pairs)
+    answers = zip(before.answers, after.answers, strict=True)
+    num_changed = sum(not torch.equal(first, second) for first, second in answers)
+    routing = []
+    for key, layer in before.layers.items():
+        if key in after.layers:
+            routing.append(_routing_change(layer, after.layers[key], origins.get(key)))
+    return Effects(
+        loss=(float(before.losses.sum() / total), float(after.losses.sum() / total)),
+        loss_change=loss_change,
+        changed_answers=(num_changed, len(before.answers)),
+        routing=routing,
+    )
 
 
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines]
+def _routing_change(before: LayerTrace, after: LayerTrace, origins: Tensor | None) -> RoutingChange:
+    first_after = after.first.long()
+    if origins is not None:
+        first_after = torch.where(first_after < 0, -1, origins[first_after])
+    changed = (before.first.long() != first_after).double().mean()
+    return RoutingChange(layer_name(before.key), float(changed), _load(before), _load(after))
+
+
+def _load(layer: LayerTrace) -> list[float]:
+    accepted = layer.expert[layer.accepted].long()
+    counts = accepted.bincount(minlength=layer.facts.num_experts)
+    return (counts / max(1, accepted.numel())).tolist()

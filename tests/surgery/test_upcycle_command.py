@@ -42,13 +42,15 @@ def test_an_upcycled_model_answers_as_before_and_is_trained_further(inputs, tmp_
     upcycle_to(inputs, tmp_path / "sparse", *text)
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "sparse/surgery.json").read_text())
-    before, after = report["loss"]
+    effects = report["effects"]
+    before, after = effects["loss"]
     assert after == pytest.approx(before, abs=1e-6)
-    assert abs(report["loss_change"]["value"]) < 1e-6
-    changed, number = report["changed_answers"]
+    assert abs(effects["loss_change"]["value"]) < 1e-6
+    changed, number = effects["changed_answers"]
     assert (changed, number) == (0, 23)
     assert "0 of 23" in printed and "encoder 1" in printed
-    assert all(row[1:] == [pytest.approx(1), pytest.approx(1), "nothing"] for row in report["kept"])
+    (kept,) = report["tables"]
+    assert all(row[1:] == ["1.000", "1.000", "nothing"] for row in kept["rows"])
 
     # Sizes are those of the models, and the card says what was done.
     config = STMoEConfig.from_pretrained(tmp_path / "sparse")
@@ -127,7 +129,8 @@ def test_the_scale_that_is_advised_keeps_the_output(inputs, tmp_path, capsys):
     advice = capsys.readouterr().out.split("--scale ")[1].split()[0]
     upcycle_to(inputs, tmp_path / "b", *settings[:-1], advice)
     report = json.loads((tmp_path / "b/surgery.json").read_text())
-    assert sum(row[1] for row in report["kept"]) / 2 == pytest.approx(1, abs=1e-2)
+    kept = [float(row[1]) for row in report["tables"][0]["rows"]]
+    assert sum(kept) / 2 == pytest.approx(1, abs=1e-2)
     assert "brings the output back" not in capsys.readouterr().out
 
 

@@ -1,0 +1,152 @@
+"""The frame of every surgery: measure a model, write a changed one, measure that, and report both.
+
+A command supplies its options and the function that writes the changed model.
+"""
+
+import shlex
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moe.checkpoint.loading import load_complete
+from moe.checksums import write_sums
+from moe.cli import Parser, word
+from moe.commands.convert import new_model_folder
+from moe.commands.routing_inputs import (
+    TaskReader,
+    add_inputs,
+    check_noise_density,
+    describe_inputs,
+    read_batches,
+    with_tokenizer,
+)
+from moe.commands.surgery_report import SurgeryReport, SurgeryResult, compare, measure, size_rows
+from moe.convert.t5x import is_t5x
+from moe.data.tokenizer import TOKENIZER_FILE
+from moe.errors import ConfigError
+from moe.files import whole_folder
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.transformers_private import find_file
+from moe.tracing.recorder import TracedBatch
+
+Operate = Callable[[Path, Sequence[TracedBatch]], SurgeryResult]
+"""Writes the changed model into an empty folder, given the examples; there are none without text."""
+
+_DATA_OPTIONS = ("split", "examples", "inputs_length", "noise_density", "batch_size")
+
+
+def add_surgery_options(parser: Parser, what: str) -> None:
+    """Adds the options for the model before, the folder of the model after, and the data of both.
+
+    Args:
+        parser: The parser.
+        what: Description of the model before, for the help text.
+    """
+    parser.add_argument("--from", dest="source", type=word, required=True, help=what)
+    parser.add_argument("--to", required=True, help="the folder to make")
+    add_inputs(parser, required=False)
+
+
+def has_text(options: Namespace) -> bool:
+    """Returns whether the options of `add_surgery_options` give data."""
+    return bool(options.corpus or options.text or options.pairs or options.task)
+
+
+def perform_surgery(
+    verb: str,
+    argv: Sequence[str],
+    options: Namespace,
+    parser: Parser,
+    operate: Operate,
+    read_task: TaskReader | None,
+    *,
+    needs_text: bool = False,
+) -> None:
+    """Changes a model, and prints and saves what the change did to it.
+
+    Args:
+        verb: Name of the command.
+        argv: Its arguments, for the report.
+        options: Parsed options, among them those of `add_surgery_options`.
+        parser: Their parser, which knows the defaults.
+        operate: Writes the changed model.
+        read_task: Reads the pairs of a task of eval/; None where there is none.
+        needs_text: Whether the change itself depends on data.
+
+    Raises:
+        ConfigError: When an option has no effect, data is missing, or the target exists.
+        CheckpointError: When the model before is missing or damaged.
+        DataError: When the data is missing, or not text.
+    """
+    start = time.perf_counter()
+    _check_options(verb, options, parser, needs_text=needs_text)
+    inputs = [options.source, options.corpus, options.pairs]
+    target = new_model_folder(options.to, inputs)
+
+    # One model in memory at a time.
+    with whole_folder(target, kind="model") as folder:
+        before = None
+        batches: list[TracedBatch] = []
+        if has_text(options):
+            tokenizer = find_file(options.source, TOKENIZER_FILE)
+            if tokenizer is None:
+                raise ConfigError(
+                    f"--from {options.source} has no {TOKENIZER_FILE}, which reads the text. Put it "
+                    "beside the model (AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) "
+                    "makes it of a spiece.model), or leave the text out."
+                )
+            model = load_complete(STMoEForConditionalGeneration, options.source)
+            inspected = with_tokenizer(tokenizer.parent, model, options.source)
+            batches = list(read_batches(options, inspected, read_task))
+            before = measure(model, batches)
+            del model, inspected
+
+        result = operate(folder, batches)
+
+        text = ""
+        effects = None
+        if before is not None:
+            model = load_complete(STMoEForConditionalGeneration, folder)
+            text = describe_inputs(options, model.config)
+            effects = compare(before, measure(model, batches), result.origins)
+            del model
+        report = SurgeryReport(
+            command=shlex.join(["stmoe", verb, *argv]),
+            source=options.source,
+            sizes=size_rows(options.source, folder),
+            text=text,
+            effects=effects,
+            tables=result.tables,
+            seconds=time.perf_counter() - start,
+        )
+        report.write(folder)
+        write_sums(folder)
+
+    print(report)
+    for note in result.notes:
+        print(note)
+    print(f"The model is in {target}.")
+
+
+def _check_options(verb: str, options: Namespace, parser: Parser, *, needs_text: bool) -> None:
+    """Raises a ConfigError for a source that cannot be measured, or an option without effect."""
+    if is_t5x(options.source):
+        raise ConfigError(
+            f"--from {options.source} is a checkpoint of T5X. Convert it first: "
+            f"stmoe convert --from {options.source} --to MODEL"
+        )
+    if has_text(options):
+        check_noise_density(options)
+        return
+    if needs_text:
+        raise ConfigError(
+            f"stmoe {verb} needs text, from which it measures the experts. Give --corpus, --text, "
+            "--pairs or --task."
+        )
+    for name in _DATA_OPTIONS:
+        if getattr(options, name) != parser.get_default(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect without text. Leave it out, or give "
+                "--corpus, --text, --pairs or --task."
+            )
