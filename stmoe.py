@@ -160,19 +160,25 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         run_verb(*arguments)
 
 
-def find_verb(argv: list[str]) -> tuple[Verb, list[str]]:
+def find_verb(
+    argv: list[str], command: str = "stmoe", verbs: Mapping[str, Verb] = VERBS
+) -> tuple[Verb, list[str]]:
     """Returns the verb that the arguments begin with, and its options.
 
     Help, version, the list of recipes and misspelt verbs are answered here, and end the process.
+
+    Args:
+        argv: The arguments of the command.
+        command: How the command is started.
+        verbs: Its verbs by name.
     """
     if argv == ["--version"]:
         _end(f"stmoe {version('stmoe')}")
-    if argv[:1] == ["recipes"]:
+    if verbs is VERBS and argv[:1] == ["recipes"]:
         _end_with_recipes(argv[1:])
 
     # A verb may have verbs of its own.
-    command = "stmoe"
-    verb = Verb("", verbs=VERBS)
+    verb = Verb("", verbs=verbs)
     while verb.verbs is not None:
         if not argv or argv[0] in _HELP:
             _end(_help(command, verb.verbs))

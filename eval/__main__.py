@@ -9,32 +9,26 @@ Each command is a file of eval/commands. Under torchrun, e.g. `torchrun --standa
 --nproc-per-node 4 -m eval run ... --ep 2`, ranks share the work.
 """
 
-if __name__ == "__main__":  # before the imports that take seconds
-    from stmoe import start_command
-
-    start_command()
-
 import argparse
 import sys
+from collections.abc import Mapping
+from importlib import import_module
 
-from eval.commands import compare, harness, run, tasks
-from eval.commands.command import Command
-from moe.cli import Parser, run_main
+from stmoe import Verb, find_verb, start_command
 
-COMMANDS: dict[str, Command] = {"list": tasks, "run": run, "compare": compare, "harness": harness}
+VERBS: Mapping[str, Verb] = {
+    "list": Verb("list the tasks", "tasks"),
+    "run": Verb("evaluate models on tasks, or on your own pairs", "run"),
+    "compare": Verb("compare two runs on the same examples", "compare"),
+    "harness": Verb("run tasks of lm-evaluation-harness", "harness"),
+}
 
 
 def main(argv: list[str]) -> None:
     """Runs a command."""
-    parser = Parser(
-        prog="python -m eval", description="Evaluates sequence-to-sequence checkpoints."
-    )
-    subparsers = parser.add_subparsers(dest="command", required=True)
-    for command in COMMANDS.values():
-        command.add_parser(subparsers)
-
-    arguments = parser.parse_args(argv, argparse.Namespace(argv=argv))
-    COMMANDS[arguments.command].run(arguments)
+    verb, options = find_verb(argv, "python -m eval", VERBS)
+    command = import_module(f"eval.commands.{verb.module}")
+    command.run(command.build_parser().parse_args(options, argparse.Namespace(argv=argv)))
 
 
 def advice_after_interrupt(argv: list[str]) -> str:
@@ -44,5 +38,16 @@ def advice_after_interrupt(argv: list[str]) -> str:
     return "Run the same command again: it begins anew."
 
 
-if __name__ == "__main__":
+def run() -> None:
+    """Runs the command with the arguments of the process."""
+    find_verb([word for word in sys.argv[1:] if word != "--debug"], "python -m eval", VERBS)
+
+    # The imports of moe take seconds.
+    start_command()
+    from moe.cli import run_main
+
     run_main(main, interrupted=advice_after_interrupt(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    run()

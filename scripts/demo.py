@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import argparse
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ import stmoe
 from eval.studies.outcomes import best_run_on_dev
 from eval.studies.runs import label_budget, study_runs
 from eval.studies.study import read_study
-from moe.cli import RESUME, Parser, integer, path, run_main, word
+from moe.cli import CONTINUES, RESUME, Parser, integer, path, run_main, word
 from moe.commands.finetune import finetune_command
 from moe.commands.pretrain import pretrain_command
 from moe.errors import ConfigError, DataError
@@ -236,4 +237,4 @@ def run_stages(options: argparse.Namespace, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, interrupted=RESUME)
+    run_main(main, interrupted=CONTINUES if "--resume" in sys.argv else RESUME)

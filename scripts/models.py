@@ -20,7 +20,7 @@ from eval.studies.report import STUDY_JSON, read_result, write_report
 from eval.studies.runs import StudyRun, study_runs
 from eval.studies.scheduler import Budget, find_progress, run_all
 from eval.studies.study import Study, read_study
-from moe.cli import Parser, integer, path, run_main
+from moe.cli import CONTINUES, Parser, integer, path, run_main
 from moe.errors import ConfigError, DataError
 from moe.files import claim_folder, output_path
 from moe.training.job_folder import JOB
@@ -34,8 +34,6 @@ PACKAGES = (
     "huggingface_hub accelerate peft"
 )
 UNSEEN = ("docstring_topic", "wordnet_supersense")
-
-AGAIN = "The same command resumes from the last checkpoints."
 
 
 def main(argv: list[str]) -> None:
@@ -127,4 +125,4 @@ def _command(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    run_main(main, interrupted=AGAIN)
+    run_main(main, interrupted=CONTINUES)

@@ -9,9 +9,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     start_command()
 
 from eval.studies.command import main
-from moe.cli import run_main
-
-AGAIN = "The same command goes on from the last checkpoints."
+from moe.cli import CONTINUES, run_main
 
 if __name__ == "__main__":
-    run_main(main, interrupted=AGAIN)
+    run_main(main, interrupted=CONTINUES)

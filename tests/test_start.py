@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import eval.__main__ as evaluation
 import stmoe
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +60,7 @@ def test_a_command_that_is_called_by_another_is_silent():
     assert (ended.stdout, ended.stderr) == ("None\n", "")
 
 
-COMMANDS = [*ROOT.glob("scripts/*.py"), ROOT / "eval/__main__.py", ROOT / "benchmarks/network.py"]
+COMMANDS = [*ROOT.glob("scripts/*.py"), ROOT / "benchmarks/network.py"]
 
 
 def test_every_command_starts_here_before_it_imports_anything():
@@ -72,11 +73,10 @@ def test_every_command_starts_here_before_it_imports_anything():
 
 HEAVY = ("moe", "torch", "transformers", "numpy", "jsonargparse", "scipy")
 LIGHT = """
-import sys
-sys.argv[1:] = sys.argv[1].split()
+import importlib, sys
+name, *sys.argv[1:] = sys.argv[1].split()
 try:
-    import stmoe
-    stmoe.run()
+    importlib.import_module(name).run()
 finally:
     print(*(name for name in {HEAVY} if name in sys.modules), file=sys.stderr)
 """
@@ -86,15 +86,17 @@ finally:
 @pytest.mark.parametrize(
     ("arguments", "code", "answer"),
     [
-        ("", 0, "usage: stmoe VERB"),
-        ("--help", 0, "usage: stmoe VERB"),
-        ("--version", 0, f"stmoe {version('stmoe')}"),
-        ("recipes", 0, "st_moe_tiny_pretrain  "),
-        ("recipes --help", 0, "usage: stmoe recipes"),
-        ("recipes all", 2, "no option 'all'"),
-        ("inspect -h", 0, "usage: stmoe inspect VERB"),
-        ("pretrian --debug", 2, "no verb 'pretrian'. Did you mean 'pretrain'?"),
-        ("inspect vew", 2, "no verb 'vew'. Did you mean 'view'? stmoe inspect --help"),
+        ("stmoe", 0, "usage: stmoe VERB"),
+        ("stmoe --help", 0, "usage: stmoe VERB"),
+        ("stmoe --version", 0, f"stmoe {version('stmoe')}"),
+        ("stmoe recipes", 0, "st_moe_tiny_pretrain  "),
+        ("stmoe recipes --help", 0, "usage: stmoe recipes"),
+        ("stmoe recipes all", 2, "no option 'all'"),
+        ("stmoe inspect -h", 0, "usage: stmoe inspect VERB"),
+        ("stmoe pretrian --debug", 2, "no verb 'pretrian'. Did you mean 'pretrain'?"),
+        ("stmoe inspect vew", 2, "no verb 'vew'. Did you mean 'view'? stmoe inspect --help"),
+        ("eval.__main__ --help", 0, "usage: python -m eval VERB"),
+        ("eval.__main__ rnu", 2, "Did you mean 'run'? python -m eval --help"),
     ],
 )
 def test_help_version_recipes_and_misspelt_verbs_import_no_library(arguments, code, answer):
@@ -136,6 +138,7 @@ def test_no_command_imports_what_only_its_work_needs():
     modules += ["moe", "eval.__main__", "benchmarks.network"]
     verbs = [*stmoe.VERBS.values(), *stmoe.INSPECT_VERBS.values()]
     modules += [f"moe.commands.{verb.module}" for verb in verbs if verb.module]
+    modules += [f"eval.commands.{verb.module}" for verb in evaluation.VERBS.values()]
     words = [sys.executable, "-c", IMPORTS, ",".join(modules), IMPORTED_LATE]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)

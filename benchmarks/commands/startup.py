@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+import eval.__main__ as evaluation
+import stmoe
 from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
-from eval.__main__ import COMMANDS
 from moe.errors import ConfigError, MoEError, did_you_mean
-from stmoe import VERBS
 
 MOST = 1.3
 """What a command may take, over the imports that it must have."""
@@ -82,9 +82,9 @@ def starts() -> dict[str, list[str]]:
 
     # Commands of several verbs.
     arguments["benchmarks.network"] = ["-m", "benchmarks.network", "--help"]
-    for verb in COMMANDS:
+    for verb in evaluation.VERBS:
         arguments[f"eval {verb}"] = ["-m", "eval", verb, "--help"]
-    for verb in VERBS:
+    for verb in stmoe.VERBS:
         arguments[f"stmoe {verb}"] = ["-m", "stmoe", verb, "--help"]
     return arguments
 

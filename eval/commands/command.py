@@ -1,32 +1,13 @@
-"""The form of the commands of `python -m eval`, and the options that several of them have."""
+"""Options that several commands of `python -m eval` have.
+
+A command is a module with `build_parser() -> Parser` and `run(arguments)`, whose `argv` is the whole
+command line.
+"""
 
 import argparse
-from typing import Protocol
 
 from eval.answers.inference import DTYPES, SAVED, Inference
 from moe.cli import real
-
-
-class Subparsers(Protocol):
-    """Result of `ArgumentParser.add_subparsers`."""
-
-    def add_parser(
-        self, name: str, *, help: str | None = ..., description: str | None = ...
-    ) -> argparse.ArgumentParser:
-        """Returns the parser of a new command."""
-        ...
-
-
-class Command(Protocol):
-    """A module of this folder."""
-
-    def add_parser(self, commands: Subparsers) -> None:
-        """Adds the command and its options."""
-        ...
-
-    def run(self, arguments: argparse.Namespace) -> None:
-        """Does what the options say; `arguments.argv` is the whole command line."""
-        ...
 
 
 def add_inference_options(parser: argparse.ArgumentParser) -> None:

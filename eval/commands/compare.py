@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eval.answers.predict import MODES
-from eval.commands.command import Subparsers, name_list
+from eval.commands.command import name_list
 from eval.pairs import find_task
 from eval.reports.formatting import NOTED, markdown_cell, markdown_table, shorten
 from eval.reports.records import ComparedModel, Comparison, ExampleDifference, TaskComparison
@@ -17,6 +17,7 @@ from eval.reports.run_folder import SavedAnswers, SavedReport, SavedTask, read_a
 from eval.scores.intervals import ScoredAnswers, score_answers, task_seed
 from eval.scores.pairing import MetricComparison, compare_answers
 from eval.task import Task
+from moe.cli import Parser
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
 from moe.inspection.formatting import format_score
@@ -59,11 +60,10 @@ class Side(NamedTuple):
         ]
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Adds the command and its options."""
-    parser = commands.add_parser(
-        "compare",
-        help="compares two runs on the same examples",
+def build_parser() -> Parser:
+    """Returns the parser of the options."""
+    parser = Parser(
+        prog="python -m eval compare",
         description="Paired permutation test of each task and metric, and the examples where two runs differ.",
     )
     side = "folder of a run; NAME=FOLDER for another than its first model"
@@ -76,6 +76,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--out", default="runs/compare", help="folder of the reports (default: runs/compare)"
     )
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -25,9 +25,9 @@ import yaml
 
 from eval.answers.inference import AS_SAVED, Inference, check_inference, describe_capacity
 from eval.answers.seq2seq import load_seq2seq
-from eval.commands.command import Subparsers, add_inference_options, inference_of, name_list
+from eval.commands.command import add_inference_options, inference_of, name_list
 from moe.checks import shown
-from moe.cli import integer, path
+from moe.cli import Parser, integer, path
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.files import check_kind, claim_folder, output_path, write_text
 from moe.inspection.tables import format_table
@@ -55,9 +55,11 @@ HarnessResults = dict[str, Any]
 """The results of lm-evaluation-harness in its own form, which is that of its results.json."""
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Adds the command and its options."""
-    parser = commands.add_parser("harness", help="runs tasks of lm-evaluation-harness")
+def build_parser() -> Parser:
+    """Returns the parser of the options."""
+    parser = Parser(
+        prog="python -m eval harness", description="Runs tasks of lm-evaluation-harness."
+    )
     parser.add_argument("tasks", type=name_list, metavar="TASKS", help="names, separated by commas")
     parser.add_argument("--model", required=True, type=path, help="checkpoint folder")
     parser.add_argument(
@@ -74,6 +76,7 @@ def add_parser(commands: Subparsers) -> None:
         help=f"contexts at once ({BATCH_SIZE})",
     )
     add_inference_options(parser)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from eval.answers.likelihood import Normalization, Scoring
 from eval.answers.predict import MODES
 from eval.baselines.data import BaselineSettings
-from eval.commands.command import Subparsers, add_inference_options, inference_of, name_list
+from eval.commands.command import add_inference_options, inference_of, name_list
 from eval.pairs import read_pairs_task
 from eval.reports.formatting import NOTED, format_marked_interval
 from eval.reports.records import AverageScore, MetricScore, Report, SystemResult, TaskResult
@@ -24,7 +24,7 @@ from eval.reports.report_text import (
 from eval.reports.scoreboard import NOT_SCORED
 from eval.run import evaluate
 from eval.task import SPLITS, Task
-from moe.cli import integer, path, real, word
+from moe.cli import Parser, integer, path, real, word
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
 from moe.files import output_path
@@ -36,9 +36,11 @@ _MAX_SECONDS = 30 * 24 * 3600
 _REPORTS = ("report.html", "report.md", "report.json")
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Adds the command and its options."""
-    parser = commands.add_parser("run", help="evaluates models on tasks")
+def build_parser() -> Parser:
+    """Returns the parser of the options."""
+    parser = Parser(
+        prog="python -m eval run", description="Evaluates models on tasks, or on your own pairs."
+    )
 
     # Models and pairs to evaluate.
     parser.add_argument(
@@ -137,6 +139,7 @@ def add_parser(commands: Subparsers) -> None:
         default=600.0,
         help="seconds that ranks wait for others (default: 600)",
     )
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> None:

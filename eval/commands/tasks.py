@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from eval.commands.command import Subparsers
 from eval.task import TASKS, Task
+from moe.cli import Parser
 
 LEGEND = """\
 train/validation/test: rows of the splits that there are; * is the one that is reported on, (labels are hidden) in ().
@@ -18,9 +18,9 @@ Cells = tuple[str, ...]
 """One line of the table."""
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Adds the command."""
-    commands.add_parser("list", help="lists the tasks")
+def build_parser() -> Parser:
+    """Returns the parser of the command, which has no options."""
+    return Parser(prog="python -m eval list", description="Lists the tasks.")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -49,6 +49,15 @@ def test_a_table_of_three_networks_is_what_the_command_prints(capsys):
 
 
 @pytest.mark.slow
+def test_the_command_in_the_header_of_a_network_runs(capsys):
+    """Of the one that fits in a test: the others simulate a thousand chips."""
+    text = (ROOT / "recipes/networks/ethernet_two_level.yaml").read_text(encoding="utf-8")
+    (command,) = re.findall(r"stmoe plan (.*?\.yaml)", text.replace("\\\n#", ""), re.DOTALL)
+    argv = shlex.split(command.replace("recipes/", f"{ROOT}/recipes/"))
+    assert "256 ranks" in printed(capsys, *argv)
+
+
+@pytest.mark.slow
 def test_a_plan_on_a_network_names_schedules_reasons_and_assumptions(capsys, square, tmp_path):
     page = tmp_path / "plan.html"
     more = ("--network", square, "--place", "dp_replicate=2x1,ep=1x2", "--page", page)
