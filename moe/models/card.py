@@ -263,7 +263,7 @@ def _sparse_rows(
             layers.append(f"{num_sparse} in the {stack}")
             routers.append(f"`{router}` in the {stack}")
 
-    experts = f"{config.num_experts} in each, at most {config.num_selected_experts} for a token"
+    experts = f"{experts_range(config)} in each, at most {config.num_selected_experts} for a token"
     return [
         ("sparse layers", ", ".join(layers)),
         ("experts", experts),
@@ -271,6 +271,13 @@ def _sparse_rows(
         ("capacity", f"{_capacity(config)}; `generate` drops nothing it decodes"),
         ("tokens dropped in evaluation", _percentages(drop_rate)),
     ]
+
+
+def experts_range(config: STMoEConfig) -> str:
+    """Returns the number of experts of a sparse layer as text, e.g. `8`, or `3 to 8` if layers differ."""
+    numbers = config.layer_experts(decoder=False) + config.layer_experts(decoder=True)
+    least = min(numbers, default=0)
+    return f"{least} to {max(numbers)}" if len(set(numbers)) > 1 else str(least)
 
 
 def _capacity(config: STMoEConfig) -> str:

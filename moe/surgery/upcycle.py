@@ -41,6 +41,8 @@ _EXACT_OPTIONS = {"second_expert_policy": "all", "eval_second_expert_policy": "a
 
 _FROM_SETTINGS: Mapping[str, str] = {
     "num_experts": "--experts",
+    "encoder_experts": "--experts",
+    "decoder_experts": "--experts",
     "num_selected_experts": "--selected",
     "num_sparse_encoder_layers": "--encoder-layers",
     "num_sparse_decoder_layers": "--decoder-layers",

@@ -58,6 +58,7 @@ CASES = {
     "lamb, narrow experts": {"optimizer": "lamb", "expert_d_ff": 12},
     "balanced over all ranks": {"balance_scope": "global", "micro": 2},
     "without tokens on a rank": {"hole": True},
+    "fewer experts in the decoder": {"decoder_experts": (4,)},
     "all tokens on two experts": {"crowded": True, "capacity_factor": None},
     "bias_balanced, expert bias": {
         "router": "bias_balanced",
@@ -70,7 +71,7 @@ MESHES = {  # dp_replicate, dp_shard, ep, tp, nodes
         (1, 1, 4, 1): ("ragged", "all tokens on two experts"),
         (1, 1, 4, 1, 2): ("static, accumulated, checkpointed", "without tokens on a rank"),
         (1, 2, 2, 1): ("without tokens on a rank", "balanced over the ranks, biases", "lars"),
-        (2, 1, 2, 1): ("ragged",),
+        (2, 1, 2, 1): ("ragged", "fewer experts in the decoder"),
     },
     "with sharded layers": {
         (1, 1, 2, 2): (
@@ -93,8 +94,10 @@ rounding stays small over many updates does not depend on the mesh.
 """
 
 
-def build(dtype, checkpointed=False, crowded=False, **fields):
+def build(dtype, checkpointed=False, crowded=False, decoder_experts=None, **fields):
     """Returns a model in training mode, the same on each rank."""
+    if decoder_experts:
+        fields["decoder_experts"] = list(decoder_experts)
     model = tiny_model(**{**FIELDS, **fields}).to(dtype).train()
     if checkpointed:
         enable_activation_checkpointing(model, {"use_reentrant": False})

@@ -221,9 +221,9 @@ def _run(config: STMoEConfig, folder: Path, stage: Stage) -> Mapping[str, object
             scale=100 if metric == "fraction_dropped" else 1,
         )
         if curves and metric == "entropy" and made_model:
-            curves += _level(
-                stage.lines, f"uniform, ln {config.num_experts}", math.log(config.num_experts)
-            )
+            numbers = config.layer_experts(decoder=False) + config.layer_experts(decoder=True)
+            for number in sorted(set(numbers)):
+                curves += _level(stage.lines, f"uniform, ln {number}", math.log(number))
         if curves:
             panels.append(CurvePanel(title, curves))
     if panels:
