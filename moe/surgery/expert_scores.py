@@ -26,6 +26,7 @@ from moe.surgery.expert_statistics import (
     expert_statistics,
     read_layers,
 )
+from moe.tracing.trace import layer_name
 
 _MOST_EXPERTS = 8  # whose subsets are all tried
 
@@ -163,7 +164,7 @@ def _check_sets(key: LayerKey, layer: SparseFeedForward, number: int) -> None:
     E = layer.config.num_experts
     if E > _MOST_EXPERTS:
         raise ConfigError(
-            f"Score 'reconstruction' tries all sets of experts, and {key[0]} layer {key[1]} has "
+            f"Score 'reconstruction' tries all sets of experts, and {layer_name(key)} has "
             f"{math.comb(E, number):,} sets of {number} of its {E} experts; expected at most "
             f"{_MOST_EXPERTS} experts. Use another score."
         )

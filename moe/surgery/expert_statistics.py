@@ -24,6 +24,7 @@ from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.sparse.router import Router
 from moe.surgery.kept_output import without_labels
 from moe.tracing.recorder import evaluation_mode, unpacked
+from moe.tracing.trace import layer_name
 
 LayerReader = Callable[[SparseFeedForward, Tensor, RouterOutput], None]
 """Called with a layer, its tokens <any float>[G, S, D] and its router's results."""
@@ -84,8 +85,8 @@ def expert_statistics(
         sums[key] = ExpertStatistics(*sum_each_over_ranks(statistics, group))
         if not sums[key].num_tokens:
             raise DataError(
-                f"The calibration batches hold 0 tokens for {key[0]} layer {key[1]}; expected at least "
-                "1. Give more text."
+                f"The calibration batches hold 0 tokens for {layer_name(key)}; expected at least 1. "
+                "Give more text."
             )
     return sums
 

@@ -26,6 +26,7 @@ from moe.models.weight_files import LazyTensor
 from moe.sparse.all_routers import load_routers
 from moe.sparse.editing import LayerKey, sparse_layers
 from moe.surgery.expert_scores import SCORES, Calibration
+from moe.tracing.trace import STACKS, layer_name
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,12 @@ class Pruning:
 
     Attributes:
         score: Name in SCORES.
-        encoder_keep: Experts that stay in each sparse layer of the encoder; None keeps all.
+        keep: Experts that stay in each sparse layer.
+        encoder_keep: Instead: experts that stay in each sparse layer of the encoder; None keeps all.
         decoder_keep: The same for the decoder.
-        budget: Experts that stay in all layers together, instead of a number for each layer: every
-            layer keeps the fewest of its best experts whose scores add up to a share of all its
-            scores, and the share is the same in every layer.
+        budget: Instead: experts that stay in all layers together. Every layer keeps the fewest of
+            its best experts whose scores add up to a share of all its scores, and the share is the
+            same in every layer.
         floor: With a budget, least experts of a layer.
         seed: Seed of the score `random`.
 
@@ -48,6 +50,7 @@ class Pruning:
     """
 
     score: str = "reap"
+    keep: int | None = None
     encoder_keep: int | None = None
     decoder_keep: int | None = None
     budget: int | None = None
@@ -57,15 +60,15 @@ class Pruning:
     def __post_init__(self) -> None:
         """Raises a ConfigError when a value is out of range, or nothing says how many stay."""
         SCORES.get(self.score)
-        for name in ("encoder_keep", "decoder_keep", "budget"):
+        for name in ("keep", "encoder_keep", "decoder_keep", "budget"):
             check_integer(name, getattr(self, name), least=1, optional="None")
         check_integer("floor", self.floor, least=1)
         check_integer("seed", self.seed, least=0, most=2**63 - 1)
-        has_numbers = self.encoder_keep is not None or self.decoder_keep is not None
-        if has_numbers == (self.budget is not None):
+        has_stacks = self.encoder_keep is not None or self.decoder_keep is not None
+        if has_stacks + (self.keep is not None) + (self.budget is not None) != 1:
             raise ConfigError(
-                f"encoder_keep is {self.encoder_keep}, decoder_keep {self.decoder_keep} and budget "
-                f"{self.budget}; expected numbers for the stacks, or a budget for all layers."
+                f"keep is {self.keep}, encoder_keep {self.encoder_keep}, decoder_keep {self.decoder_keep} and "
+                f"budget {self.budget}; expected a number for each layer, for a stack, or a budget."
             )
 
     def numbers(self, config: STMoEConfig) -> dict[LayerKey, int] | None:
@@ -75,52 +78,55 @@ class Pruning:
             ConfigError: When the model is dense, a router cannot lose experts, or a number does not
                 fit the model.
         """
-        num_experts = experts_of_layers(config)
         _check_routers(config)
-        K = config.num_selected_experts
+        num_experts = experts_of_layers(config)
+        total = sum(num_experts.values())
         if self.budget is None:
-            keep = {"encoder": self.encoder_keep, "decoder": self.decoder_keep}
-            numbers = {key: keep[key[0]] or most for key, most in num_experts.items()}
-            for (stack, layer), number in numbers.items():
-                _check_number(f"{stack} layer {layer}", number, K, num_experts[stack, layer])
+            numbers = self._fixed_numbers(num_experts)
+            for key, number in numbers.items():
+                _check_number(layer_name(key), number, num_experts[key], config)
+            removes = sum(numbers.values()) < total
+            check(removes, "experts to keep", total, f"fewer than the {total} that there are")
             return numbers
 
         # Every layer gets the floor first.
-        _check_number("floor", self.floor, K, max(num_experts.values()))
+        _check_number("each layer", self.floor, max(num_experts.values()), config)
         least = sum(min(self.floor, number) for number in num_experts.values())
-        expected = (
-            f"{least} to {sum(num_experts.values())}: {len(num_experts)} layers keep at least "
-            f"{self.floor} each"
-        )
-        check(least <= self.budget <= sum(num_experts.values()), "budget", self.budget, expected)
+        expected = f"{least} to {total - 1}: {len(num_experts)} layers keep at least {self.floor} experts each"
+        check(least <= self.budget < total, "budget", self.budget, expected)
         return None
 
+    def _fixed_numbers(self, num_experts: Mapping[LayerKey, int]) -> dict[LayerKey, int]:
+        keep = {"encoder": self.encoder_keep, "decoder": self.decoder_keep}
+        stacks = {stack for stack, _ in num_experts}
+        for stack, number in keep.items():
+            if number is not None and stack not in stacks:
+                raise ConfigError(
+                    f"{stack}_keep is {number}, but the {stack} has 0 sparse layers. Leave it out."
+                )
+        return {key: self.keep or keep[key[0]] or number for key, number in num_experts.items()}
 
-def _check_number(name: str, number: int, K: int, num_experts: int) -> None:
+
+def _check_number(name: str, number: int, num_experts: int, config: STMoEConfig) -> None:
     """Raises a ConfigError when a layer cannot keep that many of its experts."""
-    if number < K:
+    K = config.num_selected_experts
+    if not K <= number <= num_experts:
         raise ConfigError(
-            f"{name} would keep {number} of {num_experts} experts, but each token chooses {K} "
-            f"(num_selected_experts). Keep at least {K}."
-        )
-    if number > num_experts:
-        raise ConfigError(
-            f"{name} would keep {number} experts, but has {num_experts}. Keep at most {num_experts}."
+            f"{name} would keep {number} of {num_experts} experts, and each token chooses {K} "
+            f"(num_selected_experts). Keep {K} to {num_experts}."
         )
 
 
 def _check_routers(config: STMoEConfig) -> None:
     """Raises a ConfigError for a router without a row for each expert."""
     for decoder in (False, True):
-        if not config.stack_sizes(decoder)[1]:
-            continue
-        layer = config.sparse_config(decoder=decoder)
-        if not load_routers().get(layer.router).num_parameters(layer):
-            raise ConfigError(
-                f"Router {layer.router!r} has no row of weights for each of its {layer.num_experts} "
-                "experts that could be removed: with fewer experts it would send most tokens "
-                "elsewhere. Prune a model with another router."
-            )
+        for layer in config.sparse_configs(decoder=decoder):
+            if not load_routers().get(layer.router).num_parameters(layer):
+                raise ConfigError(
+                    f"Router {layer.router!r} has no weights for each of its {layer.num_experts} "
+                    "experts that could be removed: with fewer experts it would send most tokens "
+                    "to another one. Prune a model with another router."
+                )
 
 
 def experts_of_layers(config: STMoEConfig) -> dict[LayerKey, int]:
@@ -129,24 +135,23 @@ def experts_of_layers(config: STMoEConfig) -> dict[LayerKey, int]:
     Raises:
         ConfigError: When the model is dense.
     """
-    layers = sparse_layers(_without_memory(config))
-    if not layers:
+    numbers: dict[LayerKey, int] = {}
+    for stack in STACKS:
+        for layer, number in enumerate(config.layer_experts(decoder=stack == "decoder")):
+            numbers[stack, layer] = number
+    if not numbers:
         raise ConfigError(
-            f"The model has num_experts {config.num_experts} and no sparse layer; expected one with experts."
+            "The model has 0 sparse layers and no expert to remove. Give a sparse model, or make one "
+            "from it by stmoe upcycle."
         )
-    return {key: layer.config.num_experts for key, layer in layers.items()}
-
-
-def _without_memory(config: STMoEConfig) -> STMoEForConditionalGeneration:
-    with torch.device("meta"):
-        return STMoEForConditionalGeneration(config)
+    return numbers
 
 
 # ---------------------------------------------------------------------------
 # Which experts
 
 
-class Choice(NamedTuple):
+class ChosenExperts(NamedTuple):
     """The experts that stay.
 
     Attributes:
@@ -160,7 +165,7 @@ class Choice(NamedTuple):
 
 def choose_experts(
     model: STMoEForConditionalGeneration, batches: Sequence[Batch], pruning: Pruning
-) -> Choice:
+) -> ChosenExperts:
     """Returns which experts stay, by their scores on calibration batches.
 
     Raises:
@@ -174,7 +179,7 @@ def choose_experts(
         assert pruning.budget is not None, "numbers are None for a budget"
         numbers = share_budget(scores, pruning.budget, pruning.floor)
     kept = {key: best_experts(scores[key], number) for key, number in numbers.items()}
-    return Choice(scores, kept)
+    return ChosenExperts(scores, kept)
 
 
 def best_experts(scores: Tensor, number: int) -> Tensor:
@@ -241,7 +246,8 @@ def prune_checkpoint(
 def pruned(checkpoint: ConvertedCheckpoint, kept: Mapping[LayerKey, Tensor]) -> ConvertedCheckpoint:
     """Returns the weights of the pruned model, each of which is read and cut when it is indexed."""
     config = pruned_config(checkpoint.config, kept)
-    smaller = _without_memory(config)
+    with torch.device("meta"):
+        smaller = STMoEForConditionalGeneration(config)
     shapes = stored_tensors(smaller)
     keys = {layer: key for key, layer in sparse_layers(smaller).items()}
 
@@ -271,13 +277,8 @@ def pruned_config(config: STMoEConfig, kept: Mapping[LayerKey, Tensor]) -> STMoE
         ConfigError: When a router cannot lose experts, or fewer stay than a token chooses.
     """
     _check_routers(config)
-    numbers: list[int] = []
-    for key, num_experts in experts_of_layers(config).items():
-        number = kept[key].numel() if key in kept else num_experts
-        _check_number(f"{key[0]} layer {key[1]}", number, config.num_selected_experts, num_experts)
-        numbers.append(number)
-    if len(set(numbers)) > 1:
-        raise ConfigError(
-            f"The sparse layers would keep {numbers} experts; expected the same number in each."
-        )
-    return config.replaced(num_experts=numbers[0])
+    numbers = experts_of_layers(config)
+    numbers |= {key: experts.numel() for key, experts in kept.items()}
+    encoder = [number for (stack, _), number in numbers.items() if stack == "encoder"]
+    decoder = [number for (stack, _), number in numbers.items() if stack == "decoder"]
+    return config.with_experts(encoder, decoder)

@@ -141,7 +141,7 @@ def test_in_generation_the_decoder_reads_its_own_answers():
 
 def test_batches_without_tokens_are_refused():
     empty = {**tiny_batch(), "labels": torch.full((4, 11), -100)}
-    with pytest.raises(DataError, match="0 tokens for decoder layer 0"):
+    with pytest.raises(DataError, match="0 tokens for decoder 1"):
         expert_statistics(tiny_model(), [empty])
     with pytest.raises(DataError, match="0 tokens"):
         expert_statistics(tiny_model(), [])

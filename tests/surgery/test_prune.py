@@ -52,7 +52,7 @@ def test_pruning_an_unused_expert_changes_nothing_bit_for_bit(tmp_path):
         model.get_input_embeddings().weight[:, 0] = 9
         for layer in sparse_layers(model).values():
             layer.router.gate[6] = -(2**14) * torch.eye(1, 29)
-    choice = choose_experts(model, [tiny_batch()], Pruning("reap", encoder_keep=6, decoder_keep=6))
+    choice = choose_experts(model, [tiny_batch()], Pruning("reap", keep=6))
     for key in LAYERS:
         assert choice.scores[key][6] == 0
         assert choice.kept[key].tolist() == list(range(6))
@@ -78,7 +78,7 @@ def test_a_cut_model_equals_a_masked_one(tmp_path, fields):
     for layer in sparse_layers(model).values():
         if model.config.router == "bias_balanced":
             layer.router.load_steps.random_(-99, 99)
-    kept = {("encoder", 0): [0, 2, 5], ("decoder", 0): [1, 2, 6]}
+    kept = {("encoder", 0): [0, 2, 5], ("decoder", 0): [1, 2, 3, 6]}
     pruned = prune(model, kept, tmp_path)
     assert pruned.config.num_parameters() == sum(p.numel() for p in pruned.parameters())
     masks = {}
@@ -115,7 +115,7 @@ def test_permuted_experts_are_pruned_to_the_same_model(tmp_path):
         for parameter in layer.parameters():
             parameter.data = parameter.data[order]
     for name in ("reap", "importance", "frequency", "reconstruction"):
-        pruning = Pruning(name, encoder_keep=4, decoder_keep=4)
+        pruning = Pruning(name, keep=4)
         ours = choose_experts(model, [tiny_batch()], pruning).kept
         theirs = choose_experts(permuted, [tiny_batch()], pruning).kept
         for key in LAYERS:
@@ -233,25 +233,19 @@ def _smaller(config, number):
 @pytest.mark.parametrize(
     ("fields", "pruning", "message"),
     [
-        (
-            {},
-            {"encoder_keep": 1},
-            "encoder layer 0 would keep 1 of 7 experts, but each token chooses 2",
-        ),
-        ({}, {"decoder_keep": 8}, "decoder layer 0 would keep 8 experts, but has 7"),
-        ({}, {"budget": 7}, "budget is 7; expected 8 to 14"),
-        ({}, {"budget": 9, "floor": 1}, "floor would keep 1 of 7"),
+        ({}, {"keep": 1}, "encoder 1 would keep 1 of 7 experts, and each token chooses 2"),
+        ({}, {"decoder_keep": 8}, "decoder 1 would keep 8 of 7 experts"),
+        ({}, {"keep": 7}, "is 14; expected fewer than the 14"),
+        ({}, {"budget": 7}, "budget is 7; expected 8 to 13"),
+        ({}, {"budget": 9, "floor": 1}, "each layer would keep 1 of 7"),
         ({}, {"budget": 9, "score": "reconstruction"}, "cannot share a budget"),
-        (DENSE, {"encoder_keep": 2}, "num_experts 0"),
-        (
-            {"num_experts": 11},
-            {"encoder_keep": 4, "score": "reconstruction"},
-            "330 sets of 4 of its 11",
-        ),
+        (DENSE, {"keep": 2}, "0 sparse layers"),
+        ({"num_sparse_decoder_layers": 0}, {"decoder_keep": 3}, "the decoder has 0 sparse layers"),
+        ({"num_experts": 11}, {"keep": 4, "score": "reconstruction"}, "330 sets of 4 of its 11"),
         (
             {"router": "hash", "num_selected_experts": 1, "router_options": {}},
-            {"encoder_keep": 2},
-            "'hash' has no row of weights for each of its 7 experts",
+            {"keep": 2},
+            "'hash' has no weights for each of its 7 experts",
         ),
     ],
 )
@@ -261,15 +255,26 @@ def test_settings_that_do_not_fit_the_model_are_refused(fields, pruning, message
         choose_experts(model, [tiny_batch()], Pruning(**pruning))
 
 
-@pytest.mark.parametrize("settings", [{}, {"encoder_keep": 3, "budget": 9}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"encoder_keep": 3, "budget": 9}, {"keep": 3, "decoder_keep": 3}]
+)
 def test_either_numbers_or_a_budget_is_needed(settings):
-    with pytest.raises(ConfigError, match="expected numbers for the stacks, or a budget"):
+    with pytest.raises(
+        ConfigError, match="expected a number for each layer, for a stack, or a budget"
+    ):
         Pruning(**settings)
+
+
+def test_a_router_that_needs_more_experts_is_refused(tmp_path):
+    fields = {"router": "no_token_left_behind", "decoder_router": "switch", "router_options": {}}
+    model = tiny_model(num_selected_experts=1, **fields)
+    with pytest.raises(ConfigError, match=r"num_candidates.* is 4.*num_experts is 3"):
+        prune(model, {key: [0, 1, 2] for key in LAYERS}, tmp_path)
 
 
 def test_a_score_without_tokens_is_refused():
     with pytest.raises(DataError, match="0 tokens"):
-        choose_experts(tiny_model(), [], Pruning(encoder_keep=3))
+        choose_experts(tiny_model(), [], Pruning(keep=3))
 
 
 def test_other_tensors_keep_their_bytes_and_dtype(tmp_path):
