@@ -264,6 +264,12 @@ def _sparse_rows(
             routers.append(f"`{router}` in the {stack}")
 
     experts = f"{experts_range(config)} in each, at most {config.num_selected_experts} for a token"
+    num_experts = sum(layer.num_experts for layer in config.all_sparse_configs())
+    num_stored = sum(layer.num_stored_experts for layer in config.all_sparse_configs())
+    if num_stored < num_experts:
+        experts += (
+            f"; {num_stored} of all {num_experts} are stored, the others are merged with them"
+        )
     return [
         ("sparse layers", ", ".join(layers)),
         ("experts", experts),
@@ -275,7 +281,7 @@ def _sparse_rows(
 
 def experts_range(config: STMoEConfig) -> str:
     """Returns the number of experts of a sparse layer as text, e.g. `8`, or `3 to 8` if layers differ."""
-    numbers = config.layer_experts(decoder=False) + config.layer_experts(decoder=True)
+    numbers = [layer.num_experts for layer in config.all_sparse_configs()]
     least = min(numbers, default=0)
     return f"{least} to {max(numbers)}" if len(set(numbers)) > 1 else str(least)
 

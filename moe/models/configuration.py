@@ -79,6 +79,9 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         encoder_experts: Experts of each sparse layer of the encoder, in order, if layers differ;
             `num_experts` is then the largest of all. None for `num_experts` in each.
         decoder_experts: The same for the decoder.
+        encoder_expert_maps: `expert_map` of each sparse layer of the encoder, in order: the stored
+            expert of each of its E, see `SparseConfig`. None if no layer has merged experts.
+        decoder_expert_maps: The same for the decoder.
         num_sparse_encoder_layers: Sparse layers of the encoder, one in each equal stretch of
             blocks.
         num_sparse_decoder_layers: The same for the decoder.
@@ -156,6 +159,8 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     num_experts: int = 0
     encoder_experts: list[int] | None = None
     decoder_experts: list[int] | None = None
+    encoder_expert_maps: list[list[int]] | None = None
+    decoder_expert_maps: list[list[int]] | None = None
     num_sparse_encoder_layers: int = 0
     num_sparse_decoder_layers: int = 0
     sparse_position: SparsePosition = "last"
@@ -216,16 +221,26 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         kwargs.pop("auto_map", None)
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_layers
-
-        # One form of equal layers, so that equal models have equal configs.
-        for name, decoder in (("encoder_experts", False), ("decoder_experts", True)):
-            _, num_sparse = self.stack_sizes(decoder)
-            if getattr(self, name) == [self.num_experts] * num_sparse:
-                setattr(self, name, None)
+        for stack, decoder in (("encoder", False), ("decoder", True)):
+            self._leave_out_defaults(stack, decoder=decoder)
         try:
             super().__post_init__(**kwargs)
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"transformers cannot use the config: {error}") from error
+
+    def _leave_out_defaults(self, stack: str, *, decoder: bool) -> None:
+        """Sets lists that say what their default says to None: equal models have equal configs."""
+        _, num_sparse = self.stack_sizes(decoder)
+        numbers = getattr(self, f"{stack}_experts") or []
+        if len(numbers) == num_sparse and set(numbers) <= {self.num_experts}:
+            setattr(self, f"{stack}_experts", None)
+
+        maps = getattr(self, f"{stack}_expert_maps") or []
+        if len(maps) == num_sparse:
+            numbers = self.layer_experts(decoder=decoder)
+            is_default = [list(range(len(expert_map))) for expert_map in maps] == maps
+            if is_default and [len(expert_map) for expert_map in maps] == numbers:
+                setattr(self, f"{stack}_expert_maps", None)
 
     def validate_settings(self) -> None:
         """Raises a ConfigError for a value that is out of range or contradicts another."""
@@ -411,8 +426,12 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         _, num_sparse = self.stack_sizes(decoder)
         return [self.sparse_config(decoder=decoder, layer=layer) for layer in range(num_sparse)]
 
+    def all_sparse_configs(self) -> list[SparseConfig]:
+        """Returns the settings of all sparse layers, the encoder's first."""
+        return self.sparse_configs(decoder=False) + self.sparse_configs(decoder=True)
+
     def sparse_config(self, *, decoder: bool, layer: int = 0) -> SparseConfig:
-        """Returns the settings of one sparse layer; layers of a stack differ in their experts only.
+        """Returns the settings of one sparse layer; layers of a stack differ only in their experts.
 
         Args:
             decoder: Whether the layer is in the decoder.
@@ -434,12 +453,15 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         if expert_dropout_rate is None:
             expert_dropout_rate = self.dropout_rate
 
+        expert_maps = self.decoder_expert_maps if decoder else self.encoder_expert_maps
+
         # Settings of a layer that follow from several of ours.
         gated = self.feed_forward_proj == "gated-gelu"
         settings: dict[str, Any] = {
             "router": router,
             "router_options": options or {},
             "num_experts": self.layer_experts(decoder=decoder)[layer],
+            "expert_map": None if expert_maps is None else expert_maps[layer],
             "d_ff": self.expert_d_ff or self.d_ff,
             "decoder": decoder,
             "activation": "gelu" if gated else "relu",
@@ -566,7 +588,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         total += num_layers * attentions * attention
         total += num_dense * feed_forward
         for layer in self.sparse_configs(decoder=decoder):
-            num_experts = layer.num_selected_experts if active else layer.num_experts
+            num_experts = layer.num_selected_experts if active else layer.num_stored_experts
             expert_bias = layer.d_ff if self.expert_bias != "none" else 0
             total += num_experts * (num_matrices * D * layer.d_ff + expert_bias)
             total += load_routers().get(layer.router).num_parameters(layer)

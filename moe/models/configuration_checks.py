@@ -302,6 +302,11 @@ def _check_layer_experts(config: PreTrainedConfig) -> None:
         expected = f"numbers of at least num_selected_experts, {least}"
         is_large = getattr(config, name) is None or min(layer_experts) >= least
         check(is_large, name, layer_experts, expected)
+
+        expert_maps = getattr(config, f"{stack}_expert_maps")
+        num_maps = num_sparse if expert_maps is None else len(expert_maps)
+        expected = f"a list for each of the {num_sparse} sparse layers of the {stack}"
+        check(num_maps == num_sparse, f"{stack}_expert_maps", expert_maps, expected)
         numbers += layer_experts
 
     largest = max(numbers, default=0)

@@ -50,6 +50,8 @@ _FROM_SETTINGS: Mapping[str, str] = {
 }
 _FROM_DENSE = {
     "model_type",
+    "encoder_expert_maps",
+    "decoder_expert_maps",
     "vocab_size",
     "d_model",
     "d_kv",
