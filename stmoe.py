@@ -89,6 +89,7 @@ VERBS = {
     "upcycle": Verb(
         "make a dense model sparse, with copies as experts", "upcycle", tasks="read_pairs"
     ),
+    "prune": Verb("remove experts of a sparse model", "prune", tasks="read_pairs"),
 }
 
 _HELP = ("-h", "--help")

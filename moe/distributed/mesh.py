@@ -178,14 +178,14 @@ class MeshLimits(NamedTuple):
 
     Attributes:
         num_ranks: Number of ranks.
-        num_experts: Experts of a sparse layer, E; 0 for none.
+        num_experts: Experts of a sparse layer, E, each number once; none for a dense model.
         num_heads: Attention heads, H.
         d_ff: Hidden units of a feed-forward layer, F.
         num_groups: Groups of tokens in a forward pass of all data ranks together; None if unknown.
     """
 
     num_ranks: int
-    num_experts: int
+    num_experts: tuple[int, ...]
     num_heads: int
     d_ff: int
     num_groups: int | None = None
@@ -276,7 +276,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _experts_divide(limits: MeshLimits, ep: int) -> bool:
-    return ep == 1 or (limits.num_experts > 0 and limits.num_experts % ep == 0)
+    return ep == 1 or (bool(limits.num_experts) and math.gcd(*limits.num_experts) % ep == 0)
 
 
 def _heads_and_units_divide(limits: MeshLimits, tp: int) -> bool:
@@ -291,7 +291,9 @@ def _mesh_problems(config: MeshConfig, limits: MeshLimits) -> list[str]:
     if config.num_ranks != limits.num_ranks:
         problems.append(f"it has {config.num_ranks} ranks, but there are {limits.num_ranks}")
     if not _experts_divide(limits, config.ep):
-        problems.append(f"{limits.num_experts} experts cannot be spread evenly over ep {config.ep}")
+        numbers = [str(number) for number in limits.num_experts if number % config.ep]
+        experts = " and ".join(numbers) or "0"
+        problems.append(f"{experts} experts cannot be spread evenly over ep {config.ep}")
 
     # Heads and hidden units over `tp`.
     divided_by_tp = {"attention heads": limits.num_heads, "hidden units (d_ff)": limits.d_ff}

@@ -201,11 +201,17 @@ def draw_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> Drawin
     over_uniform = []
     texts = []
     for row in shares:
-        over_uniform.append([share * len(row) for share in row])
-        texts.append([f"{share * len(row):.2f}×\n{100 * share:.1f} %" for share in row])
+        # A layer of fewer experts leaves the other columns empty.
+        num_missing = num_experts - len(row)
+        row_over_uniform = [share * len(row) for share in row]
+        over_uniform.append(row_over_uniform + [math.nan] * num_missing)
+        row_texts = [f"{share * len(row):.2f}×\n{100 * share:.1f} %" for share in row]
+        texts.append(row_texts + [""] * num_missing)
 
     experts = [str(expert + 1) for expert in range(num_experts)]
-    label = f"load over uniform load (1× = {100 / num_experts:.1f} % of all requests)"
+    label = "load over uniform load"
+    if all(len(row) == num_experts for row in shares):
+        label += f" (1× = {100 / num_experts:.1f} % of all requests)"
     panel = HeatMap("", names, experts, over_uniform, texts)
     return draw_heat_maps([panel], label=label, x_label="expert", limits=(0.5, 1.5))
 

@@ -198,13 +198,14 @@ class Stack(nn.Module):
         self.decoder = decoder
         self.position_bias = RelativePositionBias(config, decoder=decoder)
 
-        # All sparse layers of a stack have the same settings.
-        num_layers, num_sparse = config.stack_sizes(decoder)
-        sparse = config.sparse_config(decoder=decoder) if num_sparse else None
+        # Sparse layers of a stack may differ in their experts.
+        num_layers, _ = config.stack_sizes(decoder)
+        sparse_configs = iter(config.sparse_configs(decoder=decoder))
         blocks = []
         for layer in range(num_layers):
             is_sparse = config.is_sparse_block(layer, decoder=decoder)
-            blocks.append(Block(config, layer, sparse if is_sparse else None, decoder=decoder))
+            sparse = next(sparse_configs) if is_sparse else None
+            blocks.append(Block(config, layer, sparse, decoder=decoder))
         self.blocks = nn.ModuleList(blocks)
 
         self.final_norm = RMSNorm(config)

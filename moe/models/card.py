@@ -263,7 +263,13 @@ def _sparse_rows(
             layers.append(f"{num_sparse} in the {stack}")
             routers.append(f"`{router}` in the {stack}")
 
-    experts = f"{config.num_experts} in each, at most {config.num_selected_experts} for a token"
+    experts = f"{experts_range(config)} in each, at most {config.num_selected_experts} for a token"
+    num_experts = sum(layer.num_experts for layer in config.all_sparse_configs())
+    num_stored = sum(layer.num_stored_experts for layer in config.all_sparse_configs())
+    if num_stored < num_experts:
+        experts += (
+            f"; {num_stored} of all {num_experts} are stored, the others are merged with them"
+        )
     return [
         ("sparse layers", ", ".join(layers)),
         ("experts", experts),
@@ -271,6 +277,13 @@ def _sparse_rows(
         ("capacity", f"{_capacity(config)}; `generate` drops nothing it decodes"),
         ("tokens dropped in evaluation", _percentages(drop_rate)),
     ]
+
+
+def experts_range(config: STMoEConfig) -> str:
+    """Returns the number of experts of a sparse layer as text, e.g. `8`, or `3 to 8` if layers differ."""
+    numbers = [layer.num_experts for layer in config.all_sparse_configs()]
+    least = min(numbers, default=0)
+    return f"{least} to {max(numbers)}" if len(set(numbers)) > 1 else str(least)
 
 
 def _capacity(config: STMoEConfig) -> str:

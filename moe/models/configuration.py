@@ -4,6 +4,7 @@ The settings are flat, as config.json is; `sparse_config` gathers those of a spa
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -75,6 +76,12 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         expert_dropout_rate: Dropout inside the experts; None for `dropout_rate`.
         initializer_scale: s of the initialisations with variance s / fan_in.
         num_experts: Experts in a sparse layer, E; 0 makes every layer dense.
+        encoder_experts: Experts of each sparse layer of the encoder, in order, if layers differ;
+            `num_experts` is then the largest of all. None for `num_experts` in each.
+        decoder_experts: The same for the decoder.
+        encoder_expert_maps: `expert_map` of each sparse layer of the encoder, in order: the stored
+            expert of each of its E, see `SparseConfig`. None if no layer has merged experts.
+        decoder_expert_maps: The same for the decoder.
         num_sparse_encoder_layers: Sparse layers of the encoder, one in each equal stretch of
             blocks.
         num_sparse_decoder_layers: The same for the decoder.
@@ -150,6 +157,10 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     # Positions of the sparse layers.
     num_experts: int = 0
+    encoder_experts: list[int] | None = None
+    decoder_experts: list[int] | None = None
+    encoder_expert_maps: list[list[int]] | None = None
+    decoder_expert_maps: list[list[int]] | None = None
     num_sparse_encoder_layers: int = 0
     num_sparse_decoder_layers: int = 0
     sparse_position: SparsePosition = "last"
@@ -210,10 +221,26 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         kwargs.pop("auto_map", None)
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_layers
+        for stack, decoder in (("encoder", False), ("decoder", True)):
+            self._leave_out_defaults(stack, decoder=decoder)
         try:
             super().__post_init__(**kwargs)
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"transformers cannot use the config: {error}") from error
+
+    def _leave_out_defaults(self, stack: str, *, decoder: bool) -> None:
+        """Sets lists that say what their default says to None: equal models have equal configs."""
+        _, num_sparse = self.stack_sizes(decoder)
+        numbers = getattr(self, f"{stack}_experts") or []
+        if len(numbers) == num_sparse and set(numbers) <= {self.num_experts}:
+            setattr(self, f"{stack}_experts", None)
+
+        maps = getattr(self, f"{stack}_expert_maps") or []
+        if len(maps) == num_sparse:
+            numbers = self.layer_experts(decoder=decoder)
+            is_default = [list(range(len(expert_map))) for expert_map in maps] == maps
+            if is_default and [len(expert_map) for expert_map in maps] == numbers:
+                setattr(self, f"{stack}_expert_maps", None)
 
     def validate_settings(self) -> None:
         """Raises a ConfigError for a value that is out of range or contradicts another."""
@@ -366,8 +393,49 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         """Returns the config itself: encoder and decoder share it."""
         return self
 
-    def sparse_config(self, *, decoder: bool) -> SparseConfig:
-        """Returns the settings of each sparse layer of a stack.
+    def layer_experts(self, *, decoder: bool) -> list[int]:
+        """Returns the number of experts of each sparse layer of a stack."""
+        numbers = self.decoder_experts if decoder else self.encoder_experts
+        if numbers is not None:
+            return list(numbers)
+        _, num_sparse = self.stack_sizes(decoder)
+        return [self.num_experts] * num_sparse
+
+    def with_experts(
+        self, encoder: Sequence[int], decoder: Sequence[int], **settings: Any
+    ) -> "STMoEConfig":
+        """Returns a copy with other numbers of experts, one for each sparse layer of a stack.
+
+        Args:
+            encoder: Experts of each sparse layer of the encoder.
+            decoder: The same for the decoder.
+            settings: Further fields of this class.
+
+        Raises:
+            ConfigError: When a number or setting is out of range.
+        """
+        return self.replaced(
+            num_experts=max([*encoder, *decoder], default=0),
+            encoder_experts=list(encoder),
+            decoder_experts=list(decoder),
+            **settings,
+        )
+
+    def sparse_configs(self, *, decoder: bool) -> list[SparseConfig]:
+        """Returns the settings of the sparse layers of a stack, in order; see `sparse_config`."""
+        _, num_sparse = self.stack_sizes(decoder)
+        return [self.sparse_config(decoder=decoder, layer=layer) for layer in range(num_sparse)]
+
+    def all_sparse_configs(self) -> list[SparseConfig]:
+        """Returns the settings of all sparse layers, the encoder's first."""
+        return self.sparse_configs(decoder=False) + self.sparse_configs(decoder=True)
+
+    def sparse_config(self, *, decoder: bool, layer: int = 0) -> SparseConfig:
+        """Returns the settings of one sparse layer; layers of a stack differ only in their experts.
+
+        Args:
+            decoder: Whether the layer is in the decoder.
+            layer: Number of the layer among the sparse layers of its stack, from 0.
 
         Raises:
             ConfigError: When one of them is out of range, or the model is dense.
@@ -385,11 +453,15 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         if expert_dropout_rate is None:
             expert_dropout_rate = self.dropout_rate
 
+        expert_maps = self.decoder_expert_maps if decoder else self.encoder_expert_maps
+
         # Settings of a layer that follow from several of ours.
         gated = self.feed_forward_proj == "gated-gelu"
         settings: dict[str, Any] = {
             "router": router,
             "router_options": options or {},
+            "num_experts": self.layer_experts(decoder=decoder)[layer],
+            "expert_map": None if expert_maps is None else expert_maps[layer],
             "d_ff": self.expert_d_ff or self.d_ff,
             "decoder": decoder,
             "activation": "gelu" if gated else "relu",
@@ -472,7 +544,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     def num_parameters(self) -> int:
         """Returns the number of parameters, before anything is built."""
-        return self._count_parameters(self.num_experts)
+        return self._count_parameters(active=False)
 
     def num_active_parameters(self) -> int:
         """Returns the parameters that one token uses: all dense ones, and K of every E experts.
@@ -480,30 +552,26 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         If experts choose their tokens, a token has on average as many experts as the capacity
         factor, not K.
         """
-        return self._count_parameters(self._active_experts)
+        return self._count_parameters(active=True)
 
     def num_active_stack_parameters(self, *, decoder: bool) -> int:
         """Returns the active parameters of the encoder or the decoder.
 
         The embedding and the head belong to neither.
         """
-        return self._count_stack_parameters(self._active_experts, decoder=decoder)
+        return self._count_stack_parameters(active=True, decoder=decoder)
 
-    @property
-    def _active_experts(self) -> int:
-        return min(self.num_selected_experts, self.num_experts)
-
-    def _count_parameters(self, experts_per_layer: int) -> int:
-        """Returns the parameters with that many experts in each sparse layer, and whole routers."""
+    def _count_parameters(self, *, active: bool) -> int:
+        """Returns the parameters with all or only a token's experts, and whole routers."""
         # The embedding, and a separate head.
         total = self.vocab_size * self.d_model
         if not self.tie_word_embeddings:
             total *= 2
         for decoder in (False, True):
-            total += self._count_stack_parameters(experts_per_layer, decoder=decoder)
+            total += self._count_stack_parameters(active=active, decoder=decoder)
         return total
 
-    def _count_stack_parameters(self, experts_per_layer: int, *, decoder: bool) -> int:
+    def _count_stack_parameters(self, *, active: bool, decoder: bool) -> int:
         """Returns the parameters of the encoder or the decoder, likewise."""
         D = self.d_model
         attention = 4 * D * self.num_heads * self.d_kv  # query, key, value, output
@@ -519,12 +587,11 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         total = self.relative_attention_num_buckets * self.num_heads
         total += num_layers * attentions * attention
         total += num_dense * feed_forward
-        if num_sparse:
-            layer = self.sparse_config(decoder=decoder)
-            router = load_routers().get(layer.router).num_parameters(layer)
+        for layer in self.sparse_configs(decoder=decoder):
+            num_experts = layer.num_selected_experts if active else layer.num_stored_experts
             expert_bias = layer.d_ff if self.expert_bias != "none" else 0
-            experts = experts_per_layer * (num_matrices * D * layer.d_ff + expert_bias)
-            total += num_sparse * (experts + router)
+            total += num_experts * (num_matrices * D * layer.d_ff + expert_bias)
+            total += load_routers().get(layer.router).num_parameters(layer)
 
         # A norm before each layer of a block, and one at the end.
         num_norms = num_layers * (attentions + 1) + num_stacked + 1

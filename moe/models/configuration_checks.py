@@ -276,6 +276,8 @@ def check_sparse_layers(config: PreTrainedConfig) -> None:
                 f"{num_layers} blocks of the {stack}. Choose one of {divisors}."
             )
 
+    _check_layer_experts(config)
+
     # Counting the parameters validates the settings of sparse layers. Sizes that are valid alone
     # may be too large together.
     num_parameters = config.num_parameters()
@@ -285,3 +287,28 @@ def check_sparse_layers(config: PreTrainedConfig) -> None:
             f"{_MAX_PARAMETERS:,} (400 TB in float32). Lower vocab_size, d_model, d_ff, "
             "num_layers or num_experts."
         )
+
+
+def _check_layer_experts(config: PreTrainedConfig) -> None:
+    """Checks the numbers of experts of layers that differ in them."""
+    least = config.num_selected_experts
+    numbers: list[int] = []
+    for stack, decoder in (("encoder", False), ("decoder", True)):
+        name = f"{stack}_experts"
+        layer_experts = config.layer_experts(decoder=decoder)
+        _, num_sparse = config.stack_sizes(decoder)
+        expected = f"a number for each of the {num_sparse} sparse layers of the {stack}"
+        check(len(layer_experts) == num_sparse, name, layer_experts, expected)
+        expected = f"numbers of at least num_selected_experts, {least}"
+        is_large = getattr(config, name) is None or min(layer_experts) >= least
+        check(is_large, name, layer_experts, expected)
+
+        expert_maps = getattr(config, f"{stack}_expert_maps")
+        num_maps = num_sparse if expert_maps is None else len(expert_maps)
+        expected = f"a list for each of the {num_sparse} sparse layers of the {stack}"
+        check(num_maps == num_sparse, f"{stack}_expert_maps", expert_maps, expected)
+        numbers += layer_experts
+
+    largest = max(numbers, default=0)
+    expected = f"{largest}, the largest number of encoder_experts and decoder_experts"
+    check(config.num_experts == largest, "num_experts", config.num_experts, expected)

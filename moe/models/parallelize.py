@@ -66,10 +66,9 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
 
 def mesh_limits(config: STMoEConfig, num_ranks: int, num_groups: int | None = None) -> MeshLimits:
     """Returns the sizes that a mesh of `num_ranks` ranks must divide; see `check_mesh`."""
-    is_sparse = config.num_sparse_encoder_layers or config.num_sparse_decoder_layers
-    num_experts = config.num_experts if is_sparse else 0
+    num_experts = {layer.num_stored_experts for layer in config.all_sparse_configs()}
     d_ff = math.gcd(config.d_ff, config.expert_d_ff or 0)
-    return MeshLimits(num_ranks, num_experts, config.num_heads, d_ff, num_groups)
+    return MeshLimits(num_ranks, tuple(sorted(num_experts)), config.num_heads, d_ff, num_groups)
 
 
 def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> dict[str, Layout]:

@@ -226,5 +226,5 @@ def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None
     # Every rank holds a part of each expert, so their number does not matter.
     tp = distributed.tp_size
     d_ff = math.gcd(config.d_ff, config.expert_d_ff or 0)
-    limits = MeshLimits(tp, 0, config.num_heads, d_ff, None)
+    limits = MeshLimits(tp, (), config.num_heads, d_ff, None)
     check_mesh(MeshConfig(tp=tp), limits)

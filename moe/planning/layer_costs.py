@@ -201,7 +201,8 @@ def sparse_cost(layer: SparseFeedForward, stack: StackPass) -> LayerCost:
     """Returns the cost of a sparse layer: its router, its dispatch and its experts."""
     config = layer.config
     tokens = stack.num_tokens
-    rows = stack.expert_rows
+    rows = stack.expert_rows(layer)
+    choices = stack.num_choices(layer)
     D = stack.d_model
     F = config.d_ff // stack.tp
     num_products = 3 if config.gated else 2
@@ -213,12 +214,12 @@ def sparse_cost(layer: SparseFeedForward, stack: StackPass) -> LayerCost:
     choice_bytes = _INT64_BYTES + 2 * FLOAT32_BYTES + 1
     saved_bytes = tokens * D * FLOAT32_BYTES
     saved_bytes += tokens * (2 * config.num_experts + 3) * FLOAT32_BYTES
-    saved_bytes += tokens * stack.num_choices * choice_bytes
+    saved_bytes += choices * choice_bytes
 
     # Dispatch: token and weight of each row; with fixed slots the slot of each choice too.
     saved_bytes += rows * (_INT64_BYTES + FLOAT32_BYTES)
     if config.dispatch == "static":
-        saved_bytes += tokens * stack.num_choices * _INT64_BYTES
+        saved_bytes += choices * _INT64_BYTES
 
     saved_bytes += _expert_elements(layer, stack) * stack.product_bytes
     saved_bytes += dropout_mask_bytes(rows * F, config.expert_dropout_rate)
@@ -228,21 +229,22 @@ def sparse_cost(layer: SparseFeedForward, stack: StackPass) -> LayerCost:
 def _expert_elements(layer: SparseFeedForward, stack: StackPass) -> int:
     """Returns the numbers in the dtype of products that dispatch, experts and combine keep."""
     config = layer.config
+    rows = stack.expert_rows(layer)
     D = stack.d_model
     F = config.d_ff // stack.tp
 
     # Gated: gate, up, GELU of the gate, and their product; else ReLU's result.
     num_hidden = 4 if config.gated else 1
-    hidden = stack.expert_rows * num_hidden * F
+    hidden = rows * num_hidden * F
     if config.dispatch == "static":
-        return stack.expert_rows * 3 * D + hidden
+        return rows * 3 * D + hidden
 
     # Experts on a CPU compute the product again, and read tokens where they are.
     if stack.cpu and config.gated:
-        hidden = stack.expert_rows * 3 * F
+        hidden = rows * 3 * F
     reads_in_place = stack.cpu and not stack.expert_parallel
-    inputs = stack.num_tokens if reads_in_place else stack.expert_rows
-    return (inputs + stack.expert_rows) * D + hidden
+    inputs = stack.num_tokens if reads_in_place else rows
+    return (inputs + rows) * D + hidden
 
 
 def head_cost(head: Projection, stack: StackPass) -> LayerCost:

@@ -6,6 +6,7 @@ tensor, and an all-to-all sends everything that is not for this rank itself. Row
 experts.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
@@ -203,30 +204,26 @@ def _expert_collectives(
     stack: StackPass, mesh: MeshConfig, passes: PassCounts
 ) -> Iterator[Collective]:
     """Yields exchanges of rows and of their counts: to the experts and back, both ways."""
-    if not stack.sparse_layers:
-        return
-    config = stack.sparse_layers[0].config
-    num_layers = len(stack.sparse_layers)
-
-    # Rows go to the experts and back in every pass; their counts, if ragged, only forwards.
     num_forward = passes.forward + passes.recomputed
     num_row_exchanges = 2 * (num_forward + passes.backward)
-    num_count_exchanges = num_forward if config.dispatch == "ragged" else 0
-    row_bytes = stack.expert_rows * stack.d_model * stack.product_bytes
-    count_bytes = config.num_experts * _LONG_BYTES
 
     # On several nodes every row crosses both levels.
     levels = ("ep",)
     if mesh.ep_nodes > 1:
         levels = ("ep inside a node", "ep across nodes")
-    for axis in levels:
+    for axis, layer in itertools.product(levels, stack.sparse_layers):
         # Total input of all ranks of a group.
+        config = layer.config
         size = group_size(axis, mesh)
+        row_bytes = stack.expert_rows(layer) * stack.d_model * stack.product_bytes
+        count_bytes = config.num_stored_experts * _LONG_BYTES
+
+        # Rows go to the experts and back in every pass; their counts, if ragged, only forwards.
         rows = "rows to experts and back"
-        num_calls = num_layers * num_row_exchanges
-        yield Collective(rows, axis, Kind.ALL_TO_ALL, size * row_bytes, num_calls)
-        num_calls = num_layers * num_count_exchanges
-        yield Collective("counts of rows", axis, Kind.ALL_TO_ALL, size * count_bytes, num_calls)
+        yield Collective(rows, axis, Kind.ALL_TO_ALL, size * row_bytes, num_row_exchanges)
+        if config.dispatch == "ragged":
+            counts = "counts of rows"
+            yield Collective(counts, axis, Kind.ALL_TO_ALL, size * count_bytes, num_forward)
 
 
 def _tensor_parallel_collectives(stack: StackPass, passes: PassCounts) -> Iterator[Collective]:
@@ -260,7 +257,7 @@ def _tensor_parallel_collectives(stack: StackPass, passes: PassCounts) -> Iterat
     yield summed(residual * stack.product_bytes, num_sparse * passes.backward)
     for layer in stack.sparse_layers:
         if layer.router.num_parameters(layer.config):
-            num_weights = stack.num_tokens * stack.num_choices
+            num_weights = stack.num_choices(layer)
             yield summed(num_weights * FLOAT32_BYTES, passes.backward)
 
     # The memory, once for all layers.
@@ -299,7 +296,7 @@ def _statistics_collectives(
             sizes = {
                 "expert_load": num_experts,
                 "accepted_load": num_experts,
-                "dropped_by_choice": stack.num_choices,
+                "dropped_by_choice": layer.router.num_choices(layer.config),
             }
             num_sums = sum(sizes.get(name, 1) for name in RouterStats._fields)
             num_bytes += num_sums * _LONG_BYTES

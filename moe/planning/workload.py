@@ -4,7 +4,7 @@ The other modules of this folder count with these records.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
 from moe.distributed.mesh import MeshConfig
@@ -124,10 +124,6 @@ class StackPass:
         memory: The encoder's pass, to which a decoder attends; None for the encoder.
         num_rows: Sequences.
         length: Tokens of a sequence.
-        expert_rows: Rows of D that a sparse layer gives its experts: all slots when dispatch is
-            `static`; when it is `ragged` at most so many are accepted, namely all choices of all
-            tokens, or all slots if those are fewer. 0 without sparse layers.
-        num_choices: Choices of a token in a plan, K. 0 without sparse layers.
         tp: Ranks that share heads and hidden units.
         expert_parallel: Whether experts are on other ranks too.
         product_bytes: Bytes of a number in a matrix product.
@@ -138,8 +134,6 @@ class StackPass:
     memory: "StackPass | None"
     num_rows: int
     length: int
-    expert_rows: int
-    num_choices: int
     tp: int
     expert_parallel: bool
     product_bytes: int
@@ -167,8 +161,36 @@ class StackPass:
 
     @property
     def sparse_layers(self) -> list[SparseFeedForward]:
-        """Sparse layers of the stack; all have the same settings."""
+        """Sparse layers of the stack."""
         return [block.sparse_feed_forward for block in self.blocks if block.sparse]
+
+    def expert_rows(self, layer: SparseFeedForward) -> int:
+        """Returns the rows of D that a sparse layer gives its experts, all of them together.
+
+        These are all slots when dispatch is `static`. When it is `ragged`, they are the most that
+        can be accepted: all choices of all tokens, or all slots if those are fewer.
+        """
+        config = layer.config
+
+        # Groups of whole sequences, S tokens each.
+        sequences = sequences_per_group(self.num_rows, self.length, tokens_per_group(config))
+        group_size = sequences * self.length
+        num_groups = self.num_rows // sequences
+
+        # C slots of each expert in each group; without a capacity there are slots for every token.
+        capacity = slots_of_expert(config, group_size, training=True)
+        if capacity is None:
+            capacity = group_size
+        num_slots = num_groups * capacity * config.num_stored_experts
+
+        # Fixed slots are computed whether they are filled or not.
+        if config.dispatch == "static":
+            return num_slots
+        return min(num_slots, self.num_choices(layer))
+
+    def num_choices(self, layer: SparseFeedForward) -> int:
+        """Returns the choices of all tokens in the plan of a sparse layer, T x K."""
+        return self.num_tokens * layer.router.num_choices(layer.config)
 
 
 def stack_passes(
@@ -192,47 +214,13 @@ def _stack_pass(
 ) -> StackPass:
     """Returns the forward pass of one stack."""
     length = workload.targets_length if module.decoder else workload.inputs_length
-    stack = StackPass(
+    return StackPass(
         module=module,
         memory=memory,
         num_rows=workload.rows_of_pass(mesh),
         length=length,
-        expert_rows=0,
-        num_choices=0,
         tp=mesh.tp,
         expert_parallel=mesh.ep > 1,
         product_bytes=workload.product_bytes,
         cpu=cpu,
     )
-    if not stack.sparse_layers:
-        return stack
-
-    # All sparse layers of a stack have the same settings.
-    layer = stack.sparse_layers[0]
-    return replace(
-        stack,
-        expert_rows=_expert_rows(layer, stack),
-        num_choices=layer.router.num_choices(layer.config),
-    )
-
-
-def _expert_rows(layer: SparseFeedForward, stack: StackPass) -> int:
-    """Returns the rows that a sparse layer gives its experts, all of them together."""
-    config = layer.config
-
-    # Groups of whole sequences, S tokens each.
-    sequences = sequences_per_group(stack.num_rows, stack.length, tokens_per_group(config))
-    group_size = sequences * stack.length
-    num_groups = stack.num_rows // sequences
-
-    # C slots of each expert in each group; without a capacity there are slots for every token.
-    capacity = slots_of_expert(config, group_size, training=True)
-    if capacity is None:
-        capacity = group_size
-    num_slots = num_groups * capacity * config.num_experts
-
-    # Fixed slots are computed whether they are filled or not.
-    if config.dispatch == "static":
-        return num_slots
-    num_requests = stack.num_tokens * layer.router.num_choices(config)
-    return min(num_slots, num_requests)

@@ -39,7 +39,7 @@ class Experts(nn.Module):
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
         self.config = config
-        E = config.num_experts
+        E = config.num_stored_experts
         F_ = config.d_ff
         D = config.d_model
 

@@ -16,7 +16,7 @@ from moe.errors import ConfigError, DataError
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.recomputation import Recomputation, in_backward
-from moe.sparse.stats import RouterStats, add_stats
+from moe.sparse.stats import RouterStats, add_layers
 
 
 class _NoFastPath:
@@ -258,30 +258,15 @@ def router_loss(
 
 
 def total_stats(routers: Sequence[RouterOutput]) -> RouterStats:
-    """Returns the statistics of all layers together; a token counts once for each layer.
+    """Returns the statistics of all layers together; see `add_layers`.
 
     Args:
         routers: From `collect_routers`.
 
     Raises:
-        DataError: When there are no RouterOutputs, or they differ in the number of experts or of choices.
+        DataError: When there are no RouterOutputs.
     """
-    # Loads of layers that differ in E or K have different shapes.
-    routers = _checked_routers(routers)
-    first_experts, first_choices = _num_experts_and_choices(routers[0])
-    for index, router in enumerate(routers):
-        num_experts, num_choices = _num_experts_and_choices(router)
-        if (num_experts, num_choices) != (first_experts, first_choices):
-            raise DataError(
-                f"Layer {index} has {num_experts} experts and {num_choices} choices for each token, layer 0 has "
-                f"{first_experts} and {first_choices}: their loads cannot be added. Give total_stats layers of the "
-                "same shape only."
-            )
-    return functools.reduce(add_stats, [router.stats for router in routers])
-
-
-def _num_experts_and_choices(router: RouterOutput) -> tuple[int, int]:
-    return router.stats.expert_load.numel(), router.stats.dropped_by_choice.numel()
+    return add_layers([router.stats for router in _checked_routers(routers)])
 
 
 def _checked_routers(routers: Any) -> list[RouterOutput]:

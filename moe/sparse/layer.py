@@ -25,7 +25,7 @@ from moe.sparse.experts import Experts
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.inputs import check_inputs, to_bool_mask
 from moe.sparse.losses import BalanceTotals, RouterLosses, balance_within
-from moe.sparse.plan import DispatchPlan, RouterScores
+from moe.sparse.plan import DispatchPlan, RouterScores, stored_index
 from moe.sparse.router import RouterInputs
 from moe.sparse.stats import RouterStats, router_stats
 
@@ -163,21 +163,23 @@ class SparseFeedForward(nn.Module):
         # Each rank of tp has a partial sum of every output, and so of the gradient of the weights:
         # this changes nothing in the forward pass, and sums the gradients in the backward pass.
         combine_weight = copy_to_tp_region(plan.combine_weight, self.tp)
-        plan = plan._replace(combine_weight=combine_weight)
+        stored_expert = stored_index(plan.expert_index, self.config.expert_map)
+        plan = plan._replace(combine_weight=combine_weight, expert_index=stored_expert)
+        num_experts = self.config.num_stored_experts
 
         # Rows or slots, here or over the ep axis.
         if self.config.dispatch == "ragged" and not torch.compiler.is_exporting():
             if self.ep is not None:
-                return exchange_rows(sort_rows(plan, self.config.num_experts), self.ep)
-            return local_row_dispatcher(plan, self.config.num_experts)
+                return exchange_rows(sort_rows(plan, num_experts), self.ep)
+            return local_row_dispatcher(plan, num_experts)
         if self.ep is None:
-            return SlotDispatcher(fill_slots(plan, self.config.num_experts))
+            return SlotDispatcher(fill_slots(plan, num_experts))
 
         # An edit may change the capacity, and ranks exchange the same number of slots: one for each
         # token.
         if self.plan_edits:
             plan = plan._replace(capacity=None)
-        return SlotExchange(fill_slots(plan, self.config.num_experts), self.ep)
+        return SlotExchange(fill_slots(plan, num_experts), self.ep)
 
     def expert_tokens(self, tokens: Tensor) -> Tensor:
         """Returns tokens <any float>[G, S, D] as the experts take them.
@@ -198,7 +200,7 @@ class SparseFeedForward(nn.Module):
             router_logits=scores.logits,
             plan=plan,
             losses=losses,
-            stats=router_stats(scores, plan, losses),
+            stats=router_stats(scores, plan, losses, self.config.num_stored_experts),
         )
 
 

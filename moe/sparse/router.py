@@ -19,7 +19,7 @@ from moe.sparse.config import SparseConfig
 from moe.sparse.experts import truncated_normal_
 from moe.sparse.inputs import can_read_values
 from moe.sparse.losses import RouterLosses, router_losses
-from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots, router_scores
+from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots, router_scores, stored_index
 from moe.sparse.router_options import ROUTER_REQUIREMENTS, NoOptions, RouterRequirements
 from moe.sparse.stats import RouterStats
 
@@ -57,12 +57,15 @@ class Router(nn.Module):
         single: Whether a token has one expert, so that `num_selected_experts` must be 1.
         experts_choose: Whether experts choose their tokens: the experts of a token then depend on
             the other tokens of its group, for any capacity.
+        mergeable: Whether rows of the gate may share a stored expert (`expert_map`). All slots must
+            then come from `plan_choices`, where choices queue at stored experts.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
     causal: ClassVar[bool] = True
     single: ClassVar[bool] = False
     experts_choose: ClassVar[bool] = False
+    mergeable: ClassVar[bool] = False
 
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
@@ -246,8 +249,9 @@ class Router(nn.Module):
             priority: <float32>[G, S] who is served first; see `assign_slots`.
         """
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
+        stored_expert = stored_index(expert_index, self.config.expert_map)
         slot, accepted = assign_slots(
-            expert_index, requested, self.config.num_experts, capacity, priority
+            stored_expert, requested, self.config.num_stored_experts, capacity, priority
         )
         return DispatchPlan(
             expert_index=expert_index,
@@ -273,7 +277,10 @@ class RouterRegistry(Registry[type[Router]]):
 
         # From now on, a configuration may use the name.
         requirements = RouterRequirements(
-            options=value.Options, causal=value.causal, single=value.single
+            options=value.Options,
+            causal=value.causal,
+            single=value.single,
+            mergeable=value.mergeable,
         )
         ROUTER_REQUIREMENTS.add(name, requirements)
         return value

@@ -4,10 +4,13 @@ They add up exactly over batches, micro-batches, layers and ranks; `summarize` c
 means and shares from them. Comes after losses.py; layer.py returns them.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -26,6 +29,7 @@ _REPORTED = (
     "max_over_mean",
     "dead_experts",
 )
+_OF_THE_LOAD = ("load_cv", "max_over_mean", "dead_experts")
 
 
 class RouterStats(NamedTuple):
@@ -67,13 +71,16 @@ class RouterStats(NamedTuple):
 
 
 @torch.no_grad()
-def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses) -> RouterStats:
+def router_stats(
+    scores: RouterScores, plan: DispatchPlan, losses: RouterLosses, num_stored_experts: int
+) -> RouterStats:
     """Returns the statistics of one layer, without gradient and without waiting for the device.
 
     Args:
         scores: <float32>[G, S, E] of the router.
         plan: The resulting plan.
         losses: The losses of the same plan.
+        num_stored_experts: Experts that have slots.
     """
     # Tokens that requested an expert, that got one, and that did not.
     num_groups, group_size, num_experts = scores.probs.shape
@@ -90,7 +97,7 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
     if plan.capacity is None:
         num_slots = accepted_load.sum()
     else:
-        slots_of_all = num_groups * num_experts * plan.capacity
+        slots_of_all = num_groups * num_stored_experts * plan.capacity
         num_slots = torch.full_like(accepted_load[0], slots_of_all)
 
     return RouterStats(
@@ -137,6 +144,34 @@ def add_stats(a: RouterStats, b: RouterStats) -> RouterStats:
     return RouterStats(*(x + y for x, y in zip(a, b, strict=True)))
 
 
+def add_layers(layers: Sequence[RouterStats]) -> RouterStats:
+    """Returns the statistics of several layers together; a token counts once for each layer.
+
+    Layers with different numbers of experts have no common load: `expert_load` is then empty, and
+    `accepted_load` is the sum over experts. A layer of fewer choices has dropped none of the others.
+
+    Args:
+        layers: One or more.
+
+    Raises:
+        DataError: When one is not a RouterStats.
+    """
+    for layer in layers:
+        _check_stats(layer)
+    num_choices = max(layer.dropped_by_choice.numel() for layer in layers)
+    is_equal = len({layer.expert_load.numel() for layer in layers}) == 1
+
+    alike = []
+    for layer in layers:
+        num_missing = num_choices - layer.dropped_by_choice.numel()
+        layer = layer._replace(dropped_by_choice=F.pad(layer.dropped_by_choice, (0, num_missing)))
+        if not is_equal:
+            accepted = layer.accepted_load.sum(dim=0, keepdim=True)
+            layer = layer._replace(expert_load=layer.expert_load[:0], accepted_load=accepted)
+        alike.append(layer)
+    return functools.reduce(add_stats, alike)
+
+
 def unflatten_stats(numbers: Sequence[Tensor]) -> list[RouterStats]:
     """Returns the statistics of several layers, given the fields of all as one sequence."""
     num_fields = len(RouterStats._fields)
@@ -164,7 +199,8 @@ def summarize(stats: RouterStats) -> dict[str, float]:
         (tokens that reached two or more experts), `entropy` (nats, mean over tokens), `load_cv`
         (standard deviation over mean of the expert load before capacity), `max_over_mean` of the
         same load, `dead_experts` (that no token requested), `expert_usage` (filled slots over
-        slots), `confidence` (mean combine weight of an accepted choice).
+        slots), `confidence` (mean combine weight of an accepted choice). Numbers of the load are NaN
+        where layers with different numbers of experts were added.
 
     Raises:
         DataError: When the statistics are not RouterStats.
@@ -173,6 +209,10 @@ def summarize(stats: RouterStats) -> dict[str, float]:
 
     # If nothing was counted, shares are divided by 1 instead of 0.
     load = stats.expert_load.double()  # [E]
+    dead_experts = float((load == 0).sum())
+    if not load.numel():
+        load = load.new_full((1,), math.nan)
+        dead_experts = math.nan
     mean_load = float(load.mean()) or 1.0
     num_tokens = float(stats.num_tokens) or 1.0
     num_accepted = float(stats.accepted_load.sum())
@@ -192,7 +232,7 @@ def summarize(stats: RouterStats) -> dict[str, float]:
         "entropy": float(stats.entropy_sum) / num_tokens,
         "load_cv": float(load.std(correction=0)) / mean_load,
         "max_over_mean": float(load.max()) / mean_load,
-        "dead_experts": float((load == 0).sum()),
+        "dead_experts": dead_experts,
         "expert_usage": num_accepted / (float(stats.num_slots) or 1.0),
         "confidence": float(stats.confidence_sum) / (num_accepted or 1.0),
     }
@@ -208,7 +248,10 @@ def router_values(stack: str, stats: RouterStats) -> dict[str, float]:
 
     Args:
         stack: `encoder` or `decoder`.
-        stats: Summed over the layers of the stack.
+        stats: Summed over the layers of the stack, see `add_layers`. Without a common load its
+            numbers are left out.
     """
     summary = summarize(stats)
-    return {f"router/{stack}/{name}": summary[name] for name in _REPORTED}
+    has_load = stats.expert_load.numel() > 0
+    reported = [name for name in _REPORTED if has_load or name not in _OF_THE_LOAD]
+    return {f"router/{stack}/{name}": summary[name] for name in reported}

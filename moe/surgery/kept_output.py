@@ -86,7 +86,7 @@ class _Sums:
         return Kept(*(scale * self.gates / max(1, self.num_tokens)).tolist())
 
 
-def _without_labels(model: STMoEForConditionalGeneration, batch: Batch) -> Batch:
+def without_labels(model: STMoEForConditionalGeneration, batch: Batch) -> Batch:
     """Returns inputs that route the same tokens, but have no loss."""
     inputs = dict(batch)
     labels = inputs.pop("labels")
@@ -115,7 +115,7 @@ def kept_output(
             layer.router.train(training)
         with edit_routing(model, {key: layer_sums.add for key, layer_sums in sums.items()}):
             for batch in examples:
-                inputs = _without_labels(model, batch)
+                inputs = without_labels(model, batch)
                 model(**inputs, logits_to_keep=1, use_cache=False)
         kept[training] = [layer_sums.kept(scale) for layer_sums in sums.values()]
 

@@ -41,6 +41,8 @@ _EXACT_OPTIONS = {"second_expert_policy": "all", "eval_second_expert_policy": "a
 
 _FROM_SETTINGS: Mapping[str, str] = {
     "num_experts": "--experts",
+    "encoder_experts": "--experts",
+    "decoder_experts": "--experts",
     "num_selected_experts": "--selected",
     "num_sparse_encoder_layers": "--encoder-layers",
     "num_sparse_decoder_layers": "--decoder-layers",
@@ -48,6 +50,8 @@ _FROM_SETTINGS: Mapping[str, str] = {
 }
 _FROM_DENSE = {
     "model_type",
+    "encoder_expert_maps",
+    "decoder_expert_maps",
     "vocab_size",
     "d_model",
     "d_kv",

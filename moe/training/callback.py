@@ -5,7 +5,6 @@ Through it, routers that balance themselves learn from their load, as in `train_
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from moe.data.pipeline import ALL_ROWS, Batch
 from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero, sum_each_over_ranks
 from moe.errors import ConfigError, DataError
 from moe.models.outputs import STMoEOutput
-from moe.sparse.stats import RouterStats, add_stats, router_values, sum_stats, unflatten_stats
+from moe.sparse.stats import RouterStats, add_layers, router_values, sum_stats, unflatten_stats
 from moe.tracing.probe_file import has_probes
 from moe.training.router_health import RouterHealth, layer_keys
 from moe.training.routing_probe import PROBE_FOLDER, RoutingProbe, max_logits, probe_values
@@ -221,7 +220,7 @@ class RouterStatsCallback(TrainerCallback):
         decoder = layers[num_encoder_layers:]
         for stack, stack_layers in (("encoder", encoder), ("decoder", decoder)):
             if stack_layers:
-                values.update(router_values(stack, reduce(add_stats, stack_layers)))
+                values.update(router_values(stack, add_layers(stack_layers)))
         if is_rank_zero():
             self._health.observe(state.global_step, layers)
 

@@ -26,7 +26,7 @@ from moe.sparse.groups import has_same_groups, sequences_per_group, tokens_per_g
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals, add_totals, num_scope_ranks
 from moe.sparse.router import Router
-from moe.sparse.stats import RouterStats, add_stats, unflatten_stats
+from moe.sparse.stats import RouterStats, add_layers, add_stats, unflatten_stats
 from moe.training.recipe import Recipe
 
 _LayerTotals = tuple[BalanceTotals, ...]
@@ -471,4 +471,4 @@ def add_layer_stats(total: list[RouterStats], stats: list[RouterStats]) -> list[
 
 
 def _sum_layers(stats: list[RouterStats]) -> RouterStats | None:
-    return reduce(add_stats, stats) if stats else None
+    return add_layers(stats) if stats else None

@@ -6,6 +6,7 @@ same on both sides. The first rank computes the oracle for all; each returns how
 """
 
 import functools
+import json
 
 import pytest
 import torch
@@ -58,6 +59,13 @@ CASES = {
     "lamb, narrow experts": {"optimizer": "lamb", "expert_d_ff": 12},
     "balanced over all ranks": {"balance_scope": "global", "micro": 2},
     "without tokens on a rank": {"hole": True},
+    "fewer experts in the decoder": {"decoder_experts": (4,)},
+    "merged experts": {"decoder_expert_maps": ((0, 1, 2, 3, 0, 1, 0, 0),)},
+    "merged experts, static": {
+        "decoder_expert_maps": ((0, 1, 2, 3, 0, 1, 0, 0),),
+        "dispatch": "static",
+        "capacity_factor": None,
+    },
     "all tokens on two experts": {"crowded": True, "capacity_factor": None},
     "bias_balanced, expert bias": {
         "router": "bias_balanced",
@@ -70,7 +78,12 @@ MESHES = {  # dp_replicate, dp_shard, ep, tp, nodes
         (1, 1, 4, 1): ("ragged", "all tokens on two experts"),
         (1, 1, 4, 1, 2): ("static, accumulated, checkpointed", "without tokens on a rank"),
         (1, 2, 2, 1): ("without tokens on a rank", "balanced over the ranks, biases", "lars"),
-        (2, 1, 2, 1): ("ragged",),
+        (2, 1, 2, 1): (
+            "ragged",
+            "fewer experts in the decoder",
+            "merged experts",
+            "merged experts, static",
+        ),
     },
     "with sharded layers": {
         (1, 1, 2, 2): (
@@ -95,6 +108,9 @@ rounding stays small over many updates does not depend on the mesh.
 
 def build(dtype, checkpointed=False, crowded=False, **fields):
     """Returns a model in training mode, the same on each rank."""
+    for name, value in fields.items():  # tuples of a case as the lists of a config
+        if isinstance(value, tuple):
+            fields[name] = json.loads(json.dumps(value))
     model = tiny_model(**{**FIELDS, **fields}).to(dtype).train()
     if checkpointed:
         enable_activation_checkpointing(model, {"use_reentrant": False})

@@ -297,7 +297,7 @@ def check_mesh(
     config: Mapping[str, Any], num_ranks: Any, num_experts: Any, num_heads: Any, d_ff: Any
 ) -> None:
     moe.distributed.mesh.check_mesh(
-        MeshConfig(**config), MeshLimits(num_ranks, num_experts, num_heads, d_ff)
+        MeshConfig(**config), MeshLimits(num_ranks, (num_experts,), num_heads, d_ff)
     )
 
 

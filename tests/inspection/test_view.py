@@ -36,6 +36,7 @@ CASES = {
     "experts choose": {"router": "expert_choice", "num_sparse_decoder_layers": 0}
     | {"router_options": None},
     "300 experts": {"num_experts": 300},
+    "layers that differ": {"encoder_experts": [7, 4], "decoder_experts": [5, 3, 7]},
 }
 
 

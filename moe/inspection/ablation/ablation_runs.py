@@ -18,10 +18,10 @@ from moe.models.blocks import Block, BlockOutput
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEEncoderOutput, STMoEOutput
-from moe.sparse.dispatch import RowDispatcher, sort_rows
+from moe.sparse.dispatch import RowDispatcher, sort_choices, sort_rows
 from moe.sparse.editing import LayerKey, PlanEdit, Stack, edit_routing, sparse_layers
 from moe.sparse.layer import RouterOutput, SparseFeedForward
-from moe.sparse.plan import DispatchPlan, RouterScores
+from moe.sparse.plan import DispatchPlan, RouterScores, stored_index
 
 
 class ExpertMeasures(NamedTuple):
@@ -164,8 +164,11 @@ class _Sums(NamedTuple):
 def _sum_rows(layer: SparseFeedForward, observation: Observation, gradient: Tensor) -> _Sums:
     """Returns the sums of one layer in one batch; <float>[B, L, D] is the gradient of its output."""
     # The output f of every expert for every row that it accepted, one after the other.
+    plan = observation.plan
     num_experts = layer.config.num_experts
-    rows = sort_rows(observation.plan, num_experts)
+    stored = stored_index(plan.expert_index, layer.config.expert_map)
+    stored_plan = plan._replace(expert_index=stored)
+    rows = sort_rows(stored_plan, layer.config.num_stored_experts)
     tokens = layer.expert_tokens(observation.tokens)  # [T, D]
     in_flight = RowDispatcher(rows).dispatch(tokens)
     f = layer.experts(in_flight).double()  # [N, D]
@@ -176,12 +179,13 @@ def _sum_rows(layer: SparseFeedForward, observation: Observation, gradient: Tens
     g = rows.weight.double()  # [N]
     slope = -g * (gradient * f).sum(dim=-1)
 
-    # Rows are sorted by expert.
-    expert = torch.repeat_interleave(rows.counts)  # [N]
+    # Rows are sorted by stored expert; the choice of each row knows its own.
+    choice = sort_choices(stored_plan, layer.config.num_stored_experts).choice  # [T * K]
+    expert = plan.expert_index.flatten()[choice[: len(f)]]  # [N]
     output = f.new_zeros(num_experts, f.shape[1])  # [E, D]
     total_slope = slope.new_zeros(num_experts)  # [E]
     return _Sums(
-        load=rows.counts,
+        load=torch.bincount(expert, minlength=num_experts),
         output=output.index_add(0, expert, f),
         slope=total_slope.index_add(0, expert, slope),
     )

@@ -14,6 +14,7 @@ from moe.inspection.page.report_inputs import (
     TaskScores,
 )
 from moe.inspection.tables import LayerCounts, load_shares
+from moe.models.card import experts_range
 from moe.models.configuration import STMoEConfig
 from moe.sparse.stats import summarize
 from moe.tracing.trace import layer_name
@@ -33,7 +34,7 @@ def size_sentence(config: STMoEConfig) -> str:
         f"A sparse encoder-decoder of {config.num_parameters():,} parameters, of which one token uses "
         f"{config.num_active_parameters():,}: {config.num_layers} + {config.num_decoder_layers} blocks, "
         f"{config.num_sparse_encoder_layers} + {config.num_sparse_decoder_layers} sparse layers of "
-        f"{config.num_experts} experts, at most {config.num_selected_experts} for each token; {capacity}."
+        f"{experts_range(config)} experts, at most {config.num_selected_experts} for each token; {capacity}."
     )
 
 

@@ -221,9 +221,8 @@ def _run(config: STMoEConfig, folder: Path, stage: Stage) -> Mapping[str, object
             scale=100 if metric == "fraction_dropped" else 1,
         )
         if curves and metric == "entropy" and made_model:
-            curves += _level(
-                stage.lines, f"uniform, ln {config.num_experts}", math.log(config.num_experts)
-            )
+            for number in sorted({layer.num_experts for layer in config.all_sparse_configs()}):
+                curves += _level(stage.lines, f"uniform, ln {number}", math.log(number))
         if curves:
             panels.append(CurvePanel(title, curves))
     if panels:

@@ -1,0 +1,181 @@
+"""Sparse layers with different numbers of experts: one config, and everything that a model can do."""
+
+import math
+
+import pytest
+import torch
+
+from moe import STMoEConfig, STMoEForConditionalGeneration, summarize, total_stats
+from moe.convert.hf_config import to_hf_config
+from moe.distributed.mesh import MeshConfig, check_mesh
+from moe.errors import ConfigError
+from moe.inspection.figures import draw_load
+from moe.models.parallelize import mesh_limits
+from moe.sparse.editing import sparse_layers
+from moe.sparse.stats import router_values
+from moe.tracing.recorder import record_routing, traced_batches
+from moe.tracing.replay import replay_routing
+from moe.training.recipe import PretrainRecipe
+from moe.training.step import train_step
+from tests.models.tiny import FIELDS, tiny_batch, tiny_model
+
+UNEQUAL = {
+    "num_layers": 2,
+    "num_decoder_layers": 4,
+    "num_sparse_encoder_layers": 2,
+    "num_sparse_decoder_layers": 2,
+    "encoder_experts": [7, 3],
+    "decoder_experts": [2, 5],
+}
+NUMBERS = [7, 3, 2, 5]
+
+
+def config_of(**changes):
+    return STMoEConfig(**{**FIELDS, **UNEQUAL, **changes})
+
+
+def test_a_model_is_saved_loaded_and_generates(tmp_path):
+    model = tiny_model(**UNEQUAL)
+    layers = sparse_layers(model).values()
+    assert [layer.router.gate.shape[0] for layer in layers] == NUMBERS
+    assert [layer.experts.down_proj.shape[0] for layer in layers] == NUMBERS
+    assert sum(p.numel() for p in model.parameters()) == model.config.num_parameters()
+    idle_experts = sum(NUMBERS) - 2 * len(NUMBERS)
+    idle = model.config.num_parameters() - model.config.num_active_parameters()
+    assert idle == idle_experts * 3 * 29 * 31
+
+    model.save_pretrained(tmp_path)
+    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path)
+    assert loaded.config == model.config
+    inputs = {"input_ids": tiny_batch()["input_ids"], "max_new_tokens": 5}
+    assert torch.equal(loaded.generate(**inputs), model.generate(**inputs))
+    assert "2 to 7 in each" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("router", ["token_choice", "bias_balanced"])
+def test_a_step_reports_what_layers_have_in_common(router):
+    model = tiny_model(**UNEQUAL, router=router, router_options=None).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    metrics = train_step(model, optimizer, PretrainRecipe(), tiny_batch(), step=0)
+    assert metrics.encoder_stats is not None
+    values = router_values("encoder", metrics.encoder_stats)
+    assert values["router/encoder/entropy"] > 0
+    assert "router/encoder/load_cv" not in values
+
+
+def test_statistics_of_layers_that_differ_are_added_without_their_load():
+    routers = tiny_model(**UNEQUAL)(**tiny_batch()).encoder_router_outputs
+    first, second = [summarize(router.stats) for router in routers]
+    both = summarize(total_stats(routers))
+    assert both["entropy"] == pytest.approx((first["entropy"] + second["entropy"]) / 2)
+    accepted = sum(int(router.stats.accepted_load.sum()) for router in routers)
+    assert total_stats(routers).accepted_load.tolist() == [accepted]
+    assert math.isnan(both["load_cv"]) and math.isnan(both["dead_experts"])
+
+    # Where experts choose, layers also differ in their choices.
+    fields = {"router": "expert_choice", "decoder_router": "token_choice", "router_options": None}
+    routers = tiny_model(**UNEQUAL, **fields)(**tiny_batch()).encoder_router_outputs
+    assert total_stats(routers).dropped_by_choice.numel() == 7
+
+
+def test_a_trace_is_recorded_and_replayed():
+    model = tiny_model(**UNEQUAL)
+    trace = record_routing(model, traced_batches([tiny_batch()]), num_best=2)
+    assert [layer.facts.num_experts for layer in trace.layers] == NUMBERS
+    with replay_routing(model, trace):
+        loss = model(**tiny_batch()).ce_loss.item()
+    assert loss == pytest.approx(trace.facts.loss, abs=1e-6)
+    with pytest.raises(ConfigError, match=r"num_best is 3; expected .* 0 to 2"):
+        record_routing(model, [], num_best=3)
+
+
+def test_a_figure_of_the_load_leaves_missing_experts_empty():
+    svg = draw_load(["a", "b"], [[0.75, 0.25], [0.25, 0.25, 0.5]]).svg
+    assert svg.count("25.0 %") == 3 and "nan" not in svg and "of all requests" not in svg
+
+
+MERGED = UNEQUAL | {
+    "encoder_expert_maps": [[0, 1, 0, 2, 1, 1, 3], [0, 1, 2]],
+    "decoder_expert_maps": [[1, 0], [0, 0, 1, 1, 2]],
+}
+
+
+def test_a_model_with_merged_experts_does_the_same(tmp_path):
+    model = tiny_model(**MERGED)
+    layers = sparse_layers(model).values()
+    assert [layer.router.gate.shape[0] for layer in layers] == NUMBERS
+    assert [layer.experts.down_proj.shape[0] for layer in layers] == [4, 3, 2, 3]
+    assert sum(p.numel() for p in model.parameters()) == model.config.num_parameters()
+    idle = model.config.num_parameters() - model.config.num_active_parameters()
+    assert idle == (4 + 3 + 2 + 3 - 2 * 4) * 3 * 29 * 31
+
+    model.save_pretrained(tmp_path)
+    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path)
+    assert loaded.config == model.config
+    inputs = {"input_ids": tiny_batch()["input_ids"], "max_new_tokens": 5}
+    assert torch.equal(loaded.generate(**inputs), model.generate(**inputs))
+    card = (tmp_path / "README.md").read_text()
+    assert "12 of all 17 are stored" in card
+    assert f"a token uses {model.config.num_active_parameters():,}" in card
+
+    trace = record_routing(model, traced_batches([tiny_batch()]), num_best=2)
+    with replay_routing(model, trace):
+        loss = model(**tiny_batch()).ce_loss.item()
+    assert loss == pytest.approx(trace.facts.loss, abs=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = [parameter.clone() for parameter in layers_of(model)]
+    train_step(model.train(), optimizer, PretrainRecipe(), tiny_batch(), step=0)
+    for weight, earlier in zip(layers_of(model), before, strict=True):
+        assert not torch.equal(weight, earlier)
+
+
+def layers_of(model):
+    return [layer.experts.down_proj for layer in sparse_layers(model).values()]
+
+
+def test_equal_models_have_equal_configs():
+    equal = config_of(encoder_experts=[7, 7], decoder_experts=[7, 7])
+    assert equal.encoder_experts is None and equal == config_of(**dict.fromkeys(LISTS))
+    unmerged = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2]]
+    assert config_of(encoder_expert_maps=unmerged) == config_of()
+    fewer = config_of().with_experts([3, 3], [3, 2])
+    assert (fewer.num_experts, fewer.encoder_experts, fewer.decoder_experts) == (3, None, [3, 2])
+    assert fewer.layer_experts(decoder=False) == [3, 3]
+
+
+LISTS = ("encoder_experts", "decoder_experts")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"encoder_experts": [7]}, r"encoder_experts is \[7\]; .* each of the 2 sparse layers"),
+        ({"decoder_experts": [1, 7]}, r"decoder_experts is \[1, 7\]; .*num_selected_experts, 2"),
+        ({"num_experts": 8}, "num_experts is 8; expected 7, the largest"),
+        ({"decoder_experts": [9, 7]}, "num_experts is 7; expected 9, the largest"),
+        ({"encoder_experts": "73"}, "encoder_experts is '73'"),
+        ({"encoder_expert_maps": [[0, 1, 2]]}, "encoder_expert_maps is .*each of the 2 sparse"),
+        ({"decoder_expert_maps": [[1, 0], [0, 1, 2]]}, "expert_map is .*expected 5 numbers"),
+        ({"decoder_expert_maps": [0, 1]}, r"decoder_expert_maps is \[0, 1\]"),
+    ],
+)
+def test_numbers_that_contradict_the_model_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of(**fields)
+
+
+def test_a_mesh_that_does_not_divide_the_experts_of_every_layer_is_refused():
+    config = config_of(num_experts=6, encoder_experts=[6, 4], decoder_experts=[2, 4])
+    check_mesh(MeshConfig(ep=2), mesh_limits(config, 2)._replace(num_heads=4))
+    with pytest.raises(ConfigError, match="2 and 6 experts cannot be spread evenly over ep 4"):
+        check_mesh(MeshConfig(ep=4), mesh_limits(config, 4))
+    merged = config.replaced(decoder_expert_maps=[[0, 1], [0, 1, 2, 2]])
+    with pytest.raises(ConfigError, match="3 experts cannot be spread evenly over ep 2"):
+        check_mesh(MeshConfig(ep=2), mesh_limits(merged, 2))
+
+
+def test_a_switch_of_transformers_has_no_such_layers():
+    with pytest.raises(ConfigError, match=r"encoder_experts is \[7, 3\], not None"):
+        to_hf_config(config_of(), "switch_transformers")
+    with pytest.raises(ConfigError, match=r"decoder_expert_maps is \[\[1, 0\], .*, not None"):
+        to_hf_config(config_of(**MERGED), "switch_transformers")
