@@ -89,6 +89,7 @@ VERBS = {
     "upcycle": Verb(
         "make a dense model sparse, with copies as experts", "upcycle", tasks="read_pairs"
     ),
+    "distill": Verb("train a dense or smaller student of a sparse teacher", "distill", trains=True),
 }
 
 _HELP = ("-h", "--help")

@@ -6,6 +6,7 @@ student, or its most probable tokens are read from a file.
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from moe.checkpoint.loading import load_complete, load_model_on_mesh, local_device
-from moe.checks import check_integer
+from moe.checks import check_field_types, check_integer, check_number
+from moe.checksums import model_fingerprint
 from moe.data.pipeline import ALL_ROWS, Batch, BatchSource
 from moe.data.tokens import Arrays, kept_arrays
 from moe.distributed.collectives import broadcast_from_rank_zero
@@ -27,13 +29,56 @@ from moe.models.inputs import IGNORED_LABEL
 from moe.models.losses import LossCounts
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.outputs import STMoEOutput
-from moe.models.weight_files import find_weight_files
 from moe.sparse.all_routers import load_routers
+from moe.surgery.dense_student import StudentInit
 
 _TOKENS = "teacher_tokens"
 _LOG_PROBS = "teacher_log_probs"
 _STARTS = "starts"
+_MOST_WEIGHT = 1e6
 _FORMAT = 1  # increase when the same teacher and batches give other numbers
+
+
+@dataclass(frozen=True)
+class DistillationSettings:
+    """Settings of a distillation.
+
+    Attributes:
+        init: Layer in place of the teacher's experts: `random`, `mean` of the experts, `aligned_mean`
+            (weighted by gates, hidden units aligned) or `best`, the expert with the largest gates.
+        hard_weight: Weight of the cross-entropy to the labels.
+        soft_weight: Weight of the cross-entropy to the teacher's probabilities.
+        temperature: Temperature of both models in the latter.
+        cached_batches: Batches that are repeated, with the teacher's probabilities from a file; 0
+            for new batches in every step, with the teacher beside the student.
+        top_n: Most probable tokens of the teacher in that file, for each target.
+
+    Source:
+        Switch (arXiv:2101.03961) §4.2: 0.75 and 0.25 at temperature 1, `random`. M-SMoE
+        (arXiv:2310.01334): 1.0 and 0.2 at temperature 2 for a merged student.
+    """
+
+    init: StudentInit = "aligned_mean"
+    hard_weight: float = 0.75
+    soft_weight: float = 0.25
+    temperature: float = 1.0
+    cached_batches: int = 0
+    top_n: int = 32
+
+    def __post_init__(self) -> None:
+        """Raises a ConfigError when a value is out of range."""
+        check_field_types(self, prefix="distillation.")
+        check_number("distillation.hard_weight", self.hard_weight, least=0, most=_MOST_WEIGHT)
+        reason = "without a teacher, use stmoe pretrain or stmoe finetune"
+        check_number(
+            "distillation.soft_weight", self.soft_weight, above=0, most=_MOST_WEIGHT, reason=reason
+        )
+        check_number("distillation.temperature", self.temperature, above=0, most=100)
+        reason = "the file is made in memory"
+        check_integer(
+            "distillation.cached_batches", self.cached_batches, least=0, most=10**6, reason=reason
+        )
+        check_integer("distillation.top_n", self.top_n, least=1)
 
 
 # ---------------------------------------------------------------------------
@@ -270,13 +315,10 @@ def cached_teacher(
         top_n: Tokens that are kept for each target, n.
         temperature: Temperature of the probabilities.
     """
-    digest = hashlib.sha256()
-    for path in [folder / "config.json", *find_weight_files(folder)]:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    settings = (_FORMAT, source.fingerprint, num_batches, top_n, temperature)
-    digest.update(repr(settings).encode())
-    path = cache_folder() / f"teacher-{digest.hexdigest()[:16]}.safetensors"
+    model = model_fingerprint(folder)
+    settings = (_FORMAT, model, source.fingerprint, num_batches, top_n, temperature)
+    name = hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+    path = cache_folder() / f"teacher-{name}.safetensors"
 
     def make() -> Arrays:
         teacher = load_teacher(folder, device_type)
