@@ -14,6 +14,7 @@ import yaml
 
 import stmoe
 from moe.commands import generate
+from moe.data.pair_files import read_pairs
 from moe.data.tokenizer import train_tokenizer
 from moe.errors import CheckpointError, ConfigError, DataError
 from moe.training.recipe_files import find_recipe, read_recipe_files
@@ -74,6 +75,16 @@ def test_generate_answers_every_text_in_order_whatever_the_batch(model_folder, c
 
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(TEXTS)))
     assert answers(capsys, *options) == alone
+
+
+def test_answers_of_a_teacher_become_pairs_to_train_on(model_folder, capsys, tmp_path):
+    options = ("--model", model_folder, "--max-new-tokens", "7", "--num-beams", "2")
+    printed = answers(capsys, *options, "--pairs", tmp_path / "pairs.jsonl", *TEXTS)
+    pairs = read_pairs(tmp_path / "pairs.jsonl")
+    assert [pair.inputs for pair in pairs] == TEXTS
+    assert [pair.targets.replace("\n", " ") for pair in pairs] == printed
+    with pytest.raises(ConfigError, match=r"pairs\.txt; expected a file that ends in \.jsonl"):
+        answers(capsys, *options, "--pairs", tmp_path / "pairs.txt", *TEXTS)
 
 
 def test_generate_refuses_what_it_cannot_answer(model_folder, tmp_path, monkeypatch):

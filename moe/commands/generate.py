@@ -2,8 +2,12 @@
 
 stmoe generate --model runs/finetune/best/model "LATIN SMALL LETTER A" "DIGIT ONE"
 stmoe generate --model runs/finetune/best/model < questions.txt > answers.txt
+stmoe generate --model runs/teacher/model --num-beams 4 --pairs pairs.jsonl < questions.txt
+
+The last writes pairs on which `stmoe finetune --train pairs.jsonl` trains a student: distillation by sequences.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 
@@ -13,6 +17,7 @@ from moe.checkpoint.loading import load_complete
 from moe.cli import Parser, integer, path
 from moe.data.tokenizer import load_tokenizer
 from moe.errors import DataError
+from moe.files import output_path, write_text
 from moe.models.modeling import STMoEForConditionalGeneration
 
 
@@ -32,6 +37,9 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--batch-size", type=integer(least=1), default=16, help="texts answered at once (16)"
     )
+    parser.add_argument(
+        "--pairs", help="JSONL file to write texts and answers to, for stmoe finetune --train"
+    )
     return parser
 
 
@@ -43,6 +51,11 @@ def main(argv: list[str]) -> None:
         DataError: When a text is empty, or the tokenizer is missing.
     """
     options = build_parser().parse_args(argv)
+    pairs_file = None
+    if options.pairs is not None:
+        pairs_file = output_path(
+            options.pairs, suffix=".jsonl", option="--pairs", inputs=[options.model]
+        )
 
     texts = options.texts or sys.stdin.read().splitlines()
     if not texts:
@@ -57,6 +70,7 @@ def main(argv: list[str]) -> None:
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(options.model)
 
+    pairs: list[str] = []
     for batch in _batches(texts, options.batch_size):
         encoded = tokenizer(batch, padding=True, return_tensors="pt").to(model.device)
         answers = model.generate(
@@ -65,8 +79,12 @@ def main(argv: list[str]) -> None:
             max_new_tokens=options.max_new_tokens,
             num_beams=options.num_beams,
         )
-        for answer in tokenizer.batch_decode(answers, skip_special_tokens=True):
+        decoded = tokenizer.batch_decode(answers, skip_special_tokens=True)
+        for text, answer in zip(batch, decoded, strict=True):
             print(answer.replace("\n", " "), flush=True)
+            pairs.append(json.dumps({"inputs": text, "targets": answer}, ensure_ascii=False))
+    if pairs_file is not None:
+        write_text(pairs_file, "\n".join(pairs) + "\n")
 
 
 def _batches(texts: list[str], size: int) -> Iterator[list[str]]:

@@ -13,6 +13,7 @@ On several devices:
 
 import dataclasses
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,8 @@ from moe.training.heldout_loss import HeldOut
 from moe.training.loop import Run, train
 from moe.training.recipe import PretrainRecipe
 from moe.training.routing_probe import check_probe
+
+R = TypeVar("R", bound=PretrainRecipe)
 
 _SIZE = ("model.d_model", "model.num_layers", "model.num_experts")
 
@@ -155,7 +158,7 @@ def check_size(argv: list[str]) -> None:
         )
 
 
-def with_architecture(recipe: PretrainRecipe, pretrained: Path, argv: list[str]) -> PretrainRecipe:
+def with_architecture(recipe: R, pretrained: Path, argv: list[str]) -> R:
     """Returns a recipe that takes from a model what it does not set itself.
 
     A recipe of an architecture of its own is returned as it is. A setting in a file that equals the

@@ -1,9 +1,14 @@
 """stmoe upcycle: makes a sparse model whose experts are copies of a dense model's feed-forward layers.
 
-stmoe upcycle --from google/t5-v1_1-base --to runs/upcycled --experts 8 --corpus runs/corpus
-stmoe pretrain --pretrained runs/upcycled --corpus runs/corpus --tokenizer runs/upcycled --out runs/trained
+    stmoe upcycle --from google/t5-v1_1-base --to runs/upcycled --experts 8 --corpus runs/corpus
+    stmoe pretrain --pretrained runs/upcycled --corpus runs/corpus --tokenizer runs/upcycled --out runs/trained
+
+The experts of a sparse model get twins, or are cut into parts:
+
+    stmoe upcycle --from runs/trained/model --to runs/larger --experts 16 --granularity 2
 """
 
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
@@ -16,10 +21,13 @@ from moe.commands.convert import read_fields
 from moe.commands.routing_inputs import TaskReader
 from moe.commands.surgery import add_surgery_options, perform_surgery
 from moe.commands.surgery_report import ReportTable, SurgeryResult
+from moe.convert.t5x import is_t5x
 from moe.data.pipeline import Batch
-from moe.errors import ConfigError
+from moe.errors import ConfigError, MoEError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.sparse.editing import sparse_layers
+from moe.surgery.add_experts import AddedExperts, add_experts_to_checkpoint
 from moe.surgery.kept_output import KeptOutput, kept_output
 from moe.surgery.upcycle import Method, Upcycling, upcycle_checkpoint
 from moe.tracing.recorder import TracedBatch
@@ -28,19 +36,35 @@ from moe.tracing.trace import layer_name
 _KEPT_HEADER = ["sparse layer", "kept in training", "in evaluation", "lost by"]
 _RANDOM_BATCHES = 4
 
+_FOR_DENSE_MODELS = (
+    "selected",
+    "encoder_layers",
+    "decoder_layers",
+    "method",
+    "reinit_share",
+    "scale",
+    "seed",
+)
+
 
 def build_parser() -> Parser:
     """Returns the parser of the command line."""
     default = Upcycling()
-    parser = Parser(prog="stmoe upcycle", description="Makes a dense model sparse.")
-    add_surgery_options(parser, "folder or hub name of a dense T5 or of a dense model of ours")
+    parser = Parser(
+        prog="stmoe upcycle", description="Makes a dense model sparse, or adds experts."
+    )
+    add_surgery_options(parser, "folder or hub name of a T5, or of a dense or sparse model of ours")
 
     # Which layers become sparse, and how.
     parser.add_argument(
-        "--experts", type=integer(least=2), default=8, help="experts of a sparse layer (8)"
+        "--experts",
+        type=integer(least=2),
+        help=f"experts of a sparse layer ({default.num_experts}, or those of a sparse model)",
     )
     parser.add_argument(
-        "--selected", type=integer(least=1), default=2, help="experts of a token (2)"
+        "--selected",
+        type=integer(least=1),
+        help=f"experts of a token ({default.num_selected_experts})",
     )
     parser.add_argument(
         "--granularity",
@@ -98,9 +122,13 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     options = parser.parse_args(argv)
     if options.reinit_share is not None and options.method != "drop_reinit":
         raise ConfigError("--reinit-share has no effect without --method drop_reinit.")
+    sparse = _sparse_config(options.source)
+    if sparse is not None:
+        _add_experts(argv, options, parser, sparse, read_task)
+        return
     upcycling = Upcycling(
-        num_experts=options.experts,
-        num_selected_experts=options.selected,
+        num_experts=options.experts or Upcycling.num_experts,
+        num_selected_experts=options.selected or Upcycling.num_selected_experts,
         granularity=options.granularity,
         num_sparse_encoder_layers=options.encoder_layers,
         num_sparse_decoder_layers=options.decoder_layers,
@@ -126,6 +154,49 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
                 "model, on average over tokens and layers."
             )
         return SurgeryResult(tables=[ReportTable(_KEPT_HEADER, rows)], notes=notes)
+
+    perform_surgery("upcycle", argv, options, parser, operate, read_task)
+
+
+def _sparse_config(source: str) -> STMoEConfig | None:
+    """Returns the config of a sparse model; None for others, and for what cannot be read."""
+    if is_t5x(source):
+        return None
+    try:
+        config = STMoEConfig.from_pretrained(source)
+    except (OSError, MoEError):
+        return None
+    return config if config.num_experts else None
+
+
+def _add_experts(
+    argv: list[str],
+    options: Namespace,
+    parser: Parser,
+    sparse: STMoEConfig,
+    read_task: TaskReader | None,
+) -> None:
+    """Gives the experts of a sparse model twins or parts, and says first what changes by that."""
+    for name in _FOR_DENSE_MODELS:
+        if getattr(options, name) != parser.get_default(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect on {options.source}, which has {sparse.num_experts} experts "
+                "already: their twins and parts keep its output. Leave it out."
+            )
+    added = AddedExperts(options.experts, options.granularity, read_fields(options.set))
+    config = added.config(sparse)
+    changes = added.changes(sparse)
+    print("\n".join(changes or ["Outputs stay the same up to rounding."]))
+
+    def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
+        """Writes the larger model."""
+        add_experts_to_checkpoint(options.source, folder, added)
+        factor = config.num_experts // sparse.num_experts
+        parents = torch.arange(sparse.num_experts).repeat_interleave(factor)
+        with torch.device("meta"):
+            layers = sparse_layers(STMoEForConditionalGeneration(config))
+        table = ReportTable(["what changes"], [[change] for change in changes])
+        return SurgeryResult(dict.fromkeys(layers, parents), [table] if changes else [])
 
     perform_surgery("upcycle", argv, options, parser, operate, read_task)
 

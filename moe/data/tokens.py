@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Arrays = dict[str, NDArray[np.int32]]
+Arrays = dict[str, NDArray[Any]]
 """Arrays of a file, by name."""
 
 _TOKENS = "tokens"
@@ -123,7 +123,7 @@ def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arra
     if arrays is not None:
         return arrays
     if path.is_file():
-        logger.warning("%s is damaged or cannot be read, so the tokens are computed again.", path)
+        logger.warning("%s is damaged or cannot be read, so it is made again.", path)
 
     # A read-only home folder, or a full disk, costs only time.
     with suppress(OSError, DataError, SafetensorError), only_writer(path) as unfinished:

@@ -6,7 +6,7 @@
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
@@ -18,6 +18,8 @@ from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.training.build import BuiltModel, build_new_model, load_pretrained_model
 from moe.training.recipe import FinetuneRecipe, MixtureRecipe
+
+R = TypeVar("R", bound=FinetuneRecipe)
 
 SCORED_PAIRS = 500
 """Most of your own dev pairs that are answered at an evaluation, unless mixture.dev_examples is given."""
@@ -50,9 +52,7 @@ def finetuning_overrides(**changes: Any) -> dict[str, Any]:
     return dict(FinetuneRecipe(model=changes).model)
 
 
-def choose_data(
-    recipe: FinetuneRecipe, task: str | None, train: Path | None, typed: Collection[str]
-) -> FinetuneRecipe:
+def choose_data(recipe: R, task: str | None, train: Path | None, typed: Collection[str]) -> R:
     """Returns the recipe with the tasks that the run trains on; no tasks for pairs of texts.
 
     Args:

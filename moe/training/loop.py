@@ -149,7 +149,7 @@ def _run_steps(
         for step, shares, data_wait in reporter.measured(planned_steps):
             done = step + 1
             try:
-                metrics = take_step(model, optimizer, run.recipe, shares, step, ranks)
+                metrics = take_step(model, optimizer, run.recipe, shares, step, ranks, run.forward)
 
                 # From here on the step counts as done; weights that are not finite are never saved.
                 loss = float(metrics.loss)

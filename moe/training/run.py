@@ -12,6 +12,7 @@ from moe.files import register_folder_kind
 from moe.training.build import BuiltModel
 from moe.training.heldout_loss import HeldOut
 from moe.training.recipe import Recipe
+from moe.training.step import ForwardPass, forward_pass
 
 MODEL_FOLDER = "model"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -38,6 +39,7 @@ class Run(NamedTuple):
         workers: Processes that make batches ahead; see `batches_ahead`.
         replicas: Replica groups that take every step with this one, each with its own folder; None
             if no replica may be lost.
+        forward: Computes the losses of a micro-batch.
     """
 
     folder: Path
@@ -51,3 +53,4 @@ class Run(NamedTuple):
     probe_source: BatchSource | None = None
     workers: int | None = 0
     replicas: ReplicaGroups | None = None
+    forward: ForwardPass = forward_pass

@@ -68,6 +68,17 @@ class Share(NamedTuple):
     batch: Batch
 
 
+ForwardPass = Callable[[STMoEForConditionalGeneration, Batch, LossCounts], STMoEOutput]
+"""Returns the losses of a micro-batch, given the counts of the whole batch."""
+
+
+def forward_pass(
+    model: STMoEForConditionalGeneration, micro_batch: Batch, counts: LossCounts
+) -> STMoEOutput:
+    """Returns the output of the model with its own losses."""
+    return model(**micro_batch, loss_counts=counts, output_router_logits=True)
+
+
 class StepRanks(NamedTuple):
     """The ranks that take a step together: the ranks of a mesh, and replica groups that may be
     lost.
@@ -172,6 +183,7 @@ def take_step(
     shares: Sequence[Share],
     step: int,
     ranks: StepRanks,
+    forward: ForwardPass = forward_pass,
 ) -> StepMetrics:
     """Updates the weights once from shares of the batch, for any number of shares.
 
@@ -186,6 +198,7 @@ def take_step(
         shares: Parts of the batch of the whole update that are this rank's.
         step: Number of the update, from 0.
         ranks: The ranks that take the step.
+        forward: Computes the losses of a micro-batch; those of the model by default.
 
     Raises:
         ConfigError: When the micro-batch size would change which tokens are routed together.
@@ -203,10 +216,10 @@ def take_step(
     num_passes = len(work[0].micro_batches) * num_scope_ranks(scope, ranks.config)
     if scope in ("ranks", "global") and num_passes > 1:
         with torch.no_grad():
-            work = _with_balance_totals(model, work, recipe, step, scope, ranks)
+            work = _with_balance_totals(model, work, recipe, step, scope, ranks, forward)
 
     # Gradient of L = L_CE + c_B L_B + c_z L_z (eq. 6), added up over the micro-batches.
-    passes = _forward_passes(model, work, recipe, step, ranks.config)
+    passes = _forward_passes(model, work, recipe, step, ranks.config, forward)
     result = _backward_passes(passes)
     ranks.sum_gradients(model)
     result = _sum_over_ranks(result, ranks)
@@ -332,6 +345,7 @@ def _forward_passes(
     recipe: Recipe,
     step: int,
     config: MeshConfig,
+    forward: ForwardPass,
 ) -> Iterator[STMoEOutput]:
     """Yields the output of each micro-batch; every call draws the same random numbers.
 
@@ -348,7 +362,7 @@ def _forward_passes(
             is_last = share is work[-1] and number == len(share.micro_batches)
             sum_gradients_now(model, is_last)
             with torch.autocast(device_type, torch.bfloat16, enabled=bfloat16):
-                output = model(**micro_batch, loss_counts=share.counts, output_router_logits=True)
+                output = forward(model, micro_batch, share.counts)
             yield output
 
 
@@ -376,11 +390,12 @@ def _with_balance_totals(
     step: int,
     scope: BalanceScope,
     ranks: StepRanks,
+    forward: ForwardPass,
 ) -> list[_Passes]:
     """Returns the passes with choices and tokens of each sparse layer in their counts."""
     totals_by_share: list[_LayerTotals] = []
     for share in work:
-        passes = _forward_passes(model, [share], recipe, step, ranks.config)
+        passes = _forward_passes(model, [share], recipe, step, ranks.config, forward)
         totals_by_share.append(_add_balance_totals(passes))
 
     # Scope `global` covers all rows; `ranks` covers a share on all ranks of its replica.

@@ -137,3 +137,19 @@ def test_the_scale_that_is_advised_keeps_the_output(inputs, tmp_path, capsys):
 def test_units_drawn_anew_are_reported_as_a_loss(inputs, tmp_path, capsys):
     upcycle_to(inputs, tmp_path / "a", "--method", "drop_reinit")
     assert "the units drawn anew" in capsys.readouterr().out
+
+
+def test_experts_of_a_sparse_model_get_twins_and_parts(inputs, tmp_path, capsys):
+    upcycle_to(inputs, tmp_path / "sparse")
+    text = ["--corpus", inputs["corpus"], "--inputs-length", "16", "--examples", "5"]
+    more = ["--experts", "6", "--granularity", "2", *text]
+    upcycle_to(inputs, tmp_path / "larger", *more, source=tmp_path / "sparse")
+    assert "logsumexp of 4 equal rows" in capsys.readouterr().out
+    report = json.loads((tmp_path / "larger/surgery.json").read_text())
+    assert report["effects"]["changed_answers"] == [0, 5]
+    assert report["effects"]["loss"][0] == pytest.approx(report["effects"]["loss"][1], abs=1e-6)
+    for layer in report["effects"]["routing"]:
+        assert layer["first_expert_changed"] == 0
+        assert (len(layer["load_before"]), len(layer["load_after"])) == (3, 12)
+    with pytest.raises(ConfigError, match=r"--selected has no effect on .*, which has 3 experts"):
+        upcycle_to(inputs, tmp_path / "a", "--selected", "4", source=tmp_path / "sparse")

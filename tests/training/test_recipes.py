@@ -9,6 +9,7 @@ import yaml
 
 from eval.task import TASKS
 from moe import ConfigError, STMoEConfig
+from moe.commands.distill import DistillPairsRecipe, DistillRecipe, distill_command
 from moe.commands.finetune import finetune_command
 from moe.commands.plan import read_workload
 from moe.planning.plan import build_model, make_plan
@@ -22,11 +23,14 @@ RECIPES = sorted(FOLDER.glob("*.yaml"))
 
 @cache
 def command(kind):
+    if kind in (DistillRecipe, DistillPairsRecipe):
+        return distill_command(["--train"] if kind is DistillPairsRecipe else [])
     return finetune_command() if kind is FinetuneRecipe else RecipeCommand(kind, "A test.")
 
 
 def parse(*argv, kind=PretrainRecipe):
-    paths = [] if kind is PretrainRecipe else ["--pretrained", "model", "--out", "out"]
+    option = "--pretrained" if kind is FinetuneRecipe else "--teacher"
+    paths = [] if kind is PretrainRecipe else [option, "model", "--out", "out"]
     return command(kind).parse([*paths, *(str(argument) for argument in argv)])[0]
 
 
@@ -40,6 +44,8 @@ def header_of(path):
 
 
 def kind_of(path):
+    if "stmoe distill" in header_of(path):
+        return DistillPairsRecipe if "--train" in header_of(path) else DistillRecipe
     is_finetuning = "finetune" in path.stem or "stmoe finetune" in header_of(path)
     return FinetuneRecipe if is_finetuning else PretrainRecipe
 

@@ -1,0 +1,270 @@
+"""More experts for a sparse model: twins of its experts, or narrow parts of them, with the same outputs.
+
+A router gives m G equal rows to each expert, for m twins of G parts, and a token uses m G times as
+many experts: all of those that it used before. Each gets an equal part of the gate, so that the
+parts' outputs are multiplied by G.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from einops import repeat
+from torch import Tensor
+
+from moe.checkpoint.sharded_weights import stored_tensors
+from moe.checks import check_integer
+from moe.convert.formats import open_checkpoint, write_checkpoint
+from moe.convert.weight_map import ConvertedCheckpoint
+from moe.errors import ConfigError
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.weight_files import LazyTensor
+from moe.sparse.router_options import ROUTER_REQUIREMENTS, option_names
+
+_PROBABILITIES = ("second_expert_threshold", "eval_second_expert_threshold", "update_rate")
+"""Options in units of probability, of which each twin has a part."""
+
+_ROUTERS: Mapping[str, str] = {
+    "token_choice": "token_choice",
+    "batch_prioritized": "batch_prioritized",
+    "bias_balanced": "bias_balanced",
+    "switch": "token_choice",
+}
+"""Router after the addition, by the router before; others cannot choose all twins of an expert."""
+
+_ALL_CHOICES = {
+    "normalize_gates": False,
+    "second_expert_policy": "all",
+    "eval_second_expert_policy": "all",
+}
+"""Options with which the twins of a single choice have its raw gate."""
+
+
+class _StackRouter(NamedTuple):
+    """Router of a stack after the addition, and what it changes.
+
+    Attributes:
+        name: Name of the router.
+        options: Its options.
+        changes: Sentences on what differs from before.
+    """
+
+    name: str
+    options: dict[str, Any]
+    changes: list[str]
+
+
+@dataclass(frozen=True)
+class AddedExperts:
+    """Settings of an addition.
+
+    Attributes:
+        num_experts: Experts with their twins, m E, a multiple of the model's; None for no twins.
+        granularity: Parts that each of them is cut into, G; the layer then has m G E experts.
+        fields: Further fields of STMoEConfig, which may change the output.
+
+    Source:
+        Virtual groups (arXiv:2410.07524) for G. Expert upcycling (arXiv:2604.19835) for m. Differs:
+        K grows with E, which alone keeps the output.
+    """
+
+    num_experts: int | None = None
+    granularity: int = 1
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def twins(self, sparse: STMoEConfig) -> int:
+        """Returns how many experts stand for one: m.
+
+        Raises:
+            ConfigError: When the number of experts is no multiple of the model's.
+        """
+        E = sparse.num_experts
+        if self.num_experts is None:
+            return 1
+        check_integer("num_experts", self.num_experts, least=E, reason="the model has as many")
+        if self.num_experts % E:
+            raise ConfigError(
+                f"num_experts is {self.num_experts}; expected a multiple of {E}, the experts of the model: each "
+                "gets as many twins."
+            )
+        return self.num_experts // E
+
+    def config(self, sparse: STMoEConfig) -> STMoEConfig:
+        """Returns the config of the model with more experts.
+
+        Raises:
+            ConfigError: When nothing would be added, or a setting or router does not fit the model.
+        """
+        check_integer("granularity", self.granularity, least=1)
+        G = self.granularity
+        factor = self.twins(sparse) * G
+        width = sparse.expert_d_ff or sparse.d_ff
+        if factor == 1:
+            raise ConfigError(
+                f"The model has {sparse.num_experts} experts already. Give a multiple (--experts "
+                f"{2 * sparse.num_experts}) or more parts (--granularity 2)."
+            )
+        if width % G:
+            raise ConfigError(
+                f"granularity is {G}; expected a divisor of {width}, the hidden units of an expert."
+            )
+
+        # As many slots for each expert as before.
+        factors = {}
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            value = getattr(sparse, name)
+            factors[name] = None if value is None else value * factor
+        settings: dict[str, Any] = {
+            "num_experts": factor * sparse.num_experts,
+            "num_selected_experts": factor * sparse.num_selected_experts,
+            "expert_d_ff": width // G,
+            **factors,
+        }
+        for decoder, prefix in ((False, ""), (True, "decoder_")):
+            if sparse.stack_sizes(decoder)[1]:
+                router = self._router(sparse, decoder=decoder)
+                settings[f"{prefix}router"] = router.name
+                settings[f"{prefix}router_options"] = router.options
+        return sparse.replaced(**{**settings, **self.fields})
+
+    def changes(self, sparse: STMoEConfig) -> list[str]:
+        """Returns what differs from the model before, beyond rounding; for people."""
+        changes = []
+        for decoder, stack in ((False, "encoder"), (True, "decoder")):
+            if sparse.stack_sizes(decoder)[1]:
+                for change in self._router(sparse, decoder=decoder).changes:
+                    changes.append(f"In the {stack}, {change}")
+        factor = self.twins(sparse) * self.granularity
+        if sparse.router_z_loss_weight:
+            changes.append(
+                f"The router z-loss grows: the logsumexp of {factor} equal rows for each expert is larger by "
+                f"log {factor}."
+            )
+        if sparse.load_balance_loss_weight and sparse.balance_choices == "all":
+            changes.append(
+                f"The balance loss is {factor} times as large (balance_choices all): divide its weight by {factor}."
+            )
+        if self.fields:
+            changes.append(f"The fields {', '.join(sorted(self.fields))} may change the output.")
+        return changes
+
+    def _router(self, sparse: STMoEConfig, *, decoder: bool) -> _StackRouter:
+        """Returns the router of a stack.
+
+        Raises:
+            ConfigError: When it cannot choose all twins of an expert.
+        """
+        before = sparse.sparse_config(decoder=decoder)
+        if before.router not in _ROUTERS:
+            raise ConfigError(
+                f"The model has router {before.router!r}, which cannot choose all twins or parts of an expert. "
+                f"Experts can be added to models with {', '.join(sorted(_ROUTERS))}."
+            )
+        name = _ROUTERS[before.router]
+        known = option_names(ROUTER_REQUIREMENTS.get(name))
+        options = dataclasses.asdict(
+            ROUTER_REQUIREMENTS.get(before.router).options(**before.router_options)
+        )
+
+        # A single choice is always taken, with its raw gate.
+        K = before.num_selected_experts
+        changes = [] if K == 1 else _policy_changes(options, K)
+        if K == 1:
+            options |= _ALL_CHOICES
+        if name != before.router and options.get("policy") != "argmax":
+            changes.append(
+                f"the exploration of router {before.router!r} in training is lost: the router is now {name!r}."
+            )
+        factor = self.twins(sparse) * self.granularity
+        for option in _PROBABILITIES:
+            if option in options:
+                options[option] /= factor
+        kept = {option: value for option, value in options.items() if option in known}
+        return _StackRouter(name, kept, changes)
+
+
+def _policy_changes(options: Mapping[str, Any], K: int) -> list[str]:
+    """Returns why the policy for second experts does not treat all twins of a choice alike."""
+    changes = []
+    for prefix, mode in (("", "training"), ("eval_", "evaluation")):
+        policy = options.get(f"{prefix}second_expert_policy", "all")
+        threshold = options.get(f"{prefix}second_expert_threshold", 0.0)
+        if policy == "none":
+            changes.append(f"one twin of each first choice alone is used in {mode} (policy none).")
+        if policy == "random":
+            changes.append(
+                f"each twin is drawn for itself in {mode} (policy random): outputs are equal on average only."
+            )
+        # Normalised gates of first choices are at least 1 / K.
+        is_safe = options.get("normalize_gates") and threshold * K < 1
+        if policy == "threshold" and not is_safe:
+            changes.append(
+                f"twins of a first choice may be left out in {mode}: its gate can be below the threshold "
+                f"{threshold:g}."
+            )
+    return changes
+
+
+def add_experts_to_checkpoint(
+    source: Path | str, folder: Path, added: AddedExperts, **download: Any
+) -> STMoEConfig:
+    """Writes a sparse model with more experts; holds one tensor in memory at a time.
+
+    Args:
+        source: A folder of a sparse model, or a name of the hub.
+        folder: Exists, and is empty.
+        added: The settings.
+        download: `revision`, `token`, `cache_dir` and the like.
+
+    Returns:
+        The config of the new model.
+
+    Raises:
+        ConfigError: When a setting or the router does not fit the model.
+        CheckpointError: When a tensor of the source is not accounted for.
+    """
+    sparse = open_checkpoint(source, **download)
+    sparse.report.refuse_unexplained()
+    larger = add_experts(sparse, added)
+    write_checkpoint(larger, source, folder, **download)
+    return larger.config
+
+
+def add_experts(sparse: ConvertedCheckpoint, added: AddedExperts) -> ConvertedCheckpoint:
+    """Returns the weights of a model with more experts, each of which is computed when it is read."""
+    config = added.config(sparse.config)
+    with torch.device("meta"):
+        shapes = stored_tensors(STMoEForConditionalGeneration(config))
+    m = added.twins(sparse.config)
+    G = added.granularity
+    halves = 2 if config.feed_forward_proj == "gated-gelu" else 1
+
+    weights: dict[str, LazyTensor] = {}
+    for name, tensor in shapes.items():
+        source = sparse.weights[name]
+        read = source.read
+        if ".router." in name:
+            read = partial(_repeated_rows, source, m * G)
+        elif ".experts." in name:
+            read = partial(_parts_of_twins, name, source, m, G, halves)
+        weights[name] = LazyTensor(tensor.shape, source.dtype, read)
+    return sparse._replace(config=config, weights=weights)
+
+
+def _repeated_rows(source: LazyTensor, factor: int) -> Tensor:
+    return source.read().repeat_interleave(factor, dim=0)
+
+
+def _parts_of_twins(name: str, source: LazyTensor, m: int, G: int, halves: int) -> Tensor:
+    """Returns a weight <any>[E m G, ...] of the parts of all twins, those of an expert side by side."""
+    weight = source.read()
+    if name.endswith("bias"):
+        return repeat(weight, "e (g f) -> (e m g) f", m=m, g=G)
+    if name.endswith("down_proj"):
+        return repeat(weight, "e d (g f) -> (e m g) d f", m=m, g=G) * G
+    return repeat(weight, "e (h g f) d -> (e m g) (h f) d", m=m, g=G, h=halves)

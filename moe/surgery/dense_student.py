@@ -1,0 +1,403 @@
+"""A dense student of a sparse teacher: its weights, with one feed-forward layer for each layer of experts.
+
+`distillation` then trains it. Where a block has a dense layer after the sparse one, or the experts
+do not fit a dense layer, the student keeps sparse layers, of a single expert with a gate of 1.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+from torch import Tensor
+
+from moe.checkpoint.sharded_weights import stored_tensors
+from moe.checks import check_choice
+from moe.convert.formats import open_checkpoint, write_checkpoint
+from moe.convert.weight_map import ConvertedCheckpoint, stacks_of
+from moe.data.pipeline import Batch
+from moe.errors import ConfigError, DataError
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.weight_files import LazyTensor
+from moe.sparse.editing import LayerKey, edit_routing, sparse_layers
+from moe.sparse.experts import truncated_normal_
+from moe.sparse.plan import DispatchPlan, RouterScores
+from moe.surgery.alignment import aligned_units
+
+StudentInit = Literal["random", "mean", "aligned_mean", "best"]
+"""Initial weights of a layer in place of experts: drawn anew, the mean of the experts, their mean weighted
+by gates after an alignment of their hidden units, or the expert with the largest gates."""
+
+_SPARSE = "sparse_feed_forward."
+_EXPERTS = _SPARSE + "experts."
+_DENSE = "feed_forward."
+
+_PLAIN_ROUTING: Mapping[str, Any] = {
+    "router": STMoEConfig.router,
+    "router_options": None,
+    "decoder_router": None,
+    "decoder_router_options": None,
+}
+
+
+# ---------------------------------------------------------------------------
+# The mean gates of the teacher's experts
+
+
+class _GateSums:
+    """Sum of the gates of each expert of a layer, and the number of tokens."""
+
+    def __init__(self, num_experts: int, device: torch.device) -> None:
+        self.gates = torch.zeros(num_experts, dtype=torch.float64, device=device)
+        self.num_tokens = 0
+
+    def add(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
+        """Adds the tokens of a plan and returns it unchanged."""
+        gates = plan.combine_weight.double().flatten()
+        self.gates.index_add_(0, plan.expert_index.flatten(), gates)
+        self.num_tokens += int(plan.token_mask.sum())
+        return plan
+
+
+@torch.no_grad()
+def mean_gates(
+    model: STMoEForConditionalGeneration, batches: Iterable[Batch]
+) -> dict[LayerKey, Tensor]:
+    """Returns the mean gate of each expert over all tokens, 0 where a token does not use it.
+
+    A layer's gates add up to 1 if the router normalises them and nothing is dropped.
+
+    Args:
+        model: In evaluation mode.
+        batches: Keyword arguments of its forward, on its device.
+
+    Returns:
+        <float64>[E] for each sparse layer.
+
+    Raises:
+        DataError: When a layer gets no token.
+    """
+    layers = sparse_layers(model)
+    sums = {key: _GateSums(layer.config.num_experts, model.device) for key, layer in layers.items()}
+    with edit_routing(model, {key: layer_sums.add for key, layer_sums in sums.items()}):
+        for batch in batches:
+            model(**batch, use_cache=False)
+
+    gates: dict[LayerKey, Tensor] = {}
+    for key, layer_sums in sums.items():
+        if not layer_sums.num_tokens:
+            raise DataError(
+                f"The calibration text has 0 tokens for the sparse layer {key}, so that its gates cannot be measured. "
+                "Give a text with inputs and targets."
+            )
+        gates[key] = layer_sums.gates.cpu() / layer_sums.num_tokens
+    return gates
+
+
+# ---------------------------------------------------------------------------
+# The architecture
+
+
+def parts_of_layer(config: STMoEConfig) -> int:
+    """Returns G, the number of consecutive experts that make up a layer of width d_ff; 1 for none."""
+    width = config.expert_d_ff or config.d_ff
+    parts = config.d_ff // width
+    fits = config.d_ff % width == 0 and config.num_experts % max(1, parts) == 0
+    return parts if fits else 1
+
+
+def dense_obstacles(config: STMoEConfig) -> list[str]:
+    """Returns what of a sparse model has no place in a dense one of the same shape, or in a T5."""
+    obstacles = []
+    num_sparse = config.num_sparse_encoder_layers + config.num_sparse_decoder_layers
+    if config.sparse_dense_stacking:
+        obstacles.append(
+            f"{num_sparse} of its {config.num_layers + config.stack_sizes(True)[0]} blocks have a feed-forward layer "
+            "after the sparse one (sparse_dense_stacking), and a dense block has one only"
+        )
+    width = parts_of_layer(config) * (config.expert_d_ff or config.d_ff)
+    if width != config.d_ff:
+        obstacles.append(f"its experts have {width} hidden units, and d_ff is {config.d_ff}")
+    if config.expert_bias == "additive":
+        obstacles.append("its experts have additive biases (expert_bias)")
+    return obstacles
+
+
+def student_config(teacher: STMoEConfig) -> STMoEConfig:
+    """Returns the config of the student.
+
+    Raises:
+        ConfigError: When the teacher is dense.
+    """
+    if not teacher.num_experts:
+        raise ConfigError(
+            "The teacher is dense (num_experts is 0), so that no layer of experts can become a dense one. Give a "
+            "sparse teacher, or a student of your own (--student)."
+        )
+    if not dense_obstacles(teacher):
+        return teacher.replaced(
+            **_PLAIN_ROUTING,
+            num_experts=0,
+            num_sparse_encoder_layers=0,
+            num_sparse_decoder_layers=0,
+            expert_d_ff=None,
+            expert_bias="none",
+            expert_dropout_rate=None,
+        )
+
+    # One expert, which every token uses with a gate of 1.
+    width = parts_of_layer(teacher) * (teacher.expert_d_ff or teacher.d_ff)
+    return teacher.replaced(
+        **_PLAIN_ROUTING,
+        num_experts=1,
+        num_selected_experts=1,
+        expert_d_ff=None if width == teacher.d_ff else width,
+        expert_bias="additive" if teacher.expert_bias == "additive" else "none",
+        capacity_factor=None,
+        eval_capacity_factor=None,
+        expert_capacity=None,
+        load_balance_loss_weight=0.0,
+        router_z_loss_weight=0.0,
+    )
+
+
+# ---------------------------------------------------------------------------
+# The weights
+
+
+class _Layer(NamedTuple):
+    """The experts of a layer, or with E = 1 the layer in their place, as float32.
+
+    Attributes:
+        up: [E, H, F, D] gate and up projection (H = 2), or the up projection.
+        down: [E, D, F].
+        bias: [E, F] additive bias of the hidden units, if there is one.
+    """
+
+    up: Tensor
+    down: Tensor
+    bias: Tensor | None
+
+
+def dense_student_checkpoint(
+    source: Path | str,
+    folder: Path,
+    init: StudentInit,
+    gates: Mapping[LayerKey, Tensor],
+    seed: int = 0,
+) -> STMoEConfig:
+    """Writes a dense student of a sparse model; holds one layer of experts in memory at a time.
+
+    Args:
+        source: Folder of the teacher.
+        folder: Exists, and is empty.
+        init: See `StudentInit`.
+        gates: <float64>[E] of each layer, see `mean_gates`.
+        seed: Seed of layers that are drawn anew.
+
+    Returns:
+        The config of the student.
+
+    Raises:
+        ConfigError: When the model is dense.
+        CheckpointError: When a tensor of the source is not accounted for.
+    """
+    teacher = open_checkpoint(source)
+    teacher.report.refuse_unexplained()
+    student = dense_student(teacher, init, gates, seed)
+    write_checkpoint(student, source, folder)
+    return student.config
+
+
+def dense_student(
+    teacher: ConvertedCheckpoint, init: StudentInit, gates: Mapping[LayerKey, Tensor], seed: int = 0
+) -> ConvertedCheckpoint:
+    """Returns the weights of the student, each of which is computed when it is read.
+
+    See `dense_student_checkpoint` for the arguments.
+
+    Source:
+        Switch (arXiv:2101.03961) §4.2: the teacher's weights outside of the experts, and layers
+        drawn anew in place of the experts (`random`). Differs: the other values of `init`.
+    """
+    check_choice("init", init, get_args(StudentInit))
+    config = student_config(teacher.config)
+    with torch.device("meta"):
+        shapes = stored_tensors(STMoEForConditionalGeneration(config))
+
+    reader = _StudentReader(teacher, init, gates, seed)
+    weights: dict[str, LazyTensor] = {}
+    for name, tensor in shapes.items():
+        block = name.partition(_SPARSE)[0].partition(_DENSE)[0]
+        is_replaced = block in reader.layer_keys and (_SPARSE in name or not config.num_experts)
+        if is_replaced:
+            shape = tuple(tensor.shape)
+            read = partial(reader.read, name, block, shape)
+            weights[name] = LazyTensor(shape, reader.dtype, read)
+            continue
+
+        # The norm before a layer of experts is the one before the layer in their place.
+        source = name
+        if name not in teacher.weights:
+            source = name.replace(".feed_forward_norm.", ".sparse_norm.")
+        weights[name] = teacher.weights[source]
+    return teacher._replace(config=config, weights=weights)
+
+
+class _StudentReader:
+    """Computes the layers in place of experts, and keeps the last one: its weights are read in order."""
+
+    def __init__(
+        self,
+        teacher: ConvertedCheckpoint,
+        init: StudentInit,
+        gates: Mapping[LayerKey, Tensor],
+        seed: int,
+    ) -> None:
+        self._teacher = teacher
+        self._init: StudentInit = init
+        self._gates = gates
+        self._seed = seed
+        self._block = ""
+        self._layer: _Layer | None = None
+        self.layer_keys = _layer_keys(teacher.config)
+        block = next(iter(self.layer_keys))
+        self.dtype = teacher.weights[f"{block}{_EXPERTS}down_proj"].dtype
+
+    def read(self, name: str, block: str, shape: tuple[int, ...]) -> Tensor:
+        """Returns a weight <any>[...] of the layer in place of the experts of a block."""
+        if name.endswith("router.gate"):
+            return torch.zeros(shape, dtype=self.dtype)
+        if block != self._block:
+            self._layer = None  # freed before the next is computed
+            self._layer = self._compute(block)
+            self._block = block
+        assert self._layer is not None, "computed above"
+
+        up, down, bias = self._layer
+        weight = bias if name.endswith("bias") else rearrange(up, "e h f d -> e (h f) d")
+        if "down_proj" in name:
+            weight = down
+        assert weight is not None, "config says whether there is a bias"
+        return weight.reshape(shape).to(self.dtype)
+
+    def _compute(self, block: str) -> _Layer:
+        """Returns the layer in place of the experts of a block."""
+        key = self.layer_keys[block]
+        experts = self._read_experts(block)
+        if self._init == "random":
+            number = list(self.layer_keys).index(block)
+            return self._draw(experts, self._seed + number)
+        parts = parts_of_layer(self._teacher.config)
+        gates = rearrange(self._gates[key].float(), "(e g) -> e g", g=parts).sum(dim=1)  # [E]
+        return reduce_experts(experts, self._init, gates)
+
+    def _read_experts(self, block: str) -> _Layer:
+        """Returns the experts of a block; G consecutive ones become one of the width of all."""
+        config = self._teacher.config
+        G = parts_of_layer(config)
+        halves = 2 if config.feed_forward_proj == "gated-gelu" else 1
+        first = "gate_up_proj" if halves == 2 else "up_proj"
+        weights = self._teacher.weights
+        up = weights[f"{block}{_EXPERTS}{first}"].read().float()
+        down = weights[f"{block}{_EXPERTS}down_proj"].read().float()
+
+        # Each part has the G-th part of the gates.
+        up = rearrange(up, "(e g) (h f) d -> e h (g f) d", g=G, h=halves)
+        down = rearrange(down, "(e g) d f -> e d (g f)", g=G) / G
+        bias = None
+        if config.expert_bias != "none":
+            bias = weights[f"{block}{_EXPERTS}bias"].read().float()
+            bias = rearrange(bias, "(e g) f -> e (g f)", g=G)
+
+        # A factor of a hidden unit is one of its column of the down projection.
+        if config.expert_bias == "multiplicative":
+            assert bias is not None, "read above"
+            down = down * bias[:, None]
+            bias = None
+        return _Layer(up, down, bias)
+
+    def _draw(self, experts: _Layer, seed: int) -> _Layer:
+        """Returns a new layer with the shape of one expert, drawn like those of a new model."""
+        scale = self._teacher.config.initializer_scale
+        up = torch.empty_like(experts.up[:1])
+        down = torch.empty_like(experts.down[:1])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            truncated_normal_(up, math.sqrt(scale / up.shape[-1]))
+            truncated_normal_(down, math.sqrt(scale / down.shape[-1]))
+        bias = None if experts.bias is None else torch.zeros_like(experts.bias[:1])
+        return _Layer(up, down, bias)
+
+
+def _layer_keys(config: STMoEConfig) -> dict[str, LayerKey]:
+    """Returns the sparse layers by the prefix of the names of their block."""
+    keys: dict[str, LayerKey] = {}
+    for stack in stacks_of(config):
+        number = 0
+        for block in range(stack.num_blocks):
+            if config.is_sparse_block(block, decoder=stack.decoder):
+                prefix = f"{stack.name}.blocks.{block}."
+                keys[prefix] = ("decoder" if stack.decoder else "encoder", number)
+                number += 1
+    return keys
+
+
+def reduce_experts(experts: _Layer, init: StudentInit, gates: Tensor) -> _Layer:
+    """Returns one layer in place of E experts; its output is scaled by the sum of the gates.
+
+    Args:
+        experts: The experts.
+        init: See `StudentInit`, but for `random`.
+        gates: <float32>[E] mean gate of each expert.
+    """
+    if init == "aligned_mean":
+        experts = _aligned(experts, reference=int(gates.argmax()))
+    shares = _SHARES[init](gates)  # [E]
+    up = einsum(shares, experts.up, "e, e h f d -> h f d")
+    down = einsum(shares, experts.down, "e, e d f -> d f") * gates.sum()
+    bias = None
+    if experts.bias is not None:
+        bias = einsum(shares, experts.bias, "e, e f -> f")[None]
+    return _Layer(up[None], down[None], bias)
+
+
+def _aligned(experts: _Layer, reference: int) -> _Layer:
+    """Returns the experts with their hidden units in the order that matches one of them best."""
+    up = experts.up.clone()
+    down = experts.down.clone()
+    bias = None if experts.bias is None else experts.bias.clone()
+    for expert in range(up.shape[0]):
+        order = aligned_units(
+            experts.up[expert], experts.down[expert], experts.up[reference], experts.down[reference]
+        )
+        up[expert] = experts.up[expert][:, order]
+        down[expert] = experts.down[expert][:, order]
+        if bias is not None and experts.bias is not None:
+            bias[expert] = experts.bias[expert][order]
+    return _Layer(up, down, bias)
+
+
+def _equal_shares(gates: Tensor) -> Tensor:
+    return torch.full_like(gates, 1 / gates.numel())
+
+
+def _shares_of_gates(gates: Tensor) -> Tensor:
+    return gates / gates.sum()
+
+
+def _largest_gate(gates: Tensor) -> Tensor:
+    return F.one_hot(gates.argmax(), gates.numel()).to(gates.dtype)
+
+
+_SHARES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "mean": _equal_shares,
+    "aligned_mean": _shares_of_gates,
+    "best": _largest_gate,
+}
+"""Share of each expert <float32>[E] in the weights of the layer in their place, by `StudentInit`."""
