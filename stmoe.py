@@ -89,6 +89,7 @@ VERBS = {
     "upcycle": Verb(
         "make a dense model sparse, with copies as experts", "upcycle", tasks="read_pairs"
     ),
+    "quantize": Verb("store experts in 8 or 4 bits", "quantize", tasks="read_pairs"),
 }
 
 _HELP = ("-h", "--help")

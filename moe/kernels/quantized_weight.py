@@ -18,6 +18,8 @@ _MOST_PACKED_ROWS = 16
 # torch's product is 5 to 100 times slower in float32. Its product of 4 bits is twice as fast as
 # that of 8 bits, but needs another order of the numbers, a second copy of the weights.
 
+_INPUTS_OF_BLOCK = 32
+# torch's product reads whole blocks of 16 inputs, and crashes at the end of memory with others.
 
 FIXED = (
     "Quantized experts do not train. Train adapters beside them (moe.lora_config), or dequantize the "
@@ -91,7 +93,8 @@ class QuantizedWeight(Tensor):
             expert: Number e of the expert.
         """
         is_fast = x.dtype == self.dtype == torch.bfloat16 and x.shape[0] <= _MOST_PACKED_ROWS
-        if self.zero is None and is_fast and x.device.type == "cpu":
+        is_possible = self.zero is None and x.shape[1] % _INPUTS_OF_BLOCK == 0
+        if is_fast and is_possible and x.device.type == "cpu":
             return packed_int8_linear(x, self.qdata[expert], self.scale[expert, :, 0])
         return None
 

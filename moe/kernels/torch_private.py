@@ -88,7 +88,7 @@ def packed_int8_linear(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
     """Returns x (s q)^T without the float weights; torch has no public product of int8 weights.
 
     Args:
-        x: <bfloat16>[N, I].
+        x: <bfloat16>[N, I]; I must be a multiple of 16, which torch does not check.
         qdata: <int8>[O, I] q.
         scale: <bfloat16>[O] s.
 

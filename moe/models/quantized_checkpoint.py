@@ -56,20 +56,18 @@ def join_parts(
         scale = weights.pop(f"{name}_scale", None)
         zero = weights.pop(f"{name}_zero", None)
         if scale is None:
-            raise CheckpointError(
-                f"{source} holds {codes_name} but no {name}_scale. {COPY_AGAIN}"
-            )
+            raise CheckpointError(f"{source} holds {codes_name} but no {name}_scale. {COPY_AGAIN}")
         codes_per_byte = 1 if zero is None else 2
         shape = (*codes.shape[:-1], codes_per_byte * codes.shape[-1])
-        read = partial(_read_joined, [codes, scale, zero], dequantize)
+        parts = [part for part in (codes, scale, zero) if part is not None]
+        read = partial(_read_joined, parts, dequantize)
         weights[name] = LazyTensor(shape, scale.dtype, read)
     return weights
 
 
-def _read_joined(parts: Iterable[LazyTensor | None], dequantize: bool) -> Tensor:
+def _read_joined(parts: Iterable[LazyTensor], dequantize: bool) -> Tensor:
     """Returns the weight of its parts, which are copied: they may be pages of the file."""
-    tensors = [None if part is None else part.read().clone() for part in parts]
-    weight = QuantizedWeight(*tensors)
+    weight = QuantizedWeight(*(part.read().clone() for part in parts))
     return weight.dequantize() if dequantize else weight
 
 

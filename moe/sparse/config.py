@@ -235,7 +235,9 @@ def _check_quantization(quantization: Mapping[str, int], d_model: int, d_ff: int
     )
     expected = '{"bits": 8}, or {"bits": 4, "group_size": 32}'
     check(is_known, name, quantization, expected)
-    check((quantization["bits"], len(quantization)) in ((8, 1), (4, 2)), name, quantization, expected)
+    check(
+        (quantization["bits"], len(quantization)) in ((8, 1), (4, 2)), name, quantization, expected
+    )
     if quantization["bits"] == 4:
         group_size = quantization["group_size"]
         check_integer(f"{name} group_size", group_size, least=2)
