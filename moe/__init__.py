@@ -16,7 +16,7 @@ from moe.models.encoder import STMoEEncoderModel
 from moe.models.modeling import STMoEForConditionalGeneration, STMoEModel
 from moe.models.parallelize import shard_model
 from moe.models.presets import PRESETS
-from moe.models.trainable_parameters import lora_config, select_parameters
+from moe.models.trainable_parameters import adapter_memory, lora_config, select_parameters
 from moe.sparse.config import SparseConfig
 from moe.sparse.editing import edit_routing
 from moe.sparse.edits import DropExperts, RerouteExperts, SwapExperts
@@ -61,6 +61,7 @@ __all__ = [
     "SparseFeedForward",
     "SparseFeedForwardAdapter",
     "SwapExperts",
+    "adapter_memory",
     "add_stats",
     "assign_slots",
     "build_mesh",

@@ -104,7 +104,7 @@ def load_model_on_mesh(
     """Returns the model of a folder sharded over a mesh, and the layouts of its parameters.
 
     Equivalent to `load_complete` followed by `shard_model`, but a rank reads and holds only its own
-    shards.
+    shards. A model with quantized experts is loaded whole by a single rank, without layouts.
 
     Args:
         folder: A model saved by `save_pretrained` or `write_model`, which all ranks see.
@@ -117,6 +117,7 @@ def load_model_on_mesh(
     Raises:
         CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
             of another shape; lists them, before any memory is allocated.
+        ConfigError: When experts are quantized, and there are several ranks.
     """
     model_type = check_model_folder(folder)
     if model_type != STMoEConfig.model_type:
@@ -125,6 +126,9 @@ def load_model_on_mesh(
             f"{STMoEConfig.model_type!r} can be loaded. Convert it first: stmoe convert --from {folder} --to OUT."
         )
     config = config or STMoEConfig.from_pretrained(folder)
+    if config.expert_quantization is not None and mesh.config.num_ranks == 1:
+        return load_complete(STMoEForConditionalGeneration, folder, config=config), {}
+    config.refuse_quantized("sharded over ranks", folder)
     check_weights_together(Path(folder))
 
     with _open_weights(Path(folder)) as saved:

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from moe.models.checkpoint_formats import find_format, read_json_object
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD, TOKENIZER_FILES
+from moe.models.quantized_checkpoint import join_parts
 from moe.models.transformers_private import find_file, load_generation_config
 from moe.models.weight_files import (
     LazyTensor,
@@ -60,13 +61,20 @@ def conversion_report(source: Path | str, **settings: Any) -> ConversionReport:
         ConfigError: When it is of a model that this library cannot represent.
         CheckpointError: When there are no weights, or they are incomplete.
     """
-    return open_checkpoint(source, **settings).report
+    return open_checkpoint(source, dequantize=True, **settings).report
 
 
-def open_checkpoint(source: Path | str, **settings: Any) -> ConvertedCheckpoint:
+def open_checkpoint(
+    source: Path | str, *, dequantize: bool = False, **settings: Any
+) -> ConvertedCheckpoint:
     """Returns any checkpoint that this library reads, including ours, as weights of ours.
 
-    See `conversion_report` for the arguments and errors.
+    See `conversion_report` for other arguments and errors.
+
+    Args:
+        source: The checkpoint.
+        dequantize: Whether quantized experts are read as floats; otherwise they are refused.
+        settings: Fields of STMoEConfig that differ, and where the hub's files are.
     """
     if str(source).startswith(("/", ".", "~")) and not Path(source).exists():
         raise CheckpointError(
@@ -84,12 +92,17 @@ def open_checkpoint(source: Path | str, **settings: Any) -> ConvertedCheckpoint:
             raise
         raise CheckpointError(" ".join(str(error).split())) from error
     config = config.replaced(**settings)
+    if not dequantize:
+        config.refuse_quantized("changed", source)
 
     if find_format(raw_config) is not None:
         return open_hf_checkpoint(source, raw_config, config, **download)
 
     # Ours: every weight is a tensor of the same name.
     stored = open_weights(find_weight_files(source, **download))
+    if config.expert_quantization is not None:
+        stored = join_parts(stored, source, dequantize=True)
+        config = config.replaced(expert_quantization=None)
     with torch.device("meta"):
         names = stored_tensors(STMoEForConditionalGeneration(config))
     weight_map = [WeightMapping(name, (name,)) for name in names]
@@ -110,6 +123,8 @@ def convert_checkpoint(
     **settings: Any,
 ) -> ConversionReport:
     """Writes a checkpoint in another format; holds one tensor in memory at a time.
+
+    Quantized experts are dequantized.
 
     Args:
         source: A folder of T5, Switch, T5X or ours, or a name of the hub.
@@ -132,7 +147,7 @@ def convert_checkpoint(
     check(dtype is None or isinstance(dtype, torch.dtype), "dtype", dtype, expected)
 
     download = {name: value for name, value in settings.items() if name in DOWNLOAD}
-    checkpoint = open_checkpoint(source, **settings)
+    checkpoint = open_checkpoint(source, dequantize=True, **settings)
     write_checkpoint(
         checkpoint,
         source,
@@ -286,7 +301,7 @@ def _write_hf_config(config: STMoEConfig, family: Family, folder: Path) -> None:
 def _hf_weights(checkpoint: ConvertedCheckpoint, family: Family) -> dict[str, LazyTensor]:
     """Returns the tensors <any>[...] of a T5 or Switch by name."""
     config = checkpoint.config
-    weights = _split_weights(checkpoint.weights, hf_weight_map(config, family))
+    weights = split_weights(checkpoint.weights, hf_weight_map(config, family))
 
     # A Switch with its own head has a table for each stack.
     if family == "switch_transformers" and not config.tie_word_embeddings:
@@ -295,13 +310,26 @@ def _hf_weights(checkpoint: ConvertedCheckpoint, family: Family) -> dict[str, La
     return weights
 
 
+class _Splits(Protocol):
+    """A weight of ours, by name, that is stored in parts; e.g. a WeightMapping."""
+
+    @property
+    def name(self) -> str:
+        """Our name."""
+        ...
+
+    def split(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Returns the parts <any>[...] of the weight <any>[...] by name."""
+        ...
+
+
 class _WeightSplitter:
     """Splits our weights into parts, and keeps only the parts of the last weight, since they are read in order."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Tensor] = {}
 
-    def read(self, mapping: WeightMapping, weight: LazyTensor, name: str) -> Tensor:
+    def read(self, mapping: _Splits, weight: LazyTensor, name: str) -> Tensor:
         """Returns the part <any>[...] called `name` of our weight."""
         if name not in self._parts:
             # Free the last weight before reading the next.
@@ -310,8 +338,8 @@ class _WeightSplitter:
         return self._parts[name]
 
 
-def _split_weights(
-    weights: Mapping[str, LazyTensor], weight_map: Iterable[WeightMapping]
+def split_weights(
+    weights: Mapping[str, LazyTensor], weight_map: Iterable[_Splits]
 ) -> dict[str, LazyTensor]:
     """Returns the parts <any>[...] of our weights by name, in the order of the map."""
     splitter = _WeightSplitter()
@@ -320,5 +348,5 @@ def _split_weights(
         weight = weights[mapping.name]
         for name, part in mapping.split(weight.empty()).items():
             read = partial(splitter.read, mapping, weight, name)
-            parts[name] = LazyTensor(part.shape, weight.dtype, read)
+            parts[name] = LazyTensor(part.shape, part.dtype, read)
     return parts

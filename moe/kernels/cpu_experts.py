@@ -29,6 +29,7 @@ from moe.kernels.first_order import first_order_only
 from moe.kernels.hidden_units import ExpertForm
 from moe.kernels.host_memory import empty_in_few_pages
 from moe.kernels.late_gradients import LateGradients
+from moe.kernels.quantized_weight import QuantizedWeight
 
 # Bytes in a column of a piece of a forward pass, 512 rows in float32: enough for a product at full
 # speed, few enough for the cache.
@@ -248,13 +249,11 @@ def run_forward(
 
         # One expert's rows go through both products while they are in the cache.
         x = tokens.index_select(0, rows.token[here])  # [n, D]
-        first_weight = expert_weight(first, piece.expert, tokens)
         product = products[here] if keep_products else None
-        product = multiply(x, first_weight, out=product)  # [n, 2F or F]
+        product = _expert_product(x, first, piece.expert, product)  # [n, 2F or F]
         gate = hidden_layer.activate(product, gates[here] if num_gates else None)  # [n, F]
         hidden = hidden_layer.hidden(product, gate, expert_bias, kept_units[here])
-        down_weight = expert_weight(down, piece.expert, tokens)
-        multiply(hidden.output, down_weight, out=outputs[here])  # [n, D]
+        _expert_product(hidden.output, down, piece.expert, outputs[here])  # [n, D]
 
     pieces = [piece for piece in split_rows(counts, _rows_per_piece(tokens)) if piece.num_rows]
     if num_rows <= _SEQUENTIAL_ROWS:
@@ -265,6 +264,15 @@ def run_forward(
 
     combined = sum_by_token(outputs[:num_rows], rows, rows.weight)  # [T, D]
     return combined, RowValues(products, gates, kept_units, outputs)
+
+
+def _expert_product(x: Tensor, stacked: Tensor, expert: int, out: Tensor | None) -> Tensor:
+    """Returns x W_e^T <float>[n, O]; a quantized weight is unpacked where that is faster."""
+    if isinstance(stacked, QuantizedWeight):
+        product = stacked.multiply_packed(x, expert)
+        if product is not None:
+            return product if out is None else out.copy_(product)
+    return multiply(x, expert_weight(stacked, expert, x), out=out)
 
 
 def run_backward(

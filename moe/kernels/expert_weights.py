@@ -1,4 +1,4 @@
-"""Stacked weights of experts, plain or quantised by torchao."""
+"""Stacked weights of experts, plain or quantized: by this library or by torchao."""
 
 from typing import NamedTuple
 
@@ -20,12 +20,12 @@ class ExpertWeights(NamedTuple):
 
 
 def is_quantized(weight: Tensor) -> bool:
-    """Returns whether a weight is a quantized tensor of torchao."""
+    """Returns whether a weight is a quantized tensor, ours or of torchao."""
     return hasattr(weight, "qdata")
 
 
 def dequantized(weight: Tensor) -> Tensor:
-    """Returns the dequantized numbers of a torchao weight, and any other weight unchanged."""
+    """Returns the dequantized numbers of a quantized weight, and any other weight unchanged."""
     return weight.dequantize() if is_quantized(weight) else weight
 
 

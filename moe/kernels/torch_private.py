@@ -84,6 +84,20 @@ def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
+def packed_int8_linear(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
+    """Returns x (s q)^T without the float weights; torch has no public product of int8 weights.
+
+    Args:
+        x: <bfloat16>[N, I]; I must be a multiple of 16, which torch does not check.
+        qdata: <int8>[O, I] q.
+        scale: <bfloat16>[O] s.
+
+    Returns:
+        <bfloat16>[N, O].
+    """
+    return torch.ops.aten._weight_int8pack_mm(x, qdata, scale)
+
+
 if torch.backends.mkldnn.is_available():
 
     @register_flop_formula(torch.ops.mkldnn._linear_pointwise)
@@ -92,6 +106,11 @@ if torch.backends.mkldnn.is_available():
 
 
 # ---- trees of records ----
+
+
+def map_tensors(kind: type[Tensor], function: Callable[[Any], Tensor], tree: Any) -> Any:
+    """Returns nested tuples, lists and dicts with a function applied to each tensor of a kind."""
+    return pytree.tree_map_only(kind, function, tree)
 
 
 def register_named_tuple(record: type[Any]) -> None:

@@ -94,7 +94,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         decoder_router_options: Its settings; None uses the encoder's if it has the same router,
             else the defaults.
         num_selected_experts: See `SparseConfig` for this and the following fields, up to
-            `router_initializer_std`.
+            `expert_quantization`.
         load_balance_loss_weight: Factor of the balance loss.
         router_z_loss_weight: Factor of the router z-loss; independent of the other.
         router_loss_reduction: Whether the routers' losses are the `sum` over sparse layers
@@ -189,6 +189,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     dispatch: Dispatch = SparseConfig.dispatch
     expert_bias: ExpertBias = SparseConfig.expert_bias
     router_initializer_std: float | int | None = SparseConfig.router_initializer_std
+    expert_quantization: dict[str, int] | None = None
 
     # The loss.
     load_balance_loss_weight: float | int = 0.01
@@ -474,6 +475,19 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             if item.name not in settings:
                 settings[item.name] = getattr(self, item.name)
         return SparseConfig(**settings)
+
+    def refuse_quantized(self, purpose: str, source: Path | str = "MODEL") -> None:
+        """Raises a ConfigError when the experts are quantized.
+
+        Args:
+            purpose: What needs experts of floats, as the end of a sentence.
+            source: Folder or hub name of the model.
+        """
+        if self.expert_quantization is not None:
+            raise ConfigError(
+                f"The experts are quantized to {self.expert_quantization['bits']} bits, and only experts of floats "
+                f"can be {purpose}. Dequantize the model first: stmoe convert --from {source} --to FOLDER."
+            )
 
     @property
     def eval_capacity_field(self) -> str | None:

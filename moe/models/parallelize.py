@@ -80,8 +80,9 @@ def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> di
         mesh: Sizes of the mesh.
 
     Raises:
-        ConfigError: When no rule covers one of them.
+        ConfigError: When no rule covers one of them, or experts are quantized.
     """
+    config.refuse_quantized("trained or sharded over ranks")
     rules = sharding_rules(config)
     layouts: dict[str, Layout] = {}
     for name, parameter in model.named_parameters():

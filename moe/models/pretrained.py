@@ -21,6 +21,7 @@ from moe.distributed.mesh import ExpertAxis
 from moe.distributed.sharding import local_shard
 from moe.errors import CheckpointError, ConfigError, MoEError
 from moe.files import refuse_links, register_folder_kind
+from moe.kernels.quantized_weight import QuantizedWeight
 from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm
 from moe.models.blocks import FeedForward, Stack
 from moe.models.card import (
@@ -34,6 +35,7 @@ from moe.models.card import (
 from moe.models.checkpoint_formats import CheckpointFormat, find_format, read_json_object
 from moe.models.configuration import STMoEConfig
 from moe.models.model_warnings import warn_of_plain_experts
+from moe.models.quantized_checkpoint import QUANTIZED, stored_state
 from moe.models.transformers_private import PrivateModelHooks, load_generation_config
 from moe.models.weight_files import (
     check_finite,
@@ -189,6 +191,8 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         raw_config = _read_raw_config(source, download)
         checkpoint_format = None if raw_config is None else find_format(raw_config)
+        if raw_config is not None and raw_config.get("expert_quantization") is not None:
+            checkpoint_format = QUANTIZED
         _refuse_adapter_of_other_library(source, download)
 
         with _checking_local_weights(source, download):
@@ -213,6 +217,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         model = result[0] if isinstance(result, tuple) else result
         warn_of_plain_experts(model)
         refuse_not_finite(model, source)
+        _freeze_quantized_experts(model)
         _align_weights(model)
         model.source_model = None if source is None else find_source_model(source)
         return result
@@ -227,12 +232,12 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         download: dict[str, Any],
         **kwargs: Any,
     ) -> Any:
-        """Returns the model of another library's checkpoint; see `from_pretrained`."""
+        """Returns the model of a checkpoint in another format; see `from_pretrained`."""
         for name in ("variant", "key_mapping", "state_dict"):
             if kwargs.get(name) is not None:
                 raise ConfigError(
-                    f"from_pretrained got {name} {kwargs[name]!r} for {source}, a model of "
-                    f"another library that is converted. Leave {name} out."
+                    f"from_pretrained got {name} {kwargs[name]!r} for {source}, a model of another "
+                    f"library or with quantized experts, which is converted. Leave {name} out."
                 )
 
         # The dtype is an argument for the weights, not a field of the config.
@@ -308,6 +313,8 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         # If killed from here on, the folder has no checksums rather than wrong ones.
         if writes_weights:
             forget_weight_sums(folder)
+        if self.config.expert_quantization is not None and not adapters_only:
+            kwargs["state_dict"] = stored_state(kwargs.get("state_dict") or self.state_dict())
         super().save_pretrained(save_directory, *args, **kwargs)
 
         if writes_weights:
@@ -393,9 +400,18 @@ def refuse_not_finite(model: nn.Module, source: Any) -> None:
             check_finite(name, weight, source)
 
 
+def _freeze_quantized_experts(model: nn.Module) -> None:
+    """Makes quantized weights constants again; transformers lets every float parameter train."""
+    for parameter in model.parameters():
+        if isinstance(parameter, QuantizedWeight):
+            parameter.requires_grad_(False)
+
+
 def _align_weights(model: nn.Module) -> None:
     """Moves weights on a CPU to aligned addresses, so that products do not depend on the file."""
     for parameter in model.parameters():
+        if isinstance(parameter, QuantizedWeight):
+            continue  # a copy already
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
 

@@ -9,9 +9,12 @@ from torch import nn
 
 from moe.checks import check_flag, check_integer, check_number
 from moe.errors import ConfigError, did_you_mean
+from moe.kernels.quantized_weight import FIXED
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import rule_names
 from moe.models.pretrained import STMoEPreTrainedModel
+from moe.models.quantized_checkpoint import stored_parts
+from moe.sparse.experts import PROJECTIONS, Experts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -107,7 +110,8 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
         subset: One of the names above.
 
     Raises:
-        ConfigError: When there is no such subset, or it would train or freeze no parameters.
+        ConfigError: When there is no such subset, it would train or freeze no parameters, or it
+            would train quantized experts.
 
     Source:
         ST-MoE (arXiv:2202.08906) §4.2 and figure 5. Differs: the paper does not say where norms,
@@ -133,6 +137,14 @@ def select_parameters(model: STMoEPreTrainedModel, subset: str) -> Selection:
         raise ConfigError(
             f"The subset {subset!r} freezes {' and '.join(sorted(_ALL - chosen))}, and this "
             "model has none. Choose 'all'."
+        )
+
+    quantization = model.config.expert_quantization
+    if quantization is not None and "experts" in chosen:
+        fitting = [name for name, trained in SUBSETS.items() if "experts" not in trained]
+        raise ConfigError(
+            f"The subset {subset!r} trains experts, and they are quantized to {quantization['bits']} bits. Choose "
+            f"{' or '.join(fitting)}. {FIXED}"
         )
 
     # Count while freezing.
@@ -280,3 +292,85 @@ def _check_options_of_experts(options: dict[str, Any]) -> None:
             "the weights and cannot drop inputs. Set it to 0 and use the model's "
             "expert_dropout_rate, or pass experts=False."
         )
+
+
+class AdapterMemory(NamedTuple):
+    """Memory of training adapters; printed as sentences.
+
+    Attributes:
+        expert_adapters: Trainable parameters in the experts.
+        num_trainable: Trainable parameters of the model.
+        trained_bytes: Bytes of those, with their gradients and Adam's two moments.
+        frozen_bytes: Bytes of all other parameters, as they are stored.
+        float_bytes: Bytes of those as floats of the model's dtype.
+        copied_bytes: Bytes of float copies of adapted experts, which PEFT makes in a forward pass.
+        copied_bytes_of_layer: The same of the largest layer: activation checkpointing keeps no more
+            at a time.
+    """
+
+    expert_adapters: int
+    num_trainable: int
+    trained_bytes: int
+    frozen_bytes: int
+    float_bytes: int
+    copied_bytes: int
+    copied_bytes_of_layer: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_trainable:,} parameters train, {self.expert_adapters:,} of them in experts: "
+            f"{self.trained_bytes:,} bytes with gradients and Adam's moments.\n"
+            f"The other parameters need {self.frozen_bytes:,} bytes ({self.float_bytes:,} as floats).\n"
+            f"A training step makes float copies of adapted experts: {self.copied_bytes:,} bytes, or "
+            f"{self.copied_bytes_of_layer:,} with activation checkpointing."
+        )
+
+
+def adapter_memory(model: nn.Module) -> AdapterMemory:
+    """Returns the memory of training adapters on a model's experts, quantized or not.
+
+    Args:
+        model: Result of `peft.get_peft_model` for a model of this library.
+
+    Raises:
+        ConfigError: When no adapter reaches an expert.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    expert_adapters = 0
+    trained_bytes = 0
+    for name, parameter in trainable.items():
+        trained_bytes += 4 * parameter.nbytes
+        if ".experts." in name:
+            expert_adapters += parameter.numel()
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    if not expert_adapters:
+        num_parameters = sum(
+            weight.numel() for experts in layers for weight in experts.parameters()
+        )
+        raise ConfigError(
+            f"No adapter reaches the experts: {len(trainable)} parameters train, and none of them is in the "
+            f"{len(layers)} sparse layers, whose experts have {num_parameters:,} parameters. Experts are stacked "
+            "parameters, not linear modules: make the PEFT config by moe.lora_config(model)."
+        )
+
+    # Weights as they are stored, and as floats.
+    frozen_bytes = 0
+    float_bytes = 0
+    for name, parameter in model.named_parameters():
+        if name not in trainable:
+            frozen_bytes += sum(part.nbytes for part in stored_parts(name, parameter).values())
+            float_bytes += parameter.numel() * parameter.element_size()
+
+    copies = []
+    for experts in layers:
+        weights = [w for name, w in experts.named_parameters() if name in PROJECTIONS]
+        copies.append(sum(weight.numel() * weight.element_size() for weight in weights))
+    return AdapterMemory(
+        expert_adapters=expert_adapters,
+        num_trainable=sum(parameter.numel() for parameter in trainable.values()),
+        trained_bytes=trained_bytes,
+        frozen_bytes=frozen_bytes,
+        float_bytes=float_bytes,
+        copied_bytes=sum(copies),
+        copied_bytes_of_layer=max(copies),
+    )

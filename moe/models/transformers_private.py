@@ -202,14 +202,15 @@ def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None
         distributed: transformers' DistributedConfig.
 
     Raises:
-        ConfigError: For another axis than `tp`, a plan by the user, or a number of ranks that does
-            not divide the heads and hidden units.
+        ConfigError: For another axis than `tp`, a plan by the user, quantized experts, or a number
+            of ranks that does not divide the heads and hidden units.
     """
     if find_spec("transformers.distributed.parallel_utils") is None:
         raise ConfigError(
             "Tensor parallelism by transformers needs a newer version of it, such as 5.23. "
             "Update it, or use moe.shard_model(model, moe.build_mesh(...))."
         )
+    cast(Any, config).refuse_quantized("sharded over ranks")
     for name in _OTHER_AXES:
         size = getattr(distributed, name, None)
         if size is not None and size > 1:

@@ -113,6 +113,9 @@ class SparseConfig:
         initializer_scale: s of the truncated normal with variance s / fan_in.
         router_initializer_std: Standard deviation of the gate's normal initialisation (Flaxformer);
             None draws it like the experts (Mesh-TensorFlow).
+        expert_quantization: How the experts' weights are stored: `{"bits": 8}`, or `{"bits": 4,
+            "group_size": 32}` where so many neighbouring inputs share a scale; None for floats.
+            Quantized experts do not train; adapters beside them do.
 
     Source:
         ST-MoE (arXiv:2202.08906) §3, §6.2, appendices C and G; mesh_tensorflow/transformer/moe.py
@@ -146,6 +149,7 @@ class SparseConfig:
     expert_dropout_rate: float = 0.0
     initializer_scale: float = 0.1
     router_initializer_std: float | None = 0.02
+    expert_quantization: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         """Checks every value once, when the configuration is built.
@@ -197,6 +201,9 @@ class SparseConfig:
             optional="None to draw it like the experts",
         )
 
+        if self.expert_quantization is not None:
+            _check_quantization(self.expert_quantization, self.d_model, self.d_ff)
+
         # A copy, since the caller may change the mapping later.
         expected = "a mapping of the router's option names"
         check(
@@ -242,6 +249,26 @@ class SparseConfig:
         # The caller's settings override the reference's.
         settings = reference_fields(reference, overrides.get("router", cls.router))
         return cls(**{**settings, **overrides})
+
+
+def _check_quantization(quantization: Mapping[str, int], d_model: int, d_ff: int) -> None:
+    """Raises a ConfigError unless the experts' weights can be quantized so."""
+    name = "expert_quantization"
+    is_known = isinstance(quantization, Mapping) and set(quantization) in (
+        {"bits"},
+        {"bits", "group_size"},
+    )
+    expected = '{"bits": 8}, or {"bits": 4, "group_size": 32}'
+    check(is_known, name, quantization, expected)
+    check(
+        (quantization["bits"], len(quantization)) in ((8, 1), (4, 2)), name, quantization, expected
+    )
+    if quantization["bits"] == 4:
+        group_size = quantization["group_size"]
+        check_integer(f"{name} group_size", group_size, least=2)
+        widths = f"an even divisor of d_model, {d_model}, and of d_ff, {d_ff}"
+        is_divisor = group_size % 2 == d_model % group_size == d_ff % group_size == 0
+        check(is_divisor, f"{name} group_size", group_size, widths)
 
 
 # In Flaxformer padding is routed like any token by default; to reproduce this, give its layers no

@@ -11,17 +11,22 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from moe.distributed.sharding import local_shard
+from moe.errors import ConfigError
 from moe.kernels.compiled_experts import compiled_feed_forward
 from moe.kernels.cpu_experts import fused_feed_forward
 from moe.kernels.expert_weights import ExpertWeights, can_select_experts, dequantized, is_quantized
 from moe.kernels.grouped_matmul import grouped_linear
 from moe.kernels.hidden_units import ExpertForm, hidden_rows, hidden_units
 from moe.kernels.late_gradients import LateGradients, pass_weights
+from moe.kernels.quantized_weight import FIXED, Quantization, quantize
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import InFlight, SortedRows, UngatheredRows
 
 # Standard deviation of a standard normal that is truncated at two deviations.
 _TRUNCATED_STD = 0.87962566103423978
+
+PROJECTIONS = {"gate_up_proj", "up_proj", "down_proj"}
+"""Names of the weights of the products."""
 
 
 class Experts(nn.Module):
@@ -30,7 +35,8 @@ class Experts(nn.Module):
     The products have no bias; the hidden units may have one, added to them or multiplied with them.
 
     Parameters are `gate_up_proj` [E, 2F, D] (gate above up) or, when not gated, `up_proj` [E, F,
-    D]; `down_proj` [E, D, F]; and `bias` [E, F] when there is an expert bias.
+    D]; `down_proj` [E, D, F]; and `bias` [E, F] when there is an expert bias. With
+    `expert_quantization` those of the products are QuantizedWeights.
 
     Source:
         ST-MoE (arXiv:2202.08906) §3.1 and appendix C: [(GELU(x W11) * x W12) + B] W2. Differs: no.
@@ -54,6 +60,14 @@ class Experts(nn.Module):
         if config.expert_bias != "none":
             self.bias = nn.Parameter(torch.empty(E, F_))
         self.reset_parameters()
+        if config.expert_quantization is not None:
+            self._quantize(Quantization(**config.expert_quantization))
+
+    def _quantize(self, quantization: Quantization) -> None:
+        """Replaces the weights of the products by quantized ones, which do not train."""
+        for name in PROJECTIONS & self._parameters.keys():
+            weight = quantize(self.get_parameter(name), quantization)
+            self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
 
     @property
     def first_proj(self) -> nn.Parameter:
@@ -196,7 +210,9 @@ class Experts(nn.Module):
         return self.product_weights(keep_quantized=not torch.compiler.is_compiling())
 
     def _product_weight(self, weight: Tensor, keep_quantized: bool) -> Tensor:
-        """Returns a stacked weight <dtype of the products>[E, O, I], or one of torchao."""
+        """Returns a stacked weight <dtype of the products>[E, O, I], or a quantized one."""
+        if is_quantized(weight) and weight.requires_grad and torch.is_grad_enabled():
+            raise ConfigError(f"A quantized weight requires a gradient. {FIXED}")
         if keep_quantized and is_quantized(weight) and can_select_experts(weight):
             return weight
         return dequantized(weight).to(self.product_dtype())

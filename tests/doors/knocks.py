@@ -460,6 +460,11 @@ def lora_config(model: Any, **options: Any) -> Any:
     return peft.get_peft_model(model, moe.lora_config(model, **options))
 
 
+def adapter_memory(model: Any, **options: Any) -> Any:
+    model = tiny_model().requires_grad_(False) if model is _model() else model
+    return moe.adapter_memory(model, **options)
+
+
 # ---- data and files ----
 
 

@@ -70,6 +70,22 @@ def test_without_it_nothing_stops_logits_that_are_not_finite_on_an_accelerator()
         torch_private.assert_on_device(torch.tensor(False), "does not hold")
 
 
+def test_without_it_decoding_would_unpack_every_expert_of_8_bits():
+    x = torch.randn(3, 32).bfloat16()
+    codes = torch.randint(-127, 128, (7, 32), dtype=torch.int8)
+    scale = torch.rand(7).bfloat16()
+    product = torch_private.packed_int8_linear(x, codes, scale)
+    expected = (x.float() @ codes.float().t()) * scale.float()
+    torch.testing.assert_close(product.float(), expected, rtol=2**-7, atol=2**-4)
+
+
+def test_without_it_operations_on_lists_could_not_dequantize():
+    tree = torch_private.map_tensors(
+        torch.Tensor, torch.neg, [1, (torch.ones(3), {"x": torch.ones(2)})]
+    )
+    assert tree[0] == 1 and tree[1][0].sum() == -3 and tree[1][1]["x"].sum() == -2
+
+
 @needs_onednn
 def test_without_it_large_products_of_a_cpu_take_the_slower_library():
     x = tokens(67, 131).float()

@@ -1,0 +1,66 @@
+"""stmoe quantize: stores the experts of a model in 8 or 4 bits.
+
+stmoe quantize --from runs/demo/model --to runs/int8 --corpus runs/demo/corpus
+stmoe quantize --from runs/demo/model --to runs/int4 --bits 4 --group-size 64
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from moe.cli import Parser, integer
+from moe.commands.routing_inputs import TaskReader
+from moe.commands.surgery import add_surgery_options, perform_surgery
+from moe.commands.surgery_report import ReportTable, SurgeryResult
+from moe.errors import ConfigError
+from moe.kernels.quantized_weight import Quantization
+from moe.surgery.quantize import layer_errors, quantize_checkpoint
+from moe.tracing.recorder import TracedBatch
+from moe.tracing.trace import layer_name
+
+_DEFAULT_GROUP = 32
+_HEADER = ["sparse layer", "bits of a weight", "relative error"]
+
+
+def build_parser() -> Parser:
+    """Returns the parser of the command line."""
+    parser = Parser(prog="stmoe quantize", description="Stores experts in 8 or 4 bits.")
+    add_surgery_options(parser, "folder or hub name of a sparse model of ours or a Switch")
+    parser.add_argument(
+        "--bits", type=int, choices=(8, 4), default=8, help="bits of a weight of an expert (8)"
+    )
+    parser.add_argument(
+        "--group-size",
+        type=integer(least=2),
+        help=f"weights that share a scale, with --bits 4 ({_DEFAULT_GROUP})",
+    )
+    return parser
+
+
+def main(argv: list[str], read_task: TaskReader | None = None) -> None:
+    """Quantizes the experts of a model, and prints what it costs.
+
+    Args:
+        argv: The options.
+        read_task: Reads the pairs of a task of eval/; None where there is none.
+    """
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    group_size = options.group_size
+    if options.bits == 8 and group_size is not None:
+        raise ConfigError(
+            f"--group-size {group_size} has no effect with --bits 8, which has one scale for each "
+            "output. Leave it out, or give --bits 4."
+        )
+    if options.bits == 4:
+        group_size = group_size or _DEFAULT_GROUP
+    quantization = Quantization(options.bits, group_size)
+
+    def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
+        """Writes the quantized model, and measures the error of its weights."""
+        quantize_checkpoint(options.source, folder, quantization)
+        rows = []
+        for key, (bits, error) in layer_errors(options.source, folder).items():
+            rows.append([layer_name(key), f"{bits:.2f}", f"{error:.3%}"])
+        return SurgeryResult(tables=[ReportTable(_HEADER, rows)])
+
+    perform_surgery("quantize", argv, options, parser, operate, read_task)

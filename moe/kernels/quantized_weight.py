@@ -1,0 +1,199 @@
+"""Stacked weights of experts in 8 or 4 bits, which every operation of torch sees dequantized.
+
+torchao's tensors do not cover stacked weights in 4 bits. The products of cpu_experts.py unpack one
+expert at a time, or none where torch multiplies packed numbers faster.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe.kernels.torch_private import map_tensors, packed_int8_linear
+
+_MOST_PACKED_ROWS = 16
+# Rows up to which the product of packed numbers beats unpacking, in bfloat16: 0.5 against 0.8 ms at
+# 16 rows, 1.0 against 1.0 ms at 32, of 768 inputs and 3072 outputs (AMD EPYC with AVX512-BF16).
+# torch's product is 5 to 100 times slower in float32. Its product of 4 bits is twice as fast as
+# that of 8 bits, but needs another order of the numbers, a second copy of the weights.
+
+_INPUTS_OF_BLOCK = 32
+# torch's product reads whole blocks of 16 inputs, and crashes at the end of memory with others.
+
+FIXED = (
+    "Quantized experts do not train. Train adapters beside them (moe.lora_config), or dequantize the "
+    "model first: stmoe convert --from MODEL --to FOLDER."
+)
+"""Advice of messages about weights that would change."""
+
+
+class Quantization(NamedTuple):
+    """How weights are quantized.
+
+    Attributes:
+        bits: 8 (symmetric, one scale per output) or 4 (asymmetric, one scale per group).
+        group_size: Neighbouring inputs that share a scale in 4 bits; None in 8.
+    """
+
+    bits: int
+    group_size: int | None = None
+
+
+class QuantizedWeight(Tensor):
+    """A weight <dtype of the scales>[..., O, I] stored in 8 or 4 bits, without gradient.
+
+    Detaching, copying, converting, and choosing an expert keep it quantized. All other operations
+    get the dequantized numbers, and those that would change them raise an error.
+
+    Attributes:
+        qdata: <int8>[..., O, I] codes of 8 bits, or <uint8>[..., O, I / 2] with two codes of 4 bits
+            in a byte, the first in the low half.
+        scale: <float>[..., O, I / g] s, with g = I in 8 bits.
+        zero: <float>[..., O, I / g] z in 4 bits; None in 8.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    @staticmethod
+    def __new__(cls, qdata: Tensor, scale: Tensor, zero: Tensor | None = None) -> "QuantizedWeight":
+        """Returns the weight of codes, scales, and zeros in 4 bits."""
+        codes_per_byte = 1 if zero is None else 2
+        shape = (*qdata.shape[:-1], codes_per_byte * qdata.shape[-1])
+        weight = Tensor._make_wrapper_subclass(cls, shape, dtype=scale.dtype, device=qdata.device)
+        weight.qdata = qdata
+        weight.scale = scale
+        weight.zero = zero
+        return weight
+
+    def parts(self) -> dict[str, Tensor]:
+        """Returns the tensors that are stored, by name: `q`, `scale`, and `zero` in 4 bits."""
+        parts = {"q": self.qdata, "scale": self.scale}
+        return parts if self.zero is None else {**parts, "zero": self.zero}
+
+    def dequantize(self) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns the numbers <dtype of the scales>[..., O, I]: s q, or s (q - 8) + z in 4 bits."""
+        if self.zero is None:
+            return self.qdata.to(self.dtype).mul_(self.scale)
+
+        # The two codes of a byte become the two bytes of a 16-bit number, low byte first.
+        pairs = self.qdata.to(torch.int16)
+        codes = ((pairs << 4) | pairs).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)  # [..., O, I]
+        groups = codes.to(self.dtype).unflatten(-1, (self.scale.shape[-1], -1))  # [..., O, I/g, g]
+        groups = groups.mul_(self.scale[..., None]).add_(self.zero[..., None])
+        return groups.flatten(-2)
+
+    def multiply_packed(self, x: Tensor, expert: int) -> Tensor | None:
+        """Returns x W_e^T <bfloat16>[N, O] without unpacking W_e; None where that is slower.
+
+        Args:
+            x: <float>[N, I].
+            expert: Number e of the expert.
+        """
+        is_fast = x.dtype == self.dtype == torch.bfloat16 and x.shape[0] <= _MOST_PACKED_ROWS
+        is_possible = self.zero is None and x.shape[1] % _INPUTS_OF_BLOCK == 0
+        if is_fast and is_possible and x.device.type == "cpu":
+            return packed_int8_linear(x, self.qdata[expert], self.scale[expert, :, 0])
+        return None
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        operation: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs an operation of torch on the parts, or on the dequantized numbers."""
+        kwargs = kwargs or {}
+        if operation in _ON_PARTS or _chooses_experts(operation, args):
+            return _on_parts(operation, args[0], args[1:], kwargs)
+
+        # An operation on lists, as of optimizers, may change all tensors of its first list.
+        changed = args[0] if isinstance(args[0], list | tuple) else args[:1]
+        if operation._schema.is_mutable and any(isinstance(x, cls) for x in changed):
+            raise RuntimeError(f"{operation} would change a quantized weight. {FIXED}")
+        plain_args, plain_kwargs = map_tensors(cls, cls.dequantize, (args, kwargs))
+        return operation(*plain_args, **plain_kwargs)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Returns the attributes that hold tensors, for torch."""
+        return ["qdata", "scale"] if self.zero is None else ["qdata", "scale", "zero"], None
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, tensors: dict[str, Tensor], context: None, size: Any, stride: Any
+    ) -> "QuantizedWeight":
+        """Returns the weight of those tensors, for torch."""
+        return cls(**tensors)
+
+
+_ON_PARTS = {
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
+}
+
+
+def _chooses_experts(operation: Any, args: tuple[Any, ...]) -> bool:
+    """Returns whether an operation selects from dimension 0 of stacked weights."""
+    return operation is torch.ops.aten.select.int and args[0].dim() == 3 and args[1] == 0
+
+
+def _on_parts(
+    operation: Callable[..., Tensor],
+    weight: QuantizedWeight,
+    others: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> QuantizedWeight:
+    """Returns the weight of the results for each part; a new dtype is that of scales alone."""
+    of_codes = {name: value for name, value in kwargs.items() if name != "dtype"}
+    zero = weight.zero
+    return QuantizedWeight(
+        operation(weight.qdata, *others, **of_codes),
+        operation(weight.scale, *others, **kwargs),
+        None if zero is None else operation(zero, *others, **kwargs),
+    )
+
+
+def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:
+    """Returns a weight in 8 or 4 bits, rounded to nearest; the experts are quantized one by one.
+
+    8 bits: s = max |w| / 127 over the inputs of an output, and q = round(w / s). 4 bits: s = (max w -
+    min w) / 15 over a group of inputs, z = min w + 8 s, and q = round((w - z) / s) + 8.
+
+    Args:
+        weight: <float>[E, O, I] or [O, I]; I is a multiple of the group's size, which is even.
+        quantization: The bits.
+
+    Source:
+        The conventions of torch's `_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu`. Differs:
+        the order of the numbers of 4 bits is that of ONNX Runtime.
+    """
+    if weight.dim() == 3:
+        experts = [quantize(expert, quantization).parts() for expert in weight]
+        stacked = {name: torch.stack([parts[name] for parts in experts]) for name in experts[0]}
+        return QuantizedWeight(stacked.pop("q"), **stacked)
+
+    # Codes follow from the scales as they are stored, in the dtype of the weight.
+    wide = weight.detach().float()
+    if quantization.bits == 8:
+        scale = (wide.abs().amax(dim=-1, keepdim=True) / 127).to(weight.dtype)  # [O, 1]
+        codes = (wide / _nonzero(scale)).round_().clamp_(-127, 127)
+        return QuantizedWeight(codes.to(torch.int8), scale)
+
+    groups = wide.unflatten(-1, (-1, quantization.group_size or 1))  # [O, I/g, g]
+    least, largest = groups.aminmax(dim=-1)  # [O, I/g]
+    scale = ((largest - least) / 15).to(weight.dtype)
+    zero = (least + 8 * scale.float()).to(weight.dtype)
+    codes = (groups - zero[..., None].float()) / _nonzero(scale)[..., None]
+    codes = codes.round_().add_(8).clamp_(0, 15).to(torch.uint8).flatten(-2)  # [O, I]
+    return QuantizedWeight(codes[..., 0::2] | (codes[..., 1::2] << 4), scale, zero)
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    """Returns the scales in float32, and 1 for the scale of equal numbers, whose code is then 0 or 8."""
+    return torch.where(scale == 0, 1.0, scale.float())

@@ -1,0 +1,360 @@
+"""Experts in 8 and 4 bits. Oracles: the formulas element by element; a float model that holds the
+dequantized weights.
+"""
+
+import filecmp
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe import (
+    CheckpointError,
+    ConfigError,
+    MeshConfig,
+    STMoEForConditionalGeneration,
+    adapter_memory,
+    load_model_on_mesh,
+    lora_config,
+    select_parameters,
+)
+from moe.commands import quantize as command
+from moe.convert.formats import convert_checkpoint, open_checkpoint
+from moe.kernels.quantized_weight import Quantization, QuantizedWeight, quantize
+from moe.models.parallelize import model_layouts
+from moe.models.quantized_checkpoint import join_parts
+from moe.surgery.quantize import layer_errors, quantize_checkpoint
+from tests.models.tiny import DENSE, tiny_batch, tiny_model
+
+E, D, F = 7, 32, 64
+SIZES = {"d_model": D, "d_ff": F, "eval_capacity_factor": None}
+EIGHT, FOUR = Quantization(8), Quantization(4, 8)
+BITS = pytest.mark.parametrize("quantization", [EIGHT, FOUR], ids=["8", "4"])
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A float model, its quantized models q8 and q4, and these dequantized again: f8 and f4."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_model(**SIZES).save_pretrained(folder / "float")
+    for quantization in (EIGHT, FOUR):
+        quantized = folder / f"q{quantization.bits}"
+        dequantized = folder / f"f{quantization.bits}"
+        quantized.mkdir()
+        dequantized.mkdir()
+        quantize_checkpoint(folder / "float", quantized, quantization)
+        convert_checkpoint(quantized, dequantized)
+    return folder
+
+
+def load(folder, **options):
+    return STMoEForConditionalGeneration.from_pretrained(folder, **options).eval()
+
+
+def logits(model, **changes):
+    with torch.no_grad():
+        return model(**{**tiny_batch(), **changes}).logits
+
+
+def expert_weights(model):
+    named = model.named_parameters()
+    return {name: p for name, p in named if ".experts." in name and name.endswith("_proj")}
+
+
+# ---- numbers ----
+
+
+@BITS
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=48, max_size=48), st.sampled_from([0.0, 1.0])
+)
+def test_quantizing_what_was_quantized_changes_no_code(quantization, numbers, spread):
+    noise = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    weight = torch.tensor(numbers).reshape(3, 16) * 1e-3 + spread * noise
+    once = quantize(weight, quantization)
+    twice = quantize(once.dequantize(), quantization)
+    assert torch.equal(once.qdata, twice.qdata)
+    torch.testing.assert_close(once.dequantize(), twice.dequantize(), rtol=1e-5, atol=1e-6)
+
+
+def test_codes_are_those_of_the_formulas_and_the_first_of_a_byte_is_the_low_half():
+    weight = torch.tensor([[-1.0, 0.0, 1.0, 2.0, 7.0, 7.0, 7.0, 7.0]])
+    eight = quantize(weight, EIGHT)
+    assert eight.scale.item() == pytest.approx(7 / 127)
+    assert eight.qdata.tolist() == [[-18, 0, 18, 36, 127, 127, 127, 127]]
+
+    # A group of -1 to 2: s = 0.2, z = 0.6. A group of equal numbers: s = 0, z = 7.
+    four = quantize(weight, Quantization(4, 4))
+    torch.testing.assert_close(four.scale, torch.tensor([[0.2, 0.0]]))
+    torch.testing.assert_close(four.zero, torch.tensor([[0.6, 7.0]]))
+    assert four.qdata.tolist() == [[0 + 16 * 5, 10 + 16 * 15, 8 + 16 * 8, 8 + 16 * 8]]
+    torch.testing.assert_close(four.dequantize(), weight, rtol=0, atol=1e-6)
+    assert not quantize(torch.zeros(3, 8), EIGHT).dequantize().any()
+
+
+def test_gaussian_weights_have_the_errors_of_the_facts():
+    """Uniform rounding: s / sqrt(12), with s of the range of 768 or 32 normal numbers."""
+    weight = torch.randn(64, 768, generator=torch.Generator().manual_seed(0))
+    for quantization, expected in ((EIGHT, 0.0075), (Quantization(4, 32), 0.078)):
+        error = quantize(weight, quantization).dequantize() - weight
+        assert (error.norm() / weight.norm()).item() == pytest.approx(expected, rel=0.05)
+
+
+@BITS
+def test_a_quantized_weight_is_a_constant_that_other_operations_see_dequantized(quantization):
+    weight = quantize(torch.randn(E, D, F), quantization)
+    plain = weight.dequantize()
+    assert isinstance(weight[3], QuantizedWeight)
+    assert torch.equal(weight[3].dequantize(), plain[3])
+    assert torch.equal(torch.stack([weight, weight])[1] + 1, plain + 1)
+    x = torch.randn(5, F, requires_grad=True)
+    (x @ weight[2].t()).sum().backward()
+    torch.testing.assert_close(x.grad, plain[2].sum(0).expand(5, F))
+    half = weight.to(torch.bfloat16)
+    assert isinstance(half, QuantizedWeight) and torch.equal(half.qdata, weight.qdata)
+    for change in (weight.zero_, lambda: torch._foreach_mul_([weight], 2)):
+        with pytest.raises(RuntimeError, match="would change a quantized weight"):
+            change()
+
+
+def test_few_rows_in_bfloat16_are_multiplied_packed_and_others_are_not():
+    weight = quantize(torch.randn(E, D, F, dtype=torch.bfloat16), EIGHT)
+    few = torch.randn(16, F, dtype=torch.bfloat16)
+    product = weight.multiply_packed(few, 3)
+    expected = few.float() @ (weight.qdata[3].float() * weight.scale[3].float()).t()
+    torch.testing.assert_close(product.float(), expected, rtol=2**-7, atol=2**-6)
+    assert weight.multiply_packed(torch.cat([few, few]), 3) is None
+    assert weight.multiply_packed(few.float(), 3) is None
+    assert quantize(torch.randn(E, D, 40).bfloat16(), EIGHT).multiply_packed(few[:, :40], 3) is None
+    assert quantize(torch.randn(E, D, F).bfloat16(), FOUR).multiply_packed(few, 3) is None
+
+
+# ---- models ----
+
+
+@BITS
+def test_a_quantized_model_computes_and_answers_as_its_dequantized_one(quantization, folder):
+    quantized = load(folder / f"q{quantization.bits}")
+    plain = load(folder / f"f{quantization.bits}")
+    assert all(isinstance(p, QuantizedWeight) for p in expert_weights(quantized).values())
+    for name, weight in expert_weights(quantized).items():
+        assert torch.equal(weight.dequantize(), plain.get_parameter(name))
+    torch.testing.assert_close(logits(quantized), logits(plain), rtol=1e-5, atol=1e-5)
+    one = {"input_ids": torch.tensor([[5]]), "attention_mask": None, "labels": torch.tensor([[7]])}
+    torch.testing.assert_close(logits(quantized, **one), logits(plain, **one), rtol=1e-5, atol=1e-5)
+    inputs = tiny_batch()["input_ids"]
+    answers = [model.generate(inputs, max_new_tokens=7) for model in (quantized, plain)]
+    assert torch.equal(*answers)
+
+    # The rest is that of the model before, and the experts are a few per cent off.
+    before = load(folder / "float")
+    assert quantized.num_parameters() == before.num_parameters()
+    error = (logits(quantized) - logits(before)).norm() / logits(before).norm()
+    assert 0 < error < {8: 0.01, 4: 0.1}[quantization.bits]
+    for dispatch in ("batched_mm", "grouped_mm"):
+        quantized.set_experts_implementation(dispatch)
+        torch.testing.assert_close(logits(quantized), logits(plain), rtol=1e-4, atol=1e-4)
+
+
+def test_in_bfloat16_a_step_of_decoding_agrees_with_many_rows_to_rounding(folder):
+    model = load(folder / "q8", dtype=torch.bfloat16)
+    assert all(weight.scale.dtype == torch.bfloat16 for weight in expert_weights(model).values())
+    plain = load(folder / "f8")
+    for changes in (
+        {},
+        {"input_ids": torch.tensor([[5]]), "attention_mask": None, "labels": torch.tensor([[7]])},
+    ):
+        wide = logits(plain, **changes)
+        error = logits(model, **changes).float() - wide
+        assert error.norm() < 0.03 * wide.norm()
+
+
+@BITS
+def test_saving_what_was_loaded_writes_the_same_file(quantization, folder, tmp_path):
+    source = folder / f"q{quantization.bits}"
+    model, info = load_with_info(source)
+    assert not any(info.values())
+    model.save_pretrained(tmp_path)
+    assert filecmp.cmp(source / "model.safetensors", tmp_path / "model.safetensors", shallow=False)
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+    assert (
+        model.config.expert_quantization
+        == json.loads((tmp_path / "config.json").read_text())["expert_quantization"]
+    )
+
+
+def load_with_info(folder):
+    return STMoEForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+
+
+class LargestFloats(TorchDispatchMode):
+    """Records the largest float tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        is_plain = type(result) is torch.Tensor and result.device.type == "cpu"
+        if is_plain and result.is_floating_point():
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_loading_makes_no_float_copy_of_experts(folder):
+    with LargestFloats() as mode:
+        load(folder / "q4")
+    assert mode.numel < E * D * F
+
+
+def test_errors_and_bits_of_the_layers_are_those_of_their_weights(folder):
+    errors = layer_errors(folder / "float", folder / "q4")
+    assert list(errors) == [("encoder", 0), ("decoder", 0)]
+    before, after = (expert_weights(load(folder / name)) for name in ("float", "q4"))
+    names = [name for name in before if ".encoder." in name]
+    difference = torch.cat([(after[name].dequantize() - before[name]).flatten() for name in names])
+    size = torch.cat([before[name].flatten() for name in names]).norm()
+    assert errors["encoder", 0].error == pytest.approx((difference.norm() / size).item(), rel=1e-4)
+    assert errors["encoder", 0].bits_per_weight == 4 + 2 * 32 / 8
+
+
+# ---- adapters ----
+
+
+@BITS
+def test_adapters_train_and_leave_quantized_experts_as_they_are(quantization, folder, tmp_path):
+    base = load(folder / f"q{quantization.bits}")
+    before = {name: weight.qdata.clone() for name, weight in expert_weights(base).items()}
+    expected = logits(base)
+    model = get_peft_model(base, lora_config(base, rank=3, attention=False))
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    model.train()
+    for _ in range(5):
+        loss = model(**tiny_batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    assert losses[-1] < 0.8 * losses[0]
+    after = [p for p in model.parameters() if isinstance(p, QuantizedWeight)]
+    assert all(
+        torch.equal(*pair) for pair in zip(before.values(), (p.qdata for p in after), strict=True)
+    )
+
+    # The adapters load beside the quantized experts, and merge with the same as floats.
+    model.save_pretrained(tmp_path)
+    trained = logits(model)
+    loaded = PeftModel.from_pretrained(load(folder / f"q{quantization.bits}"), tmp_path).eval()
+    assert torch.equal(logits(loaded), trained)
+    plain = PeftModel.from_pretrained(load(folder / f"f{quantization.bits}"), tmp_path)
+    merged = plain.merge_and_unload().eval()
+    torch.testing.assert_close(logits(merged), trained, rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match="would change a quantized weight"):
+        loaded.merge_and_unload()
+
+
+def test_gradients_flow_through_frozen_quantized_experts_as_through_float_ones(folder):
+    gradients = []
+    for name in ("q4", "f4"):
+        model = load(folder / name)
+        select_parameters(model, "non_moe")
+        model(**tiny_batch()).loss.backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_the_memory_of_adapters_is_counted(folder):
+    base = load(folder / "q4")
+    num_parameters = base.num_parameters()
+    model = get_peft_model(base, lora_config(base, rank=3, attention=False))
+    memory = adapter_memory(model)
+    per_layer = E * 3 * ((D + 2 * F) + (F + D))
+    weights = E * 3 * D * F
+    assert memory.expert_adapters == memory.num_trainable == 2 * per_layer
+    assert memory.trained_bytes == 4 * 4 * 2 * per_layer
+    assert memory.float_bytes == 4 * num_parameters
+    assert memory.frozen_bytes == 4 * (num_parameters - 2 * weights) + 2 * weights * 12 // 8
+    assert (memory.copied_bytes, memory.copied_bytes_of_layer) == (8 * weights, 4 * weights)
+    assert f"{2 * per_layer:,} of them in experts" in str(memory)
+
+
+# ---- refusals ----
+
+
+def test_what_quantized_experts_cannot_do_is_refused(folder, tmp_path):
+    model = load(folder / "q8")
+    for subset in ("all", "moe", "router_frozen"):
+        with pytest.raises(ConfigError, match=rf"{subset!r} trains experts.* 8 bits"):
+            select_parameters(model, subset)
+    with pytest.raises(ConfigError, match=r"8 bits.*stmoe convert --from"):
+        open_checkpoint(folder / "q8")
+    with pytest.raises(ConfigError, match="8 bits"):
+        quantize_checkpoint(folder / "q8", tmp_path, FOUR)
+    with pytest.raises(ConfigError, match=r"8 bits.*trained or sharded"):
+        model_layouts(model, model.config, MeshConfig())
+    two = SimpleNamespace(config=MeshConfig(ep=2))
+    with pytest.raises(ConfigError, match=r"8 bits.*sharded over ranks"):
+        load_model_on_mesh(folder / "q8", two)
+    one, layouts = load_model_on_mesh(folder / "q8", SimpleNamespace(config=MeshConfig()))
+    assert torch.equal(logits(one), logits(model)) and not layouts
+
+    for weight in expert_weights(model).values():
+        weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"requires a gradient.*lora_config"):
+        model(**tiny_batch())
+
+
+def test_adapters_that_reach_no_expert_are_refused_with_numbers(folder):
+    base = load(folder / "q8")
+    model = get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj"]))
+    message = rf"No adapter reaches.* 16 parameters train.* 2 sparse layers.* {2 * E * 3 * D * F:,}"
+    with pytest.raises(ConfigError, match=message):
+        adapter_memory(model)
+
+
+def test_models_and_settings_that_cannot_be_quantized_are_refused(folder, tmp_path):
+    tiny_model(**DENSE).save_pretrained(tmp_path / "dense")
+    with pytest.raises(ConfigError, match="no experts to quantize"):
+        quantize_checkpoint(tmp_path / "dense", tmp_path, EIGHT)
+    for group_size in (12, 1):
+        with pytest.raises(ConfigError, match=rf"group_size is {group_size}"):
+            quantize_checkpoint(folder / "float", tmp_path, Quantization(4, group_size))
+    with pytest.raises(ConfigError, match="state_dict"):
+        load(folder / "q8", state_dict={"x": torch.ones(1)})
+
+    # A file without scales.
+    stored = open_checkpoint(folder / "float").weights
+    name = next(name for name in stored if name.endswith("experts.down_proj"))
+    with pytest.raises(CheckpointError, match=r"no .*down_proj_scale"):
+        join_parts({f"{name}_q": stored[name]}, "here")
+
+
+# ---- the command ----
+
+
+def test_the_command_writes_a_model_and_its_report(folder, tmp_path, capsys):
+    arguments = ["--from", str(folder / "float"), "--to", str(tmp_path / "new"), "--bits", "4"]
+    command.main([*arguments, "--group-size", "8"])
+    printed = capsys.readouterr().out
+    report = json.loads((tmp_path / "new/surgery.json").read_text())
+    (table,) = report["tables"]
+    assert [row[:2] for row in table["rows"]] == [["encoder 1", "12.00"], ["decoder 1", "12.00"]]
+    sizes = {name: (before, after) for name, before, after in report["sizes"]}
+    before, after = sizes["bytes of weights"]
+    assert after < before and f"{after:,}" in printed
+    assert torch.equal(logits(load(tmp_path / "new")), logits(load(folder / "q4")))
+    with pytest.raises(ConfigError, match="--group-size 8 has no effect with --bits 8"):
+        command.main(["--from", "x", "--to", "y", "--group-size", "8"])
