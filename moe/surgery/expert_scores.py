@@ -22,7 +22,7 @@ from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.plan import DispatchPlan, router_scores
 from moe.surgery.expert_statistics import (
     ExpertStatistics,
-    choice_output,
+    expert_output,
     expert_statistics,
     read_layers,
 )
@@ -197,18 +197,9 @@ def _add_set_errors(
 
 def _all_outputs(layer: SparseFeedForward, tokens: Tensor, plan: DispatchPlan) -> Tensor:
     """Returns the output <float64>[G, S, E, D] of every expert for every token."""
-    E = layer.config.num_experts
-    experts = torch.arange(E, device=tokens.device).expand(*tokens.shape[:2], E)  # [G, S, E]
-    accepted = plan.token_mask[..., None].expand_as(experts)
-    position = torch.arange(tokens.shape[1], device=tokens.device)[:, None]  # [S, 1]
-    everywhere = plan._replace(
-        expert_index=experts,
-        slot=position.expand_as(experts),
-        accepted=accepted,
-        combine_weight=accepted.to(plan.combine_weight.dtype),
-        requested=accepted,
-    )
-    outputs = [choice_output(layer, tokens, everywhere, e) for e in range(E)]
+    outputs = []
+    for expert in range(layer.config.num_experts):
+        outputs.append(expert_output(layer, tokens, plan, expert))
     return torch.stack(outputs, dim=2).double()
 
 

@@ -189,6 +189,32 @@ def choice_output(
     return reduce_from_tp_region(combined, layer.tp).unflatten(0, tokens.shape[:2])
 
 
+def expert_output(
+    layer: SparseFeedForward, tokens: Tensor, plan: DispatchPlan, expert: int
+) -> Tensor:
+    """Returns what one expert outputs for every real token, without a gate; see `choice_output`.
+
+    Args:
+        layer: The layer.
+        tokens: <any float>[G, S, D].
+        plan: A plan of these tokens without a capacity; says which are real.
+        expert: Number of the expert.
+
+    Returns:
+        <dtype of the products>[G, S, D]; zeros for padding.
+    """
+    accepted = plan.token_mask[..., None]  # [G, S, 1]
+    position = torch.arange(tokens.shape[1], device=tokens.device)[:, None]  # [S, 1]
+    everywhere = plan._replace(
+        expert_index=torch.full_like(accepted, expert, dtype=torch.int64),
+        slot=position.expand_as(accepted),
+        accepted=accepted,
+        combine_weight=accepted.to(plan.combine_weight.dtype),
+        requested=accepted,
+    )
+    return choice_output(layer, tokens, everywhere, 0)
+
+
 def _no_tokens(layer: SparseFeedForward) -> ExpertStatistics:
     """Returns the sums over no tokens."""
     E = layer.config.num_experts
