@@ -192,11 +192,13 @@ def _add_experts(
         """Writes the larger model."""
         add_experts_to_checkpoint(options.source, folder, added)
         factor = config.num_experts // sparse.num_experts
-        parents = torch.arange(sparse.num_experts).repeat_interleave(factor)
         with torch.device("meta"):
             layers = sparse_layers(STMoEForConditionalGeneration(config))
+        parents = {}
+        for key, layer in layers.items():
+            parents[key] = torch.arange(layer.config.num_experts) // factor
         table = ReportTable(["what changes"], [[change] for change in changes])
-        return SurgeryResult(dict.fromkeys(layers, parents), [table] if changes else [])
+        return SurgeryResult(parents, [table] if changes else [])
 
     perform_surgery("upcycle", argv, options, parser, operate, read_task)
 

@@ -109,6 +109,11 @@ class AddedExperts:
                 f"The model has {sparse.num_experts} experts already. Give a multiple (--experts "
                 f"{2 * sparse.num_experts}) or more parts (--granularity 2)."
             )
+        if sparse.encoder_expert_maps is not None or sparse.decoder_expert_maps is not None:
+            raise ConfigError(
+                "The model has merged experts, which have several rows of the router each. Add experts "
+                "to the model that they were merged from."
+            )
         if width % G:
             raise ConfigError(
                 f"granularity is {G}; expected a divisor of {width}, the hidden units of an expert."
@@ -121,6 +126,8 @@ class AddedExperts:
             factors[name] = None if value is None else value * factor
         settings: dict[str, Any] = {
             "num_experts": factor * sparse.num_experts,
+            "encoder_experts": [factor * number for number in sparse.layer_experts(decoder=False)],
+            "decoder_experts": [factor * number for number in sparse.layer_experts(decoder=True)],
             "num_selected_experts": factor * sparse.num_selected_experts,
             "expert_d_ff": width // G,
             **factors,

@@ -24,9 +24,10 @@ from moe.errors import ConfigError, DataError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
+from moe.sparse.config import SparseConfig
 from moe.sparse.editing import LayerKey, edit_routing, sparse_layers
 from moe.sparse.experts import truncated_normal_
-from moe.sparse.plan import DispatchPlan, RouterScores
+from moe.sparse.plan import DispatchPlan, RouterScores, stored_index
 from moe.surgery.alignment import aligned_units
 
 StudentInit = Literal["random", "mean", "aligned_mean", "best"]
@@ -38,6 +39,10 @@ _EXPERTS = _SPARSE + "experts."
 _DENSE = "feed_forward."
 
 _PLAIN_ROUTING: Mapping[str, Any] = {
+    "encoder_experts": None,
+    "decoder_experts": None,
+    "encoder_expert_maps": None,
+    "decoder_expert_maps": None,
     "router": STMoEConfig.router,
     "router_options": None,
     "decoder_router": None,
@@ -52,14 +57,16 @@ _PLAIN_ROUTING: Mapping[str, Any] = {
 class _GateSums:
     """Sum of the gates of each expert of a layer, and the number of tokens."""
 
-    def __init__(self, num_experts: int, device: torch.device) -> None:
-        self.gates = torch.zeros(num_experts, dtype=torch.float64, device=device)
+    def __init__(self, config: SparseConfig, device: torch.device) -> None:
+        self.expert_map = config.expert_map
+        self.gates = torch.zeros(config.num_stored_experts, dtype=torch.float64, device=device)
         self.num_tokens = 0
 
     def add(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
         """Adds the tokens of a plan and returns it unchanged."""
         gates = plan.combine_weight.double().flatten()
-        self.gates.index_add_(0, plan.expert_index.flatten(), gates)
+        stored_expert = stored_index(plan.expert_index, self.expert_map)
+        self.gates.index_add_(0, stored_expert.flatten(), gates)
         self.num_tokens += int(plan.token_mask.sum())
         return plan
 
@@ -77,13 +84,13 @@ def mean_gates(
         batches: Keyword arguments of its forward, on its device.
 
     Returns:
-        <float64>[E] for each sparse layer.
+        <float64>[E] for each sparse layer; gates of merged experts are added up.
 
     Raises:
         DataError: When a layer gets no token.
     """
     layers = sparse_layers(model)
-    sums = {key: _GateSums(layer.config.num_experts, model.device) for key, layer in layers.items()}
+    sums = {key: _GateSums(layer.config, model.device) for key, layer in layers.items()}
     with edit_routing(model, {key: layer_sums.add for key, layer_sums in sums.items()}):
         for batch in batches:
             model(**batch, use_cache=False)
@@ -107,7 +114,10 @@ def parts_of_layer(config: STMoEConfig) -> int:
     """Returns G, the number of consecutive experts that make up a layer of width d_ff; 1 for none."""
     width = config.expert_d_ff or config.d_ff
     parts = config.d_ff // width
-    fits = config.d_ff % width == 0 and config.num_experts % max(1, parts) == 0
+    layers = config.all_sparse_configs()
+    num_experts = math.gcd(*[layer.num_experts for layer in layers])
+    is_merged = any(layer.expert_map is not None for layer in layers)
+    fits = config.d_ff % width == 0 and num_experts % max(1, parts) == 0 and not is_merged
     return parts if fits else 1
 
 

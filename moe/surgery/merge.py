@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from einops import rearrange
 from scipy.cluster.hierarchy import cut_tree, linkage
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from moe.checks import check, check_integer
@@ -30,6 +29,7 @@ from moe.registry import Registry
 from moe.sparse.editing import LayerKey, sparse_layers
 from moe.sparse.experts import Experts
 from moe.sparse.layer import RouterOutput, SparseFeedForward
+from moe.surgery.alignment import aligned_units
 from moe.surgery.expert_scores import Calibration
 from moe.surgery.expert_statistics import expert_output, read_layers
 from moe.surgery.prune import experts_of_layers, share_budget
@@ -73,6 +73,7 @@ class Merging:
     def check_model(self, config: STMoEConfig) -> None:
         """Raises a ConfigError when the model is dense or merged, or the numbers do not fit it."""
         num_experts = experts_of_layers(config)
+        config.refuse_quantized("merged")
         if config.encoder_expert_maps is not None or config.decoder_expert_maps is not None:
             raise ConfigError(
                 "The model has merged experts already. Merge the model that they were merged from."
@@ -235,41 +236,14 @@ def merge_groups(experts: Experts, group: Tensor, load: Tensor) -> MergedLayer:
     use = load.expand(E, E).masked_fill(~is_member, 0).sum(dim=1)  # [E]
     weight = torch.where(use > 0, load / use.clamp(min=1).double(), 1 / is_member.sum(dim=1))
 
-    unit_weights = weights_of_units(experts)  # [E, F, I]
+    up = rearrange(
+        experts.first_proj.detach().float(), "e (h f) d -> e h f d", f=experts.config.d_ff
+    )
+    down = experts.down_proj.detach().float()  # [E, D, F]
     units = []
-    for expert in range(E):
-        units.append(matching_units(unit_weights[leader[expert]], unit_weights[expert]))
+    for expert, other in enumerate(leader.tolist()):
+        units.append(aligned_units(up[expert], down[expert], up[other], down[other]).cpu())
     return MergedLayer(expert_map, weight, torch.stack(units))
-
-
-def weights_of_units(experts: Experts) -> Tensor:
-    """Returns the weights <float32>[E, F, I] of each hidden unit: into it, out of it, and its bias."""
-    F = experts.config.d_ff
-    parts = [
-        rearrange(experts.first_proj, "e (h f) d -> e f (h d)", f=F),
-        rearrange(experts.down_proj, "e d f -> e f d"),
-    ]
-    if experts.bias is not None:
-        parts.append(rearrange(experts.bias, "e f -> e f 1"))
-    return torch.cat([part.detach().float() for part in parts], dim=-1)
-
-
-def matching_units(reference: Tensor, expert: Tensor) -> Tensor:
-    """Returns the units <int64>[F] of an expert in the order of the reference's that they match.
-
-    The order maximizes the sum of inner products of matched units. Every expert computes the same
-    with its units in another order.
-
-    Args:
-        reference: <float32>[F, I] weights of each unit of the reference, see `weights_of_units`.
-        expert: <float32>[F, I] the same of the expert.
-
-    Source:
-        M-SMoE (arXiv:2310.01334) §3.1; UNITES-Lab/MC-SMoE at 4a195b1, permutation.py. Differs: the
-        gate projection counts, too.
-    """
-    _, units = linear_sum_assignment((reference @ expert.T).cpu().numpy(), maximize=True)
-    return torch.from_numpy(units)
 
 
 def reordered_units(name: str, weight: Tensor, units: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def logits_of(model):
     ("settings", "fields"),
     [
         ({"num_experts": 14}, {}),
-        ({"granularity": 2}, {}),
+        ({"granularity": 2}, {"decoder_experts": [4]}),
         ({"num_experts": 21, "granularity": 2}, {"expert_bias": "multiplicative"}),
         ({"num_experts": 14, "granularity": 3}, {"eval_capacity_factor": 0.7, **DEFAULT}),
         ({"granularity": 3}, {"feed_forward_proj": "relu", "expert_bias": "additive"}),
@@ -104,6 +104,7 @@ def test_what_is_not_exact_is_said(fields, change):
         ({}, {}, "7 experts already"),
         ({"num_experts": 7}, {}, "7 experts already"),
         ({"num_experts": 14}, {"router": "hash", **SINGLE}, "router 'hash', which cannot choose"),
+        ({"num_experts": 14}, {"encoder_expert_maps": [[0, 1, 2, 3, 4, 5, 5]]}, "merged experts"),
         (
             {"num_experts": 14},
             {"router": "expert_choice", "decoder_router": "token_choice", "router_options": None},
