@@ -12,7 +12,14 @@ from moe.sparse.editing import edit_routing, sparse_layers
 from moe.sparse.edits import RerouteExperts
 from moe.surgery.expert_scores import SCORES, Calibration, set_errors
 from moe.surgery.expert_statistics import ExpertStatistics
-from moe.surgery.prune import Pruning, best_experts, choose_experts, prune_checkpoint, share_budget
+from moe.surgery.prune import (
+    Pruning,
+    best_experts,
+    busy_experts,
+    choose_experts,
+    prune_checkpoint,
+    share_budget,
+)
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
 DROPLESS = {"capacity_factor": None, "eval_capacity_factor": None}
@@ -194,6 +201,12 @@ def test_a_budget_is_shared_by_one_threshold(floor):
         assert sum(share_budget(scores, budget, floor).values()) == budget
 
 
+def test_experts_with_less_than_a_share_of_the_mean_leave_down_to_the_floor():
+    scores = {"a": torch.tensor([8.0, 0.9, 1.0, 0.1]), "b": torch.tensor([1.0, 0.0, 0.0])}
+    assert busy_experts(scores, 0.4, 1) == {"a": 2, "b": 1}  # means of 2.5 and 1/3
+    assert busy_experts(scores, 0.4, 4) == {"a": 4, "b": 3}
+
+
 @torch.no_grad()
 def test_reconstruction_is_the_best_of_all_cut_layers(tmp_path):
     """The oracle cuts the layer for every set and compares outputs."""
@@ -238,7 +251,7 @@ def _smaller(config, number):
         ({}, {"keep": 7}, "is 14; expected fewer than the 14"),
         ({}, {"budget": 7}, "budget is 7; expected 8 to 13"),
         ({}, {"budget": 9, "floor": 1}, "each layer would keep 1 of 7"),
-        ({}, {"budget": 9, "score": "reconstruction"}, "cannot share a budget"),
+        ({}, {"budget": 9, "score": "reconstruction"}, "cannot say how many"),
         (DENSE, {"keep": 2}, "0 sparse layers"),
         ({"num_sparse_decoder_layers": 0}, {"decoder_keep": 3}, "the decoder has 0 sparse layers"),
         ({"num_experts": 11}, {"keep": 4, "score": "reconstruction"}, "330 sets of 4 of its 11"),
@@ -256,12 +269,10 @@ def test_settings_that_do_not_fit_the_model_are_refused(fields, pruning, message
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"encoder_keep": 3, "budget": 9}, {"keep": 3, "decoder_keep": 3}]
+    "settings", [{}, {"encoder_keep": 3, "budget": 9}, {"keep": 3, "least_share": 0.1}]
 )
-def test_either_numbers_or_a_budget_is_needed(settings):
-    with pytest.raises(
-        ConfigError, match="expected a number for each layer, for a stack, or a budget"
-    ):
+def test_exactly_one_rule_is_needed(settings):
+    with pytest.raises(ConfigError, match="expected one of keep"):
         Pruning(**settings)
 
 
