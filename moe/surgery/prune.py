@@ -90,7 +90,7 @@ class Pruning:
             ConfigError: When the model is dense, a router cannot lose experts, or a number does not
                 fit the model.
         """
-        _check_routers(config)
+        _check_layers(config)
         num_experts = experts_of_layers(config)
         total = sum(num_experts.values())
         if self.budget is None and self.least_share is None:
@@ -129,16 +129,21 @@ def _check_number(name: str, number: int, num_experts: int, config: STMoEConfig)
         )
 
 
-def _check_routers(config: STMoEConfig) -> None:
-    """Raises a ConfigError for a router without a row for each expert."""
-    for decoder in (False, True):
-        for layer in config.sparse_configs(decoder=decoder):
-            if not load_routers().get(layer.router).num_parameters(layer):
-                raise ConfigError(
-                    f"Router {layer.router!r} has no weights for each of its {layer.num_experts} "
-                    "experts that could be removed: with fewer experts it would send most tokens "
-                    "to another one. Prune a model with another router."
-                )
+def _check_layers(config: STMoEConfig) -> None:
+    """Raises a ConfigError for layers from which no expert can be removed."""
+    config.refuse_quantized("pruned")
+    for layer in config.all_sparse_configs():
+        if not load_routers().get(layer.router).num_parameters(layer):
+            raise ConfigError(
+                f"Router {layer.router!r} has no weights for each of its {layer.num_experts} "
+                "experts that could be removed: with fewer experts it would send most tokens "
+                "to another one. Prune a model with another router."
+            )
+        if layer.expert_map is not None:
+            raise ConfigError(
+                f"{layer.num_experts} rows of a router share {layer.num_stored_experts} merged experts, "
+                "and only experts with their own row can be removed. Prune first, and merge then."
+            )
 
 
 def experts_of_layers(config: STMoEConfig) -> dict[LayerKey, int]:
@@ -301,7 +306,7 @@ def pruned_config(config: STMoEConfig, kept: Mapping[LayerKey, Tensor]) -> STMoE
     Raises:
         ConfigError: When a router cannot lose experts, or fewer stay than a token chooses.
     """
-    _check_routers(config)
+    _check_layers(config)
     numbers = experts_of_layers(config)
     numbers |= {key: experts.numel() for key, experts in kept.items()}
     encoder = [number for (stack, _), number in numbers.items() if stack == "encoder"]

@@ -260,6 +260,11 @@ def _smaller(config, number):
             {"keep": 2},
             "'hash' has no weights for each of its 7 experts",
         ),
+        (
+            {"encoder_expert_maps": [[0, 1, 2, 0, 1, 2, 3]]},
+            {"keep": 3},
+            "7 rows of a router share 4 merged experts",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused(fields, pruning, message):
@@ -281,6 +286,12 @@ def test_a_router_that_needs_more_experts_is_refused(tmp_path):
     model = tiny_model(num_selected_experts=1, **fields)
     with pytest.raises(ConfigError, match=r"num_candidates.* is 4.*num_experts is 3"):
         prune(model, {key: [0, 1, 2] for key in LAYERS}, tmp_path)
+
+
+def test_quantized_experts_are_refused():
+    config = tiny_model().config.replaced(expert_quantization={"bits": 8})
+    with pytest.raises(ConfigError, match="8 bits, and only experts of floats can be pruned"):
+        Pruning(keep=3).numbers(config)
 
 
 def test_a_score_without_tokens_is_refused():
