@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import check, check_integer, check_number
 from moe.convert.formats import open_checkpoint, write_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint
@@ -214,19 +213,19 @@ def share_budget(scores: Mapping[LayerKey, Tensor], budget: int, floor: int) -> 
         budget: Experts of all layers together.
         floor: Least experts of a layer.
     """
-    # An expert stays if those before it hold less than the threshold of its layer's score; so the
-    # experts that stay are those with the least before them.
+    # A threshold keeps an expert if the better ones of its layer hold a smaller share of the score.
+    # So a budget keeps the experts with the smallest share before them.
     layers: list[LayerKey] = []
-    before: list[Tensor] = []
+    shares_before: list[Tensor] = []
     for key, layer_scores in scores.items():
         share = layer_scores.sort(descending=True).values.double()
         share = share / share.sum().clamp(min=1e-300)
-        before_expert = share.cumsum(0) - share  # [E]
-        before_expert[:floor] = -1
-        before.append(before_expert)
+        share_before = share.cumsum(0) - share  # [E]
+        share_before[:floor] = -1
+        shares_before.append(share_before)
         layers += [key] * share.numel()
 
-    order = torch.cat(before).argsort(stable=True)[:budget].tolist()
+    order = torch.cat(shares_before).argsort(stable=True)[:budget].tolist()
     numbers = dict.fromkeys(scores, 0)
     for index in order:
         numbers[layers[index]] += 1
@@ -278,7 +277,6 @@ def pruned(checkpoint: ConvertedCheckpoint, kept: Mapping[LayerKey, Tensor]) -> 
     config = pruned_config(checkpoint.config, kept)
     with torch.device("meta"):
         smaller = STMoEForConditionalGeneration(config)
-    shapes = stored_tensors(smaller)
     keys = {layer: key for key, layer in sparse_layers(smaller).items()}
 
     # Experts and router rows: tensors of a sparse layer whose first dimension shrinks.
@@ -286,13 +284,12 @@ def pruned(checkpoint: ConvertedCheckpoint, kept: Mapping[LayerKey, Tensor]) -> 
     for prefix, layer in smaller.named_modules():
         if layer not in keys:
             continue
-        for suffix in layer.state_dict():
+        for suffix, smaller_weight in layer.state_dict().items():
             name = f"{prefix}.{suffix}"
             weight = weights[name]
-            shape = tuple(shapes[name].shape)
-            if weight.shape != shape:
-                read = partial(_kept_rows, weight, kept[keys[layer]])
-                weights[name] = LazyTensor(shape, weight.dtype, read)
+            if weight.shape != smaller_weight.shape:
+                read = partial(_kept_rows, weight, kept[keys[layer]].cpu())
+                weights[name] = LazyTensor(smaller_weight.shape, weight.dtype, read)
     return checkpoint._replace(config=config, weights=weights)
 
 
