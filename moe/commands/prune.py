@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe.checkpoint.loading import load_complete
-from moe.cli import Parser, integer
+from moe.cli import Parser, integer, real
 from moe.commands.routing_inputs import TaskReader
 from moe.commands.surgery import add_surgery_options, perform_surgery
 from moe.commands.surgery_report import ReportTable, SurgeryResult
@@ -54,7 +54,14 @@ def build_parser() -> Parser:
         help="experts of all layers together; layers with evenly spread scores keep more",
     )
     parser.add_argument(
-        "--floor", type=integer(least=1), help="least experts of a layer with --budget (4)"
+        "--least-share",
+        type=real(above=0, most=1),
+        help="least score of an expert that stays, as a share of its layer's mean score",
+    )
+    parser.add_argument(
+        "--floor",
+        type=integer(least=1),
+        help="least experts of a layer with --budget or --least-share (4)",
     )
     parser.add_argument(
         "--seed", type=integer(least=0, most=2**32 - 1), help="of --score random (0)"
@@ -71,8 +78,8 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     """
     parser = build_parser()
     options = parser.parse_args(argv)
-    if options.floor is not None and options.budget is None:
-        raise ConfigError("--floor has no effect without --budget.")
+    if options.floor is not None and options.budget is None and options.least_share is None:
+        raise ConfigError("--floor has no effect without --budget or --least-share.")
     is_random = options.score == "random"
     if options.seed is not None and not is_random:
         raise ConfigError("--seed has no effect without --score random.")
@@ -84,6 +91,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         encoder_keep=options.encoder_keep,
         decoder_keep=options.decoder_keep,
         budget=options.budget,
+        least_share=options.least_share,
         floor=options.floor or Pruning.floor,
         seed=options.seed or 0,
     )

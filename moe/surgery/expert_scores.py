@@ -115,7 +115,7 @@ def reconstruction(calibration: Calibration) -> dict[LayerKey, Tensor]:
     All sets of the layer's number are tried, with the other layers as they are.
 
     Raises:
-        ConfigError: When a budget decides the numbers, a layer has more than 8 experts, or experts
+        ConfigError: When the scores decide the numbers, a layer has more than 8 experts, or experts
             choose their tokens.
 
     Source:
@@ -124,8 +124,8 @@ def reconstruction(calibration: Calibration) -> dict[LayerKey, Tensor]:
     """
     if calibration.numbers is None:
         raise ConfigError(
-            "Score 'reconstruction' compares sets of as many experts as a layer keeps, and cannot "
-            "share a budget among layers. Give a number for each layer, or another score."
+            "Score 'reconstruction' compares sets of as many experts as a layer keeps, so it cannot "
+            "say how many that are. Give the number of each layer, or another score."
         )
 
     scores: dict[LayerKey, Tensor] = {}

@@ -78,7 +78,8 @@ def expert_statistics(
     sums = {key: _no_tokens(layer) for key, layer in sparse_layers(model).items()}
 
     def add(key: LayerKey, layer: SparseFeedForward, tokens: Tensor, output: RouterOutput) -> None:
-        sums[key] = _added(sums[key], layer_statistics(layer, tokens, output))
+        of_batch = layer_statistics(layer, tokens, output)
+        sums[key] = ExpertStatistics(*map(torch.add, sums[key], of_batch))
 
     read_layers(model, batches, {key: partial(add, key) for key in sums})
     for key, statistics in sums.items():
@@ -231,7 +232,3 @@ def _no_tokens(layer: SparseFeedForward) -> ExpertStatistics:
         output_sum=sums.new_zeros(E, layer.config.d_model),
         logit_products=sums.new_zeros(E, E),
     )
-
-
-def _added(first: ExpertStatistics, second: ExpertStatistics) -> ExpertStatistics:
-    return ExpertStatistics(*map(torch.add, first, second))

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe.checkpoint.sharded_weights import stored_tensors
-from moe.checks import check, check_integer
+from moe.checks import check, check_integer, check_number
 from moe.convert.formats import open_checkpoint, write_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint
 from moe.data.pipeline import Batch
@@ -41,12 +40,15 @@ class Pruning:
         budget: Instead: experts that stay in all layers together. Every layer keeps the fewest of
             its best experts whose scores add up to a share of all its scores, and the share is the
             same in every layer.
-        floor: With a budget, least experts of a layer.
+        least_share: Instead: an expert stays if its score is at least this times the mean score of
+            its layer.
+        floor: With a budget or least share, least experts of a layer.
         seed: Seed of the score `random`.
 
     Source:
         NLLB pruning (arXiv:2212.09811) §3: a fixed number for each layer or stack, or a global
-        threshold with at least 4 experts in a layer. Differs: no.
+        threshold with at least 4 experts in a layer. Differs: no. `least_share`: task-specific
+        pruning (arXiv:2206.00277), beta. Differs: the caller prunes between windows of training.
     """
 
     score: str = "reap"
@@ -54,6 +56,7 @@ class Pruning:
     encoder_keep: int | None = None
     decoder_keep: int | None = None
     budget: int | None = None
+    least_share: float | None = None
     floor: int = 4
     seed: int = 0
 
@@ -64,11 +67,19 @@ class Pruning:
             check_integer(name, getattr(self, name), least=1, optional="None")
         check_integer("floor", self.floor, least=1)
         check_integer("seed", self.seed, least=0, most=2**63 - 1)
-        has_stacks = self.encoder_keep is not None or self.decoder_keep is not None
-        if has_stacks + (self.keep is not None) + (self.budget is not None) != 1:
+        check_number("least_share", self.least_share, above=0, most=1, optional="None")
+
+        rules = {
+            "keep": self.keep,
+            "encoder_keep and decoder_keep": self.encoder_keep or self.decoder_keep,
+            "budget": self.budget,
+            "least_share": self.least_share,
+        }
+        given = [name for name, value in rules.items() if value is not None]
+        if len(given) != 1:
             raise ConfigError(
-                f"keep is {self.keep}, encoder_keep {self.encoder_keep}, decoder_keep {self.decoder_keep} and "
-                f"budget {self.budget}; expected a number for each layer, for a stack, or a budget."
+                f"{', '.join(given) or 'nothing'} is given; expected one of {', '.join(rules)} to say "
+                "how many experts stay."
             )
 
     def numbers(self, config: STMoEConfig) -> dict[LayerKey, int] | None:
@@ -78,10 +89,10 @@ class Pruning:
             ConfigError: When the model is dense, a router cannot lose experts, or a number does not
                 fit the model.
         """
-        _check_routers(config)
+        _check_layers(config)
         num_experts = experts_of_layers(config)
         total = sum(num_experts.values())
-        if self.budget is None:
+        if self.budget is None and self.least_share is None:
             numbers = self._fixed_numbers(num_experts)
             for key, number in numbers.items():
                 _check_number(layer_name(key), number, num_experts[key], config)
@@ -93,7 +104,7 @@ class Pruning:
         _check_number("each layer", self.floor, max(num_experts.values()), config)
         least = sum(min(self.floor, number) for number in num_experts.values())
         expected = f"{least} to {total - 1}: {len(num_experts)} layers keep at least {self.floor} experts each"
-        check(least <= self.budget < total, "budget", self.budget, expected)
+        check(least <= (self.budget or least) < total, "budget", self.budget, expected)
         return None
 
     def _fixed_numbers(self, num_experts: Mapping[LayerKey, int]) -> dict[LayerKey, int]:
@@ -117,16 +128,21 @@ def _check_number(name: str, number: int, num_experts: int, config: STMoEConfig)
         )
 
 
-def _check_routers(config: STMoEConfig) -> None:
-    """Raises a ConfigError for a router without a row for each expert."""
-    for decoder in (False, True):
-        for layer in config.sparse_configs(decoder=decoder):
-            if not load_routers().get(layer.router).num_parameters(layer):
-                raise ConfigError(
-                    f"Router {layer.router!r} has no weights for each of its {layer.num_experts} "
-                    "experts that could be removed: with fewer experts it would send most tokens "
-                    "to another one. Prune a model with another router."
-                )
+def _check_layers(config: STMoEConfig) -> None:
+    """Raises a ConfigError for layers from which no expert can be removed."""
+    config.refuse_quantized("pruned")
+    for layer in config.all_sparse_configs():
+        if not load_routers().get(layer.router).num_parameters(layer):
+            raise ConfigError(
+                f"Router {layer.router!r} has no weights for each of its {layer.num_experts} "
+                "experts that could be removed: with fewer experts it would send most tokens "
+                "to another one. Prune a model with another router."
+            )
+        if layer.expert_map is not None:
+            raise ConfigError(
+                f"{layer.num_experts} rows of a router share {layer.num_stored_experts} merged experts, "
+                "and only experts with their own row can be removed. Prune first, and merge then."
+            )
 
 
 def experts_of_layers(config: STMoEConfig) -> dict[LayerKey, int]:
@@ -175,9 +191,11 @@ def choose_experts(
     numbers = pruning.numbers(model.config)
     calibration = Calibration(model, batches, numbers, pruning.seed)
     scores = SCORES.get(pruning.score)(calibration)
-    if numbers is None:
-        assert pruning.budget is not None, "numbers are None for a budget"
+    if pruning.budget is not None:
         numbers = share_budget(scores, pruning.budget, pruning.floor)
+    elif pruning.least_share is not None:
+        numbers = busy_experts(scores, pruning.least_share, pruning.floor)
+    assert numbers is not None, "some rule says how many stay"
     kept = {key: best_experts(scores[key], number) for key, number in numbers.items()}
     return ChosenExperts(scores, kept)
 
@@ -195,22 +213,33 @@ def share_budget(scores: Mapping[LayerKey, Tensor], budget: int, floor: int) -> 
         budget: Experts of all layers together.
         floor: Least experts of a layer.
     """
-    # An expert stays if those before it hold less than the threshold of its layer's score; so the
-    # experts that stay are those with the least before them.
+    # A threshold keeps an expert if the better ones of its layer hold a smaller share of the score.
+    # So a budget keeps the experts with the smallest share before them.
     layers: list[LayerKey] = []
-    before: list[Tensor] = []
+    shares_before: list[Tensor] = []
     for key, layer_scores in scores.items():
         share = layer_scores.sort(descending=True).values.double()
         share = share / share.sum().clamp(min=1e-300)
-        before_expert = share.cumsum(0) - share  # [E]
-        before_expert[:floor] = -1
-        before.append(before_expert)
+        share_before = share.cumsum(0) - share  # [E]
+        share_before[:floor] = -1
+        shares_before.append(share_before)
         layers += [key] * share.numel()
 
-    order = torch.cat(before).argsort(stable=True)[:budget].tolist()
+    order = torch.cat(shares_before).argsort(stable=True)[:budget].tolist()
     numbers = dict.fromkeys(scores, 0)
     for index in order:
         numbers[layers[index]] += 1
+    return numbers
+
+
+def busy_experts(
+    scores: Mapping[LayerKey, Tensor], least_share: float, floor: int
+) -> dict[LayerKey, int]:
+    """Returns how many experts of each layer have a share of its mean score <float>[E], or the floor."""
+    numbers: dict[LayerKey, int] = {}
+    for key, layer_scores in scores.items():
+        is_busy = layer_scores >= least_share * layer_scores.mean()
+        numbers[key] = max(int(is_busy.sum()), min(floor, layer_scores.numel()))
     return numbers
 
 
@@ -248,7 +277,6 @@ def pruned(checkpoint: ConvertedCheckpoint, kept: Mapping[LayerKey, Tensor]) -> 
     config = pruned_config(checkpoint.config, kept)
     with torch.device("meta"):
         smaller = STMoEForConditionalGeneration(config)
-    shapes = stored_tensors(smaller)
     keys = {layer: key for key, layer in sparse_layers(smaller).items()}
 
     # Experts and router rows: tensors of a sparse layer whose first dimension shrinks.
@@ -256,13 +284,12 @@ def pruned(checkpoint: ConvertedCheckpoint, kept: Mapping[LayerKey, Tensor]) -> 
     for prefix, layer in smaller.named_modules():
         if layer not in keys:
             continue
-        for suffix in layer.state_dict():
+        for suffix, smaller_weight in layer.state_dict().items():
             name = f"{prefix}.{suffix}"
             weight = weights[name]
-            shape = tuple(shapes[name].shape)
-            if weight.shape != shape:
-                read = partial(_kept_rows, weight, kept[keys[layer]])
-                weights[name] = LazyTensor(shape, weight.dtype, read)
+            if weight.shape != smaller_weight.shape:
+                read = partial(_kept_rows, weight, kept[keys[layer]].cpu())
+                weights[name] = LazyTensor(smaller_weight.shape, weight.dtype, read)
     return checkpoint._replace(config=config, weights=weights)
 
 
@@ -276,7 +303,7 @@ def pruned_config(config: STMoEConfig, kept: Mapping[LayerKey, Tensor]) -> STMoE
     Raises:
         ConfigError: When a router cannot lose experts, or fewer stay than a token chooses.
     """
-    _check_routers(config)
+    _check_layers(config)
     numbers = experts_of_layers(config)
     numbers |= {key: experts.numel() for key, experts in kept.items()}
     encoder = [number for (stack, _), number in numbers.items() if stack == "encoder"]

@@ -1,6 +1,7 @@
 """Pruning: a cut model computes what a masked one does, and scores follow from the blackboard."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -11,8 +12,14 @@ from moe.models.configuration import STMoEConfig
 from moe.sparse.editing import edit_routing, sparse_layers
 from moe.sparse.edits import RerouteExperts
 from moe.surgery.expert_scores import SCORES, Calibration, set_errors
-from moe.surgery.expert_statistics import ExpertStatistics
-from moe.surgery.prune import Pruning, best_experts, choose_experts, prune_checkpoint, share_budget
+from moe.surgery.prune import (
+    Pruning,
+    best_experts,
+    busy_experts,
+    choose_experts,
+    prune_checkpoint,
+    share_budget,
+)
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
 DROPLESS = {"capacity_factor": None, "eval_capacity_factor": None}
@@ -128,31 +135,21 @@ def test_permuted_experts_are_pruned_to_the_same_model(tmp_path):
 # ---- which experts ----
 
 
-def statistics(**sums):
-    """Returns the statistics of a layer of three experts; sums not given are zeros."""
-    zeros = dict.fromkeys(ExpertStatistics._fields, torch.zeros(3, dtype=torch.float64))
-    values = {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
-    return ExpertStatistics(**{**zeros, **values})
-
-
 def test_scores_are_their_formulas():
-    layer = statistics(
-        num_tokens=10,
-        load=[4, 8, 0],
-        first_load=[4, 5, 0],
-        first_gate_sum=[2.0, 4.0, 0],
-        gated_norm_sum=[6.0, 4.0, 0],
-    )
-    calibration = Calibration(tiny_model(), [])
-    calibration.__dict__["statistics"] = {("encoder", 0): layer}
-
-    def scores(name):
-        return SCORES.get(name)(calibration)["encoder", 0].tolist()
-
-    assert scores("reap") == [1.5, 0.5, 0]
-    assert scores("frequency") == [0.4, 0.5, 0]
-    expected = 0.4 * torch.tensor(0.5).exp(), 0.5 * torch.tensor(0.8).exp(), 0
-    assert scores("importance") == pytest.approx(list(map(float, expected)))
+    calibration = Calibration(exact_model(), [tiny_batch()])
+    scores = {name: SCORES.get(name)(calibration) for name in ("reap", "frequency", "importance")}
+    for key, statistics in calibration.statistics.items():
+        for e in range(7):
+            load, first = int(statistics.load[e]), int(statistics.first_load[e])
+            share = first / int(statistics.num_tokens)
+            confidence = float(statistics.first_gate_sum[e]) / max(first, 1)
+            expected = {
+                "reap": float(statistics.gated_norm_sum[e]) / max(load, 1),
+                "frequency": share,
+                "importance": share * math.exp(confidence),
+            }
+            actual = {name: float(scores[name][key][e]) for name in scores}
+            assert actual == pytest.approx(expected), (key, e)
 
 
 def test_ties_go_to_the_first_expert():
@@ -183,15 +180,18 @@ def test_a_budget_is_shared_by_one_threshold(floor):
     scores = {
         key: torch.rand(size).double() ** 3 for key, size in zip("abc", (5, 7, 3), strict=True)
     }
-    exact = 0
     for theta in torch.linspace(0.05, 1, 96).tolist():
         expected = threshold_numbers(scores, floor, theta)
         ours = share_budget(scores, sum(expected.values()), floor)
         assert ours == expected
-        exact += 1
-    assert exact == 96
     for budget in range(3 * floor, 16):
         assert sum(share_budget(scores, budget, floor).values()) == budget
+
+
+def test_experts_with_less_than_a_share_of_the_mean_leave_down_to_the_floor():
+    scores = {"a": torch.tensor([8.0, 0.9, 1.0, 0.1]), "b": torch.tensor([1.0, 0.0, 0.0])}
+    assert busy_experts(scores, 0.4, 1) == {"a": 2, "b": 1}  # means of 2.5 and 1/3
+    assert busy_experts(scores, 0.4, 4) == {"a": 4, "b": 3}
 
 
 @torch.no_grad()
@@ -238,7 +238,7 @@ def _smaller(config, number):
         ({}, {"keep": 7}, "is 14; expected fewer than the 14"),
         ({}, {"budget": 7}, "budget is 7; expected 8 to 13"),
         ({}, {"budget": 9, "floor": 1}, "each layer would keep 1 of 7"),
-        ({}, {"budget": 9, "score": "reconstruction"}, "cannot share a budget"),
+        ({}, {"budget": 9, "score": "reconstruction"}, "cannot say how many"),
         (DENSE, {"keep": 2}, "0 sparse layers"),
         ({"num_sparse_decoder_layers": 0}, {"decoder_keep": 3}, "the decoder has 0 sparse layers"),
         ({"num_experts": 11}, {"keep": 4, "score": "reconstruction"}, "330 sets of 4 of its 11"),
@@ -246,6 +246,11 @@ def _smaller(config, number):
             {"router": "hash", "num_selected_experts": 1, "router_options": {}},
             {"keep": 2},
             "'hash' has no weights for each of its 7 experts",
+        ),
+        (
+            {"encoder_expert_maps": [[0, 1, 2, 0, 1, 2, 3]]},
+            {"keep": 3},
+            "7 rows of a router share 4 merged experts",
         ),
     ],
 )
@@ -256,12 +261,10 @@ def test_settings_that_do_not_fit_the_model_are_refused(fields, pruning, message
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"encoder_keep": 3, "budget": 9}, {"keep": 3, "decoder_keep": 3}]
+    "settings", [{}, {"encoder_keep": 3, "budget": 9}, {"keep": 3, "least_share": 0.1}]
 )
-def test_either_numbers_or_a_budget_is_needed(settings):
-    with pytest.raises(
-        ConfigError, match="expected a number for each layer, for a stack, or a budget"
-    ):
+def test_exactly_one_rule_is_needed(settings):
+    with pytest.raises(ConfigError, match="expected one of keep"):
         Pruning(**settings)
 
 
@@ -270,6 +273,12 @@ def test_a_router_that_needs_more_experts_is_refused(tmp_path):
     model = tiny_model(num_selected_experts=1, **fields)
     with pytest.raises(ConfigError, match=r"num_candidates.* is 4.*num_experts is 3"):
         prune(model, {key: [0, 1, 2] for key in LAYERS}, tmp_path)
+
+
+def test_quantized_experts_are_refused():
+    config = tiny_model().config.replaced(expert_quantization={"bits": 8})
+    with pytest.raises(ConfigError, match="8 bits, and only experts of floats can be pruned"):
+        Pruning(keep=3).numbers(config)
 
 
 def test_a_score_without_tokens_is_refused():

@@ -1,0 +1,1 @@
+"""Experiments on the effects of surgeries: one model before and after."""
