@@ -33,7 +33,8 @@ from moe.tracing.recorder import TracedBatch
 Operate = Callable[[Path, Sequence[TracedBatch]], SurgeryResult]
 """Writes the changed model into an empty folder, given the examples; there are none without text."""
 
-_DATA_OPTIONS = ("split", "examples", "inputs_length", "noise_density", "batch_size")
+DATA_OPTIONS = ("split", "examples", "inputs_length", "noise_density", "batch_size")
+"""Options that have no effect without data."""
 
 
 def add_surgery_options(parser: Parser, what: str) -> None:
@@ -144,7 +145,7 @@ def _check_options(verb: str, options: Namespace, parser: Parser, *, needs_text:
             f"stmoe {verb} needs text, from which it measures the experts. Give --corpus, --text, "
             "--pairs or --task."
         )
-    for name in _DATA_OPTIONS:
+    for name in DATA_OPTIONS:
         if getattr(options, name) != parser.get_default(name):
             raise ConfigError(
                 f"--{name.replace('_', '-')} has no effect without text. Leave it out, or give "

@@ -196,10 +196,14 @@ class SurgeryReport:
 
     def write(self, folder: Path) -> None:
         """Writes surgery.json and the model card into the folder of the model."""
-        content = json.dumps(to_json(self), indent=1, ensure_ascii=False)
-        write_text(folder / REPORT_FILE, content + "\n")
+        self.write_json(folder)
         config = STMoEConfig.from_pretrained(folder)
         write_card(folder, model_card(config, sections={"Surgery": self.markdown()}))
+
+    def write_json(self, folder: Path) -> None:
+        """Writes surgery.json into the folder of the model."""
+        content = json.dumps(to_json(self), indent=1, ensure_ascii=False)
+        write_text(folder / REPORT_FILE, content + "\n")
 
 
 def _routing_row(change: RoutingChange) -> list[str]:

@@ -8,24 +8,34 @@ The experts of a sparse model get twins, or are cut into parts:
     stmoe upcycle --from runs/trained/model --to runs/larger --experts 16 --granularity 2
 """
 
+import math
+import shlex
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from moe.checkpoint.loading import load_complete
+from moe.checksums import write_sums
 from moe.cli import Parser, integer, real
-from moe.commands.convert import read_fields
+from moe.commands.convert import new_model_folder, read_fields
 from moe.commands.routing_inputs import TaskReader
-from moe.commands.surgery import add_surgery_options, perform_surgery
-from moe.commands.surgery_report import ReportTable, SurgeryResult
+from moe.commands.surgery import DATA_OPTIONS, add_surgery_options, perform_surgery
+from moe.commands.surgery_report import ReportTable, SurgeryReport, SurgeryResult
 from moe.convert.t5x import is_t5x
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError, MoEError
+from moe.files import whole_folder, write_text
+from moe.hosts.all_hosts import find_host, load_host
+from moe.hosts.upcycle import upcycle_host_folder
+from moe.models.card import CARD_NAME
+from moe.models.checkpoint_formats import CHECKPOINT_FORMATS, OUR_MODEL_TYPE
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.weight_files import find_weight_files, open_weights
 from moe.sparse.editing import sparse_layers
 from moe.surgery.add_experts import AddedExperts, add_experts_to_checkpoint
 from moe.surgery.kept_output import KeptOutput, kept_output
@@ -35,6 +45,23 @@ from moe.tracing.trace import layer_name
 
 _KEPT_HEADER = ["sparse layer", "kept in training", "in evaluation", "lost by"]
 _RANDOM_BATCHES = 4
+_DATA = ("corpus", "text", "pairs", "task")
+_HOST_CARD = """---
+library_name: transformers
+---
+# {0}
+
+A model of transformers with sparse feed-forward layers of the library `moe`:
+
+```python
+from moe.hosts.all_hosts import load_host
+
+model = load_host(FOLDER)
+```
+
+## Surgery
+
+{1}"""
 
 _FOR_DENSE_MODELS = (
     "selected",
@@ -53,7 +80,9 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="stmoe upcycle", description="Makes a dense model sparse, or adds experts."
     )
-    add_surgery_options(parser, "folder or hub name of a T5, or of a dense or sparse model of ours")
+    add_surgery_options(
+        parser, "folder or hub name of a T5 or T5Gemma, or of a dense or sparse model of ours"
+    )
 
     # Which layers become sparse, and how.
     parser.add_argument(
@@ -139,11 +168,15 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         fields=read_fields(options.set),
     )
 
+    if _is_foreign(options.source):
+        _upcycle_host(argv, options, parser, upcycling)
+        return
+
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Writes the sparse model, and measures what it keeps."""
         upcycle_checkpoint(options.source, folder, upcycling)
         sparse = load_complete(STMoEForConditionalGeneration, folder)
-        examples = [batch.batch for batch in batches] or random_batches(sparse.config)
+        examples = [batch.batch for batch in batches] or random_batches(sparse.config.vocab_size)
         kept = kept_output(sparse, examples, scale=options.scale)
 
         rows = [_kept_row(row, upcycling) for row in kept]
@@ -203,13 +236,94 @@ def _add_experts(
     perform_surgery("upcycle", argv, options, parser, operate, read_task)
 
 
-def random_batches(config: STMoEConfig) -> Iterator[Batch]:
-    """Yields batches of random tokens, the same in every call."""
+def _is_foreign(source: str) -> bool:
+    """Returns whether a model is neither ours nor one that this library converts."""
+    if is_t5x(source):
+        return False
+    try:
+        raw_config = STMoEConfig.read_raw(source)
+    except (OSError, MoEError):
+        return False
+    known = (None, OUR_MODEL_TYPE, *CHECKPOINT_FORMATS.names())
+    return raw_config.get("model_type") not in known
+
+
+def _upcycle_host(
+    argv: list[str], options: Namespace, parser: Parser, upcycling: Upcycling
+) -> None:
+    """Upcycles a model of transformers that keeps its class, and prints what its layers keep.
+
+    Raises:
+        ConfigError: When the model is no known host, or data is given.
+    """
+    start = time.perf_counter()
+    host = find_host(STMoEConfig.read_raw(options.source).get("model_type")).host
+    for name in (*_DATA, *DATA_OPTIONS):
+        if getattr(options, name) != parser.get_default(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is not supported for a {host.dense_class.__name__}: "
+                "its layers are measured on random tokens. Leave it out."
+            )
+    target = new_model_folder(options.to, [options.source])
+
+    with whole_folder(target, kind="model") as folder:
+        upcycle_host_folder(options.source, folder, upcycling)
+        model = load_host(folder).eval()
+        kept = kept_output(model, random_batches(model.num_tokens()), scale=upcycling.scale)
+        report = SurgeryReport(
+            command=shlex.join(["stmoe", "upcycle", *argv]),
+            source=options.source,
+            sizes=_host_sizes(model, options.source, folder),
+            text="",
+            effects=None,
+            tables=[ReportTable(_KEPT_HEADER, [_kept_row(row, upcycling) for row in kept])],
+            seconds=time.perf_counter() - start,
+        )
+        report.write_json(folder)
+        write_text(folder / CARD_NAME, _HOST_CARD.format(type(model).__name__, report.markdown()))
+        write_sums(folder)
+
+    print(report)
+    if host.norm_after is not None:
+        print(
+            f"A norm ({host.norm_after}) follows each of these layers: the scale of the gates does "
+            "not matter, and only tokens that reach no expert lose the output."
+        )
+    print(f"The model is in {target}. Load it with moe.hosts.all_hosts.load_host.")
+
+
+def _host_sizes(model: Any, source: str, folder: Path) -> list[tuple[str, int, int]]:
+    """Returns parameters and bytes of a host before and after."""
+    stored = open_weights(find_weight_files(source))
+    before = sum(math.prod(weight.shape) for weight in stored.values())
+    after = sum(parameter.numel() for parameter in model.parameters())
+    idle = 0
+    for layer in sparse_layers(model).values():
+        num_experts = layer.config.num_experts
+        weights = sum(weight.numel() for weight in layer.experts.parameters())
+        idle += weights // num_experts * (num_experts - layer.config.num_selected_experts)
+    return [
+        ("parameters", before, after),
+        ("parameters that a token uses", before, after - idle),
+        ("bytes of weights", _count_bytes(source), _count_bytes(folder)),
+    ]
+
+
+def _count_bytes(model: Path | str) -> int:
+    return sum(path.stat().st_size for path in find_weight_files(model))
+
+
+def random_batches(vocab_size: int) -> Iterator[Batch]:
+    """Yields batches of random tokens, the same in every call.
+
+    Args:
+        vocab_size: Number of tokens to draw from.
+    """
     generator = torch.Generator().manual_seed(0)
     for _ in range(_RANDOM_BATCHES):
         shape = (16, 64)
-        input_ids = torch.randint(2, config.vocab_size, shape, generator=generator)
-        labels = torch.randint(2, config.vocab_size, shape, generator=generator)
+        input_ids = torch.randint(2, vocab_size, shape, generator=generator)
+        labels = torch.randint(2, vocab_size, shape, generator=generator)
         yield {"input_ids": input_ids, "labels": labels}
 
 

@@ -191,7 +191,7 @@ def write_checkpoint(
     if is_t5x(source):
         generation_config = GenerationConfig.from_model_config(config)
     else:
-        tokenizer_files = _find_tokenizer_files(source, download)
+        tokenizer_files = find_tokenizer_files(source, download)
         generation_config = load_generation_config(source, download)
 
     # config.json, and the weights under the names of the format.
@@ -214,8 +214,12 @@ def write_checkpoint(
         shutil.copyfile(path, folder / name)
 
 
-def _find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> dict[str, Path]:
+def find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> dict[str, Path]:
     """Returns the files of a model's tokenizer by name.
+
+    Args:
+        source: A folder or a name of the hub.
+        download: `revision`, `token`, `cache_dir` and the like.
 
     Raises:
         CheckpointError: When a JSON file is torn, or holds no object.

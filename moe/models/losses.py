@@ -207,7 +207,7 @@ def model_losses(
     router_z = torch.zeros_like(ce_loss)
     if isinstance(counts, Tensor):
         for router in (*encoder_routers, *decoder_routers):
-            layer_balance, layer_z = _share_of_targets(router, labels, target_tokens)
+            layer_balance, layer_z = share_of_targets(router, labels, target_tokens)
             load_balance = load_balance + layer_balance
             router_z = router_z + layer_z
     else:
@@ -241,10 +241,16 @@ def model_losses(
     )
 
 
-def _share_of_targets(
+def share_of_targets(
     router: RouterOutput, labels: Tensor, target_tokens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns a layer's balance loss and z-loss <float32>[], each group by its share of targets."""
+    """Returns a layer's balance loss and z-loss <float32>[], each group by its share of targets.
+
+    Args:
+        router: Results of the layer.
+        labels: <int64>[B, T], -100 for positions without a target.
+        target_tokens: <any>[] targets of the whole batch.
+    """
     losses = router.losses
     targets = (labels != IGNORED_LABEL).long()
     num_groups = losses.group_router_z.shape[0]

@@ -32,6 +32,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import STMoEPreTrainedModel
 from moe.sparse.experts import Experts
+from moe.sparse.layer import SparseFeedForward
 
 
 def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
@@ -161,7 +162,10 @@ def _shard_over_data_ranks(
     for module in model.modules():
         if isinstance(module, Stack):
             for block in module.blocks:
-                _shard_block(cast(Block, block), mesh, dims, bfloat16)
+                layer = (
+                    cast(Block, block).sparse_feed_forward if cast(Block, block).sparse else None
+                )
+                shard_block(block, layer, mesh, dims, bfloat16=bfloat16)
     shard_unit(model, mesh, dims, experts=False, bfloat16=False)
 
     # The router's logits by sequence are views of a tensor with a gradient. FSDP2 warns that writing
@@ -170,10 +174,24 @@ def _shard_over_data_ranks(
     warnings.filterwarnings("ignore", message, UserWarning)
 
 
-def _shard_block(block: Block, mesh: Mesh, dims: dict[nn.Parameter, int], bfloat16: bool) -> None:
-    """Makes a block, its experts and its router units of FSDP."""
-    if block.sparse:
-        layer = block.sparse_feed_forward
+def shard_block(
+    block: nn.Module,
+    layer: SparseFeedForward | None,
+    mesh: Mesh,
+    dims: Mapping[nn.Parameter, int],
+    *,
+    bfloat16: bool,
+) -> None:
+    """Makes a block, its experts and its router units of FSDP.
+
+    Args:
+        block: Any block of a Transformer.
+        layer: The sparse layer in it, if there is one.
+        mesh: The ranks.
+        dims: Dimension in which each parameter is sharded.
+        bfloat16: See `shard_model`.
+    """
+    if layer is not None:
         if mesh.experts.size() > 1:
             shard_unit(layer.experts, mesh, dims, experts=True, bfloat16=bfloat16)
 

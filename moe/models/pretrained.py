@@ -218,7 +218,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         warn_of_plain_experts(model)
         refuse_not_finite(model, source)
         _freeze_quantized_experts(model)
-        _align_weights(model)
+        align_weights(model)
         model.source_model = None if source is None else find_source_model(source)
         return result
 
@@ -407,7 +407,7 @@ def _freeze_quantized_experts(model: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def _align_weights(model: nn.Module) -> None:
+def align_weights(model: nn.Module) -> None:
     """Moves weights on a CPU to aligned addresses, so that products do not depend on the file."""
     for parameter in model.parameters():
         if isinstance(parameter, QuantizedWeight):

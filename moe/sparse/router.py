@@ -59,6 +59,7 @@ class Router(nn.Module):
             the other tokens of its group, for any capacity.
         mergeable: Whether rows of the gate may share a stored expert (`expert_map`). All slots must
             then come from `plan_choices`, where choices queue at stored experts.
+        needs_token_ids: Whether the router reads the ids of the tokens.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
@@ -66,6 +67,7 @@ class Router(nn.Module):
     single: ClassVar[bool] = False
     experts_choose: ClassVar[bool] = False
     mergeable: ClassVar[bool] = False
+    needs_token_ids: ClassVar[bool] = False
 
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
@@ -281,6 +283,7 @@ class RouterRegistry(Registry[type[Router]]):
             causal=value.causal,
             single=value.single,
             mergeable=value.mergeable,
+            needs_token_ids=value.needs_token_ids,
         )
         ROUTER_REQUIREMENTS.add(name, requirements)
         return value

@@ -31,12 +31,14 @@ class RouterRequirements:
         causal: Whether the router may be used in a decoder; see `Router`.
         single: Whether a token has one expert, so that `num_selected_experts` must be 1.
         mergeable: Whether rows of the gate may share an expert; see `Router`.
+        needs_token_ids: Whether the router reads the ids of the tokens.
     """
 
     options: type[Any]
     causal: bool
     single: bool
     mergeable: bool = False
+    needs_token_ids: bool = False
 
 
 ROUTER_REQUIREMENTS: Registry[RouterRequirements] = Registry("router")

@@ -25,11 +25,13 @@ from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
 from moe.sparse.all_routers import build_router
+from moe.sparse.config import SparseConfig
+from moe.sparse.router import Router
 from moe.sparse.router_options import ROUTER_REQUIREMENTS, option_names
 
 Method = Literal["copy", "drop_reinit"]
 
-_EXACT_ROUTING: Mapping[str, Any] = {
+EXACT_ROUTING: Mapping[str, Any] = {
     "router": "token_choice",
     "decoder_router": None,
     "decoder_router_options": None,
@@ -149,17 +151,17 @@ class Upcycling:
         }
         for (name, number), decoder in zip(sparse_layers.items(), (False, True), strict=True):
             if number is None:
-                sparse_layers[name] = _every_second(dense.stack_sizes(decoder)[0])
+                sparse_layers[name] = every_second(dense.stack_sizes(decoder)[0])
         settings = {
             "num_experts": G * self.num_experts,
             "num_selected_experts": G * self.num_selected_experts,
             "expert_d_ff": None if G == 1 else dense.d_ff // G,
             **sparse_layers,
         }
-        fields = {**_EXACT_ROUTING, **settings, **self.fields}
-        fields["router_options"] = self._options(fields["router"], "router_options")
+        fields = {**EXACT_ROUTING, **settings, **self.fields}
+        fields["router_options"] = self.router_options(fields["router"], "router_options")
         if fields["decoder_router"] is not None:
-            options = self._options(fields["decoder_router"], "decoder_router_options")
+            options = self.router_options(fields["decoder_router"], "decoder_router_options")
             fields["decoder_router_options"] = options
         return dense.replaced(**fields)
 
@@ -178,8 +180,12 @@ class Upcycling:
                     f"{name} cannot be set: the sparse model has that of the dense one. Leave it out."
                 )
 
-    def _options(self, router: str, field_name: str) -> dict[str, Any]:
-        """Returns the options of a router: those with which nothing is lost, then the given ones."""
+    def router_options(self, router: str, field_name: str) -> dict[str, Any]:
+        """Returns the options of a router: those with which nothing is lost, then the given ones.
+
+        Raises:
+            ConfigError: When the field of that name is no mapping.
+        """
         given = self.fields.get(field_name)
         is_mapping = given is None or isinstance(given, Mapping)
         check(is_mapping, field_name, given, "a mapping of options, or None")
@@ -188,7 +194,7 @@ class Upcycling:
         return exact | dict(given or {})
 
 
-def _every_second(num_blocks: int) -> int:
+def every_second(num_blocks: int) -> int:
     """Returns the largest number of sparse layers, at most half of the blocks, that divides them."""
     return max(
         number for number in range(1, max(1, num_blocks // 2) + 1) if num_blocks % number == 0
@@ -252,13 +258,19 @@ def draw_routers(config: STMoEConfig, upcycling: Upcycling) -> dict[str, Tensor]
             for block in range(num_blocks):
                 if not config.is_sparse_block(block, decoder=decoder):
                     continue
-                router = build_router(config.sparse_config(decoder=decoder))
-                if upcycling.granularity > 1:
-                    rows = router.gate.data[:: upcycling.granularity]  # [E, D]
-                    router.gate.data = rows.repeat_interleave(upcycling.granularity, dim=0)
+                router = draw_router(config.sparse_config(decoder=decoder), upcycling)
                 for name, tensor in router.state_dict().items():
                     drawn[f"{prefix}.blocks.{block}.{_ROUTER}{name}"] = tensor
     return drawn
+
+
+def draw_router(config: SparseConfig, upcycling: Upcycling) -> Router:
+    """Returns a router of new numbers; the parts of a copy have equal rows."""
+    router = build_router(config)
+    if upcycling.granularity > 1:
+        rows = router.gate.data[:: upcycling.granularity]  # [E, D]
+        router.gate.data = rows.repeat_interleave(upcycling.granularity, dim=0)
+    return router
 
 
 def _dense_name(name: str) -> str:
@@ -295,11 +307,31 @@ def _sparse_weight(
         is_factor = config.expert_bias == "multiplicative"
         return torch.full((G * E, F // G), 1.0 if is_factor else 0.0, dtype=weight.dtype)
 
+    layer = name.partition(_EXPERTS)[0]
+    return expert_copies(weight, layer, upcycling, F, is_down=name.endswith("down_proj"))
+
+
+def expert_copies(
+    weight: Tensor, layer: str, upcycling: Upcycling, F: int, *, is_down: bool
+) -> Tensor:
+    """Returns the weights of all experts that are copies, or parts of copies, of a dense layer.
+
+    Args:
+        weight: <any>[2F or F, D] (gate above up), or [D, F].
+        layer: Name of the layer, from which re-initialized units follow.
+        upcycling: The settings.
+        F: Number of hidden units of the dense layer.
+        is_down: Whether the hidden units are columns.
+
+    Returns:
+        <any>[G E, 2F/G or F/G, D], or [G E, D, F/G].
+    """
+    E = upcycling.num_experts
+    G = upcycling.granularity
+
     # Copies with their own memory: shared storage would train, and be saved, as one expert.
     copies = weight.repeat(E, 1, 1)  # [E, 2F or F, D], or [E, D, F]
-    is_down = name.endswith("down_proj")
     if upcycling.method == "drop_reinit":
-        layer = name.partition(_EXPERTS)[0]
         for expert in range(E):
             _reinitialize(copies[expert], layer, expert, upcycling, F, is_down=is_down)
 

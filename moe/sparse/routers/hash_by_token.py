@@ -50,6 +50,7 @@ class HashRouter(Router):
 
     Options: ClassVar[type[HashOptions]] = HashOptions
     single: ClassVar[bool] = True
+    needs_token_ids: ClassVar[bool] = True
 
     @classmethod
     def num_parameters(cls, config: SparseConfig) -> int:

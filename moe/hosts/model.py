@@ -1,0 +1,239 @@
+"""A host's class with sparse layers: its losses reach `loss`, and its routers' records the output."""
+
+import functools
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_outputs import Seq2SeqLMOutput
+from transformers.utils.generic import can_return_tuple
+
+from moe.errors import ConfigError
+from moe.hosts.blocks import HostFeedForward, Site, prepare_blocks, sparse_sites
+from moe.hosts.host import Host
+from moe.hosts.settings import HostSettings
+from moe.models.inputs import IGNORED_LABEL, check_num_items
+from moe.models.losses import share_of_targets
+from moe.models.outputs import RouterRecords
+from moe.registry import Registry
+from moe.sparse.editing import Stack
+from moe.sparse.experts import Experts
+from moe.sparse.integration import collect_routers
+from moe.sparse.layer import RouterOutput
+from moe.sparse.router import Router
+
+RECORDS = [
+    "ce_loss",
+    "load_balance_loss",
+    "router_z_loss",
+    "encoder_router_outputs",
+    "decoder_router_outputs",
+]
+"""Fields of the output that a host does not have."""
+
+
+@dataclass
+class SparseHostOutput(Seq2SeqLMOutput):
+    """A host's output, and what its routers did.
+
+    Attributes:
+        loss: <float32>[] the host's loss and the weighted losses of the routers.
+        ce_loss: <float32>[] the host's loss alone.
+        load_balance_loss: <float32>[] sum or mean over sparse layers, unweighted.
+        router_z_loss: <float32>[] likewise.
+        encoder_router_outputs: One RouterOutput for each sparse layer of the encoder; on request.
+        decoder_router_outputs: The same of the decoder.
+    """
+
+    ce_loss: Tensor | None = None
+    load_balance_loss: Tensor | None = None
+    router_z_loss: Tensor | None = None
+    encoder_router_outputs: RouterRecords | None = None
+    decoder_router_outputs: RouterRecords | None = None
+
+
+class SparseHost:
+    """Put before a host's class, it makes a class of that host with sparse layers.
+
+    `from_pretrained`, `save_pretrained`, `generate` and everything else are the host's. Its
+    configuration has `sparse_layers`, see HostSettings.
+
+    Attributes:
+        host: Describes the host.
+        settings: Settings of the sparse layers.
+    """
+
+    host: ClassVar[Host]
+    settings: HostSettings
+    config_class: Any
+
+    # In a model loaded in float16, routers still compute in float32.
+    _keep_in_fp32_modules: ClassVar[Any] = ["router"]
+
+    # transformers' Trainer then gives num_items_in_batch and divides no loss itself.
+    accepts_loss_kwargs = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Gives `forward` the host's signature, which the Trainer and `generate` read."""
+        super().__init_subclass__(**kwargs)
+        host_forward = cast(Any, super()).forward
+
+        @functools.wraps(host_forward)
+        def forward(self: "SparseHost", *args: Any, **kwargs: Any) -> Any:
+            return self.forward_with_routers(*args, **kwargs)
+
+        cls.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        """Makes a host with new experts and routers.
+
+        Raises:
+            ConfigError: When the configuration has no settings of sparse layers, or they do not
+                fit the host.
+        """
+        settings = HostSettings.from_config(config)
+        settings.check_host(self.host, config)
+        super().__init__(config)  # pyright: ignore[reportCallIssue]
+        for site in self.become_sparse(settings):
+            setattr(site.block, self.host.feed_forward, HostFeedForward(site.config))
+
+    @classmethod
+    def sparse_type(cls) -> str:
+        """Returns the `model_type` of the host with sparse layers."""
+        return cls.config_class.model_type
+
+    def become_sparse(self, settings: HostSettings) -> list[Site]:
+        """Prepares the blocks of a host, and returns where its sparse layers belong."""
+        self.settings = settings
+        model = cast(Any, self)
+        model._no_split_modules = model._no_split_modules | prepare_blocks(model, self.host)
+        return list(sparse_sites(model, self.host, settings))
+
+    def num_tokens(self) -> int:
+        """Returns the number of token ids that both stacks have."""
+        model = cast(Any, self)
+        head = model.get_output_embeddings().weight
+        return min(model.get_input_embeddings().num_embeddings, head.shape[0])
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Re-initializes the weights of one module; transformers keeps those that were loaded."""
+        if isinstance(module, Experts | Router):
+            module.reset_parameters()
+        else:
+            cast(Any, super())._init_weights(module)
+
+    @can_return_tuple
+    def forward_with_routers(
+        self,
+        *args: Any,
+        num_items_in_batch: Tensor | int | None = None,
+        output_router_logits: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns the host's output, with the losses of the routers in `loss`.
+
+        Args:
+            args: Arguments of the host.
+            num_items_in_batch: Targets of the whole batch of which this is a part, as the Trainer
+                counts them; the losses of the routers then add up over the parts, too.
+            output_router_logits: Whether to return the records of the routers.
+            kwargs: Arguments of the host. Positions after the last label of a row are not routed,
+                unless there is a `decoder_attention_mask`.
+
+        Raises:
+            ConfigError: When the Trainer took the labels of a training step away, so that the
+                losses of the routers would be left out.
+        """
+        host_forward = cast(Any, super()).forward
+        names = list(inspect.signature(host_forward).parameters)
+        kwargs.update(zip(names, args, strict=False))
+        labels = kwargs.get("labels")
+        if num_items_in_batch is not None:
+            kwargs["num_items_in_batch"] = num_items_in_batch
+        if labels is None:
+            self._refuse_missing_labels(num_items_in_batch)
+        elif kwargs.get("decoder_attention_mask") is None:
+            kwargs["decoder_routing_mask"] = until_last_label(labels)
+
+        # Records of the layers that run; an encoder whose output was given does not.
+        records: dict[Stack, list[RouterOutput]] = {"encoder": [], "decoder": []}
+        with ExitStack() as contexts:
+            for name in records if labels is not None or output_router_logits else ():
+                decoder = name == "decoder"
+                if self.settings.blocks(decoder=decoder):
+                    stack = self.host.stack_module(cast(nn.Module, self), decoder=decoder)
+                    records[name] = contexts.enter_context(collect_routers(stack))
+            output = host_forward(**kwargs, return_dict=True)
+
+        fields: dict[str, Any] = {}
+        if labels is not None:
+            routers = [*records["encoder"], *records["decoder"]]
+            fields = self._losses(output.loss, routers, labels, num_items_in_batch)
+        if output_router_logits:
+            for name, routers in records.items():
+                fields[f"{name}_router_outputs"] = RouterRecords(routers) or None
+        return SparseHostOutput(**{**output, **fields})
+
+    def _losses(
+        self,
+        ce_loss: Tensor,
+        routers: Sequence[RouterOutput],
+        labels: Tensor,
+        num_items_in_batch: Tensor | int | None,
+    ) -> dict[str, Tensor]:
+        """Returns the losses <float32>[] by their names in the output."""
+        load_balance = torch.zeros_like(ce_loss)
+        router_z = torch.zeros_like(ce_loss)
+        for router in routers:
+            layer_balance = router.losses.load_balance_loss
+            layer_z = router.losses.router_z_loss
+            if num_items_in_batch is not None:
+                num_items = check_num_items(num_items_in_batch, labels)
+                layer_balance, layer_z = share_of_targets(router, labels, num_items.clamp(min=1))
+            load_balance = load_balance + layer_balance
+            router_z = router_z + layer_z
+
+        if self.settings.router_loss_reduction == "mean":
+            load_balance = load_balance / max(1, len(routers))
+            router_z = router_z / max(1, len(routers))
+        loss = (
+            ce_loss
+            + self.settings.load_balance_loss_weight * load_balance
+            + self.settings.router_z_loss_weight * router_z
+        )
+        return {
+            "loss": loss,
+            "ce_loss": ce_loss.detach(),
+            "load_balance_loss": load_balance.detach(),
+            "router_z_loss": router_z.detach(),
+        }
+
+    def _refuse_missing_labels(self, num_items_in_batch: Tensor | int | None) -> None:
+        """Raises a ConfigError for a training step without labels."""
+        settings = self.settings
+        weights = (settings.load_balance_loss_weight, settings.router_z_loss_weight)
+        if num_items_in_batch is None or not cast(nn.Module, self).training or not any(weights):
+            return
+        raise ConfigError(
+            "The Trainer gave num_items_in_batch without labels, so the losses of "
+            f"load_balance_loss_weight {weights[0]} and router_z_loss_weight {weights[1]} would be "
+            "left out. Set label_smoothing_factor to 0, use no compute_loss_func, or set both "
+            "weights to 0."
+        )
+
+
+def until_last_label(labels: Tensor) -> Tensor:
+    """Returns <bool>[B, T] the positions of labels <int64>[B, T] up to the last target of each row."""
+    is_target = (labels != IGNORED_LABEL).int()
+    num_left = is_target.flip(-1).cumsum(-1).flip(-1)  # targets from a position on
+    return num_left > 0
+
+
+HOSTS: Registry[type[SparseHost]] = Registry("host", base=SparseHost)
+"""The classes with sparse layers, by the `model_type` of the dense host."""

@@ -1,0 +1,219 @@
+"""Which feed-forwards of a host are sparse, and how: plain values that are saved in its config.json."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from moe.checks import check, check_field_types, check_integer, check_number, shown
+from moe.errors import ConfigError, did_you_mean
+from moe.hosts.host import Host
+from moe.models.configuration import Reduction
+from moe.sparse.config import SparseConfig
+from moe.sparse.router_options import ROUTER_REQUIREMENTS
+from moe.surgery.upcycle import EXACT_ROUTING, Upcycling, every_second
+
+_FROM_HOST = ("d_model", "d_ff", "activation", "gated", "decoder")
+_FROM_SETTINGS = ("num_experts", "num_selected_experts", "expert_map")
+
+
+@dataclass(frozen=True)
+class HostSettings:
+    """Settings of the sparse layers of a host.
+
+    Attributes:
+        encoder_blocks: Numbers of the blocks of the encoder that are sparse, from 0.
+        decoder_blocks: The same of the decoder.
+        num_experts: Experts of a layer, E.
+        num_selected_experts: Experts of a token, K.
+        granularity: Parts into which each copy of a feed-forward is cut; an expert has d_ff /
+            granularity units.
+        layer: Further fields of SparseConfig, for both stacks; see there.
+        load_balance_loss_weight: Factor of the balance loss in the loss of the model.
+        router_z_loss_weight: Factor of the router z-loss.
+        router_loss_reduction: Whether both are the `sum` or the `mean` over layers.
+    """
+
+    encoder_blocks: tuple[int, ...]
+    decoder_blocks: tuple[int, ...]
+    num_experts: int
+    num_selected_experts: int
+    granularity: int = 1
+    layer: Mapping[str, Any] = field(default_factory=dict)
+    load_balance_loss_weight: float = 0.01
+    router_z_loss_weight: float = 0.001
+    router_loss_reduction: Reduction = "sum"
+
+    def __post_init__(self) -> None:
+        """Raises a ConfigError for a value that is no setting of a sparse layer in a host."""
+        # JSON has lists.
+        for name in ("encoder_blocks", "decoder_blocks"):
+            blocks = getattr(self, name)
+            check(isinstance(blocks, list | tuple), name, blocks, "a list of numbers of blocks")
+            object.__setattr__(self, name, tuple(blocks))
+        check(isinstance(self.layer, Mapping), "layer", self.layer, "fields of SparseConfig")
+        check_field_types(self)
+        check_integer("granularity", self.granularity, least=1)
+        check_number("load_balance_loss_weight", self.load_balance_loss_weight, least=0)
+        check_number("router_z_loss_weight", self.router_z_loss_weight, least=0)
+
+        for name in (*_FROM_HOST, *_FROM_SETTINGS):
+            if name in self.layer:
+                raise ConfigError(
+                    f"{name} cannot be set as a field: it follows from the host or from another "
+                    "setting. Leave it out."
+                )
+        _check_inputs(self.layer)
+
+    @classmethod
+    def from_config(cls, config: PreTrainedConfig) -> "HostSettings":
+        """Returns the settings in the configuration of a model.
+
+        Raises:
+            ConfigError: When there are none, or one is unknown or invalid.
+        """
+        saved: Any = getattr(config, "sparse_layers", None)
+        expected = "the settings that upcycle_host writes into config.json"
+        check(isinstance(saved, Mapping), "sparse_layers", saved, expected)
+        known = [item.name for item in fields(cls)]
+        for name in saved:
+            if name not in known:
+                raise ConfigError(
+                    f"sparse_layers has no setting {shown(name)}.{did_you_mean(name, known)} "
+                    f"Known: {', '.join(known)}."
+                )
+        try:
+            return cls(**saved)
+        except TypeError as error:
+            raise ConfigError(f"sparse_layers in config.json is incomplete: {error}") from error
+
+    @classmethod
+    def from_upcycling(
+        cls, host: Host, config: PreTrainedConfig, upcycling: Upcycling
+    ) -> "HostSettings":
+        """Returns the settings of an upcycled host; those that are not given lose nothing.
+
+        Args:
+            host: The host.
+            config: Its configuration.
+            upcycling: Its `fields` are fields of SparseConfig, or of this class.
+
+        Raises:
+            ConfigError: When a setting does not fit the host.
+        """
+        given = dict(upcycling.fields)
+        losses: dict[str, Any] = {}
+        for name in ("load_balance_loss_weight", "router_z_loss_weight", "router_loss_reduction"):
+            if name in given:
+                losses[name] = given.pop(name)
+
+        # Both stacks have the same router.
+        known = {item.name for item in fields(SparseConfig)}
+        exact = {name: value for name, value in EXACT_ROUTING.items() if name in known}
+        layer = {**exact, **given}
+        layer["router_options"] = upcycling.router_options(layer["router"], "router_options")
+        G = upcycling.granularity
+        settings = cls(
+            encoder_blocks=_sparse_blocks(host, config, upcycling, decoder=False),
+            decoder_blocks=_sparse_blocks(host, config, upcycling, decoder=True),
+            num_experts=G * upcycling.num_experts,
+            num_selected_experts=G * upcycling.num_selected_experts,
+            granularity=G,
+            layer=layer,
+            **losses,
+        )
+        settings.check_host(host, config)
+        return settings
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the values of config.json."""
+        return asdict(self)
+
+    def blocks(self, *, decoder: bool) -> tuple[int, ...]:
+        """Returns the numbers of the sparse blocks of a stack."""
+        return self.decoder_blocks if decoder else self.encoder_blocks
+
+    def sparse_config(self, host: Host, config: PreTrainedConfig, *, decoder: bool) -> SparseConfig:
+        """Returns the settings of each sparse layer of a stack.
+
+        Raises:
+            ConfigError: When `granularity` does not divide the width, or a setting is invalid.
+        """
+        host_fields = host.layer_fields(config, decoder=decoder)
+        d_ff = host_fields["d_ff"]
+        if d_ff % self.granularity:
+            raise ConfigError(
+                f"granularity is {self.granularity}; expected a divisor of d_ff, {d_ff} in the "
+                f"{'decoder' if decoder else 'encoder'}: each layer is split into equal parts."
+            )
+        return SparseConfig(
+            **{
+                **host_fields,
+                "d_ff": d_ff // self.granularity,
+                "num_experts": self.num_experts,
+                "num_selected_experts": self.num_selected_experts,
+                **self.layer,
+            }
+        )
+
+    def check_host(self, host: Host, config: PreTrainedConfig) -> None:
+        """Raises a ConfigError when the host has no such blocks, or its layers cannot be built."""
+        check(
+            bool(self.encoder_blocks or self.decoder_blocks),
+            "The sparse blocks of the host",
+            (),
+            "at least one block of the encoder or the decoder",
+        )
+        for decoder in (False, True):
+            name = "decoder_blocks" if decoder else "encoder_blocks"
+            most = host.count_blocks(config, decoder=decoder) - 1
+            for block in self.blocks(decoder=decoder):
+                check_integer(name, block, least=0, most=most)
+            if self.blocks(decoder=decoder):
+                self.sparse_config(host, config, decoder=decoder)
+
+
+def _check_inputs(layer: Mapping[str, Any]) -> None:
+    """Raises a ConfigError for routing that needs what a host's feed-forward is not given."""
+    router_input = layer.get("router_input", "hidden")
+    if router_input != "hidden":
+        raise ConfigError(
+            f"router_input is {router_input!r}; expected 'hidden': the feed-forward of a host is "
+            "given hidden states, not word embeddings."
+        )
+    router = layer.get("router", SparseConfig.router)
+    if ROUTER_REQUIREMENTS.get(router).needs_token_ids:
+        names = ROUTER_REQUIREMENTS.names()
+        others = [name for name in names if not ROUTER_REQUIREMENTS.get(name).needs_token_ids]
+        raise ConfigError(
+            f"Router {router!r} needs the ids of the tokens, but the feed-forward of a host is "
+            f"given hidden states. Choose one of {', '.join(others)}."
+        )
+    scope = layer.get("balance_scope", "group")
+    if scope not in ("group", "micro_batch"):
+        raise ConfigError(
+            f"balance_scope is {scope!r}; expected 'group' or 'micro_batch': a host computes its "
+            "loss from one call on one rank."
+        )
+
+
+def _sparse_blocks(
+    host: Host, config: PreTrainedConfig, upcycling: Upcycling, *, decoder: bool
+) -> tuple[int, ...]:
+    """Returns the last block of each equal stretch of a stack.
+
+    Raises:
+        ConfigError: When the number of sparse layers does not divide that of the blocks.
+    """
+    num_blocks = host.count_blocks(config, decoder=decoder)
+    name = "num_sparse_decoder_layers" if decoder else "num_sparse_encoder_layers"
+    num_sparse = getattr(upcycling, name)
+    if num_sparse is None:
+        num_sparse = every_second(num_blocks)
+    if not num_sparse:
+        return ()
+    divides = 0 < num_sparse <= num_blocks and num_blocks % num_sparse == 0
+    check(divides, name, num_sparse, f"0 or a divisor of the {num_blocks} blocks of the stack")
+    stretch = num_blocks // num_sparse
+    return tuple(range(stretch - 1, num_blocks, stretch))

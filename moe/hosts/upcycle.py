@@ -1,0 +1,129 @@
+"""Upcycles a host: the experts of a sparse layer are copies of its dense feed-forward."""
+
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from moe.checkpoint.loading import load_complete
+from moe.convert.formats import find_tokenizer_files
+from moe.errors import ConfigError
+from moe.hosts.all_hosts import find_host
+from moe.hosts.blocks import HostFeedForward, Site
+from moe.hosts.host import Host
+from moe.hosts.settings import HostSettings
+from moe.models.transformers_private import find_file
+from moe.models.weight_files import write_weight_sums
+from moe.surgery.upcycle import Upcycling, draw_router, expert_copies
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "chat_template.jinja")
+
+
+def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
+    """Makes feed-forwards of a host sparse, and returns the model, which is changed in place.
+
+    It becomes an instance of a subclass of its class. With the default settings it computes what it
+    did. One dense layer is freed before the next one is copied.
+
+    Example:
+        model = AutoModelForSeq2SeqLM.from_pretrained("google/t5gemma-2b-2b-ul2")
+        model = upcycle_host(model, Upcycling(num_experts=8))
+        model.save_pretrained("sparse")  # load_host("sparse") in another process
+
+    Args:
+        model: An instance of a class that a record in moe/hosts/records names.
+        upcycling: The settings; `fields` are of SparseConfig, or the weights of the losses in
+            HostSettings.
+
+    Raises:
+        ConfigError: When the model is no known host, or a setting does not fit it.
+    """
+    sparse_class = find_host(getattr(getattr(model, "config", None), "model_type", None))
+    host = sparse_class.host
+    if type(model) is not host.dense_class:
+        raise ConfigError(
+            f"upcycle_host got a {type(model).__name__}; expected a {host.dense_class.__name__}, "
+            "whole and without adapters."
+        )
+    settings = HostSettings.from_upcycling(host, model.config, upcycling)
+
+    # The same object, with everything that it has besides the feed-forwards.
+    sparse = cast(Any, model)
+    sparse.config.__class__ = sparse_class.config_class
+    sparse.config.sparse_layers = settings.to_dict()
+    sparse.__class__ = sparse_class
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(upcycling.seed)
+        for site in sparse.become_sparse(settings):
+            _make_sparse(site, host, upcycling)
+    return sparse
+
+
+@torch.no_grad()
+def _make_sparse(site: Site, host: Host, upcycling: Upcycling) -> None:
+    """Puts a sparse layer of copies where a block has its dense layer."""
+    dense = getattr(site.block, host.feed_forward)
+    down = dense.get_submodule(host.down).weight.detach()  # [D, F]
+    first = [dense.get_submodule(name).weight.detach() for name in host.first]  # [F, D] each
+    with torch.device("meta"):
+        feed_forward = HostFeedForward(site.config)
+    experts = cast(Any, feed_forward.sparse).experts
+
+    # Stacked weights of all experts, and those of a bias without effect.
+    F = down.shape[1]
+    up = torch.cat(first)  # [2F or F, D]
+    weights: dict[str, Tensor] = {
+        "gate_up_proj" if site.config.gated else "up_proj": expert_copies(
+            up, site.name, upcycling, F, is_down=False
+        ),
+        "down_proj": expert_copies(down, site.name, upcycling, F, is_down=True),
+    }
+    if experts.bias is not None:
+        initial = 1.0 if site.config.expert_bias == "multiplicative" else 0.0
+        weights["bias"] = torch.full_like(
+            experts.bias, initial, dtype=down.dtype, device=down.device
+        )
+    experts.load_state_dict(weights, assign=True)
+
+    router = draw_router(site.config, upcycling)
+    cast(Any, feed_forward.sparse).router = router.to(down)
+    feed_forward.train(dense.training)
+    setattr(site.block, host.feed_forward, feed_forward)
+
+
+def upcycle_host_folder(
+    source: Path | str, folder: Path, upcycling: Upcycling, **download: Any
+) -> None:
+    """Writes the upcycled model of a host, with its tokenizer and processor.
+
+    Args:
+        source: A folder of a dense host, or a name of the hub.
+        folder: Exists, and is empty.
+        upcycling: The settings; see `upcycle_host`.
+        download: `revision`, `token`, `cache_dir` and the like.
+
+    Raises:
+        ConfigError: When it is no known host, or a setting does not fit it.
+        CheckpointError: When weights are missing, unexpected or damaged.
+    """
+    # Settings that do not fit are refused before the weights are read.
+    config = AutoConfig.from_pretrained(source, **download)
+    host = find_host(config.model_type).host
+    HostSettings.from_upcycling(host, config, upcycling)
+    if Path(source).is_dir():
+        model = load_complete(host.dense_class, source)
+    else:
+        model = host.dense_class.from_pretrained(source, **download)
+
+    upcycle_host(model, upcycling).save_pretrained(folder)
+    write_weight_sums(folder)
+    files = find_tokenizer_files(source, download)
+    for name in _PROCESSOR_FILES:
+        path = find_file(source, name, **download)
+        if path is not None:
+            files[name] = path
+    for name, path in files.items():
+        shutil.copyfile(path, folder / name)

@@ -1,0 +1,279 @@
+"""What every host must do, whichever files are in moe/hosts/records.
+
+The oracle is the dense host: with copied experts whose gates sum to 1, its twin computes the same.
+"""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from moe.errors import CheckpointError
+from moe.hosts.all_hosts import load_host, load_hosts
+from moe.hosts.upcycle import upcycle_host
+from moe.models.pretrained import enable_activation_checkpointing
+from moe.sparse.editing import edit_routing, sparse_layers
+from moe.sparse.edits import RerouteExperts
+from moe.surgery.upcycle import Upcycling
+from moe.tracing.recorder import record_routing, traced_batches
+from tests.hosts.tiny_hosts import TINY, dense_host, sparse_host
+from tests.models.tiny import tiny_batch
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
+
+HOSTS = load_hosts().names()
+each_host = pytest.mark.parametrize("name", HOSTS)
+REAL = tiny_batch()["labels"] != -100
+
+
+def close(a, b, atol=1e-5, rtol=1e-5):
+    torch.testing.assert_close(a, b, atol=atol, rtol=rtol)
+
+
+def logits(model, **changes):
+    """Returns the logits of positions with a target."""
+    with torch.no_grad():
+        return model(**{**tiny_batch(), **changes}).logits[REAL]
+
+
+def generated(model):
+    batch = tiny_batch()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return model.generate(**inputs, max_new_tokens=9, do_sample=False)
+
+
+def test_every_host_has_a_tiny_model():
+    assert sorted(TINY) == HOSTS
+
+
+@each_host
+@pytest.mark.parametrize("training", [False, True])
+def test_a_host_and_its_upcycled_twin_agree(name, training):
+    dense, sparse = dense_host(name).train(training), sparse_host(name).train(training)
+    assert isinstance(sparse, type(dense))
+    assert list(sparse_layers(sparse)) == [("encoder", 0), ("decoder", 0)]
+    theirs, ours = dense(**tiny_batch()), sparse(**tiny_batch())
+    close(ours.ce_loss, theirs.loss)
+    close(ours.logits[REAL], theirs.logits[REAL])
+    assert torch.equal(generated(sparse.eval()), generated(dense.eval()))
+
+
+@each_host
+def test_parts_of_copies_agree_too(name):
+    sparse = sparse_host(name, granularity=2, num_selected_experts=3)
+    down = sparse_layers(sparse)["decoder", 0].experts.down_proj
+    assert down.shape == (10, 10, 7)
+    close(logits(sparse), logits(dense_host(name)))
+
+
+@each_host
+def test_any_gate_gives_the_host_until_the_eps_of_the_norm_matters(name):
+    fields = {"router": "switch", "router_initializer_std": 0.02}
+    switch = Upcycling(num_experts=8, num_selected_experts=1, fields=fields)
+    dense = dense_host(name)
+    norm_after = load_hosts().get(name).host.norm_after
+    norms = [part for path, part in dense.named_modules() if path.endswith(norm_after)]
+    for norm in norms:
+        norm.eps = 1e-12
+    gated = upcycle_host(copy.deepcopy(dense), switch)
+    close(logits(gated), logits(dense), atol=2e-5, rtol=1e-4)
+    for norm in norms:
+        norm.eps = 1e-6
+
+    # A feed-forward of rms r, with a gate g, is scaled by 1 / sqrt(1 + eps / (g r)^2).
+    block = dense.model.decoder.layers[1]
+    with torch.no_grad():
+        block.mlp.down_proj.weight *= 1e-3
+        x = torch.randn(1, 7, 10)
+        host_output = block.mlp(x)
+        before = block.post_feedforward_layernorm(host_output)
+        twin = upcycle_host(dense, switch).model.decoder.layers[1]
+        sparse_output, router = twin.mlp.sparse(x)
+        after = twin.post_feedforward_layernorm(sparse_output)
+    gate = router.plan.combine_weight.sum(-1)[..., None]
+    rms = host_output.square().mean(-1, keepdim=True).sqrt()
+    eps = block.post_feedforward_layernorm.eps
+    limit = torch.sqrt((1 + eps / rms**2) / (1 + eps / (gate * rms) ** 2))
+    assert limit.min() < 0.9
+    close(after, before * limit, atol=1e-4, rtol=1e-3)
+
+
+@each_host
+def test_padding_is_not_routed_and_changes_nothing(name):
+    sparse = sparse_host(name, fields={"capacity_factor": 1.0, "eval_capacity_factor": 1.0})
+    batch = tiny_batch()
+    output = sparse(**batch, output_router_logits=True)
+    for records, mask in (
+        (output.encoder_router_outputs, batch["attention_mask"].bool()),
+        (output.decoder_router_outputs, REAL),
+    ):
+        assert len(records) == 1
+        for record in records:
+            assert torch.equal(record.plan.token_mask.reshape(mask.shape), mask)
+    changed = {
+        **batch,
+        "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 77),
+    }
+    close(sparse(**changed).loss, output.loss, atol=1e-6, rtol=0)
+
+    # A mask for the decoder overrides the labels.
+    mask = REAL.long()
+    mask[:, 0] = 0
+    masked = sparse(**batch, decoder_attention_mask=mask, output_router_logits=True)
+    routed = masked.decoder_router_outputs[0].plan.token_mask.reshape(mask.shape)
+    assert torch.equal(routed, mask.bool())
+
+
+@each_host
+def test_losses_of_the_routers_reach_the_loss_and_add_up_over_parts(name):
+    fields = {
+        "group_size": 1,
+        "load_balance_loss_weight": 3.0,
+        "router_z_loss_weight": 2.0,
+        "router_loss_reduction": "mean",
+    }
+    sparse = sparse_host(name, fields=fields)
+    batch = tiny_batch()
+    output = sparse(**batch)
+    expected = output.ce_loss + 3 * output.load_balance_loss + 2 * output.router_z_loss
+    close(output.loss, expected)
+    output.loss.backward()
+    assert sparse_layers(sparse)["encoder", 0].router.gate.grad.abs().max() > 1e-3
+
+    # Parts of a batch, as the Trainer accumulates them.
+    num_items = int(REAL.sum())
+    whole = sparse(**batch, num_items_in_batch=num_items)
+    parts = []
+    for rows in (slice(0, 1), slice(1, 4)):
+        part = {key: value[rows] for key, value in batch.items()}
+        parts.append(sparse(**part, num_items_in_batch=num_items).loss)
+    close(sum(parts), whole.loss)
+    assert isinstance(sparse(**batch, return_dict=False), tuple)
+
+
+def gradients(model, checkpointed, dtype):
+    model = model.to(dtype).train()
+    if checkpointed:
+        enable_activation_checkpointing(model, {"use_reentrant": False})
+    first, second = tiny_batch(), tiny_batch(seed=1)
+    second["attention_mask"][:, -4:] = 0
+
+    # Both forward passes before the first backward pass: each needs its own mask again.
+    losses = [model(**batch).loss for batch in (first, second)]
+    for loss in losses:
+        loss.backward()
+    return {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+
+
+@each_host
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpointed_gradients_are_the_same(name, dtype):
+    fields = {"capacity_factor": 1.0}
+    plain = gradients(sparse_host(name, fields=fields), False, dtype)
+    again = gradients(sparse_host(name, fields=fields), True, dtype)
+    assert plain.keys() == again.keys() and "experts.gate_up_proj" in " ".join(plain)
+    for key, gradient in plain.items():
+        assert gradient.dtype == dtype and gradient.isfinite().all()
+        assert torch.equal(gradient, again[key]), key
+
+
+@pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
+@each_host
+def test_experts_learn_by_lora(name, tmp_path):
+    sparse = sparse_host(name)
+    before = logits(sparse)
+    config = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    model = get_peft_model(sparse, config)
+    close(logits(model), before)
+    model.train()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(3):
+        losses.append(model(**tiny_batch()).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    trained = logits(model.eval())
+    merged = model.merge_and_unload()
+    assert isinstance(merged, type(sparse))
+    close(logits(merged), trained)
+
+    # PEFT compares the encoder's embedding with the head; the head of T5Gemma is the decoder's.
+    merged.config.tie_word_embeddings = True
+    merged.save_pretrained(tmp_path)
+    close(logits(load_host(tmp_path)), trained)
+
+
+def first_experts(trace, key):
+    """Returns the first expert of each real token of a layer."""
+    (layer,) = [layer for layer in trace.layers if layer.key == key]
+    return layer.expert[:, 0].long()
+
+
+@each_host
+def test_routing_can_be_edited_and_recorded(name):
+    sparse = sparse_host(name, method="drop_reinit")
+    trace = record_routing(sparse, traced_batches([tiny_batch()]))
+    assert trace.facts.num_examples == 4 and len(trace.layers) == 2
+    key = ("decoder", 0)
+    favourite = int(first_experts(trace, key).mode().values)
+    with edit_routing(sparse, {key: RerouteExperts(favourite)}):
+        edited = record_routing(sparse, traced_batches([tiny_batch()]))
+    assert favourite not in first_experts(edited, key)
+    assert edited.facts.loss != trace.facts.loss
+
+
+@each_host
+def test_a_saved_host_computes_bit_for_bit_the_same(name, tmp_path):
+    sparse = sparse_host(name, fields={"expert_bias": "multiplicative"})
+    sparse.save_pretrained(tmp_path)
+    loaded = load_host(tmp_path)
+    assert type(loaded) is type(sparse) and loaded.settings == sparse.settings
+    assert torch.equal(logits(loaded), logits(sparse))
+    assert load_host(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+    # A weight that is not there is no reason to draw one.
+    weights = sparse.state_dict()
+    gate = next(key for key in weights if key.endswith("gate"))
+    del weights[gate]
+    sparse.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(CheckpointError, match=r"router\.gate"):
+        load_host(tmp_path)
+
+
+IN_A_FRESH_PROCESS = """
+import sys, torch
+from transformers import AutoModelForSeq2SeqLM
+folder = sys.argv[1]
+try:
+    AutoModelForSeq2SeqLM.from_pretrained(folder)
+except ValueError as error:
+    print(error)
+from moe.hosts.all_hosts import load_host
+saved = torch.load(f"{folder}/inputs.pt")
+for model in (load_host(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)):
+    with torch.no_grad():
+        difference = model(**saved["batch"]).logits - saved["logits"]
+    print(type(model).__name__, difference.abs().max().item() < 1e-4)
+"""
+
+
+@pytest.mark.slow
+@each_host
+def test_a_fresh_process_restores_a_host_or_refuses_it(name, tmp_path):
+    sparse = sparse_host(name)
+    sparse.save_pretrained(tmp_path)
+    with torch.no_grad():
+        inputs = {"batch": tiny_batch(), "logits": sparse(**tiny_batch()).logits}
+    torch.save(inputs, tmp_path / "inputs.pt")
+    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    class_name = type(sparse).__name__
+    assert f"sparse_{name}" in ended.stdout
+    assert ended.stdout.splitlines()[-2:] == [f"{class_name} True"] * 2

@@ -1,0 +1,144 @@
+"""Hosts with sparse layers on a mesh: loss, gradients and saved weights are those of one process.
+
+The oracle is the same model, whole, with the whole batch; every rank computes it. The hosts' norms
+compute in float32 even so.
+"""
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from moe.distributed.mesh import MeshConfig, build_mesh
+from moe.errors import ConfigError
+from moe.hosts.all_hosts import load_host, load_hosts
+from moe.hosts.parallelize import save_host, shard_host
+from tests.distributed.ranks import run_ranks
+from tests.hosts.tiny_hosts import sparse_host
+from tests.models.tiny import tiny_batch
+
+pytestmark = pytest.mark.slow
+
+MESHES = {"ep": {"ep": 2}, "fsdp": {"dp_shard": 2}}
+FIELDS = {
+    "group_size": 13,
+    "capacity_factor": 1.0,
+    "load_balance_loss_weight": 0.5,
+    "router_z_loss_weight": 0.2,
+}
+
+
+def build(name):
+    return sparse_host(name, num_experts=4, fields=FIELDS).double().train()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def differences(rank, num_ranks, name, sizes, folder):
+    """Returns how far a mesh is from one process."""
+    batch = tiny_batch()
+    num_items = int((batch["labels"] != -100).sum())
+    oracle = build(name)
+    expected = oracle(**batch, num_items_in_batch=num_items).loss
+    expected.backward()
+
+    mesh = build_mesh(MeshConfig(**sizes), "cpu")
+    model = build(name)
+    layouts = shard_host(model, mesh)
+    rows = {key: value[mesh.rows(4)] for key, value in batch.items()}
+    loss = model(**rows, num_items_in_batch=num_items).loss
+    loss.backward()
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+
+    # The experts are stored with gate and up projection apart.
+    worst = 0.0
+    theirs = {key: parameter.grad for key, parameter in oracle.named_parameters()}
+    num_gradients = 0
+    for key, parameter in model.named_parameters():
+        if parameter.grad is None:
+            assert theirs[key] is None, key
+            continue
+        gradient = whole(parameter.grad).reshape(theirs[key].shape)
+        worst = max(worst, float((gradient - theirs[key]).abs().max()))
+        num_gradients += 1
+
+    save_host(model, layouts, folder)
+    loaded = load_host(folder, dtype=torch.float64)
+    same = all(
+        torch.equal(value, loaded.state_dict()[key]) for key, value in oracle.state_dict().items()
+    )
+    local = model.model.decoder.layers[1].mlp.sparse.experts.down_proj.to_local().shape
+    return {
+        "loss": float((total - expected).abs()),
+        "gradients": worst,
+        "num_gradients": num_gradients,
+        "same": same,
+        "local": tuple(local),
+    }
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", load_hosts().names())
+def test_a_host_on_a_mesh_computes_and_saves_what_one_process_does(name, mesh, tmp_path):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    for result in run_ranks(differences, 2, tmp_path, name, MESHES[mesh], str(folder)):
+        assert result["loss"] < 1e-5
+        assert result["gradients"] < 1e-5
+        assert result["num_gradients"] > 30
+        assert result["same"]
+        assert result["local"] == (2, 10, 14)
+
+
+def generate(rank, num_ranks, name):
+    """Returns whether two ranks that share experts generate what one process does."""
+    inputs = {"input_ids": tiny_batch()["input_ids"], "max_new_tokens": 5, "min_new_tokens": 5}
+    model = build(name).eval()
+    expected = model.generate(**inputs, do_sample=False)
+    shard_host(model, build_mesh(MeshConfig(ep=2), "cpu"), gather=False)
+    return torch.equal(model.generate(**inputs, do_sample=False), expected)
+
+
+def plain_fsdp(rank, num_ranks, name):
+    """Returns how far torch's own FSDP is from one process, which averages gradients."""
+    batch = tiny_batch()
+    oracle, model = build(name), build(name)
+    oracle(**batch, num_items_in_batch=31).loss.backward()
+    for stack in (model.host.stack_module(model, decoder=decoder) for decoder in (False, True)):
+        for block in stack.layers:
+            fully_shard(block)
+    fully_shard(model)
+    rows = {key: value[2 * rank : 2 * rank + 2] for key, value in batch.items()}
+    model(**rows, num_items_in_batch=31).loss.backward()
+    theirs = dict(oracle.named_parameters())
+    worst = 0.0
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = num_ranks * whole(parameter.grad)
+            worst = max(worst, float((gradient - theirs[key].grad).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", load_hosts().names())
+def test_ranks_that_share_experts_generate(name, tmp_path):
+    assert run_ranks(generate, 2, tmp_path, name) == [True, True]
+
+
+@pytest.mark.parametrize("name", load_hosts().names())
+def test_fsdp_of_torch_needs_no_help(name, tmp_path):
+    assert max(run_ranks(plain_fsdp, 2, tmp_path, name)) < 1e-5
+
+
+def test_meshes_that_do_not_fit_are_refused():
+    model = sparse_host("t5gemma", num_experts=5)
+    mesh = build_mesh(MeshConfig(), "cpu")
+    with pytest.raises(ConfigError, match="tp 2"):
+        shard_host(model, mesh._replace(config=MeshConfig(tp=2)))
+    with pytest.raises(ConfigError, match="5 experts"):
+        shard_host(model, mesh._replace(config=MeshConfig(ep=2)))
+    with pytest.raises(ConfigError, match="load_host"):
+        shard_host(torch.nn.Linear(2, 2), mesh)
+    torch.distributed.destroy_process_group()

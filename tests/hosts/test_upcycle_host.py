@@ -1,0 +1,160 @@
+"""Hosts under the Trainer, `stmoe upcycle --from` a host, and what is refused with a number."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, T5GemmaModel
+from transformers.modeling_outputs import Seq2SeqLMOutput
+
+from moe.commands.upcycle import main
+from moe.errors import ConfigError
+from moe.hosts.all_hosts import find_host, load_host
+from moe.hosts.settings import HostSettings
+from moe.hosts.upcycle import upcycle_host
+from moe.surgery.upcycle import Upcycling
+from tests.hosts.tiny_hosts import dense_host, sparse_host
+from tests.models.tiny import tiny_batch, tiny_model
+from tests.training.tiny_trainer import make_trainer, tokenizer
+
+HEAVY = {"group_size": 1, "load_balance_loss_weight": 3.0, "router_z_loss_weight": 2.0}
+
+
+@pytest.mark.slow
+def test_accumulated_steps_of_the_trainer_are_those_of_the_whole_batch(tmp_path):
+    states = []
+    for accumulated in (1, 4):
+        model = sparse_host("t5gemma", fields=HEAVY).double()
+        settings = {
+            "per_device_train_batch_size": 8 // accumulated,
+            "gradient_accumulation_steps": accumulated,
+            "learning_rate": 1e-5,
+        }
+        trainer = make_trainer(tmp_path / str(accumulated), model, **settings)
+        trainer.train()
+        states.append(model.state_dict())
+    moved = 0.0
+    for name, tensor in sparse_host("t5gemma", fields=HEAVY).double().state_dict().items():
+        torch.testing.assert_close(states[0][name], states[1][name], atol=1e-7, rtol=1e-6)
+        if name.endswith("gate"):
+            moved = max(moved, float((states[0][name] - tensor).abs().max()))
+    assert moved > 1e-5
+
+    # Evaluation has the losses of the routers too, and only logits besides.
+    output = trainer.predict(trainer.train_dataset)
+    assert output.predictions.shape[-1] == 131
+    model.train()
+    with pytest.raises(ConfigError, match=r"load_balance_loss_weight 3\.0"):
+        model(
+            input_ids=tiny_batch()["input_ids"],
+            decoder_input_ids=torch.ones(4, 3).long(),
+            num_items_in_batch=5,
+        )
+
+
+def test_the_output_is_the_hosts_and_what_the_routers_did():
+    output = sparse_host("t5gemma")(**tiny_batch())
+    assert isinstance(output, Seq2SeqLMOutput)
+    assert output.encoder_router_outputs is None
+    assert float(output.load_balance_loss) > 0
+
+
+def test_the_command_upcycles_a_host(tmp_path, capsys):
+    dense = dense_host("t5gemma")
+    dense.save_pretrained(tmp_path / "dense")
+    tokenizer().save_pretrained(tmp_path / "dense")
+    arguments = ["--from", str(tmp_path / "dense"), "--experts", "3", "--granularity", "2"]
+    main([*arguments, "--to", str(tmp_path / "sparse")])
+    text = capsys.readouterr().out
+    assert "encoder.0" in text and "nothing" in text and "post_feedforward_layernorm" in text
+    report = json.loads((tmp_path / "sparse" / "surgery.json").read_text())
+    assert report["tables"][0]["rows"][0][1] == "1.000"
+    sizes = {name: (before, after) for name, before, after in report["sizes"]}
+    sparse = load_host(tmp_path / "sparse")
+    assert sizes["parameters"] == (dense.num_parameters(), sparse.num_parameters())
+    assert "load_host" in (tmp_path / "sparse" / "README.md").read_text()
+    assert (tmp_path / "sparse" / "tokenizer.json").is_file()
+
+    real = tiny_batch()["labels"] != -100
+    ours, theirs = sparse.eval()(**tiny_batch()).logits, dense(**tiny_batch()).logits
+    torch.testing.assert_close(ours[real], theirs[real], atol=1e-5, rtol=1e-5)
+
+    # Once more, and on data.
+    with pytest.raises(ConfigError, match="sparse already"):
+        main(["--from", str(tmp_path / "sparse"), "--to", str(tmp_path / "again")])
+    with pytest.raises(ConfigError, match="--text"):
+        main([*arguments, "--to", str(tmp_path / "again"), "--text", "x"])
+
+
+def test_an_unknown_host_is_refused_with_the_known_ones(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "t5gema", "d_model": 8}')
+    with pytest.raises(ConfigError, match=r"(?s)t5gema.*Did you mean.*Known: t5gemma, t5gemma2"):
+        main(["--from", str(tmp_path), "--to", str(tmp_path / "x")])
+    with pytest.raises(ConfigError, match="st_moe"):
+        upcycle_host(tiny_model(), Upcycling())
+    with pytest.raises(ConfigError, match="st_moe"):
+        tiny_model().save_pretrained(tmp_path / "ours")
+        load_host(tmp_path / "ours")
+    dense = dense_host("t5gemma")
+    with pytest.raises(ConfigError, match="T5GemmaModel"):
+        upcycle_host(T5GemmaModel(dense.config), Upcycling())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"granularity": 3}, "granularity is 3.*26 in the encoder"),
+        ({"granularity": 13}, "granularity is 13.*14 in the decoder"),
+        ({"num_sparse_encoder_layers": 3}, "num_sparse_encoder_layers is 3.*2 blocks"),
+        ({"num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}, "at least one block"),
+        ({"num_selected_experts": 9}, "num_selected_experts is 9.*5"),
+        ({"num_selected_experts": 1, "fields": {"router": "hash"}}, "hash.*switch"),
+        ({"fields": {"router": "expert_choice"}}, "expert_choice.*decoder"),
+        ({"fields": {"router_input": "concat"}}, "router_input is 'concat'"),
+        ({"fields": {"balance_scope": "global"}}, "balance_scope is 'global'"),
+        ({"fields": {"d_ff": 28}}, "d_ff cannot be set"),
+        ({"fields": {"capacity_facto": 2}}, "capacity_factor"),
+        ({"fields": {"router_loss_reduction": "max"}}, "router_loss_reduction is 'max'"),
+        ({"fields": {"load_balance_loss_weight": -1}}, "load_balance_loss_weight is -1"),
+    ],
+)
+def test_settings_that_do_not_fit_the_host_are_refused(settings, message):
+    dense = dense_host("t5gemma")
+    upcycling = Upcycling(**{"num_experts": 5, **settings})
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        upcycle_host(dense, upcycling)
+    assert type(dense) is find_host("t5gemma").host.dense_class
+
+
+def test_an_activation_that_experts_lack_is_refused():
+    dense = dense_host("t5gemma")
+    dense.config.encoder.hidden_activation = "silu"
+    with pytest.raises(ConfigError, match="silu"):
+        upcycle_host(dense, Upcycling())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "sparse_layers is None"),
+        ({"experts": 3}, "experts.*num_experts"),
+        ({"encoder_blocks": [7]}, "encoder_blocks is 7.*from 0 to 1"),
+        ({"encoder_blocks": 7}, "encoder_blocks is 7.*list"),
+        ({"layer": 7}, "layer is 7"),
+    ],
+)
+def test_a_damaged_config_is_refused(change, message, tmp_path):
+    sparse = sparse_host("t5gemma")
+    sparse.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    saved = config["sparse_layers"]
+    config["sparse_layers"] = None if change is None else {**saved, **change}
+    path.write_text(json.dumps(config))
+    for load in (load_host, AutoModelForSeq2SeqLM.from_pretrained):
+        with pytest.raises(ConfigError, match=f"(?s){message}"):
+            load(tmp_path)
+    incomplete = {key: value for key, value in saved.items() if key != "num_experts"}
+    sparse.config.sparse_layers = incomplete
+    with pytest.raises(ConfigError, match="num_experts"):
+        HostSettings.from_config(sparse.config)
