@@ -10,15 +10,13 @@ from pathlib import Path
 from moe.cli import Parser, integer
 from moe.commands.routing_inputs import TaskReader
 from moe.commands.surgery import add_surgery_options, perform_surgery
-from moe.commands.surgery_report import ReportTable, SurgeryResult
+from moe.commands.surgery_report import SurgeryResult
 from moe.errors import ConfigError
 from moe.kernels.quantized_weight import Quantization
-from moe.surgery.quantize import layer_errors, quantize_checkpoint
+from moe.surgery.quantize import quantize_checkpoint
 from moe.tracing.recorder import TracedBatch
-from moe.tracing.trace import layer_name
 
 _DEFAULT_GROUP = 32
-_HEADER = ["sparse layer", "bits of a weight", "relative error"]
 
 
 def build_parser() -> Parser:
@@ -56,11 +54,8 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     quantization = Quantization(options.bits, group_size)
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
-        """Writes the quantized model, and measures the error of its weights."""
+        """Writes the quantized model."""
         quantize_checkpoint(options.source, folder, quantization)
-        rows = []
-        for key, (bits, error) in layer_errors(options.source, folder).items():
-            rows.append([layer_name(key), f"{bits:.2f}", f"{error:.3%}"])
-        return SurgeryResult(tables=[ReportTable(_HEADER, rows)])
+        return SurgeryResult()
 
     perform_surgery("quantize", argv, options, parser, operate, read_task)

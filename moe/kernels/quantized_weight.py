@@ -110,6 +110,10 @@ class QuantizedWeight(Tensor):
         kwargs = kwargs or {}
         if operation in _ON_PARTS or _chooses_experts(operation, args):
             return _on_parts(operation, args[0], args[1:], kwargs)
+        if operation is torch.ops.aten.copy_.default and isinstance(args[1], cls):
+            for name, part in args[0].parts().items():
+                part.copy_(args[1].parts()[name])
+            return args[0]
 
         # An operation on lists, as of optimizers, may change all tensors of its first list.
         changed = args[0] if isinstance(args[0], list | tuple) else args[:1]

@@ -32,7 +32,12 @@ from moe.models.card import (
     model_card,
     write_card,
 )
-from moe.models.checkpoint_formats import CheckpointFormat, find_format, read_json_object
+from moe.models.checkpoint_formats import (
+    COPY_AGAIN,
+    CheckpointFormat,
+    find_format,
+    read_json_object,
+)
 from moe.models.configuration import STMoEConfig
 from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.quantized_checkpoint import QUANTIZED, stored_state
@@ -45,7 +50,7 @@ from moe.models.weight_files import (
     saved_weights,
     write_weight_sums,
 )
-from moe.sparse.experts import Experts
+from moe.sparse.experts import PROJECTIONS, Experts
 from moe.sparse.layer import SparseFeedForward
 from moe.sparse.router import Router
 
@@ -219,6 +224,9 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         refuse_not_finite(model, source)
         _freeze_quantized_experts(model)
         align_weights(model)
+        if checkpoint_format is QUANTIZED:
+            _freeze_quantized_experts(model, source)
+        _align_weights(model)
         model.source_model = None if source is None else find_source_model(source)
         return result
 
@@ -400,11 +408,19 @@ def refuse_not_finite(model: nn.Module, source: Any) -> None:
             check_finite(name, weight, source)
 
 
-def _freeze_quantized_experts(model: nn.Module) -> None:
-    """Makes quantized weights constants again; transformers lets every float parameter train."""
-    for parameter in model.parameters():
-        if isinstance(parameter, QuantizedWeight):
-            parameter.requires_grad_(False)
+def _freeze_quantized_experts(model: nn.Module, source: Any) -> None:
+    """Makes quantized weights constants again; transformers lets every float parameter train.
+
+    Raises:
+        CheckpointError: When one was not in the file.
+    """
+    for module_name, module in model.named_modules():
+        if isinstance(module, Experts):
+            for name in PROJECTIONS & module._parameters.keys():
+                weight = module.get_parameter(name)
+                if not isinstance(weight, QuantizedWeight):
+                    raise CheckpointError(f"{source} has no {module_name}.{name}_q. {COPY_AGAIN}")
+                weight.requires_grad_(False)
 
 
 def align_weights(model: nn.Module) -> None:

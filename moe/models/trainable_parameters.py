@@ -14,7 +14,7 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import rule_names
 from moe.models.pretrained import STMoEPreTrainedModel
 from moe.models.quantized_checkpoint import stored_parts
-from moe.sparse.experts import PROJECTIONS, Experts
+from moe.sparse.experts import Experts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -302,10 +302,7 @@ class AdapterMemory(NamedTuple):
         num_trainable: Trainable parameters of the model.
         trained_bytes: Bytes of those, with their gradients and Adam's two moments.
         frozen_bytes: Bytes of all other parameters, as they are stored.
-        float_bytes: Bytes of those as floats of the model's dtype.
-        copied_bytes: Bytes of float copies of adapted experts, which PEFT makes in a forward pass.
-        copied_bytes_of_layer: The same of the largest layer: activation checkpointing keeps no more
-            at a time.
+        float_bytes: Bytes of the others as floats of the model's dtype.
     """
 
     expert_adapters: int
@@ -313,21 +310,20 @@ class AdapterMemory(NamedTuple):
     trained_bytes: int
     frozen_bytes: int
     float_bytes: int
-    copied_bytes: int
-    copied_bytes_of_layer: int
 
     def __str__(self) -> str:
         return (
             f"{self.num_trainable:,} parameters train, {self.expert_adapters:,} of them in experts: "
-            f"{self.trained_bytes:,} bytes with gradients and Adam's moments.\n"
-            f"The other parameters need {self.frozen_bytes:,} bytes ({self.float_bytes:,} as floats).\n"
-            f"A training step makes float copies of adapted experts: {self.copied_bytes:,} bytes, or "
-            f"{self.copied_bytes_of_layer:,} with activation checkpointing."
+            f"{self.trained_bytes:,} bytes with gradients and Adam's moments. The others need "
+            f"{self.frozen_bytes:,} bytes ({self.float_bytes:,} as floats)."
         )
 
 
 def adapter_memory(model: nn.Module) -> AdapterMemory:
     """Returns the memory of training adapters on a model's experts, quantized or not.
+
+    Activations come on top, and in a forward pass PEFT's float copies of adapted experts: of all
+    layers, or with activation checkpointing of one at a time.
 
     Args:
         model: Result of `peft.get_peft_model` for a model of this library.
@@ -335,42 +331,24 @@ def adapter_memory(model: nn.Module) -> AdapterMemory:
     Raises:
         ConfigError: When no adapter reaches an expert.
     """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    expert_adapters = 0
-    trained_bytes = 0
-    for name, parameter in trainable.items():
-        trained_bytes += 4 * parameter.nbytes
-        if ".experts." in name:
-            expert_adapters += parameter.numel()
-    layers = [module for module in model.modules() if isinstance(module, Experts)]
-    if not expert_adapters:
-        num_parameters = sum(
-            weight.numel() for experts in layers for weight in experts.parameters()
-        )
+    memory = Counter[str]()
+    for name, parameter in model.named_parameters():
+        num_bytes = parameter.numel() * parameter.element_size()
+        if not parameter.requires_grad:
+            stored = stored_parts(name, parameter).values()
+            memory["frozen_bytes"] += sum(part.nbytes for part in stored)
+            memory["float_bytes"] += num_bytes
+            continue
+        memory["trained_bytes"] += 4 * num_bytes
+        memory["num_trainable"] += parameter.numel()
+        memory["expert_adapters"] += parameter.numel() if ".experts." in name else 0
+
+    if not memory["expert_adapters"]:
+        layers = [module for module in model.modules() if isinstance(module, Experts)]
+        num_parameters = sum(weight.numel() for layer in layers for weight in layer.parameters())
         raise ConfigError(
-            f"No adapter reaches the experts: {len(trainable)} parameters train, and none of them is in the "
-            f"{len(layers)} sparse layers, whose experts have {num_parameters:,} parameters. Experts are stacked "
+            f"No adapter reaches the experts: {memory['num_trainable']:,} parameters train, and none of them is in "
+            f"the {len(layers)} sparse layers, whose experts have {num_parameters:,} parameters. Experts are stacked "
             "parameters, not linear modules: make the PEFT config by moe.lora_config(model)."
         )
-
-    # Weights as they are stored, and as floats.
-    frozen_bytes = 0
-    float_bytes = 0
-    for name, parameter in model.named_parameters():
-        if name not in trainable:
-            frozen_bytes += sum(part.nbytes for part in stored_parts(name, parameter).values())
-            float_bytes += parameter.numel() * parameter.element_size()
-
-    copies = []
-    for experts in layers:
-        weights = [w for name, w in experts.named_parameters() if name in PROJECTIONS]
-        copies.append(sum(weight.numel() * weight.element_size() for weight in weights))
-    return AdapterMemory(
-        expert_adapters=expert_adapters,
-        num_trainable=sum(parameter.numel() for parameter in trainable.values()),
-        trained_bytes=trained_bytes,
-        frozen_bytes=frozen_bytes,
-        float_bytes=float_bytes,
-        copied_bytes=sum(copies),
-        copied_bytes_of_layer=max(copies),
-    )
+    return AdapterMemory(**{name: memory[name] for name in AdapterMemory._fields})

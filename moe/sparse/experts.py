@@ -76,10 +76,12 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Re-initializes every expert independently: truncated normal with variance scale / fan_in."""
-        # The fan-in of the first product is D, of the second F.
+        # The fan-in of the first product is D, of the second F. Quantized weights were drawn before
+        # they were quantized.
         scale = self.config.initializer_scale
-        truncated_normal_(self.first_proj, math.sqrt(scale / self.config.d_model))
-        truncated_normal_(self.down_proj, math.sqrt(scale / self.config.d_ff))
+        if not is_quantized(self.down_proj):
+            truncated_normal_(self.first_proj, math.sqrt(scale / self.config.d_model))
+            truncated_normal_(self.down_proj, math.sqrt(scale / self.config.d_ff))
 
         # A bias without an initial effect.
         if self.bias is not None:

@@ -5,11 +5,9 @@ model, and lose least by few bits. `from_pretrained` reads the model without flo
 experts (moe.kernels.quantized_weight).
 """
 
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from moe.convert.formats import open_checkpoint, split_weights, write_checkpoint
@@ -18,8 +16,6 @@ from moe.errors import ConfigError
 from moe.kernels.quantized_weight import Quantization, quantize
 from moe.models.configuration import STMoEConfig
 from moe.models.quantized_checkpoint import stored_parts
-from moe.models.weight_files import find_weight_files, open_weights
-from moe.sparse.editing import LayerKey, Stack
 from moe.sparse.experts import PROJECTIONS
 
 
@@ -68,59 +64,6 @@ def quantize_weights(
     return checkpoint._replace(config=config, weights=split_weights(checkpoint.weights, parts))
 
 
-class LayerError(NamedTuple):
-    """The rounding of a sparse layer's experts.
-
-    Attributes:
-        bits_per_weight: Stored bits of a weight, with its share of scales and zeros.
-        error: Norm of the error relative to that of the weights.
-    """
-
-    bits_per_weight: float
-    error: float
-
-
-def layer_errors(source: Path | str, folder: Path, **download: Any) -> dict[LayerKey, LayerError]:
-    """Returns the rounding of each layer's experts, by stack and number of the sparse layer.
-
-    Args:
-        source: The model before.
-        folder: The model after, of `quantize_checkpoint`.
-        download: `revision`, `token`, `cache_dir` and the like.
-    """
-    before = open_checkpoint(source, **download).weights
-    after = open_checkpoint(folder, dequantize=True).weights
-    stored = open_weights(find_weight_files(folder))
-
-    layers: dict[str, list[str]] = {}
-    for name in before:
-        if is_expert_weight(name):
-            layers.setdefault(name.partition(".experts.")[0], []).append(name)
-    errors: dict[LayerKey, LayerError] = {}
-    layers_of_stack = Counter[str]()
-    for layer, names in layers.items():
-        numel = 0
-        squares = torch.zeros(2, dtype=torch.float64)  # of the errors, and of the weights
-        for name in names:
-            weight = before[name].read().double()
-            numel += weight.numel()
-            difference = after[name].read() - weight
-            squares += torch.stack([difference.square().sum(), weight.square().sum()])
-        parts = [stored[name].empty() for name in stored if name.startswith(f"{layer}.experts.")]
-        bits = 8 * sum(part.nbytes for part in parts) / numel
-        stack: Stack = "decoder" if layer.startswith("model.decoder.") else "encoder"
-        key = (stack, layers_of_stack[stack])
-        layers_of_stack[stack] += 1
-        errors[key] = LayerError(bits, (squares[0] / squares[1]).sqrt().item())
-    return errors
-
-
-def is_expert_weight(name: str) -> bool:
-    """Returns whether a weight of this name is of a product of the experts."""
-    *_, owner, leaf = name.split(".")
-    return owner == "experts" and leaf in PROJECTIONS
-
-
 class _QuantizedParts(NamedTuple):
     """A weight and the tensors that are stored for it.
 
@@ -134,6 +77,7 @@ class _QuantizedParts(NamedTuple):
 
     def split(self, tensor: Tensor) -> dict[str, Tensor]:
         """Returns the tensors <any>[...] that are stored for the weight <any>[...], by name."""
-        if is_expert_weight(self.name):
+        *_, owner, leaf = self.name.split(".")
+        if owner == "experts" and leaf in PROJECTIONS:
             tensor = quantize(tensor, self.quantization)
         return stored_parts(self.name, tensor)

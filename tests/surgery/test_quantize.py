@@ -4,6 +4,7 @@ dequantized weights.
 
 import filecmp
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ from moe.convert.formats import convert_checkpoint, open_checkpoint
 from moe.kernels.quantized_weight import Quantization, QuantizedWeight, quantize
 from moe.models.parallelize import model_layouts
 from moe.models.quantized_checkpoint import join_parts
-from moe.surgery.quantize import layer_errors, quantize_checkpoint
+from moe.surgery.quantize import quantize_checkpoint
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
 E, D, F = 7, 32, 64
@@ -216,15 +217,23 @@ def test_loading_makes_no_float_copy_of_experts(folder):
     assert mode.numel < E * D * F
 
 
-def test_errors_and_bits_of_the_layers_are_those_of_their_weights(folder):
-    errors = layer_errors(folder / "float", folder / "q4")
-    assert list(errors) == [("encoder", 0), ("decoder", 0)]
-    before, after = (expert_weights(load(folder / name)) for name in ("float", "q4"))
-    names = [name for name in before if ".encoder." in name]
-    difference = torch.cat([(after[name].dequantize() - before[name]).flatten() for name in names])
-    size = torch.cat([before[name].flatten() for name in names]).norm()
-    assert errors["encoder", 0].error == pytest.approx((difference.norm() / size).item(), rel=1e-4)
-    assert errors["encoder", 0].bits_per_weight == 4 + 2 * 32 / 8
+@BITS
+def test_a_new_model_is_quantized_and_takes_the_weights_of_another(quantization):
+    fields = {name: value for name, value in quantization._asdict().items() if value}
+    model, other = (tiny_model(seed, **SIZES, expert_quantization=fields) for seed in (0, 1))
+    first = next(iter(expert_weights(model).values()))
+    assert isinstance(first, QuantizedWeight) and first.dequantize().std() > 0
+    expected = logits(model)
+    assert not torch.equal(logits(other), expected)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(logits(other), expected)
+
+
+@pytest.mark.slow
+def test_a_quantized_model_compiles(folder):
+    model = load(folder / "q4")
+    expected = logits(model)
+    torch.testing.assert_close(logits(torch.compile(model, backend="eager")), expected)
 
 
 # ---- adapters ----
@@ -287,7 +296,6 @@ def test_the_memory_of_adapters_is_counted(folder):
     assert memory.trained_bytes == 4 * 4 * 2 * per_layer
     assert memory.float_bytes == 4 * num_parameters
     assert memory.frozen_bytes == 4 * (num_parameters - 2 * weights) + 2 * weights * 12 // 8
-    assert (memory.copied_bytes, memory.copied_bytes_of_layer) == (8 * weights, 4 * weights)
     assert f"{2 * per_layer:,} of them in experts" in str(memory)
 
 
@@ -320,7 +328,9 @@ def test_what_quantized_experts_cannot_do_is_refused(folder, tmp_path):
 def test_adapters_that_reach_no_expert_are_refused_with_numbers(folder):
     base = load(folder / "q8")
     model = get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj"]))
-    message = rf"No adapter reaches.* 16 parameters train.* 2 sparse layers.* {2 * E * 3 * D * F:,}"
+    message = (
+        rf"No adapter reaches.* [\d,]+ parameters train.* 2 sparse layers.* {2 * E * 3 * D * F:,}"
+    )
     with pytest.raises(ConfigError, match=message):
         adapter_memory(model)
 
@@ -335,11 +345,16 @@ def test_models_and_settings_that_cannot_be_quantized_are_refused(folder, tmp_pa
     with pytest.raises(ConfigError, match="state_dict"):
         load(folder / "q8", state_dict={"x": torch.ones(1)})
 
-    # A file without scales.
+    # A file without scales, and one without a weight.
     stored = open_checkpoint(folder / "float").weights
     name = next(name for name in stored if name.endswith("experts.down_proj"))
     with pytest.raises(CheckpointError, match=r"no .*down_proj_scale"):
         join_parts({f"{name}_q": stored[name]}, "here")
+    config = load(folder / "q8").config
+    config.save_pretrained(folder / "float8")
+    shutil.copy(folder / "float/model.safetensors", folder / "float8/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has no .*_proj_q"):
+        load(folder / "float8")
 
 
 # ---- the command ----
@@ -350,8 +365,6 @@ def test_the_command_writes_a_model_and_its_report(folder, tmp_path, capsys):
     command.main([*arguments, "--group-size", "8"])
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "new/surgery.json").read_text())
-    (table,) = report["tables"]
-    assert [row[:2] for row in table["rows"]] == [["encoder 1", "12.00"], ["decoder 1", "12.00"]]
     sizes = {name: (before, after) for name, before, after in report["sizes"]}
     before, after = sizes["bytes of weights"]
     assert after < before and f"{after:,}" in printed
