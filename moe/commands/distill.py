@@ -15,9 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers.utils import logging
 
@@ -25,16 +23,8 @@ from moe.checkpoint.loading import check_model_folder
 from moe.checks import check_choice
 from moe.checksums import write_sums
 from moe.commands import finetune, pretrain
-from moe.commands.surgery_report import (
-    REPORT_FILE,
-    Effects,
-    SurgeryReport,
-    compare,
-    measure,
-    size_rows,
-)
+from moe.commands.surgery_report import REPORT_FILE, SurgeryReport, compare, measure, size_rows
 from moe.convert.formats import convert_checkpoint
-from moe.convert.hf_config import to_hf_config
 from moe.data.corpus import load_corpus
 from moe.data.pipeline import Batch, BatchSource, PairSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
@@ -94,18 +84,6 @@ class DistillPairsRecipe(FinetuneRecipe):
     distillation: DistillationSettings = field(default_factory=DistillationSettings)
 
 
-class _Text(NamedTuple):
-    """What a student is trained on.
-
-    Attributes:
-        source: Training batches, for calibration.
-        pairs: The pairs; None for a corpus.
-    """
-
-    source: BatchSource
-    pairs: finetune.FinetuningData | None
-
-
 def distill_command(argv: Sequence[str]) -> RecipeCommand[DistillRecipe | DistillPairsRecipe]:
     """Returns the command with its options: for pairs if the arguments name some."""
     is_pairs = "train" in typed_settings(list(argv))
@@ -160,24 +138,19 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
         broadcast_from_rank_zero(lambda: refuse_to_overwrite(out, arguments.resume))
         check_options(recipe, arguments, typed)
         check_models(arguments)
+
+        # The student's run beside its teacher.
         if isinstance(recipe, DistillPairsRecipe):
             recipe = choose_data(recipe, None, arguments.train, typed)
-
-        # The student, and its run beside the teacher.
-        text = read_text(recipe, arguments, world)
-        student = arguments.student
-        if student is None:
-            student = out / STUDENT_FOLDER
-            make = partial(make_student, recipe.distillation, recipe.seed, text, arguments, student)
-            world.print_on_rank_zero(broadcast_from_rank_zero(make))
-        run = build_run(recipe, text, student, out, arguments, world, argv)
+            run = build_pairs_run(recipe, arguments, out, world)
+        else:
+            run = build_corpus_run(recipe, arguments, out, world, argv)
         run = with_teacher(run, recipe.distillation, arguments.teacher, world)
         model = train(
             run, resume=arguments.resume, description="distill", process_start=process_start
         )
         world.print_on_rank_zero(f"The model is in {model}.")
 
-        # The student beside its teacher.
         def finish() -> None:
             if not (model / REPORT_FILE).exists():
                 command = shlex.join(["stmoe", "distill", *argv])
@@ -197,140 +170,132 @@ def check_options(
     """Raises a ConfigError for options that exclude each other or would change nothing."""
     check_choice("--save_as", arguments.save_as, ["ours", "t5"])
     if (arguments.corpus is None) == (arguments.train is None):
-        found = "both" if arguments.corpus else "none"
+        given = "both" if arguments.corpus else "none"
         raise ConfigError(
-            f"Expected one of --corpus and --train to train on, got {found}. Give one of them."
+            f"Expected one of --corpus and --train to train on, got {given}. Give one of them."
         )
-    for name in ("dev", "dev_share"):
-        if arguments.corpus is not None and getattr(arguments, name) is not None:
-            raise ConfigError(f"--{name} has no effect with --corpus. Leave it out.")
-    if arguments.student is not None and "distillation.init" in typed:
-        raise ConfigError(
-            f"--distillation.init {recipe.distillation.init} has no effect with --student "
-            f"{arguments.student}, which has weights. Leave one of them out."
-        )
-    if not recipe.distillation.cached_batches and "distillation.top_n" in typed:
-        raise ConfigError(
-            f"--distillation.top_n {recipe.distillation.top_n} has no effect without a file. Leave it out, or set "
-            "--distillation.cached_batches."
-        )
+    settings = recipe.distillation
+    without_effect = {
+        "dev": arguments.corpus and "with --corpus",
+        "dev_share": arguments.corpus and "with --corpus",
+        "distillation.init": arguments.student and "with --student, which has weights",
+        "distillation.top_n": not settings.cached_batches and "without distillation.cached_batches",
+    }
+    for name, reason in without_effect.items():
+        if reason and name in typed:
+            raise ConfigError(f"--{name} has no effect {reason}. Leave it out.")
 
 
 def check_models(arguments: Namespace) -> None:
     """Raises a ConfigError for a teacher or student that do not fit each other or the format."""
-    check_model_folder(arguments.teacher)
-    teacher = teacher_config(arguments.teacher)
-    if arguments.student is None:
+    folder, student = arguments.teacher, arguments.student
+    check_model_folder(folder)
+    teacher = teacher_config(folder)
+    if student is None:
         config = student_config(teacher)
         obstacles = dense_obstacles(teacher)
     else:
-        check_model_folder(arguments.student)
-        config = STMoEConfig.from_pretrained(arguments.student)
-        obstacles = []
+        check_model_folder(student)
+        config = STMoEConfig.from_pretrained(student)
+        obstacles = [f"it has {config.num_experts} experts"] if config.num_experts else []
         if config.vocab_size != teacher.vocab_size:
             raise ConfigError(
-                f"The student in {arguments.student} has {config.vocab_size} tokens (vocab_size), the teacher in "
-                f"{arguments.teacher} has {teacher.vocab_size}: its probabilities are of other tokens. Give models of "
-                "one vocabulary."
+                f"The student in {student} has {config.vocab_size} tokens (vocab_size), the teacher in {folder} has "
+                f"{teacher.vocab_size}: its probabilities are of other tokens. Give models of one vocabulary."
             )
-        vocabularies = [
-            load_tokenizer(f).get_vocab() for f in (arguments.teacher, arguments.student)
-        ]
-        if vocabularies[0] != vocabularies[1]:
+        if load_tokenizer(folder).get_vocab() != load_tokenizer(student).get_vocab():
             raise ConfigError(
-                f"The tokenizers in {arguments.teacher} and {arguments.student} differ, so that the teacher's "
-                "probabilities are of other tokens. Give models of one tokenizer."
+                f"The tokenizers in {folder} and {student} differ, so that the teacher's probabilities are of other "
+                "tokens. Give models of one tokenizer."
             )
-    if arguments.save_as == "t5":
-        if obstacles:
-            raise ConfigError(
-                f"The student of {arguments.teacher} cannot be saved as a T5: {'; '.join(obstacles)}. Leave out "
-                "--save_as t5: in our format it keeps sparse layers of one expert."
-            )
-        to_hf_config(config, "t5")
+    if arguments.save_as == "t5" and obstacles:
+        raise ConfigError(
+            f"The student of {folder} cannot be saved as a T5: {'; '.join(obstacles)}. Leave out --save_as t5: our "
+            "format has sparse layers of one expert for it."
+        )
 
 
 # ---------------------------------------------------------------------------
 # The student and its run
 
 
-def read_text(
-    recipe: DistillRecipe | DistillPairsRecipe, arguments: Namespace, world: World
-) -> _Text:
-    """Returns the training text, read by the teacher's tokenizer."""
-    tokenizer = load_tokenizer(arguments.teacher)
-    if isinstance(recipe, DistillRecipe):
-        tokens = tokenize_corpus(load_corpus(arguments.corpus).train, tokenizer)
-        return _Text(pretrain.build_source(recipe, tokens, SpecialIds.of(tokenizer)), None)
+def build_corpus_run(
+    recipe: DistillRecipe, arguments: Namespace, out: Path, world: World, argv: list[str]
+) -> Run:
+    """Returns the run of the student on a corpus, without its teacher."""
+    teacher = arguments.teacher
+    tokenizer = load_tokenizer(teacher)
+    tokens = tokenize_corpus(load_corpus(arguments.corpus).train, tokenizer)
+    source = pretrain.build_source(recipe, tokens, SpecialIds.of(tokenizer))
+    student = prepare_student(recipe, arguments, out, source, world)
+    recipe = pretrain.with_architecture(recipe, student, argv)
+    return pretrain.build_run(recipe, arguments.corpus, teacher, out, world, student)
 
+
+def build_pairs_run(
+    recipe: DistillPairsRecipe, arguments: Namespace, out: Path, world: World
+) -> Run:
+    """Returns the run of the student on pairs, without its teacher."""
     data = finetune.read_own_pairs(recipe, arguments, world)
-    settings = dataclasses.asdict(recipe.data)
+    settings = dataclasses.asdict(recipe.data) | {"seed": recipe.seed}
     del settings["workers"]
-    (pairs,) = data.train.values()
     source = PairSource(
-        pairs, tokenizer, batch_size=recipe.training.batch_size, seed=recipe.seed, **settings
+        data.train["pairs"],
+        load_tokenizer(arguments.teacher),
+        batch_size=recipe.training.batch_size,
+        **settings,
     )
-    return _Text(source, data)
+    student = prepare_student(recipe, arguments, out, source, world)
+    return finetune.build_run(recipe, student, data, out, world)
 
 
-def make_student(
-    settings: DistillationSettings, seed: int, text: _Text, arguments: Namespace, folder: Path
-) -> str:
-    """Writes the student before training, unless a resumed run has it, and returns what it is."""
-    if not (arguments.resume and folder.exists()):
+def prepare_student(
+    recipe: DistillRecipe | DistillPairsRecipe,
+    arguments: Namespace,
+    out: Path,
+    source: BatchSource,
+    world: World,
+) -> Path:
+    """Returns the folder of the student before training; makes it, unless it is there.
+
+    Args:
+        recipe: All settings.
+        arguments: Folders of the teacher and, if given, of the student.
+        out: Folder of the run.
+        source: Batches on which the gates of the teacher are measured.
+        world: The ranks.
+    """
+    if arguments.student is not None:
+        return arguments.student
+    folder = out / STUDENT_FOLDER
+    init = recipe.distillation.init
+
+    def make() -> None:
+        if arguments.resume and folder.exists():
+            return
         gates = {}
-        if settings.init != "random":
-            teacher = load_teacher(arguments.teacher, "cpu")
-            batches = map(text.source.batch, range(_CALIBRATION_BATCHES))
-            gates = mean_gates(teacher, batches)
-            del teacher
-        with whole_folder(folder, kind="model") as partial_folder:
-            dense_student_checkpoint(arguments.teacher, partial_folder, settings.init, gates, seed)
-            write_sums(partial_folder)
+        if init != "random":
+            batches = map(source.batch, range(_CALIBRATION_BATCHES))
+            gates = mean_gates(load_teacher(arguments.teacher, "cpu"), batches)
+        with whole_folder(folder, kind="model") as unfinished:
+            dense_student_checkpoint(arguments.teacher, unfinished, init, gates, recipe.seed)
+            write_sums(unfinished)
 
-    config = STMoEConfig.from_pretrained(folder)
-    sentence = (
-        f"The student has {config.num_parameters():,} parameters; its layers in place of experts start as "
-        f"{settings.init!r}."
-    )
+    broadcast_from_rank_zero(make)
+    world.print_on_rank_zero(f"The student's layers in place of experts start as {init!r}.")
     obstacles = dense_obstacles(teacher_config(arguments.teacher))
     if obstacles:
-        sentence += f" It keeps sparse layers of one expert: {'; '.join(obstacles)}."
-    return sentence
-
-
-def build_run(
-    recipe: DistillRecipe | DistillPairsRecipe,
-    text: _Text,
-    student: Path,
-    out: Path,
-    arguments: Namespace,
-    world: World,
-    argv: list[str],
-) -> Run:
-    """Returns the run of the student without its teacher."""
-    if isinstance(recipe, DistillPairsRecipe):
-        assert text.pairs is not None, "read_text reads them"
-        return finetune.build_run(recipe, student, text.pairs, out, world)
-    recipe = pretrain.with_architecture(recipe, student, argv)
-    return pretrain.build_run(recipe, arguments.corpus, arguments.teacher, out, world, student)
+        world.print_on_rank_zero(f"They are sparse, of one expert: {'; '.join(obstacles)}.")
+    return folder
 
 
 def with_teacher(run: Run, settings: DistillationSettings, teacher: Path, world: World) -> Run:
     """Returns a run whose loss includes the teacher's probabilities."""
-    weights = (settings.hard_weight, settings.soft_weight, settings.temperature)
-    if not settings.cached_batches:
-        model = load_teacher(teacher, world.device_type, run.built.mesh)
-        return run._replace(forward=Distillation(*weights, teacher=model))
-    source = cached_teacher(
-        teacher,
-        run.source,
-        world.device_type,
-        num_batches=settings.cached_batches,
-        top_n=settings.top_n,
-        temperature=settings.temperature,
-    )
-    return run._replace(source=source, forward=Distillation(*weights))
+    if settings.cached_batches:
+        source = cached_teacher(teacher, run.source, world.device_type, settings)
+        return run._replace(source=source, forward=Distillation(settings))
+    model = load_teacher(teacher, world.device_type, run.built.mesh)
+    return run._replace(forward=Distillation(settings, model))
 
 
 # ---------------------------------------------------------------------------
@@ -341,7 +306,7 @@ def write_report(run: Run, teacher: Path, model: Path, command: str, start: floa
     """Writes into the folder of the trained student how it compares with its teacher.
 
     Args:
-        run: The run.
+        run: The run; without held-out batches, sizes alone are compared.
         teacher: Folder of the teacher.
         model: Folder of the trained student.
         command: The command line.
@@ -350,8 +315,16 @@ def write_report(run: Run, teacher: Path, model: Path, command: str, start: floa
     effects = None
     text = ""
     if run.held_out is not None:
-        text = f"{run.held_out.num_batches} held-out batches of {run.held_out.source.batch_size}"
-        effects = _effects(run, teacher, model)
+        source, num_batches, *_ = run.held_out
+        text = f"{num_batches} held-out batches of {source.batch_size}"
+        device = run.built.model.device
+        batches = [
+            to_device(_with_mask(source.batch(index)), device) for index in range(num_batches)
+        ]
+        examples = list(traced_batches(batches))
+        before = measure(load_teacher(teacher, device.type), examples)
+        after = measure(load_teacher(model, device.type), examples)
+        effects = compare(before, after, {})
     report = SurgeryReport(
         command=command,
         source=str(teacher),
@@ -366,26 +339,8 @@ def write_report(run: Run, teacher: Path, model: Path, command: str, start: floa
     return report
 
 
-def _effects(run: Run, teacher: Path, model: Path) -> Effects:
-    """Returns losses, answers and routing of teacher and student on the held-out batches."""
-    assert run.held_out is not None, "the caller has looked"
-    examples = map(run.held_out.source.batch, range(run.held_out.num_batches))
-    device_type = run.built.model.device.type
-    measured = []
-    batches = None
-    for folder in (teacher, model):
-        loaded = load_teacher(folder, device_type)
-        if batches is None:
-            moved = [to_device(_unpacked(batch), loaded.device) for batch in examples]
-            batches = list(traced_batches(moved))
-        measured.append(measure(loaded, batches))
-        del loaded
-    before, after = measured
-    return compare(before, after, {})
-
-
-def _unpacked(batch: Batch) -> Batch:
-    """Returns a batch with a mask in place of the segments of its rows."""
+def _with_mask(batch: Batch) -> Batch:
+    """Returns a batch with a mask in place of the segments of its rows, which `generate` lacks."""
     if "segment_ids" not in batch:
         return batch
     mask = (batch["segment_ids"] != 0).long()

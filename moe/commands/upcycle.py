@@ -37,7 +37,7 @@ from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import find_weight_files, open_weights
 from moe.sparse.editing import sparse_layers
-from moe.surgery.add_experts import AddedExperts, add_experts_to_checkpoint
+from moe.surgery.add_experts import AddedExperts, add_experts
 from moe.surgery.kept_output import KeptOutput, kept_output
 from moe.surgery.upcycle import Method, Upcycling, upcycle_checkpoint
 from moe.tracing.recorder import TracedBatch
@@ -71,6 +71,7 @@ _FOR_DENSE_MODELS = (
     "reinit_share",
     "scale",
     "seed",
+    "set",
 )
 
 
@@ -216,14 +217,14 @@ def _add_experts(
                 f"--{name.replace('_', '-')} has no effect on {options.source}, which has {sparse.num_experts} experts "
                 "already: their twins and parts keep its output. Leave it out."
             )
-    added = AddedExperts(options.experts, options.granularity, read_fields(options.set))
+    added = AddedExperts(options.experts, options.granularity)
     config = added.config(sparse)
     changes = added.changes(sparse)
     print("\n".join(changes or ["Outputs stay the same up to rounding."]))
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Writes the larger model."""
-        add_experts_to_checkpoint(options.source, folder, added)
+        add_experts(options.source, folder, added)
         factor = config.num_experts // sparse.num_experts
         with torch.device("meta"):
             layers = sparse_layers(STMoEForConditionalGeneration(config))

@@ -7,10 +7,10 @@ parts' outputs are multiplied by G.
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from einops import repeat
@@ -19,7 +19,6 @@ from torch import Tensor
 from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import check_integer
 from moe.convert.formats import open_checkpoint, write_checkpoint
-from moe.convert.weight_map import ConvertedCheckpoint
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -45,20 +44,6 @@ _ALL_CHOICES = {
 """Options with which the twins of a single choice have its raw gate."""
 
 
-class _StackRouter(NamedTuple):
-    """Router of a stack after the addition, and what it changes.
-
-    Attributes:
-        name: Name of the router.
-        options: Its options.
-        changes: Sentences on what differs from before.
-    """
-
-    name: str
-    options: dict[str, Any]
-    changes: list[str]
-
-
 @dataclass(frozen=True)
 class AddedExperts:
     """Settings of an addition.
@@ -66,7 +51,6 @@ class AddedExperts:
     Attributes:
         num_experts: Experts with their twins, m E, a multiple of the model's; None for no twins.
         granularity: Parts that each of them is cut into, G; the layer then has m G E experts.
-        fields: Further fields of STMoEConfig, which may change the output.
 
     Source:
         Virtual groups (arXiv:2410.07524) for G. Expert upcycling (arXiv:2604.19835) for m. Differs:
@@ -75,7 +59,6 @@ class AddedExperts:
 
     num_experts: int | None = None
     granularity: int = 1
-    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def twins(self, sparse: STMoEConfig) -> int:
         """Returns how many experts stand for one: m.
@@ -134,18 +117,18 @@ class AddedExperts:
         }
         for decoder, prefix in ((False, ""), (True, "decoder_")):
             if sparse.stack_sizes(decoder)[1]:
-                router = self._router(sparse, decoder=decoder)
-                settings[f"{prefix}router"] = router.name
-                settings[f"{prefix}router_options"] = router.options
-        return sparse.replaced(**{**settings, **self.fields})
+                name, options, _ = self._router(sparse, decoder=decoder)
+                settings[f"{prefix}router"] = name
+                settings[f"{prefix}router_options"] = options
+        return sparse.replaced(**settings)
 
     def changes(self, sparse: STMoEConfig) -> list[str]:
         """Returns what differs from the model before, beyond rounding; for people."""
         changes = []
         for decoder, stack in ((False, "encoder"), (True, "decoder")):
             if sparse.stack_sizes(decoder)[1]:
-                for change in self._router(sparse, decoder=decoder).changes:
-                    changes.append(f"In the {stack}, {change}")
+                *_, stack_changes = self._router(sparse, decoder=decoder)
+                changes += [f"In the {stack}, {change}" for change in stack_changes]
         factor = self.twins(sparse) * self.granularity
         if sparse.router_z_loss_weight:
             changes.append(
@@ -156,12 +139,12 @@ class AddedExperts:
             changes.append(
                 f"The balance loss is {factor} times as large (balance_choices all): divide its weight by {factor}."
             )
-        if self.fields:
-            changes.append(f"The fields {', '.join(sorted(self.fields))} may change the output.")
         return changes
 
-    def _router(self, sparse: STMoEConfig, *, decoder: bool) -> _StackRouter:
-        """Returns the router of a stack.
+    def _router(
+        self, sparse: STMoEConfig, *, decoder: bool
+    ) -> tuple[str, dict[str, Any], list[str]]:
+        """Returns the router of a stack, its options, and what they change.
 
         Raises:
             ConfigError: When it cannot choose all twins of an expert.
@@ -192,7 +175,7 @@ class AddedExperts:
             if option in options:
                 options[option] /= factor
         kept = {option: value for option, value in options.items() if option in known}
-        return _StackRouter(name, kept, changes)
+        return name, kept, changes
 
 
 def _policy_changes(options: Mapping[str, Any], K: int) -> list[str]:
@@ -217,7 +200,7 @@ def _policy_changes(options: Mapping[str, Any], K: int) -> list[str]:
     return changes
 
 
-def add_experts_to_checkpoint(
+def add_experts(
     source: Path | str, folder: Path, added: AddedExperts, **download: Any
 ) -> STMoEConfig:
     """Writes a sparse model with more experts; holds one tensor in memory at a time.
@@ -237,13 +220,6 @@ def add_experts_to_checkpoint(
     """
     sparse = open_checkpoint(source, **download)
     sparse.report.refuse_unexplained()
-    larger = add_experts(sparse, added)
-    write_checkpoint(larger, source, folder, **download)
-    return larger.config
-
-
-def add_experts(sparse: ConvertedCheckpoint, added: AddedExperts) -> ConvertedCheckpoint:
-    """Returns the weights of a model with more experts, each of which is computed when it is read."""
     config = added.config(sparse.config)
     with torch.device("meta"):
         shapes = stored_tensors(STMoEForConditionalGeneration(config))
@@ -253,14 +229,15 @@ def add_experts(sparse: ConvertedCheckpoint, added: AddedExperts) -> ConvertedCh
 
     weights: dict[str, LazyTensor] = {}
     for name, tensor in shapes.items():
-        source = sparse.weights[name]
-        read = source.read
+        weight = sparse.weights[name]
+        read = weight.read
         if ".router." in name:
-            read = partial(_repeated_rows, source, m * G)
+            read = partial(_repeated_rows, weight, m * G)
         elif ".experts." in name:
-            read = partial(_parts_of_twins, name, source, m, G, halves)
-        weights[name] = LazyTensor(tensor.shape, source.dtype, read)
-    return sparse._replace(config=config, weights=weights)
+            read = partial(_parts_of_twins, name, weight, m, G, halves)
+        weights[name] = LazyTensor(tensor.shape, weight.dtype, read)
+    write_checkpoint(sparse._replace(config=config, weights=weights), source, folder, **download)
+    return config
 
 
 def _repeated_rows(source: LazyTensor, factor: int) -> Tensor:

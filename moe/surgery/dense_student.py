@@ -5,10 +5,10 @@ do not fit a dense layer, the student keeps sparse layers, of a single expert wi
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -124,55 +124,62 @@ def parts_of_layer(config: STMoEConfig) -> int:
 def dense_obstacles(config: STMoEConfig) -> list[str]:
     """Returns what of a sparse model has no place in a dense one of the same shape, or in a T5."""
     obstacles = []
-    num_sparse = config.num_sparse_encoder_layers + config.num_sparse_decoder_layers
     if config.sparse_dense_stacking:
+        num_sparse = config.num_sparse_encoder_layers + config.num_sparse_decoder_layers
+        num_blocks = config.num_layers + config.stack_sizes(True)[0]
         obstacles.append(
-            f"{num_sparse} of its {config.num_layers + config.stack_sizes(True)[0]} blocks have a feed-forward layer "
-            "after the sparse one (sparse_dense_stacking), and a dense block has one only"
+            f"{num_sparse} of its {num_blocks} blocks have a feed-forward layer after the sparse one "
+            "(sparse_dense_stacking), and a dense block has one only"
         )
-    width = parts_of_layer(config) * (config.expert_d_ff or config.d_ff)
+    width = student_width(config)
     if width != config.d_ff:
         obstacles.append(f"its experts have {width} hidden units, and d_ff is {config.d_ff}")
-    if config.expert_bias == "additive":
-        obstacles.append("its experts have additive biases (expert_bias)")
     return obstacles
+
+
+def student_width(config: STMoEConfig) -> int:
+    """Returns the hidden units of the layer in place of a layer of experts."""
+    return parts_of_layer(config) * (config.expert_d_ff or config.d_ff)
 
 
 def student_config(teacher: STMoEConfig) -> STMoEConfig:
     """Returns the config of the student.
 
     Raises:
-        ConfigError: When the teacher is dense.
+        ConfigError: When the teacher is dense, or its experts have additive biases.
     """
     if not teacher.num_experts:
         raise ConfigError(
             "The teacher is dense (num_experts is 0), so that no layer of experts can become a dense one. Give a "
             "sparse teacher, or a student of your own (--student)."
         )
-    if not dense_obstacles(teacher):
-        return teacher.replaced(
-            **_PLAIN_ROUTING,
-            num_experts=0,
-            num_sparse_encoder_layers=0,
-            num_sparse_decoder_layers=0,
-            expert_d_ff=None,
-            expert_bias="none",
-            expert_dropout_rate=None,
+    if teacher.expert_bias == "additive":
+        raise ConfigError(
+            "The teacher's experts have additive biases (expert_bias), which a dense layer cannot have. Give a student "
+            "of your own (--student)."
         )
+    plain = {
+        "router": STMoEConfig.router,
+        "router_options": None,
+        "decoder_router": None,
+        "decoder_router_options": None,
+        "expert_bias": "none",
+    }
+    if not dense_obstacles(teacher):
+        counts = ("num_experts", "num_sparse_encoder_layers", "num_sparse_decoder_layers")
+        widths = {"expert_d_ff": None, "expert_dropout_rate": None}
+        return teacher.replaced(**plain, **dict.fromkeys(counts, 0), **widths)
 
     # One expert, which every token uses with a gate of 1.
-    width = parts_of_layer(teacher) * (teacher.expert_d_ff or teacher.d_ff)
+    unlimited = ("capacity_factor", "eval_capacity_factor", "expert_capacity")
+    weights = ("load_balance_loss_weight", "router_z_loss_weight")
     return teacher.replaced(
-        **_PLAIN_ROUTING,
+        **plain,
+        **dict.fromkeys(unlimited),
+        **dict.fromkeys(weights, 0.0),
         num_experts=1,
         num_selected_experts=1,
-        expert_d_ff=None if width == teacher.d_ff else width,
-        expert_bias="additive" if teacher.expert_bias == "additive" else "none",
-        capacity_factor=None,
-        eval_capacity_factor=None,
-        expert_capacity=None,
-        load_balance_loss_weight=0.0,
-        router_z_loss_weight=0.0,
+        expert_d_ff=student_width(teacher),
     )
 
 
@@ -186,12 +193,10 @@ class _Layer(NamedTuple):
     Attributes:
         up: [E, H, F, D] gate and up projection (H = 2), or the up projection.
         down: [E, D, F].
-        bias: [E, F] additive bias of the hidden units, if there is one.
     """
 
     up: Tensor
     down: Tensor
-    bias: Tensor | None
 
 
 def dense_student_checkpoint(
@@ -216,25 +221,13 @@ def dense_student_checkpoint(
     Raises:
         ConfigError: When the model is dense.
         CheckpointError: When a tensor of the source is not accounted for.
-    """
-    teacher = open_checkpoint(source)
-    teacher.report.refuse_unexplained()
-    student = dense_student(teacher, init, gates, seed)
-    write_checkpoint(student, source, folder)
-    return student.config
-
-
-def dense_student(
-    teacher: ConvertedCheckpoint, init: StudentInit, gates: Mapping[LayerKey, Tensor], seed: int = 0
-) -> ConvertedCheckpoint:
-    """Returns the weights of the student, each of which is computed when it is read.
-
-    See `dense_student_checkpoint` for the arguments.
 
     Source:
         Switch (arXiv:2101.03961) §4.2: the teacher's weights outside of the experts, and layers
         drawn anew in place of the experts (`random`). Differs: the other values of `init`.
     """
+    teacher = open_checkpoint(source)
+    teacher.report.refuse_unexplained()
     check_choice("init", init, get_args(StudentInit))
     config = student_config(teacher.config)
     with torch.device("meta"):
@@ -252,11 +245,12 @@ def dense_student(
             continue
 
         # The norm before a layer of experts is the one before the layer in their place.
-        source = name
         if name not in teacher.weights:
-            source = name.replace(".feed_forward_norm.", ".sparse_norm.")
-        weights[name] = teacher.weights[source]
-    return teacher._replace(config=config, weights=weights)
+            weights[name] = teacher.weights[name.replace(".feed_forward_norm.", ".sparse_norm.")]
+        else:
+            weights[name] = teacher.weights[name]
+    write_checkpoint(teacher._replace(config=config, weights=weights), source, folder)
+    return config
 
 
 class _StudentReader:
@@ -289,11 +283,9 @@ class _StudentReader:
             self._block = block
         assert self._layer is not None, "computed above"
 
-        up, down, bias = self._layer
-        weight = bias if name.endswith("bias") else rearrange(up, "e h f d -> e (h f) d")
-        if "down_proj" in name:
-            weight = down
-        assert weight is not None, "config says whether there is a bias"
+        weight = self._layer.down
+        if "down_proj" not in name:
+            weight = rearrange(self._layer.up, "e h f d -> e (h f) d")
         return weight.reshape(shape).to(self.dtype)
 
     def _compute(self, block: str) -> _Layer:
@@ -320,17 +312,12 @@ class _StudentReader:
         # Each part has the G-th part of the gates.
         up = rearrange(up, "(e g) (h f) d -> e h (g f) d", g=G, h=halves)
         down = rearrange(down, "(e g) d f -> e d (g f)", g=G) / G
-        bias = None
-        if config.expert_bias != "none":
-            bias = weights[f"{block}{_EXPERTS}bias"].read().float()
-            bias = rearrange(bias, "(e g) f -> e (g f)", g=G)
 
         # A factor of a hidden unit is one of its column of the down projection.
         if config.expert_bias == "multiplicative":
-            assert bias is not None, "read above"
-            down = down * bias[:, None]
-            bias = None
-        return _Layer(up, down, bias)
+            factor = weights[f"{block}{_EXPERTS}bias"].read().float()
+            down = down * rearrange(factor, "(e g) f -> e 1 (g f)", g=G)
+        return _Layer(up, down)
 
     def _draw(self, experts: _Layer, seed: int) -> _Layer:
         """Returns a new layer with the shape of one expert, drawn like those of a new model."""
@@ -341,8 +328,7 @@ class _StudentReader:
             torch.manual_seed(seed)
             truncated_normal_(up, math.sqrt(scale / up.shape[-1]))
             truncated_normal_(down, math.sqrt(scale / down.shape[-1]))
-        bias = None if experts.bias is None else torch.zeros_like(experts.bias[:1])
-        return _Layer(up, down, bias)
+        return _Layer(up, down)
 
 
 def _layer_keys(config: STMoEConfig) -> dict[str, LayerKey]:
@@ -366,48 +352,24 @@ def reduce_experts(experts: _Layer, init: StudentInit, gates: Tensor) -> _Layer:
         init: See `StudentInit`, but for `random`.
         gates: <float32>[E] mean gate of each expert.
     """
+    up = experts.up
+    down = experts.down
     if init == "aligned_mean":
-        experts = _aligned(experts, reference=int(gates.argmax()))
-    shares = _SHARES[init](gates)  # [E]
-    up = einsum(shares, experts.up, "e, e h f d -> h f d")
-    down = einsum(shares, experts.down, "e, e d f -> d f") * gates.sum()
-    bias = None
-    if experts.bias is not None:
-        bias = einsum(shares, experts.bias, "e, e f -> f")[None]
-    return _Layer(up[None], down[None], bias)
+        up = up.clone()  # they may be pages of a file
+        down = down.clone()
+        best = int(gates.argmax())
+        for expert in range(gates.numel()):
+            order = aligned_units(up[expert], down[expert], up[best], down[best])
+            up[expert] = up[expert][:, order]
+            down[expert] = down[expert][:, order]
 
-
-def _aligned(experts: _Layer, reference: int) -> _Layer:
-    """Returns the experts with their hidden units in the order that matches one of them best."""
-    up = experts.up.clone()
-    down = experts.down.clone()
-    bias = None if experts.bias is None else experts.bias.clone()
-    for expert in range(up.shape[0]):
-        order = aligned_units(
-            experts.up[expert], experts.down[expert], experts.up[reference], experts.down[reference]
-        )
-        up[expert] = experts.up[expert][:, order]
-        down[expert] = experts.down[expert][:, order]
-        if bias is not None and experts.bias is not None:
-            bias[expert] = experts.bias[expert][order]
-    return _Layer(up, down, bias)
-
-
-def _equal_shares(gates: Tensor) -> Tensor:
-    return torch.full_like(gates, 1 / gates.numel())
-
-
-def _shares_of_gates(gates: Tensor) -> Tensor:
-    return gates / gates.sum()
-
-
-def _largest_gate(gates: Tensor) -> Tensor:
-    return F.one_hot(gates.argmax(), gates.numel()).to(gates.dtype)
-
-
-_SHARES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "mean": _equal_shares,
-    "aligned_mean": _shares_of_gates,
-    "best": _largest_gate,
-}
-"""Share of each expert <float32>[E] in the weights of the layer in their place, by `StudentInit`."""
+    # Share of each expert in the weights.  [E]
+    shares = {
+        "mean": torch.full_like(gates, 1 / gates.numel()),
+        "aligned_mean": gates / gates.sum(),
+        "best": F.one_hot(gates.argmax(), gates.numel()).to(gates.dtype),
+    }[init]
+    return _Layer(
+        einsum(shares, up, "e, e h f d -> h f d")[None],
+        einsum(shares, down, "e, e d f -> d f")[None] * gates.sum(),
+    )

@@ -5,13 +5,10 @@ student, or its most probable tokens are read from a file.
 """
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,18 +64,15 @@ class DistillationSettings:
 
     def __post_init__(self) -> None:
         """Raises a ConfigError when a value is out of range."""
-        check_field_types(self, prefix="distillation.")
-        check_number("distillation.hard_weight", self.hard_weight, least=0, most=_MOST_WEIGHT)
+        prefix = "distillation."
+        check_field_types(self, prefix=prefix)
+        check_number(f"{prefix}hard_weight", self.hard_weight, least=0, most=_MOST_WEIGHT)
         reason = "without a teacher, use stmoe pretrain or stmoe finetune"
-        check_number(
-            "distillation.soft_weight", self.soft_weight, above=0, most=_MOST_WEIGHT, reason=reason
-        )
-        check_number("distillation.temperature", self.temperature, above=0, most=100)
-        reason = "the file is made in memory"
-        check_integer(
-            "distillation.cached_batches", self.cached_batches, least=0, most=10**6, reason=reason
-        )
-        check_integer("distillation.top_n", self.top_n, least=1)
+        name = f"{prefix}soft_weight"
+        check_number(name, self.soft_weight, above=0, most=_MOST_WEIGHT, reason=reason)
+        check_number(f"{prefix}temperature", self.temperature, above=0, most=100)
+        check_integer(f"{prefix}cached_batches", self.cached_batches, least=0, most=10**6)
+        check_integer(f"{prefix}top_n", self.top_n, least=1)
 
 
 # ---------------------------------------------------------------------------
@@ -169,18 +163,14 @@ class Distillation(NamedTuple):
     of the student, with cross-entropies as means over the targets of the whole batch.
 
     Attributes:
-        hard_weight: Weight of the cross-entropy to the labels.
-        soft_weight: Weight of the cross-entropy to the teacher's probabilities.
-        temperature: Temperature of both models in the latter, T.
+        settings: The weights, and the temperature T.
         teacher: In evaluation mode; None where batches hold its probabilities, see `TeacherSource`.
 
     Source:
-        Switch (arXiv:2101.03961) §4.2: 0.75 and 0.25 at temperature 1. Differs: no.
+        Switch (arXiv:2101.03961) §4.2, with its weights and T = 1. Differs: no.
     """
 
-    hard_weight: float
-    soft_weight: float
-    temperature: float
+    settings: DistillationSettings
     teacher: STMoEForConditionalGeneration | None = None
 
     def __call__(
@@ -193,6 +183,9 @@ class Distillation(NamedTuple):
             batch: Keyword arguments of its forward, with labels.
             counts: Counts of the whole batch.
         """
+        hard_weight = self.settings.hard_weight
+        soft_weight = self.settings.soft_weight
+        temperature = self.settings.temperature
         inputs = dict(batch)
         is_target = inputs["labels"] != IGNORED_LABEL
         tokens = None
@@ -200,15 +193,13 @@ class Distillation(NamedTuple):
             tokens = inputs.pop(_TOKENS)[is_target]
             log_probs = inputs.pop(_LOG_PROBS)[is_target]
         else:
-            log_probs = target_log_probs(self.teacher, inputs, self.temperature)
+            log_probs = target_log_probs(self.teacher, inputs, temperature)
 
         output = student(**inputs, loss_counts=counts, output_router_logits=True)
         assert output.loss is not None and output.ce_loss is not None, "a batch has labels"
-        soft = soft_cross_entropy(output.logits[is_target], log_probs, tokens, self.temperature)
+        soft = soft_cross_entropy(output.logits[is_target], log_probs, tokens, temperature)
         soft_loss = soft / counts.target_tokens.clamp(min=1)
-        output.loss = (
-            output.loss + (self.hard_weight - 1) * output.ce_loss + self.soft_weight * soft_loss
-        )
+        output.loss = output.loss + (hard_weight - 1) * output.ce_loss + soft_weight * soft_loss
         return output
 
 
@@ -256,12 +247,7 @@ class TeacherSource:
 
 
 def teacher_arrays(
-    teacher: STMoEForConditionalGeneration,
-    source: BatchSource,
-    *,
-    num_batches: int,
-    top_n: int,
-    temperature: float,
+    teacher: STMoEForConditionalGeneration, source: BatchSource, settings: DistillationSettings
 ) -> Arrays:
     """Returns the teacher's most probable tokens at all targets of the first batches of a source.
 
@@ -273,34 +259,29 @@ def teacher_arrays(
     Raises:
         ConfigError: When `top_n` is larger than the vocabulary.
     """
+    n = settings.top_n
     vocab_size = teacher.config.vocab_size
     reason = f"the vocabulary has {vocab_size} tokens"
-    check_integer("distillation.top_n", top_n, least=1, most=vocab_size, reason=reason)
-    tokens = [np.empty((0, top_n), dtype=np.int32)]
-    log_probs = [np.empty((0, top_n), dtype=np.float32)]
-    counts = [np.zeros(1, dtype=np.int64)]
-    for step in range(num_batches):
+    check_integer("distillation.top_n", n, least=1, most=vocab_size, reason=reason)
+    tokens: list[Tensor] = []
+    log_probs: list[Tensor] = []
+    counts = [torch.zeros(1, dtype=torch.int64)]
+    for step in range(settings.cached_batches):
         batch = source.batch(step)
         inputs = {name: tensor.to(teacher.device) for name, tensor in batch.items()}
-        top = target_log_probs(teacher, inputs, temperature).topk(top_n, dim=-1)
-        tokens.append(top.indices.int().cpu().numpy())
-        log_probs.append(top.values.cpu().numpy())
-        counts.append((batch["labels"] != IGNORED_LABEL).sum(dim=1).numpy())
+        top = target_log_probs(teacher, inputs, settings.temperature).topk(n, dim=-1)
+        tokens.append(top.indices.int().cpu())
+        log_probs.append(top.values.cpu())
+        counts.append((batch["labels"] != IGNORED_LABEL).sum(dim=1))
     return {
-        _TOKENS: np.concatenate(tokens),
-        _LOG_PROBS: np.concatenate(log_probs),
-        _STARTS: np.concatenate(counts).cumsum(),
+        _TOKENS: torch.cat(tokens).numpy(),
+        _LOG_PROBS: torch.cat(log_probs).numpy(),
+        _STARTS: torch.cat(counts).cumsum(dim=0).numpy(),
     }
 
 
 def cached_teacher(
-    folder: Path,
-    source: BatchSource,
-    device_type: str,
-    *,
-    num_batches: int,
-    top_n: int,
-    temperature: float,
+    folder: Path, source: BatchSource, device_type: str, settings: DistillationSettings
 ) -> TeacherSource:
     """Returns a source with the teacher's probabilities from a file, which rank zero makes first.
 
@@ -311,21 +292,18 @@ def cached_teacher(
         folder: Folder of the teacher.
         source: Makes the batches.
         device_type: Device of the teacher.
-        num_batches: Batches of the source that are repeated.
-        top_n: Tokens that are kept for each target, n.
-        temperature: Temperature of the probabilities.
+        settings: The number of batches and tokens, and the temperature.
     """
-    model = model_fingerprint(folder)
-    settings = (_FORMAT, model, source.fingerprint, num_batches, top_n, temperature)
-    name = hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
-    path = cache_folder() / f"teacher-{name}.safetensors"
+    numbers = (settings.cached_batches, settings.top_n, settings.temperature)
+    identity = (_FORMAT, model_fingerprint(folder), source.fingerprint, *numbers)
+    name = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+
+    def read() -> Arrays:
+        path = cache_folder() / f"teacher-{name}.safetensors"
+        return kept_arrays(path, (_TOKENS, _LOG_PROBS, _STARTS), make)
 
     def make() -> Arrays:
-        teacher = load_teacher(folder, device_type)
-        return teacher_arrays(
-            teacher, source, num_batches=num_batches, top_n=top_n, temperature=temperature
-        )
+        return teacher_arrays(load_teacher(folder, device_type), source, settings)
 
-    read: Callable[[], Arrays] = partial(kept_arrays, path, (_TOKENS, _LOG_PROBS, _STARTS), make)
     broadcast_from_rank_zero(lambda: bool(read()))  # the others then find the file
-    return TeacherSource(source, read(), num_batches)
+    return TeacherSource(source, read(), settings.cached_batches)

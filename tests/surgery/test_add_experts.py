@@ -8,7 +8,7 @@ import torch
 from moe import STMoEForConditionalGeneration
 from moe.errors import ConfigError
 from moe.sparse.editing import sparse_layers
-from moe.surgery.add_experts import AddedExperts, add_experts_to_checkpoint
+from moe.surgery.add_experts import AddedExperts, add_experts
 from tests.models.tiny import tiny_batch, tiny_model
 
 SINGLE = {"num_selected_experts": 1, "router_options": None}
@@ -19,7 +19,7 @@ RAW = {"second_expert_policy": "all", "eval_second_expert_policy": "all", "norma
 def enlarge(model, folder, **settings):
     model.save_pretrained(folder / "before")
     (folder / "after").mkdir()
-    add_experts_to_checkpoint(folder / "before", folder / "after", AddedExperts(**settings))
+    add_experts(folder / "before", folder / "after", AddedExperts(**settings))
     return STMoEForConditionalGeneration.from_pretrained(folder / "after").eval()
 
 

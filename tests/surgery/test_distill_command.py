@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused_before_any_text_is_read(inputs, tmp_path):
     refuse("one of --corpus and --train to train on, got none")
     refuse("got both", *corpus, "--train", "pairs.jsonl")
     refuse("--dev_share has no effect", *corpus, "--dev_share", "0.1")
-    refuse("top_n 5 has no effect", *corpus, "--distillation.top_n", "5")
+    refuse("top_n has no effect", *corpus, "--distillation.top_n", "5")
     refuse("soft_weight is 0", *corpus, "--distillation.soft_weight", "0")
     refuse("init is worst; expected one of random", *corpus, "--distillation.init", "worst")
     refuse("--save_as is 't6'", *corpus, "--save_as", "t6")
@@ -169,7 +169,14 @@ def test_what_does_not_fit_is_refused_before_any_text_is_read(inputs, tmp_path):
     other = tmp_path / "other"
     STMoEForConditionalGeneration(config.replaced(vocab_size=233)).save_pretrained(other)
     refuse("has 233 tokens .* has 230", *corpus, "--student", other)
-    refuse("init best has no effect", *corpus, "--student", other, "--distillation.init", "best")
+    refuse(
+        "--distillation.init has no effect",
+        *corpus,
+        "--student",
+        other,
+        "--distillation.init",
+        "best",
+    )
     dense = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
     STMoEForConditionalGeneration(config.replaced(**dense)).save_pretrained(tmp_path / "dense")
     refuse("num_experts is 0", *corpus, teacher=tmp_path / "dense")
