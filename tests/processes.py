@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,10 +50,15 @@ class Ended(NamedTuple):
 
 @cache
 def fork_context() -> ForkServerContext:
-    """Returns what starts processes that are forked from the server."""
+    """Returns what starts processes that are forked from the server, which it starts.
+
+    There is one server in a process. A program under test that starts it first, e.g. a benchmark,
+    preloads less or nothing, and every process afterwards imports torch again.
+    """
     missing = [name for name in IMPORTED if find_spec(name) is None]
     assert not missing, f"the server can import no {missing}; name the modules that there are now"
     multiprocessing.set_forkserver_preload([*IMPORTED, "pytest"])
+    forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
 

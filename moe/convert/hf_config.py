@@ -126,14 +126,21 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     hf_class = FAMILIES[family]
     model_fields = {*vars(hf_class()), "is_gated_act", "num_selected_experts", "router_type"}
     read: dict[str, Any] = {}
-    for name in model_fields & raw.keys():
-        read[name] = raw[name]
-        field = hf_class.__dataclass_fields__.get(name)
-        if field is not None and field.type is float and is_kind(raw[name], int):
-            read[name] = float(raw[name])
     try:
+        for name in model_fields & raw.keys():
+            read[name] = raw[name]
+            field = hf_class.__dataclass_fields__.get(name)
+            if field is not None and field.type is float and is_kind(raw[name], int):
+                read[name] = float(raw[name])
         hf_config = hf_class.from_dict(read)
-    except (StrictDataclassError, ValueError, TypeError, AttributeError, LookupError) as failure:
+    except (
+        StrictDataclassError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        OverflowError,
+    ) as failure:
         reason = " ".join(str(failure.__cause__ or failure).split())
         raise ConfigError(
             f"transformers cannot read config.json of type {family!r}: {reason}"

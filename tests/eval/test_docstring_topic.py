@@ -2,10 +2,10 @@
 
 import pytest
 
+from eval.corpora.packages import read_packages
 from eval.task import SPLITS, TASKS
 from eval.task_readers import unseen_task
 from eval.tasks import docstring_topic
-from moe.data.docstrings import read_python_corpus
 
 TASK = TASKS.get("docstring_topic")
 LOCKS = "Wake up the task that waits for the lock."
@@ -101,7 +101,7 @@ def test_no_module_has_two_places():
 
 @pytest.mark.slow
 def test_every_tested_file_is_a_document_that_a_corpus_can_leave_out():
-    sources = {document.source for document in read_python_corpus()}
+    sources = {document.source for document in read_packages(["stdlib"])}
     files = unseen_task("docstring_topic").sources
     assert len(files) > 50
     assert files <= sources

@@ -4,8 +4,6 @@ The measurement itself is real; what it finds is the machine's affair.
 """
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -32,6 +30,7 @@ from moe.kernels.product_measurement import (
     ProductTime,
     measure_products,
 )
+from tests.processes import Command
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch has one library"
@@ -150,15 +149,14 @@ def test_one_few_and_many_tokens_have_their_own_library(fresh):
 
 @pytest.mark.slow
 def test_processes_that_start_together_choose_alike(fresh):
-    code = (
+    program = fresh / "program.py"
+    program.write_text(
         "from moe.kernels.product_choice import products_in_use\n"
         "import json; print(json.dumps(products_in_use()))"
     )
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    printed = {process.communicate(timeout=300)[0] for process in processes}
+    environment = {"XDG_CACHE_HOME": str(fresh)}
+    processes = [Command(str(program), environment=environment) for _ in range(2)]
+    printed = {process.finish().stdout for process in processes}
     assert len(printed) == 1 and "forward" not in printed
     kept = json.loads(cache_file().read_text(encoding="utf-8"))
     copies = kept["choice"].pop("copies_expert_gradient")
