@@ -222,11 +222,9 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         model = result[0] if isinstance(result, tuple) else result
         warn_of_plain_experts(model)
         refuse_not_finite(model, source)
-        _freeze_quantized_experts(model)
-        align_weights(model)
         if checkpoint_format is QUANTIZED:
             _freeze_quantized_experts(model, source)
-        _align_weights(model)
+        align_weights(model)
         model.source_model = None if source is None else find_source_model(source)
         return result
 

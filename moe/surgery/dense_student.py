@@ -38,18 +38,6 @@ _SPARSE = "sparse_feed_forward."
 _EXPERTS = _SPARSE + "experts."
 _DENSE = "feed_forward."
 
-_PLAIN_ROUTING: Mapping[str, Any] = {
-    "encoder_experts": None,
-    "decoder_experts": None,
-    "encoder_expert_maps": None,
-    "decoder_expert_maps": None,
-    "router": STMoEConfig.router,
-    "router_options": None,
-    "decoder_router": None,
-    "decoder_router_options": None,
-}
-
-
 # ---------------------------------------------------------------------------
 # The mean gates of the teacher's experts
 
@@ -159,6 +147,10 @@ def student_config(teacher: STMoEConfig) -> STMoEConfig:
             "of your own (--student)."
         )
     plain = {
+        "encoder_experts": None,
+        "decoder_experts": None,
+        "encoder_expert_maps": None,
+        "decoder_expert_maps": None,
         "router": STMoEConfig.router,
         "router_options": None,
         "decoder_router": None,
