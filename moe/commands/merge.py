@@ -66,7 +66,10 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         merge_checkpoint(options.source, folder, merges)
         return SurgeryResult(
             tables=[ReportTable(_HEADER, merged_rows(merges))],
-            notes=["The groups and the losses are of the same examples."],
+            notes=[
+                "The groups and the losses are of the same examples.",
+                "Where there is a capacity, it grew: a merged expert has the slots of all its rows.",
+            ],
         )
 
     perform_surgery("merge", argv, options, parser, operate, read_task, needs_text=True)

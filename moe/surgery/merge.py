@@ -333,7 +333,7 @@ def _read_merged(name: str, weight: LazyTensor, layer: MergedLayer) -> Tensor:
 
 
 def merged_config(config: STMoEConfig, expert_maps: Mapping[LayerKey, Tensor]) -> STMoEConfig:
-    """Returns the config of the merged model.
+    """Returns the config of the merged model; a stored expert has at least the slots of all its rows.
 
     Args:
         config: Of the model before.
@@ -344,7 +344,25 @@ def merged_config(config: STMoEConfig, expert_maps: Mapping[LayerKey, Tensor]) -
             chooses.
     """
     maps: dict[str, list[list[int]]] = {"encoder": [], "decoder": []}
+    most_rows = 1
+    factor = 1.0
     for key, number in experts_of_layers(config).items():
         expert_map = expert_maps.get(key, torch.arange(number))
         maps[key[0]].append(expert_map.tolist())
-    return config.replaced(encoder_expert_maps=maps["encoder"], decoder_expert_maps=maps["decoder"])
+
+        # All experts of a layer have equally many slots: those of the largest group.
+        rows = torch.bincount(expert_map)
+        most_rows = max(most_rows, int(rows.max()))
+        factor = max(factor, rows.numel() * int(rows.max()) / number)
+
+    slots: dict[str, float | int | None] = {
+        "min_expert_capacity": config.min_expert_capacity * most_rows
+    }
+    if config.expert_capacity is not None:
+        slots["expert_capacity"] = config.expert_capacity * most_rows
+    for name in ("capacity_factor", "eval_capacity_factor"):
+        value = getattr(config, name)
+        slots[name] = None if value is None else value * factor
+    return config.replaced(
+        encoder_expert_maps=maps["encoder"], decoder_expert_maps=maps["decoder"], **slots
+    )

@@ -7,6 +7,7 @@ import torch
 
 from moe import SparseConfig, STMoEForConditionalGeneration
 from moe.errors import ConfigError, DataError
+from moe.sparse.capacity import slots_of_expert
 from moe.sparse.editing import edit_routing, sparse_layers
 from moe.sparse.experts import Experts
 from moe.surgery.expert_scores import Calibration
@@ -18,6 +19,7 @@ from moe.surgery.merge import (
     mean_outputs,
     merge_checkpoint,
     merge_groups,
+    merged_config,
     reordered_units,
 )
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
@@ -140,6 +142,21 @@ def test_layers_without_a_merge_stay_as_they_are(tmp_path):
         encoder.experts.down_proj, next(iter(sparse_layers(model).values())).experts.down_proj
     )
     assert decoder.experts.down_proj.shape[0] == 3
+
+
+def test_a_merged_expert_has_the_slots_of_its_rows():
+    """Seven rows of 2 slots each; of three stored experts the largest has three rows."""
+    config = tiny_model(capacity_factor=1.25, eval_capacity_factor=None).config
+    expert_map = torch.tensor([0, 1, 0, 1, 1, 2, 2])
+    merged = merged_config(config, {KEYS[0]: expert_map})
+    assert merged.eval_capacity_factor is None and merged.min_expert_capacity == 3 * 4
+    layer = merged.sparse_config(decoder=False)
+    assert slots_of_expert(config.sparse_config(decoder=False), 700, training=True) == 125
+    assert slots_of_expert(layer, 700, training=True) == 3 * 125
+    fixed = merged_config(
+        config.replaced(eval_capacity_factor=1.0, expert_capacity=5), {KEYS[0]: expert_map}
+    )
+    assert fixed.expert_capacity == 15
 
 
 def calibration_of(load, products=None):
