@@ -27,6 +27,8 @@ from moe.sparse.editing import LayerKey, sparse_layers
 from moe.surgery.expert_scores import SCORES, Calibration
 from moe.tracing.trace import STACKS, layer_name
 
+_RULES = ("keep", "encoder_keep", "decoder_keep", "budget", "least_share")
+
 
 @dataclass(frozen=True)
 class Pruning:
@@ -69,17 +71,15 @@ class Pruning:
         check_integer("seed", self.seed, least=0, most=2**63 - 1)
         check_number("least_share", self.least_share, above=0, most=1, optional="None")
 
-        rules = {
-            "keep": self.keep,
-            "encoder_keep and decoder_keep": self.encoder_keep or self.decoder_keep,
-            "budget": self.budget,
-            "least_share": self.least_share,
-        }
-        given = [name for name, value in rules.items() if value is not None]
-        if len(given) != 1:
+        given: dict[str, object] = {}
+        for name in _RULES:
+            if getattr(self, name) is not None:
+                given[name] = getattr(self, name)
+        if len(given) != 1 and given.keys() != {"encoder_keep", "decoder_keep"}:
+            shown_rules = ", ".join(f"{name} {value}" for name, value in given.items())
             raise ConfigError(
-                f"{', '.join(given) or 'nothing'} is given; expected one of {', '.join(rules)} to say "
-                "how many experts stay."
+                f"{shown_rules or 'Nothing'} is given to say how many experts stay; expected one of "
+                f"{', '.join(_RULES)}, or a number for both stacks."
             )
 
     def numbers(self, config: STMoEConfig) -> dict[LayerKey, int] | None:
