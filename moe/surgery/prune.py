@@ -101,10 +101,15 @@ class Pruning:
             return numbers
 
         # Every layer gets the floor first.
-        _check_number("each layer", self.floor, max(num_experts.values()), config)
-        least = sum(min(self.floor, number) for number in num_experts.values())
-        expected = f"{least} to {total - 1}: {len(num_experts)} layers keep at least {self.floor} experts each"
-        check(least <= (self.budget or least) < total, "budget", self.budget, expected)
+        largest = max(num_experts.values())
+        _check_number("each layer", self.floor, largest, config)
+        check(
+            self.floor < largest, "floor", self.floor, f"less than the {largest} experts there are"
+        )
+        if self.budget is not None:
+            least = sum(min(self.floor, number) for number in num_experts.values())
+            expected = f"{least} to {total - 1}, at least {self.floor} in each of {len(num_experts)} layers"
+            check(least <= self.budget < total, "budget", self.budget, expected)
         return None
 
     def _fixed_numbers(self, num_experts: Mapping[LayerKey, int]) -> dict[LayerKey, int]:
