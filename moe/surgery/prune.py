@@ -27,6 +27,8 @@ from moe.sparse.editing import LayerKey, sparse_layers
 from moe.surgery.expert_scores import SCORES, Calibration
 from moe.tracing.trace import STACKS, layer_name
 
+_RULES = ("keep", "encoder_keep", "decoder_keep", "budget", "least_share")
+
 
 @dataclass(frozen=True)
 class Pruning:
@@ -69,17 +71,15 @@ class Pruning:
         check_integer("seed", self.seed, least=0, most=2**63 - 1)
         check_number("least_share", self.least_share, above=0, most=1, optional="None")
 
-        rules = {
-            "keep": self.keep,
-            "encoder_keep and decoder_keep": self.encoder_keep or self.decoder_keep,
-            "budget": self.budget,
-            "least_share": self.least_share,
-        }
-        given = [name for name, value in rules.items() if value is not None]
-        if len(given) != 1:
+        given: dict[str, object] = {}
+        for name in _RULES:
+            if getattr(self, name) is not None:
+                given[name] = getattr(self, name)
+        if len(given) != 1 and given.keys() != {"encoder_keep", "decoder_keep"}:
+            shown_rules = ", ".join(f"{name} {value}" for name, value in given.items())
             raise ConfigError(
-                f"{', '.join(given) or 'nothing'} is given; expected one of {', '.join(rules)} to say "
-                "how many experts stay."
+                f"{shown_rules or 'Nothing'} is given to say how many experts stay; expected one of "
+                f"{', '.join(_RULES)}, or a number for both stacks."
             )
 
     def numbers(self, config: STMoEConfig) -> dict[LayerKey, int] | None:
@@ -101,10 +101,15 @@ class Pruning:
             return numbers
 
         # Every layer gets the floor first.
-        _check_number("each layer", self.floor, max(num_experts.values()), config)
-        least = sum(min(self.floor, number) for number in num_experts.values())
-        expected = f"{least} to {total - 1}: {len(num_experts)} layers keep at least {self.floor} experts each"
-        check(least <= (self.budget or least) < total, "budget", self.budget, expected)
+        largest = max(num_experts.values())
+        _check_number("each layer", self.floor, largest, config)
+        check(
+            self.floor < largest, "floor", self.floor, f"less than the {largest} experts there are"
+        )
+        if self.budget is not None:
+            least = sum(min(self.floor, number) for number in num_experts.values())
+            expected = f"{least} to {total - 1}, at least {self.floor} in each of {len(num_experts)} layers"
+            check(least <= self.budget < total, "budget", self.budget, expected)
         return None
 
     def _fixed_numbers(self, num_experts: Mapping[LayerKey, int]) -> dict[LayerKey, int]:

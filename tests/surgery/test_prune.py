@@ -238,6 +238,7 @@ def _smaller(config, number):
         ({}, {"keep": 7}, "is 14; expected fewer than the 14"),
         ({}, {"budget": 7}, "budget is 7; expected 8 to 13"),
         ({}, {"budget": 9, "floor": 1}, "each layer would keep 1 of 7"),
+        ({}, {"least_share": 0.1, "floor": 7}, "floor is 7; expected less than the 7 experts"),
         ({}, {"budget": 9, "score": "reconstruction"}, "cannot say how many"),
         (DENSE, {"keep": 2}, "0 sparse layers"),
         ({"num_sparse_decoder_layers": 0}, {"decoder_keep": 3}, "the decoder has 0 sparse layers"),
