@@ -24,25 +24,24 @@ HEAVY = {"group_size": 1, "load_balance_loss_weight": 3.0, "router_z_loss_weight
 def test_accumulated_steps_of_the_trainer_are_those_of_the_whole_batch(tmp_path):
     states = []
     for accumulated in (1, 4):
-        model = sparse_host("t5gemma", fields=HEAVY).double()
+        model = sparse_host("t5gemma", fields=HEAVY)
         settings = {
             "per_device_train_batch_size": 8 // accumulated,
             "gradient_accumulation_steps": accumulated,
-            "learning_rate": 1e-5,
         }
         trainer = make_trainer(tmp_path / str(accumulated), model, **settings)
         trainer.train()
         states.append(model.state_dict())
     moved = 0.0
-    for name, tensor in sparse_host("t5gemma", fields=HEAVY).double().state_dict().items():
-        torch.testing.assert_close(states[0][name], states[1][name], atol=1e-7, rtol=1e-6)
+    for name, tensor in sparse_host("t5gemma", fields=HEAVY).state_dict().items():
+        torch.testing.assert_close(states[0][name], states[1][name], atol=1e-5, rtol=1e-4)
         if name.endswith("gate"):
             moved = max(moved, float((states[0][name] - tensor).abs().max()))
-    assert moved > 1e-5
+    assert moved > 1e-3
 
-    # Evaluation has the losses of the routers too, and only logits besides.
-    output = trainer.predict(trainer.train_dataset)
-    assert output.predictions.shape[-1] == 131
+    # Predictions are those of the host, without what the routers did.
+    logits, *_ = trainer.predict(trainer.train_dataset).predictions
+    assert logits.shape[-1] == 131
     model.train()
     with pytest.raises(ConfigError, match=r"load_balance_loss_weight 3\.0"):
         model(
@@ -66,7 +65,7 @@ def test_the_command_upcycles_a_host(tmp_path, capsys):
     arguments = ["--from", str(tmp_path / "dense"), "--experts", "3", "--granularity", "2"]
     main([*arguments, "--to", str(tmp_path / "sparse")])
     text = capsys.readouterr().out
-    assert "encoder.0" in text and "nothing" in text and "post_feedforward_layernorm" in text
+    assert "encoder 1" in text and "nothing" in text and "post_feedforward_layernorm" in text
     report = json.loads((tmp_path / "sparse" / "surgery.json").read_text())
     assert report["tables"][0]["rows"][0][1] == "1.000"
     sizes = {name: (before, after) for name, before, after in report["sizes"]}
