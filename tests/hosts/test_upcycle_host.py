@@ -58,6 +58,23 @@ def test_the_output_is_the_hosts_and_what_the_routers_did():
     assert float(output.load_balance_loss) > 0
 
 
+def test_images_reach_the_sparse_encoder_of_t5gemma2():
+    batch = tiny_batch()
+    batch["input_ids"][:, 2:6] = 129
+    outputs = []
+    for build in (dense_host, sparse_host):
+        model = build("t5gemma2")
+        generator = torch.Generator().manual_seed(0)
+        projector = model.model.encoder.multi_modal_projector.mm_input_projection_weight
+        projector.data.normal_(generator=generator)
+        for scale in (1, 2):
+            pixels = scale * torch.ones(4, 3, 4, 4).cumsum(-1)
+            output = model(**batch, pixel_values=pixels)
+            outputs.append(output.get("ce_loss", output.loss))
+    torch.testing.assert_close(outputs[:2], outputs[2:], atol=1e-5, rtol=1e-5)
+    assert outputs[0] != outputs[1]
+
+
 def test_the_command_upcycles_a_host(tmp_path, capsys):
     dense = dense_host("t5gemma")
     dense.save_pretrained(tmp_path / "dense")
@@ -136,7 +153,7 @@ def test_an_activation_that_experts_lack_is_refused():
     ("change", "message"),
     [
         (None, "sparse_layers is None"),
-        ({"experts": 3}, "experts.*num_experts"),
+        ({"experts": 3}, "sparse_layers.*'experts'"),
         ({"encoder_blocks": [7]}, "encoder_blocks is 7.*from 0 to 1"),
         ({"encoder_blocks": 7}, "encoder_blocks is 7.*list"),
         ({"layer": 7}, "layer is 7"),
