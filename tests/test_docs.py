@@ -16,6 +16,7 @@ import stmoe
 from eval.task import TASKS
 from moe.cli import Parser
 from moe.data.tokenizer import train_tokenizer
+from moe.hosts.all_hosts import load_hosts
 from moe.models.checkpoint_formats import CHECKPOINT_FORMATS
 from moe.optim.optimizers import OPTIMIZERS
 from moe.sparse.router import ROUTERS
@@ -79,7 +80,7 @@ def workspace(tmp_path_factory):
 def registries(monkeypatch):
     """Lets a page register what it explains, for its own time only."""
     TASKS.names()
-    registries = (ROUTERS, ROUTER_REQUIREMENTS, OPTIMIZERS, TASKS, CHECKPOINT_FORMATS)
+    registries = (ROUTERS, ROUTER_REQUIREMENTS, OPTIMIZERS, TASKS, CHECKPOINT_FORMATS, load_hosts())
     for registry in registries:
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 

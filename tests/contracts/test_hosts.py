@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from moe.errors import CheckpointError
+from moe.errors import CheckpointError, ConfigError
 from moe.hosts.all_hosts import load_host, load_hosts
 from moe.hosts.upcycle import upcycle_host
 from moe.models.pretrained import enable_activation_checkpointing
@@ -41,10 +41,10 @@ def logits(model, **changes):
         return model(**{**tiny_batch(), **changes}).logits[REAL]
 
 
-def generated(model):
+def generated(model, **options):
     batch = tiny_batch()
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    return model.generate(**inputs, max_new_tokens=9, do_sample=False)
+    return model.generate(**inputs, max_new_tokens=9, do_sample=False, **options)
 
 
 def test_every_host_has_a_tiny_model():
@@ -60,7 +60,8 @@ def test_a_host_and_its_upcycled_twin_agree(name, training):
     theirs, ours = dense(**tiny_batch()), sparse(**tiny_batch())
     close(ours.ce_loss, theirs.loss)
     close(ours.logits[REAL], theirs.logits[REAL])
-    assert torch.equal(generated(sparse.eval()), generated(dense.eval()))
+    for options in ({}, {"use_cache": False}, {"num_beams": 3}):
+        assert torch.equal(generated(sparse.eval(), **options), generated(dense.eval(), **options))
 
 
 @each_host
@@ -182,6 +183,14 @@ def test_checkpointed_gradients_are_the_same(name, dtype):
         assert torch.equal(gradient, again[key]), key
 
 
+@each_host
+def test_reentrant_checkpointing_is_refused(name):
+    model = sparse_host(name).train()
+    enable_activation_checkpointing(model, {"use_reentrant": True})
+    with pytest.raises(ConfigError, match="use_reentrant=False"):
+        model(**tiny_batch())
+
+
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning")
 @each_host
 def test_experts_learn_by_lora(name, tmp_path):
@@ -250,30 +259,36 @@ def test_a_saved_host_computes_bit_for_bit_the_same(name, tmp_path):
 IN_A_FRESH_PROCESS = """
 import sys, torch
 from transformers import AutoModelForSeq2SeqLM
-folder = sys.argv[1]
-try:
-    AutoModelForSeq2SeqLM.from_pretrained(folder)
-except ValueError as error:
-    print(error)
+for folder in sys.argv[1:]:
+    try:
+        AutoModelForSeq2SeqLM.from_pretrained(folder)
+    except ValueError as error:
+        print(str(error).splitlines()[0])
 from moe.hosts.all_hosts import load_host
-saved = torch.load(f"{folder}/inputs.pt")
-for model in (load_host(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)):
-    with torch.no_grad():
-        difference = model(**saved["batch"]).logits - saved["logits"]
-    print(type(model).__name__, difference.abs().max().item() < 1e-4)
+for folder in sys.argv[1:]:
+    saved = torch.load(f"{folder}/inputs.pt")
+    for model in (load_host(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)):
+        with torch.no_grad():
+            difference = model(**saved["batch"]).logits - saved["logits"]
+        print(type(model).__name__, difference.abs().max().item() < 1e-4)
 """
 
 
 @pytest.mark.slow
-@each_host
-def test_a_fresh_process_restores_a_host_or_refuses_it(name, tmp_path):
-    sparse = sparse_host(name)
-    sparse.save_pretrained(tmp_path)
-    with torch.no_grad():
-        inputs = {"batch": tiny_batch(), "logits": sparse(**tiny_batch()).logits}
-    torch.save(inputs, tmp_path / "inputs.pt")
-    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, str(tmp_path)]
+def test_a_fresh_process_restores_hosts_or_refuses_them(tmp_path):
+    folders = []
+    restored = []
+    for name in HOSTS:
+        sparse = sparse_host(name)
+        folders.append(str(tmp_path / name))
+        sparse.save_pretrained(folders[-1])
+        with torch.no_grad():
+            inputs = {"batch": tiny_batch(), "logits": sparse(**tiny_batch()).logits}
+        torch.save(inputs, tmp_path / name / "inputs.pt")
+        restored += [f"{type(sparse).__name__} True"] * 2
+    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, *folders]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    class_name = type(sparse).__name__
-    assert f"sparse_{name}" in ended.stdout
-    assert ended.stdout.splitlines()[-2:] == [f"{class_name} True"] * 2
+    lines = ended.stdout.splitlines()
+    for name, refusal in zip(HOSTS, lines, strict=False):
+        assert f"`sparse_{name}`" in refusal and "does not recognize" in refusal
+    assert lines[len(HOSTS) :] == restored

@@ -19,7 +19,12 @@ from tests.models.tiny import tiny_batch
 
 pytestmark = pytest.mark.slow
 
-MESHES = {"ep": {"ep": 2}, "fsdp": {"dp_shard": 2}}
+MESHES = {
+    "ep": ({"ep": 2}, (2, 10, 14)),
+    "fsdp": ({"dp_shard": 2}, (2, 10, 14)),
+    "both": ({"ep": 2, "dp_shard": 2}, (1, 10, 14)),
+}
+"""Sizes of the mesh, and the shape of each rank's shard of the experts."""
 FIELDS = {
     "group_size": 13,
     "capacity_factor": 1.0,
@@ -85,12 +90,42 @@ def differences(rank, num_ranks, name, sizes, folder):
 def test_a_host_on_a_mesh_computes_and_saves_what_one_process_does(name, mesh, tmp_path):
     folder = tmp_path / "saved"
     folder.mkdir()
-    for result in run_ranks(differences, 2, tmp_path, name, MESHES[mesh], str(folder)):
+    sizes, shard = MESHES[mesh]
+    num_ranks = MeshConfig(**sizes).num_ranks
+    for result in run_ranks(differences, num_ranks, tmp_path, name, sizes, str(folder)):
         assert result["loss"] < 1e-5
         assert result["gradients"] < 1e-5
         assert result["num_gradients"] > 30
         assert result["same"]
-        assert result["local"] == (2, 10, 14)
+        assert result["local"] == shard
+
+
+def rounded(rank, num_ranks, name):
+    """Returns the losses of a model whose blocks are gathered in bfloat16, and of one process."""
+    batch = tiny_batch()
+    losses = []
+    for on_mesh in (False, True):
+        model = build(name).float()
+        rows = slice(0, 4)
+        if on_mesh:
+            mesh = build_mesh(MeshConfig(ep=2), "cpu")
+            shard_host(model, mesh, bfloat16=True)
+            rows = mesh.rows(4)
+        part = {key: value[rows] for key, value in batch.items()}
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**part, num_items_in_batch=31).loss
+        loss.backward()
+        losses.append(loss.detach())
+    torch.distributed.all_reduce(losses[1])
+    gate = model.model.decoder.layers[1].mlp.sparse.router.gate
+    assert gate.grad.to_local().dtype == torch.float32
+    return torch.stack(losses).tolist()
+
+
+@pytest.mark.parametrize("name", load_hosts().names())
+def test_blocks_are_gathered_in_bfloat16(name, tmp_path):
+    for whole_loss, loss in run_ranks(rounded, 2, tmp_path, name):
+        assert loss == pytest.approx(whole_loss, rel=0.03)
 
 
 def generate(rank, num_ranks, name):

@@ -24,25 +24,24 @@ HEAVY = {"group_size": 1, "load_balance_loss_weight": 3.0, "router_z_loss_weight
 def test_accumulated_steps_of_the_trainer_are_those_of_the_whole_batch(tmp_path):
     states = []
     for accumulated in (1, 4):
-        model = sparse_host("t5gemma", fields=HEAVY).double()
+        model = sparse_host("t5gemma", fields=HEAVY)
         settings = {
             "per_device_train_batch_size": 8 // accumulated,
             "gradient_accumulation_steps": accumulated,
-            "learning_rate": 1e-5,
         }
         trainer = make_trainer(tmp_path / str(accumulated), model, **settings)
         trainer.train()
         states.append(model.state_dict())
     moved = 0.0
-    for name, tensor in sparse_host("t5gemma", fields=HEAVY).double().state_dict().items():
-        torch.testing.assert_close(states[0][name], states[1][name], atol=1e-7, rtol=1e-6)
+    for name, tensor in sparse_host("t5gemma", fields=HEAVY).state_dict().items():
+        torch.testing.assert_close(states[0][name], states[1][name], atol=1e-5, rtol=1e-4)
         if name.endswith("gate"):
             moved = max(moved, float((states[0][name] - tensor).abs().max()))
-    assert moved > 1e-5
+    assert moved > 1e-3
 
-    # Evaluation has the losses of the routers too, and only logits besides.
-    output = trainer.predict(trainer.train_dataset)
-    assert output.predictions.shape[-1] == 131
+    # Predictions are those of the host, without what the routers did.
+    logits, *_ = trainer.predict(trainer.train_dataset).predictions
+    assert logits.shape[-1] == 131
     model.train()
     with pytest.raises(ConfigError, match=r"load_balance_loss_weight 3\.0"):
         model(
@@ -59,6 +58,23 @@ def test_the_output_is_the_hosts_and_what_the_routers_did():
     assert float(output.load_balance_loss) > 0
 
 
+def test_images_reach_the_sparse_encoder_of_t5gemma2():
+    batch = tiny_batch()
+    batch["input_ids"][:, 2:6] = 129
+    outputs = []
+    for build in (dense_host, sparse_host):
+        model = build("t5gemma2")
+        generator = torch.Generator().manual_seed(0)
+        projector = model.model.encoder.multi_modal_projector.mm_input_projection_weight
+        projector.data.normal_(generator=generator)
+        for scale in (1, 2):
+            pixels = scale * torch.ones(4, 3, 4, 4).cumsum(-1)
+            output = model(**batch, pixel_values=pixels)
+            outputs.append(output.get("ce_loss", output.loss))
+    torch.testing.assert_close(outputs[:2], outputs[2:], atol=1e-5, rtol=1e-5)
+    assert outputs[0] != outputs[1]
+
+
 def test_the_command_upcycles_a_host(tmp_path, capsys):
     dense = dense_host("t5gemma")
     dense.save_pretrained(tmp_path / "dense")
@@ -66,7 +82,7 @@ def test_the_command_upcycles_a_host(tmp_path, capsys):
     arguments = ["--from", str(tmp_path / "dense"), "--experts", "3", "--granularity", "2"]
     main([*arguments, "--to", str(tmp_path / "sparse")])
     text = capsys.readouterr().out
-    assert "encoder.0" in text and "nothing" in text and "post_feedforward_layernorm" in text
+    assert "encoder 1" in text and "nothing" in text and "post_feedforward_layernorm" in text
     report = json.loads((tmp_path / "sparse" / "surgery.json").read_text())
     assert report["tables"][0]["rows"][0][1] == "1.000"
     sizes = {name: (before, after) for name, before, after in report["sizes"]}
@@ -137,7 +153,7 @@ def test_an_activation_that_experts_lack_is_refused():
     ("change", "message"),
     [
         (None, "sparse_layers is None"),
-        ({"experts": 3}, "experts.*num_experts"),
+        ({"experts": 3}, "sparse_layers.*'experts'"),
         ({"encoder_blocks": [7]}, "encoder_blocks is 7.*from 0 to 1"),
         ({"encoder_blocks": 7}, "encoder_blocks is 7.*list"),
         ({"layer": 7}, "layer is 7"),
