@@ -1,6 +1,6 @@
 """Measures sparse layers next to dense ones and peers, experts over ranks, models, evaluation, the
-coverage of its intervals, the cost of recording routing, the making of batches, and which library
-multiplies faster.
+coverage of its intervals, the cost of recording routing, the making of batches, which library
+multiplies faster, and quantized weights.
 
     python -m scripts.benchmark layer [--json layer.json] [--cases 0 3] [--rounds 7]
     python -m scripts.benchmark exchange [--json exchange.json] [--ranks 2 4]
@@ -13,6 +13,8 @@ multiplies faster.
     python -m scripts.benchmark tracing [--json tracing.json] [--threads 1]
     python -m scripts.benchmark input [--json input.json] [--rounds 5]
     python -m scripts.benchmark products [--json products.json]
+    python -m scripts.benchmark quantized [--json quantized.json] [--threads 1]
+    python -m scripts.benchmark bits --model runs/demo/model --corpus runs/demo/corpus [--json bits.json]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not support a case,
 is skipped with a message. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
@@ -44,7 +46,9 @@ from benchmarks.models.tracing import TracingBenchmark, run_tracing
 from benchmarks.ranks.exchange import ExchangeBenchmark, run_exchange
 from benchmarks.ranks.scaling import ScalingCase
 from benchmarks.statistics.intervals import IntervalBenchmark, run_intervals
-from moe.cli import Parser, integer, run_main
+from benchmarks.surgery.bits import BitsBenchmark, run_bits
+from benchmarks.surgery.quantized import QuantizedBenchmark, run_quantized
+from moe.cli import Parser, integer, path, run_main
 from moe.files import output_path
 
 _COUNT = integer(least=1, most=4_096, reason="more does not fit on one machine")
@@ -104,6 +108,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "jobs": {"type": _COUNT, "default": 1, "help": "processes that share the cases (1)"},
     "seed": {"type": integer(least=0), "default": 0, "help": "seed of the samples (0)"},
+    "model": {"type": path, "required": True, "help": "folder of a sparse model"},
+    "corpus": {"type": path, "required": True, "help": "folder made by stmoe corpus"},
     "only": {
         "nargs": "+",
         "metavar": "START",
@@ -213,6 +219,16 @@ BENCHMARKS = {
         "which of torch's libraries multiplies float32 faster on this CPU",
         "json",
         lambda options: run_products(**options),
+    ),
+    "quantized": Benchmark(
+        "decoding with experts in 8 and 4 bits beside floats, on a CPU",
+        "json rounds threads batches",
+        lambda options: run_quantized(QuantizedBenchmark(**options)),
+    ),
+    "bits": Benchmark(
+        "held-out loss with experts or dense layers rounded to few bits",
+        "json threads model corpus",
+        lambda options: run_bits(BitsBenchmark(**options)),
     ),
     "gpu": Benchmark(
         "one sparse layer in bfloat16, and the step of decoding as a CUDA graph",

@@ -98,6 +98,33 @@ def packed_int8_linear(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
     return torch.ops.aten._weight_int8pack_mm(x, qdata, scale)
 
 
+def pack_int4(codes: Tensor) -> Tensor:
+    """Returns codes of 4 bits in the order of `packed_int4_linear`, which differs by processor.
+
+    Args:
+        codes: <int32>[O, I] numbers from 0 to 15; O a multiple of 64.
+
+    Returns:
+        <uint8>[O, I / 2].
+    """
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+
+
+def packed_int4_linear(x: Tensor, packed: Tensor, group_size: int, scales: Tensor) -> Tensor:
+    """Returns x W^T of weights of 4 bits without the float weights.
+
+    Args:
+        x: <bfloat16>[N, I].
+        packed: <uint8>[O, I / 2], see `pack_int4`.
+        group_size: Inputs that share a scale: 32, 64, 128 or 256.
+        scales: <bfloat16>[I / g, O, 2] scale and zero of W = s (q - 8) + z.
+
+    Returns:
+        <bfloat16>[N, O].
+    """
+    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group_size, scales)
+
+
 if torch.backends.mkldnn.is_available():
 
     @register_flop_formula(torch.ops.mkldnn._linear_pointwise)

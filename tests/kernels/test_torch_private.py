@@ -79,6 +79,17 @@ def test_without_it_decoding_would_unpack_every_expert_of_8_bits():
     torch.testing.assert_close(product.float(), expected, rtol=2**-7, atol=2**-4)
 
 
+def test_without_it_decoding_would_unpack_every_expert_of_4_bits():
+    x = torch.randn(3, 32).bfloat16()
+    codes = torch.randint(0, 16, (64, 32), dtype=torch.int32)
+    scales = torch.rand(1, 64, 2).bfloat16()
+    packed = torch_private.pack_int4(codes)
+    product = torch_private.packed_int4_linear(x, packed, 32, scales)
+    scale, zero = scales[0].float().split(1, dim=-1)
+    expected = x.float() @ ((codes - 8) * scale + zero).t()
+    torch.testing.assert_close(product.float(), expected, rtol=2**-6, atol=2**-3)
+
+
 def test_without_it_operations_on_lists_could_not_dequantize():
     tree = torch_private.map_tensors(
         torch.Tensor, torch.neg, [1, (torch.ones(3), {"x": torch.ones(2)})]

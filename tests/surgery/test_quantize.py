@@ -128,16 +128,21 @@ def test_a_quantized_weight_is_a_constant_that_other_operations_see_dequantized(
             change()
 
 
-def test_few_rows_in_bfloat16_are_multiplied_packed_and_others_are_not():
-    weight = quantize(torch.randn(E, D, F, dtype=torch.bfloat16), EIGHT)
-    few = torch.randn(16, F, dtype=torch.bfloat16)
-    product = weight.multiply_packed(few, 3)
-    expected = few.float() @ (weight.qdata[3].float() * weight.scale[3].float()).t()
-    torch.testing.assert_close(product.float(), expected, rtol=2**-7, atol=2**-6)
-    assert weight.multiply_packed(torch.cat([few, few]), 3) is None
-    assert weight.multiply_packed(few.float(), 3) is None
-    assert quantize(torch.randn(E, D, 40).bfloat16(), EIGHT).multiply_packed(few[:, :40], 3) is None
-    assert quantize(torch.randn(E, D, F).bfloat16(), FOUR).multiply_packed(few, 3) is None
+@pytest.mark.parametrize("quantization", [EIGHT, Quantization(4, 32)], ids=["8", "4"])
+def test_few_rows_in_bfloat16_are_multiplied_packed_and_others_are_not(quantization):
+    weight = quantize(torch.randn(3, 64, 96, dtype=torch.bfloat16), quantization)
+    wide = quantize(weight.dequantize().float(), quantization)
+    few = torch.randn(16, 96, dtype=torch.bfloat16)
+    for expert in (2, 0, 2):
+        product = weight.multiply_packed(few, expert)
+        expected = few.float() @ weight[expert].dequantize().float().t()
+        torch.testing.assert_close(product.float(), expected, rtol=2**-6, atol=2**-3)
+    assert weight.multiply_packed(torch.cat([few, few]), 2) is None
+    assert wide.multiply_packed(few.float(), 2) is None
+
+    # Sizes that are no whole blocks would read past the end.
+    odd = quantize(torch.randn(3, 64, 40).bfloat16(), Quantization(quantization.bits, 8))
+    assert odd.multiply_packed(few[:, :40], 2) is None
 
 
 # ---- models ----
@@ -167,10 +172,11 @@ def test_a_quantized_model_computes_and_answers_as_its_dequantized_one(quantizat
         torch.testing.assert_close(logits(quantized), logits(plain), rtol=1e-4, atol=1e-4)
 
 
-def test_in_bfloat16_a_step_of_decoding_agrees_with_many_rows_to_rounding(folder):
-    model = load(folder / "q8", dtype=torch.bfloat16)
+@BITS
+def test_in_bfloat16_a_step_of_decoding_agrees_with_many_rows_to_rounding(quantization, folder):
+    model = load(folder / f"q{quantization.bits}", dtype=torch.bfloat16)
     assert all(weight.scale.dtype == torch.bfloat16 for weight in expert_weights(model).values())
-    plain = load(folder / "f8")
+    plain = load(folder / f"f{quantization.bits}")
     for changes in (
         {},
         {"input_ids": torch.tensor([[5]]), "attention_mask": None, "labels": torch.tensor([[7]])},
