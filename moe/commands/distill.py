@@ -9,7 +9,6 @@ The student is made of the teacher: each layer of experts becomes a dense one. W
 MODEL` it is another model with the same vocabulary, such as a merged or pruned teacher.
 """
 
-import dataclasses
 import shlex
 import time
 from argparse import Namespace
@@ -26,7 +25,7 @@ from moe.commands import finetune, pretrain
 from moe.commands.surgery_report import REPORT_FILE, SurgeryReport, compare, measure, size_rows
 from moe.convert.formats import convert_checkpoint
 from moe.data.corpus import load_corpus
-from moe.data.pipeline import Batch, BatchSource, PairSource
+from moe.data.pipeline import BatchSource, PairSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.distributed.collectives import broadcast_from_rank_zero
@@ -48,7 +47,7 @@ from moe.surgery.distillation import (
     load_teacher,
     teacher_config,
 )
-from moe.tracing.recorder import traced_batches
+from moe.tracing.recorder import traced_batches, unpacked
 from moe.training.command import RecipeCommand, typed_settings
 from moe.training.finetuning import choose_data
 from moe.training.heldout_loss import to_device
@@ -59,6 +58,7 @@ from moe.training.run import TRAINING_RUN, Run
 STUDENT_FOLDER = "student"
 """Folder in the run with the student before training, unless `--student` gives one."""
 
+_REPORT_BATCHES = 8  # of held-out text, which both models also answer
 _CALIBRATION_BATCHES = 8  # of the training text, on which the gates are measured
 
 
@@ -237,13 +237,14 @@ def build_pairs_run(
 ) -> Run:
     """Returns the run of the student on pairs, without its teacher."""
     data = finetune.read_own_pairs(recipe, arguments, world)
-    settings = dataclasses.asdict(recipe.data) | {"seed": recipe.seed}
-    del settings["workers"]
     source = PairSource(
         data.train["pairs"],
         load_tokenizer(arguments.teacher),
+        inputs_length=recipe.data.inputs_length,
+        targets_length=recipe.data.targets_length,
+        sentinels=recipe.data.sentinels,
         batch_size=recipe.training.batch_size,
-        **settings,
+        seed=recipe.seed,
     )
     student = prepare_student(recipe, arguments, out, source, world)
     return finetune.build_run(recipe, student, data, out, world)
@@ -306,7 +307,7 @@ def write_report(run: Run, teacher: Path, model: Path, command: str, start: floa
     """Writes into the folder of the trained student how it compares with its teacher.
 
     Args:
-        run: The run; without held-out batches, sizes alone are compared.
+        run: The run; without held-out batches, or with packed rows, sizes alone are compared.
         teacher: Folder of the teacher.
         model: Folder of the trained student.
         command: The command line.
@@ -314,13 +315,13 @@ def write_report(run: Run, teacher: Path, model: Path, command: str, start: floa
     """
     effects = None
     text = ""
-    if run.held_out is not None:
-        source, num_batches, *_ = run.held_out
+    is_packed = isinstance(run.recipe, DistillPairsRecipe) and run.recipe.data.pack
+    if run.held_out is not None and not is_packed:
+        source = run.held_out.source
+        num_batches = min(_REPORT_BATCHES, run.held_out.num_batches)
         text = f"{num_batches} held-out batches of {source.batch_size}"
         device = run.built.model.device
-        batches = [
-            to_device(_with_mask(source.batch(index)), device) for index in range(num_batches)
-        ]
+        batches = [to_device(unpacked(source.batch(i)), device) for i in range(num_batches)]
         examples = list(traced_batches(batches))
         before = measure(load_teacher(teacher, device.type), examples)
         after = measure(load_teacher(model, device.type), examples)
@@ -337,11 +338,3 @@ def write_report(run: Run, teacher: Path, model: Path, command: str, start: floa
     report.write(model)
     write_sums(model)
     return report
-
-
-def _with_mask(batch: Batch) -> Batch:
-    """Returns a batch with a mask in place of the segments of its rows, which `generate` lacks."""
-    if "segment_ids" not in batch:
-        return batch
-    mask = (batch["segment_ids"] != 0).long()
-    return {"input_ids": batch["input_ids"], "attention_mask": mask, "labels": batch["labels"]}

@@ -220,6 +220,7 @@ def add_experts(
     """
     sparse = open_checkpoint(source, **download)
     sparse.report.refuse_unexplained()
+    sparse.config.refuse_quantized("given twins or cut", source)
     config = added.config(sparse.config)
     with torch.device("meta"):
         shapes = stored_tensors(STMoEForConditionalGeneration(config))

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +20,15 @@ from moe.checks import check_choice
 from moe.convert.formats import open_checkpoint, write_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint, stacks_of
 from moe.data.pipeline import Batch
-from moe.errors import ConfigError, DataError
+from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
-from moe.sparse.config import SparseConfig
-from moe.sparse.editing import LayerKey, edit_routing, sparse_layers
+from moe.sparse.editing import LayerKey, sparse_layers
 from moe.sparse.experts import truncated_normal_
-from moe.sparse.plan import DispatchPlan, RouterScores, stored_index
+from moe.sparse.plan import stored_index
 from moe.surgery.alignment import aligned_units
+from moe.surgery.expert_statistics import expert_statistics
 
 StudentInit = Literal["random", "mean", "aligned_mean", "best"]
 """Initial weights of a layer in place of experts: drawn anew, the mean of the experts, their mean weighted
@@ -38,59 +38,43 @@ _SPARSE = "sparse_feed_forward."
 _EXPERTS = _SPARSE + "experts."
 _DENSE = "feed_forward."
 
-# ---------------------------------------------------------------------------
-# The mean gates of the teacher's experts
+_LAYER_SETTINGS = (
+    "router_options",
+    "decoder_router",
+    "decoder_router_options",
+    "encoder_experts",
+    "decoder_experts",
+    "encoder_expert_maps",
+    "decoder_expert_maps",
+)
+"""Settings that a student without routers does not have."""
 
 
-class _GateSums:
-    """Sum of the gates of each expert of a layer, and the number of tokens."""
-
-    def __init__(self, config: SparseConfig, device: torch.device) -> None:
-        self.expert_map = config.expert_map
-        self.gates = torch.zeros(config.num_stored_experts, dtype=torch.float64, device=device)
-        self.num_tokens = 0
-
-    def add(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-        """Adds the tokens of a plan and returns it unchanged."""
-        gates = plan.combine_weight.double().flatten()
-        stored_expert = stored_index(plan.expert_index, self.expert_map)
-        self.gates.index_add_(0, stored_expert.flatten(), gates)
-        self.num_tokens += int(plan.token_mask.sum())
-        return plan
-
-
-@torch.no_grad()
 def mean_gates(
     model: STMoEForConditionalGeneration, batches: Iterable[Batch]
 ) -> dict[LayerKey, Tensor]:
-    """Returns the mean gate of each expert over all tokens, 0 where a token does not use it.
+    """Returns the mean gate of each stored expert over all tokens, 0 where a token does not use it.
 
-    A layer's gates add up to 1 if the router normalises them and nothing is dropped.
+    A layer's gates add up to 1 if its router normalises them and requests all choices.
 
     Args:
-        model: In evaluation mode.
-        batches: Keyword arguments of its forward, on its device.
+        model: The teacher.
+        batches: Keyword arguments of its forward, with labels; see `expert_statistics`.
 
     Returns:
         <float64>[E] for each sparse layer; gates of merged experts are added up.
 
     Raises:
-        DataError: When a layer gets no token.
+        DataError: When no batch holds a token.
     """
     layers = sparse_layers(model)
-    sums = {key: _GateSums(layer.config, model.device) for key, layer in layers.items()}
-    with edit_routing(model, {key: layer_sums.add for key, layer_sums in sums.items()}):
-        for batch in batches:
-            model(**batch, use_cache=False)
-
     gates: dict[LayerKey, Tensor] = {}
-    for key, layer_sums in sums.items():
-        if not layer_sums.num_tokens:
-            raise DataError(
-                f"The calibration text has 0 tokens for the sparse layer {key}, so that its gates cannot be measured. "
-                "Give a text with inputs and targets."
-            )
-        gates[key] = layer_sums.gates.cpu() / layer_sums.num_tokens
+    for key, statistics in expert_statistics(model, batches).items():
+        config = layers[key].config
+        row_gates = (statistics.gate_sum / statistics.num_tokens).cpu()  # [rows]
+        stored = stored_index(torch.arange(config.num_experts), config.expert_map)
+        zeros = torch.zeros(config.num_stored_experts, dtype=row_gates.dtype)
+        gates[key] = zeros.index_add(0, stored, row_gates)
     return gates
 
 
@@ -102,10 +86,9 @@ def parts_of_layer(config: STMoEConfig) -> int:
     """Returns G, the number of consecutive experts that make up a layer of width d_ff; 1 for none."""
     width = config.expert_d_ff or config.d_ff
     parts = config.d_ff // width
-    layers = config.all_sparse_configs()
-    num_experts = math.gcd(*[layer.num_experts for layer in layers])
-    is_merged = any(layer.expert_map is not None for layer in layers)
-    fits = config.d_ff % width == 0 and num_experts % max(1, parts) == 0 and not is_merged
+    fits = config.d_ff % width == 0
+    for layer in config.all_sparse_configs():
+        fits = fits and layer.expert_map is None and layer.num_experts % parts == 0
     return parts if fits else 1
 
 
@@ -146,17 +129,8 @@ def student_config(teacher: STMoEConfig) -> STMoEConfig:
             "The teacher's experts have additive biases (expert_bias), which a dense layer cannot have. Give a student "
             "of your own (--student)."
         )
-    plain = {
-        "encoder_experts": None,
-        "decoder_experts": None,
-        "encoder_expert_maps": None,
-        "decoder_expert_maps": None,
-        "router": STMoEConfig.router,
-        "router_options": None,
-        "decoder_router": None,
-        "decoder_router_options": None,
-        "expert_bias": "none",
-    }
+    plain: dict[str, Any] = {"router": STMoEConfig.router, "expert_bias": "none"}
+    plain |= dict.fromkeys(_LAYER_SETTINGS)
     if not dense_obstacles(teacher):
         counts = ("num_experts", "num_sparse_encoder_layers", "num_sparse_decoder_layers")
         widths = {"expert_d_ff": None, "expert_dropout_rate": None}
@@ -220,6 +194,7 @@ def dense_student_checkpoint(
     """
     teacher = open_checkpoint(source)
     teacher.report.refuse_unexplained()
+    teacher.config.refuse_quantized("turned into a dense layer", source)
     check_choice("init", init, get_args(StudentInit))
     config = student_config(teacher.config)
     with torch.device("meta"):
