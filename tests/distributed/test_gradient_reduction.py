@@ -14,7 +14,7 @@ from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.parallelize import shard_model
 from moe.training.step import train_step
 from tests.distributed.ranks import run_ranks
-from tests.distributed.stages import RECIPE, Stage, batch, whole
+from tests.distributed.stages import RECIPE, Stage, adamw, batch, whole
 from tests.models.tiny import tiny_model
 
 MESHES = {
@@ -106,7 +106,7 @@ def replicas(dtype, **fields):
     mesh = build_mesh(MeshConfig(dp_replicate=SURVIVORS, **fields), "cpu")
     model = tiny_model(**SMALL).to(dtype).train()
     shard_model(model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    optimizer = adamw(model)
     for step in range(UPDATES):
         data = batch(step, SURVIVORS)
         data = {name: value[mesh.rows(SURVIVORS)] for name, value in data.items()}

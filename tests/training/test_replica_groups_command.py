@@ -6,11 +6,14 @@ The oracle is the other group: the same losses, and in the end the same files of
 import json
 import os
 import signal
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from moe.distributed.replica_groups import GROUP_ID, LIGHTHOUSE
+from moe.training import loop
 from tests.processes import TIMEOUT, Command, _fork_ranks
 from tests.training.tiny_run import write_inputs
 
@@ -33,7 +36,26 @@ def lighthouse():
     server.shutdown()
 
 
-def start(inputs, out, lighthouse, group):
+def hold_steps(ready, awaited):
+    """Forks the ranks; a group creates the file `ready` before its first quorum, and step s waits
+    for the files awaited[t] of all t <= s. How soon a process starts then decides nothing.
+    """
+    _fork_ranks()
+    live_steps, take_step = loop.live_steps, loop.take_step
+
+    def announce(*arguments):
+        ready.touch()
+        return live_steps(*arguments)
+
+    def hold(model, optimizer, recipe, shares, step, ranks):
+        while not all(path.exists() for first, path in awaited.items() if first <= step):
+            time.sleep(0.01)
+        return take_step(model, optimizer, recipe, shares, step, ranks)
+
+    loop.live_steps, loop.take_step = announce, hold
+
+
+def start(inputs, out, lighthouse, group, ready, awaited):
     words = ["--standalone", "--nproc-per-node", 2, "-m", "stmoe", "pretrain", "--resume"]
     settings = {
         "config": inputs["pretrain.yaml"],
@@ -52,7 +74,8 @@ def start(inputs, out, lighthouse, group):
     for name, value in settings.items():
         words += [f"--{name}", value]
     environment = {LIGHTHOUSE: lighthouse, GROUP_ID: str(group)}
-    return Command("torch.distributed.run", words, environment=environment, prepare=_fork_ranks)
+    prepare = partial(hold_steps, out / ready, {at: out / name for at, name in awaited.items()})
+    return Command("torch.distributed.run", words, environment=environment, prepare=prepare)
 
 
 def losses(out, group):
@@ -66,13 +89,15 @@ def losses(out, group):
 def test_a_group_of_two_ranks_that_is_killed_comes_back_equal_to_the_other(
     inputs, lighthouse, tmp_path
 ):
-    groups = [start(inputs, tmp_path, lighthouse, group) for group in range(2)]
-    groups[1].wait_for(lambda: 5 in losses(tmp_path, 1), TIMEOUT)
+    awaited = {0: "second", STEPS // 2: "second again"}
+    groups = [start(inputs, tmp_path, lighthouse, 0, "first", awaited)]
+    groups.append(start(inputs, tmp_path, lighthouse, 1, "second", {0: "first"}))
+    groups[1].wait_for(lambda: max(losses(tmp_path, 1), default=0) >= 5, TIMEOUT)
     children = Path(f"/proc/{groups[1].pid}/task/{groups[1].pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     assert groups[1].finish().returncode != 0
 
-    groups[1] = start(inputs, tmp_path, lighthouse, 1)
+    groups[1] = start(inputs, tmp_path, lighthouse, 1, "second again", {})
     for group in groups:
         ended = group.finish()
         assert ended.returncode == 0, ended.stderr
