@@ -26,7 +26,7 @@ from moe.models.configuration_checks import (
     strict_config,
 )
 from moe.models.presets import PRESETS
-from moe.models.transformers_private import PrivateConfigHooks
+from moe.models.transformers_private import PrivateConfigHooks, tensor_parallel_plan
 from moe.sparse.all_routers import load_routers
 from moe.sparse.config import (
     BalanceScope,
@@ -502,31 +502,8 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Transformers' plan for sharding each parameter over tensor-parallel ranks.
-
-        Every rank has a part of the heads, position biases and hidden units; embedding, head, norms
-        and routers are whole. The layouts are those of `sharding_rules`.
-        """
-        gated = self.feed_forward_proj == "gated-gelu"
-        styles = {
-            "feed_forward.up_proj.weight": "packed_colwise" if gated else "colwise",
-            "feed_forward.down_proj.weight": "rowwise",
-            "sparse_feed_forward.experts.gate_up_proj": "packed_colwise",
-            "sparse_feed_forward.experts.up_proj": "colwise",
-            "sparse_feed_forward.experts.down_proj": "rowwise",
-            "sparse_feed_forward.experts.bias": "embedding_colwise",  # by its second dimension
-        }
-        for attention in ("self_attention", "cross_attention"):
-            for projection in ("q_proj", "k_proj", "v_proj"):
-                styles[f"{attention}.{projection}.weight"] = "colwise"
-            styles[f"{attention}.o_proj.weight"] = "rowwise"
-
-        plan: dict[str, str] = {}
-        for stack in ("encoder.stack", "decoder"):
-            plan[f"{stack}.position_bias.table"] = "rowwise"
-            for name, style in styles.items():
-                plan[f"{stack}.blocks.*.{name}"] = style
-        return plan
+        """Transformers' plan for sharding each parameter over tensor-parallel ranks."""
+        return tensor_parallel_plan(gated=self.feed_forward_proj == "gated-gelu")
 
     @base_model_tp_plan.setter
     def base_model_tp_plan(self, plan: dict[str, str]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -229,3 +229,33 @@ def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None
     d_ff = math.gcd(config.d_ff, config.expert_d_ff or 0)
     limits = MeshLimits(tp, (), config.num_heads, d_ff, None)
     check_mesh(MeshConfig(tp=tp), limits)
+
+
+def tensor_parallel_plan(*, gated: bool) -> dict[str, str]:
+    """Returns transformers' name for the layout of each parameter over tensor-parallel ranks.
+
+    Every rank has a part of the heads, position biases and hidden units; embedding, head, norms and
+    routers are whole. The layouts are those of `sharding_rules`.
+
+    Args:
+        gated: Whether feed-forward layers have a gate.
+    """
+    styles = {
+        "feed_forward.up_proj.weight": "packed_colwise" if gated else "colwise",
+        "feed_forward.down_proj.weight": "rowwise",
+        "sparse_feed_forward.experts.gate_up_proj": "packed_colwise",
+        "sparse_feed_forward.experts.up_proj": "colwise",
+        "sparse_feed_forward.experts.down_proj": "rowwise",
+        "sparse_feed_forward.experts.bias": "embedding_colwise",  # by its second dimension
+    }
+    for attention in ("self_attention", "cross_attention"):
+        for projection in ("q_proj", "k_proj", "v_proj"):
+            styles[f"{attention}.{projection}.weight"] = "colwise"
+        styles[f"{attention}.o_proj.weight"] = "rowwise"
+
+    plan: dict[str, str] = {}
+    for stack in ("encoder.stack", "decoder"):
+        plan[f"{stack}.position_bias.table"] = "rowwise"
+        for name, style in styles.items():
+            plan[f"{stack}.blocks.*.{name}"] = style
+    return plan
