@@ -83,7 +83,7 @@ def measure_commands(demo: Path, folder: Path) -> list[dict[str, Any]]:
     distill = "distill --training.steps 2"
     out = folder / "distilled"
     settings = "--training.batch_size 2 --optim.cooldown_steps 0 --training.evaluate_every 2"
-    argv = [*distill.split(), "--config", "distill_pairs", "--teacher", sparse, "--train", pairs]
+    argv = [*distill.split(), "--config", "distill_finetune", "--teacher", sparse, "--train", pairs]
     rows.append(measure(distill, [*argv, *settings.split(), "--out", out]))
     rows[-1] |= {"before_gib": weights_gib(sparse), "after_gib": weights_gib(out / "model")}
     return rows
