@@ -6,6 +6,10 @@
 The experts of a sparse model get twins, or are cut into parts:
 
     stmoe upcycle --from runs/trained/model --to runs/larger --experts 16 --granularity 2
+
+A host of moe/hosts stays a model of transformers:
+
+    stmoe upcycle --from google/t5gemma-2b-2b-ul2 --to runs/t5gemma_sparse --experts 8
 """
 
 import math

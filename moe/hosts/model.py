@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -162,23 +163,30 @@ class SparseHost:
             kwargs["decoder_routing_mask"] = until_last_label(labels)
 
         # Records of the layers that run; an encoder whose output was given does not.
-        records: dict[Stack, list[RouterOutput]] = {"encoder": [], "decoder": []}
+        records: dict[Stack, list[RouterOutput]] = {}
         with ExitStack() as contexts:
-            for name in records if labels is not None or output_router_logits else ():
-                decoder = name == "decoder"
-                if self.settings.blocks(decoder=decoder):
-                    stack = self.host.stack_module(cast(nn.Module, self), decoder=decoder)
-                    records[name] = contexts.enter_context(collect_routers(stack))
+            if labels is not None or output_router_logits:
+                records = self._collect_records(contexts)
             output = host_forward(**kwargs, return_dict=True)
 
         fields: dict[str, Any] = {}
         if labels is not None:
-            routers = [*records["encoder"], *records["decoder"]]
+            routers = list(itertools.chain.from_iterable(records.values()))
             fields = self._losses(output.loss, routers, labels, num_items_in_batch)
         if output_router_logits:
             for name, routers in records.items():
                 fields[f"{name}_router_outputs"] = RouterRecords(routers) or None
         return SparseHostOutput(**{**output, **fields})
+
+    def _collect_records(self, contexts: ExitStack) -> dict[Stack, list[RouterOutput]]:
+        """Returns lists, by stack, that collect the records of its layers until the contexts end."""
+        records: dict[Stack, list[RouterOutput]] = {"encoder": [], "decoder": []}
+        for name in records:
+            decoder = name == "decoder"
+            if self.settings.blocks(decoder=decoder):
+                stack = self.host.stack_module(cast(nn.Module, self), decoder=decoder)
+                records[name] = contexts.enter_context(collect_routers(stack))
+        return records
 
     def _losses(
         self,

@@ -65,6 +65,24 @@ def test_a_host_and_its_upcycled_twin_agree(name, training):
 
 
 @each_host
+def test_twins_in_bfloat16_agree_to_its_rounding(name):
+    dense = dense_host(name).bfloat16()
+    before = logits(dense).float()
+    sparse = upcycle_host(dense, Upcycling(num_experts=5))
+    assert {parameter.dtype for parameter in sparse.parameters()} == {torch.bfloat16}
+    difference = (logits(sparse).float() - before).abs().mean()
+    assert difference < 0.03 * before.abs().mean()
+
+
+@each_host
+def test_labels_with_holes_leave_the_twins_equal(name):
+    labels = tiny_batch()["labels"]
+    labels[:, :2] = -100
+    labels[:, 5] = -100
+    close(logits(sparse_host(name), labels=labels), logits(dense_host(name), labels=labels))
+
+
+@each_host
 def test_parts_of_copies_agree_too(name):
     sparse = sparse_host(name, granularity=2, num_selected_experts=3)
     down = sparse_layers(sparse)["decoder", 0].experts.down_proj
