@@ -21,6 +21,7 @@ from moe.errors import CheckpointError, MoEError
 from moe.models.card import find_source_model
 from moe.models.checkpoint_formats import read_json_object
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import shard_model
 from moe.models.pretrained import STMoEPreTrainedModel, refuse_not_finite
@@ -128,7 +129,7 @@ def load_model_on_mesh(
     config = config or STMoEConfig.from_pretrained(folder)
     if config.expert_quantization is not None and mesh.config.num_ranks == 1:
         return load_complete(STMoEForConditionalGeneration, folder, config=config), {}
-    config.refuse_quantized("sharded over ranks", folder)
+    refuse_quantized(config, "sharded over ranks", folder)
     check_weights_together(Path(folder))
 
     with _open_weights(Path(folder)) as saved:

@@ -29,6 +29,7 @@ from moe.convert.weight_map import (
 from moe.errors import CheckpointError
 from moe.models.checkpoint_formats import find_format, read_json_object
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD, TOKENIZER_FILES
 from moe.models.quantized_checkpoint import join_parts
@@ -93,7 +94,7 @@ def open_checkpoint(
         raise CheckpointError(" ".join(str(error).split())) from error
     config = config.replaced(**settings)
     if not dequantize:
-        config.refuse_quantized("changed", source)
+        refuse_quantized(config, "changed", source)
 
     if find_format(raw_config) is not None:
         return open_hf_checkpoint(source, raw_config, config, **download)

@@ -132,9 +132,10 @@ class QuantizedWeight(Tensor):
         kwargs = kwargs or {}
         if operation in _ON_PARTS or _chooses_experts(operation, args):
             return _on_parts(operation, args[0], args[1:], kwargs)
-        if operation is torch.ops.aten.copy_.default and isinstance(args[1], cls):
+        if operation is torch.ops.aten.copy_.default and all(isinstance(x, cls) for x in args[:2]):
             for name, part in args[0].parts().items():
                 part.copy_(args[1].parts()[name])
+            args[0].packed_experts.clear()
             return args[0]
 
         # An operation on lists, as of optimizers, may change all tensors of its first list.
@@ -156,12 +157,8 @@ class QuantizedWeight(Tensor):
         return cls(**tensors)
 
 
-_ON_PARTS = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.alias.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten._to_copy.default,
-}
+_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+_ON_PARTS = _ALIASES | {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 
 
 def _chooses_experts(operation: Any, args: tuple[Any, ...]) -> bool:
@@ -178,11 +175,14 @@ def _on_parts(
     """Returns the weight of the results for each part; a new dtype is that of scales alone."""
     of_codes = {name: value for name, value in kwargs.items() if name != "dtype"}
     zero = weight.zero
-    return QuantizedWeight(
+    result = QuantizedWeight(
         operation(weight.qdata, *others, **of_codes),
         operation(weight.scale, *others, **kwargs),
         None if zero is None else operation(zero, *others, **kwargs),
     )
+    if operation in _ALIASES:
+        result.packed_experts = weight.packed_experts
+    return result
 
 
 def quantize(weight: Tensor, quantization: Quantization) -> QuantizedWeight:

@@ -476,19 +476,6 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
                 settings[item.name] = getattr(self, item.name)
         return SparseConfig(**settings)
 
-    def refuse_quantized(self, purpose: str, source: Path | str = "MODEL") -> None:
-        """Raises a ConfigError when the experts are quantized.
-
-        Args:
-            purpose: What needs experts of floats, as the end of a sentence.
-            source: Folder or hub name of the model.
-        """
-        if self.expert_quantization is not None:
-            raise ConfigError(
-                f"The experts are quantized to {self.expert_quantization['bits']} bits, and only experts of floats "
-                f"can be {purpose}. Dequantize the model first: stmoe convert --from {source} --to FOLDER."
-            )
-
     @property
     def eval_capacity_field(self) -> str | None:
         """Name of the field that bounds an expert's tokens in evaluation; None for no bound."""

@@ -312,3 +312,20 @@ def _check_layer_experts(config: PreTrainedConfig) -> None:
     largest = max(numbers, default=0)
     expected = f"{largest}, the largest number of encoder_experts and decoder_experts"
     check(config.num_experts == largest, "num_experts", config.num_experts, expected)
+
+
+def refuse_quantized(
+    config: PreTrainedConfig, purpose: str, source: os.PathLike[str] | str = "MODEL"
+) -> None:
+    """Raises a ConfigError when the experts of a model are quantized.
+
+    Args:
+        config: Config of the model.
+        purpose: What needs experts of floats, as the end of a sentence.
+        source: Folder or hub name of the model.
+    """
+    if config.expert_quantization is not None:
+        raise ConfigError(
+            f"The experts are quantized to {config.expert_quantization['bits']} bits, and only experts of floats "
+            f"can be {purpose}. Dequantize the model first: stmoe convert --from {source} --to FOLDER."
+        )

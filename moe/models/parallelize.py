@@ -29,6 +29,7 @@ from moe.distributed.sharding import (
 )
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import STMoEPreTrainedModel
 from moe.sparse.experts import Experts
@@ -83,7 +84,7 @@ def model_layouts(model: nn.Module, config: STMoEConfig, mesh: MeshConfig) -> di
     Raises:
         ConfigError: When no rule covers one of them, or experts are quantized.
     """
-    config.refuse_quantized("trained or sharded over ranks")
+    refuse_quantized(config, "trained or sharded over ranks")
     rules = sharding_rules(config)
     layouts: dict[str, Layout] = {}
     for name, parameter in model.named_parameters():

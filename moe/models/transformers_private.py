@@ -25,6 +25,7 @@ from transformers.utils.hub import cached_file
 from moe.distributed.mesh import MeshConfig, MeshLimits, check_mesh
 from moe.errors import CheckpointError, ConfigError, did_you_mean
 from moe.models.checkpoint_formats import COPY_AGAIN, read_json_object
+from moe.models.configuration_checks import refuse_quantized
 from moe.sparse.config import Dispatch
 
 _OTHER_AXES = ("pp_size", "dp_replicate_size", "fsdp_size", "ep_size")
@@ -210,7 +211,7 @@ def check_distributed_config(config: PreTrainedConfig, distributed: Any) -> None
             "Tensor parallelism by transformers needs a newer version of it, such as 5.23. "
             "Update it, or use moe.shard_model(model, moe.build_mesh(...))."
         )
-    cast(Any, config).refuse_quantized("sharded over ranks")
+    refuse_quantized(config, "sharded over ranks")
     for name in _OTHER_AXES:
         size = getattr(distributed, name, None)
         if size is not None and size > 1:

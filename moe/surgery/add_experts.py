@@ -21,6 +21,7 @@ from moe.checks import check_integer
 from moe.convert.formats import open_checkpoint, write_checkpoint
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
 from moe.sparse.router_options import ROUTER_REQUIREMENTS, option_names
@@ -220,7 +221,7 @@ def add_experts(
     """
     sparse = open_checkpoint(source, **download)
     sparse.report.refuse_unexplained()
-    sparse.config.refuse_quantized("given twins or cut", source)
+    refuse_quantized(sparse.config, "given twins or cut", source)
     config = added.config(sparse.config)
     with torch.device("meta"):
         shapes = stored_tensors(STMoEForConditionalGeneration(config))

@@ -22,6 +22,7 @@ from moe.convert.weight_map import ConvertedCheckpoint, stacks_of
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
 from moe.sparse.editing import LayerKey, sparse_layers
@@ -194,7 +195,7 @@ def dense_student_checkpoint(
     """
     teacher = open_checkpoint(source)
     teacher.report.refuse_unexplained()
-    teacher.config.refuse_quantized("turned into a dense layer", source)
+    refuse_quantized(teacher.config, "turned into a dense layer", source)
     check_choice("init", init, get_args(StudentInit))
     config = student_config(teacher.config)
     with torch.device("meta"):

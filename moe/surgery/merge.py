@@ -23,6 +23,7 @@ from moe.convert.weight_map import ConvertedCheckpoint
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
 from moe.registry import Registry
@@ -73,7 +74,7 @@ class Merging:
     def check_model(self, config: STMoEConfig) -> None:
         """Raises a ConfigError when the model is dense or merged, or the numbers do not fit it."""
         num_experts = experts_of_layers(config)
-        config.refuse_quantized("merged")
+        refuse_quantized(config, "merged")
         if config.encoder_expert_maps is not None or config.decoder_expert_maps is not None:
             raise ConfigError(
                 "The model has merged experts already. Merge the model that they were merged from."

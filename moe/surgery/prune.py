@@ -20,6 +20,7 @@ from moe.convert.weight_map import ConvertedCheckpoint
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
+from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
 from moe.sparse.all_routers import load_routers
@@ -135,7 +136,7 @@ def _check_number(name: str, number: int, num_experts: int, config: STMoEConfig)
 
 def _check_layers(config: STMoEConfig) -> None:
     """Raises a ConfigError for layers from which no expert can be removed."""
-    config.refuse_quantized("pruned")
+    refuse_quantized(config, "pruned")
     for layer in config.all_sparse_configs():
         if not load_routers().get(layer.router).num_parameters(layer):
             raise ConfigError(

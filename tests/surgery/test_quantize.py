@@ -123,9 +123,11 @@ def test_a_quantized_weight_is_a_constant_that_other_operations_see_dequantized(
     torch.testing.assert_close(x.grad, plain[2].sum(0).expand(5, F))
     half = weight.to(torch.bfloat16)
     assert isinstance(half, QuantizedWeight) and torch.equal(half.qdata, weight.qdata)
-    for change in (weight.zero_, lambda: torch._foreach_mul_([weight], 2)):
-        with pytest.raises(RuntimeError, match="would change a quantized weight"):
-            change()
+    assert torch.equal(torch.empty(E, D, F).copy_(weight), plain)
+    with pytest.raises(RuntimeError, match=r"zero_.* would change a quantized weight"):
+        weight.zero_()
+    with pytest.raises(RuntimeError, match="would change a quantized weight"):
+        torch._foreach_mul_([weight], 2)
 
 
 @pytest.mark.parametrize("quantization", [EIGHT, Quantization(4, 32)], ids=["8", "4"])
@@ -139,6 +141,12 @@ def test_few_rows_in_bfloat16_are_multiplied_packed_and_others_are_not(quantizat
         torch.testing.assert_close(product.float(), expected, rtol=2**-6, atol=2**-3)
     assert weight.multiply_packed(torch.cat([few, few]), 2) is None
     assert wide.multiply_packed(few.float(), 2) is None
+
+    # Other numbers are packed again.
+    weight.detach().copy_(quantize(torch.randn(3, 64, 96).bfloat16(), quantization))
+    expected = few.float() @ weight[2].dequantize().float().t()
+    product = weight.multiply_packed(few, 2)
+    torch.testing.assert_close(product.float(), expected, rtol=2**-6, atol=2**-3)
 
     # Sizes that are no whole blocks would read past the end.
     odd = quantize(torch.randn(3, 64, 40).bfloat16(), Quantization(quantization.bits, 8))
