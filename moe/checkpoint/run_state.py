@@ -125,8 +125,8 @@ def check_same_run(
     if saved.fingerprint != current.fingerprint:
         raise CheckpointError(
             f"{path} belongs to a run on other data (fingerprint {shown(saved.fingerprint)}, now "
-            f"{shown(current.fingerprint)}). Resume with the same corpus and tokenizer, or start a new run with "
-            "another --out."
+            f"{shown(current.fingerprint)}). Resume with the same corpus, tokenizer and teacher (if any), or start a "
+            "new run with another --out."
         )
 
 

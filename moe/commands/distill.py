@@ -43,6 +43,7 @@ from moe.surgery.dense_student import (
 from moe.surgery.distillation import (
     Distillation,
     DistillationSettings,
+    TaughtSource,
     cached_teacher,
     load_teacher,
     teacher_config,
@@ -271,18 +272,22 @@ def prepare_student(
     folder = out / STUDENT_FOLDER
     init = recipe.distillation.init
 
-    def make() -> None:
-        if arguments.resume and folder.exists():
-            return
+    def is_missing() -> bool:
+        return not (arguments.resume and folder.exists())
+
+    if broadcast_from_rank_zero(is_missing):
+        # Every rank reads all batches: sums over ranks give the same means.
         gates = {}
         if init != "random":
             batches = map(source.batch, range(_CALIBRATION_BATCHES))
             gates = mean_gates(load_teacher(arguments.teacher, "cpu"), batches)
-        with whole_folder(folder, kind="model") as unfinished:
-            dense_student_checkpoint(arguments.teacher, unfinished, init, gates, recipe.seed)
-            write_sums(unfinished)
 
-    broadcast_from_rank_zero(make)
+        def write() -> None:
+            with whole_folder(folder, kind="model") as unfinished:
+                dense_student_checkpoint(arguments.teacher, unfinished, init, gates, recipe.seed)
+                write_sums(unfinished)
+
+        broadcast_from_rank_zero(write)
     world.print_on_rank_zero(f"The student's layers in place of experts start as {init!r}.")
     obstacles = dense_obstacles(teacher_config(arguments.teacher))
     if obstacles:
@@ -296,7 +301,8 @@ def with_teacher(run: Run, settings: DistillationSettings, teacher: Path, world:
         source = cached_teacher(teacher, run.source, world.device_type, settings)
         return run._replace(source=source, forward=Distillation(settings))
     model = load_teacher(teacher, world.device_type, run.built.mesh)
-    return run._replace(forward=Distillation(settings, model))
+    source = TaughtSource(run.source, teacher)
+    return run._replace(source=source, forward=Distillation(settings, model))
 
 
 # ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe.checkpoint.loading import load_complete, load_model_on_mesh, local_device
 from moe.checks import check_field_types, check_integer, check_number
 from moe.checksums import model_fingerprint
-from moe.data.pipeline import ALL_ROWS, Batch, BatchSource
+from moe.data.pipeline import ALL_ROWS, Batch, BatchSource, fingerprint
 from moe.data.tokens import Arrays, kept_arrays
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.mesh import Mesh
@@ -203,6 +203,20 @@ class Distillation(NamedTuple):
         return output
 
 
+class TaughtSource:
+    """Batches of a source for one teacher: a run cannot be resumed with another."""
+
+    def __init__(self, source: BatchSource, teacher: Path) -> None:
+        self.batch_size = source.batch_size
+        self.lengths = source.lengths
+        self.fingerprint = f"{source.fingerprint}-{model_fingerprint(teacher)}"
+        self._source = source
+
+    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
+        """Returns the batch of the source."""
+        return self._source.batch(step, rows)
+
+
 # ---------------------------------------------------------------------------
 # Probabilities in a file
 
@@ -220,9 +234,11 @@ class TeacherSource:
         """
         self.batch_size = source.batch_size
         self.lengths = source.lengths
-        digest = hashlib.sha256(f"{source.fingerprint} {num_batches}".encode())
-        digest.update(arrays[_TOKENS].data)
-        self.fingerprint = digest.hexdigest()[:16]
+        numbers = (num_batches, arrays[_TOKENS].shape[1])
+        probabilities = arrays[_LOG_PROBS].data
+        self.fingerprint = fingerprint(
+            source.fingerprint.encode(), repr(numbers).encode(), probabilities
+        )
         self._source = source
         self._arrays = arrays
         self._num_batches = num_batches

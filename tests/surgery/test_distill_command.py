@@ -10,7 +10,7 @@ from transformers import T5ForConditionalGeneration
 
 from moe import STMoEConfig, STMoEForConditionalGeneration
 from moe.commands import distill, pretrain
-from moe.errors import ConfigError, DataError
+from moe.errors import CheckpointError, ConfigError, DataError
 from tests.processes import start_torchrun
 from tests.training.tiny_run import MODEL, pretrain_arguments, write_inputs
 
@@ -84,8 +84,15 @@ def test_a_student_starts_as_the_aligned_mean_and_ends_as_a_t5(inputs, tmp_path,
     distilled(inputs, tmp_path / "run", "--save_as", "t5", "--resume")
     with pytest.raises(DataError, match="already holds a run"):
         distilled(inputs, tmp_path / "run")
-    with pytest.raises(Exception, match="hard_weight"):
+    with pytest.raises(CheckpointError, match="hard_weight"):
         distilled(inputs, tmp_path / "run", "--resume", "--distillation.hard_weight", "0.5")
+    other = tmp_path / "other"
+    shutil.copytree(inputs["teacher"], other)
+    teacher = STMoEForConditionalGeneration.from_pretrained(other)
+    teacher.lm_head.weight.data *= 2
+    teacher.save_pretrained(other)
+    with pytest.raises(CheckpointError, match="data"):
+        distilled({**inputs, "teacher": other}, tmp_path / "run", "--resume")
 
 
 @pytest.mark.slow
