@@ -5,6 +5,7 @@ Templates escape all text; only our own SVG figures are inserted unescaped.
 """
 
 import re
+from functools import cache
 from pathlib import Path
 
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
@@ -21,6 +22,12 @@ def render_page(template: str, folder: Path | None = None, **values: object) -> 
         folder: Folder of additional templates; this package's templates are always found.
         values: Values for the template; `title` is one of them.
     """
+    return _environment(folder).get_template(template).render(**values)
+
+
+@cache
+def _environment(folder: Path | None) -> Environment:
+    """Returns the templates, each of which is compiled once."""
     loaders: list[PackageLoader | FileSystemLoader] = [PackageLoader("moe.inspection")]
     if folder is not None:
         loaders.append(FileSystemLoader(folder))
@@ -32,7 +39,7 @@ def render_page(template: str, folder: Path | None = None, **values: object) -> 
         lstrip_blocks=True,
     )
     environment.filters["code_spans"] = code_spans
-    return environment.get_template(template).render(**values)
+    return environment
 
 
 def code_spans(text: str) -> Markup:

@@ -158,8 +158,10 @@ class SavedBytes:
 
     def _pack(self, tensor):
         storage, at = tensor.untyped_storage(), tensor.untyped_storage().data_ptr()
+        if at in self._seen:
+            return tensor
         weights = [p.to_local() if isinstance(p, DTensor) else p for p in self._model.parameters()]
-        if at in self._seen or any(weight.untyped_storage().data_ptr() == at for weight in weights):
+        if any(weight.untyped_storage().data_ptr() == at for weight in weights):
             return tensor
         self._seen.append(at)
         sizes = [weight.numel() for weight in weights if weight.ndim > 1]
