@@ -88,6 +88,7 @@ class SparseHost:
         def forward(self: "SparseHost", *args: Any, **kwargs: Any) -> Any:
             return self.forward_with_routers(*args, **kwargs)
 
+        forward.__doc__ = cls.forward_with_routers.__doc__
         cls.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
 
     def __init__(self, config: PreTrainedConfig) -> None:
