@@ -131,7 +131,7 @@ def hear_ctrl_c():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["stmoe tokenizer", "eval"])
+@pytest.mark.parametrize("command", ["stmoe tokenizer", "eval run"])
 def test_ctrl_c_while_a_command_imports_ends_it_with_a_word(command):
     environment = {name: ENVIRONMENT[name] for name in ENVIRONMENT.keys() - set(WAIT_POLICIES)}
     with subprocess.Popen(

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import moe.hosts.records
 from moe.checkpoint.loading import check_model_folder, load_complete
-from moe.errors import ConfigError
+from moe.checks import shown
+from moe.errors import ConfigError, did_you_mean
 from moe.hosts.model import HOSTS, SparseHost
 from moe.models.pretrained import align_weights, refuse_not_finite
 from moe.registry import Registry
@@ -42,6 +43,11 @@ def find_host(model_type: Any) -> type[SparseHost]:
     """
     if model_type in _sparse_types():
         raise ConfigError(f"The model is a {model_type}, whose feed-forwards are sparse already.")
+    if model_type not in HOSTS.names():
+        raise ConfigError(
+            f"The model_type in config.json is {shown(model_type)}; expected that of a T5 or of a model of ours, or "
+            f"one of {', '.join(HOSTS.names())}.{did_you_mean(model_type, HOSTS.names())}"
+        )
     return HOSTS.get(model_type)
 
 

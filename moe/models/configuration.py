@@ -79,8 +79,8 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         encoder_experts: Experts of each sparse layer of the encoder, in order, if layers differ;
             `num_experts` is then the largest of all. None for `num_experts` in each.
         decoder_experts: The same for the decoder.
-        encoder_expert_maps: `expert_map` of each sparse layer of the encoder, in order: the stored
-            expert of each of its E, see `SparseConfig`. None if no layer has merged experts.
+        encoder_expert_maps: The stored expert of each of the E experts, for each sparse layer of the
+            encoder, in order. None if no layer has merged experts.
         decoder_expert_maps: The same for the decoder.
         num_sparse_encoder_layers: Sparse layers of the encoder, one in each equal stretch of
             blocks.

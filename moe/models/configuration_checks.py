@@ -242,8 +242,8 @@ def check_sparse_layers(config: PreTrainedConfig) -> None:
     num_sparse = config.num_sparse_encoder_layers + config.num_sparse_decoder_layers
     if (config.num_experts == 0) != (num_sparse == 0):
         raise ConfigError(
-            f"num_experts is {config.num_experts}, but num_sparse_encoder_layers + "
-            f"num_sparse_decoder_layers is {num_sparse}. A dense model has 0 of both, a sparse "
+            f"num_experts is {shown(config.num_experts)}, but num_sparse_encoder_layers + "
+            f"num_sparse_decoder_layers is {shown(num_sparse)}. A dense model has 0 of both, a sparse "
             "one at least 1 of each: set the other."
         )
 
@@ -310,7 +310,7 @@ def _check_layer_experts(config: PreTrainedConfig) -> None:
         numbers += layer_experts
 
     largest = max(numbers, default=0)
-    expected = f"{largest}, the largest number of encoder_experts and decoder_experts"
+    expected = f"{shown(largest)}, the largest number of encoder_experts and decoder_experts"
     check(config.num_experts == largest, "num_experts", config.num_experts, expected)
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -62,7 +62,8 @@ class _Arguments(NamedTuple):
 class RecipeCommand(Generic[R]):
     """A command whose arguments are the settings of a recipe and a few additional ones.
 
-    `--config FILE` (or the name of one of our recipes) may be given several times, later files and later arguments win;
+    `--config FILE` (or the name of one of our recipes) may be given several times, and later files win.
+    Arguments win over files, wherever they stand.
     `--print_config` prints the result, including inherited settings (`extends:`), and exits.
     `--help` explains the options people use, `--help-all` all.
 
@@ -213,7 +214,7 @@ class RecipeCommand(Generic[R]):
         arguments = _Arguments([], {}, {})
         steps_of_cooldown = ""
         previous = ""
-        for argument in argv:
+        for argument in _files_first(argv):
             option, separator, value = argument.partition("=")
             if previous == "--config" or (option == "--config" and separator):
                 path = find_recipe(argument if previous == "--config" else value)
@@ -235,7 +236,7 @@ class RecipeCommand(Generic[R]):
                 previous = ""
                 continue
 
-            # A setting typed after a file overrides the file's.
+            # A typed setting overrides that of a file.
             if option.startswith("--"):
                 typed = option.removeprefix("--")
                 arguments.values[typed] = value
@@ -358,6 +359,18 @@ def _section_settings(name: str, section: Any) -> Iterator[Setting]:
     for item in dataclasses.fields(section):
         default = getattr(section, item.name)
         yield Setting(f"{name}.{item.name}", field_types[item.name], default, help_texts[item.name])
+
+
+def _files_first(argv: Sequence[str]) -> list[str]:
+    """Returns the arguments with `--config` and its values before all others."""
+    files: list[str] = []
+    others: list[str] = []
+    previous = ""
+    for argument in argv:
+        is_file = "--config" in (previous, argument.partition("=")[0])
+        (files if is_file else others).append(argument)
+        previous = argument
+    return files + others
 
 
 def _scaled_cooldown(arguments: _Arguments, steps_of_cooldown: str) -> list[str]:

@@ -213,7 +213,7 @@ def test_a_list_replaces_that_of_the_parent(tmp_path):
     assert (mixture.tasks, mixture.temperature) == (["rte"], 2.0)
 
 
-def test_later_files_and_arguments_win_over_what_a_recipe_inherits(tmp_path):
+def test_later_files_win_and_arguments_win_over_files_wherever_they_stand(tmp_path):
     files = write(
         tmp_path,
         a="seed: 3\noptim:\n  lr: 0.5\n",
@@ -223,7 +223,11 @@ def test_later_files_and_arguments_win_over_what_a_recipe_inherits(tmp_path):
     argv = ("--config", files["b"], f"--config={files['c']}", "--training.steps", 7)
     recipe = parse(*argv)
     assert (recipe.seed, recipe.optim.lr, recipe.training.steps) == (3, 0.125, 7)
-    assert parse("--optim.lr", 1, "--config", files["b"]).optim.lr == 0.5
+    for argv in (
+        ("--optim.lr", 1, "--config", files["b"]),
+        (f"--config={files['b']}", "--optim.lr=1"),
+    ):
+        assert (parse(*argv).seed, parse(*argv).optim.lr) == (3, 1)
 
     save_recipe(recipe, tmp_path / "saved.yaml")
     assert parse_files(tmp_path / "saved.yaml") == recipe
@@ -253,7 +257,7 @@ def test_a_cooldown_of_a_file_keeps_its_share_of_the_steps(tmp_path):
 
     # What the command line says is kept, and so is a cooldown without a length.
     assert cooldown(*a, *steps, *typed) == cooldown(*a, *typed, *steps) == 31
-    assert cooldown(*steps, *a) == 400
+    assert cooldown(*steps, *a) == 75
     assert cooldown("--config", files["alone"], *steps) == 5
     with pytest.raises(ConfigError, match="cooldown_steps is 31; expected 0 to the 30 steps"):
         parse(*a, *typed, "--training.steps", 30)

@@ -47,10 +47,10 @@ def hold_steps(ready, awaited):
         ready.touch()
         return live_steps(*arguments)
 
-    def hold(model, optimizer, recipe, shares, step, ranks):
+    def hold(model, optimizer, recipe, shares, step, *more):
         while not all(path.exists() for first, path in awaited.items() if first <= step):
             time.sleep(0.01)
-        return take_step(model, optimizer, recipe, shares, step, ranks)
+        return take_step(model, optimizer, recipe, shares, step, *more)
 
     loop.live_steps, loop.take_step = announce, hold
 
@@ -90,8 +90,9 @@ def test_a_group_of_two_ranks_that_is_killed_comes_back_equal_to_the_other(
     inputs, lighthouse, tmp_path
 ):
     awaited = {0: "second", STEPS // 2: "second again"}
+    until_killed = {0: "first", STEPS // 2: "a file that never comes"}
     groups = [start(inputs, tmp_path, lighthouse, 0, "first", awaited)]
-    groups.append(start(inputs, tmp_path, lighthouse, 1, "second", {0: "first"}))
+    groups.append(start(inputs, tmp_path, lighthouse, 1, "second", until_killed))
     groups[1].wait_for(lambda: max(losses(tmp_path, 1), default=0) >= 5, TIMEOUT)
     children = Path(f"/proc/{groups[1].pid}/task/{groups[1].pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
