@@ -225,12 +225,12 @@ def best_run_on_dev(runs: Sequence[StudyRun], arm: str) -> Path:
 
 def arm_size(run: StudyRun) -> ArmSize | None:
     """Returns the size of the models of an arm; None if no run has kept its model."""
-    # Pre-training's recipe is the whole architecture; fine-tuning uses that of its initial model.
+    # A run that starts from a model has its architecture, whatever the recipe says.
     folder = run.folder / "model"
-    if isinstance(run.recipe, PretrainRecipe):
-        config = run.recipe.build_config()
-    elif folder.exists():
+    if folder.exists():
         config = STMoEConfig.from_pretrained(folder)
+    elif isinstance(run.recipe, PretrainRecipe):
+        config = run.recipe.build_config()
     else:
         taken = read_taken(run)
         return None if taken is None else taken.size

@@ -6,10 +6,13 @@ import pytest
 import yaml
 
 from eval.studies.command import read_overrides
+from eval.studies.outcomes import ArmSize, arm_size
 from eval.studies.runs import study_runs
 from eval.studies.study import Study, read_study
+from moe import STMoEConfig
 from moe.errors import ConfigError
 from moe.training.recipe import PretrainRecipe
+from tests.models.tiny import tiny_model
 
 ROOT = Path(__file__).parents[3]
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.yaml"))
@@ -53,6 +56,17 @@ def test_a_study_is_a_run_for_each_arm_and_seed_and_paths_name_the_folders(tmp_p
     command = runs[0].commands[0]
     assert command[command.index("--corpus") + 1] == "runs/studies/corpus"
     assert command[command.index("--tokenizer") + 1] == "runs/studies/{seed}/t"
+
+
+def test_an_arm_that_continues_a_model_has_the_size_of_that_model(tmp_path: Path) -> None:
+    arms = {"with": {"pretrained": "{studies}/trunk"}, "without": {"model.num_layers": 1}}
+    with_trunk, without = study_runs(study(tmp_path, arms=arms, seeds=[3]), tmp_path / "out")
+    model = tiny_model()
+    model.save_pretrained(with_trunk.folder / "model")
+    size = arm_size(with_trunk)
+    assert size is not None
+    assert size.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert arm_size(without) == ArmSize(*[STMoEConfig(num_layers=1).num_parameters()] * 2)
 
 
 def test_a_relative_sweep_multiplies_what_each_arm_has(tmp_path: Path) -> None:
