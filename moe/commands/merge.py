@@ -12,8 +12,6 @@ from moe.cli import Parser, integer
 from moe.commands.routing_inputs import TaskReader
 from moe.commands.surgery import add_surgery_options, perform_surgery
 from moe.commands.surgery_report import ReportTable, SurgeryResult
-from moe.convert.t5x import is_t5x
-from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey
 from moe.surgery.merge import GROUPINGS, MergedLayer, Merging, choose_merges, merge_checkpoint
@@ -54,9 +52,6 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(argv)
     merging = Merging(options.method, options.keep, options.budget)
-    # Numbers that do not fit are refused before anything is measured.
-    if not is_t5x(options.source):
-        merging.check_model(STMoEConfig.from_pretrained(options.source))
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Groups the experts, and writes the model of their means."""
@@ -72,7 +67,16 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
             ],
         )
 
-    perform_surgery("merge", argv, options, parser, operate, read_task, needs_text=True)
+    perform_surgery(
+        "merge",
+        argv,
+        options,
+        parser,
+        operate,
+        read_task,
+        needs_text=True,
+        check_config=merging.check_model,
+    )
 
 
 def merged_rows(merges: Mapping[LayerKey, MergedLayer]) -> list[list[str]]:

@@ -12,10 +12,8 @@ from moe.cli import Parser, integer, real
 from moe.commands.routing_inputs import TaskReader
 from moe.commands.surgery import add_surgery_options, perform_surgery
 from moe.commands.surgery_report import ReportTable, SurgeryResult
-from moe.convert.t5x import is_t5x
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
-from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.surgery.expert_scores import SCORES
 from moe.surgery.prune import ChosenExperts, Pruning, choose_experts, prune_checkpoint
@@ -95,9 +93,6 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         floor=options.floor or Pruning.floor,
         seed=options.seed or 0,
     )
-    # Numbers that do not fit are refused before anything is measured.
-    if not is_t5x(options.source):
-        pruning.numbers(STMoEConfig.from_pretrained(options.source))
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Rates the experts, and writes the model of those that stay."""
@@ -112,7 +107,16 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
             notes=["The scores and the losses are of the same examples."],
         )
 
-    perform_surgery("prune", argv, options, parser, operate, read_task, needs_text=True)
+    perform_surgery(
+        "prune",
+        argv,
+        options,
+        parser,
+        operate,
+        read_task,
+        needs_text=True,
+        check_config=pruning.numbers,
+    )
 
 
 def calibration_batches(

@@ -26,6 +26,7 @@ from moe.convert.t5x import is_t5x
 from moe.data.tokenizer import TOKENIZER_FILE
 from moe.errors import ConfigError
 from moe.files import whole_folder
+from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.transformers_private import find_file
 from moe.tracing.recorder import TracedBatch
@@ -63,6 +64,7 @@ def perform_surgery(
     read_task: TaskReader | None,
     *,
     needs_text: bool = False,
+    check_config: Callable[[STMoEConfig], object] | None = None,
 ) -> None:
     """Changes a model, and prints and saves what the change did to it.
 
@@ -74,6 +76,7 @@ def perform_surgery(
         operate: Writes the changed model.
         read_task: Reads the pairs of a task of eval/; None where there is none.
         needs_text: Whether the change itself depends on data.
+        check_config: Raises a ConfigError for a model that cannot be changed so.
 
     Raises:
         ConfigError: When an option has no effect, data is missing, or the target exists.
@@ -81,6 +84,9 @@ def perform_surgery(
         DataError: When the data is missing, or not text.
     """
     start = time.perf_counter()
+    _refuse_t5x(options.source)
+    if check_config is not None:
+        check_config(STMoEConfig.from_pretrained(options.source))
     _check_options(verb, options, parser, needs_text=needs_text)
     inputs = [options.source, options.corpus, options.pairs]
     target = new_model_folder(options.to, inputs)
@@ -130,13 +136,16 @@ def perform_surgery(
     print(f"The model is in {target}.")
 
 
-def _check_options(verb: str, options: Namespace, parser: Parser, *, needs_text: bool) -> None:
-    """Raises a ConfigError for a source that cannot be measured, or an option without effect."""
-    if is_t5x(options.source):
+def _refuse_t5x(source: str) -> None:
+    if is_t5x(source):
         raise ConfigError(
-            f"--from {options.source} is a checkpoint of T5X. Convert it first: "
-            f"stmoe convert --from {options.source} --to MODEL"
+            f"--from {source} is a checkpoint of T5X. Convert it first: "
+            f"stmoe convert --from {source} --to MODEL"
         )
+
+
+def _check_options(verb: str, options: Namespace, parser: Parser, *, needs_text: bool) -> None:
+    """Raises a ConfigError for missing text, or an option without effect."""
     if has_text(options):
         check_noise_density(options)
         return

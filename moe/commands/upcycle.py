@@ -43,6 +43,7 @@ from moe.models.weight_files import find_weight_files, open_weights
 from moe.sparse.editing import sparse_layers
 from moe.surgery.add_experts import AddedExperts, add_experts
 from moe.surgery.kept_output import KeptOutput, kept_output
+from moe.surgery.prune import experts_of_layers
 from moe.surgery.upcycle import Method, Upcycling, upcycle_checkpoint
 from moe.tracing.recorder import TracedBatch
 from moe.tracing.trace import layer_name
@@ -230,11 +231,9 @@ def _add_experts(
         """Writes the larger model."""
         add_experts(options.source, folder, added)
         factor = config.num_experts // sparse.num_experts
-        with torch.device("meta"):
-            layers = sparse_layers(STMoEForConditionalGeneration(config))
         parents = {}
-        for key, layer in layers.items():
-            parents[key] = torch.arange(layer.config.num_experts) // factor
+        for key, number in experts_of_layers(config).items():
+            parents[key] = torch.arange(number) // factor
         table = ReportTable(["what changes"], [[change] for change in changes])
         return SurgeryResult(parents, [table] if changes else [])
 

@@ -5,7 +5,7 @@ Sources are transformers' T5 and Switch, T5X and ours; formats are ours and tran
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -159,6 +159,33 @@ def convert_checkpoint(
         **download,
     )
     return checkpoint.report
+
+
+def rewrite_checkpoint(
+    source: Path | str,
+    folder: Path,
+    change: Callable[[ConvertedCheckpoint], ConvertedCheckpoint],
+    **download: Any,
+) -> STMoEConfig:
+    """Writes a changed model in our format; holds one tensor in memory at a time.
+
+    Args:
+        source: A folder of T5, Switch, T5X or ours, or a name of the hub.
+        folder: Exists, and is empty.
+        change: Returns the model to write; its weights are computed when they are read.
+        download: `revision`, `token`, `cache_dir` and the like.
+
+    Returns:
+        The config of the changed model.
+
+    Raises:
+        CheckpointError: When a tensor of the source is not accounted for.
+    """
+    checkpoint = open_checkpoint(source, **download)
+    checkpoint.report.refuse_unexplained()
+    changed = change(checkpoint)
+    write_checkpoint(changed, source, folder, **download)
+    return changed.config
 
 
 def write_checkpoint(

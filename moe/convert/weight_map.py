@@ -19,6 +19,7 @@ from moe.models.weight_files import (
     first_names,
     refuse_integers,
 )
+from moe.sparse.editing import LayerKey
 
 
 class WeightMapping(NamedTuple):
@@ -88,6 +89,19 @@ def stacks_of(config: STMoEConfig) -> tuple[Stack, Stack]:
         Stack("model.encoder.stack", "encoder", num_encoder_blocks, decoder=False),
         Stack("model.decoder", "decoder", num_decoder_blocks, decoder=True),
     )
+
+
+def sparse_blocks(config: STMoEConfig) -> dict[str, LayerKey]:
+    """Returns the sparse layers by the prefix of the names of their block, the encoder's first."""
+    keys: dict[str, LayerKey] = {}
+    for stack in stacks_of(config):
+        number = 0
+        for block in range(stack.num_blocks):
+            if config.is_sparse_block(block, decoder=stack.decoder):
+                prefix = f"{stack.name}.blocks.{block}."
+                keys[prefix] = ("decoder" if stack.decoder else "encoder", number)
+                number += 1
+    return keys
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import check_integer
-from moe.convert.formats import open_checkpoint, write_checkpoint
+from moe.convert.formats import rewrite_checkpoint
+from moe.convert.weight_map import ConvertedCheckpoint
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
@@ -219,9 +220,12 @@ def add_experts(
         ConfigError: When a setting or the router does not fit the model.
         CheckpointError: When a tensor of the source is not accounted for.
     """
-    sparse = open_checkpoint(source, **download)
-    sparse.report.refuse_unexplained()
-    refuse_quantized(sparse.config, "given twins or cut", source)
+    return rewrite_checkpoint(source, folder, partial(with_added_experts, added=added), **download)
+
+
+def with_added_experts(sparse: ConvertedCheckpoint, added: AddedExperts) -> ConvertedCheckpoint:
+    """Returns the weights with twins and parts, each of which is computed when it is read."""
+    refuse_quantized(sparse.config, "given twins or cut", sparse.report.source)
     config = added.config(sparse.config)
     with torch.device("meta"):
         shapes = stored_tensors(STMoEForConditionalGeneration(config))
@@ -238,8 +242,7 @@ def add_experts(
         elif ".experts." in name:
             read = partial(_parts_of_twins, name, weight, m, G, halves)
         weights[name] = LazyTensor(tensor.shape, weight.dtype, read)
-    write_checkpoint(sparse._replace(config=config, weights=weights), source, folder, **download)
-    return config
+    return sparse._replace(config=config, weights=weights)
 
 
 def _repeated_rows(source: LazyTensor, factor: int) -> Tensor:

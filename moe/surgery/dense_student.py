@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import check_choice
-from moe.convert.formats import open_checkpoint, write_checkpoint
-from moe.convert.weight_map import ConvertedCheckpoint, stacks_of
+from moe.convert.formats import rewrite_checkpoint
+from moe.convert.weight_map import ConvertedCheckpoint, sparse_blocks
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
@@ -193,10 +193,16 @@ def dense_student_checkpoint(
         Switch (arXiv:2101.03961) §4.2: the teacher's weights outside of the experts, and layers
         drawn anew in place of the experts (`random`). Differs: the other values of `init`.
     """
-    teacher = open_checkpoint(source)
-    teacher.report.refuse_unexplained()
-    refuse_quantized(teacher.config, "turned into a dense layer", source)
     check_choice("init", init, get_args(StudentInit))
+    change = partial(dense_student, init=init, gates=gates, seed=seed)
+    return rewrite_checkpoint(source, folder, change)
+
+
+def dense_student(
+    teacher: ConvertedCheckpoint, init: StudentInit, gates: Mapping[LayerKey, Tensor], seed: int
+) -> ConvertedCheckpoint:
+    """Returns the weights of the student, each of which is computed when it is read."""
+    refuse_quantized(teacher.config, "turned into a dense layer", teacher.report.source)
     config = student_config(teacher.config)
     with torch.device("meta"):
         shapes = stored_tensors(STMoEForConditionalGeneration(config))
@@ -217,8 +223,7 @@ def dense_student_checkpoint(
             weights[name] = teacher.weights[name.replace(".feed_forward_norm.", ".sparse_norm.")]
         else:
             weights[name] = teacher.weights[name]
-    write_checkpoint(teacher._replace(config=config, weights=weights), source, folder)
-    return config
+    return teacher._replace(config=config, weights=weights)
 
 
 class _StudentReader:
@@ -237,7 +242,7 @@ class _StudentReader:
         self._seed = seed
         self._block = ""
         self._layer: _Layer | None = None
-        self.layer_keys = _layer_keys(teacher.config)
+        self.layer_keys = sparse_blocks(teacher.config)
         block = next(iter(self.layer_keys))
         self.dtype = teacher.weights[f"{block}{_EXPERTS}down_proj"].dtype
 
@@ -297,19 +302,6 @@ class _StudentReader:
             truncated_normal_(up, math.sqrt(scale / up.shape[-1]))
             truncated_normal_(down, math.sqrt(scale / down.shape[-1]))
         return _Layer(up, down)
-
-
-def _layer_keys(config: STMoEConfig) -> dict[str, LayerKey]:
-    """Returns the sparse layers by the prefix of the names of their block."""
-    keys: dict[str, LayerKey] = {}
-    for stack in stacks_of(config):
-        number = 0
-        for block in range(stack.num_blocks):
-            if config.is_sparse_block(block, decoder=stack.decoder):
-                prefix = f"{stack.name}.blocks.{block}."
-                keys[prefix] = ("decoder" if stack.decoder else "encoder", number)
-                number += 1
-    return keys
 
 
 def reduce_experts(experts: _Layer, init: StudentInit, gates: Tensor) -> _Layer:

@@ -18,7 +18,7 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from torch import Tensor
 
 from moe.checks import check, check_integer
-from moe.convert.formats import open_checkpoint, write_checkpoint
+from moe.convert.formats import rewrite_checkpoint
 from moe.convert.weight_map import ConvertedCheckpoint
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
@@ -33,7 +33,7 @@ from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.surgery.alignment import aligned_units
 from moe.surgery.expert_scores import Calibration
 from moe.surgery.expert_statistics import expert_output, read_layers
-from moe.surgery.prune import experts_of_layers, share_budget
+from moe.surgery.prune import experts_of_layers, share_budget, with_other_experts
 
 Grouping = Callable[[Calibration, Mapping[LayerKey, int]], dict[LayerKey, Tensor]]
 """Returns the group <int64>[E] of each expert, from 0, given the number of groups of each layer."""
@@ -300,11 +300,7 @@ def merge_checkpoint(
         ConfigError: When a router cannot have merged experts.
         CheckpointError: When a tensor of the source is not accounted for.
     """
-    checkpoint = open_checkpoint(source, **download)
-    checkpoint.report.refuse_unexplained()
-    smaller = merged(checkpoint, merges)
-    write_checkpoint(smaller, source, folder, **download)
-    return smaller.config
+    return rewrite_checkpoint(source, folder, partial(merged, merges=merges), **download)
 
 
 def merged(
@@ -312,25 +308,11 @@ def merged(
 ) -> ConvertedCheckpoint:
     """Returns the weights of the merged model, each of which is computed when it is read."""
     expert_maps = {key: layer.expert_map for key, layer in merges.items()}
-    config = merged_config(checkpoint.config, expert_maps)
-    with torch.device("meta"):
-        model = STMoEForConditionalGeneration(config)
-    keys = {layer: key for key, layer in sparse_layers(model).items()}
 
-    weights = dict(checkpoint.weights)
-    for prefix, layer in model.named_modules():
-        if not isinstance(layer, SparseFeedForward) or keys[layer] not in merges:
-            continue
-        for suffix, parameter in layer.experts.named_parameters():
-            name = f"{prefix}.experts.{suffix}"
-            weight = weights[name]
-            read = partial(_read_merged, suffix, weight, merges[keys[layer]])
-            weights[name] = LazyTensor(tuple(parameter.shape), weight.dtype, read)
-    return checkpoint._replace(config=config, weights=weights)
+    def merge(name: str, weight: LazyTensor, key: LayerKey) -> Tensor:
+        return merged_weight(name.rpartition(".")[2], weight.read(), merges[key])
 
-
-def _read_merged(name: str, weight: LazyTensor, layer: MergedLayer) -> Tensor:
-    return merged_weight(name, weight.read(), layer)
+    return with_other_experts(checkpoint, merged_config(checkpoint.config, expert_maps), merge)
 
 
 def merged_config(config: STMoEConfig, expert_maps: Mapping[LayerKey, Tensor]) -> STMoEConfig:

@@ -5,7 +5,7 @@ a budget is shared among the layers. The weights of the kept experts and their r
 are copied; nothing is trained.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import check, check_integer, check_number
-from moe.convert.formats import open_checkpoint, write_checkpoint
-from moe.convert.weight_map import ConvertedCheckpoint
+from moe.convert.formats import rewrite_checkpoint
+from moe.convert.weight_map import ConvertedCheckpoint, sparse_blocks
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
@@ -24,7 +25,7 @@ from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
 from moe.sparse.all_routers import load_routers
-from moe.sparse.editing import LayerKey, sparse_layers
+from moe.sparse.editing import LayerKey
 from moe.surgery.expert_scores import SCORES, Calibration
 from moe.tracing.trace import STACKS, layer_name
 
@@ -271,36 +272,43 @@ def prune_checkpoint(
         ConfigError: When a router cannot lose experts, or fewer stay than a token chooses.
         CheckpointError: When a tensor of the source is not accounted for.
     """
-    checkpoint = open_checkpoint(source, **download)
-    checkpoint.report.refuse_unexplained()
-    smaller = pruned(checkpoint, kept)
-    write_checkpoint(smaller, source, folder, **download)
-    return smaller.config
+    return rewrite_checkpoint(source, folder, partial(pruned, kept=kept), **download)
 
 
 def pruned(checkpoint: ConvertedCheckpoint, kept: Mapping[LayerKey, Tensor]) -> ConvertedCheckpoint:
     """Returns the weights of the pruned model, each of which is read and cut when it is indexed."""
-    config = pruned_config(checkpoint.config, kept)
+
+    # The first dimension of experts and router rows shrinks.
+    def cut(name: str, weight: LazyTensor, key: LayerKey) -> Tensor:
+        return weight.read().index_select(0, kept[key].cpu())
+
+    return with_other_experts(checkpoint, pruned_config(checkpoint.config, kept), cut)
+
+
+def with_other_experts(
+    checkpoint: ConvertedCheckpoint,
+    config: STMoEConfig,
+    change: Callable[[str, LazyTensor, LayerKey], Tensor],
+) -> ConvertedCheckpoint:
+    """Returns the weights of a model whose sparse layers have other numbers of experts.
+
+    Args:
+        checkpoint: The model before.
+        config: Config of the model after.
+        change: Returns a weight <any>[...] of the model after, given the one of the same name before and
+            its layer; called for those whose shape changes, when they are read.
+    """
     with torch.device("meta"):
-        smaller = STMoEForConditionalGeneration(config)
-    keys = {layer: key for key, layer in sparse_layers(smaller).items()}
-
-    # Experts and router rows: tensors of a sparse layer whose first dimension shrinks.
-    weights = dict(checkpoint.weights)
-    for prefix, layer in smaller.named_modules():
-        if layer not in keys:
-            continue
-        for suffix, smaller_weight in layer.state_dict().items():
-            name = f"{prefix}.{suffix}"
-            weight = weights[name]
-            if weight.shape != smaller_weight.shape:
-                read = partial(_kept_rows, weight, kept[keys[layer]].cpu())
-                weights[name] = LazyTensor(smaller_weight.shape, weight.dtype, read)
+        shapes = stored_tensors(STMoEForConditionalGeneration(config))
+    blocks = sparse_blocks(config)
+    weights: dict[str, LazyTensor] = {}
+    for name, tensor in shapes.items():
+        weight = checkpoint.weights[name]
+        if weight.shape != tensor.shape:
+            key = blocks[name.partition("sparse_feed_forward.")[0]]
+            weight = LazyTensor(tensor.shape, weight.dtype, partial(change, name, weight, key))
+        weights[name] = weight
     return checkpoint._replace(config=config, weights=weights)
-
-
-def _kept_rows(weight: LazyTensor, kept: Tensor) -> Tensor:
-    return weight.read().index_select(0, kept)
 
 
 def pruned_config(config: STMoEConfig, kept: Mapping[LayerKey, Tensor]) -> STMoEConfig:

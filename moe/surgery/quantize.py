@@ -5,12 +5,13 @@ model, and lose least by few bits. `from_pretrained` reads the model without flo
 experts (moe.kernels.quantized_weight).
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moe.convert.formats import open_checkpoint, split_weights, write_checkpoint
+from moe.convert.formats import rewrite_checkpoint, split_weights
 from moe.convert.weight_map import ConvertedCheckpoint
 from moe.errors import ConfigError
 from moe.kernels.quantized_weight import Quantization, quantize
@@ -41,11 +42,8 @@ def quantize_checkpoint(
     Source:
         MoQE (arXiv:2310.02410): only experts, rounded to nearest. Differs: groups in 4 bits.
     """
-    checkpoint = open_checkpoint(source, **download)
-    checkpoint.report.refuse_unexplained()
-    quantized = quantize_weights(checkpoint, quantization)
-    write_checkpoint(quantized, source, folder, **download)
-    return quantized.config
+    change = partial(quantize_weights, quantization=quantization)
+    return rewrite_checkpoint(source, folder, change, **download)
 
 
 def quantize_weights(

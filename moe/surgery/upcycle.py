@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import check, check_choice, check_integer, check_number
-from moe.convert.formats import open_checkpoint, write_checkpoint
-from moe.convert.weight_map import ConvertedCheckpoint
+from moe.convert.formats import rewrite_checkpoint
+from moe.convert.weight_map import ConvertedCheckpoint, sparse_blocks
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -219,11 +219,7 @@ def upcycle_checkpoint(
         ConfigError: When the model is sparse already, or a setting does not fit it.
         CheckpointError: When a tensor of the source is not accounted for.
     """
-    dense = open_checkpoint(source, **download)
-    dense.report.refuse_unexplained()
-    sparse = upcycled(dense, upcycling)
-    write_checkpoint(sparse, source, folder, **download)
-    return sparse.config
+    return rewrite_checkpoint(source, folder, partial(upcycled, upcycling=upcycling), **download)
 
 
 def upcycled(dense: ConvertedCheckpoint, upcycling: Upcycling) -> ConvertedCheckpoint:
@@ -253,14 +249,10 @@ def draw_routers(config: STMoEConfig, upcycling: Upcycling) -> dict[str, Tensor]
     drawn: dict[str, Tensor] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(upcycling.seed)
-        for prefix, decoder in (("model.encoder.stack", False), ("model.decoder", True)):
-            num_blocks, _ = config.stack_sizes(decoder)
-            for block in range(num_blocks):
-                if not config.is_sparse_block(block, decoder=decoder):
-                    continue
-                router = draw_router(config.sparse_config(decoder=decoder), upcycling)
-                for name, tensor in router.state_dict().items():
-                    drawn[f"{prefix}.blocks.{block}.{_ROUTER}{name}"] = tensor
+        for block, (stack, _) in sparse_blocks(config).items():
+            router = draw_router(config.sparse_config(decoder=stack == "decoder"), upcycling)
+            for name, tensor in router.state_dict().items():
+                drawn[f"{block}{_ROUTER}{name}"] = tensor
     return drawn
 
 
