@@ -95,7 +95,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     )
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
-        """Rates the experts, and writes the model of those that stay."""
+        """Scores the experts, and writes the pruned model."""
         model = load_complete(STMoEForConditionalGeneration, options.source)
         examples = calibration_batches(model, batches, options.decoder_reads or "both")
         chosen = choose_experts(model, examples, pruning)

@@ -47,8 +47,8 @@ class SurgeryResult(NamedTuple):
     """What a command reports of its change, beyond the common table.
 
     Attributes:
-        origins: For a router whose rows moved: <int64>[E after] the row before that each stands
-            for. Layers that are not named kept their rows.
+        origins: <int64>[E after] for each router whose rows moved: the number that each row had
+            before. Layers that are not named kept their rows.
         tables: Further tables.
         notes: Sentences to print last.
     """

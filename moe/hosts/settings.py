@@ -46,7 +46,7 @@ class HostSettings:
     router_loss_reduction: Reduction = "sum"
 
     def __post_init__(self) -> None:
-        """Raises a ConfigError for a value that is no setting of a sparse layer in a host."""
+        """Raises a ConfigError for a value that sparse layers of a host do not support."""
         # JSON has lists.
         for name in ("encoder_blocks", "decoder_blocks"):
             blocks = getattr(self, name)

@@ -1,8 +1,8 @@
 """More experts for a sparse model: twins of its experts, or narrow parts of them, with the same outputs.
 
-A router gives m G equal rows to each expert, for m twins of G parts, and a token uses m G times as
-many experts: all of those that it used before. Each gets an equal part of the gate, so that the
-parts' outputs are multiplied by G.
+Each expert becomes m twins of G parts, with m G equal rows of the router. A token uses m G times as
+many experts as before: all twins and parts of its experts. Each gets an equal part of the gate, so
+the outputs of parts are multiplied by G.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class AddedExperts:
     granularity: int = 1
 
     def twins(self, sparse: STMoEConfig) -> int:
-        """Returns how many experts stand for one: m.
+        """Returns m, the number of twins of each expert.
 
         Raises:
             ConfigError: When the number of experts is no multiple of the model's.

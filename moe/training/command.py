@@ -63,7 +63,7 @@ class RecipeCommand(Generic[R]):
     """A command whose arguments are the settings of a recipe and a few additional ones.
 
     `--config FILE` (or the name of one of our recipes) may be given several times, and later files win.
-    Arguments win over files, wherever they stand.
+    Other arguments override files, whether they come before or after.
     `--print_config` prints the result, including inherited settings (`extends:`), and exits.
     `--help` explains the options people use, `--help-all` all.
 
