@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig
 
-from moe.checkpoint.sharded_weights import begin_files, plan_files, stored_tensors, write_tensor
+from moe.checkpoint.sharded_weights import begin_files, plan_files, write_tensor
 from moe.checks import check, check_choice
 from moe.convert.hf_config import Family, to_hf_config
 from moe.convert.hf_weights import hf_weight_map, open_hf_checkpoint
@@ -25,6 +25,7 @@ from moe.convert.weight_map import (
     ConvertedCheckpoint,
     WeightMapping,
     convert_weights,
+    empty_weights,
 )
 from moe.errors import CheckpointError
 from moe.models.checkpoint_formats import find_format, read_json_object
@@ -104,9 +105,7 @@ def open_checkpoint(
     if config.expert_quantization is not None:
         stored = join_parts(stored, source, dequantize=True)
         config = config.replaced(expert_quantization=None)
-    with torch.device("meta"):
-        names = stored_tensors(STMoEForConditionalGeneration(config))
-    weight_map = [WeightMapping(name, (name,)) for name in names]
+    weight_map = [WeightMapping(name, (name,)) for name in empty_weights(config)]
     return convert_weights(str(source), config, weight_map, stored, ignored={})
 
 

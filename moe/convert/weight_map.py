@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe.checkpoint.sharded_weights import stored_tensors
 from moe.errors import CheckpointError
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -102,6 +103,12 @@ def sparse_blocks(config: STMoEConfig) -> dict[str, LayerKey]:
                 keys[prefix] = ("decoder" if stack.decoder else "encoder", number)
                 number += 1
     return keys
+
+
+def empty_weights(config: STMoEConfig) -> dict[str, Tensor]:
+    """Returns the weights <any>[...] that a model is stored as, by name and without memory."""
+    with torch.device("meta"):
+        return stored_tensors(STMoEForConditionalGeneration(config))
 
 
 @dataclass(frozen=True)

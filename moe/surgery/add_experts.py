@@ -12,18 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from einops import repeat
 from torch import Tensor
 
-from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import check_integer
 from moe.convert.formats import rewrite_checkpoint
-from moe.convert.weight_map import ConvertedCheckpoint
+from moe.convert.weight_map import ConvertedCheckpoint, empty_weights
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
 from moe.sparse.router_options import ROUTER_REQUIREMENTS, option_names
 
@@ -104,18 +101,13 @@ class AddedExperts:
                 f"granularity is {G}; expected a divisor of {width}, the hidden units of an expert."
             )
 
-        # As many slots for each expert as before.
-        factors = {}
-        for name in ("capacity_factor", "eval_capacity_factor"):
-            value = getattr(sparse, name)
-            factors[name] = None if value is None else value * factor
         settings: dict[str, Any] = {
             "num_experts": factor * sparse.num_experts,
             "encoder_experts": [factor * number for number in sparse.layer_experts(decoder=False)],
             "decoder_experts": [factor * number for number in sparse.layer_experts(decoder=True)],
             "num_selected_experts": factor * sparse.num_selected_experts,
             "expert_d_ff": width // G,
-            **factors,
+            **scaled_capacity(sparse, factor),  # as many slots for each expert as before
         }
         for decoder, prefix in ((False, ""), (True, "decoder_")):
             if sparse.stack_sizes(decoder)[1]:
@@ -180,6 +172,15 @@ class AddedExperts:
         return name, kept, changes
 
 
+def scaled_capacity(config: STMoEConfig, factor: float) -> dict[str, float | None]:
+    """Returns the capacity factors of a model, `factor` times as large, by field."""
+    scaled: dict[str, float | None] = {}
+    for name in ("capacity_factor", "eval_capacity_factor"):
+        value = getattr(config, name)
+        scaled[name] = None if value is None else value * factor
+    return scaled
+
+
 def _policy_changes(options: Mapping[str, Any], K: int) -> list[str]:
     """Returns why the policy for second experts does not treat all twins of a choice alike."""
     changes = []
@@ -227,31 +228,25 @@ def with_added_experts(sparse: ConvertedCheckpoint, added: AddedExperts) -> Conv
     """Returns the weights with twins and parts, each of which is computed when it is read."""
     refuse_quantized(sparse.config, "given twins or cut", sparse.report.source)
     config = added.config(sparse.config)
-    with torch.device("meta"):
-        shapes = stored_tensors(STMoEForConditionalGeneration(config))
     m = added.twins(sparse.config)
     G = added.granularity
     halves = 2 if config.feed_forward_proj == "gated-gelu" else 1
 
     weights: dict[str, LazyTensor] = {}
-    for name, tensor in shapes.items():
-        weight = sparse.weights[name]
-        read = weight.read
-        if ".router." in name:
-            read = partial(_repeated_rows, weight, m * G)
-        elif ".experts." in name:
-            read = partial(_parts_of_twins, name, weight, m, G, halves)
-        weights[name] = LazyTensor(tensor.shape, weight.dtype, read)
+    for name, tensor in empty_weights(config).items():
+        source = sparse.weights[name]
+        read = partial(_enlarged, name, source, m, G, halves)
+        weights[name] = LazyTensor(tensor.shape, source.dtype, read)
     return sparse._replace(config=config, weights=weights)
 
 
-def _repeated_rows(source: LazyTensor, factor: int) -> Tensor:
-    return source.read().repeat_interleave(factor, dim=0)
-
-
-def _parts_of_twins(name: str, source: LazyTensor, m: int, G: int, halves: int) -> Tensor:
-    """Returns a weight <any>[E m G, ...] of the parts of all twins, those of an expert side by side."""
+def _enlarged(name: str, source: LazyTensor, m: int, G: int, halves: int) -> Tensor:
+    """Returns a weight <any>[...] after the addition; the m G parts of an expert are side by side."""
     weight = source.read()
+    if ".router." in name:
+        return weight.repeat_interleave(m * G, dim=0)
+    if ".experts." not in name:
+        return weight
     if name.endswith("bias"):
         return repeat(weight, "e (g f) -> (e m g) f", m=m, g=G)
     if name.endswith("down_proj"):

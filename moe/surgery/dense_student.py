@@ -6,7 +6,7 @@ do not fit a dense layer, the student keeps sparse layers, of a single expert wi
 
 import math
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from einops import einsum, rearrange
 from torch import Tensor
 
-from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import check_choice
 from moe.convert.formats import rewrite_checkpoint
-from moe.convert.weight_map import ConvertedCheckpoint, sparse_blocks
+from moe.convert.weight_map import ConvertedCheckpoint, empty_weights, sparse_blocks
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
@@ -204,104 +203,69 @@ def dense_student(
     """Returns the weights of the student, each of which is computed when it is read."""
     refuse_quantized(teacher.config, "turned into a dense layer", teacher.report.source)
     config = student_config(teacher.config)
-    with torch.device("meta"):
-        shapes = stored_tensors(STMoEForConditionalGeneration(config))
+    keys = sparse_blocks(teacher.config)
+    blocks = list(keys)
+    dtype = teacher.weights[f"{blocks[0]}{_EXPERTS}down_proj"].dtype
 
-    reader = _StudentReader(teacher, init, gates, seed)
+    @lru_cache(maxsize=1)  # the weights of a layer are read one after the other
+    def layer_of(block: str) -> _Layer:
+        experts = _read_experts(teacher, block)
+        if init == "random":
+            return _draw(experts, teacher.config.initializer_scale, seed + blocks.index(block))
+        parts = parts_of_layer(teacher.config)
+        layer_gates = rearrange(gates[keys[block]].float(), "(e g) -> e g", g=parts).sum(dim=1)
+        return reduce_experts(experts, init, layer_gates)
+
+    def read(name: str, block: str, shape: torch.Size) -> Tensor:
+        if name.endswith("router.gate"):
+            return torch.zeros(shape, dtype=dtype)
+        layer = layer_of(block)
+        is_down = "down_proj" in name
+        weight = layer.down if is_down else rearrange(layer.up, "e h f d -> e (h f) d")
+        return weight.reshape(shape).to(dtype)
+
     weights: dict[str, LazyTensor] = {}
-    for name, tensor in shapes.items():
+    for name, tensor in empty_weights(config).items():
         block = name.partition(_SPARSE)[0].partition(_DENSE)[0]
-        is_replaced = block in reader.layer_keys and (_SPARSE in name or not config.num_experts)
-        if is_replaced:
-            shape = tuple(tensor.shape)
-            read = partial(reader.read, name, block, shape)
-            weights[name] = LazyTensor(shape, reader.dtype, read)
+        if block in keys and (_SPARSE in name or not config.num_experts):
+            shape = tensor.shape
+            weights[name] = LazyTensor(shape, dtype, partial(read, name, block, shape))
             continue
 
         # The norm before a layer of experts is the one before the layer in their place.
-        if name not in teacher.weights:
-            weights[name] = teacher.weights[name.replace(".feed_forward_norm.", ".sparse_norm.")]
-        else:
-            weights[name] = teacher.weights[name]
+        is_moved = name not in teacher.weights
+        source = name.replace(".feed_forward_norm.", ".sparse_norm.") if is_moved else name
+        weights[name] = teacher.weights[source]
     return teacher._replace(config=config, weights=weights)
 
 
-class _StudentReader:
-    """Computes the layers in place of experts, and keeps the last one: its weights are read in order."""
+def _read_experts(teacher: ConvertedCheckpoint, block: str) -> _Layer:
+    """Returns the experts of a block; G consecutive ones become one of the width of all."""
+    G = parts_of_layer(teacher.config)
+    halves = 2 if teacher.config.feed_forward_proj == "gated-gelu" else 1
+    first = "gate_up_proj" if halves == 2 else "up_proj"
+    up = teacher.weights[f"{block}{_EXPERTS}{first}"].read().float()
+    down = teacher.weights[f"{block}{_EXPERTS}down_proj"].read().float()
 
-    def __init__(
-        self,
-        teacher: ConvertedCheckpoint,
-        init: StudentInit,
-        gates: Mapping[LayerKey, Tensor],
-        seed: int,
-    ) -> None:
-        self._teacher = teacher
-        self._init: StudentInit = init
-        self._gates = gates
-        self._seed = seed
-        self._block = ""
-        self._layer: _Layer | None = None
-        self.layer_keys = sparse_blocks(teacher.config)
-        block = next(iter(self.layer_keys))
-        self.dtype = teacher.weights[f"{block}{_EXPERTS}down_proj"].dtype
+    # Each part has the G-th part of the gates.
+    up = rearrange(up, "(e g) (h f) d -> e h (g f) d", g=G, h=halves)
+    down = rearrange(down, "(e g) d f -> e d (g f)", g=G) / G
 
-    def read(self, name: str, block: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns a weight <any>[...] of the layer in place of the experts of a block."""
-        if name.endswith("router.gate"):
-            return torch.zeros(shape, dtype=self.dtype)
-        if block != self._block:
-            self._layer = None  # freed before the next is computed
-            self._layer = self._compute(block)
-            self._block = block
-        assert self._layer is not None, "computed above"
+    # A factor of a hidden unit is one of its column of the down projection.
+    if teacher.config.expert_bias == "multiplicative":
+        factor = teacher.weights[f"{block}{_EXPERTS}bias"].read().float()
+        down = down * rearrange(factor, "(e g) f -> e 1 (g f)", g=G)
+    return _Layer(up, down)
 
-        weight = self._layer.down
-        if "down_proj" not in name:
-            weight = rearrange(self._layer.up, "e h f d -> e (h f) d")
-        return weight.reshape(shape).to(self.dtype)
 
-    def _compute(self, block: str) -> _Layer:
-        """Returns the layer in place of the experts of a block."""
-        key = self.layer_keys[block]
-        experts = self._read_experts(block)
-        if self._init == "random":
-            number = list(self.layer_keys).index(block)
-            return self._draw(experts, self._seed + number)
-        parts = parts_of_layer(self._teacher.config)
-        gates = rearrange(self._gates[key].float(), "(e g) -> e g", g=parts).sum(dim=1)  # [E]
-        return reduce_experts(experts, self._init, gates)
-
-    def _read_experts(self, block: str) -> _Layer:
-        """Returns the experts of a block; G consecutive ones become one of the width of all."""
-        config = self._teacher.config
-        G = parts_of_layer(config)
-        halves = 2 if config.feed_forward_proj == "gated-gelu" else 1
-        first = "gate_up_proj" if halves == 2 else "up_proj"
-        weights = self._teacher.weights
-        up = weights[f"{block}{_EXPERTS}{first}"].read().float()
-        down = weights[f"{block}{_EXPERTS}down_proj"].read().float()
-
-        # Each part has the G-th part of the gates.
-        up = rearrange(up, "(e g) (h f) d -> e h (g f) d", g=G, h=halves)
-        down = rearrange(down, "(e g) d f -> e d (g f)", g=G) / G
-
-        # A factor of a hidden unit is one of its column of the down projection.
-        if config.expert_bias == "multiplicative":
-            factor = weights[f"{block}{_EXPERTS}bias"].read().float()
-            down = down * rearrange(factor, "(e g) f -> e 1 (g f)", g=G)
-        return _Layer(up, down)
-
-    def _draw(self, experts: _Layer, seed: int) -> _Layer:
-        """Returns a new layer with the shape of one expert, drawn like those of a new model."""
-        scale = self._teacher.config.initializer_scale
-        up = torch.empty_like(experts.up[:1])
-        down = torch.empty_like(experts.down[:1])
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            truncated_normal_(up, math.sqrt(scale / up.shape[-1]))
-            truncated_normal_(down, math.sqrt(scale / down.shape[-1]))
-        return _Layer(up, down)
+def _draw(experts: _Layer, initializer_scale: float, seed: int) -> _Layer:
+    """Returns a new layer with the shape of one expert, drawn like those of a new model."""
+    layer = _Layer(torch.empty_like(experts.up[:1]), torch.empty_like(experts.down[:1]))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for weight in layer:
+            truncated_normal_(weight, math.sqrt(initializer_scale / weight.shape[-1]))
+    return layer
 
 
 def reduce_experts(experts: _Layer, init: StudentInit, gates: Tensor) -> _Layer:

@@ -5,6 +5,7 @@ sum of a token's gates, and times the scale of the experts' output.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -62,30 +63,6 @@ class KeptOutput(NamedTuple):
         return reasons
 
 
-class _Sums:
-    """Sums of gates over tokens, gathered from the plans of one router."""
-
-    def __init__(self, router: Router) -> None:
-        self.router = router
-        self.gates = torch.zeros(3, dtype=torch.float64)  # chosen, requested, accepted
-        self.num_tokens = 0
-
-    def add(self, scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
-        """Adds the tokens of a plan and returns it unchanged."""
-        gates = self.router.gates(scores, plan.expert_index)  # [G, S, K]
-        real = plan.token_mask[..., None]
-        # Experts that choose request what fits into their capacity.
-        requested = real if self.router.experts_choose else plan.requested
-        choices: list[Tensor] = [gates * real, gates * requested, plan.combine_weight]
-        self.gates += torch.stack([weights.double().sum() for weights in choices]).cpu()
-        self.num_tokens += int(plan.token_mask.sum())
-        return plan
-
-    def kept(self, scale: float) -> Kept:
-        """Returns the means."""
-        return Kept(*(scale * self.gates / max(1, self.num_tokens)).tolist())
-
-
 def without_labels(model: STMoEForConditionalGeneration, batch: Batch) -> Batch:
     """Returns inputs that route the same tokens, but have no loss."""
     inputs = dict(batch)
@@ -106,18 +83,37 @@ def kept_output(
         batches: Keyword arguments of its forward, with labels.
         scale: Factor on the experts' output that the model was made with.
     """
-    kept: dict[bool, list[Kept]] = {}
-    layers = sparse_layers(model)
     examples = list(batches)
-    for training in (True, False):
-        sums = {key: _Sums(layer.router) for key, layer in layers.items()}
-        for layer in layers.values():
-            layer.router.train(training)
-        with edit_routing(model, {key: layer_sums.add for key, layer_sums in sums.items()}):
-            for batch in examples:
-                inputs = without_labels(model, batch)
-                model(**inputs, logits_to_keep=1, use_cache=False)
-        kept[training] = [layer_sums.kept(scale) for layer_sums in sums.values()]
+    training = _kept_in_mode(model, examples, scale, training=True)
+    evaluation = _kept_in_mode(model, examples, scale, training=False)
+    return [KeptOutput(key, training[key], evaluation[key]) for key in training]
 
-    rows = zip(layers, kept[True], kept[False], strict=True)
-    return [KeptOutput(key, training, evaluation) for key, training, evaluation in rows]
+
+def _kept_in_mode(
+    model: STMoEForConditionalGeneration, batches: Iterable[Batch], scale: float, *, training: bool
+) -> dict[LayerKey, Kept]:
+    """Returns what each layer keeps with its router in one mode, in which it stays."""
+    layers = sparse_layers(model)
+    sums = {key: torch.zeros(3, dtype=torch.float64) for key in layers}
+    num_tokens = dict.fromkeys(layers, 0)
+
+    def add(
+        key: LayerKey, router: Router, scores: RouterScores, plan: DispatchPlan
+    ) -> DispatchPlan:
+        gates = router.gates(scores, plan.expert_index)  # [G, S, K]
+        real = plan.token_mask[..., None]
+        # Experts that choose request what fits into their capacity.
+        requested = real if router.experts_choose else plan.requested
+        choices: list[Tensor] = [gates * real, gates * requested, plan.combine_weight]
+        sums[key] += torch.stack([weights.double().sum() for weights in choices]).cpu()
+        num_tokens[key] += int(plan.token_mask.sum())
+        return plan
+
+    edits = {}
+    for key, layer in layers.items():
+        layer.router.train(training)
+        edits[key] = partial(add, key, layer.router)
+    with edit_routing(model, edits):
+        for batch in batches:
+            model(**without_labels(model, batch), logits_to_keep=1, use_cache=False)
+    return {key: Kept(*(scale * sums[key] / max(1, num_tokens[key])).tolist()) for key in layers}

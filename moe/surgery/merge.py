@@ -30,6 +30,7 @@ from moe.registry import Registry
 from moe.sparse.editing import LayerKey, sparse_layers
 from moe.sparse.experts import Experts
 from moe.sparse.layer import RouterOutput, SparseFeedForward
+from moe.surgery.add_experts import scaled_capacity
 from moe.surgery.alignment import aligned_units
 from moe.surgery.expert_scores import Calibration
 from moe.surgery.expert_statistics import expert_output, read_layers
@@ -338,14 +339,11 @@ def merged_config(config: STMoEConfig, expert_maps: Mapping[LayerKey, Tensor]) -
         most_rows = max(most_rows, int(rows.max()))
         factor = max(factor, rows.numel() * int(rows.max()) / number)
 
-    slots: dict[str, float | int | None] = {
-        "min_expert_capacity": config.min_expert_capacity * most_rows
-    }
-    if config.expert_capacity is not None:
-        slots["expert_capacity"] = config.expert_capacity * most_rows
-    for name in ("capacity_factor", "eval_capacity_factor"):
-        value = getattr(config, name)
-        slots[name] = None if value is None else value * factor
+    expert_capacity = config.expert_capacity
     return config.replaced(
-        encoder_expert_maps=maps["encoder"], decoder_expert_maps=maps["decoder"], **slots
+        encoder_expert_maps=maps["encoder"],
+        decoder_expert_maps=maps["decoder"],
+        min_expert_capacity=config.min_expert_capacity * most_rows,
+        expert_capacity=None if expert_capacity is None else expert_capacity * most_rows,
+        **scaled_capacity(config, factor),
     )

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import check, check_integer, check_number
 from moe.convert.formats import rewrite_checkpoint
-from moe.convert.weight_map import ConvertedCheckpoint, sparse_blocks
+from moe.convert.weight_map import ConvertedCheckpoint, empty_weights, sparse_blocks
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
@@ -73,10 +72,8 @@ class Pruning:
         check_integer("seed", self.seed, least=0, most=2**63 - 1)
         check_number("least_share", self.least_share, above=0, most=1, optional="None")
 
-        given: dict[str, object] = {}
-        for name in _RULES:
-            if getattr(self, name) is not None:
-                given[name] = getattr(self, name)
+        rules = {name: getattr(self, name) for name in _RULES}
+        given = {name: value for name, value in rules.items() if value is not None}
         if len(given) != 1 and given.keys() != {"encoder_keep", "decoder_keep"}:
             shown_rules = ", ".join(f"{name} {value}" for name, value in given.items())
             raise ConfigError(
@@ -298,11 +295,9 @@ def with_other_experts(
         change: Returns a weight <any>[...] of the model after, given the one of the same name before and
             its layer; called for those whose shape changes, when they are read.
     """
-    with torch.device("meta"):
-        shapes = stored_tensors(STMoEForConditionalGeneration(config))
     blocks = sparse_blocks(config)
     weights: dict[str, LazyTensor] = {}
-    for name, tensor in shapes.items():
+    for name, tensor in empty_weights(config).items():
         weight = checkpoint.weights[name]
         if weight.shape != tensor.shape:
             key = blocks[name.partition("sparse_feed_forward.")[0]]

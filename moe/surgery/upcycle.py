@@ -16,13 +16,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import check, check_choice, check_integer, check_number
 from moe.convert.formats import rewrite_checkpoint
-from moe.convert.weight_map import ConvertedCheckpoint, sparse_blocks
+from moe.convert.weight_map import ConvertedCheckpoint, empty_weights, sparse_blocks
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
-from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.configuration_checks import LARGEST_SIZES
 from moe.models.weight_files import LazyTensor
 from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
@@ -51,20 +50,12 @@ _FROM_SETTINGS: Mapping[str, str] = {
     "expert_d_ff": "--granularity",
 }
 _FROM_DENSE = {
+    *LARGEST_SIZES,
     "model_type",
     "encoder_expert_maps",
     "decoder_expert_maps",
-    "vocab_size",
-    "d_model",
-    "d_kv",
-    "d_ff",
-    "num_layers",
-    "num_decoder_layers",
-    "num_heads",
     "feed_forward_proj",
     "tie_word_embeddings",
-    "relative_attention_num_buckets",
-    "relative_attention_max_distance",
     "layer_norm_epsilon",
     "is_encoder_decoder",
     "pad_token_id",
@@ -75,6 +66,7 @@ _FROM_DENSE = {
 
 _EXPERTS = "sparse_feed_forward.experts."
 _ROUTER = "sparse_feed_forward.router."
+_DENSE_OUTPUT = "feed_forward.down_proj.weight"
 
 
 @dataclass(frozen=True)
@@ -225,15 +217,11 @@ def upcycle_checkpoint(
 def upcycled(dense: ConvertedCheckpoint, upcycling: Upcycling) -> ConvertedCheckpoint:
     """Returns the weights of the sparse model, each of which is computed when it is read."""
     config = upcycling.config(dense.config)
-    with torch.device("meta"):
-        shapes = stored_tensors(STMoEForConditionalGeneration(config))
-
-    weights: dict[str, LazyTensor] = {}
     routers = draw_routers(config, upcycling)
-    for name, tensor in shapes.items():
+    weights: dict[str, LazyTensor] = {}
+    for name, tensor in empty_weights(config).items():
         if name in routers:
-            router = routers[name]
-            weights[name] = LazyTensor(router.shape, router.dtype, lambda router=router: router)
+            weights[name] = LazyTensor(tensor.shape, routers[name].dtype, routers[name].detach)
             continue
         source = dense.weights[_dense_name(name)]
         read = partial(_sparse_weight, name, source, config, upcycling)
@@ -268,7 +256,7 @@ def draw_router(config: SparseConfig, upcycling: Upcycling) -> Router:
 def _dense_name(name: str) -> str:
     """Returns the weight of the dense model that a weight of the sparse one comes from."""
     name = name.replace(".sparse_norm.", ".feed_forward_norm.")
-    name = name.replace(_EXPERTS + "down_proj", "feed_forward.down_proj.weight")
+    name = name.replace(_EXPERTS + "down_proj", _DENSE_OUTPUT)
     for first_projection in ("gate_up_proj", "up_proj", "bias"):
         name = name.replace(_EXPERTS + first_projection, "feed_forward.up_proj.weight")
     return name
@@ -291,7 +279,7 @@ def _sparse_weight(
     weight = source.read()
 
     # A dense layer after the sparse one starts with an output of zero.
-    if _is_stacked_output(name, config):
+    if name.removesuffix(_DENSE_OUTPUT) in sparse_blocks(config):
         return torch.zeros_like(weight)
     if _EXPERTS not in name:
         return weight
@@ -333,17 +321,6 @@ def expert_copies(
         return parts.mul_(upcycling.scale * G)
     halves = copies.shape[1] // F
     return rearrange(copies, "e (h g f) d -> (e g) (h f) d", h=halves, g=G)
-
-
-def _is_stacked_output(name: str, config: STMoEConfig) -> bool:
-    """Returns whether a weight is the last of a dense layer that follows a sparse one."""
-    stack, found, rest = name.partition(".blocks.")
-    block, _, weight = rest.partition(".")
-    return (
-        bool(found)
-        and weight == "feed_forward.down_proj.weight"
-        and config.is_sparse_block(int(block), decoder=stack == "model.decoder")
-    )
 
 
 def _reinitialize(
