@@ -4,22 +4,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
+from benchmarks.surgery.pruning_frontier import document_losses, mean_difference, mean_loss
 from moe.checkpoint.loading import load_complete
 from moe.cli import Parser
 from moe.commands.routing_inputs import add_inputs, read_batches, with_tokenizer
-from moe.inspection.statistics.document_intervals import TokenSums, mean_over_tokens
 from moe.models.blocks import FeedForward
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.experts import Experts
 from moe.sparse.layer import SparseFeedForward
 from moe.tracing.recorder import TracedBatch
-from moe.training.heldout_loss import token_losses
 
 PARTS: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = {
     "experts": (Experts, SparseFeedForward),
@@ -58,7 +57,7 @@ def run_bits(benchmark: BitsBenchmark) -> None:
     model = load_complete(STMoEForConditionalGeneration, benchmark.model)
     inspected = with_tokenizer(benchmark.model, model, benchmark.model)
     batches = list(read_batches(options, inspected, read_task=None))
-    before = _losses(model, batches)
+    before = document_losses(model.eval(), batches)
 
     rows: list[dict[str, Any]] = []
     for part, (kind, layer_kind) in PARTS.items():
@@ -66,20 +65,13 @@ def run_bits(benchmark: BitsBenchmark) -> None:
         for group, group_size in GROUPS.items():
             for bits in BITS:
                 with rounded_weights(model, kind, bits, group_size) as error:
-                    after = _losses(model, batches)
-                    output_error = relative_error(calls)
-                sums = TokenSums(after.sums - before.sums, before.counts)
-                (change,) = mean_over_tokens(sums).intervals(0.95)
-                row = {
-                    "part": part,
-                    "group": group,
-                    "bits": bits,
-                    "error": error,
-                    "output": output_error,
-                }
-                row |= {"change": change.value, "low": change.low, "high": change.high}
-                rows.append(row | {"expected": EXPECTED[bits]})
-    loss = float(before.sums.sum() / before.counts.sum())
+                    after = document_losses(model, batches)
+                    errors = {"error": error, "output": relative_error(calls)}
+                change = mean_difference(after, before)._asdict()
+                change["change"] = change.pop("value")
+                row = {"part": part, "group": group, "bits": bits, "expected": EXPECTED[bits]}
+                rows.append(row | errors | change)
+    loss = mean_loss(before)
     report = {**describe_machine(torch.device("cpu")), "rounds": 1, "loss": loss, "rows": rows}
     save_report(report, benchmark.json)
     print_report(report_text(report, f"loss {loss:.4f} nats", COLUMNS), benchmark.json)
@@ -102,13 +94,8 @@ def rounded_weights(
         weight.copy_(original)
 
 
-class Call(NamedTuple):
-    """A call of a layer with the weights before."""
-
-    layer: nn.Module
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-    output: Tensor
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Tensor]
+"""A layer, the arguments of its call, and its output with the weights before."""
 
 
 def record_calls(model: nn.Module, kind: type[nn.Module], batch: TracedBatch) -> list[Call]:
@@ -116,7 +103,7 @@ def record_calls(model: nn.Module, kind: type[nn.Module], batch: TracedBatch) ->
     calls: list[Call] = []
 
     def record(layer: nn.Module, args: Any, options: dict[str, Any], result: Any) -> None:
-        calls.append(Call(layer, args, options, _tokens_of(result)))
+        calls.append((layer, args, options, _tokens_of(result)))
 
     layers = [module for module in model.modules() if type(module) is kind]
     hooks = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
@@ -145,20 +132,6 @@ def round_to_nearest(weight: Tensor, bits: int, group_size: int | None) -> Tenso
     least, largest = groups.aminmax(dim=-1, keepdim=True)
     step = (largest - least).clamp_min(1e-12) / (2**bits - 1)
     return (((groups - least) / step).round() * step + least).flatten(-2)
-
-
-def _losses(model: STMoEForConditionalGeneration, batches: Sequence[TracedBatch]) -> TokenSums:
-    """Returns the summed loss of each document and the number of its targets."""
-    num_documents = 1 + max(max(batch.documents) for batch in batches)
-    sums = torch.zeros(num_documents, dtype=torch.float64)
-    counts = torch.zeros(num_documents, dtype=torch.float64)
-    for inputs, documents, _ in batches:
-        targets = (inputs["labels"] != -100).sum(dim=1)
-        document = torch.tensor(documents).repeat_interleave(targets)
-        losses = token_losses(model.eval(), inputs).losses.double()
-        sums.index_add_(0, document, losses)
-        counts.index_add_(0, document, torch.ones_like(losses))
-    return TokenSums(sums, counts)
 
 
 COLUMNS: Columns = (

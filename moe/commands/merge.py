@@ -75,7 +75,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         operate,
         read_task,
         needs_text=True,
-        check_config=merging.check_model,
+        check=merging.check_model,
     )
 
 

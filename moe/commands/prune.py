@@ -5,6 +5,7 @@ stmoe prune --from runs/base/model --to runs/pruned --budget 40 --floor 2 --pair
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from moe.checkpoint.loading import load_complete
@@ -83,16 +84,8 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         raise ConfigError("--seed has no effect without --score random.")
     if options.decoder_reads is not None and is_random:
         raise ConfigError("--decoder-reads has no effect with --score random, which reads nothing.")
-    pruning = Pruning(
-        score=options.score,
-        keep=options.keep,
-        encoder_keep=options.encoder_keep,
-        decoder_keep=options.decoder_keep,
-        budget=options.budget,
-        least_share=options.least_share,
-        floor=options.floor or Pruning.floor,
-        seed=options.seed or 0,
-    )
+    settings = {field.name: getattr(options, field.name) for field in fields(Pruning)}
+    pruning = Pruning(**{name: value for name, value in settings.items() if value is not None})
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Scores the experts, and writes the pruned model."""
@@ -108,14 +101,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         )
 
     perform_surgery(
-        "prune",
-        argv,
-        options,
-        parser,
-        operate,
-        read_task,
-        needs_text=True,
-        check_config=pruning.numbers,
+        "prune", argv, options, parser, operate, read_task, needs_text=True, check=pruning.numbers
     )
 
 

@@ -64,7 +64,7 @@ def perform_surgery(
     read_task: TaskReader | None,
     *,
     needs_text: bool = False,
-    check_config: Callable[[STMoEConfig], object] | None = None,
+    check: Callable[[STMoEConfig], object] | None = None,
 ) -> None:
     """Changes a model, and prints and saves what the change did to it.
 
@@ -76,7 +76,7 @@ def perform_surgery(
         operate: Writes the changed model.
         read_task: Reads the pairs of a task of eval/; None where there is none.
         needs_text: Whether the change itself depends on data.
-        check_config: Raises a ConfigError for a model that cannot be changed so.
+        check: Raises a ConfigError for a model that cannot be changed so.
 
     Raises:
         ConfigError: When an option has no effect, data is missing, or the target exists.
@@ -85,8 +85,8 @@ def perform_surgery(
     """
     start = time.perf_counter()
     _refuse_t5x(options.source)
-    if check_config is not None:
-        check_config(STMoEConfig.from_pretrained(options.source))
+    if check is not None:
+        check(STMoEConfig.from_pretrained(options.source))
     _check_options(verb, options, parser, needs_text=needs_text)
     inputs = [options.source, options.corpus, options.pairs]
     target = new_model_folder(options.to, inputs)

@@ -19,7 +19,8 @@ from moe.registry import Registry
 from moe.sparse.editing import LayerKey, sparse_layers
 from moe.sparse.edits import choose_again
 from moe.sparse.layer import RouterOutput, SparseFeedForward
-from moe.sparse.plan import DispatchPlan, router_scores
+from moe.sparse.plan import DispatchPlan, RouterScores, router_scores
+from moe.sparse.router import Router
 from moe.surgery.expert_statistics import (
     ExpertStatistics,
     expert_output,
@@ -189,10 +190,21 @@ def _add_set_errors(
 
     scores = router_scores(router_output.router_logits)
     for experts in errors:
-        barred = torch.ones_like(scores.probs, dtype=torch.bool)  # [G, S, E]
-        barred[..., list(experts)] = False
-        rest = _combined(outputs, choose_again(layer.router, scores, plan, barred))
+        left = torch.tensor(experts, device=outputs.device)
+        rest = _combined(outputs, choose_among(layer.router, left, scores, plan))
         errors[experts] += float((rest - whole).norm(dim=-1).sum())
+
+
+def choose_among(
+    router: Router, experts: Tensor, scores: RouterScores, plan: DispatchPlan
+) -> DispatchPlan:
+    """Returns the plan of a layer that has only some experts <int64>[n].
+
+    A token has fewer than K where fewer are left.
+    """
+    barred = torch.ones_like(scores.probs, dtype=torch.bool)  # [G, S, E]
+    barred[..., experts] = False
+    return choose_again(router, scores, plan, barred)
 
 
 def _all_outputs(layer: SparseFeedForward, tokens: Tensor, plan: DispatchPlan) -> Tensor:
