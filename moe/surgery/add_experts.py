@@ -80,8 +80,14 @@ class AddedExperts:
         """Returns the config of the model with more experts.
 
         Raises:
-            ConfigError: When nothing would be added, or a setting or router does not fit the model.
+            ConfigError: When the model is dense, nothing would be added, or a setting or router does not
+                fit the model.
         """
+        if not sparse.num_experts:
+            raise ConfigError(
+                "num_experts of the model is 0; expected a sparse model. Upcycle a dense one: "
+                "stmoe upcycle --from MODEL --to SPARSE"
+            )
         check_integer("granularity", self.granularity, least=1)
         G = self.granularity
         factor = self.twins(sparse) * G

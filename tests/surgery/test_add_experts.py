@@ -11,6 +11,7 @@ from moe.sparse.editing import sparse_layers
 from moe.surgery.add_experts import AddedExperts, add_experts
 from tests.models.tiny import tiny_batch, tiny_model
 
+DENSE = {"num_experts": 0, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
 SINGLE = {"num_selected_experts": 1, "router_options": None}
 DEFAULT = {"router_options": {"second_expert_policy": "all"}}  # threshold 0.2 in evaluation
 RAW = {"second_expert_policy": "all", "eval_second_expert_policy": "all", "normalize_gates": False}
@@ -100,6 +101,7 @@ def test_what_is_not_exact_is_said(fields, change):
     [
         ({"num_experts": 10}, {}, "num_experts is 10; expected a multiple of 7"),
         ({"num_experts": 5}, {}, "num_experts is 5"),
+        ({"num_experts": 14}, DENSE, "num_experts of the model is 0"),
         ({"granularity": 2}, {}, "granularity is 2; expected a divisor of 31"),
         ({}, {}, "7 experts already"),
         ({"num_experts": 7}, {}, "7 experts already"),
