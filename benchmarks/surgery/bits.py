@@ -67,10 +67,9 @@ def run_bits(benchmark: BitsBenchmark) -> None:
                 with rounded_weights(model, kind, bits, group_size) as error:
                     after = document_losses(model, batches)
                     errors = {"error": error, "output": relative_error(calls)}
-                change = mean_difference(after, before)._asdict()
-                change["change"] = change.pop("value")
+                change, low, high = mean_difference(after, before)
                 row = {"part": part, "group": group, "bits": bits, "expected": EXPECTED[bits]}
-                rows.append(row | errors | change)
+                rows.append({**row, **errors, "change": change, "low": low, "high": high})
     loss = mean_loss(before)
     report = {**describe_machine(torch.device("cpu")), "rounds": 1, "loss": loss, "rows": rows}
     save_report(report, benchmark.json)

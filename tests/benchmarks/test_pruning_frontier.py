@@ -19,7 +19,8 @@ DROPLESS = {"capacity_factor": None, "eval_capacity_factor": None}
 def frontier():
     model = tiny_model(num_experts=3, **DROPLESS)
     batches = list(traced_batches([tiny_batch(seed=seed) for seed in range(2)]))
-    return Frontier(model, [t.batch for t in batches], batches, document_losses(model, batches))
+    calibration = [traced.batch for traced in batches]
+    return Frontier(model, calibration, batches, document_losses(model, batches))
 
 
 def test_losses_of_documents_add_up_to_that_of_the_model(frontier):
