@@ -3,8 +3,9 @@
     python -m benchmarks.surgery.distillation --demo runs/demo --out runs/distillation --json distillation.json
 
 A model of the student's shape is pre-trained alone (d). Students start from the demo's teacher (t) and are
-trained in as many steps, without it and with it (s): the retained share is (s - d) / (t - d). All losses are
-of the same held-out batches. The same command continues an interrupted one.
+trained in as many steps, without it and with it (s): the retained share is (s - d) / (t - d). There is none
+unless the teacher is better than the model alone with every seed. All losses are of the same held-out
+batches. The same command continues an interrupted one.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -164,10 +165,11 @@ def _rows(losses: dict[str, list[float]], before: dict[str, float]) -> list[dict
     """Returns a row for each arm, with the mean over seeds."""
     alone = losses["alone"]
     (teacher,) = losses["teacher"]
+    has_advantage = teacher < min(alone)
     rows = []
     for arm, values in losses.items():
         retained = None
-        if arm not in ("teacher", "alone"):
+        if has_advantage and arm not in ("teacher", "alone"):
             shares = [(own - d) / (teacher - d) for own, d in zip(values, alone, strict=True)]
             retained = statistics.mean(shares)
         rows.append(
