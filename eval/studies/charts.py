@@ -120,9 +120,11 @@ def _label(metric: str, measure: Measure) -> str:
 
 
 def _set_places(axes: "Axes", places: set[float]) -> None:
-    """Marks the values of a setting on the horizontal axis, logarithmic if all are above 0."""
+    """Marks the values of a setting on the horizontal axis, logarithmic unless one is below 0."""
     if min(places) > 0:
         axes.set_xscale("log")
+    elif min(places) == 0:
+        axes.set_xscale("symlog", linthresh=min(places - {0}, default=1))
     axes.set_xticks(sorted(places), [f"{place:g}" for place in sorted(places)])
     axes.minorticks_off()
 

@@ -25,12 +25,12 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import draw_weights, mesh_limits, model_layouts, shard_model
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.sparse.groups import common_num_groups, tokens_per_group
-from moe.training.recipe import FinetuneRecipe, PretrainRecipe, Recipe
+from moe.training.recipe import SETTINGS_WITHOUT_WEIGHTS, PretrainRecipe, Recipe
 from moe.training.step import check_groups
 
 # Fields that continued pre-training may change: routers differ in how they use the scores of the same
 # gate.
-MAY_CHANGE = FinetuneRecipe.model_fields | {"router", "decoder_router"}
+MAY_CHANGE = SETTINGS_WITHOUT_WEIGHTS | {"router", "decoder_router"}
 
 # They only affect how fresh weights are drawn.
 _WITHOUT_EFFECT = frozenset({"initializer_scale", "router_initializer_std"})

@@ -317,6 +317,38 @@ class PretrainRecipe(Recipe):
         )
 
 
+# Settings of a model that change neither number nor shape of its weights.
+SETTINGS_WITHOUT_WEIGHTS = frozenset(
+    {
+        # Dropout.
+        "dropout_rate",
+        "expert_dropout_rate",
+        # Routing: capacity, groups, and options of the routers.
+        "capacity_factor",
+        "eval_capacity_factor",
+        "expert_capacity",
+        "capacity_scope",
+        "min_expert_capacity",
+        "group_size",
+        "capacity_rounding",
+        "num_selected_experts",
+        "router_options",
+        "decoder_router_options",
+        # Settings of the routers' losses, and of the exchange of rows.
+        "balance_choices",
+        "balance_over",
+        "balance_scope",
+        "router_z_loss_over",
+        "dispatch",
+        # Weights of the losses.
+        "load_balance_loss_weight",
+        "router_z_loss_weight",
+        "router_loss_reduction",
+        "z_loss_weight",
+        "label_smoothing",
+    }
+)
+
 _FINETUNE_OPTIM = OptimRecipe(schedule="constant", lr=1e-3, warmup_steps=1_000)
 
 
@@ -324,7 +356,8 @@ _FINETUNE_OPTIM = OptimRecipe(schedule="constant", lr=1e-3, warmup_steps=1_000)
 class FinetuneRecipe(Recipe):
     """Fine-tuning on pairs of texts; defaults are the paper's.
 
-    The architecture comes from the initial model: only settings without weights can be changed.
+    The architecture comes from the initial model. With its weights only `SETTINGS_WITHOUT_WEIGHTS`
+    can be changed; from scratch every setting except the vocabulary's size.
 
     Attributes:
         init: `pretrained` starts from the model's weights, `scratch` from fresh ones of the same
@@ -343,36 +376,7 @@ class FinetuneRecipe(Recipe):
     """
 
     model_defaults: ClassVar[Mapping[str, Any]] = {"dropout_rate": 0.1, "expert_dropout_rate": 0.4}
-    model_fields: ClassVar[frozenset[str]] = frozenset(
-        {
-            # Dropout.
-            "dropout_rate",
-            "expert_dropout_rate",
-            # Routing: capacity, groups, and options of the routers.
-            "capacity_factor",
-            "eval_capacity_factor",
-            "expert_capacity",
-            "capacity_scope",
-            "min_expert_capacity",
-            "group_size",
-            "capacity_rounding",
-            "num_selected_experts",
-            "router_options",
-            "decoder_router_options",
-            # Settings of the routers' losses, and of the exchange of rows.
-            "balance_choices",
-            "balance_over",
-            "balance_scope",
-            "router_z_loss_over",
-            "dispatch",
-            # Weights of the losses.
-            "load_balance_loss_weight",
-            "router_z_loss_weight",
-            "router_loss_reduction",
-            "z_loss_weight",
-            "label_smoothing",
-        }
-    )
+    model_fields: ClassVar[frozenset[str]] = frozenset(_ARCHITECTURE.keys() - {"vocab_size"})
 
     init: Init = "pretrained"
     parameters: str = "all"
@@ -384,6 +388,14 @@ class FinetuneRecipe(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("init", self.init, get_args(Init))
+
+        # Trained weights fit one architecture.
+        changed = sorted(self.model.keys() - SETTINGS_WITHOUT_WEIGHTS)
+        if changed and self.init == "pretrained":
+            names = ", ".join(f"model.{name}" for name in changed)
+            raise ConfigError(
+                f"{names} would change the weights of the initial model. Leave it out, or train fresh weights: init scratch."
+            )
 
         is_text = isinstance(self.parameters, str)
         check(is_text, "parameters", self.parameters, "the name of a subset")

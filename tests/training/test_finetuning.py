@@ -288,5 +288,16 @@ def test_the_auxiliary_loss_is_on_by_default_and_off_by_its_weight(saved):
 def test_overrides_of_the_architecture_and_unknown_ones_are_refused():
     with pytest.raises(ConfigError, match=r"capacity_facter is not .*mean 'capacity_factor'"):
         finetuning_overrides(capacity_facter=2.0)
-    with pytest.raises(ConfigError, match=r"model\.d_model is not a setting"):
+    with pytest.raises(ConfigError, match=r"model\.d_model would change the weights.* init scratch"):
         finetuning_overrides(d_model=3)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size is not a setting"):
+        FinetuneRecipe(init="scratch", model={"vocab_size": 3})
+
+
+def test_fresh_weights_may_have_another_architecture(saved):
+    changes = {"num_experts": 5, "d_ff": 24}
+    recipe = FinetuneRecipe(init="scratch", model=changes)
+    config = finetuning_config(saved, recipe)
+    model = load_for_finetuning(saved, recipe, config).model
+    assert (model.config.num_experts, model.config.d_ff) == (5, 24)
+    assert model.config.d_model == STMoEConfig.from_pretrained(saved).d_model

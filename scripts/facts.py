@@ -1,0 +1,143 @@
+"""Writes random facts to learn by heart, and sums modulo a prime, as pairs of texts.
+
+    python -m scripts.facts --facts 20000 --seed 0 --out runs/studies/facts
+
+The folder holds `facts.jsonl`, `sums.jsonl`, `sums_dev.jsonl`, and `model`: a tokenizer of whole
+symbols beside an untrained model. `stmoe finetune --pretrained FOLDER/model --init scratch` trains
+fresh weights of any architecture on them, as recipes/studies/knowledge_capacity.yaml does.
+"""
+
+if __name__ == "__main__":  # before the imports that take seconds
+    from stmoe import start_command
+
+    start_command()
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from moe.cli import Parser, integer, run_main
+from moe.data.tokenizer import EOS, PAD, UNK, sentinel
+from moe.files import output_path, register_folder_kind, whole_folder
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
+
+SYLLABLES = [
+    a + b for a in "bcdfghjklmnprstv" for b in "a e i o u ai ea oo ar er ir or ur an en in".split()
+]
+SYMBOLS = 3
+"""Syllables of a question, and of its answer: an answer has 3 · 8 bits."""
+
+PRIME = 997
+"""Numbers below it are added, modulo it."""
+SUMS = 20_000
+DEV_SUMS = 2_000
+
+FACTS = register_folder_kind(
+    "facts", markers=["facts.jsonl"], parts=["facts.jsonl", "sums.jsonl", "sums_dev.jsonl", "model"]
+)
+
+
+def main(argv: list[str]) -> None:
+    """Writes the folder."""
+    parser = Parser(prog="python -m scripts.facts", description="Writes facts and sums to learn.")
+    most = len(SYLLABLES) ** SYMBOLS
+    parser.add_argument(
+        "--facts", type=integer(least=1, most=most), default=20_000, help="number of facts (20000)"
+    )
+    parser.add_argument("--seed", type=integer(least=0), default=0, help="seed of the facts (0)")
+    default = "runs/studies/facts"
+    parser.add_argument("--out", default=default, help=f"folder to write ({default})")
+    options = parser.parse_args(argv)
+
+    out = output_path(options.out)
+    sums = draw_sums(SUMS + DEV_SUMS, options.seed)
+    with whole_folder(out, kind=FACTS) as partial:
+        write_pairs(partial / "facts.jsonl", draw_facts(options.facts, options.seed))
+        write_pairs(partial / "sums.jsonl", sums[:SUMS])
+        write_pairs(partial / "sums_dev.jsonl", sums[SUMS:])
+        save_symbols(partial / "model")
+    print(f"Wrote {options.facts:,} facts and {len(sums):,} sums to {out}.")
+
+
+def draw_facts(num_facts: int, seed: int) -> list[tuple[str, str]]:
+    """Returns different questions with independent answers, uniform over all texts of three syllables.
+
+    Source:
+        Physics of Language Models 3.3 (arXiv:2404.05405) for counting what a model knows in bits.
+    """
+    random = np.random.default_rng(seed)
+    base = len(SYLLABLES)
+    questions = random.choice(base**SYMBOLS, num_facts, replace=False)
+    answers = random.integers(base**SYMBOLS, size=num_facts)
+    return [
+        (_spell(int(question)), _spell(int(answer)))
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+
+
+def _spell(number: int) -> str:
+    """Returns a number in syllables."""
+    digits = np.unravel_index(number, (len(SYLLABLES),) * SYMBOLS)
+    return " ".join(SYLLABLES[int(digit)] for digit in digits)
+
+
+def draw_sums(num_sums: int, seed: int) -> list[tuple[str, str]]:
+    """Returns different pairs of numbers below `PRIME` with their sum modulo it, in digits."""
+    random = np.random.default_rng(seed)
+    pairs: list[tuple[str, str]] = []
+    for index in random.choice(PRIME**2, num_sums, replace=False):
+        left, right = divmod(int(index), PRIME)
+        pairs.append((f"{_digits(left)} + {_digits(right)}", _digits((left + right) % PRIME)))
+    return pairs
+
+
+def _digits(number: int) -> str:
+    return " ".join(f"{number:03}")
+
+
+def write_pairs(path: Path, pairs: Sequence[tuple[str, str]]) -> None:
+    """Writes pairs of texts as lines of JSON, as `stmoe finetune --train` reads them."""
+    with path.open("w", encoding="utf-8") as file:
+        for inputs, targets in pairs:
+            file.write(json.dumps({"inputs": inputs, "targets": targets}) + "\n")
+
+
+def save_symbols(folder: Path) -> None:
+    """Saves a tokenizer with one token for each symbol, and an untrained dense model of that vocabulary."""
+    symbols = [PAD, EOS, UNK, *"0123456789+", *SYLLABLES, sentinel(0)]
+    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(
+        single=f"$A {EOS}", special_tokens=[(EOS, vocabulary[EOS])]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        additional_special_tokens=[sentinel(0)],
+    )
+
+    config = STMoEConfig(
+        vocab_size=len(vocabulary),
+        d_model=64,
+        d_kv=32,
+        num_heads=2,
+        d_ff=128,
+        num_layers=2,
+        num_experts=0,
+        num_sparse_encoder_layers=0,
+        num_sparse_decoder_layers=0,
+    )
+    STMoEForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(str(folder))
+
+
+if __name__ == "__main__":
+    run_main(main)
