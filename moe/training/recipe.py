@@ -394,7 +394,8 @@ class FinetuneRecipe(Recipe):
         if changed and self.init == "pretrained":
             names = ", ".join(f"model.{name}" for name in changed)
             raise ConfigError(
-                f"{names} would change the weights of the initial model. Leave it out, or train fresh weights: init scratch."
+                f"{names} would change the weights of the initial model. Leave it out, or train fresh weights: "
+                "init scratch."
             )
 
         is_text = isinstance(self.parameters, str)

@@ -21,6 +21,7 @@ from moe.models.trainable_parameters import SUBSETS
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from moe.sparse.layer import SparseFeedForward
+from moe.training.build import build_new_model
 from moe.training.finetuning import finetuning_config, finetuning_overrides
 from moe.training.recipe import FinetuneRecipe, OptimRecipe, TrainingRecipe
 from moe.training.step import train_step
@@ -288,7 +289,9 @@ def test_the_auxiliary_loss_is_on_by_default_and_off_by_its_weight(saved):
 def test_overrides_of_the_architecture_and_unknown_ones_are_refused():
     with pytest.raises(ConfigError, match=r"capacity_facter is not .*mean 'capacity_factor'"):
         finetuning_overrides(capacity_facter=2.0)
-    with pytest.raises(ConfigError, match=r"model\.d_model would change the weights.* init scratch"):
+    with pytest.raises(
+        ConfigError, match=r"model\.d_model would change the weights.* init scratch"
+    ):
         finetuning_overrides(d_model=3)
     with pytest.raises(ConfigError, match=r"model\.vocab_size is not a setting"):
         FinetuneRecipe(init="scratch", model={"vocab_size": 3})
@@ -298,6 +301,6 @@ def test_fresh_weights_may_have_another_architecture(saved):
     changes = {"num_experts": 5, "d_ff": 24}
     recipe = FinetuneRecipe(init="scratch", model=changes)
     config = finetuning_config(saved, recipe)
-    model = load_for_finetuning(saved, recipe, config).model
+    model = build_new_model(recipe, config, "cpu").model
     assert (model.config.num_experts, model.config.d_ff) == (5, 24)
-    assert model.config.d_model == STMoEConfig.from_pretrained(saved).d_model
+    assert model.config.d_model == finetuning_config(saved, FinetuneRecipe()).d_model
