@@ -6,14 +6,14 @@ sum of a token's gates, and times the scale of the experts' output.
 
 from collections.abc import Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from moe.data.pipeline import Batch
 from moe.models.inputs import IGNORED_LABEL
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey, edit_routing, sparse_layers
 from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.sparse.router import Router
@@ -63,18 +63,18 @@ class KeptOutput(NamedTuple):
         return reasons
 
 
-def without_labels(model: STMoEForConditionalGeneration, batch: Batch) -> Batch:
+def without_labels(model: PreTrainedModel, batch: Batch) -> Batch:
     """Returns inputs that route the same tokens, but have no loss."""
     inputs = dict(batch)
     labels = inputs.pop("labels")
-    inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels)
+    inputs["decoder_input_ids"] = cast(Any, model).prepare_decoder_input_ids_from_labels(labels)
     inputs["decoder_attention_mask"] = labels != IGNORED_LABEL
     return inputs
 
 
 @torch.no_grad()
 def kept_output(
-    model: STMoEForConditionalGeneration, batches: Iterable[Batch], *, scale: float = 1.0
+    model: PreTrainedModel, batches: Iterable[Batch], *, scale: float = 1.0
 ) -> list[KeptOutput]:
     """Returns what each layer of an upcycled model keeps of the dense output on some batches.
 
@@ -90,7 +90,7 @@ def kept_output(
 
 
 def _kept_in_mode(
-    model: STMoEForConditionalGeneration, batches: Iterable[Batch], scale: float, *, training: bool
+    model: PreTrainedModel, batches: Iterable[Batch], scale: float, *, training: bool
 ) -> dict[LayerKey, Kept]:
     """Returns what each layer keeps with its router in one mode, in which it stays."""
     layers = sparse_layers(model)

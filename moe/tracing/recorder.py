@@ -7,15 +7,15 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from moe.checks import check_integer
 from moe.data.pipeline import Batch
 from moe.errors import DataError
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import Stack, sparse_layers
 from moe.sparse.groups import from_groups
 from moe.sparse.layer import RouterOutput
@@ -79,7 +79,7 @@ def traced_batches(batches: Iterable[Batch], domain: str = "") -> Iterator[Trace
 
 
 def record_routing(
-    model: STMoEForConditionalGeneration,
+    model: PreTrainedModel,
     batches: Iterable[TracedBatch],
     *,
     num_best: int = 0,
@@ -88,7 +88,7 @@ def record_routing(
     """Returns the routing of every token of the batches, in evaluation mode.
 
     Args:
-        model: The model; the mode of each of its parts is restored.
+        model: Ours or a host with sparse layers; the mode of each of its parts is restored.
         batches: Examples; see `traced_batches`.
         num_best: M: the experts of highest probability that are kept with their probabilities.
         provenance: Where the trace comes from.
@@ -150,7 +150,7 @@ def unpacked(batch: Batch) -> Batch:
     return plain
 
 
-def stack_inputs(model: STMoEForConditionalGeneration, batch: Batch) -> dict[Stack, StackInputs]:
+def stack_inputs(model: PreTrainedModel, batch: Batch) -> dict[Stack, StackInputs]:
     """Returns the tokens that a batch, see `unpacked`, puts into each stack.
 
     The decoder's token at a position is its input there.
@@ -158,7 +158,7 @@ def stack_inputs(model: STMoEForConditionalGeneration, batch: Batch) -> dict[Sta
     input_ids = batch["input_ids"]
     input_mask = batch.get("attention_mask", torch.ones_like(input_ids))
     labels = batch["labels"]
-    decoder_ids = model.prepare_decoder_input_ids_from_labels(labels)
+    decoder_ids = cast(Any, model).prepare_decoder_input_ids_from_labels(labels)
     return {
         "encoder": StackInputs(input_ids, input_mask.bool()),
         "decoder": StackInputs(decoder_ids, labels != -100),
@@ -203,7 +203,7 @@ class Recording:
     Rows with the same name must be concatenated, in the order of the batches.
     """
 
-    def __init__(self, model: STMoEForConditionalGeneration, *, num_best: int = 0) -> None:
+    def __init__(self, model: PreTrainedModel, *, num_best: int = 0) -> None:
         self._model = model
         self._num_best = num_best
         self._id_dtype = id_dtype(model.config.vocab_size)

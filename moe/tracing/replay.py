@@ -6,15 +6,15 @@ Comes after `trace`; it is an edit of every layer's plan, see `moe.sparse.editin
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from moe.checks import check_choice
-from moe.errors import DataError
+from moe.errors import ConfigError, DataError
 from moe.models.blocks import Stack as StackModule
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey, PlanEdit, Stack, edit_routing, sparse_layers
 from moe.sparse.groups import from_groups, to_groups
 from moe.sparse.layer import SparseFeedForward
@@ -28,7 +28,7 @@ _NO_ROW = -1
 
 @contextmanager
 def replay_routing(
-    model: STMoEForConditionalGeneration,
+    model: PreTrainedModel,
     trace: Trace,
     *,
     weights: Weights = "recompute",
@@ -54,7 +54,7 @@ def replay_routing(
             expert, -1 for one that is gone, whose choices are then dropped.
 
     Raises:
-        ConfigError: When `weights` is neither.
+        ConfigError: When `weights` is neither, or the model is a host.
         DataError: When the layers differ from the trace's; in the forward pass, when an example is
             not in the trace.
 
@@ -63,10 +63,15 @@ def replay_routing(
         recomputed. Differs: acceptance is replayed too, and inputs are checked.
     """
     check_choice("weights", weights, ("recompute", "replay"))
+    if not any(isinstance(part, StackModule) for part in model.modules()):
+        raise ConfigError(
+            f"A replay is not supported in a {type(model).__name__}, whose stacks do not report "
+            "their token ids. Use a model of this library."
+        )
     layers = sparse_layers(model)
     _refuse_other_layers(trace, layers, expert_map or {})
 
-    player = _Player(trace, model.config.pad_token_id)
+    player = _Player(trace, cast(Any, model).config.pad_token_id)
     edits: dict[LayerKey, PlanEdit] = {}
     for layer_trace in trace.layers:
         key = layer_trace.key

@@ -14,11 +14,11 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from moe.checksums import refuse_damage, write_sums
 from moe.errors import DataError
 from moe.files import register_folder_kind, whole_folder
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.opening import check_regular
 from moe.parsing import read_record, to_json
 from moe.tracing.recorder import (
@@ -47,7 +47,7 @@ _DTYPE_NAMES = {
 
 
 def record_to_folder(
-    model: STMoEForConditionalGeneration,
+    model: PreTrainedModel,
     batches: Iterable[TracedBatch],
     folder: Path,
     *,

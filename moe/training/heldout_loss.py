@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from moe.data.pipeline import ALL_ROWS, Batch, BatchSource
 from moe.data.tokenizer import SpecialIds
@@ -114,7 +115,7 @@ def _evaluate_batches(
     return TokenLosses(torch.cat(losses), torch.cat(labels), torch.cat(hits))
 
 
-def token_losses(model: STMoEForConditionalGeneration, batch: Batch) -> TokenLosses:
+def token_losses(model: PreTrainedModel, batch: Batch) -> TokenLosses:
     """Returns cross-entropy, label and hit of each target token of a batch.
 
     Args:

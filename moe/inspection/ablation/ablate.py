@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from moe.checks import check, check_integer
 from moe.data.pipeline import Batch
@@ -36,7 +37,6 @@ from moe.inspection.ablation.target_sets import (
     sequence_sets,
     token_sets,
 )
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey, check_layer, sparse_layers
 from moe.tracing.recorder import TracedBatch, evaluation_mode
 
@@ -92,7 +92,7 @@ class Ablation(NamedTuple):
 
 
 def ablate_experts(
-    model: STMoEForConditionalGeneration,
+    model: PreTrainedModel,
     batches: Iterable[TracedBatch],
     classes: Mapping[str, Tensor],
     *,
@@ -183,9 +183,7 @@ def nearest_load(load: Tensor) -> Tensor:
     return distance.fill_diagonal_(float("inf")).argmin(dim=1)
 
 
-def _checked_keys(
-    model: STMoEForConditionalGeneration, layers: Iterable[LayerKey] | None
-) -> list[LayerKey]:
+def _checked_keys(model: PreTrainedModel, layers: Iterable[LayerKey] | None) -> list[LayerKey]:
     """Returns the names of the layers to ablate, in the order of the model."""
     model_layers = sparse_layers(model)
     wanted = list(model_layers if layers is None else layers)
@@ -253,7 +251,7 @@ def _by_document(values: Tensor, document: Tensor, num_documents: int) -> Tensor
 
 
 def _fill_tables(
-    model: STMoEForConditionalGeneration,
+    model: PreTrainedModel,
     batches: Sequence[TracedBatch],
     targets: Targets,
     tables: Sequence[_Table],
@@ -283,7 +281,7 @@ def _fill_tables(
 
 @torch.inference_mode()
 def _ablate_layer(
-    model: STMoEForConditionalGeneration,
+    model: PreTrainedModel,
     unchanged: Unchanged,
     document: Tensor,
     table: _Table,

@@ -7,19 +7,19 @@ block.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from moe.data.pipeline import Batch
-from moe.models.blocks import Block, BlockOutput
 from moe.models.inputs import IGNORED_LABEL
-from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.outputs import STMoEEncoderOutput, STMoEOutput
+from moe.models.outputs import STMoEEncoderOutput
 from moe.sparse.dispatch import RowDispatcher, sort_choices, sort_rows
-from moe.sparse.editing import LayerKey, PlanEdit, Stack, edit_routing, sparse_layers
+from moe.sparse.editing import LayerKey, PlanEdit, edit_routing, sparse_layers
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores, stored_index
 
@@ -43,7 +43,7 @@ class ExpertMeasures(NamedTuple):
 @torch.inference_mode(False)
 @torch.enable_grad()
 def measure_experts(
-    model: STMoEForConditionalGeneration, batches: Iterable[Batch]
+    model: PreTrainedModel, batches: Iterable[Batch]
 ) -> dict[LayerKey, ExpertMeasures]:
     """Returns the measures of all experts of all sparse layers, by one backward pass a batch.
 
@@ -86,11 +86,10 @@ def measure_experts(
     return measures
 
 
-def target_losses(output: STMoEOutput, batch: Batch) -> Tensor:
+def target_losses(output: Any, batch: Batch) -> Tensor:
     """Returns the cross-entropy <float64>[n] of each target token of a batch in nats, row by row."""
     labels = batch["labels"]
     is_target = labels != IGNORED_LABEL  # [B, T]
-    assert output.logits is not None, "the model returns logits"
     logits = output.logits[is_target].double()  # [n, V]
     return F.cross_entropy(logits, labels[is_target], reduction="none")
 
@@ -133,9 +132,7 @@ class Observation:
 
 
 @contextmanager
-def observe_layers(
-    model: STMoEForConditionalGeneration,
-) -> Iterator[Mapping[LayerKey, Observation]]:
+def observe_layers(model: PreTrainedModel) -> Iterator[Mapping[LayerKey, Observation]]:
     """Yields an observation for each sparse layer, filled by the forward pass inside the block."""
     layers = sparse_layers(model)
     observations = {key: Observation() for key in layers}
@@ -199,28 +196,33 @@ class Unchanged(NamedTuple):
         losses: <float64>[n] of the target tokens.
         plans: The plan of each sparse layer.
         encoder_outputs: Output of the encoder.
-        hidden_states: <float>[B, L, D] before each block of each stack.
+        before: What the block before that of each sparse layer returned, if there is one.
     """
 
     batch: Batch
     losses: Tensor
     plans: dict[LayerKey, DispatchPlan]
     encoder_outputs: STMoEEncoderOutput
-    hidden_states: dict[Stack, Sequence[Tensor]]
+    before: dict[LayerKey, Any]
 
 
 @torch.inference_mode()
-def run_unchanged(model: STMoEForConditionalGeneration, batch: Batch) -> Unchanged:
+def run_unchanged(model: PreTrainedModel, batch: Batch) -> Unchanged:
     """Returns the outputs of a model in evaluation mode on a batch."""
-    with observe_layers(model) as observations:
-        output: STMoEOutput = model(**batch, use_cache=False, output_hidden_states=True)
+    before: dict[LayerKey, Any] = {}
 
-    # Starting points of later passes.
+    def keep_before(key: LayerKey, block: nn.Module, args: object, output: object) -> None:
+        before[key] = output
+
+    # Starting points of later passes: outputs of the blocks before sparse ones.
+    with ExitStack() as contexts:
+        observations = contexts.enter_context(observe_layers(model))
+        for key in observations:
+            for block in _blocks_before(model, key)[-1:]:
+                contexts.enter_context(block.register_forward_hook(partial(keep_before, key)))
+        output = model(**batch, use_cache=False)
+
     memory = output.encoder_last_hidden_state
-    hidden_states: dict[Stack, Sequence[Tensor]] = {
-        "encoder": output.encoder_hidden_states or (),
-        "decoder": output.decoder_hidden_states or (),
-    }
     plans: dict[LayerKey, DispatchPlan] = {}
     for key, observation in observations.items():
         plans[key] = observation.plan
@@ -229,13 +231,13 @@ def run_unchanged(model: STMoEForConditionalGeneration, batch: Batch) -> Unchang
         losses=target_losses(output, batch),
         plans=plans,
         encoder_outputs=STMoEEncoderOutput(last_hidden_state=memory),
-        hidden_states=hidden_states,
+        before=before,
     )
 
 
 @torch.inference_mode()
 def loss_change(
-    model: STMoEForConditionalGeneration,
+    model: PreTrainedModel,
     key: LayerKey,
     unchanged: Unchanged,
     ablation: AbstractContextManager[None],
@@ -251,39 +253,37 @@ def loss_change(
     # Blocks before the layer compute the same as without the ablation.
     stack, _ = key
     skipped = _blocks_before(model, key)
-    hidden = unchanged.hidden_states[stack][len(skipped)]
 
     # So does the encoder, if the layer is in the decoder.
     arguments: dict[str, Any] = {**unchanged.batch, "use_cache": False}
     if stack == "decoder":
         arguments["encoder_outputs"] = unchanged.encoder_outputs
 
-    with ablation, _skip_blocks(skipped, hidden):
+    with ablation, _skip_blocks(skipped, unchanged.before.get(key)):
         output = model(**arguments)
     losses = target_losses(output, unchanged.batch)
     return (losses - unchanged.losses).cpu()
 
 
-def _blocks_before(model: STMoEForConditionalGeneration, key: LayerKey) -> list[Block]:
+def _blocks_before(model: PreTrainedModel, key: LayerKey) -> list[nn.Module]:
     """Returns the blocks before the one of a sparse layer, in its stack."""
-    stacks = {"encoder": model.model.encoder.stack, "decoder": model.model.decoder}
     layer = sparse_layers(model)[key]
 
-    # In order, up to the block of the layer.
-    blocks: list[Block] = []
-    for block in stacks[key[0]].blocks:
-        if any(part is layer for part in block.modules()):
-            break
-        blocks.append(cast(Block, block))
-    return blocks
+    # The blocks of a stack are the outermost list around the layer.
+    for stack in model.modules():
+        blocks: list[nn.Module] = []
+        for block in stack if isinstance(stack, nn.ModuleList) else ():
+            if any(part is layer for part in block.modules()):
+                return blocks
+            blocks.append(block)
+    return []
 
 
 @contextmanager
-def _skip_blocks(blocks: Sequence[nn.Module], hidden: Tensor) -> Iterator[None]:
-    """Makes blocks return the known <float>[B, L, D] without computing it again."""
-    output = BlockOutput(hidden=hidden, router=None, self_weights=None, cross_weights=None)
+def _skip_blocks(blocks: Sequence[nn.Module], output: object) -> Iterator[None]:
+    """Makes blocks return the known output of the last one without computing it again."""
 
-    def skip(*_: object) -> BlockOutput:
+    def skip(*_: object, **__: object) -> object:
         return output
 
     # An attribute of a module hides the method of its class.

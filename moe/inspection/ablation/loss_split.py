@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from moe.inspection.ablation.ablation_runs import target_losses
 from moe.inspection.ablation.target_sets import Targets, list_targets
 from moe.inspection.statistics.document_intervals import Estimate, TokenSums, mean_over_tokens
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey
 from moe.tracing.recorder import TracedBatch, evaluation_mode
 from moe.tracing.replay import replay_routing
@@ -38,8 +38,8 @@ class LossSplit(NamedTuple):
 
 
 def split_loss(
-    first: STMoEForConditionalGeneration,
-    second: STMoEForConditionalGeneration,
+    first: PreTrainedModel,
+    second: PreTrainedModel,
     trace: Trace,
     batches: Sequence[TracedBatch],
     *,
@@ -79,7 +79,7 @@ def split_loss(
 
 
 @torch.no_grad()
-def token_losses(model: STMoEForConditionalGeneration, batches: Sequence[TracedBatch]) -> Tensor:
+def token_losses(model: PreTrainedModel, batches: Sequence[TracedBatch]) -> Tensor:
     """Returns the loss <float64>[N] of every target token in nats, on the CPU.
 
     Args:
