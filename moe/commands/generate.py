@@ -13,12 +13,11 @@ from collections.abc import Iterator
 
 import torch
 
-from moe.checkpoint.loading import load_complete
 from moe.cli import Parser, integer, path
 from moe.data.tokenizer import load_tokenizer
 from moe.errors import DataError
 from moe.files import output_path, write_text
-from moe.models.modeling import STMoEForConditionalGeneration
+from moe.hosts.all_hosts import load_model
 
 
 def build_parser() -> Parser:
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> None:
                 f"Text {number} of {len(texts)} is empty. Give a text, or leave it out."
             )
 
-    model = load_complete(STMoEForConditionalGeneration, options.model).eval()
+    model = load_model(options.model).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(options.model)
 

@@ -48,8 +48,8 @@ def main(argv: list[str]) -> None:
     inputs = [options.trace, options.model, options.traced_model]
     out = output_path(options.out, suffix=".html", inputs=inputs)
     trace = read_trace(options.trace)
-    first = load_traced(trace, options.traced_model, dropless=options.dropless)
-    second = load_traced(trace, options.model, dropless=options.dropless)
+    first = load_traced(trace, options.traced_model, dropless=options.dropless, hosts=False)
+    second = load_traced(trace, options.model, dropless=options.dropless, hosts=False)
 
     # Both read the same batches, and the second one also with the routing of the first.
     batches = read_again(trace, options)

@@ -61,7 +61,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     inspected = load_inspected(options.model, dropless=options.dropless)
     batches = read_batches(options, inspected, read_task)
     provenance = Provenance(
-        text=describe_inputs(options, inspected.model.config),
+        text=describe_inputs(options, inspected),
         model=str(options.model),
         model_fingerprint=model_fingerprint(options.model),
         tokenizer_fingerprint=tokenizer_fingerprint(inspected.tokenizer),

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     """Prints the loss with the model's own routing and with the trace's routing."""
     options = build_parser().parse_args(argv)
     trace = read_trace(options.trace)
-    model = load_traced(trace, options.model, dropless=options.dropless).model
+    model = load_traced(trace, options.model, dropless=options.dropless, hosts=False).model
     batches = read_again(trace, options)
 
     # The same batches twice: with the router's own choices, and with the trace's choices.

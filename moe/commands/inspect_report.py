@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
     evaluation = None if options.evaluation is None else read_evaluation(options.evaluation)
 
     # The model, and the held-out text of the corpus.
-    _, model, tokenizer = load_inspected(options.model)
+    _, model, tokenizer = load_inspected(options.model, hosts=False)
     corpus = load_corpus(options.corpus)
     tokens = tokenize_corpus(corpus.held_out, tokenizer)
     check_integer(

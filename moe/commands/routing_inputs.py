@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from moe.checkpoint.loading import load_complete
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real, word
 from moe.data.pair_files import read_pairs
 from moe.data.span_corruption import DENSEST
-from moe.data.tokenizer import SpecialIds, load_tokenizer
+from moe.data.tokenizer import has_sentinels, load_tokenizer, sentinel
 from moe.errors import ConfigError, DataError
-from moe.models.configuration import STMoEConfig
-from moe.models.modeling import STMoEForConditionalGeneration
+from moe.hosts.all_hosts import find_class, load_model
+from moe.hosts.model import SparseHost
 from moe.sparse.editing import sparse_layers
 from moe.tracing.examples import (
     SourceText,
     batches_of,
+    continued_batches,
     corrupted_batches,
     describe_noise,
     generated_batches,
@@ -44,41 +44,41 @@ _SAY_WHERE = (
 
 
 class InspectedModel(NamedTuple):
-    """A model with routers, and its tokenizer."""
+    """A model with routers, ours or a host, and its tokenizer."""
 
     folder: Path
-    model: STMoEForConditionalGeneration
+    model: Any
     tokenizer: PreTrainedTokenizerFast
 
 
-def load_inspected(folder: Path, *, dropless: bool = False) -> InspectedModel:
+def load_inspected(folder: Path, *, dropless: bool = False, hosts: bool = True) -> InspectedModel:
     """Returns the model of a folder and its tokenizer.
 
     Args:
         folder: Folder of a model with its tokenizer.
         dropless: Whether experts have unlimited capacity, regardless of the config.
+        hosts: Whether hosts are supported.
 
     Raises:
         CheckpointError: When the model is missing or damaged.
+        ConfigError: When it is a host, and hosts are not supported.
         DataError: When it has no router, or the tokenizer is missing or of another model.
     """
-    # Both names of the capacity: ours, and the one of Switch in transformers.
-    changes: dict[str, Any] = {}
-    if dropless:
-        changes = {"eval_capacity_factor": None, "expert_capacity": None}
-    model = load_complete(STMoEForConditionalGeneration, folder, **changes)
+    if not hosts and issubclass(model_class := find_class(folder), SparseHost):
+        raise ConfigError(
+            f"stmoe inspect report, replay and compare do not support the {model_class.__name__} in "
+            f"{folder}, only models of this library. Use record, view or ablate."
+        )
+    model = load_model(folder, dropless=dropless)
     if not sparse_layers(model):
         raise DataError(
             f"The model in {folder} has no sparse layer, so there is no router to explain. "
             "Give another."
         )
-
     return with_tokenizer(folder, model, folder)
 
 
-def with_tokenizer(
-    folder: Path, model: STMoEForConditionalGeneration, source: Path | str
-) -> InspectedModel:
+def with_tokenizer(folder: Path, model: Any, source: Path | str) -> InspectedModel:
     """Returns a model with the tokenizer of its folder.
 
     Args:
@@ -111,7 +111,7 @@ def add_inputs(parser: Parser, *, required: bool = True) -> None:
     sources.add_argument(
         "--corpus",
         type=path,
-        help="held-out text of a folder made by stmoe corpus, its spans masked",
+        help="held-out text of a folder made by stmoe corpus, masked if the tokenizer has sentinels",
     )
     sources.add_argument(
         "--text",
@@ -186,9 +186,12 @@ def check_noise_density(options: Namespace) -> None:
         )
 
 
-def describe_inputs(options: Namespace, config: STMoEConfig) -> str:
+def describe_inputs(options: Namespace, inspected: InspectedModel) -> str:
     """Returns a description of the traced inputs."""
-    masks = describe_noise(pretraining_noise(config, options.noise_density), config)
+    masks = "the second half of each piece predicted from the first"
+    if has_sentinels(inspected.tokenizer):
+        config = inspected.model.config
+        masks = describe_noise(pretraining_noise(config, options.noise_density), config)
     if options.corpus:
         text = f"held-out text of {options.corpus}, {masks}"
     elif options.text:
@@ -211,7 +214,8 @@ def read_batches(
         read_task: Reads a task of eval/; None in the installed command, which has none.
 
     Raises:
-        ConfigError: When a task is given where there are none, or a number is out of range.
+        ConfigError: When a task is given where there are none, a number is out of range, or text
+            cannot be masked as asked.
         DataError: When a file is missing or not text.
     """
     model = inspected.model
@@ -225,12 +229,21 @@ def read_batches(
     # Spans of texts are masked; pairs are as in fine-tuning, with its sentinel if it used one.
     if options.corpus or options.text:
         texts = corpus_texts(options.corpus) if options.corpus else file_texts(options.text)
-        noise = pretraining_noise(model.config, options.noise_density)
-        batches = corrupted_batches(texts, tokenizer, noise=noise, **lengths)
+        if has_sentinels(tokenizer):
+            noise = pretraining_noise(model.config, options.noise_density)
+            batches = corrupted_batches(texts, tokenizer, noise=noise, **lengths)
+        elif options.noise_density is None:
+            batches = continued_batches(texts, tokenizer, **lengths)
+        else:
+            raise ConfigError(
+                f"--noise-density {options.noise_density:g} is not supported: the tokenizer of "
+                f"{inspected.folder} has no {sentinel(0)} to mask spans with, so text is continued "
+                "instead. Leave it out."
+            )
     else:
         pairs = _read_pairs(options, read_task)
         forced = model.generation_config.forced_bos_token_id if model.generation_config else None
-        has_sentinel = forced == SpecialIds.of(tokenizer).first_sentinel
+        has_sentinel = forced is not None and forced == tokenizer.get_vocab().get(sentinel(0))
         batches = paired_batches(
             pairs,
             tokenizer,
@@ -270,15 +283,19 @@ def add_trace(parser: Parser) -> None:
     )
 
 
-def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) -> InspectedModel:
+def load_traced(
+    trace: Trace, folder: Path | None, *, dropless: bool = False, hosts: bool = True
+) -> InspectedModel:
     """Returns the model of a trace.
 
     Args:
         trace: The trace.
         folder: Where the model is now; None for where it was.
-        dropless: Whether experts have unlimited capacity, regardless of the config.
+        dropless: See `load_inspected`.
+        hosts: See `load_inspected`.
 
     Raises:
+        ConfigError: When the model is a host, and hosts are not supported.
         DataError: When the model is gone from where it was or has changed there, or the folder has
             another tokenizer than the trace was made with.
     """
@@ -292,7 +309,7 @@ def load_traced(trace: Trace, folder: Path | None, *, dropless: bool = False) ->
             )
 
     # The folder may contain another model by now, e.g. after further training.
-    inspected = load_inspected(folder, dropless=dropless)
+    inspected = load_inspected(folder, dropless=dropless, hosts=hosts)
     recorded = trace.facts.model_fingerprint
     if is_where_it_was and recorded not in ("", model_fingerprint(folder)):
         raise DataError(

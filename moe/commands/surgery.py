@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe.checkpoint.loading import load_complete
 from moe.checksums import write_sums
 from moe.cli import Parser, word
 from moe.commands.convert import new_model_folder
@@ -26,8 +25,8 @@ from moe.convert.t5x import is_t5x
 from moe.data.tokenizer import TOKENIZER_FILE
 from moe.errors import ConfigError
 from moe.files import whole_folder
+from moe.hosts.all_hosts import load_model
 from moe.models.configuration import STMoEConfig
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.transformers_private import find_file
 from moe.tracing.recorder import TracedBatch
 
@@ -94,6 +93,7 @@ def perform_surgery(
     # One model in memory at a time.
     with whole_folder(target, kind="model") as folder:
         before = None
+        text = ""
         batches: list[TracedBatch] = []
         if has_text(options):
             tokenizer = find_file(options.source, TOKENIZER_FILE)
@@ -103,19 +103,18 @@ def perform_surgery(
                     "beside the model (AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) "
                     "makes it of a spiece.model), or leave the text out."
                 )
-            model = load_complete(STMoEForConditionalGeneration, options.source)
+            model = load_model(options.source)
             inspected = with_tokenizer(tokenizer.parent, model, options.source)
+            text = describe_inputs(options, inspected)
             batches = list(read_batches(options, inspected, read_task))
             before = measure(model, batches)
             del model, inspected
 
         result = operate(folder, batches)
 
-        text = ""
         effects = None
         if before is not None:
-            model = load_complete(STMoEForConditionalGeneration, folder)
-            text = describe_inputs(options, model.config)
+            model = load_model(folder)
             effects = compare(before, measure(model, batches), result.origins)
             del model
         report = SurgeryReport(

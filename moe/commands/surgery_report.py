@@ -5,17 +5,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe.files import write_text
+from moe.hosts.all_hosts import count_parameters, find_class
+from moe.hosts.model import SparseHost
 from moe.inspection.statistics.document_intervals import Estimate, TokenSums, mean_over_tokens
 from moe.inspection.tables import format_table
 from moe.models.card import model_card, write_card
 from moe.models.configuration import STMoEConfig
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import find_weight_files
 from moe.parsing import to_json
 from moe.sparse.editing import LayerKey, sparse_layers
@@ -32,6 +33,22 @@ _ROUTING_HEADER = [
     "first expert changed",
     "busiest expert (1.0: equal shares)",
 ]
+_HOST_CARD = """---
+library_name: transformers
+---
+# {0}
+
+A model of transformers with sparse feed-forward layers of the library `moe`:
+
+```python
+from moe.hosts.all_hosts import load_model
+
+model = load_model(FOLDER)
+```
+
+## Surgery
+
+{1}"""
 _CONFIDENCE = 0.95
 _ANSWER_TOKENS = 32
 
@@ -77,8 +94,13 @@ class Measured(NamedTuple):
 
 
 @torch.no_grad()
-def measure(model: STMoEForConditionalGeneration, batches: Sequence[TracedBatch]) -> Measured:
-    """Returns losses, greedy answers and routing of a model in evaluation mode."""
+def measure(model: Any, batches: Sequence[TracedBatch]) -> Measured:
+    """Returns losses, greedy answers and routing of a model in evaluation mode.
+
+    Args:
+        model: Ours or a host, dense or sparse.
+        batches: Examples with labels.
+    """
     losses: list[float] = []
     counts: list[int] = []
     answers: list[Tensor] = []
@@ -196,14 +218,15 @@ class SurgeryReport:
 
     def write(self, folder: Path) -> None:
         """Writes surgery.json and the model card into the folder of the model."""
-        self.write_json(folder)
-        config = STMoEConfig.from_pretrained(folder)
-        write_card(folder, model_card(config, sections={"Surgery": self.markdown()}))
-
-    def write_json(self, folder: Path) -> None:
-        """Writes surgery.json into the folder of the model."""
         content = json.dumps(to_json(self), indent=1, ensure_ascii=False)
         write_text(folder / REPORT_FILE, content + "\n")
+        model_class = find_class(folder)
+        if issubclass(model_class, SparseHost):
+            card = _HOST_CARD.format(model_class.__name__, self.markdown())
+        else:
+            config = STMoEConfig.from_pretrained(folder)
+            card = model_card(config, sections={"Surgery": self.markdown()})
+        write_card(folder, card)
 
 
 def _routing_row(change: RoutingChange) -> list[str]:
@@ -217,9 +240,8 @@ def size_rows(source: Path | str, folder: Path) -> list[tuple[str, int, int]]:
     """Returns parameters and bytes of weights of two models."""
     sizes = []
     for model in (source, folder):
-        config = STMoEConfig.from_pretrained(model)
         num_bytes = sum(path.stat().st_size for path in find_weight_files(model))
-        sizes.append((config.num_parameters(), config.num_active_parameters(), num_bytes))
+        sizes.append((*count_parameters(model), num_bytes))
     names = ("parameters", "parameters that a token uses", "bytes of weights")
     return [row for row in zip(names, *sizes, strict=True)]
 

@@ -9,38 +9,29 @@ The experts of a sparse model get twins, or are cut into parts:
 
 A host of moe/hosts stays a model of transformers:
 
-    stmoe upcycle --from google/t5gemma-2b-2b-ul2 --to runs/t5gemma_sparse --experts 8
+    stmoe upcycle --from google/t5gemma-2b-2b-ul2 --to runs/t5gemma_sparse --experts 8 --pairs pairs.jsonl
 """
 
-import math
-import shlex
-import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
-from moe.checkpoint.loading import load_complete
-from moe.checksums import write_sums
 from moe.cli import Parser, integer, real
-from moe.commands.convert import new_model_folder, read_fields
+from moe.commands.convert import read_fields
 from moe.commands.routing_inputs import TaskReader
-from moe.commands.surgery import DATA_OPTIONS, add_surgery_options, perform_surgery
-from moe.commands.surgery_report import ReportTable, SurgeryReport, SurgeryResult
+from moe.commands.surgery import add_surgery_options, perform_surgery
+from moe.commands.surgery_report import ReportTable, SurgeryResult
 from moe.convert.t5x import is_t5x
 from moe.data.pipeline import Batch
 from moe.errors import ConfigError, MoEError
-from moe.files import whole_folder, write_text
-from moe.hosts.all_hosts import find_host, load_host
+from moe.hosts.all_hosts import find_host, load_model
+from moe.hosts.host import Host
 from moe.hosts.upcycle import upcycle_host_folder
-from moe.models.card import CARD_NAME
 from moe.models.checkpoint_formats import CHECKPOINT_FORMATS, OUR_MODEL_TYPE
 from moe.models.configuration import STMoEConfig
-from moe.models.modeling import STMoEForConditionalGeneration
-from moe.models.weight_files import find_weight_files, open_weights
-from moe.sparse.editing import sparse_layers
 from moe.surgery.add_experts import AddedExperts, add_experts
 from moe.surgery.kept_output import KeptOutput, kept_output
 from moe.surgery.prune import experts_of_layers
@@ -50,24 +41,6 @@ from moe.tracing.trace import layer_name
 
 _KEPT_HEADER = ["sparse layer", "kept in training", "in evaluation", "lost by"]
 _RANDOM_BATCHES = 4
-_DATA = ("corpus", "text", "pairs", "task")
-_HOST_CARD = """---
-library_name: transformers
----
-# {0}
-
-A model of transformers with sparse feed-forward layers of the library `moe`:
-
-```python
-from moe.hosts.all_hosts import load_host
-
-model = load_host(FOLDER)
-```
-
-## Surgery
-
-{1}"""
-
 _FOR_DENSE_MODELS = (
     "selected",
     "encoder_layers",
@@ -174,20 +147,24 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         fields=read_fields(options.set),
     )
 
-    if _is_foreign(options.source):
-        _upcycle_host(argv, options, parser, upcycling)
-        return
+    host = _find_host(options.source)
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Writes the sparse model, and measures what it keeps."""
-        upcycle_checkpoint(options.source, folder, upcycling)
-        sparse = load_complete(STMoEForConditionalGeneration, folder)
+        write_sparse = upcycle_checkpoint if host is None else upcycle_host_folder
+        write_sparse(options.source, folder, upcycling)
+        sparse = load_model(folder).eval()
         examples = [batch.batch for batch in batches] or random_batches(sparse.config.vocab_size)
         kept = kept_output(sparse, examples, scale=options.scale)
 
         rows = [_kept_row(row, upcycling) for row in kept]
         notes = []
-        if factor := _restoring_scale(kept):
+        if host is not None and host.norm_after is not None:
+            notes.append(
+                f"A norm ({host.norm_after}) follows each of these layers: the scale of the gates does "
+                "not matter, and only tokens that reach no expert lose the output."
+            )
+        elif factor := _restoring_scale(kept):
             notes.append(
                 f"--scale {factor * options.scale:.3g} brings the output back to that of the dense "
                 "model, on average over tokens and layers."
@@ -240,81 +217,20 @@ def _add_experts(
     perform_surgery("upcycle", argv, options, parser, operate, read_task)
 
 
-def _is_foreign(source: str) -> bool:
-    """Returns whether a model is neither ours nor one that this library converts."""
-    if is_t5x(source):
-        return False
-    try:
-        raw_config = STMoEConfig.read_raw(source)
-    except (OSError, MoEError):
-        return False
-    known = (None, OUR_MODEL_TYPE, *CHECKPOINT_FORMATS.names())
-    return raw_config.get("model_type") not in known
-
-
-def _upcycle_host(
-    argv: list[str], options: Namespace, parser: Parser, upcycling: Upcycling
-) -> None:
-    """Upcycles a model of transformers that keeps its class, and prints what its layers keep.
+def _find_host(source: str) -> Host | None:
+    """Returns what kind of host a model is; None when it is ours or one that this library converts.
 
     Raises:
-        ConfigError: When the model is no known host, or data is given.
+        ConfigError: When it is another one.
     """
-    start = time.perf_counter()
-    host = find_host(STMoEConfig.read_raw(options.source).get("model_type")).host
-    for name in (*_DATA, *DATA_OPTIONS):
-        if getattr(options, name) != parser.get_default(name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is not supported for a {host.dense_class.__name__}: "
-                "its layers are measured on random tokens. Leave it out."
-            )
-    target = new_model_folder(options.to, [options.source])
-
-    with whole_folder(target, kind="model") as folder:
-        upcycle_host_folder(options.source, folder, upcycling)
-        model = load_host(folder).eval()
-        kept = kept_output(model, random_batches(model.num_tokens()), scale=upcycling.scale)
-        report = SurgeryReport(
-            command=shlex.join(["stmoe", "upcycle", *argv]),
-            source=options.source,
-            sizes=_host_sizes(model, options.source, folder),
-            text="",
-            effects=None,
-            tables=[ReportTable(_KEPT_HEADER, [_kept_row(row, upcycling) for row in kept])],
-            seconds=time.perf_counter() - start,
-        )
-        report.write_json(folder)
-        write_text(folder / CARD_NAME, _HOST_CARD.format(type(model).__name__, report.markdown()))
-        write_sums(folder)
-
-    print(report)
-    if host.norm_after is not None:
-        print(
-            f"A norm ({host.norm_after}) follows each of these layers: the scale of the gates does "
-            "not matter, and only tokens that reach no expert lose the output."
-        )
-    print(f"The model is in {target}. Load it with moe.hosts.all_hosts.load_host.")
-
-
-def _host_sizes(model: Any, source: str, folder: Path) -> list[tuple[str, int, int]]:
-    """Returns parameters and bytes of a host before and after."""
-    stored = open_weights(find_weight_files(source))
-    before = sum(math.prod(weight.shape) for weight in stored.values())
-    after = sum(parameter.numel() for parameter in model.parameters())
-    idle = 0
-    for layer in sparse_layers(model).values():
-        num_experts = layer.config.num_experts
-        weights = sum(weight.numel() for weight in layer.experts.parameters())
-        idle += weights // num_experts * (num_experts - layer.config.num_selected_experts)
-    return [
-        ("parameters", before, after),
-        ("parameters that a token uses", before, after - idle),
-        ("bytes of weights", _count_bytes(source), _count_bytes(folder)),
-    ]
-
-
-def _count_bytes(model: Path | str) -> int:
-    return sum(path.stat().st_size for path in find_weight_files(model))
+    if is_t5x(source):
+        return None
+    try:
+        model_type = STMoEConfig.read_raw(source).get("model_type")
+    except (OSError, MoEError):
+        return None
+    known = (None, OUR_MODEL_TYPE, *CHECKPOINT_FORMATS.names())
+    return None if model_type in known else find_host(model_type).host
 
 
 def random_batches(vocab_size: int) -> Iterator[Batch]:

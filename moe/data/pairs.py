@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from moe.data.packing import Example
-from moe.data.tokenizer import SpecialIds
+from moe.data.tokenizer import SpecialIds, input_frame, pad_and_eos
 from moe.data.tokens import Arrays, kept_arrays, tokens_name
 from moe.errors import ConfigError
 
@@ -64,8 +64,8 @@ def encode_pairs(
     Raises:
         ConfigError: When a row has no room for a sentinel and an end token.
     """
-    ids = SpecialIds.of(tokenizer)
-    sentinel = [ids.first_sentinel] if sentinels == "one" else []
+    _, eos = pad_and_eos(tokenizer)
+    sentinel = [SpecialIds.of(tokenizer).first_sentinel] if sentinels == "one" else []
     if min(lengths) <= len(sentinel):
         raise ConfigError(
             f"Rows of {lengths} tokens are too short for a sentinel and an end token; expected at least 2 tokens."
@@ -80,12 +80,13 @@ def encode_pairs(
 
     # An input ends with the sentinel.
     texts = [pair[0] for pair in pairs]
-    side = _Side("inputs", lengths[0], start=[], end=[*sentinel, ids.eos])
+    start, end = input_frame(tokenizer)
+    side = _Side("inputs", lengths[0], start=start, end=[*sentinel, *end])
     inputs = _encode(texts, tokenizer, side, keep_in)
 
     # A target begins with it.
     texts = [pair[1] for pair in pairs]
-    side = _Side("targets", lengths[1], start=sentinel, end=[ids.eos])
+    side = _Side("targets", lengths[1], start=sentinel, end=[eos])
     targets = _encode(texts, tokenizer, side, keep_in)
     return list(zip(inputs, targets, strict=True))
 

@@ -84,14 +84,12 @@ class SpecialIds(NamedTuple):
             DataError: When it has no padding or end token, or its sentinels do not descend from
                 `<extra_id_0>`.
         """
+        pad, eos = pad_and_eos(tokenizer)
         vocabulary = tokenizer.get_vocab()
         first = vocabulary.get(sentinel(0))
-        pad = tokenizer.pad_token_id
-        eos = tokenizer.eos_token_id
-        if first is None or not isinstance(pad, int) or not isinstance(eos, int):
+        if first is None:
             raise DataError(
-                f"The tokenizer lacks one of {PAD}, {EOS}, {sentinel(0)}. "
-                "Use one made by `train_tokenizer`."
+                f"The tokenizer lacks {sentinel(0)}. Use one made by `train_tokenizer`."
             )
 
         # As many as descend from the first without a gap; there must be no others.
@@ -106,6 +104,40 @@ class SpecialIds(NamedTuple):
                 "Use a tokenizer made by `train_tokenizer`."
             )
         return cls(pad, eos, first, num_sentinels)
+
+
+def pad_and_eos(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
+    """Returns the ids of padding and of the end token.
+
+    Raises:
+        DataError: When the tokenizer lacks one of them.
+    """
+    pad = tokenizer.pad_token_id
+    eos = tokenizer.eos_token_id
+    if not isinstance(pad, int) or not isinstance(eos, int):
+        raise DataError(
+            f"The tokenizer's padding token has id {pad} and its end token {eos}; expected both. "
+            "Set pad_token and eos_token in its tokenizer_config.json."
+        )
+    return pad, eos
+
+
+def has_sentinels(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Returns whether a tokenizer has the sentinels that stand for masked spans."""
+    return sentinel(0) in tokenizer.get_vocab()
+
+
+def input_frame(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
+    """Returns the special tokens before and after an input of the encoder.
+
+    With sentinels an end token follows, as in T5. Without them they are those that the tokenizer
+    adds to any text: Gemma's adds `<bos>` before and nothing after.
+    """
+    _, eos = pad_and_eos(tokenizer)
+    if has_sentinels(tokenizer):
+        return [], [eos]
+    added = tokenizer("")["input_ids"]
+    return [token for token in added if token != eos], [token for token in added if token == eos]
 
 
 def sentinel(number: int) -> str:

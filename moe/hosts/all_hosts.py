@@ -5,9 +5,11 @@ A new host is a new file there; nothing changes here.
 
 import importlib
 import pkgutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import moe.hosts.records
@@ -15,8 +17,12 @@ from moe.checkpoint.loading import check_model_folder, load_complete
 from moe.checks import shown
 from moe.errors import ConfigError, did_you_mean
 from moe.hosts.model import HOSTS, SparseHost
+from moe.hosts.settings import HostSettings
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import align_weights, refuse_not_finite
 from moe.registry import Registry
+from moe.sparse.editing import sparse_layers
 
 for module in pkgutil.iter_modules(moe.hosts.records.__path__):
     importlib.import_module(f"moe.hosts.records.{module.name}")
@@ -51,32 +57,83 @@ def find_host(model_type: Any) -> type[SparseHost]:
     return HOSTS.get(model_type)
 
 
-def load_host(folder: Path | str, **options: Any) -> Any:
-    """Returns the host with sparse layers that `save_pretrained` wrote into a folder.
+def load_model(source: Path | str, *, dropless: bool = False, **options: Any) -> Any:
+    """Returns a model of this library, one that it converts, or a host, dense or sparse.
 
-    Its settings are in config.json, and no code is in the folder. After `import moe.hosts.all_hosts`
-    transformers' AutoModelForSeq2SeqLM loads it too; before that it raises, because it does not
-    know the `model_type`.
+    After `import moe.hosts.all_hosts` transformers' AutoModelForSeq2SeqLM loads sparse hosts, too;
+    before that it raises, because it does not know the `model_type`.
 
     Args:
-        folder: The folder.
+        source: A folder, or a name of the hub.
+        dropless: Whether experts have unlimited capacity in evaluation, regardless of config.json.
         options: Arguments of `from_pretrained`.
 
     Raises:
-        ConfigError: When the folder holds another kind of model, or a setting is invalid.
+        ConfigError: When it is another kind of model, or a setting is invalid.
         CheckpointError: When there is no model, or weights are missing, unexpected or damaged.
     """
-    model_type = check_model_folder(folder)
-    sparse_types = _sparse_types()
-    if model_type not in sparse_types:
-        raise ConfigError(
-            f"{folder} holds a {model_type}, which is no host with sparse layers. "
-            f"Known: {', '.join(sparse_types)}."
-        )
-    model = load_complete(sparse_types[model_type], folder, **options)
-    refuse_not_finite(model, folder)
-    align_weights(model)
+    model_class = find_class(source, **options)
+    if dropless:
+        options |= _unlimited_capacity(model_class, source)
+    if not Path(source).is_dir():
+        return model_class.from_pretrained(source, **options)
+    model = load_complete(model_class, source, **options)
+    if not isinstance(model, STMoEForConditionalGeneration):  # ours does both itself
+        refuse_not_finite(model, source)
+        align_weights(model)
     return model
+
+
+def find_class(source: Path | str, **download: Any) -> Any:
+    """Returns the class of a model: a host's, dense or sparse, or else ours.
+
+    Args:
+        source: A folder, or a string that may also be a name of the hub.
+        download: `revision`, `token`, `cache_dir` and the like.
+
+    Raises:
+        CheckpointError: When a folder has no config.json, or one without a `model_type`.
+    """
+    if isinstance(source, Path) or Path(source).is_dir():
+        model_type = check_model_folder(source)
+    else:
+        model_type = STMoEConfig.read_raw(source, **download).get("model_type")
+    dense_types = {name: HOSTS.get(name).host.dense_class for name in HOSTS.names()}
+    classes: dict[Any, Any] = {**dense_types, **_sparse_types()}
+    return classes.get(model_type, STMoEForConditionalGeneration)
+
+
+def count_parameters(source: Path | str) -> tuple[int, int]:
+    """Returns the parameters of a model, and those that a token uses, without its weights.
+
+    Args:
+        source: A folder, or a name of the hub.
+    """
+    model_class = find_class(source)
+    config = model_class.config_class.from_pretrained(source)
+    if isinstance(config, STMoEConfig):
+        return config.num_parameters(), config.num_active_parameters()
+
+    # A token uses K of every E experts.
+    with torch.device("meta"):
+        model = model_class(config)
+    model.tie_weights()
+    total = model.num_parameters()
+    idle = 0
+    for layer in sparse_layers(model).values():
+        E, K = layer.config.num_experts, layer.config.num_selected_experts
+        idle += sum(weight.numel() for weight in layer.experts.parameters()) * (E - K) // E
+    return total, total - idle
+
+
+def _unlimited_capacity(model_class: Any, source: Path | str) -> dict[str, Any]:
+    """Returns the fields of a model's configuration with which evaluation drops no token."""
+    # Both names of the capacity: ours, and the one of Switch in transformers.
+    fields = {"eval_capacity_factor": None, "expert_capacity": None}
+    if issubclass(model_class, SparseHost):
+        settings = HostSettings.from_config(model_class.config_class.from_pretrained(source))
+        return {"sparse_layers": replace(settings, layer={**settings.layer, **fields}).to_dict()}
+    return fields if model_class is STMoEForConditionalGeneration else {}  # dense hosts have none
 
 
 def _sparse_types() -> dict[str, type[SparseHost]]:

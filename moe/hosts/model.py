@@ -116,12 +116,6 @@ class SparseHost:
         model._no_split_modules = model._no_split_modules | prepare_blocks(model, self.host)
         return list(sparse_sites(model, self.host, settings))
 
-    def num_tokens(self) -> int:
-        """Returns the number of token ids that both stacks have."""
-        model = cast(Any, self)
-        head = model.get_output_embeddings().weight
-        return min(model.get_input_embeddings().num_embeddings, head.shape[0])
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Re-initializes the weights of one module; transformers keeps those that were loaded."""

@@ -50,7 +50,7 @@ def shard_host(
     Raises:
         ConfigError: When the model is no host with sparse layers, or the mesh does not fit.
     """
-    check(isinstance(model, SparseHost), "The model to shard", type(model), "a result of load_host")
+    check(isinstance(model, SparseHost), "The model to shard", type(model), "a host of load_model")
     sizes = mesh.config
     if sizes.tp > 1:
         raise ConfigError(
@@ -95,7 +95,7 @@ def _shard_over_data_ranks(
 
 
 def save_host(model: Any, layouts: dict[str, Layout], folder: Path | str) -> None:
-    """Saves a host on a mesh for `load_host`; every rank must call it.
+    """Saves a host on a mesh for `load_model`; every rank must call it.
 
     Rank 0 gathers the whole model in the memory of its CPU.
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from moe.checkpoint.loading import load_complete
 from moe.convert.formats import find_tokenizer_files
 from moe.errors import ConfigError
-from moe.hosts.all_hosts import find_host
+from moe.hosts.all_hosts import find_host, load_model
 from moe.hosts.blocks import HostFeedForward, Site
 from moe.hosts.host import Host
 from moe.hosts.settings import HostSettings
@@ -31,7 +30,7 @@ def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
     Example:
         model = AutoModelForSeq2SeqLM.from_pretrained("google/t5gemma-2b-2b-ul2")
         model = upcycle_host(model, Upcycling(num_experts=8))
-        model.save_pretrained("sparse")  # load_host("sparse") in another process
+        model.save_pretrained("sparse")  # load_model("sparse") in another process
 
     Args:
         model: An instance of a class that a record in moe/hosts/records names.
@@ -113,11 +112,7 @@ def upcycle_host_folder(
     config = AutoConfig.from_pretrained(source, **download)
     host = find_host(config.model_type).host
     HostSettings.from_upcycling(host, config, upcycling)
-    if Path(source).is_dir():
-        model = load_complete(host.dense_class, source)
-    else:
-        model = host.dense_class.from_pretrained(source, **download)
-
+    model = load_model(source, **download)
     upcycle_host(model, upcycling).save_pretrained(folder)
     write_weight_sums(folder)
     files = find_tokenizer_files(source, download)

@@ -1,11 +1,11 @@
-"""Batches to trace: of texts, whose spans are masked, and of pairs of texts.
+"""Batches to trace: of texts, masked or continued, and of pairs of texts.
 
 Comes before `recorder`, which records a model's routing of them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,16 +16,15 @@ from transformers import PreTrainedTokenizerFast
 from moe.checks import check_integer
 from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.span_corruption import Noise, corrupt, noise_mask, tokens_length
-from moe.data.tokenizer import SpecialIds
+from moe.data.tokenizer import SpecialIds, input_frame, pad_and_eos
 from moe.errors import DataError
 from moe.models.configuration import STMoEConfig
-from moe.models.modeling import STMoEForConditionalGeneration
 from moe.tracing.recorder import TracedBatch, evaluation_mode
 from moe.tracing.trace import Trace
 
 _NOT_A_TARGET = -100
 _PADDING = 0  # of inputs, where no tokenizer says it; masked, so that any id would do
-_SHORTEST = 4  # tokens of a text that are worth a mask
+_SHORTEST = 4  # tokens of a text that are worth a mask or a continuation
 
 
 class SourceText(NamedTuple):
@@ -111,16 +110,7 @@ def corrupted_batches(
     check_integer("seed", seed, least=0)
     ids = SpecialIds.of(tokenizer)
     length = tokens_length(inputs_length, noise, ids.num_sentinels)
-    chunks = []
-    for source in texts:
-        encoded = tokenizer(
-            source.text, add_special_tokens=False, split_special_tokens=True, verbose=False
-        )
-        tokens = np.asarray(encoded["input_ids"], dtype=np.int32)
-        for start in range(0, tokens.size, length):
-            chunk = tokens[start : start + length]
-            if chunk.size >= _SHORTEST:
-                chunks.append((chunk, source))
+    chunks = _chunks(texts, tokenizer, length)
 
     # The mask of an example follows from its number, regardless of the other examples.
     def masked_rows() -> Iterator[_Row]:
@@ -130,11 +120,78 @@ def corrupted_batches(
             inputs, targets = corrupt(chunk, noise_mask(chunk.size, noise, rng), ids)
             yield _Row(inputs, targets, source)
 
+    return _batches(masked_rows(), batch_size, ids.pad)
+
+
+def continued_batches(
+    texts: Iterable[SourceText],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    inputs_length: int,
+    batch_size: int,
+    most_examples: int | None = None,
+) -> Iterator[TracedBatch]:
+    """Yields batches in which the decoder continues the text that the encoder reads.
+
+    For tokenizers without sentinels, which cannot mask spans. Each text gets an end token and is
+    cut into chunks: the first half of a chunk is the input, the second half the target.
+
+    Args:
+        texts: Texts without targets.
+        tokenizer: Tokenizer of the model; the special tokens that it adds surround each input.
+        inputs_length: Maximum number of encoder tokens of an example.
+        batch_size: Examples in a batch; the last one may have fewer.
+        most_examples: Most examples in all, evenly spaced; None for all.
+
+    Raises:
+        ConfigError: When a number is out of range.
+        DataError: When no text has at least four tokens.
+
+    Source:
+        google-research/text-to-text-transfer-transformer@2bb1732 t5/data/preprocessors.py,
+        prefix_lm. Differs: a chunk is divided in halves, not at random.
+    """
+    pad, eos = pad_and_eos(tokenizer)
+    start, end = input_frame(tokenizer)
+    num_special = len(start) + len(end)
+    check_integer("inputs_length", inputs_length, least=num_special + _SHORTEST // 2)
+    chunks = _chunks(texts, tokenizer, 2 * (inputs_length - num_special), end=[eos])
+
+    rows = []
+    for number in _evenly(len(chunks), most_examples):
+        chunk, source = chunks[number]
+        half = chunk.size // 2
+        inputs = np.asarray([*start, *chunk[:half], *end])
+        rows.append(_Row(inputs, chunk[half:], source))
+    return _batches(rows, batch_size, pad)
+
+
+def _chunks(
+    texts: Iterable[SourceText],
+    tokenizer: PreTrainedTokenizerFast,
+    length: int,
+    end: Sequence[int] = (),
+) -> list[tuple[NDArray[np.int32], SourceText]]:
+    """Returns chunks <int32>[at most length] of each text followed by `end`, and their texts.
+
+    Raises:
+        DataError: When no chunk has `_SHORTEST` tokens.
+    """
+    chunks = []
+    for source in texts:
+        encoded = tokenizer(
+            source.text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )
+        tokens = np.asarray([*encoded["input_ids"], *end], dtype=np.int32)
+        for start in range(0, tokens.size, length):
+            chunk = tokens[start : start + length]
+            if chunk.size >= _SHORTEST:
+                chunks.append((chunk, source))
     if not chunks:
         raise DataError(
             f"There is nothing to trace: no text has {_SHORTEST} tokens. Give more text."
         )
-    return _batches(masked_rows(), batch_size, ids.pad)
+    return chunks
 
 
 def paired_batches(
@@ -172,7 +229,7 @@ def paired_batches(
     rows = []
     for (inputs, targets), source in zip(encoded, chosen, strict=True):
         rows.append(_Row(np.asarray(inputs), np.asarray(targets), source))
-    return _batches(rows, batch_size, SpecialIds.of(tokenizer).pad)
+    return _batches(rows, batch_size, pad_and_eos(tokenizer)[0])
 
 
 def _evenly(number: int, most: int | None) -> list[int]:
@@ -232,17 +289,17 @@ def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
 
 
 def generated_batches(
-    model: STMoEForConditionalGeneration, batches: Iterable[TracedBatch], *, max_tokens: int
+    model: Any, batches: Iterable[TracedBatch], *, max_tokens: int
 ) -> Iterator[TracedBatch]:
     """Yields the batches with the model's own greedy answers instead of their labels.
 
     Args:
-        model: The model; its training mode is restored.
+        model: Ours or a host; its training mode is restored.
         batches: Batches with inputs; their labels are ignored.
         max_tokens: Maximum number of tokens of an answer.
     """
     check_integer("max_tokens", max_tokens, least=1)
-    end = model.config.eos_token_id
+    ends = torch.tensor(model.generation_config.eos_token_id, device=model.device)
     for traced in batches:
         # Greedily, so that the same answer comes again.
         inputs = {name: value for name, value in traced.batch.items() if name != "labels"}
@@ -251,6 +308,7 @@ def generated_batches(
 
         # Only padding follows the first end token.
         labels = answers[:, 1:]  # [B, T]
-        has_ended = (labels == end).cumsum(dim=1) - (labels == end).long() > 0
+        is_end = torch.isin(labels, ends)
+        has_ended = is_end.cumsum(dim=1) - is_end.long() > 0
         labels = labels.masked_fill(has_ended, _NOT_A_TARGET)
         yield traced._replace(batch={**inputs, "labels": labels})

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from moe.errors import CheckpointError, ConfigError
-from moe.hosts.all_hosts import load_host, load_hosts
+from moe.hosts.all_hosts import load_hosts, load_model
 from moe.hosts.upcycle import upcycle_host
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.sparse.editing import edit_routing, sparse_layers
@@ -234,7 +234,7 @@ def test_experts_learn_by_lora(name, tmp_path):
     # PEFT compares the encoder's embedding with the head; the head of T5Gemma is the decoder's.
     merged.config.tie_word_embeddings = True
     merged.save_pretrained(tmp_path)
-    close(logits(load_host(tmp_path)), trained)
+    close(logits(load_model(tmp_path)), trained)
 
 
 def first_experts(trace, key):
@@ -260,10 +260,10 @@ def test_routing_can_be_edited_and_recorded(name):
 def test_a_saved_host_computes_bit_for_bit_the_same(name, tmp_path):
     sparse = sparse_host(name, fields={"expert_bias": "multiplicative"})
     sparse.save_pretrained(tmp_path)
-    loaded = load_host(tmp_path)
+    loaded = load_model(tmp_path)
     assert type(loaded) is type(sparse) and loaded.settings == sparse.settings
     assert torch.equal(logits(loaded), logits(sparse))
-    assert load_host(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert load_model(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
 
     # A weight that is not there is no reason to draw one.
     weights = sparse.state_dict()
@@ -271,7 +271,7 @@ def test_a_saved_host_computes_bit_for_bit_the_same(name, tmp_path):
     del weights[gate]
     sparse.save_pretrained(tmp_path, state_dict=weights)
     with pytest.raises(CheckpointError, match=r"router\.gate"):
-        load_host(tmp_path)
+        load_model(tmp_path)
 
 
 IN_A_FRESH_PROCESS = """
@@ -282,10 +282,10 @@ for folder in sys.argv[1:]:
         AutoModelForSeq2SeqLM.from_pretrained(folder)
     except ValueError as error:
         print(str(error).splitlines()[0])
-from moe.hosts.all_hosts import load_host
+from moe.hosts.all_hosts import load_model
 for folder in sys.argv[1:]:
     saved = torch.load(f"{folder}/inputs.pt")
-    for model in (load_host(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)):
+    for model in (load_model(folder), AutoModelForSeq2SeqLM.from_pretrained(folder)):
         with torch.no_grad():
             difference = model(**saved["batch"]).logits - saved["logits"]
         print(type(model).__name__, difference.abs().max().item() < 1e-4)

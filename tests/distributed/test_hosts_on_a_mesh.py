@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import ConfigError
-from moe.hosts.all_hosts import load_host, load_hosts
+from moe.hosts.all_hosts import load_hosts, load_model
 from moe.hosts.parallelize import save_host, shard_host
 from tests.distributed.ranks import run_ranks
 from tests.hosts.tiny_hosts import sparse_host
@@ -71,7 +71,7 @@ def differences(rank, num_ranks, name, sizes, folder):
         num_gradients += 1
 
     save_host(model, layouts, folder)
-    loaded = load_host(folder, dtype=torch.float64)
+    loaded = load_model(folder, dtype=torch.float64)
     same = all(
         torch.equal(value, loaded.state_dict()[key]) for key, value in oracle.state_dict().items()
     )
@@ -174,6 +174,6 @@ def test_meshes_that_do_not_fit_are_refused():
         shard_host(model, mesh._replace(config=MeshConfig(tp=2)))
     with pytest.raises(ConfigError, match="5 experts"):
         shard_host(model, mesh._replace(config=MeshConfig(ep=2)))
-    with pytest.raises(ConfigError, match="load_host"):
+    with pytest.raises(ConfigError, match="load_model"):
         shard_host(torch.nn.Linear(2, 2), mesh)
     torch.distributed.destroy_process_group()
