@@ -17,20 +17,19 @@ from moe.data.tokens import tokenize_corpus
 from moe.inspection.formatting import format_interval, format_score
 from moe.inspection.page.report_inputs import (
     Evaluation,
-    Line,
     Score,
     SystemScores,
     read_evaluation,
     read_stages,
 )
+from moe.inspection.page.report_text import ngram_losses
 from moe.inspection.tables import LayerCounts, count_tokens, preferred_tokens, token_names
 from moe.models.configuration import STMoEConfig
 from moe.tracing.examples import pretraining_noise
 from moe.tracing.recorder import record_routing, traced_batches
 from moe.tracing.trace import layer_name
-from moe.training.heldout_loss import is_text
+from moe.training.heldout_loss import TEXT_LOSS, is_text, loss_sentence
 
-_TABLES = ("unigram", "bigram", "trigram")
 _LISTED_TOKENS = 8
 
 
@@ -48,9 +47,9 @@ def summary(out: Path, *, labels: int | None) -> list[str]:
     (pretraining,) = read_stages([f"pretrain={out / 'pretrain/metrics.jsonl'}"])
     lines = [trained_sentence(STMoEConfig.from_pretrained(model))]
 
-    held_out = pretraining.last("heldout/text_loss")
+    held_out = pretraining.last(TEXT_LOSS)
     if held_out is not None:
-        lines.append(loss_sentence(held_out))
+        lines.append(loss_sentence(held_out[TEXT_LOSS], ngram_losses(held_out)))
     lines += task_lines(evaluation, comparison, labels)
     lines += expert_lines(model, out / "corpus")
     lines.append(f"Report: {(out / 'report.html').resolve().as_uri()}")
@@ -63,20 +62,6 @@ def trained_sentence(config: STMoEConfig) -> str:
         f"Trained: a sparse encoder-decoder of {config.num_parameters():,} parameters, of which "
         f"{config.num_active_parameters():,} are used by each token."
     )
-
-
-def loss_sentence(line: Line) -> str:
-    """Returns the held-out loss, and which n-gram tables of the training text it beats."""
-    loss = line["heldout/text_loss"]
-    sides: dict[str, list[str]] = {"better than": [], "worse than": []}
-    for name in _TABLES:
-        table = line.get(f"heldout/{name}")
-        if table is not None:
-            side = "better than" if loss < table else "worse than"
-            sides[side].append(f"{name} {table:.2f}")
-    compared = [f"{side} {', '.join(names)}" for side, names in sides.items() if names]
-    tables = f"; n-gram tables of its text: {'; '.join(compared)}" if compared else ""
-    return f"Held-out loss: {loss:.2f} nats per masked token{tables}."
 
 
 def task_lines(evaluation: Evaluation, comparison: Comparison, labels: int | None) -> list[str]:

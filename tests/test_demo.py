@@ -14,7 +14,7 @@ from moe.data.tokenizer import SpecialIds
 from moe.errors import ConfigError, DataError
 from moe.inspection.tables import LayerCounts
 from scripts import demo, models, transfer
-from scripts.demo_summary import loss_sentence, most_specialized
+from scripts.demo_summary import most_specialized
 from tests.processes import run_command
 from tests.training.tiny_run import MODEL, write_inputs
 
@@ -58,21 +58,6 @@ def test_a_job_finds_its_recipes_from_any_folder(job, tmp_path, monkeypatch):
         job.main(["--vocab-size", "99999", "--out", str(tmp_path / "out")])
     for study in (demo.STUDY, models.STUDY):
         assert Path(demo.repository_file(study)).is_file()
-
-
-@pytest.mark.parametrize(
-    ("loss", "verdict"),
-    [
-        (6.5, "worse than unigram 6.00, bigram 4.50, trigram 4.00."),
-        (5.0, "better than unigram 6.00; worse than bigram 4.50, trigram 4.00."),
-        (3.5, "better than unigram 6.00, bigram 4.50, trigram 4.00."),
-    ],
-)
-def test_the_summary_says_which_tables_the_model_beats(loss, verdict):
-    tables = {"heldout/unigram": 6.0, "heldout/bigram": 4.5, "heldout/trigram": 4.0}
-    sentence = loss_sentence({"heldout/text_loss": loss, **tables})
-    assert sentence.endswith(f"tables of its text: {verdict}")
-    assert loss_sentence({"heldout/text_loss": loss}).endswith(" nats per masked token.")
 
 
 def test_experts_are_numbered_from_one_as_on_the_pages():

@@ -58,6 +58,8 @@ def export_model(
     mesh: Mesh | None,
     folder: Path,
     tokenizer: PreTrainedTokenizerFast,
+    *,
+    sections: Mapping[str, str] | None = None,
 ) -> None:
     """Writes model and tokenizer to a folder; every rank must call it.
 
@@ -67,11 +69,12 @@ def export_model(
         mesh: Mesh that the model is sharded over; None for one process.
         folder: Folder on a file system that all ranks share.
         tokenizer: Saved next to the model.
+        sections: Sections of the model card, see `model_card`; those of rank zero count.
 
     Raises:
         DataError: When something else is there.
         OSError: When the disk is full or fails on any rank.
     """
     with enter_on_rank_zero(lambda: whole_folder(folder, kind="model")) as partial:
-        write_model(model, layouts, partial, mesh)
+        write_model(model, layouts, partial, mesh, sections=sections)
         broadcast_from_rank_zero(lambda: tokenizer.save_pretrained(str(partial)))

@@ -89,6 +89,7 @@ def write_model(
     mesh: Mesh | None = None,
     *,
     max_shard_size: int | str = "50GB",
+    sections: Mapping[str, str] | None = None,
 ) -> None:
     """Writes what `save_pretrained` would, byte for byte; every rank must call it.
 
@@ -101,6 +102,7 @@ def write_model(
             files.
         mesh: Mesh over which the model is sharded; None for one process.
         max_shard_size: Bytes of a file, see `save_pretrained`.
+        sections: Sections of the model card, see `model_card`.
 
     Raises:
         OSError: When the disk is full or fails.
@@ -111,7 +113,7 @@ def write_model(
     files, index = plan_files(whole, max_shard_size, parameters=parameters)
 
     def write_headers() -> None:
-        _write_config(model, folder)
+        _write_config(model, folder, sections)
         begin_files(folder, files, index)
 
     def write_own_parts() -> None:
@@ -311,7 +313,9 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
         position += written
 
 
-def _write_config(model: STMoEForConditionalGeneration, folder: Path) -> None:
+def _write_config(
+    model: STMoEForConditionalGeneration, folder: Path, sections: Mapping[str, str] | None
+) -> None:
     """Writes config.json, generation_config.json and the model card as `save_pretrained` does."""
     # Same as `save_pretrained`: the dtype of the weights, and the model's class.
     model.config.dtype = str(model.dtype).removeprefix("torch.")
@@ -319,4 +323,5 @@ def _write_config(model: STMoEForConditionalGeneration, folder: Path) -> None:
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    write_card(folder, model_card(model.config, base_model=model.source_model))
+    card = model_card(model.config, base_model=model.source_model, sections=sections)
+    write_card(folder, card)

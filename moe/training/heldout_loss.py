@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe.data.ngrams import compare_with_tables
 from moe.data.pipeline import ALL_ROWS, Batch, BatchSource
 from moe.data.tokenizer import SpecialIds
 from moe.distributed.collectives import sum_each_over_ranks
 from moe.distributed.mesh import Mesh
 from moe.models.modeling import STMoEForConditionalGeneration
+
+TEXT_LOSS = "heldout/text_loss"
+"""Name of the held-out loss on text tokens in metrics."""
 
 
 class HeldOut(NamedTuple):
@@ -23,7 +27,7 @@ class HeldOut(NamedTuple):
         num_batches: Number of batches in an evaluation.
         ids: Distinguishes text from sentinels and the end token.
         ngram_losses: Loss of n-gram tables of the training text on the text tokens of these
-            batches, in nats, by the name of the table.
+            batches, in nats, by the name of the table; empty for pairs of texts.
     """
 
     source: BatchSource
@@ -84,7 +88,7 @@ def evaluate_held_out(
     num_targets, num_text = counts.tolist()
     numbers = {
         "heldout/loss": loss / num_targets,
-        "heldout/text_loss": text_loss / max(1, num_text),
+        TEXT_LOSS: text_loss / max(1, num_text),
         "heldout/token_accuracy": num_hits / num_targets,
     }
     for name, ngram_loss in held_out.ngram_losses.items():
@@ -129,6 +133,20 @@ def token_losses(model: PreTrainedModel, batch: Batch) -> TokenLosses:
     logits = logits[is_target].double()  # [N, V]
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     return TokenLosses(losses, labels, logits.argmax(dim=-1) == labels)
+
+
+def loss_sentence(loss: float, tables: Mapping[str, float]) -> str:
+    """Returns a held-out loss on text, and which n-gram tables it beats.
+
+    Args:
+        loss: Loss of a model in nats.
+        tables: Losses of n-gram tables on the same tokens, by their names; may be empty.
+    """
+    sentence = f"Held-out loss: {loss:.2f} nats per masked token"
+    if tables:
+        compared = compare_with_tables(loss, tables)
+        sentence += f", {compared} (n-gram tables of the training text)"
+    return f"{sentence}."
 
 
 def is_text(labels: Tensor, ids: SpecialIds) -> Tensor:

@@ -26,8 +26,9 @@ from moe.kernels.product_choice import products_in_use, use_products
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.command import save_recipe
+from moe.training.heldout_loss import TEXT_LOSS, loss_sentence
 from moe.training.interruption import stop_requests
-from moe.training.metrics import METRICS_FILE
+from moe.training.metrics import METRICS_FILE, last_value
 from moe.training.planned_steps import LiveState, PlannedStep, ShareSource, live_steps
 from moe.training.reporter import Reporter, is_due, open_metrics, warn_on_rank_zero
 from moe.training.routing_probe import PROBE_FOLDER, RoutingProbe, check_probe
@@ -112,10 +113,14 @@ def train(
         ):
             reporter = Reporter(run, writer, probe, waits, description, first_step, process_start)
             _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
+        quality = broadcast_from_rank_zero(lambda: _held_out_sentence(run))
         _print_on_rank_zero(reporter.summary())
+        if quality:
+            _print_on_rank_zero(quality)
 
         # The model's folder marks a run as complete.
-        export_model(model, layouts, mesh, model_folder, run.tokenizer)
+        sections = {"Training": _training_text(run, quality)} if quality else None
+        export_model(model, layouts, mesh, model_folder, run.tokenizer, sections=sections)
         reporter.end()
     return model_folder
 
@@ -223,12 +228,33 @@ def _divergence(what: str, folder: Path) -> DivergenceError:
 
 
 # ---------------------------------------------------------------------------
-# Where a run begins
+# Where a run ends
+
+
+def _held_out_sentence(run: Run) -> str:
+    """Returns the last held-out loss next to those of n-gram tables; empty without tables."""
+    if run.held_out is None or not run.held_out.ngram_losses:
+        return ""
+    loss = last_value(run.folder / METRICS_FILE, TEXT_LOSS)
+    return "" if loss is None else loss_sentence(loss, run.held_out.ngram_losses)
+
+
+def _training_text(run: Run, quality: str) -> str:
+    """Returns what the model card says about the run, including the sentence on its held-out loss."""
+    training = run.recipe.training
+    return (
+        f"The last run took {training.steps:,} updates of {training.batch_size:,} span-corruption examples. "
+        f"{quality} The training text is not named here; add it before you publish the model."
+    )
 
 
 def _print_on_rank_zero(text: str) -> None:
     if is_rank_zero():
         print(text)  # noqa: T201  the answer to --resume
+
+
+# ---------------------------------------------------------------------------
+# Where a run begins
 
 
 class _Start(NamedTuple):

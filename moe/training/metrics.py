@@ -82,6 +82,14 @@ def replica_values(seconds: ReplicaSeconds) -> dict[str, float]:
     }
 
 
+def last_value(path: Path, name: str) -> float | None:
+    """Returns the last number with this name in a metrics.jsonl; None if there is none."""
+    value = None
+    for _, line in read_json_lines(path, torn_end=True, nan=True):
+        value = line.get(name, value)
+    return value
+
+
 class MetricsWriter:
     """Appends to metrics.jsonl and to TensorBoard's files; a context manager.
 

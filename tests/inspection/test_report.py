@@ -355,10 +355,12 @@ def test_the_map_says_each_load_over_the_even_one():
     assert "1× = 0.8 %" in many
 
 
-def test_a_loss_is_given_with_its_perplexity_and_those_of_ngram_models():
+def test_a_loss_is_given_with_its_perplexity_and_those_of_ngram_tables():
     line = {"heldout/text_loss": 4.25} | NGRAMS
-    expected = "The perplexity is 70.11. A unigram model needs 4.75, a bigram model needs 4.50, "
-    assert loss_sentence(line) == f"{expected}a trigram model needs 4.38 nats."
+    assert loss_sentence(line) == (
+        "The perplexity is 70.11. Compared with n-gram tables of the training text, the loss is "
+        "better than unigram 4.75, bigram 4.50, trigram 4.38."
+    )
     assert loss_sentence({"heldout/text_loss": 4.25}) == "The perplexity is 70.11."
     assert loss_sentence(line | {"heldout/text_loss": math.nan}) == "The loss is not finite."
     assert "perplexity is 1.014e+304." in loss_sentence({"heldout/text_loss": 1e30})

@@ -17,9 +17,9 @@ from moe.checkpoint.writer import CheckpointWriter
 from moe.data.tokenizer import SpecialIds
 from moe.kernels.product_choice import fixed_choice
 from moe.parsing import read_json_lines
-from moe.training.heldout_loss import HeldOut, evaluate_held_out
+from moe.training.heldout_loss import HeldOut, evaluate_held_out, loss_sentence
 from moe.training.job_folder import keep_settings
-from moe.training.metrics import MetricsWriter
+from moe.training.metrics import MetricsWriter, last_value
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.training.tiny_checkpoints import (
     adafactor,
@@ -329,6 +329,29 @@ class Batches:
 
     def batch(self, step, rows):
         return {name: value[rows] for name, value in tiny_batch(seed=step).items()}
+
+
+@pytest.mark.parametrize(
+    ("loss", "verdict"),
+    [
+        (6.5, "worse than unigram 6.00, bigram 4.50, trigram 4.00"),
+        (5.0, "better than unigram 6.00; worse than bigram 4.50, trigram 4.00"),
+        (3.5, "better than unigram 6.00, bigram 4.50, trigram 4.00"),
+    ],
+)
+def test_a_sentence_says_which_tables_the_model_beats(loss, verdict):
+    tables = {"unigram": 6.0, "bigram": 4.5, "trigram": 4.0}
+    assert f"token, {verdict} (n-gram tables" in loss_sentence(loss, tables)
+    assert loss_sentence(loss, {}).endswith(" nats per masked token.")
+
+
+def test_the_last_value_of_a_metric_is_read(tmp_path):
+    with MetricsWriter(tmp_path, 0) as writer:
+        for step in (0, 7):
+            writer.write(step, {"heldout/text_loss": 5.0 - step / 8})
+            writer.write(step, {"train/loss": 3.0})
+    assert last_value(tmp_path / "metrics.jsonl", "heldout/text_loss") == 4.125
+    assert last_value(tmp_path / "metrics.jsonl", "heldout/loss") is None
 
 
 def test_held_out_numbers_equal_a_loop_over_tokens():

@@ -30,7 +30,8 @@ from tests.training.tiny_run import pretrain_arguments, write_inputs
 pytestmark = pytest.mark.slow  # all read a run that a process made
 
 TRAINING = {"train/loss", "train/ce_loss", "train/grad_norm", "train/lr"}
-COMPARED = TRAINING | {"heldout/loss", "heldout/text_loss"}
+TABLES = {"heldout/unigram", "heldout/bigram", "heldout/trigram"}
+COMPARED = TRAINING | TABLES | {"heldout/loss", "heldout/text_loss"}
 STEPS = 21  # with checkpoints after 7, 14 and 21, of which the last two stay
 LAST = "step_00000021"
 
@@ -94,7 +95,7 @@ def test_a_killed_run_resumes_bit_for_bit(inputs, unstopped, tmp_path):
 
     here(inputs, out, "--resume")
     assert losses(out) == losses(unstopped)
-    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+    for file in ("model.safetensors", "config.json", "tokenizer.json", "README.md"):
         assert (out / "model" / file).read_bytes() == (unstopped / "model" / file).read_bytes()
 
 
@@ -138,13 +139,21 @@ def test_a_run_says_at_its_end_what_batches_and_evaluations_took(inputs, tmp_pat
             inputs, out, "--training.steps", "5", "--optim.cooldown_steps", "0", *every
         )
     )
+    printed = capsys.readouterr().out
     shares = re.search(
         r"^5 steps in [\d.]+ s: a step waited for its batch in ([\d.]+)% of its time; "
         r"evaluations took ([\d.]+)% of all\.$",
-        capsys.readouterr().out,
+        printed,
         re.MULTILINE,
     )
     assert shares is not None
+    sentence = re.search(
+        r"^Held-out loss: \d\.\d\d nats per masked token, .*trigram \d\.\d\d.*\.$",
+        printed,
+        re.MULTILINE,
+    )
+    assert sentence is not None
+    assert sentence.group() in (out / "model/README.md").read_text()
     assert all(0 < float(share) < 100 for share in shares.groups())
 
     # A held-out loss and a probe before the first step, after the third, and at the end.

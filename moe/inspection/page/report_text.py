@@ -2,6 +2,7 @@
 
 import math
 
+from moe.data.ngrams import NAMES, compare_with_tables
 from moe.data.pipeline import SpanCorruptionSource
 from moe.inspection.formatting import format_interval, format_score, format_versions
 from moe.inspection.page.report_inputs import (
@@ -75,13 +76,10 @@ def layer_sentence(layer: LayerCounts) -> str:
     )
 
 
-NGRAMS = ("unigram", "bigram", "trigram")
-
-
 def ngram_losses(line: Line) -> dict[str, float]:
-    """Returns the finite held-out losses of n-gram models in a line of metrics, in nats per text token."""
+    """Returns the finite held-out losses of n-gram tables in a line of metrics, in nats per text token."""
     losses = {}
-    for name in NGRAMS:
+    for name in NAMES.values():
         loss = line.get(f"heldout/{name}", math.nan)
         if math.isfinite(loss):
             losses[name] = loss
@@ -116,14 +114,16 @@ def run_sentences(stage: Stage) -> list[str]:
 
 
 def loss_sentence(line: Line) -> str:
-    """Returns the perplexity of a held-out loss on text, and the losses of n-gram models."""
+    """Returns the perplexity of a held-out loss on text, and which n-gram tables it beats."""
     loss = line["heldout/text_loss"]
     if not math.isfinite(loss):
         return "The loss is not finite."
 
-    baselines = [f"{name} model needs {value:.2f}" for name, value in ngram_losses(line).items()]
     text = f"The perplexity is {math.exp(min(loss, _LARGEST_EXPONENT)):,.4g}."
-    return f"{text} A {', a '.join(baselines)} nats." if baselines else text
+    compared = compare_with_tables(loss, ngram_losses(line))
+    if compared:
+        text += f" Compared with n-gram tables of the training text, the loss is {compared}."
+    return text
 
 
 def model_sentences(fingerprint: str, evaluation: Evaluation) -> list[str]:

@@ -205,7 +205,7 @@ def _run(config: STMoEConfig, folder: Path, stage: Stage) -> Mapping[str, object
     if losses and not stage.best_dev_line():
         ngrams = report_text.ngram_losses(stage.last("heldout/text_loss") or {})
         for name, loss in ngrams.items():
-            losses += _level(stage.lines, f"{name} model", loss)
+            losses += _level(stage.lines, f"{name} table", loss)
         panel = CurvePanel("Cross-entropy", losses)
         figures.append(draw_curves([panel], x_label="training step", y_label="nats per token").svg)
 
