@@ -57,6 +57,7 @@ def evaluate_held_out(
     mesh: Mesh | None = None,
     *,
     bfloat16: bool = False,
+    shuffled: bool = False,
 ) -> dict[str, float]:
     """Returns the held-out numbers, the same on every rank of a mesh.
 
@@ -67,18 +68,34 @@ def evaluate_held_out(
         held_out: Batches to measure on.
         mesh: The ranks; None for one process.
         bfloat16: Whether to compute in autocast, as the model is trained.
+        shuffled: Whether to measure `heldout/shuffled_encoder` too, which takes as long again. Only
+            for batches of span corruption: pairs differ in length and in segments.
 
     Returns:
         `heldout/loss`: cross-entropy in nats for each target token. `heldout/text_loss`: the same
         over text tokens, without sentinels and the end token, which are easy to guess.
         `heldout/token_accuracy`: share of target tokens that are the most probable.
         `heldout/unigram`, `heldout/bigram`, `heldout/trigram`: the loss of n-gram tables on the same
-        text tokens, if `held_out` has them.
+        text tokens, if `held_out` has them. `heldout/shuffled_encoder`: `heldout/text_loss` when the
+        encoder reads the inputs of the next batch. A model whose decoder ignores the encoder has
+        the same loss there.
     """
     tokens = _evaluate_batches(model, held_out, mesh, bfloat16)
+    numbers = _mean_numbers(tokens, held_out.ids, mesh)
+    for name, ngram_loss in held_out.ngram_losses.items():
+        numbers[f"heldout/{name}"] = ngram_loss
 
+    if shuffled:
+        shuffled_tokens = _evaluate_batches(model, held_out, mesh, bfloat16, shuffled=True)
+        shuffled_numbers = _mean_numbers(shuffled_tokens, held_out.ids, mesh)
+        numbers["heldout/shuffled_encoder"] = shuffled_numbers[TEXT_LOSS]
+    return numbers
+
+
+def _mean_numbers(tokens: TokenLosses, ids: SpecialIds, mesh: Mesh | None) -> dict[str, float]:
+    """Returns the means over the target tokens of all ranks, under their names in metrics."""
     # Sums and counts add up over ranks; means do not.
-    text = is_text(tokens.labels, held_out.ids)
+    text = is_text(tokens.labels, ids)
     sums = torch.stack([tokens.losses.sum(), tokens.losses[text].sum(), tokens.hits.double().sum()])
     counts = torch.stack([torch.tensor(tokens.labels.numel(), device=text.device), text.sum()])
     if mesh:
@@ -86,18 +103,20 @@ def evaluate_held_out(
 
     loss, text_loss, num_hits = sums.tolist()
     num_targets, num_text = counts.tolist()
-    numbers = {
+    return {
         "heldout/loss": loss / num_targets,
         TEXT_LOSS: text_loss / max(1, num_text),
         "heldout/token_accuracy": num_hits / num_targets,
     }
-    for name, ngram_loss in held_out.ngram_losses.items():
-        numbers[f"heldout/{name}"] = ngram_loss
-    return numbers
 
 
 def _evaluate_batches(
-    model: STMoEForConditionalGeneration, held_out: HeldOut, mesh: Mesh | None, bfloat16: bool
+    model: STMoEForConditionalGeneration,
+    held_out: HeldOut,
+    mesh: Mesh | None,
+    bfloat16: bool,
+    *,
+    shuffled: bool = False,
 ) -> TokenLosses:
     """Returns the target tokens of all held-out batches, of this rank's rows."""
     # Each rank of a mesh measures its own rows of every batch.
@@ -110,8 +129,10 @@ def _evaluate_batches(
     model.eval()
     with torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16):
         for index in range(held_out.num_batches):
-            batch = to_device(held_out.source.batch(index, rows), model.device)
-            tokens = token_losses(model, batch)
+            batch = held_out.source.batch(index, rows)
+            if shuffled:
+                batch = held_out.source.batch(index + 1, rows) | {"labels": batch["labels"]}
+            tokens = token_losses(model, to_device(batch, model.device))
             losses.append(tokens.losses)
             labels.append(tokens.labels)
             hits.append(tokens.hits)

@@ -160,10 +160,16 @@ class Reporter:
         run = self._run
         if run.held_out is None or run.held_out.num_batches == 0:
             return
-        bfloat16 = run.recipe.training.precision == "bfloat16"
+        training = run.recipe.training
+        bfloat16 = training.precision == "bfloat16"
         model, _, mesh = run.built
-        with self._evaluation(step, run.recipe.training.evaluate_every):
-            values = evaluate_held_out(model, run.held_out, mesh, bfloat16=bfloat16)
+
+        # Only pre-training has n-gram tables. The shuffled loss is measured once, as it takes as long again.
+        shuffled = step == training.steps and bool(run.held_out.ngram_losses)
+        with self._evaluation(step, training.evaluate_every):
+            values = evaluate_held_out(
+                model, run.held_out, mesh, bfloat16=bfloat16, shuffled=shuffled
+            )
         if self._writer is not None:
             self._writer.write(step, values)
 

@@ -377,3 +377,28 @@ def test_held_out_numbers_equal_a_loop_over_tokens():
     assert numbers["heldout/text_loss"] == pytest.approx(sum(text_losses) / len(text_losses))
     assert numbers["heldout/bigram"] == 4.5
     assert numbers["heldout/token_accuracy"] == pytest.approx(sum(hits) / len(hits))
+    assert "heldout/shuffled_encoder" not in numbers
+
+
+def test_the_shuffled_encoder_gives_the_decoder_the_outputs_of_another_batch():
+    model = tiny_model()
+    held_out = HeldOut(Batches(), 1, SpecialIds(pad=0, eos=1, first_sentinel=200, num_sentinels=1))
+    numbers = evaluate_held_out(model, held_out, shuffled=True)
+
+    # All labels are text here.
+    labels = tiny_batch(seed=0)["labels"]
+    other = tiny_batch(seed=1)
+    mask = other["attention_mask"]
+    memory = model.get_encoder()(other["input_ids"], attention_mask=mask)
+    output = model(encoder_outputs=memory, attention_mask=mask, labels=labels)
+    logits = output.logits.transpose(1, 2)  # [B, V, T]
+    expected = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert numbers["heldout/shuffled_encoder"] == pytest.approx(expected)
+    assert numbers["heldout/shuffled_encoder"] != pytest.approx(numbers["heldout/text_loss"])
+
+    # A decoder that ignores the encoder has the same loss.
+    with torch.no_grad():
+        for block in model.get_decoder().blocks:
+            block.cross_attention.o_proj.weight.zero_()
+    numbers = evaluate_held_out(model, held_out, shuffled=True)
+    assert numbers["heldout/shuffled_encoder"] == numbers["heldout/text_loss"]

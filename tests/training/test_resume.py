@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow  # all read a run that a process made
 
 TRAINING = {"train/loss", "train/ce_loss", "train/grad_norm", "train/lr"}
 TABLES = {"heldout/unigram", "heldout/bigram", "heldout/trigram"}
-COMPARED = TRAINING | TABLES | {"heldout/loss", "heldout/text_loss"}
+COMPARED = TRAINING | TABLES | {"heldout/loss", "heldout/text_loss", "heldout/shuffled_encoder"}
 STEPS = 21  # with checkpoints after 7, 14 and 21, of which the last two stay
 LAST = "step_00000021"
 
@@ -131,7 +131,9 @@ def test_a_run_keeps_the_libraries_of_its_checkpoint(inputs, tmp_path):
     assert load_state(newest).products == fixed_choice("onednn")
 
 
-def test_a_run_says_at_its_end_what_batches_and_evaluations_took(inputs, tmp_path, capsys):
+def test_a_run_says_at_its_end_how_good_it_is_and_what_batches_and_evaluations_took(
+    inputs, tmp_path, capsys
+):
     out = tmp_path / "run"
     every = ("--training.evaluate_every", "3", "--training.probe_every", "3")
     pretrain.main(
@@ -147,6 +149,9 @@ def test_a_run_says_at_its_end_what_batches_and_evaluations_took(inputs, tmp_pat
         re.MULTILINE,
     )
     assert shares is not None
+    assert all(0 < float(share) < 100 for share in shares.groups())
+
+    # The loss next to n-gram tables is in the model card too.
     sentence = re.search(
         r"^Held-out loss: \d\.\d\d nats per masked token, .*trigram \d\.\d\d.*\.$",
         printed,
@@ -154,7 +159,10 @@ def test_a_run_says_at_its_end_what_batches_and_evaluations_took(inputs, tmp_pat
     )
     assert sentence is not None
     assert sentence.group() in (out / "model/README.md").read_text()
-    assert all(0 < float(share) < 100 for share in shares.groups())
+
+    # Only the last evaluation shuffles the encoder's inputs.
+    shuffled = [line["step"] for line in lines_of(out) if "heldout/shuffled_encoder" in line]
+    assert shuffled == [5]
 
     # A held-out loss and a probe before the first step, after the third, and at the end.
     events = read_timeline(out)
