@@ -8,7 +8,7 @@ ifndef OMP_WAIT_POLICY
 export GOMP_SPINCOUNT ?= 10000
 endif
 
-.PHONY: demo models measured test test-fast check docs notebooks format clean
+.PHONY: demo gpu models measured test test-fast check docs notebooks format clean
 
 demo: .venv/installed
 	$(BIN)/python -m scripts.demo --resume $(ARGS)
@@ -29,6 +29,11 @@ test: .venv/installed
 # second (a test that starts a process, compiles a graph or works for longer is marked `slow`).
 test-fast: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
+
+# On a machine with a GPU, in an environment with a build of torch for it: compares it with the CPU, and measures it.
+gpu:
+	$(PYTHON) -m pytest -m gpu tests/gpu
+	$(PYTHON) -m scripts.benchmark gpu --json runs/gpu.json $(ARGS)
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

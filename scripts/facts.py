@@ -1,6 +1,6 @@
 """Writes random facts to learn by heart, and sums modulo a prime, as pairs of texts.
 
-    python -m scripts.facts --facts 20000 --seed 0 --out runs/studies/facts
+    python -m scripts.facts --facts 10000 --seed 0 --out runs/studies/facts
 
 The folder holds `facts.jsonl`, `sums.jsonl`, `sums_dev.jsonl`, and `model`: a tokenizer of whole
 symbols beside an untrained model. `stmoe finetune --pretrained FOLDER/model --init scratch` trains
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     parser = Parser(prog="python -m scripts.facts", description="Writes facts and sums to learn.")
     most = len(SYLLABLES) ** SYMBOLS
     parser.add_argument(
-        "--facts", type=integer(least=1, most=most), default=20_000, help="number of facts (20000)"
+        "--facts", type=integer(least=1, most=most), default=10_000, help="number of facts (10000)"
     )
     parser.add_argument("--seed", type=integer(least=0), default=0, help="seed of the facts (0)")
     default = "runs/studies/facts"

@@ -103,9 +103,11 @@ def short_help(
 
     groups = {section: parser.add_argument_group(title) for section, title in _SECTIONS.items()}
     for name in COMMON_SETTINGS:
-        if name in settings:
-            setting = settings[name]
-            explanation = f"{_first_clause(setting.help)} ({_default_text(setting.default)})"
+        # Without a default, as the architecture in fine-tuning, a setting is rarely given.
+        setting = settings.get(name)
+        if setting is not None and setting.default is not argparse.SUPPRESS:
+            default = "null" if setting.default is None else setting.default
+            explanation = f"{_first_clause(setting.help)} ({default})"
             group = groups.get(name.rpartition(".")[0], own)
             group.add_argument(f"--{name}", metavar=_metavar(setting.type), help=explanation)
     return parser.format_help().rstrip()
@@ -123,12 +125,6 @@ def _first_clause(text: str) -> str:
     """Returns the first clause of the text of a setting, e.g. `Updates in the whole run`."""
     sentence = text.split(". ")[0].removesuffix(".")
     return sentence.split("; ")[0].replace("%", "%%")
-
-
-def _default_text(default: Any) -> str:
-    if default is argparse.SUPPRESS:
-        return "as the model has it"
-    return "null" if default is None else str(default)
 
 
 def _metavar(kind: Any) -> str:

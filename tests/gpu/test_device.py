@@ -128,6 +128,7 @@ def test_an_optimizer_takes_the_same_steps(name):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.skipif(not HAS_GPU, reason="captures CUDA graphs")
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
@@ -139,6 +140,7 @@ def test_every_form_of_a_decoding_step_gives_the_tokens_of_the_eager_one(form):
     assert len(expected) == COMPARED_STEPS
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.skipif(not HAS_GPU, reason="asks CUDA which operations wait for it")
 @pytest.mark.parametrize("router", ROUTER_NAMES)
 def test_the_host_never_waits_for_a_layer(router):
@@ -146,8 +148,8 @@ def test_the_host_never_waits_for_a_layer(router):
     x, mask, ids = (tensor.to(DEVICE) for tensor in draw_inputs(torch.float32))
     losses_and_gradients(layer, x.requires_grad_(), mask, ids)
 
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         y, output = layer(x, mask, token_ids=ids)
         (y.square().sum() + output.losses.load_balance_loss).backward()
     finally:
