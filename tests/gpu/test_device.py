@@ -5,6 +5,7 @@ with itself.
 """
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 # Rows of 16 bytes, which grouped products need.
-SIZES = {"d_model": 16, "d_ff": 32, "num_experts": 5}
+SIZES: dict[str, Any] = {"d_model": 16, "d_ff": 32, "num_experts": 5}
 TINY = ModelCase(
     vocab_size=131,
     d_model=32,
@@ -88,7 +89,8 @@ def test_bfloat16_products_round_as_their_format_does():
 def test_a_model_saved_on_the_cpu_gives_its_logits_and_tokens_on_the_device(tmp_path):
     model = tiny_model(d_model=32, d_kv=8, d_ff=32)
     model.save_pretrained(tmp_path)
-    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path).to(DEVICE).eval()
+    loaded: Any = STMoEForConditionalGeneration.from_pretrained(tmp_path)
+    loaded.to(DEVICE).eval()
 
     batch = tiny_batch()
     on_device = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
