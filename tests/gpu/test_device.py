@@ -108,10 +108,8 @@ def test_a_model_saved_on_the_cpu_gives_its_logits_and_tokens_on_the_device(tmp_
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
 def test_an_optimizer_takes_the_same_steps(name):
-    models = [
-        tiny_model(d_model=32, d_kv=8, d_ff=32),
-        tiny_model(d_model=32, d_kv=8, d_ff=32).to(DEVICE),
-    ]
+    models: list[Any] = [tiny_model(d_model=32, d_kv=8, d_ff=32) for _ in range(2)]
+    models[1].to(DEVICE)
     recipe = OptimRecipe(optimizer=name)
     for model in models:
         optimizer = OPTIMIZERS.get(name).build(

@@ -4,12 +4,17 @@ import json
 import math
 
 import pytest
+import torch
 
 from moe.data.pair_files import read_pairs
 from moe.data.tokenizer import load_tokenizer
 from moe.errors import ConfigError, DataError
+from moe.sparse.editing import edit_routing
+from moe.sparse.edits import DropExperts
+from scripts.fact_experts import answers_right, layer_row
 from scripts.facts import PRIME, SYLLABLES, draw_facts, draw_sums, main
 from scripts.stored_bits import stored_bits
+from tests.models.tiny import tiny_batch, tiny_model
 
 
 def test_facts_are_different_questions_with_answers_of_24_bits():
@@ -59,3 +64,30 @@ def test_a_model_stores_what_its_loss_lacks_of_the_entropy():
     assert stored_bits(0.0, 10) == 240
     assert stored_bits(chance / 2, 10) == pytest.approx(120)
     assert stored_bits(9.0, 10) == 0 == stored_bits(None, 10)
+
+
+def test_an_answer_is_right_if_greedy_decoding_gives_it_with_and_without_experts():
+    model = tiny_model(eval_capacity_factor=None)
+    batch = tiny_batch(batch=11, targets=3)
+    del batch["labels"]
+    edits = {("encoder", 0): DropExperts(0, 1, 2), ("decoder", 0): DropExperts(0, 1, 2)}
+
+    def decode():
+        tokens = model.generate(**batch, max_new_tokens=3, do_sample=False, eos_token_id=[])
+        return tokens[:, 1:]
+
+    answers = decode()
+    with edit_routing(model, edits):
+        without_experts = decode()
+    batches = [{**batch, "labels": answers}]
+    assert answers_right(model, batches, {}).all()
+    same = (answers == without_experts).all(-1)
+    assert answers_right(model, batches, edits).tolist() == same.tolist()
+    assert 0 < same.sum() < 11
+
+
+def test_the_row_of_a_layer_counts_answers_that_one_expert_alone_loses():
+    recalled = torch.tensor([True, True, True, True, False])
+    lost = torch.tensor([[True, True, False, False, False], [False, True, False, True, False]])
+    row = layer_row(("decoder", 1), recalled, lost)
+    assert row == ["decoder 1", "4 of 5", "2 (2, 2)", "50.0", "25.0"]
