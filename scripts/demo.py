@@ -36,11 +36,12 @@ from moe.files import claim_folder, output_path, whole_folder
 from moe.training.job_folder import keep_settings, merge_metrics
 from moe.training.metrics import METRICS_FILE
 from moe.training.recipe import FinetuneRecipe
-from scripts import study
+from scripts import facts, study
 from scripts.demo_summary import summary
 
 TASK = "docstring_topic"
 STUDY = "recipes/studies/demo.yaml"
+FACTS_STUDY = "recipes/studies/demo_facts.yaml"
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,6 +57,7 @@ def repository_file(name: str) -> str:
 _MAINS = {
     "stmoe": stmoe.main,
     "python -m eval": evaluation.main,
+    "python -m scripts.facts": facts.main,
     "python -m scripts.study": study.main,
 }
 
@@ -188,7 +190,16 @@ def main(argv: list[str]) -> None:
         pretrain_config="demo_pretrain",
         finetune_config="demo_finetune",
     )
+    parser.add_argument(
+        "--facts-config",
+        type=word,
+        default="finetune_facts",
+        help="recipe of the models that learn facts (finetune_facts)",
+    )
     options = parser.parse_args(argv)
+    finetune_command().parse(
+        ["--config", options.facts_config, "--pretrained", "model", "--out", "run"]
+    )
     logging.disable_progress_bar()
     with job_folder(options) as out:
         run_stages(options, out)
@@ -229,6 +240,13 @@ def run_stages(options: argparse.Namespace, out: Path) -> None:
     metrics = [f"{stage}={folder / METRICS_FILE}" for stage, folder in stages.items()]
     inputs = [*text, "--model", out / "pretrain/model", "--evaluation", out / "eval/report.json"]
     run("7 Explain", "stmoe", "inspect", "report", *inputs, "--metrics", *metrics, "--out", report)
+
+    # What experts are good for: facts, at equal cost per token.
+    if not (out / "facts").exists():
+        run("8 Facts", "python -m scripts.facts", "--out", out / "facts")
+    settings = ["--set", f"config={options.facts_config}", "--jobs", "2"]
+    study_file = repository_file(FACTS_STUDY)
+    run("9 Learn", "python -m scripts.study", study_file, *settings, "--out", out / "knowledge")
 
     recipe = runs[0].recipe
     assert isinstance(recipe, FinetuneRecipe), "the study fine-tunes"

@@ -9,8 +9,10 @@ import torch
 
 from eval.commands.compare import compare_runs
 from eval.reports.records import Comparison
+from eval.studies.report import STUDY_JSON, read_result
 from moe.commands.routing_inputs import load_inspected
 from moe.data.corpus import load_corpus
+from moe.data.pair_files import read_pairs
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.tokenizer import SpecialIds
 from moe.data.tokens import tokenize_corpus
@@ -51,7 +53,7 @@ def summary(out: Path, *, labels: int | None) -> list[str]:
     if held_out is not None:
         lines.append(loss_sentence(held_out[TEXT_LOSS], ngram_losses(held_out)))
     lines += task_lines(evaluation, comparison, labels)
-    lines += expert_lines(model, out / "corpus")
+    lines += [*expert_lines(model, out / "corpus"), facts_sentence(out)]
     lines.append(f"Report: {(out / 'report.html').resolve().as_uri()}")
     return lines
 
@@ -127,6 +129,18 @@ def expert_lines(model_folder: Path, corpus_folder: Path) -> list[str]:
             f"{100 * share:.0f} % of its text tokens."
         )
     return lines
+
+
+def facts_sentence(out: Path) -> str:
+    """Returns what the sparse and the dense model recall of the facts they were trained on."""
+    result = read_result(out / "knowledge" / STUDY_JSON)
+    num_facts = len(read_pairs(out / "facts/facts.jsonl"))
+    recall = {run.arm: run.number for run in result.outcomes}
+    experts = result.study.arms["experts"]["model.num_experts"]
+    return (
+        f"Recalled of {num_facts:,} random facts at equal cost per token: {experts} experts "
+        f"{format_score(recall['experts'])} %, dense {format_score(recall['dense'])} %."
+    )
 
 
 def most_specialized(layer: LayerCounts, ids: SpecialIds) -> tuple[int, list[int], float]:

@@ -56,7 +56,7 @@ def test_a_job_finds_its_recipes_from_any_folder(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"99999; .*, model.vocab_size in \w+_pretrain\."):
         job.main(["--vocab-size", "99999", "--out", str(tmp_path / "out")])
-    for study in (demo.STUDY, models.STUDY):
+    for study in (demo.STUDY, demo.FACTS_STUDY, models.STUDY):
         assert Path(demo.repository_file(study)).is_file()
 
 
@@ -75,11 +75,16 @@ def test_the_demo_makes_everything_it_says(tmp_path):
     recipe = yaml.safe_load(inputs["finetune.yaml"].read_text())
     recipe["mixture"] = {"train_examples": 61, "dev_examples": 7}
     inputs["finetune.yaml"].write_text(yaml.safe_dump(recipe))
+    facts = yaml.safe_load(Path(demo.repository_file("recipes/finetune_facts.yaml")).read_text())
+    facts["optim"]["cooldown_steps"] = 0
+    facts["training"] |= {"steps": 3, "batch_size": 2, "held_out_batches": 1}
+    (tmp_path / "facts.yaml").write_text(yaml.safe_dump(facts))
     texts = sorted(inputs["texts"].iterdir())
     own_text = tmp_path / "my.txt"
     own_text.write_text("\n\n".join(path.read_text() for path in texts))
     options = ["--pretrain-config", inputs["pretrain.yaml"]]
     options += ["--finetune-config", inputs["finetune.yaml"], "--vocab-size", MODEL["vocab_size"]]
+    options += ["--facts-config", tmp_path / "facts.yaml"]
 
     # A mistake in the first stage fixes no settings.
     one_document = ["--out", str(out), "--data", str(texts[0]), *map(str, options)]
@@ -94,7 +99,14 @@ def test_the_demo_makes_everything_it_says(tmp_path):
     end = done.stdout.partition("\n== Summary\n")[2].splitlines()
     assert 8 <= len(end) <= 12
     assert (out / "report.html").resolve().as_uri() in end[-1]
-    for part in ("parameters", "bigram", "docstring_topic, 61 labels", "majority", "Expert"):
+    for part in (
+        "parameters",
+        "bigram",
+        "docstring_topic, 61 labels",
+        "majority",
+        "Expert",
+        "10,000 random facts",
+    ):
         assert any(part in line for line in end), part
 
     lines = (out / "metrics.jsonl").read_text().splitlines()
