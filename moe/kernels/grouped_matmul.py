@@ -48,7 +48,7 @@ def _is_one_call(x: Tensor, weight: Tensor) -> bool:
 
 def _row_ends(counts: Tensor) -> Tensor:
     """Returns <int32>[E] where the rows of each expert end."""
-    return counts.cumsum(0).to(torch.int32)
+    return counts.cumsum(0, dtype=torch.int32)
 
 
 def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from moe.distributed.collectives import sum_over_ranks
 from moe.distributed.mesh import MeshConfig
-from moe.sparse.config import BalanceScope, SparseConfig
+from moe.sparse.config import BalanceScope, Positions, SparseConfig
 from moe.sparse.plan import DispatchPlan, RouterScores
 
 
@@ -104,28 +104,26 @@ def router_losses(
 
     # Eq. 5: (log sum_i exp x_i)² of each token, with x the router's logits.
     z = scores.log_normalizer.square()  # [G, S]
-    num_tokens = is_real.sum(dim=-1)  # [G]
 
     # Padding does not count, or in Flaxformer as a token with logits of 0.
     if config.router_z_loss_over == "real_tokens":
         z = z * is_real
-    else:
-        num_tokens = torch.full_like(num_tokens, is_real.shape[-1])
+    num_groups, group_size, num_experts = scores.probs.shape
+    num_real = is_real.sum(dim=-1)  # [G]
+    num_tokens = _num_counted(num_real, group_size, config.router_z_loss_over)  # [G]
+    num_share_tokens = _num_counted(num_real, group_size, config.balance_over)  # [G]
 
     # A balance loss of zero, without a graph or any counted group.
-    num_groups, _, num_experts = scores.probs.shape
-    num_share_tokens = _num_share_tokens(is_real, config)  # [G]
     zero = scores.probs.new_zeros(())
-    zero_by_expert = scores.probs.new_zeros(num_experts)
     losses = RouterLosses(
         load_balance_sum=zero,
         load_balance_count=zero,
         router_z_sum=z.sum(),
         router_z_count=num_tokens.sum(),
-        choices=zero_by_expert,
-        prob_sums=zero_by_expert,
+        choices=zero.expand(num_experts),
+        prob_sums=zero.expand(num_experts),
         num_share_tokens=num_share_tokens.sum(),
-        group_load_balance=scores.probs.new_zeros(num_groups),
+        group_load_balance=zero.expand(num_groups),
         group_router_z=z.sum(dim=-1) / num_tokens.clamp(min=1),
     )
     if balanced_by_construction:
@@ -133,7 +131,7 @@ def router_losses(
 
     # Shares of a group, or of the whole call; wider scopes are computed by callers, which know the
     # ranks.
-    losses = _with_balance_loss(losses, scores, plan, is_real, config)
+    losses = _with_balance_loss(losses, scores, plan, is_real, num_share_tokens, config)
     if config.balance_scope == "group":
         return losses
     return balance_within(losses, BalanceTotals(losses.choices, losses.num_share_tokens))
@@ -144,11 +142,11 @@ def _with_balance_loss(
     scores: RouterScores,
     plan: DispatchPlan,
     is_real: Tensor,
+    num_share_tokens: Tensor,
     config: SparseConfig,
 ) -> RouterLosses:
     """Returns the losses with the balance loss of appendix A: E * sum_i f_i P_i of each group, and their sum."""
     num_groups, _, num_experts = scores.probs.shape
-    num_share_tokens = _num_share_tokens(is_real, config)  # n  [G]
 
     # n f_i: how many of the group's tokens chose expert i, before policy and capacity; no gradient.
     counts_all = config.balance_choices == "all"
@@ -156,7 +154,7 @@ def _with_balance_loss(
     chosen = plan.expert_index[..., :num_choices].flatten(1)  # [G, S * K]
     counted = is_real[..., None].expand(*is_real.shape, num_choices).flatten(1)
     choices = scores.probs.new_zeros(num_groups, num_experts)
-    choices = choices.scatter_add(1, chosen, counted)
+    choices = choices.scatter_add_(1, chosen, counted)
 
     # n P_i: probability of expert i, summed over the same tokens; only this factor has a gradient.
     # A sum, not a product of matrices, which autocast would round.  [G, E]
@@ -166,19 +164,16 @@ def _with_balance_loss(
     overlap = (choices * prob_sums).sum(dim=-1) / num_share_tokens.clamp(min=1).square()
     return losses._replace(
         load_balance_sum=num_experts * overlap.sum(),
-        load_balance_count=(num_share_tokens > 0).to(overlap.dtype).sum(),
+        load_balance_count=num_share_tokens.sign().sum(),
         choices=choices.sum(dim=0),
         prob_sums=prob_sums.sum(dim=0),
         group_load_balance=num_experts * overlap,
     )
 
 
-def _num_share_tokens(is_real: Tensor, config: SparseConfig) -> Tensor:
-    """Returns <float32>[G] the number of tokens of each group that the shares refer to."""
-    num_real = is_real.sum(dim=-1)
-    if config.balance_over == "real_tokens":
-        return num_real
-    return torch.full_like(num_real, is_real.shape[-1])
+def _num_counted(num_real: Tensor, group_size: int, positions: Positions) -> Tensor:
+    """Returns the positions of each group that count <float32>[G]: its real tokens <float32>[G], or all."""
+    return num_real if positions == "real_tokens" else torch.full_like(num_real, group_size)
 
 
 # ---- scopes wider than one call ----

@@ -203,21 +203,14 @@ def queue_position(expert_index: Tensor, requested: Tensor, num_experts: int) ->
     device = expert_index.device
 
     # One queue for each expert of each group, and one more for those who request nothing.
-    group = torch.arange(num_groups, device=device)[:, None]  # [G, 1]
-    queue = expert_index + group * num_experts
-    queue = queue.masked_fill(~requested, num_queues).flatten()  # [G * R]
+    first_queue = torch.arange(0, num_queues, num_experts, device=device)[:, None]  # [G, 1]
+    queue = (expert_index + first_queue).masked_fill_(~requested, num_queues).flatten()  # [G * R]
 
-    # Sort by queue, the earlier first.
-    order = queue.argsort(stable=True)  # [G * R]
-    sorted_queue = queue.index_select(0, order)
-
-    # Start of each queue in that order.
-    queue_size = queue.new_zeros(num_queues + 1)
-    queue_size = queue_size.scatter_add(0, queue, torch.ones_like(queue))  # [G * E + 1]
-    start = queue_size.cumsum(0) - queue_size
+    # Sort by queue, the earlier first; a queue starts where its number first occurs.
+    sorted_queue, order = queue.sort(stable=True)  # [G * R]
+    start = torch.searchsorted(sorted_queue, sorted_queue)
 
     # Position in the queue, and back to the order of the requests.
-    position = torch.arange(num_groups * num_requests, device=device)
-    position = position - start.index_select(0, sorted_queue)  # [G * R]
-    position = torch.empty_like(position).scatter(0, order, position)
+    position = torch.arange(num_groups * num_requests, device=device) - start  # [G * R]
+    position = torch.empty_like(position).scatter_(0, order, position)
     return position.reshape(num_groups, num_requests)

@@ -82,12 +82,19 @@ def router_stats(
         losses: The losses of the same plan.
         num_stored_experts: Experts that have slots.
     """
-    # Tokens that requested an expert, that got one, and that did not.
+    # Choices of each expert, requested and accepted.
     num_groups, group_size, num_experts = scores.probs.shape
-    expert_load = _count_experts(plan.expert_index, plan.requested, num_experts)  # [E]
-    accepted_load = _count_experts(plan.expert_index, plan.accepted, num_experts)  # [E]
+    is_counted = torch.stack([plan.requested, plan.accepted]).flatten(1).long()  # [2, T * K]
+    expert_index = plan.expert_index.flatten().expand_as(is_counted)
+    loads = is_counted.new_zeros(2, num_experts)
+    expert_load, accepted_load = loads.scatter_add_(1, expert_index, is_counted).unbind()  # [E]
     refused = plan.requested & ~plan.accepted  # [G, S, K]
+
+    # Tokens that are real, that reached no expert, and that reached two or more.
     experts_reached = plan.accepted.sum(dim=-1)  # [G, S]
+    is_dropped = plan.token_mask & (experts_reached == 0)
+    is_token = torch.stack([plan.token_mask, is_dropped, experts_reached > 1])  # [3, G, S]
+    num_tokens, dropped_tokens, second_expert_tokens = is_token.sum(dim=(1, 2)).unbind()
 
     # Entropy of a softmax: logsumexp(x) - sum_i p_i x_i; a sum, which autocast does not round.
     mean_logit = (scores.probs * scores.logits).sum(dim=-1)  # [G, S]
@@ -100,28 +107,32 @@ def router_stats(
         slots_of_all = num_groups * num_stored_experts * plan.capacity
         num_slots = torch.full_like(accepted_load[0], slots_of_all)
 
+    loss_sums = torch.stack(
+        [
+            losses.load_balance_sum,
+            losses.load_balance_count,
+            losses.router_z_sum,
+            losses.router_z_count,
+        ]
+    )
+    load_balance_sum, load_balance_count, router_z_sum, router_z_count = loss_sums.double().unbind()
+
     return RouterStats(
         expert_load=expert_load,
         accepted_load=accepted_load,
         num_slots=num_slots,
-        num_tokens=plan.token_mask.sum(),
+        num_tokens=num_tokens,
         num_positions=torch.full_like(accepted_load[0], num_groups * group_size),
-        dropped_tokens=(plan.token_mask & (experts_reached == 0)).sum(),
+        dropped_tokens=dropped_tokens,
         dropped_by_choice=refused.sum(dim=(0, 1)),
-        second_expert_tokens=(experts_reached > 1).sum(),
-        entropy_sum=(entropy.double() * plan.token_mask).sum(),
+        second_expert_tokens=second_expert_tokens,
+        entropy_sum=(entropy * plan.token_mask).sum(dtype=torch.float64),
         confidence_sum=plan.combine_weight.sum(dtype=torch.float64),
-        load_balance_sum=losses.load_balance_sum.detach().double(),
-        load_balance_count=losses.load_balance_count.detach().double(),
-        router_z_sum=losses.router_z_sum.detach().double(),
-        router_z_count=losses.router_z_count.detach().double(),
+        load_balance_sum=load_balance_sum,
+        load_balance_count=load_balance_count,
+        router_z_sum=router_z_sum,
+        router_z_count=router_z_count,
     )
-
-
-def _count_experts(expert_index: Tensor, is_counted: Tensor, num_experts: int) -> Tensor:
-    """Returns <int64>[E]: how often each expert occurs in <int64>[G, S, K] where counted."""
-    counts = expert_index.new_zeros(num_experts)
-    return counts.scatter_add(0, expert_index.flatten(), is_counted.flatten().long())
 
 
 def _check_stats(stats: Any) -> None:

@@ -164,5 +164,5 @@ def keep_choices(gates: Tensor, policy: Policy, threshold: float) -> Tensor:
         # A uniform number is below gate / threshold with probability min(1, gate / threshold).
         keep = torch.rand_like(gates) < gates / threshold
 
-    is_first = torch.arange(num_choices, device=gates.device) == 0  # [K]
-    return keep | is_first
+    keep[..., 0] = True
+    return keep
