@@ -47,19 +47,18 @@ class ChoiceRows(NamedTuple):
     Attributes:
         counts: <int64>[E] rows of each expert.
         choice: <int64>[T * K] choice of each row, an index into [T * K].
+        token: <int64>[T * K] token of each row, an index into [T, D].
         row: <int64>[T, K] row of each choice: the inverse of `choice`.
+        refused: <bool>[T, K] choices that no expert has a row for.
         weight: <float>[T, K] combine weight of each choice.
     """
 
     counts: Tensor
     choice: Tensor
+    token: Tensor
     row: Tensor
+    refused: Tensor
     weight: Tensor
-
-    @property
-    def token(self) -> Tensor:
-        """<int64>[T * K] token of each row, an index into [T, D]."""
-        return self.choice // self.row.shape[1]
 
 
 def gather_rows(tokens: Tensor, rows: ExpertRows) -> Tensor:
@@ -282,7 +281,6 @@ class _CombineChoices(torch.autograd.Function):
 
 def _by_choice(values: Tensor, rows: ChoiceRows) -> Tensor:
     """Returns values <float>[T * K, D] of rows by choice <float>[T, K, D]; zeros for refused ones."""
-    is_refused = rows.row >= rows.counts.sum()  # [T, K]
     by_choice = values.index_select(0, rows.row.flatten())  # [T * K, D]
     by_choice = by_choice.unflatten(0, rows.row.shape)
-    return by_choice.masked_fill(is_refused[..., None], 0)
+    return by_choice.masked_fill_(rows.refused[..., None], 0)

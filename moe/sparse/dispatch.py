@@ -163,23 +163,24 @@ def sort_choices(plan: DispatchPlan, num_experts: int) -> ChoiceRows:
         plan: Where tokens go.
         num_experts: Experts, E.
     """
-    accepted = plan.accepted.flatten()  # [T * K]
+    refused = ~plan.accepted.flatten(0, 1)  # [T, K]
 
     # Sorted by expert, where refused choices count as one additional expert.
-    expert = plan.expert_index.flatten().masked_fill(~accepted, num_experts)
+    expert = plan.expert_index.flatten().masked_fill(refused.flatten(), num_experts)
     choice = expert.argsort(stable=True)  # [T * K]
     counts = expert.new_zeros(num_experts + 1)
-    counts = counts.scatter_add(0, expert, torch.ones_like(expert))  # [E + 1]
+    counts = counts.scatter_add_(0, expert, torch.ones_like(expert))  # [E + 1]
 
     # And the way back.
-    weight = plan.combine_weight.flatten(0, 1)  # [T, K]
     row = torch.arange(choice.numel(), device=choice.device)
-    row_of_choice = torch.empty_like(choice).scatter(0, choice, row)
+    row_of_choice = torch.empty_like(choice).scatter_(0, choice, row)
     return ChoiceRows(
         counts=counts[:num_experts],
         choice=choice,
-        row=row_of_choice.reshape(weight.shape),
-        weight=weight,
+        token=choice // refused.shape[1],
+        row=row_of_choice.reshape(refused.shape),
+        refused=refused,
+        weight=plan.combine_weight.flatten(0, 1),
     )
 
 
@@ -195,8 +196,7 @@ def pad_rows(plan: DispatchPlan, num_experts: int) -> ExpertRows:
     rows = sort_choices(plan, num_experts)
 
     # The rows in the order of their tokens, rows of refused choices again last.
-    is_refused = ~plan.accepted.flatten()  # [T * K]
-    order = is_refused.to(torch.int64).argsort(stable=True)  # accepted choices first
+    order = rows.refused.flatten().to(torch.int64).argsort(stable=True)  # accepted choices first
     rows_of_token = plan.accepted.flatten(0, 1).sum(dim=-1)  # [T]
     return ExpertRows(
         counts=rows.counts,
@@ -341,7 +341,7 @@ def fill_slots(plan: DispatchPlan, num_experts: int) -> Slots:
     token_of_choice = token[:, None].expand(-1, num_choices).flatten()  # [T * K]
     weight_of_choice = plan.combine_weight.flatten()  # [T * K]
     slot_token = token.new_full((num_slots + 1,), num_tokens)
-    slot_token = slot_token.scatter(0, slot, token_of_choice)
+    slot_token = slot_token.scatter_(0, slot, token_of_choice)
     slot_weight = weight_of_choice.new_zeros(num_slots + 1)
     slot_weight = slot_weight.scatter_add(0, slot, weight_of_choice)
 

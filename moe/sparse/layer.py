@@ -194,7 +194,8 @@ class SparseFeedForward(nn.Module):
         return copy_to_tp_region(tokens.flatten(0, 1).to(experts.product_dtype()), self.tp)
 
     def _report(self, scores: RouterScores, plan: DispatchPlan) -> RouterOutput:
-        # Losses keep their gradient; statistics have none.
+        # Losses keep their gradient; statistics have none. Both need the normalizer.
+        scores = scores._replace(computed_normalizer=scores.log_normalizer)
         losses = self.router.losses(scores, plan)
         return RouterOutput(
             router_logits=scores.logits,

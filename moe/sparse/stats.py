@@ -82,12 +82,12 @@ def router_stats(
         losses: The losses of the same plan.
         num_stored_experts: Experts that have slots.
     """
-    # Choices of each expert, requested and accepted.
+    # Choices of each expert, requested and accepted; and those that were refused.
     num_groups, group_size, num_experts = scores.probs.shape
-    is_counted = torch.stack([plan.requested, plan.accepted]).flatten(1).long()  # [2, T * K]
-    expert_index = plan.expert_index.flatten().expand_as(is_counted)
-    loads = is_counted.new_zeros(2, num_experts)
-    expert_load, accepted_load = loads.scatter_add_(1, expert_index, is_counted).unbind()  # [E]
+    choices = torch.stack([plan.requested, plan.accepted]).flatten(1).long()  # [2, T * K]
+    expert_index = plan.expert_index.flatten().expand_as(choices)
+    loads = choices.new_zeros(2, num_experts).scatter_add_(1, expert_index, choices)
+    expert_load, accepted_load = loads.unbind()  # [E]
     refused = plan.requested & ~plan.accepted  # [G, S, K]
 
     # Tokens that are real, that reached no expert, and that reached two or more.
@@ -107,15 +107,10 @@ def router_stats(
         slots_of_all = num_groups * num_stored_experts * plan.capacity
         num_slots = torch.full_like(accepted_load[0], slots_of_all)
 
-    loss_sums = torch.stack(
-        [
-            losses.load_balance_sum,
-            losses.load_balance_count,
-            losses.router_z_sum,
-            losses.router_z_count,
-        ]
+    # Sum and count of both losses.
+    load_balance_sum, load_balance_count, router_z_sum, router_z_count = (
+        torch.stack(losses[:4]).double().unbind()
     )
-    load_balance_sum, load_balance_count, router_z_sum, router_z_count = loss_sums.double().unbind()
 
     return RouterStats(
         expert_load=expert_load,
