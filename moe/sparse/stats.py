@@ -84,14 +84,15 @@ def router_stats(
     """
     # Choices of each expert, requested and accepted; and those that were refused.
     num_groups, group_size, num_experts = scores.probs.shape
-    choices = torch.stack([plan.requested, plan.accepted]).flatten(1).long()  # [2, T * K]
-    expert_index = plan.expert_index.flatten().expand_as(choices)
-    loads = choices.new_zeros(2, num_experts).scatter_add_(1, expert_index, choices)
+    choices = torch.stack([plan.requested, plan.accepted]).long()  # [2, G, S, K]
+    expert_index = plan.expert_index.flatten().expand(2, -1)  # [2, T * K]
+    loads = choices.new_zeros(2, num_experts)
+    loads = loads.scatter_add_(1, expert_index, choices.flatten(1))
     expert_load, accepted_load = loads.unbind()  # [E]
     refused = plan.requested & ~plan.accepted  # [G, S, K]
 
     # Tokens that are real, that reached no expert, and that reached two or more.
-    experts_reached = plan.accepted.sum(dim=-1)  # [G, S]
+    experts_reached = choices[1].sum(dim=-1)  # [G, S]
     is_dropped = plan.token_mask & (experts_reached == 0)
     is_token = torch.stack([plan.token_mask, is_dropped, experts_reached > 1])  # [3, G, S]
     num_tokens, dropped_tokens, second_expert_tokens = is_token.sum(dim=(1, 2)).unbind()
