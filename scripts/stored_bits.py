@@ -12,8 +12,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from scipy import stats
-
 from eval.reports.formatting import markdown_table
 from eval.studies.analysis import StudyResult
 from eval.studies.report import read_result
@@ -94,6 +92,8 @@ def stored_bits(loss: float | None, num_facts: int) -> float:
 
 def mean_with_interval(numbers: Sequence[float]) -> str:
     """Returns the mean, and the 95 % t-interval where there is one."""
+    from scipy import stats  # takes half a second
+
     mean = statistics.fmean(numbers)
     if len(set(numbers)) < 2:
         return f"{mean:.1f}"

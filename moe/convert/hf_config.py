@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from textwrap import shorten
 from typing import Any, Literal, cast
 
 from huggingface_hub.errors import StrictDataclassError
@@ -141,7 +142,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         LookupError,
         OverflowError,
     ) as failure:
-        reason = " ".join(str(failure.__cause__ or failure).split())
+        reason = shorten(str(failure.__cause__ or failure), 500, placeholder=" ...")
         raise ConfigError(
             f"transformers cannot read config.json of type {family!r}: {reason}"
         ) from failure

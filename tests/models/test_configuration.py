@@ -371,3 +371,11 @@ def test_the_tensor_parallel_plan_stays_as_it_is_whatever_transformers_adds_for_
     plan = dict(config.base_model_tp_plan)
     config.base_model_tp_plan = {**plan, "embed_tokens": "embedding_rowwise"}  # as in 5.17
     assert config.base_model_tp_plan == plan
+
+
+def test_a_message_of_transformers_about_a_huge_value_is_shortened(tmp_path):
+    content = {"model_type": "t5", "dropout_rate": [10**1000]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"transformers cannot read .* 'dropout_rate'") as caught:
+        STMoEConfig.from_pretrained(tmp_path)
+    assert len(str(caught.value)) < 700
