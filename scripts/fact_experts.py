@@ -13,16 +13,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
 
 from eval.reports.formatting import markdown_table
 from moe.cli import Parser, integer, path, run_main
-from moe.data.pair_files import Pair, read_pairs
-from moe.data.tokenizer import load_tokenizer
-from moe.errors import ConfigError
+from moe.commands.routing_inputs import load_inspected
+from moe.data.pair_files import read_pairs
+from moe.data.pipeline import Batch
+from moe.data.tokenizer import MODEL_MAX_LENGTH
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.editing import LayerKey, RoutingEdit, edit_routing, sparse_layers
 from moe.sparse.edits import DropExperts
+from moe.tracing.examples import SourceText, paired_batches
 
 HEADER = (
     "layer",
@@ -31,6 +32,8 @@ HEADER = (
     "share lost by exactly one, %",
     "share lost by none, %",
 )
+
+_BATCH_SIZE = 250
 
 
 def main(argv: list[str]) -> None:
@@ -43,11 +46,18 @@ def main(argv: list[str]) -> None:
     )
     options = parser.parse_args(argv)
 
-    model = STMoEForConditionalGeneration.from_pretrained(options.model).eval()
-    if not sparse_layers(model):
-        raise ConfigError(f"{options.model} has no sparse layer. Give a model with experts.")
-    pairs = read_pairs(options.pairs)[: options.limit]
-    batches = list(encode_pairs(load_tokenizer(options.model), pairs))
+    _, model, tokenizer = load_inspected(options.model)
+    facts = []
+    for number, pair in enumerate(read_pairs(options.pairs)[: options.limit]):
+        facts.append(SourceText(*pair.texts, document=number, domain=""))
+    traced = paired_batches(
+        facts,
+        tokenizer,
+        inputs_length=MODEL_MAX_LENGTH,
+        targets_length=MODEL_MAX_LENGTH,
+        batch_size=_BATCH_SIZE,
+    )
+    batches = [batch for batch, _, _ in traced]
 
     recalled = answers_right(model, batches, {})
     rows = []
@@ -60,24 +70,10 @@ def main(argv: list[str]) -> None:
     print(*markdown_table(HEADER, rows), sep="\n")
 
 
-def encode_pairs(
-    tokenizer: PreTrainedTokenizerFast, pairs: Sequence[Pair], batch_size: int = 250
-) -> list[Mapping[str, Tensor]]:
-    """Returns batches of inputs and labels."""
-    collate = DataCollatorForSeq2Seq(tokenizer)
-    batches: list[Mapping[str, Tensor]] = []
-    for start in range(0, len(pairs), batch_size):
-        examples = []
-        for pair in pairs[start : start + batch_size]:
-            examples.append(dict(tokenizer(pair.inputs, text_target=pair.targets)))
-        batches.append(collate(examples))
-    return batches
-
-
 @torch.no_grad()
 def answers_right(
     model: STMoEForConditionalGeneration,
-    batches: Sequence[Mapping[str, Tensor]],
+    batches: Sequence[Batch],
     edits: Mapping[LayerKey, RoutingEdit],
 ) -> Tensor:
     """Returns <bool>[facts]: whether greedy decoding gives the answer.

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from moe.cli import Parser, integer, run_main
-from moe.data.tokenizer import EOS, PAD, UNK, sentinel
+from moe.data.tokenizer import EOS, PAD, UNK, end_with_sentinel, sentinel
 from moe.files import output_path, register_folder_kind, whole_folder
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -118,9 +118,6 @@ def save_symbols(folder: Path) -> None:
     vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.post_processor = processors.TemplateProcessing(
-        single=f"$A {EOS}", special_tokens=[(EOS, vocabulary[EOS])]
-    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words,
         pad_token=PAD,
@@ -141,7 +138,7 @@ def save_symbols(folder: Path) -> None:
         num_sparse_decoder_layers=0,
     )
     STMoEForConditionalGeneration(config).save_pretrained(folder)
-    tokenizer.save_pretrained(str(folder))
+    end_with_sentinel(tokenizer, has_sentinel=False).save_pretrained(str(folder))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from eval.reports.formatting import markdown_table
 from eval.studies.analysis import StudyResult
 from eval.studies.report import read_result
+from eval.studies.seeds import paired_difference
 from moe.cli import Parser, integer, path, run_main
 from scripts.facts import SYLLABLES, SYMBOLS
 
@@ -92,14 +93,10 @@ def stored_bits(loss: float | None, num_facts: int) -> float:
 
 def mean_with_interval(numbers: Sequence[float]) -> str:
     """Returns the mean, and the 95 % t-interval where there is one."""
-    from scipy import stats  # takes half a second
-
-    mean = statistics.fmean(numbers)
-    if len(set(numbers)) < 2:
-        return f"{mean:.1f}"
-    error = stats.sem(numbers)
-    low, high = stats.t.interval(0.95, len(numbers) - 1, loc=mean, scale=error)
-    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
+    estimate = paired_difference(numbers, [0.0] * len(numbers))
+    if math.isnan(estimate.low):
+        return f"{estimate.mean:.1f}"
+    return f"{estimate.mean:.1f} ({estimate.low:.1f} to {estimate.high:.1f})"
 
 
 if __name__ == "__main__":

@@ -14,22 +14,12 @@ from benchmarks.models.gpu import (
     measure_decoding,
     start_decoding,
 )
-from benchmarks.models.model import ModelCase, draw_tokens, switch_config
+from benchmarks.models.model import draw_tokens, switch_config
 from moe import ConfigError
 from scripts.benchmark import main
+from tests.benchmarks.tiny_case import TINY
 
 CPU = torch.device("cpu")
-TINY = ModelCase(
-    vocab_size=131,
-    d_model=32,
-    d_ff=48,
-    num_heads=2,
-    num_layers=2,
-    sparse_layers=1,
-    batch=2,
-    input_length=13,
-    target_length=11,
-)
 
 
 def test_a_machine_without_a_gpu_is_told_so(tmp_path):

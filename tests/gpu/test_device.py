@@ -18,11 +18,12 @@ from benchmarks.models.gpu import (
     eager_step,
     start_decoding,
 )
-from benchmarks.models.model import ModelCase, switch_config
+from benchmarks.models.model import switch_config
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.recipe import OptimRecipe
+from tests.benchmarks.tiny_case import TINY
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.sparse.layers import ROUTER_NAMES, THREE_SLOTS, build_layer, losses_and_gradients
 
@@ -33,17 +34,6 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 # Rows of 16 bytes, which grouped products need.
 SIZES: dict[str, Any] = {"d_model": 16, "d_ff": 32, "num_experts": 5}
-TINY = ModelCase(
-    vocab_size=131,
-    d_model=32,
-    d_ff=64,
-    num_heads=2,
-    num_layers=2,
-    sparse_layers=1,
-    batch=2,
-    input_length=13,
-    target_length=11,
-)
 
 
 def draw_inputs(dtype):
