@@ -123,7 +123,7 @@ def pad_and_eos(tokenizer: PreTrainedTokenizerFast) -> tuple[int, int]:
 
 
 def has_sentinels(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Returns whether a tokenizer has the sentinels that stand for masked spans."""
+    """Returns whether a tokenizer has sentinels for masked spans."""
     return sentinel(0) in tokenizer.get_vocab()
 
 
