@@ -1,0 +1,1 @@
+"""Runs many requests through an encoder-decoder: continuous batching."""

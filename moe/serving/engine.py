@@ -1,0 +1,405 @@
+"""Continuous batching: requests enter and leave a running batch at any step.
+
+`submit` queues a request, `step` computes one token of every running request. The encoder runs over
+waiting requests of similar lengths as soon as enough rows are free. slots.py holds the cache,
+sampling.py chooses the tokens; batch_generator.py and server.py drive the engine.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+from moe.checks import check_integer, shown
+from moe.errors import ConfigError
+from moe.serving.sampling import Draws, Sampling, choose_tokens
+from moe.serving.slots import Slots
+from moe.sparse.capacity import slots_of_expert
+from moe.sparse.editing import sparse_layers
+
+Finish = Literal["end", "stop", "length"]
+
+_REFILL = 8
+"""The encoder waits until one in this many rows is free: a few requests cost it as much as one."""
+
+_UNSUPPORTED = {
+    "num_beams": (None, 1),
+    "repetition_penalty": (None, 1.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "bad_words_ids": (None, []),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None, {}),
+    "min_p": (None, 0.0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "guidance_scale": (None, 1, 1.0),
+}
+"""Settings of generation that change answers and are not supported, with the values that do nothing."""
+
+
+class Piece(NamedTuple):
+    """One token of an answer.
+
+    Attributes:
+        number: Number of the request.
+        token: The token.
+        text: Text that became certain with it; empty unless the engine streams.
+        answer: The whole answer, with its last token.
+    """
+
+    number: int
+    token: int
+    text: str
+    answer: "Answer | None"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer to one request.
+
+    Attributes:
+        number: Number of the request.
+        text: The answer without special tokens; it ends before a stop string.
+        tokens: Its tokens after the decoder's start, the end token included.
+        log_probs: Log-probability of each token under the model; empty unless requested.
+        finish: Whether an end token, a stop string or the maximum length ended it; None if the
+            request was refused.
+        error: Why the request was refused.
+    """
+
+    number: int
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+    error: str | None = None
+
+
+class _Request(NamedTuple):
+    number: int
+    tokens: list[int]
+    sampling: Sampling
+
+
+class _Row:
+    """A running request: its answer so far."""
+
+    def __init__(self, request: _Request, tokenizer: Any) -> None:
+        self.number = request.number
+        self.sampling = request.sampling
+        self.draws = Draws(request.sampling.seed, request.number)
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._shown = 0  # characters that were returned by read_new
+
+    def decode(self) -> bool:
+        """Reads the text of all tokens; returns whether a stop string ended it."""
+        self.text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+        ends = [self.text.find(stop) for stop in self.sampling.stop]
+        found = [end for end in ends if end >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+    def read_new(self, *, ended: bool) -> str:
+        """Returns the text that is certain and was not returned before."""
+        certain = self.text
+        if not ended:
+            # The last token may be a part of a character, and the last characters of a stop string.
+            certain = certain.rstrip("\ufffd")
+            longest = max(map(len, self.sampling.stop), default=1) - 1
+            for size in range(min(longest, len(certain)), 0, -1):
+                if any(stop.startswith(certain[-size:]) for stop in self.sampling.stop):
+                    certain = certain[:-size]
+                    break
+        new = certain[self._shown :]
+        self._shown = max(self._shown, len(certain))
+        return new
+
+
+class Engine:
+    """Answers requests with an encoder-decoder, many at a time.
+
+    An answer equals that of the request alone, token for token, apart from ties within the rounding
+    of floating point numbers.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, *, max_batch: int = 32, stream: bool = False
+    ) -> None:
+        """Prepares a model.
+
+        Args:
+            model: An encoder-decoder of transformers, dense or sparse; set to evaluation.
+            tokenizer: Its tokenizer, for the texts of answers.
+            max_batch: Most requests that run at a time.
+            stream: Whether pieces have texts.
+
+        Raises:
+            ConfigError: When the model is no encoder-decoder, its experts may drop tokens, or its
+                generation settings are not supported.
+        """
+        check_integer("max_batch", max_batch, least=1)
+        refuse_unsupported(model)
+        self.model: Any = model.eval()
+        self.tokenizer = tokenizer
+        self.max_batch = max_batch
+        self.stream = stream
+        self.waiting: list[_Request] = []
+        self._rows: list[_Row] = []
+        self._slots = Slots(max_batch, model.device)
+        self._tokens = torch.zeros(0, 1, dtype=torch.long)  # [N, 1] inputs of the next step
+
+        settings: Any = model.generation_config
+        self._start = start_tokens(model)
+        eos = settings.eos_token_id
+        self._ends = set(eos if isinstance(eos, list) else [eos])
+        self._forced_end = settings.forced_eos_token_id
+        self._pad = model.config.pad_token_id or 0
+        self._takes_positions = (
+            "decoder_position_ids" in inspect.signature(model.forward).parameters
+        )
+        self._encoded: Any = None
+        self._mixes_ages = max_batch > 1 and self._ignores_age()
+
+    def submit(self, number: int, tokens: Sequence[int], sampling: Sampling) -> None:
+        """Queues a request.
+
+        Args:
+            number: Identifies it, and is part of its seed.
+            tokens: Encoder tokens, at least one.
+            sampling: Settings of the answer.
+        """
+        assert tokens, "a request without tokens"
+        self.waiting.append(_Request(number, list(tokens), sampling))
+
+    def cancel(self, number: int) -> None:
+        """Forgets a request, wherever it is."""
+        self.waiting = [request for request in self.waiting if request.number != number]
+        self._leave([row for row, state in enumerate(self._rows) if state.number == number])
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run."""
+        return len(self._rows)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self.waiting and not self._rows
+
+    @torch.inference_mode()
+    def step(self) -> list[Piece]:
+        """Returns the next token of every running request; admits waiting ones before."""
+        pieces: list[Piece] = []
+        chosen = self._choose()
+        if chosen:
+            num_running = len(self._rows)
+            pieces += self._take(self._encode(chosen), num_running)
+        if self._rows:
+            pieces += self._take(self._decode(), 0)
+        return pieces
+
+    def _choose(self) -> list[_Request]:
+        """Removes from the queue the requests that start now, and returns them."""
+        free = self.max_batch - len(self._rows)
+        enough = free >= max(1, self.max_batch // _REFILL) and self._mixes_ages
+        if not self.waiting or (self._rows and not enough):
+            return []
+
+        # The oldest, so that none waits forever, and those closest to it in length.
+        oldest = len(self.waiting[0].tokens)
+        by_length = sorted(self.waiting, key=lambda request: abs(len(request.tokens) - oldest))
+        chosen = by_length[:free]
+        numbers = {request.number for request in chosen}
+        self.waiting = [request for request in self.waiting if request.number not in numbers]
+        return chosen
+
+    def _encode(self, requests: list[_Request]) -> Tensor:
+        """Adds rows for requests, and returns the logits of their first tokens <float>[R, V]."""
+        lengths = [len(request.tokens) for request in requests]
+        inputs = [torch.tensor(request.tokens) for request in requests]
+        input_ids = pad_sequence(inputs, batch_first=True, padding_value=self._pad)  # [R, L]
+        mask = torch.arange(input_ids.shape[1]) < torch.tensor(lengths)[:, None]
+        mask = mask.long().to(self.model.device)
+
+        encoded = self.model.get_encoder()(
+            input_ids=input_ids.to(self.model.device), attention_mask=mask, return_dict=True
+        )
+        self._encoded = encoded
+        start = torch.tensor([self._start] * len(requests), device=self.model.device)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        output = self.model(
+            encoder_outputs=encoded,
+            attention_mask=mask,
+            decoder_input_ids=start,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        self._slots.add(cache, lengths)
+        self._rows += [_Row(request, self.tokenizer) for request in requests]
+        self._tokens = torch.cat([self._tokens.to(start.device), start[:, -1:]])
+        return output.logits[:, -1]
+
+    def _decode(self) -> Tensor:
+        """Returns the logits of the next token of all rows <float>[N, V]."""
+        # Models read only the shape of the encoder's output, since its keys are cached.
+        slots = self._slots
+        memory = self._encoded.last_hidden_state[:1, :1]
+        memory = memory.expand(len(self._rows), slots.memory_length, -1)  # [N, M, D]
+        options: dict[str, Any] = {}
+        if self._takes_positions:
+            options["decoder_position_ids"] = slots.positions()
+        output = self.model(
+            encoder_outputs=type(self._encoded)(last_hidden_state=memory),
+            attention_mask=slots.cross_mask(),
+            decoder_input_ids=self._tokens,
+            decoder_attention_mask=slots.self_mask(),
+            past_key_values=slots.cache,
+            use_cache=True,
+            return_dict=True,
+            **options,
+        )
+        slots.advance()
+        return output.logits[:, -1]
+
+    def _take(self, logits: Tensor, first: int) -> list[Piece]:
+        """Adds a token to each row from `first` on, and ends the answers that are complete."""
+        rows = self._rows[first:]
+        chosen = choose_tokens(
+            logits, [row.sampling for row in rows], [row.draws for row in rows]
+        )  # [N]
+        if self._forced_end is not None:
+            last = [len(row.tokens) + 1 == row.sampling.max_new_tokens for row in rows]
+            chosen = chosen.masked_fill(torch.tensor(last, device=chosen.device), self._forced_end)
+        self._tokens[first:, 0] = chosen
+        tokens = chosen.tolist()
+
+        log_probs = [0.0] * len(rows)
+        if any(row.sampling.scores for row in rows):
+            wide = logits.float()
+            picked = wide.gather(1, chosen[:, None])[:, 0] - wide.logsumexp(dim=-1)
+            log_probs = picked.tolist()
+
+        pieces, ended = [], []
+        for index, (row, token, log_prob) in enumerate(zip(rows, tokens, log_probs, strict=True)):
+            row.tokens.append(token)
+            if row.sampling.scores:
+                row.log_probs.append(log_prob)
+            finish = self._finish(row, token)
+            answer = None
+            if finish is not None:
+                ended.append(first + index)
+                answer = Answer(row.number, row.text, row.tokens, row.log_probs, finish)
+            text = row.read_new(ended=finish is not None) if self.stream else ""
+            pieces.append(Piece(row.number, token, text, answer))
+        self._leave(ended)
+        return pieces
+
+    def _finish(self, row: _Row, token: int) -> Finish | None:
+        """Returns why an answer is complete with this token; None if it is not."""
+        finish: Finish | None = None
+        if token in self._ends:
+            finish = "end"
+        elif len(row.tokens) == row.sampling.max_new_tokens:
+            finish = "length"
+        if (finish or row.sampling.stop or self.stream) and row.decode():
+            finish = "stop"
+        return finish
+
+    def _leave(self, rows: list[int]) -> None:
+        """Ends rows, given in ascending order."""
+        if not rows:
+            return
+        # In the order in which the slots fill gaps.
+        order = list(range(len(self._rows)))
+        for row in reversed(rows):
+            last = order.pop()
+            if row < len(order):
+                order[row] = last
+        self._rows = [self._rows[row] for row in order]
+        self._tokens = self._tokens[order]
+        self._slots.remove(rows[::-1])
+
+    @torch.inference_mode()
+    def _ignores_age(self) -> bool:
+        """Returns whether a row that begins late has the logits of one that begins first.
+
+        They differ in models that count the decoder's positions from the first column, such as BART.
+        """
+        end = next(iter(self._ends))
+        request = _Request(0, [end, end], Sampling())
+        rows = []
+        for _ in range(2):
+            self._encode([request])
+            self._tokens[-1:] = end
+            rows.append(self._decode()[-1].float())
+            self._decode()
+        self._leave([0, 1])
+        spread = rows[0].std()
+        rounding = 1e-3 if self.model.dtype == torch.float32 else 0.1
+        return bool((rows[0] - rows[1]).abs().max() <= rounding * spread)
+
+
+def start_tokens(model: PreTrainedModel) -> list[int]:
+    """Returns the tokens that every answer begins with, which are not part of it."""
+    settings: Any = model.generation_config
+    candidates = [
+        settings.decoder_start_token_id,
+        getattr(model.config, "decoder_start_token_id", None),
+        settings.bos_token_id,
+    ]
+    start = next((token for token in candidates if token is not None), None)
+    if start is None:
+        raise ConfigError(
+            "The model has no decoder_start_token_id. Set it in model.generation_config."
+        )
+    return (
+        [start] if settings.forced_bos_token_id is None else [start, settings.forced_bos_token_id]
+    )
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raises unless a model's answers can be computed in a batch that changes.
+
+    Raises:
+        ConfigError: When it is no encoder-decoder, has no end token, has generation settings that
+            are not supported, or its experts have a capacity, so that answers would depend on the
+            batch.
+    """
+    settings: Any = getattr(model, "generation_config", None)
+    if settings is None or not model.config.is_encoder_decoder:
+        raise ConfigError(
+            f"{type(model).__name__} is not an encoder-decoder that generates; expected a model such as "
+            "AutoModelForSeq2SeqLM.from_pretrained returns."
+        )
+    if settings.eos_token_id is None:
+        raise ConfigError("The model has no eos_token_id. Set it in model.generation_config.")
+    for name, harmless in _UNSUPPORTED.items():
+        value = getattr(settings, name, None)
+        if value not in harmless:
+            raise ConfigError(
+                f"generation_config.{name} is {shown(value)}, which is not supported here. Set it to "
+                f"{harmless[-1]}, or call model.generate()."
+            )
+    for layer in sparse_layers(model).values():
+        if slots_of_expert(layer.config, 1 << 20, training=False) is not None:
+            raise ConfigError(
+                "The experts have a capacity, so an answer would depend on the other requests. Load the model "
+                "without one: load_model(folder, dropless=True), or "
+                "from_pretrained(folder, eval_capacity_factor=None)."
+            )
