@@ -1,23 +1,53 @@
-"""stmoe generate: answers texts with a model, one line each.
+"""stmoe generate: answers texts with a model, one or a million.
 
 stmoe generate --model runs/finetune/best/model "LATIN SMALL LETTER A" "DIGIT ONE"
 stmoe generate --model runs/finetune/best/model < questions.txt > answers.txt
-stmoe generate --model runs/teacher/model --num-beams 4 --pairs pairs.jsonl < questions.txt
+stmoe generate --model runs/finetune/best/model --in questions.jsonl --out answers.jsonl --resume
+torchrun --nproc-per-node 2 -m stmoe generate --model MODEL --ep 2 --in questions.jsonl --out answers.jsonl
 
-The last writes pairs on which `stmoe finetune --train pairs.jsonl` trains a student: distillation by sequences.
+A line of answers.jsonl has the keys of its request, and the answer as `targets`, so `stmoe finetune
+--train answers.jsonl` trains a student on it: distillation by sequences.
 """
 
-import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
+from tqdm import tqdm
 
-from moe.cli import Parser, integer, path
+from moe.checkpoint.loading import load_model_on_mesh
+from moe.checks import shown
+from moe.checksums import model_fingerprint
+from moe.cli import Parser, integer, path, real
 from moe.data.tokenizer import load_tokenizer
-from moe.errors import DataError
-from moe.files import output_path, write_text
+from moe.distributed.collectives import gather_or_raise
+from moe.distributed.launch import World, launch
+from moe.distributed.mesh import MeshConfig, build_mesh, check_mesh
+from moe.errors import ConfigError, DataError
+from moe.files import output_path
 from moe.hosts.all_hosts import load_model
+from moe.models.configuration import STMoEConfig
+from moe.models.parallelize import mesh_limits
+from moe.serving.answer_file import answer_record, open_answers, parse_request, with_line
+from moe.serving.batch_generator import BatchGenerator, Item, Request
+from moe.serving.engine import Answer
+from moe.serving.sampling import Sampling
+from moe.serving.workers import map_over_workers
+
+Line = tuple[int, dict[str, Any], Item]
+"""Number of a line from 1, its object, and its request or the error that refuses it."""
+
+Answered = tuple[int, dict[str, Any], Answer]
+"""The same with an answer."""
+
+_ROUND = 16
+"""Requests of a rank between two exchanges of answers, as a multiple of the batch."""
 
 
 def build_parser() -> Parser:
@@ -28,64 +58,321 @@ def build_parser() -> Parser:
     )
     parser.add_argument("texts", nargs="*", help="texts (each line of the standard input)")
     parser.add_argument(
+        "--in",
+        dest="input",
+        type=path,
+        help="file of requests: .jsonl with the key inputs, or a text a line",
+    )
+    parser.add_argument("--out", help="JSONL file to write (answers are printed)")
+    parser.add_argument("--resume", action="store_true", help="continue --out where it ends")
+
+    answers = parser.add_argument_group("answers")
+    answers.add_argument(
         "--max-new-tokens", type=integer(least=1), default=64, help="length of an answer (64)"
     )
-    parser.add_argument(
+    answers.add_argument(
+        "--temperature", type=real(least=0), default=0.0, help="0 takes the likeliest token (0)"
+    )
+    answers.add_argument(
+        "--top-k", type=integer(least=0), default=0, help="draw among the K likeliest (0: all)"
+    )
+    answers.add_argument(
+        "--top-p", type=real(above=0, most=1), default=1.0, help="draw among this probability (1)"
+    )
+    answers.add_argument("--seed", type=integer(least=0), default=0, help="seed of the draws (0)")
+    answers.add_argument(
+        "--stop", action="append", default=[], help="text before which answers end; may be repeated"
+    )
+    answers.add_argument(
+        "--scores", action="store_true", help="write the log-probability of each token"
+    )
+    answers.add_argument(
         "--num-beams", type=integer(least=1), default=1, help="beams of the search; 1 is greedy (1)"
     )
-    parser.add_argument(
-        "--batch-size", type=integer(least=1), default=16, help="texts answered at once (16)"
+
+    speed = parser.add_argument_group("speed")
+    speed.add_argument(
+        "--batch-size", type=integer(least=1), default=32, help="texts answered at once (32)"
     )
-    parser.add_argument(
-        "--pairs", help="JSONL file to write texts and answers to, for stmoe finetune --train"
+    speed.add_argument(
+        "--max-input", type=integer(least=1), default=512, help="longest text, in tokens (512)"
+    )
+    speed.add_argument(
+        "--workers",
+        type=integer(least=1, most=256, reason="each loads the model"),
+        default=1,
+        help="processes, each with the whole model (1)",
+    )
+    speed.add_argument(
+        "--ep", type=integer(least=1), default=1, help="ranks that share the experts (1)"
     )
     return parser
 
 
 def main(argv: list[str]) -> None:
-    """Prints the answer to each text, in order.
+    """Answers all texts, in order.
 
     Raises:
         CheckpointError: When the model is missing or damaged.
-        DataError: When a text is empty, or the tokenizer is missing.
+        ConfigError: When options cannot be combined, or `--out` exists and is not resumed.
+        DataError: When there is no text, or the tokenizer is missing.
     """
     options = build_parser().parse_args(argv)
-    pairs_file = None
-    if options.pairs is not None:
-        pairs_file = output_path(
-            options.pairs, suffix=".jsonl", option="--pairs", inputs=[options.model]
+    _check_options(options)
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=tuple(options.stop),
+        scores=options.scores,
+    )
+    with launch() as world:
+        if options.workers > 1 and world.size > 1:
+            raise ConfigError("--workers cannot be combined with torchrun. Leave one of them out.")
+        lines = _read_lines(options, sampling)
+        if options.out is None:
+            answer = _answerer(options, sampling, world)
+            _print(answer(lines), is_printer=world.rank == 0)
+        elif world.rank == 0:
+            _write(options, sampling, world, lines)
+        else:
+            first = gather_or_raise(lambda: 0)[0]
+            answer = _answerer(options, sampling, world)
+            for _ in answer(_after(lines, first, None)):
+                pass
+
+
+def _print(answers: Iterator[tuple[int, dict[str, Any], Answer]], *, is_printer: bool) -> None:
+    """Prints answers, one a line, and raises at the end if a text was refused."""
+    refused: list[str] = []
+    for line, _, answer in answers:
+        if answer.error is not None:
+            refused.append(with_line(line, answer.error))
+        if is_printer:
+            print(answer.text.replace("\n", " "), flush=True)
+    if refused:
+        raise DataError(
+            f"{len(refused)} texts have no answer, which is an empty line. {refused[0]}"
         )
 
-    texts = options.texts or sys.stdin.read().splitlines()
-    if not texts:
-        raise DataError("There is no text to answer. Give texts, or lines on the standard input.")
-    for number, text in enumerate(texts, start=1):
-        if not text.strip():
-            raise DataError(
-                f"Text {number} of {len(texts)} is empty. Give a text, or leave it out."
+
+def _check_options(options: Any) -> None:
+    """Raises a ConfigError for options that cannot be combined."""
+    if options.texts and options.input:
+        raise ConfigError("Texts and --in were both given. Leave one of them out.")
+    if options.resume and not options.out:
+        raise ConfigError("--resume continues the file of --out, which is missing. Add --out.")
+    if options.num_beams == 1:
+        return
+    excluded = {
+        "--temperature": options.temperature > 0,
+        "--stop": bool(options.stop),
+        "--scores": options.scores,
+        "--workers": options.workers > 1,
+        "--ep": options.ep > 1,
+    }
+    for name, is_given in excluded.items():
+        if is_given:
+            raise ConfigError(f"{name} cannot be combined with --num-beams. Leave one of them out.")
+
+
+def _read_lines(options: Any, sampling: Sampling) -> Iterator[Line]:
+    """Yields the requests; empty lines of JSONL are skipped."""
+    is_jsonl = options.input is not None and Path(options.input).suffix == ".jsonl"
+    if options.texts:
+        texts: Iterable[str] = options.texts
+    elif options.input is not None:
+        texts = _open_lines(options.input)
+    else:
+        texts = sys.stdin
+    has_text = False
+    for number, line in enumerate(texts, start=1):
+        has_text = True
+        line = line.rstrip("\r\n")
+        if not is_jsonl:
+            yield number, {"inputs": line}, Request(line)
+        elif line.strip():
+            yield number, *parse_request(number, line, sampling)
+    if not has_text:
+        raise DataError("There is no text to answer. Give texts, --in, or lines on standard input.")
+
+
+def _open_lines(file: Path) -> Iterator[str]:
+    with file.open(encoding="utf-8", errors="backslashreplace", newline="\n") as lines:
+        yield from lines
+
+
+def _write(options: Any, sampling: Sampling, world: World, lines: Iterator[Line]) -> None:
+    """Writes the answers of all ranks to --out, from where it ends."""
+    out = output_path(options.out, suffix=".jsonl", inputs=[options.model, options.input])
+    settings = {
+        "model": model_fingerprint(Path(options.model)),
+        **asdict(sampling),
+        "stop": list(sampling.stop),
+        "num_beams": options.num_beams,
+        "max_input": options.max_input,
+    }
+    total = _count_lines(options.input)
+    num_tokens = 0
+    refused: list[str] = []
+    with open_answers(out, settings, resume=options.resume) as file:
+        num_before = int(file.last["line"]) if file.last else 0
+        if world.size > 1:
+            gather_or_raise(lambda: num_before)
+        rest = _after(lines, num_before, file.last)
+        answer_lines = _answerer(options, sampling, world)
+        with tqdm(total=total, initial=num_before, desc="generate", mininterval=1.0) as progress:
+            for line, record, answer in answer_lines(rest):
+                written = answer_record(line, record, answer)
+                file.append(written)
+                if answer.error is not None:
+                    refused.append(written["error"])
+
+                num_tokens += len(answer.tokens)
+                elapsed = progress.format_dict["elapsed"] or 1e-9
+                progress.set_postfix_str(f"{num_tokens / elapsed:,.0f} tokens/s", refresh=False)
+                progress.update(line - progress.n)
+    if refused:
+        print(f"{len(refused)} requests were refused. The first: {refused[0]}", file=sys.stderr)
+
+
+def _count_lines(file: Path | None) -> int | None:
+    if file is None:
+        return None
+    with file.open("rb") as lines:
+        return sum(1 for _ in lines)
+
+
+def _after(lines: Iterator[Line], first: int, last: dict[str, Any] | None) -> Iterator[Line]:
+    """Yields the lines after a number, at which the answers end with the record `last`."""
+    for number, record, item in lines:
+        if number == first and last is not None and last.get("inputs") != record.get("inputs"):
+            raise ConfigError(
+                f"--out cannot be resumed: its last answer is to {shown(last.get('inputs'))}, but line "
+                f"{number} is {shown(record.get('inputs'))}. Give the same requests, or another --out."
             )
+        if number > first:
+            yield number, record, item
 
-    model = load_model(options.model).eval()
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = load_tokenizer(options.model)
 
-    pairs: list[str] = []
-    for batch in _batches(texts, options.batch_size):
-        encoded = tokenizer(batch, padding=True, return_tensors="pt").to(model.device)
-        answers = model.generate(
-            input_ids=encoded["input_ids"],
-            attention_mask=encoded["attention_mask"],
-            max_new_tokens=options.max_new_tokens,
-            num_beams=options.num_beams,
+def _answerer(
+    options: Any, sampling: Sampling, world: World
+) -> Callable[[Iterator[Line]], Iterator[Answered]]:
+    """Returns a function that yields each line with its answer, in order; the model is loaded."""
+    if options.num_beams > 1:
+        answer_all = partial(_search_beams, options, _load(options))
+    elif options.workers > 1:
+        load = partial(_load_generator, options, sampling)
+        answer_all = partial(map_over_workers, load, num_workers=options.workers)
+    elif world.size > 1:
+        answer_all = partial(
+            _map_over_ranks, options, _load_on_ranks(options, sampling, world), world
         )
-        decoded = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        for text, answer in zip(batch, decoded, strict=True):
-            print(answer.replace("\n", " "), flush=True)
-            pairs.append(json.dumps({"inputs": text, "targets": answer}, ensure_ascii=False))
-    if pairs_file is not None:
-        write_text(pairs_file, "\n".join(pairs) + "\n")
+    else:
+        answer_all = _load_generator(options, sampling).map_numbered
+
+    def answer_lines(lines: Iterator[Line]) -> Iterator[Answered]:
+        records: dict[int, dict[str, Any]] = {}
+
+        def numbered() -> Iterator[tuple[int, Item]]:
+            for number, record, item in lines:
+                records[number] = record
+                yield number, item
+
+        for answer in answer_all(numbered()):
+            yield answer.number, records.pop(answer.number), answer
+
+    return answer_lines
 
 
-def _batches(texts: list[str], size: int) -> Iterator[list[str]]:
-    for start in range(0, len(texts), size):
-        yield texts[start : start + size]
+def _load_generator(
+    options: Any, sampling: Sampling, model: Any = None, group: ProcessGroup | None = None
+) -> BatchGenerator:
+    """Returns the generator of a model, which is loaded unless given."""
+    return BatchGenerator(
+        model or _load(options),
+        load_tokenizer(options.model),
+        max_batch=options.batch_size,
+        max_input=options.max_input,
+        group=group,
+        **vars(sampling),
+    )
+
+
+def _load(options: Any) -> Any:
+    model = load_model(options.model, dropless=True).eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _load_on_ranks(options: Any, sampling: Sampling, world: World) -> BatchGenerator:
+    """Returns this rank's generator; with --ep it has a part of the experts."""
+    if options.ep == 1:
+        return _load_generator(options, sampling)
+    config = STMoEConfig.from_pretrained(
+        options.model, dispatch="ragged", eval_capacity_factor=None, expert_capacity=None
+    )
+    replicas = max(1, world.size // options.ep)
+    mesh_config = MeshConfig(ep=options.ep, dp_replicate=replicas)
+    check_mesh(mesh_config, mesh_limits(config, world.size))
+    mesh = build_mesh(mesh_config, world.device_type)
+    model, _ = load_model_on_mesh(options.model, mesh, config=config, gather=False)
+    return _load_generator(options, sampling, model, torch.distributed.group.WORLD)
+
+
+def _map_over_ranks(
+    options: Any, generator: BatchGenerator, world: World, numbered: Iterator[tuple[int, Item]]
+) -> Iterator[Answer]:
+    """Yields all answers on every rank; each rank answers an equal part of every round."""
+    size = _ROUND * options.batch_size * world.size
+    while chunk := list(islice(numbered, size)):
+        own = list(generator.map_numbered(chunk[world.rank :: world.size]))
+        answers = [answer for part in gather_or_raise(lambda own=own: own) for answer in part]
+        yield from sorted(answers, key=lambda answer: answer.number)
+
+
+def _search_beams(
+    options: Any, model: Any, numbered: Iterator[tuple[int, Item]]
+) -> Iterator[Answer]:
+    """Yields the answers of a beam search, in static batches of similar lengths."""
+    tokenizer = load_tokenizer(options.model)
+    while chunk := list(islice(numbered, _ROUND * options.batch_size)):
+        answers: dict[int, Answer] = {}
+        inputs: list[tuple[int, str]] = []
+        for number, item in chunk:
+            error = _refusal(item, tokenizer, options.max_input)
+            if error is not None or not isinstance(item, Request):
+                answers[number] = Answer(number, error=error)
+            else:
+                inputs.append((number, item.text))
+        inputs.sort(key=lambda pair: len(pair[1]))
+        for start in range(0, len(inputs), options.batch_size):
+            batch = inputs[start : start + options.batch_size]
+            texts = [text for _, text in batch]
+            encoded = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
+            tokens = model.generate(
+                input_ids=encoded["input_ids"],
+                attention_mask=encoded["attention_mask"],
+                max_new_tokens=options.max_new_tokens,
+                num_beams=options.num_beams,
+            )
+            decoded = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            for (number, _), text in zip(batch, decoded, strict=True):
+                answers[number] = Answer(number, text)
+        for number, _ in chunk:
+            yield answers[number]
+
+
+def _refusal(item: Item, tokenizer: Any, max_input: int) -> str | None:
+    """Returns why a request has no beam search; None if it has."""
+    if not isinstance(item, Request):
+        return str(item)
+    if item.sampling is not None:
+        return "sampling cannot be combined with --num-beams."
+    if not item.text.strip():
+        return f"The text is {shown(item.text)}; expected one that is not empty."
+    num_tokens = len(tokenizer(item.text, verbose=False)["input_ids"])
+    if num_tokens > max_input:
+        return f"The text has {num_tokens} tokens; expected at most --max-input, {max_input}."
+    return None

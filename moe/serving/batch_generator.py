@@ -1,18 +1,21 @@
 """Answers a stream of texts in order, many at a time; engine.py computes the tokens."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from moe.checks import check_integer, shown
+from moe.errors import DataError
 from moe.serving.engine import Answer, Engine, Piece
-from moe.serving.sampling import Sampling
+from moe.serving.sampling import Sampling, sampling_of
 
 _AHEAD = 32
-"""Requests read before the first unanswered one is answered, as a multiple of the batch."""
+"""Most requests that were read and not yet returned, as a multiple of the batch."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,9 @@ class Request:
 
     text: str
     sampling: Sampling | None = None
+
+
+Item = str | Request | DataError
 
 
 class BatchGenerator:
@@ -45,6 +51,7 @@ class BatchGenerator:
         max_batch: int = 32,
         max_input: int = 512,
         on_piece: Callable[[Piece], None] | None = None,
+        group: ProcessGroup | None = None,
         **sampling: Any,
     ) -> None:
         """Prepares a model, which must not drop tokens.
@@ -55,6 +62,8 @@ class BatchGenerator:
             max_batch: Most requests that run at a time.
             max_input: Most tokens of a text. A longer one is refused, alone.
             on_piece: Called with each token of every answer as soon as it is known.
+            group: Ranks that share the model's experts. All of them call `map` at the same time, with
+                their own texts, and read it to the end.
             sampling: Fields of `Sampling`, for requests without their own. The defaults are those of
                 `model.generation_config` for temperature, top_k and top_p, if it samples.
 
@@ -62,38 +71,43 @@ class BatchGenerator:
             ConfigError: When the model or a setting is not supported.
         """
         check_integer("max_input", max_input, least=1)
-        self.engine = Engine(model, tokenizer, max_batch=max_batch, stream=on_piece is not None)
+        self.engine = Engine(
+            model, tokenizer, max_batch=max_batch, stream=on_piece is not None, group=group
+        )
         self.tokenizer = tokenizer
         self.max_input = max_input
         self.sampling = replace(default_sampling(model), **sampling)
         self.on_piece = on_piece
 
-    def map(self, texts: Iterable[str | Request], *, first: int = 0) -> Iterator[Answer]:
+    def map(self, texts: Iterable[Item]) -> Iterator[Answer]:
         """Yields the answer to each text, in order.
 
-        Texts are read as they are needed, so an endless iterator works. Every answer depends only
-        on its text, its settings and its number.
+        Texts are read as they are needed, so an endless iterator works. An answer depends only on
+        its text and its settings; those that share settings draw with the seed and their number,
+        counted from 0.
 
         Args:
-            texts: Texts, or requests with their own settings.
-            first: Number of the first one. A stream that is resumed there has the same answers.
+            texts: Texts, or requests with their own settings. A DataError in their place becomes a
+                refusal with its message.
         """
+        yield from self.map_numbered(enumerate(texts))
+
+    def map_numbered(self, numbered: Iterable[tuple[int, Item]]) -> Iterator[Answer]:
+        """Yields answers likewise, to texts with numbers of their own."""
         engine = self.engine
-        numbered = enumerate(texts, start=first)
+        source = iter(numbered)
+        order: deque[int] = deque()  # numbers that were read and not answered
         answers: dict[int, Answer] = {}
-        next_number = first
-        num_read = first
         exhausted = False
-        while True:
-            # As many texts ahead as bucketing by length needs, but not without limit.
-            room = _AHEAD * engine.max_batch - (num_read - next_number)
+        while engine.anywhere(bool(order) or not exhausted):
+            # Enough texts to group them by length, but not without limit.
+            room = min(_AHEAD * engine.max_batch - len(order), 4 * engine.max_batch)
             if not exhausted and len(engine.waiting) < 2 * engine.max_batch and room > 0:
-                size = min(room, 4 * engine.max_batch)
-                chunk = list(islice(numbered, size))
-                exhausted = len(chunk) < size
-                num_read += len(chunk)
-                for answer in self.submit(chunk):
-                    answers[answer.number] = answer
+                chunk = list(islice(source, room))
+                exhausted = len(chunk) < room
+                order.extend(number for number, _ in chunk)
+                for refusal in self.submit(chunk):
+                    answers[refusal.number] = refusal
 
             for piece in engine.step():
                 if self.on_piece is not None:
@@ -101,17 +115,17 @@ class BatchGenerator:
                 if piece.answer is not None:
                     answers[piece.number] = piece.answer
 
-            while next_number in answers:
-                yield answers.pop(next_number)
-                next_number += 1
-            if exhausted and next_number == num_read:
-                return
+            while order and order[0] in answers:
+                yield answers.pop(order.popleft())
 
-    def submit(self, requests: list[tuple[int, str | Request]]) -> list[Answer]:
+    def submit(self, requests: Iterable[tuple[int, Item]]) -> list[Answer]:
         """Queues numbered requests, and returns refusals of those that cannot be answered."""
         refused = []
         valid: list[tuple[int, Request]] = []
         for number, item in requests:
+            if isinstance(item, DataError):
+                refused.append(Answer(number, error=str(item)))
+                continue
             request = item if isinstance(item, Request) else Request(item)
             if isinstance(request.text, str) and request.text.strip():
                 valid.append((number, request))
@@ -131,7 +145,8 @@ class BatchGenerator:
                 )
                 refused.append(Answer(number, error=error))
             else:
-                self.engine.submit(number, tokens, request.sampling or self.sampling)
+                sampling = request.sampling or sampling_of(self.sampling, number)
+                self.engine.submit(number, tokens, sampling)
         return refused
 
 

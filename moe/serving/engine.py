@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
@@ -98,7 +100,7 @@ class _Row:
     def __init__(self, request: _Request, tokenizer: Any) -> None:
         self.number = request.number
         self.sampling = request.sampling
-        self.draws = Draws(request.sampling.seed, request.number)
+        self.draws = Draws(request.sampling.seed)
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.text = ""
@@ -138,7 +140,13 @@ class Engine:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, *, max_batch: int = 32, stream: bool = False
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        max_batch: int = 32,
+        stream: bool = False,
+        group: ProcessGroup | None = None,
     ) -> None:
         """Prepares a model.
 
@@ -147,6 +155,8 @@ class Engine:
             tokenizer: Its tokenizer, for the texts of answers.
             max_batch: Most requests that run at a time.
             stream: Whether pieces have texts.
+            group: Ranks that share the model's experts. Each has its own requests, and all call
+                `step` together: a rank without requests takes part with padding.
 
         Raises:
             ConfigError: When the model is no encoder-decoder, its experts may drop tokens, or its
@@ -158,10 +168,12 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_batch = max_batch
         self.stream = stream
+        self.group = group
         self.waiting: list[_Request] = []
         self._rows: list[_Row] = []
         self._slots = Slots(max_batch, model.device)
-        self._tokens = torch.zeros(0, 1, dtype=torch.long)  # [N, 1] inputs of the next step
+        # Inputs of the next step.  [N, 1]
+        self._tokens = torch.zeros(0, 1, dtype=torch.long, device=model.device)
 
         settings: Any = model.generation_config
         self._start = start_tokens(model)
@@ -179,7 +191,7 @@ class Engine:
         """Queues a request.
 
         Args:
-            number: Identifies it, and is part of its seed.
+            number: Identifies it.
             tokens: Encoder tokens, at least one.
             sampling: Settings of the answer.
         """
@@ -206,12 +218,26 @@ class Engine:
         """Returns the next token of every running request; admits waiting ones before."""
         pieces: list[Piece] = []
         chosen = self._choose()
-        if chosen:
-            num_running = len(self._rows)
-            pieces += self._take(self._encode(chosen), num_running)
-        if self._rows:
-            pieces += self._take(self._decode(), 0)
+        if self.anywhere(bool(chosen)):
+            if chosen:
+                num_running = len(self._rows)
+                pieces += self._take(self._encode(chosen), num_running)
+            else:
+                self._prefill([[self._pad]], [0])
+        if self.anywhere(bool(self._rows)):
+            if self._rows:
+                pieces += self._take(self._decode(), 0)
+            else:
+                self._decode_padding()
         return pieces
+
+    def anywhere(self, here: bool) -> bool:
+        """Returns whether something holds on any rank of the group; without one, here."""
+        if self.group is None:
+            return here
+        flag = torch.tensor(int(here), device=self.model.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, self.group)
+        return bool(flag)
 
     def _choose(self) -> list[_Request]:
         """Removes from the queue the requests that start now, and returns them."""
@@ -231,29 +257,44 @@ class Engine:
     def _encode(self, requests: list[_Request]) -> Tensor:
         """Adds rows for requests, and returns the logits of their first tokens <float>[R, V]."""
         lengths = [len(request.tokens) for request in requests]
-        inputs = [torch.tensor(request.tokens) for request in requests]
-        input_ids = pad_sequence(inputs, batch_first=True, padding_value=self._pad)  # [R, L]
-        mask = torch.arange(input_ids.shape[1]) < torch.tensor(lengths)[:, None]
-        mask = mask.long().to(self.model.device)
+        cache, logits = self._prefill([request.tokens for request in requests], lengths)
+        self._slots.add(cache, lengths)
+        self._rows += [_Row(request, self.tokenizer) for request in requests]
+        last = torch.full((len(requests), 1), self._start[-1], device=logits.device)
+        self._tokens = torch.cat([self._tokens, last])
+        return logits
 
-        encoded = self.model.get_encoder()(
-            input_ids=input_ids.to(self.model.device), attention_mask=mask, return_dict=True
+    def _prefill(
+        self, inputs: list[list[int]], lengths: list[int]
+    ) -> tuple[EncoderDecoderCache, Tensor]:
+        """Runs the encoder, and the decoder over its start tokens.
+
+        Args:
+            inputs: R rows of encoder tokens.
+            lengths: How many tokens of each row are real.
+
+        Returns:
+            A cache of R rows, and the logits of their first tokens <float>[R, V].
+        """
+        device = self.model.device
+        rows = [torch.tensor(row) for row in inputs]
+        input_ids = pad_sequence(rows, batch_first=True, padding_value=self._pad)  # [R, L]
+        mask = torch.arange(input_ids.shape[1]) < torch.tensor(lengths)[:, None]
+        mask = mask.long().to(device)
+
+        self._encoded = self.model.get_encoder()(
+            input_ids=input_ids.to(device), attention_mask=mask, return_dict=True
         )
-        self._encoded = encoded
-        start = torch.tensor([self._start] * len(requests), device=self.model.device)
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         output = self.model(
-            encoder_outputs=encoded,
+            encoder_outputs=self._encoded,
             attention_mask=mask,
-            decoder_input_ids=start,
+            decoder_input_ids=torch.tensor([self._start] * len(inputs), device=device),
             past_key_values=cache,
             use_cache=True,
             return_dict=True,
         )
-        self._slots.add(cache, lengths)
-        self._rows += [_Row(request, self.tokenizer) for request in requests]
-        self._tokens = torch.cat([self._tokens.to(start.device), start[:, -1:]])
-        return output.logits[:, -1]
+        return cache, output.logits[:, -1]
 
     def _decode(self) -> Tensor:
         """Returns the logits of the next token of all rows <float>[N, V]."""
@@ -276,6 +317,20 @@ class Engine:
         )
         slots.advance()
         return output.logits[:, -1]
+
+    def _decode_padding(self) -> None:
+        """Takes part in a step of other ranks with one row of padding."""
+        padding = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+        memory = self._encoded.last_hidden_state[:1, :1]
+        self.model(
+            encoder_outputs=type(self._encoded)(last_hidden_state=memory),
+            attention_mask=padding,
+            decoder_input_ids=padding + self._pad,
+            decoder_attention_mask=padding,
+            past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()),
+            use_cache=True,
+            return_dict=True,
+        )
 
     def _take(self, logits: Tensor, first: int) -> list[Piece]:
         """Adds a token to each row from `first` on, and ends the answers that are complete."""

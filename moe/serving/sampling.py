@@ -1,7 +1,7 @@
 """How the next token of a request is chosen: greedily, or drawn with the request's own seed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ class Sampling:
         temperature: 0 takes the likeliest token; larger values draw less likely ones more often.
         top_k: Only this many of the likeliest tokens are drawn; 0 for all.
         top_p: Only the likeliest tokens whose probabilities sum to this are drawn; 1 for all.
-        seed: Seed of the draws, together with the request's number.
+        seed: Seed of the draws.
         stop: Texts that end an answer, which ends before them.
         scores: Whether to return the log-probability of each token.
 
@@ -52,12 +52,20 @@ class Sampling:
 class Draws:
     """Random numbers of one request: the same for any batch and any order of arrival."""
 
-    def __init__(self, seed: int, number: int) -> None:
-        self._numbers = np.random.Generator(np.random.Philox(key=[seed, number]))
+    def __init__(self, seed: int) -> None:
+        self._numbers = np.random.Generator(np.random.Philox(key=seed))
 
     def next(self) -> float:
         """Returns a number in [0, 1)."""
         return self._numbers.random()
+
+
+def sampling_of(sampling: Sampling, number: int) -> Sampling:
+    """Returns settings with a seed of their own for one of the requests that share `sampling`."""
+    if sampling.temperature == 0:
+        return sampling
+    seed = np.random.SeedSequence([sampling.seed, number]).generate_state(1, np.uint64)[0]
+    return replace(sampling, seed=int(seed))
 
 
 def choose_tokens(logits: Tensor, settings: Sequence[Sampling], draws: Sequence[Draws]) -> Tensor:
