@@ -1,7 +1,8 @@
 """Sparse Mixture-of-Experts encoder-decoder Transformers after ST-MoE (arXiv:2202.08906).
 
-Importing the package registers its models with transformers' Auto classes. Names not listed here
-are imported from the module that defines them, e.g. `from moe.sparse.losses import RouterLosses`.
+Importing the package registers its models with transformers' Auto classes, and pipelines for the
+tasks that transformers 5 removed. Names not listed here are imported from the module that defines
+them, e.g. `from moe.sparse.losses import RouterLosses`.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForTextEncoding
@@ -17,6 +18,8 @@ from moe.models.modeling import STMoEForConditionalGeneration, STMoEModel
 from moe.models.parallelize import shard_model
 from moe.models.presets import PRESETS
 from moe.models.trainable_parameters import adapter_memory, lora_config, select_parameters
+from moe.serving.batch_generator import BatchGenerator
+from moe.serving.pipelines import register_pipelines
 from moe.sparse.config import SparseConfig
 from moe.sparse.editing import edit_routing
 from moe.sparse.edits import DropExperts, RerouteExperts, SwapExperts
@@ -38,6 +41,7 @@ from moe.training.callback import RouterStatsCallback
 __all__ = [
     "PRESETS",
     "ROUTERS",
+    "BatchGenerator",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -86,3 +90,4 @@ AutoConfig.register("st_moe", STMoEConfig)
 AutoModel.register(STMoEConfig, STMoEModel)
 AutoModelForSeq2SeqLM.register(STMoEConfig, STMoEForConditionalGeneration)
 AutoModelForTextEncoding.register(STMoEConfig, STMoEEncoderModel)
+register_pipelines()

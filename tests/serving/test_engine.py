@@ -1,0 +1,217 @@
+"""Continuous batching: every answer is that of the request alone, whatever else runs."""
+
+import random
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from moe import ConfigError
+from moe.errors import DataError
+from moe.serving.batch_generator import BatchGenerator, Request
+from moe.serving.engine import Engine
+from moe.serving.sampling import Sampling, kept_probs, sample
+from moe.sparse.all_routers import load_routers
+from tests.serving.tiny_words import MODELS, V, ours, texts, word_tokenizer
+
+TOKENIZER = word_tokenizer()
+LONGEST = 19
+
+
+def alone(model, text, max_new_tokens=LONGEST):
+    """Returns the tokens of transformers' own generation for one text."""
+    inputs = TOKENIZER(text, return_tensors="pt")
+    mask = inputs["attention_mask"]
+    tokens = model.generate(
+        inputs["input_ids"], attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False
+    )
+    return tokens[0, 1:].tolist()
+
+
+def requests(number=31, seed=0):
+    """Returns texts with lengths of their own, some of which leave at once."""
+    draw = random.Random(seed)
+    lengths = [draw.choice([1, 2, 3, 5, 11, LONGEST]) for _ in range(number)]
+    return [
+        Request(text, Sampling(max_new_tokens=length))
+        for text, length in zip(texts(number, seed=seed), lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("router", load_routers().names())
+def test_answers_of_every_router_are_those_of_each_request_alone(router):
+    model = ours(router)
+    asked = requests()
+    expected = [alone(model, request.text, request.sampling.max_new_tokens) for request in asked]
+    for max_batch in (1, 3, 16):
+        answers = list(BatchGenerator(model, TOKENIZER, max_batch=max_batch).map(asked))
+        assert [answer.tokens for answer in answers] == expected
+        assert [answer.number for answer in answers] == list(range(len(asked)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_of_every_model_of_transformers_are_those_of_each_request_alone(name):
+    model = MODELS[name]()
+    asked = requests(17)
+    expected = [alone(model, request.text, request.sampling.max_new_tokens) for request in asked]
+    answers = BatchGenerator(model, TOKENIZER, max_batch=5).map(asked)
+    assert [answer.tokens for answer in answers] == expected
+
+
+def test_the_cache_moves_to_the_front_again_and_again_without_a_trace():
+    # 400 steps in columns that are allocated for 64.
+    model = ours()
+    asked = [Request(text, Sampling(max_new_tokens=7)) for text in texts(120)]
+    engine = Engine(model, TOKENIZER, max_batch=2)
+    for number, request in enumerate(asked):
+        engine.submit(number, TOKENIZER(request.text)["input_ids"], request.sampling)
+    answers = {}
+    while not engine.is_idle:
+        answers |= {piece.number: piece.answer for piece in engine.step() if piece.answer}
+    for number in (0, 59, 118, 119):
+        assert answers[number].tokens == alone(model, asked[number].text, 7)
+
+
+def test_a_long_answer_outgrows_its_columns():
+    model = ours()
+    model.generation_config.eos_token_id = V - 1
+    model.lm_head.weight.data[V - 1] = 0
+    asked = [Request("w3 w4", Sampling(max_new_tokens=150)), Request("w5")]
+    first, _ = BatchGenerator(model, TOKENIZER, max_batch=2).map(asked)
+    assert len(first.tokens) == 150
+    assert first.tokens == alone(model, "w3 w4", 150)
+
+
+def test_requests_that_arrive_later_join_the_running_ones_and_cancelled_ones_leave():
+    model = ours()
+    engine = Engine(model, TOKENIZER, max_batch=4)
+    sampling = Sampling(max_new_tokens=LONGEST)
+    answers = {}
+    for step in range(60):
+        if step < 18 and step % 2 == 0:
+            engine.submit(step, TOKENIZER(texts(20)[step])["input_ids"], sampling)
+        if step == 9:
+            engine.cancel(4)
+        for piece in engine.step():
+            assert piece.number != 4 or step < 9
+            if piece.answer:
+                answers[piece.number] = piece.answer
+    assert engine.is_idle and sorted(answers) == [0, 2, 6, 8, 10, 12, 14, 16]
+    for number, answer in answers.items():
+        assert answer.tokens == alone(model, texts(20)[number])
+
+
+def test_draws_depend_on_the_seed_and_the_request_but_not_on_the_batch():
+    model = ours()
+    drawn = {}
+    for seed, max_batch in ((0, 1), (0, 16), (1, 16)):
+        generator = BatchGenerator(
+            model, TOKENIZER, max_batch=max_batch, temperature=0.9, top_p=0.95, seed=seed
+        )
+        drawn[seed, max_batch] = [answer.tokens for answer in generator.map(["w3 w4"] * 5)]
+    assert drawn[0, 1] == drawn[0, 16] != drawn[1, 16]
+    assert len(set(map(tuple, drawn[0, 1]))) == 5
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_k": 5}, {"top_p": 0.6}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}]
+)
+def test_the_distribution_is_that_of_the_warpers_of_transformers(fields):
+    sampling = Sampling(**{"temperature": 1.0, **fields})
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(sampling.temperature))])
+    if sampling.top_k:
+        warpers.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        warpers.append(TopPLogitsWarper(sampling.top_p))
+    logits = torch.randn(7, V, generator=torch.Generator().manual_seed(0)) * 2
+    expected = warpers(torch.zeros(7, 1).long(), logits.clone()).softmax(-1)
+
+    probs, tokens = kept_probs(logits, [sampling] * 7)
+    ours_by_token = torch.zeros(7, V).double().scatter(1, tokens, probs)
+    ours_by_token /= ours_by_token.sum(-1, keepdim=True)
+    torch.testing.assert_close(ours_by_token.float(), expected, rtol=1e-4, atol=1e-6)
+
+    # The quantiles of a row draw each token as often as it is likely.
+    uniform = (torch.arange(1_000) + 0.5) / 1_000
+    drawn = sample(logits[:1].expand(1_000, -1), [sampling] * 1_000, uniform)
+    shares = torch.bincount(drawn, minlength=V) / 1_000
+    torch.testing.assert_close(shares, expected[0], rtol=0, atol=1.1e-3)
+
+
+def test_a_stop_string_ends_an_answer_before_it_and_streamed_pieces_never_show_it():
+    model = ours()
+    (plain,) = BatchGenerator(model, TOKENIZER, max_new_tokens=LONGEST).map(["w3 w4 w5"])
+    words = plain.text.split()
+    stop = f"{words[3]} {words[4]}"
+    pieces = []
+    generator = BatchGenerator(
+        model, TOKENIZER, max_new_tokens=LONGEST, stop=(stop,), on_piece=pieces.append
+    )
+    (stopped,) = generator.map(["w3 w4 w5"])
+    assert stopped.finish == "stop" and stopped.text == plain.text.split(stop)[0]
+    assert "".join(piece.text for piece in pieces) == stopped.text
+    assert [piece.token for piece in pieces] == stopped.tokens
+
+
+def test_scores_are_the_log_probabilities_of_a_whole_pass():
+    model = ours()
+    (answer,) = BatchGenerator(model, TOKENIZER, max_new_tokens=7, scores=True).map(["w3 w4"])
+    inputs = TOKENIZER("w3 w4", return_tensors="pt")["input_ids"]
+    decoder = torch.tensor([[model.config.decoder_start_token_id, *answer.tokens[:-1]]])
+    logits = model(inputs, decoder_input_ids=decoder, decoder_drop_tokens=False).logits
+    expected = logits.log_softmax(-1)[0].gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer.log_probs), expected, rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_answered_is_refused_alone():
+    asked = ["w3", "", " \n", "w4 " * 40, None, DataError("line 9: no text"), "w5"]
+    answers = list(BatchGenerator(ours(), TOKENIZER, max_input=13).map(asked))
+    assert [answer.error is None for answer in answers] == [True] + [False] * 5 + [True]
+    assert "41 tokens" in answers[3].error and "13" in answers[3].error
+    assert answers[5].error == "line 9: no text"
+    assert list(BatchGenerator(ours(), TOKENIZER).map([])) == []
+
+
+def test_an_endless_source_is_read_as_it_is_needed():
+    read = 0
+
+    def endless():
+        nonlocal read
+        while True:
+            read += 1
+            yield f"w{2 + read % 100}"
+
+    answers = BatchGenerator(ours(), TOKENIZER, max_batch=2, max_new_tokens=3).map(endless())
+    for number in range(50):
+        assert next(answers).number == number
+    assert read < 50 + 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model.generation_config, "num_beams", 4), "num_beams"),
+        (lambda model: setattr(model.generation_config, "repetition_penalty", 1.3), "repetition"),
+        (lambda model: setattr(model.generation_config, "eos_token_id", None), "eos_token_id"),
+    ],
+)
+def test_settings_that_would_change_answers_are_refused(change, message):
+    model = ours()
+    change(model)
+    with pytest.raises(ConfigError, match=message):
+        Engine(model, TOKENIZER)
+
+
+def test_a_model_whose_experts_drop_tokens_is_refused_with_the_remedy():
+    from tests.models.tiny import tiny_model
+
+    with pytest.raises(ConfigError, match="eval_capacity_factor=None"):
+        Engine(tiny_model(), TOKENIZER)
+    for fields in ({"temperature": -1}, {"top_p": 0}, {"stop": ("",)}, {"max_new_tokens": 0}):
+        with pytest.raises(ConfigError, match=next(iter(fields))):
+            Sampling(**fields)

@@ -1,0 +1,176 @@
+"""`stmoe generate` with files: one line for each request, in order, whatever happens to the process."""
+
+import io
+import json
+import random
+import signal
+
+import pytest
+
+from moe import ConfigError, DataError
+from moe.commands.generate import main
+from moe.data.pair_files import read_pairs
+from moe.work_folder import work_folder
+from tests.models.tiny import tiny_model
+from tests.processes import Command, start_torchrun
+from tests.serving.tiny_words import texts, word_tokenizer
+
+NUMBER = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose experts drop tokens, unless it is loaded as the command does; and requests."""
+    folder = tmp_path_factory.mktemp("generate")
+    tiny_model(num_experts=6).save_pretrained(folder / "model")
+    word_tokenizer().save_pretrained(folder / "model")
+    lines = [{"inputs": text, "id": f"q{index}"} for index, text in enumerate(texts(NUMBER))]
+    lines[7]["targets"] = "what a person wrote"
+    lines[8]["sampling"] = {"max_new_tokens": 2, "temperature": 1.5, "seed": 3}
+    with (folder / "in.jsonl").open("w") as file:
+        for line in lines:
+            print(json.dumps(line), file=file)
+    run(folder, folder / "whole.jsonl")
+    return folder
+
+
+def arguments(folder, out, *more):
+    options = ["--model", folder / "model", "--in", folder / "in.jsonl", "--out", out]
+    return [str(word) for word in (*options, "--max-new-tokens", 9, "--batch-size", 4, *more)]
+
+
+def run(folder, out, *more):
+    main(arguments(folder, out, *more))
+    return out.read_bytes()
+
+
+def test_every_request_has_one_line_with_its_own_keys_and_the_answer(folder):
+    records = [json.loads(line) for line in (folder / "whole.jsonl").read_text().splitlines()]
+    assert [record["line"] for record in records] == list(range(1, NUMBER + 1))
+    assert [record["id"] for record in records] == [f"q{index}" for index in range(NUMBER)]
+    assert records[7]["references"] == "what a person wrote" != records[7]["targets"]
+    assert len(records[8]["targets"].split()) == 2
+    assert len(read_pairs(folder / "whole.jsonl")) == NUMBER
+
+
+def test_a_file_cut_anywhere_is_continued_to_the_same_bytes(folder, tmp_path):
+    whole = (folder / "whole.jsonl").read_bytes()
+    settings = (folder / "whole.jsonl.settings.json").read_bytes()
+    out = tmp_path / "out.jsonl"
+    draw = random.Random(0)
+    for size in (0, 1, len(whole) - 1, len(whole), draw.randrange(len(whole))):
+        out.write_bytes(whole[:size])
+        (tmp_path / "out.jsonl.settings.json").write_bytes(settings)
+        assert run(folder, out, "--resume") == whole
+
+
+@pytest.mark.slow
+def test_a_killed_process_loses_and_repeats_nothing(folder, tmp_path):
+    out = tmp_path / "out.jsonl"
+
+    def num_lines():
+        return out.read_bytes().count(b"\n") if out.exists() else 0
+
+    for reached in (1, 17, 40):
+        command = Command("stmoe", ["generate", *arguments(folder, out, "--resume")])
+        command.wait_for(lambda reached=reached: num_lines() >= reached)
+        command.send_signal(signal.SIGKILL)
+        command.finish()
+    assert run(folder, out, "--resume") == (folder / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_workers_and_ranks_write_the_file_of_one_process(folder, tmp_path):
+    whole = (folder / "whole.jsonl").read_bytes()
+    assert run(folder, tmp_path / "workers.jsonl", "--workers", 2) == whole
+    out = tmp_path / "ranks.jsonl"
+    ended = start_torchrun(2, "stmoe", "generate", *arguments(folder, out, "--ep", 2)).finish()
+    assert ended.returncode == 0, ended.stderr
+    assert out.read_bytes() == whole
+
+
+def test_a_file_of_another_run_is_left_alone(folder, tmp_path):
+    out = tmp_path / "out.jsonl"
+    whole = run(folder, out)
+    with pytest.raises(ConfigError, match="--resume"):
+        run(folder, out)
+    with pytest.raises(ConfigError, match="seed 0, not 5"):
+        run(folder, out, "--resume", "--seed", 5)
+    with pytest.raises(DataError), work_folder(out, wait=False):
+        run(folder, out, "--resume")
+
+    # The last answer is to another request.
+    lines = (folder / "in.jsonl").read_text().splitlines()
+    lines[-1] = json.dumps({"inputs": "w3"})
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="'w3'"):
+        run(folder, out, "--resume", "--in", other)
+    assert out.read_bytes() == whole
+    out.with_name("out.jsonl.settings.json").unlink()
+    with pytest.raises(ConfigError, match=r"settings.json"):
+        run(folder, out, "--resume")
+
+
+def test_bad_lines_are_refused_alone_with_their_numbers(folder, tmp_path, capsys):
+    bad = [
+        "no JSON",
+        "[1]",
+        '{"text": "w3"}',
+        '{"inputs": " "}',
+        json.dumps({"inputs": "w3 " * 20}),
+        '{"inputs": "w3", "sampling": {"temprature": 1}}',
+        '{"inputs": "w3", "sampling": {"temperature": -1}}',
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(["", '{"inputs": "w3"}', *bad, '{"inputs": "w4"}', ""]))
+    out = tmp_path / "out.jsonl"
+    run(folder, out, "--in", source, "--max-input", 13)
+    first, *refused, last = [json.loads(line) for line in out.read_text().splitlines()]
+    assert first["line"] == 2 and last["line"] == 10 and first["targets"] and last["targets"]
+    assert len(refused) == len(bad)
+    for number, record in enumerate(refused, start=3):
+        assert record["error"].startswith(f"line {number}: ") and "targets" not in record
+    assert "temperature" in refused[5]["error"]
+    assert "7 requests were refused" in capsys.readouterr().err
+
+
+def test_texts_come_from_arguments_a_text_file_or_standard_input(
+    folder, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "in.txt").write_text("w3 w4\nw5\n")
+    options = ["--model", str(folder / "model"), "--max-new-tokens", "5"]
+    main([*options, "w3 w4", "w5"])
+    expected = capsys.readouterr().out
+    assert expected.count("\n") == 2
+    main([*options, "--in", str(tmp_path / "in.txt")])
+    assert capsys.readouterr().out == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO("w3 w4\nw5\n"))
+    main(options)
+    assert capsys.readouterr().out == expected
+    with pytest.raises(DataError, match="line 2: The text is ''"):
+        main([*options, "w3 w4", "", "w5"])
+    assert [*capsys.readouterr().out.splitlines()[::2]] == expected.splitlines()
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(DataError, match="no text"):
+        main(options)
+
+
+def test_beams_are_those_of_transformers_and_exclude_what_they_would_ignore(folder, tmp_path):
+    out = tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
+    asked = [json.dumps({"inputs": text}) for text in texts(9)]
+    source.write_text("\n".join([*asked, '{"inputs": "w3", "sampling": {"seed": 1}}']))
+    run(folder, out, "--in", source, "--num-beams", 3)
+    *answers, refused = [json.loads(line) for line in out.read_text().splitlines()]
+    assert "--num-beams" in refused["error"]
+
+    model = tiny_model(num_experts=6, eval_capacity_factor=None)
+    tokenizer = word_tokenizer()
+    for text, answer in zip(texts(9), answers, strict=True):
+        inputs = tokenizer(text, return_tensors="pt")["input_ids"]
+        tokens = model.generate(inputs, max_new_tokens=9, num_beams=3)
+        assert answer["targets"] == tokenizer.decode(tokens[0], skip_special_tokens=True)
+    for more in (["--stop", "w3"], ["--scores"], ["--temperature", 1], ["--workers", 2]):
+        with pytest.raises(ConfigError, match=more[0]):
+            run(folder, tmp_path / "x.jsonl", "--num-beams", 3, *more)
