@@ -5,6 +5,7 @@ multiplies faster, and quantized weights.
     python -m scripts.benchmark layer [--json layer.json] [--cases 0 3] [--rounds 7]
     python -m scripts.benchmark exchange [--json exchange.json] [--ranks 2 4]
     python -m scripts.benchmark model [--json model.json] [--experts 8]
+    python -m scripts.benchmark serve [--json serve.json] [--batches 1 8 32]
     python -m scripts.benchmark eval [--json eval.json] [--threads 4]
     python -m scripts.benchmark intervals [--json intervals.json] [--repeats 1000]
     python -m scripts.benchmark gpu [--json gpu.json] [--cases 4] [--batches 1 8]
@@ -42,6 +43,7 @@ from benchmarks.models.busy import BusyBenchmark, run_busy
 from benchmarks.models.evaluation import EvaluationBenchmark, run_evaluation
 from benchmarks.models.gpu import GpuBenchmark, run_gpu
 from benchmarks.models.model import PARTS, ModelBenchmark, ModelCase, run_model
+from benchmarks.models.serving import ServingBenchmark, run_serving
 from benchmarks.models.tracing import TracingBenchmark, run_tracing
 from benchmarks.ranks.exchange import ExchangeBenchmark, run_exchange
 from benchmarks.ranks.scaling import ScalingCase
@@ -199,6 +201,11 @@ BENCHMARKS = {
         "training step and decoding beside transformers' Switch and T5, on a CPU",
         "json rounds threads parts experts sparse-layers batches",
         benchmark_model,
+    ),
+    "serve": Benchmark(
+        "continuous and static batches beside Switch, T5 and CTranslate2, on a CPU",
+        "json rounds threads batches",
+        lambda options: run_serving(ServingBenchmark(**options)),
     ),
     "eval": Benchmark(
         "ranking and generating beside lm-evaluation-harness, on a CPU",

@@ -527,7 +527,8 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         """
         raise ConfigError(
             "Continuous batching (generate_batch) is not supported: transformers' scheduler packs prompts for a "
-            "decoder alone and cannot hold encoder outputs. Call generate() with a padded batch."
+            "decoder alone and cannot hold encoder outputs. Use moe.BatchGenerator, or call generate() with a "
+            "padded batch."
         )
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
