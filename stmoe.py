@@ -84,6 +84,7 @@ VERBS = {
     ),
     "goodput": Verb("show how the seconds of a run were spent", "goodput"),
     "generate": Verb("answer texts with a model", "generate"),
+    "serve": Verb("answer texts over HTTP, with OpenAI's completions API", "serve"),
     "inspect": Verb("see, replay and edit what the routers of a model do", verbs=INSPECT_VERBS),
     "convert": Verb("convert a checkpoint of T5, Switch, T5X or ours", "convert"),
     "upcycle": Verb(

@@ -71,9 +71,7 @@ class BatchGenerator:
             ConfigError: When the model or a setting is not supported.
         """
         check_integer("max_input", max_input, least=1)
-        self.engine = Engine(
-            model, tokenizer, max_batch=max_batch, stream=on_piece is not None, group=group
-        )
+        self.engine = Engine(model, tokenizer, max_batch=max_batch, group=group)
         self.tokenizer = tokenizer
         self.max_input = max_input
         self.sampling = replace(default_sampling(model), **sampling)
@@ -146,7 +144,8 @@ class BatchGenerator:
                 refused.append(Answer(number, error=error))
             else:
                 sampling = request.sampling or sampling_of(self.sampling, number)
-                self.engine.submit(number, tokens, sampling)
+                is_streamed = self.on_piece is not None
+                self.engine.submit(number, tokens, sampling, stream=is_streamed)
         return refused
 
 

@@ -56,7 +56,7 @@ class Piece(NamedTuple):
     Attributes:
         number: Number of the request.
         token: The token.
-        text: Text that became certain with it; empty unless the engine streams.
+        text: Text that became certain with it; empty unless the request streams.
         answer: The whole answer, with its last token.
     """
 
@@ -92,6 +92,7 @@ class _Request(NamedTuple):
     number: int
     tokens: list[int]
     sampling: Sampling
+    stream: bool = False
 
 
 class _Row:
@@ -100,6 +101,7 @@ class _Row:
     def __init__(self, request: _Request, tokenizer: Any) -> None:
         self.number = request.number
         self.sampling = request.sampling
+        self.stream = request.stream
         self.draws = Draws(request.sampling.seed)
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
@@ -145,7 +147,6 @@ class Engine:
         tokenizer: Any,
         *,
         max_batch: int = 32,
-        stream: bool = False,
         group: ProcessGroup | None = None,
     ) -> None:
         """Prepares a model.
@@ -154,7 +155,6 @@ class Engine:
             model: An encoder-decoder of transformers, dense or sparse; set to evaluation.
             tokenizer: Its tokenizer, for the texts of answers.
             max_batch: Most requests that run at a time.
-            stream: Whether pieces have texts.
             group: Ranks that share the model's experts. Each has its own requests, and all call
                 `step` together: a rank without requests takes part with padding.
 
@@ -167,7 +167,6 @@ class Engine:
         self.model: Any = model.eval()
         self.tokenizer = tokenizer
         self.max_batch = max_batch
-        self.stream = stream
         self.group = group
         self.waiting: list[_Request] = []
         self._rows: list[_Row] = []
@@ -187,17 +186,21 @@ class Engine:
         self._encoded: Any = None
         self._mixes_ages = max_batch > 1 and self._ignores_age()
 
-    def submit(self, number: int, tokens: Sequence[int], sampling: Sampling) -> None:
+    def submit(
+        self, number: int, tokens: Sequence[int], sampling: Sampling, *, stream: bool = False
+    ) -> None:
         """Queues a request.
 
         Args:
             number: Identifies it.
             tokens: Encoder tokens, at least one.
             sampling: Settings of the answer.
+            stream: Whether its pieces have texts.
         """
         assert tokens, "a request without tokens"
-        self.waiting.append(_Request(number, list(tokens), sampling))
+        self.waiting.append(_Request(number, list(tokens), sampling, stream))
 
+    @torch.inference_mode()
     def cancel(self, number: int) -> None:
         """Forgets a request, wherever it is."""
         self.waiting = [request for request in self.waiting if request.number != number]
@@ -360,7 +363,7 @@ class Engine:
             if finish is not None:
                 ended.append(first + index)
                 answer = Answer(row.number, row.text, row.tokens, row.log_probs, finish)
-            text = row.read_new(ended=finish is not None) if self.stream else ""
+            text = row.read_new(ended=finish is not None) if row.stream else ""
             pieces.append(Piece(row.number, token, text, answer))
         self._leave(ended)
         return pieces
@@ -372,7 +375,7 @@ class Engine:
             finish = "end"
         elif len(row.tokens) == row.sampling.max_new_tokens:
             finish = "length"
-        if (finish or row.sampling.stop or self.stream) and row.decode():
+        if (finish or row.sampling.stop or row.stream) and row.decode():
             finish = "stop"
         return finish
 

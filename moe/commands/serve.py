@@ -1,0 +1,77 @@
+r"""stmoe serve: an HTTP server that speaks OpenAI's completions API, with a page to try a model.
+
+stmoe serve --model runs/demo/model
+curl localhost:8000/v1/completions -H 'content-type: application/json' \\
+  -d '{"prompt": "docstring topic: Parse an email.", "stream": true}'
+"""
+
+import socket
+from pathlib import Path
+
+import torch
+
+from moe.cli import Parser, integer, path, real
+from moe.data.tokenizer import load_tokenizer
+from moe.errors import ConfigError
+from moe.hosts.all_hosts import load_model
+from moe.serving.sampling import Sampling
+
+
+def build_parser() -> Parser:
+    """Returns the parser of the command line."""
+    parser = Parser(prog="stmoe serve", description="Answers texts over HTTP.")
+    parser.add_argument(
+        "--model", type=path, required=True, help="folder of a model with its tokenizer"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    parser.add_argument(
+        "--port", type=integer(least=0, most=65535, reason="ports end there"), default=8000
+    )
+    parser.add_argument(
+        "--max-batch", type=integer(least=1), default=32, help="texts answered at once (32)"
+    )
+    parser.add_argument(
+        "--queue", type=integer(least=1), default=1024, help="open requests; more get 503 (1024)"
+    )
+    parser.add_argument(
+        "--max-input", type=integer(least=1), default=512, help="longest text, in tokens (512)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=integer(least=1), default=256, help="longest answer (256)"
+    )
+    parser.add_argument(
+        "--timeout", type=real(above=0), default=120.0, help="seconds for a request (120)"
+    )
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Serves a model until the process is told to end.
+
+    Raises:
+        CheckpointError: When the model is missing or damaged.
+        ConfigError: When starlette and uvicorn are missing, or the model is not supported.
+        OSError: When the address cannot be used.
+    """
+    options = build_parser().parse_args(argv)
+    try:
+        from moe.serving.server import CompletionServer, Limits, run_server
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"stmoe serve needs starlette and uvicorn: pip install 'stmoe[serve]'. ({error})"
+        ) from error
+
+    # The address first: it is refused at once, not after the model was loaded.
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
+    model = load_model(options.model, dropless=True).eval()
+    server = CompletionServer(
+        model.to("cuda" if torch.cuda.is_available() else "cpu"),
+        load_tokenizer(options.model),
+        Path(options.model).resolve().name,
+        defaults=Sampling(max_new_tokens=options.max_new_tokens),
+        limits=Limits(options.max_batch, options.queue, options.max_input, options.timeout),
+    )
+    host, port = listener.getsockname()[:2]
+    print(f"Serving {options.model} at http://{host}:{port}. Ctrl-C ends it.", flush=True)
+    run_server(server, listener)

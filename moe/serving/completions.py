@@ -1,0 +1,212 @@
+"""OpenAI's completions API: a request's JSON as settings, and answers as JSON.
+
+Source: "Create completion" in OpenAI's API reference. Differs: prompts are inputs of the encoder;
+`temperature` and `max_tokens` default to the server's; `top_k` and `return_token_ids` are vLLM's.
+"""
+
+import secrets
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe.checks import check, check_flag, check_integer, check_number, is_kind
+from moe.errors import ConfigError, did_you_mean
+from moe.serving.engine import Answer
+from moe.serving.sampling import MAX_SEED, Sampling, sampling_of
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+}
+"""Fields that are not supported, with the values that do nothing."""
+
+_FIELDS = (
+    *("prompt", "model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "n"),
+    *("stream", "stream_options", "logprobs", "return_token_ids", "user"),
+    *_NEUTRAL,
+)
+
+_MOST_STOPS = 4
+_MOST_CHOICES = 128
+
+Prompt = str | list[int]
+"""A text, or its tokens."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a client asks for.
+
+    Attributes:
+        model: Name of the model; None for any.
+        prompts: Inputs of the encoder.
+        num_choices: Answers to each prompt.
+        sampling: Settings of all answers.
+        stream: Whether the client reads the answers as they are generated.
+        has_usage: Whether a stream ends with the numbers of tokens.
+        has_tokens: Whether answers have the ids of their tokens.
+    """
+
+    model: str | None
+    prompts: list[Prompt]
+    num_choices: int
+    sampling: Sampling
+    stream: bool
+    has_usage: bool
+    has_tokens: bool
+
+    def samplings(self) -> list[Sampling]:
+        """Returns the settings of each answer, the answers to the first prompt first."""
+        number = len(self.prompts) * self.num_choices
+        return [sampling_of(self.sampling, choice) for choice in range(number)]
+
+
+def parse_completion(body: object, defaults: Sampling) -> Completion:
+    """Returns the request in a JSON value.
+
+    Args:
+        body: The value.
+        defaults: Settings that it does not have; `max_new_tokens` is also the most that it may
+            ask for.
+
+    Raises:
+        ConfigError: When a field is missing, unknown, not supported or out of range.
+    """
+    check(isinstance(body, dict), "The body", body, 'an object like {"prompt": "..."}')
+    assert isinstance(body, dict)
+    fields = {name: value for name, value in body.items() if value is not None}
+    for name, value in fields.items():
+        if name not in _FIELDS:
+            raise ConfigError(f"{name} is not supported.{did_you_mean(name, _FIELDS)}")
+        if name in _NEUTRAL and value not in _NEUTRAL[name]:
+            raise ConfigError(f"{name} is not supported. Leave it out.")
+
+    num_choices = fields.get("n", 1)
+    check_integer("n", num_choices, least=1, most=_MOST_CHOICES, reason="each is an answer")
+    flags = {name: fields.get(name, False) for name in ("stream", "return_token_ids")}
+    for name, flag in flags.items():
+        check_flag(name, flag)
+    stream_options = fields.get("stream_options", {})
+    check(isinstance(stream_options, dict), "stream_options", stream_options, "an object")
+    has_usage = stream_options.get("include_usage", False)
+    check_flag("stream_options.include_usage", has_usage)
+    model = fields.get("model")
+    check(model is None or isinstance(model, str), "model", model, "a name")
+    return Completion(
+        model=model,
+        prompts=_prompts(fields.get("prompt")),
+        num_choices=num_choices,
+        sampling=_sampling(fields, defaults),
+        stream=flags["stream"],
+        has_usage=has_usage,
+        has_tokens=flags["return_token_ids"],
+    )
+
+
+def _prompts(prompt: object) -> list[Prompt]:
+    """Returns the prompts in one of the four forms: a text or its tokens, or a list of either."""
+
+    def is_tokens(value: object) -> bool:
+        return isinstance(value, list) and all(is_kind(token, int) for token in value)
+
+    if isinstance(prompt, str) or (prompt and is_tokens(prompt)):
+        prompt = [prompt]
+    holds = isinstance(prompt, list) and all(
+        item and (isinstance(item, str) or is_tokens(item)) for item in prompt
+    )
+    check(bool(prompt) and holds, "prompt", prompt, "a text, a list of tokens, or a list of either")
+    assert isinstance(prompt, list)
+    return prompt
+
+
+def _sampling(fields: Mapping[str, Any], defaults: Sampling) -> Sampling:
+    """Returns the settings of the answers, checked by their names in the API."""
+    most = defaults.max_new_tokens
+    max_tokens = fields.get("max_tokens", most)
+    check_integer("max_tokens", max_tokens, least=1, most=most, reason="the server's limit")
+    temperature = fields.get("temperature", defaults.temperature)
+    check_number("temperature", temperature, least=0)
+    seed = fields.get("seed", secrets.randbits(63))
+    check_integer("seed", seed, least=0, most=MAX_SEED, reason="it has 64 bits")
+    if "logprobs" in fields:
+        check(fields["logprobs"] == 0, "logprobs", fields["logprobs"], "0, the chosen tokens alone")
+    stop = fields.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    holds = isinstance(stop, list) and len(stop) <= _MOST_STOPS
+    check(holds, "stop", stop, f"a text, or up to {_MOST_STOPS} of them")
+    return replace(
+        defaults,
+        max_new_tokens=max_tokens,
+        temperature=float(temperature),
+        top_p=fields.get("top_p", defaults.top_p),
+        top_k=fields.get("top_k", defaults.top_k),
+        seed=seed,
+        stop=tuple(stop),
+        scores="logprobs" in fields,
+    )
+
+
+def choice(
+    index: int, text: str, tokenizer: Any, tokens: Sequence[int], answer: Answer | None
+) -> dict[str, Any]:
+    """Returns one answer, or a piece of it.
+
+    Args:
+        index: Number of the answer.
+        text: Its text.
+        tokenizer: The model's tokenizer.
+        tokens: Its tokens.
+        answer: The whole answer, once it has ended.
+    """
+    log_probs = None
+    finish = None
+    if answer is not None:
+        finish = "length" if answer.finish == "length" else "stop"
+        if answer.log_probs:
+            log_probs = {
+                "tokens": tokenizer.convert_ids_to_tokens(answer.tokens),
+                "token_logprobs": answer.log_probs,
+                "top_logprobs": None,
+                "text_offset": None,
+            }
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": log_probs,
+        "finish_reason": finish,
+        "token_ids": list(tokens),
+    }
+
+
+class Envelope:
+    """The fields that all responses to a request share."""
+
+    def __init__(self, completion: Completion, model: str, num_prompt_tokens: int) -> None:
+        self._completion = completion
+        self._num_prompt_tokens = num_prompt_tokens
+        self._shared = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def wrap(self, choices: list[dict[str, Any]], num_tokens: int | None = None) -> dict[str, Any]:
+        """Returns a response; with the number of generated tokens it has the usage."""
+        if not self._completion.has_tokens:
+            for one in choices:
+                del one["token_ids"]
+        usage = None
+        if num_tokens is not None:
+            usage = {
+                "prompt_tokens": self._num_prompt_tokens,
+                "completion_tokens": num_tokens,
+                "total_tokens": self._num_prompt_tokens + num_tokens,
+            }
+        return {**self._shared, "choices": choices, "usage": usage}

@@ -1,0 +1,368 @@
+"""An HTTP server for one model: OpenAI's completions API by continuous batching, and a page.
+
+Starlette routes the requests, uvicorn speaks HTTP, and engine_thread.py computes the answers.
+"""
+
+import asyncio
+import json
+import math
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from h11 import IDLE
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers import PreTrainedModel
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from moe.checks import check, is_kind
+from moe.errors import ConfigError, DataError
+from moe.parsing import parse_json
+from moe.serving.completions import Completion, Envelope, Prompt, choice, parse_completion
+from moe.serving.engine import Answer, Engine, Piece
+from moe.serving.engine_thread import BusyError, EngineThread, Pieces, Submission
+from moe.serving.routes import routes_of
+from moe.serving.sampling import Sampling
+
+_PAGE = Path(__file__).with_name("page.html")
+_MOST_BYTES = 4 << 20
+"""Longest body of a request."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of what the server accepts.
+
+    Attributes:
+        max_batch: Most requests that run at a time.
+        max_open: Most requests that wait, run, or whose answers are being read.
+        max_input: Most tokens of a prompt.
+        timeout: Seconds for a client to send its request, for an answer, and for a client that
+            does not read.
+    """
+
+    max_batch: int = 32
+    max_open: int = 1024
+    max_input: int = 512
+    timeout: float = 120.0
+
+
+class RefusedError(Exception):
+    """A request that is refused with a status of HTTP."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class CompletionServer:
+    """Answers the requests for one model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        name: str,
+        *,
+        defaults: Sampling,
+        limits: Limits,
+    ) -> None:
+        """Prepares a model, which must not drop tokens.
+
+        Args:
+            model: An encoder-decoder.
+            tokenizer: Its tokenizer.
+            name: Its name in the API.
+            defaults: Settings of requests without their own; no answer is longer.
+            limits: What is accepted.
+
+        Raises:
+            ConfigError: When the model is not supported.
+        """
+        self._model = model
+        self._embeddings: Any = model.get_input_embeddings()
+        self._tokenizer = tokenizer
+        self._name = name
+        self._defaults = defaults
+        self._limits = limits
+        self._build_engine = partial(Engine, model, tokenizer, max_batch=limits.max_batch)
+        self._build_engine()  # a model that is not supported is refused before the server starts
+        self._thread: EngineThread
+
+    def app(self) -> ASGIApp:
+        """Returns the ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/health", self._health),
+                Route("/v1/models", self._models),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/routes", self._routes, methods=["POST"]),
+            ],
+            exception_handlers={
+                ConfigError: partial(_error, 400),
+                DataError: partial(_error, 400),
+                BusyError: partial(_error, 503),
+                RefusedError: _refuse,
+                ClientDisconnect: partial(_error, 499),
+                Exception: partial(_error, 500),
+            },
+            lifespan=self._lifespan,
+        )
+
+    def uvicorn_config(self) -> uvicorn.Config:
+        """Returns how uvicorn runs the application."""
+        return uvicorn.Config(
+            self.app(),
+            http=type("TimedProtocol", (_TimedProtocol,), {"timeout": self._limits.timeout}),
+            ws="none",
+            limit_concurrency=2 * self._limits.max_open,
+            timeout_graceful_shutdown=math.ceil(self._limits.timeout),
+            access_log=False,
+            log_level="warning",
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._thread = EngineThread(self._build_engine, max_open=self._limits.max_open)
+        yield
+        self._thread.stop()
+
+    # -----------------------------------------------------------------------
+    # Routes
+
+    async def _page(self, request: Request) -> Response:
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"))
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"open": self._thread.num_open, "max_open": self._limits.max_open})
+
+    async def _models(self, request: Request) -> Response:
+        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "stmoe"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _complete(self, request: Request) -> ASGIApp:
+        completion = parse_completion(await self._read(request), self._defaults)
+        if completion.model not in (None, self._name):
+            raise RefusedError(404, f"model is {completion.model!r}; expected {self._name!r}.")
+        prompts = [self._tokens(prompt) for prompt in completion.prompts]
+        of_choices = [tokens for tokens in prompts for _ in range(completion.num_choices)]
+        if len(of_choices) > self._limits.max_open:
+            raise ConfigError(
+                f"prompt and n make {len(of_choices)} answers; expected at most {self._limits.max_open}."
+            )
+        submissions = [
+            Submission(tokens, sampling, completion.stream)
+            for tokens, sampling in zip(of_choices, completion.samplings(), strict=True)
+        ]
+        envelope = Envelope(completion, self._name, sum(map(len, prompts)))
+
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            with self._thread.answering(submissions) as pieces:
+                if completion.stream:
+                    events = self._events(completion, envelope, len(submissions), pieces)
+                    response: Response = StreamingResponse(events, media_type="text/event-stream")
+                else:
+                    whole = self._whole(envelope, len(submissions), pieces)
+                    response = JSONResponse(await _unless_disconnected(whole, receive))
+                await response(scope, receive, send)
+
+        return respond
+
+    async def _routes(self, request: Request) -> Response:
+        body = await self._read(request)
+        check(isinstance(body, dict), "The body", body, "an object with prompt and token_ids")
+        assert isinstance(body, dict)
+        prompt = body.get("prompt")
+        check(isinstance(prompt, str), "prompt", prompt, "a text")
+        inputs = self._tokens(str(prompt))
+        answer = self._checked_tokens("token_ids", body.get("token_ids"))
+        routes = partial(routes_of, self._model, self._tokenizer, inputs, answer)
+        return JSONResponse({"stacks": await self._thread.call(routes)})
+
+    # -----------------------------------------------------------------------
+    # Requests
+
+    async def _read(self, request: Request) -> object:
+        """Returns the JSON of a body."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.timeout):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > _MOST_BYTES:
+                        raise RefusedError(413, f"The body is longer than {_MOST_BYTES} bytes.")
+        except TimeoutError as error:
+            raise RefusedError(408, "The body did not arrive in time.") from error
+        try:
+            text = body.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError("The body is not UTF-8.") from error
+        return parse_json(text, where="The body", advice="Send JSON.")
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        """Returns the tokens of a prompt."""
+        if isinstance(prompt, list):
+            return self._checked_tokens("prompt", prompt)
+        check(bool(prompt.strip()), "prompt", prompt, "a text that is not empty")
+        return self._checked_tokens("prompt", self._tokenizer(prompt, verbose=False)["input_ids"])
+
+    def _checked_tokens(self, name: str, tokens: object) -> list[int]:
+        """Returns tokens, or raises a ConfigError that names them."""
+        most = self._embeddings.weight.shape[0]
+        holds = isinstance(tokens, list) and all(
+            is_kind(token, int) and 0 <= token < most for token in tokens
+        )
+        check(bool(tokens) and holds, name, tokens, f"a list of tokens between 0 and {most - 1}")
+        assert isinstance(tokens, list)
+        longest = max(self._limits.max_input, self._defaults.max_new_tokens)
+        longest = self._limits.max_input if name == "prompt" else longest
+        if len(tokens) > longest:
+            raise ConfigError(f"{name} has {len(tokens)} tokens; expected at most {longest}.")
+        return tokens
+
+    # -----------------------------------------------------------------------
+    # Answers
+
+    async def _until_ended(self, number: int, pieces: Pieces) -> AsyncIterator[tuple[int, Piece]]:
+        """Yields the pieces of some answers until all have ended."""
+        deadline = asyncio.get_running_loop().time() + self._limits.timeout
+        num_ended = 0
+        while num_ended < number:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    index, piece = await pieces.next()
+            except TimeoutError as error:
+                raise RefusedError(504, "The answer took too long.") from error
+            num_ended += piece.answer is not None
+            yield index, piece
+
+    async def _whole(self, envelope: Envelope, number: int, pieces: Pieces) -> dict[str, Any]:
+        """Returns all answers."""
+        answers: dict[int, Answer] = {}
+        async for index, piece in self._until_ended(number, pieces):
+            if piece.answer is not None:
+                answers[index] = piece.answer
+        choices = [
+            choice(index, answer.text, self._tokenizer, answer.tokens, answer)
+            for index, answer in sorted(answers.items())
+        ]
+        return envelope.wrap(choices, sum(len(answer.tokens) for answer in answers.values()))
+
+    async def _events(
+        self, completion: Completion, envelope: Envelope, number: int, pieces: Pieces
+    ) -> AsyncIterator[str]:
+        """Yields the pieces of all answers as server-sent events."""
+        num_tokens = 0
+        try:
+            async for index, piece in self._until_ended(number, pieces):
+                num_tokens += 1
+                if piece.text or piece.answer is not None or completion.has_tokens:
+                    tokens = [piece.token]
+                    part = choice(index, piece.text, self._tokenizer, tokens, piece.answer)
+                    yield _event(envelope.wrap([part]))
+        except RefusedError as error:
+            yield _event(_error_body(error.status, str(error)))
+            return
+        if completion.has_usage:
+            yield _event(envelope.wrap([], num_tokens))
+        yield "data: [DONE]\n\n"
+
+
+async def _unless_disconnected(work: Any, receive: Receive) -> Any:
+    """Returns the result of a coroutine, which is cancelled when the client leaves.
+
+    Raises:
+        ClientDisconnect: When it left.
+    """
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        left.cancel()
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _error_body(status: int, message: str) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+async def _error(status: int, request: Request, error: Exception) -> Response:
+    headers = {"retry-after": "1"} if status == 503 else {}
+    message = str(error) if status != 500 else "The server failed; its log says why."
+    return JSONResponse(_error_body(status, message), status, headers)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return await _error(error.status, request, error)
+
+
+# ---------------------------------------------------------------------------
+# Connections
+
+
+class _TimedProtocol(H11Protocol):
+    """Closes connections whose client does not finish its headers, or does not read, in time."""
+
+    timeout: float
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_clock()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Starts the clock when the server waits for the client, and stops it when it does not."""
+        if self.conn.their_state is not IDLE and not self.flow.write_paused:
+            self._stop_clock()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.timeout, self.transport.abort)
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def run_server(server: CompletionServer, listener: socket.socket) -> None:
+    """Serves until SIGINT or SIGTERM; then answers the requests that are open."""
+    # uvicorn handles both signals, and raises them again when it has ended.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    uvicorn.Server(server.uvicorn_config()).run(sockets=[listener])

@@ -1,0 +1,355 @@
+"""The server, over real connections: what clients get, and what they cannot do to each other."""
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+from urllib.error import HTTPError
+
+import pytest
+import torch
+import uvicorn
+
+from moe.serving.batch_generator import BatchGenerator
+from moe.serving.engine import Engine
+from moe.serving.sampling import Sampling
+from moe.serving.server import CompletionServer, Limits
+from tests.models.tiny import tiny_model
+from tests.processes import Command
+from tests.serving.tiny_words import ours, t5, texts, word_tokenizer
+
+LONGEST = 12
+
+
+@contextmanager
+def serving(model=None, **limits):
+    """Yields the address of a server in another thread."""
+    server = CompletionServer(
+        model or ours(),
+        word_tokenizer(),
+        "tiny",
+        defaults=Sampling(max_new_tokens=LONGEST),
+        limits=Limits(**{"max_batch": 5, "timeout": 20.0, **limits}),
+    )
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+    runner = uvicorn.Server(server.uvicorn_config())
+    thread = threading.Thread(target=runner.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        runner.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def address():
+    with serving() as found:
+        yield found
+
+
+def post(address, body, path="/v1/completions"):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(address + path, data)) as response:
+        return response.read().decode()
+
+
+def get(address, path):
+    with urllib.request.urlopen(address + path) as response:
+        return response.read().decode()
+
+
+def complete(address, **body):
+    return json.loads(post(address, body))
+
+
+def read_events(text):
+    *events, last = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
+    assert last == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def expected(inputs, **options):
+    generator = BatchGenerator(ours(), word_tokenizer(), **{"max_new_tokens": LONGEST, **options})
+    return list(generator.map(inputs))
+
+
+def refusal(address, body, path="/v1/completions"):
+    with pytest.raises(HTTPError) as caught:
+        post(address, body, path)
+    with caught.value as response:
+        return response.code, json.loads(response.read())["error"]["message"]
+
+
+def test_an_answer_is_that_of_the_model_with_its_numbers_of_tokens(address):
+    (text,) = texts(1)
+    (answer,) = expected([text], scores=True)
+    whole = complete(address, prompt=text, model="tiny", logprobs=0)
+    (choice,) = whole["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (answer.text, "length")
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(answer.log_probs, abs=1e-5)
+    num_inputs = len(text.split()) + 1
+    assert whole["usage"] == {
+        "prompt_tokens": num_inputs,
+        "completion_tokens": len(answer.tokens),
+        "total_tokens": num_inputs + len(answer.tokens),
+    }
+
+
+def test_a_stream_has_the_same_text_and_tokens(address):
+    (text,) = texts(1)
+    (answer,) = expected([text])
+    body = {"prompt": text, "stream": True, "return_token_ids": True}
+    *events, usage = read_events(post(address, {**body, "stream_options": {"include_usage": True}}))
+    assert len(events) > 3
+    assert "".join(event["choices"][0]["text"] for event in events) == answer.text
+    tokens = [token for event in events for token in event["choices"][0]["token_ids"]]
+    assert tokens == answer.tokens
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == len(tokens)
+
+
+def test_prompts_are_texts_or_tokens_and_have_n_answers_of_their_own_seeds(address):
+    inputs = texts(2)
+    tokens = word_tokenizer()(inputs)["input_ids"]
+    body = {"n": 3, "temperature": 1.5, "seed": 7}
+    choices = complete(address, prompt=inputs, **body)["choices"]
+    assert [choice["index"] for choice in choices] == list(range(6))
+    assert len({choice["text"] for choice in choices}) == 6
+    assert complete(address, prompt=tokens, **body)["choices"] == choices
+    drawn = expected([text for text in inputs for _ in range(3)], temperature=1.5, seed=7)
+    assert [choice["text"] for choice in choices] == [answer.text for answer in drawn]
+    assert len(complete(address, prompt=tokens[0])["choices"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "The body"),
+        (b"\xff", "UTF-8"),
+        ([], "The body is []"),
+        ({}, "prompt is None"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": " "}, "not empty"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[1], "w3"], "n": 2, "temprature": 1}, "temperature"),
+        ({"prompt": [131]}, "between 0 and 130"),
+        ({"prompt": "w2", "max_tokens": 13}, "from 1 to 12"),
+        ({"prompt": "w2", "top_p": 0}, "top_p is 0"),
+        ({"prompt": "w2", "echo": True}, "echo is not supported"),
+        ({"prompt": "w2", "logprobs": 2}, "logprobs is 2"),
+        ({"prompt": "w2", "stop": ["a"] * 5}, "up to 4"),
+        ({"prompt": "w2", "stop": [""]}, "stop"),
+        ({"prompt": "w2", "stream": "no"}, "stream"),
+        ({"prompt": "w2 " * 600}, "601 tokens; expected at most 512"),
+        ({"prompt": ["w2"] * 100, "n": 11}, "1100 answers; expected at most 1024"),
+    ],
+)
+def test_a_request_that_is_wrong_is_refused_with_the_field_and_its_value(address, body, words):
+    status, message = refusal(address, body)
+    assert status == 400
+    assert words in message
+
+
+def test_other_models_and_long_bodies_have_their_own_status(address):
+    assert refusal(address, {"prompt": "w2", "model": "gpt"}) == (
+        404,
+        "model is 'gpt'; expected 'tiny'.",
+    )
+    assert refusal(address, b" " * (5 << 20))[0] == 413
+    assert json.loads(get(address, "/v1/models"))["data"][0]["id"] == "tiny"
+
+
+def test_the_page_gets_the_experts_of_every_token(address):
+    assert "/v1/completions" in get(address, "/")
+    (text,) = texts(1)
+    (answer,) = expected([text])
+    body = {"prompt": text, "token_ids": answer.tokens}
+    encoder, decoder = json.loads(post(address, body, "/routes"))["stacks"]
+    assert encoder["tokens"] == [*text.split(), "</s>"]
+    assert decoder["tokens"][1:] == word_tokenizer().convert_ids_to_tokens(answer.tokens[:-1])
+
+    # The first expert of a token is the likeliest.
+    inputs = torch.tensor([word_tokenizer()(text)["input_ids"]])
+    labels = torch.tensor([answer.tokens])
+    output = ours()(input_ids=inputs, labels=labels, output_router_logits=True)
+    for stack, all_logits in (
+        (encoder, output.encoder_router_logits),
+        (decoder, output.decoder_router_logits),
+    ):
+        for layer, logits in zip(stack["layers"], all_logits, strict=True):
+            likeliest = logits.flatten(0, -2).argmax(-1).tolist()
+            assert [experts[0] for experts in layer["experts"]] == likeliest
+            assert layer["num_experts"] == logits.shape[-1]
+    assert refusal(address, {"prompt": text}, "/routes")[0] == 400
+    with serving(t5()) as dense:
+        assert json.loads(post(dense, body, "/routes")) == {"stacks": []}
+
+
+def test_more_requests_than_the_queue_holds_are_sent_away_at_once(monkeypatch):
+    step = Engine.step
+    may_continue = threading.Event()
+
+    def waiting_step(engine):
+        may_continue.wait()
+        return step(engine)
+
+    with serving(max_open=3) as address:
+        monkeypatch.setattr(Engine, "step", waiting_step)
+        answers = []
+        client = threading.Thread(
+            target=lambda: answers.append(complete(address, prompt=["w2"] * 3))
+        )
+        client.start()
+        while json.loads(get(address, "/health"))["open"] < 3:
+            time.sleep(0.01)
+        with pytest.raises(HTTPError) as caught:
+            complete(address, prompt="w2")
+        with caught.value as response:
+            assert (response.code, response.headers["retry-after"]) == (503, "1")
+        may_continue.set()
+        client.join()
+        assert len(answers[0]["choices"]) == 3
+        assert complete(address, prompt="w2")["choices"]
+
+
+async def talk(address, body, *, pause=0.0, sent=1.0):
+    """Returns the bytes of a response to a client that sends and reads as slowly as it likes."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+    message = head.encode() + data
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+    try:
+        writer.write(message[: int(sent * len(message))])
+        parts = []
+        while part := await reader.read(64 if pause else 1 << 16):
+            parts.append(part)
+            await asyncio.sleep(pause)
+        return b"".join(parts)
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+def body_of(response):
+    head, _, body = response.partition(b"\r\n\r\n")
+    assert b" 200 " in head, response
+    if b"chunked" in head:
+        chunks = body.split(b"\r\n")
+        body = b"".join(chunks[1::2])
+    return body.decode()
+
+
+@pytest.mark.slow
+def test_200_clients_get_their_answers_beside_slow_and_broken_ones():
+    inputs = texts(200, longest=30)
+    answers = expected(inputs)
+
+    async def clients(address):
+        whole = [talk(address, {"prompt": text}) for text in inputs[:100]]
+        streams = [
+            talk(address, {"prompt": text, "stream": True}, pause=0.001 * (index % 3))
+            for index, text in enumerate(inputs[100:])
+        ]
+        # Half a head, half a body, and clients that leave before they have an answer.
+        broken = [
+            asyncio.create_task(talk(address, {"prompt": "w2"}, sent=sent))
+            for sent in [0.3] * 20 + [0.98] * 20
+        ]
+        leaving = [asyncio.create_task(talk(address, {"prompt": text})) for text in inputs[:20]]
+        await asyncio.sleep(0.05)
+        for task in leaving:
+            task.cancel()
+        responses = await asyncio.gather(*whole, *streams)
+        for task in broken:
+            assert not task.done()
+            task.cancel()
+        await asyncio.gather(*broken, *leaving, return_exceptions=True)
+        return responses
+
+    with serving(timeout=600.0) as address:
+        responses = asyncio.run(clients(address))
+        for response, answer in zip(responses[:100], answers[:100], strict=True):
+            assert json.loads(body_of(response))["choices"][0]["text"] == answer.text
+        for response, answer in zip(responses[100:200], answers[100:], strict=True):
+            events = read_events(body_of(response))
+            assert "".join(event["choices"][0]["text"] for event in events) == answer.text
+        while json.loads(get(address, "/health"))["open"]:
+            time.sleep(0.01)
+
+
+def test_clients_that_send_half_a_request_or_read_nothing_are_cut_off():
+    async def clients(address):
+        broken = [talk(address, {"prompt": "w2"}, sent=sent) for sent in (0.0, 0.3, 0.98)]
+        return await asyncio.gather(*broken)
+
+    with serving(timeout=0.5) as address:
+        silent, half_head, half_body = asyncio.run(clients(address))
+        assert silent == half_head == b""
+        assert b" 408 " in half_body
+
+
+def test_a_model_that_fails_fails_alone(monkeypatch):
+    step = Engine.step
+    failures = [RuntimeError("no memory")]
+
+    def step_or_fail(engine):
+        if failures:
+            raise failures.pop()
+        return step(engine)
+
+    with serving() as address:
+        monkeypatch.setattr(Engine, "step", step_or_fail)
+        assert refusal(address, {"prompt": "w2"})[0] == 500
+        assert complete(address, prompt="w2")["choices"][0]["text"]
+
+
+def test_an_answer_that_takes_too_long_is_ended(monkeypatch):
+    step = Engine.step
+
+    def slow_step(engine):
+        time.sleep(0.2)
+        return step(engine)
+
+    with serving(timeout=0.5) as address:
+        monkeypatch.setattr(Engine, "step", slow_step)
+        assert refusal(address, {"prompt": "w2"}) == (504, "The answer took too long.")
+        assert '"code": 504' in post(address, {"prompt": "w2", "stream": True})
+        assert json.loads(get(address, "/health"))["open"] == 0
+
+
+@pytest.mark.slow
+def test_a_server_that_is_told_to_end_answers_first(tmp_path):
+    tiny_model(num_experts=6).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ["serve", "--model", tmp_path / "model", "--port", port]
+        ended = Command("stmoe", options).finish()
+        assert ended.returncode == 2
+        assert "Address already in use" in ended.stderr
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        command = Command("stmoe", options)
+        address = f"http://127.0.0.1:{port}"
+
+        def answers(address=address):
+            try:
+                return get(address, "/health")
+            except OSError:
+                return False
+
+        command.wait_for(answers)
+        body = {"prompt": "w2", "max_tokens": 200, "temperature": 3, "stream": True}
+        data = json.dumps(body).encode()
+        with urllib.request.urlopen(address + "/v1/completions", data) as stream:
+            assert stream.readline().startswith(b"data:")
+            command.send_signal(number)
+            assert stream.read().endswith(b"[DONE]\n\n")
+        ended = command.finish()
+        assert ended.returncode == 0
+        assert "Traceback" not in ended.stderr
