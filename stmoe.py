@@ -87,6 +87,7 @@ VERBS = {
     "serve": Verb("answer texts over HTTP, with OpenAI's completions API", "serve"),
     "inspect": Verb("see, replay and edit what the routers of a model do", verbs=INSPECT_VERBS),
     "convert": Verb("convert a checkpoint of T5, Switch, T5X or ours", "convert"),
+    "export": Verb("write a model for onnxruntime, torch.export or CTranslate2", "export"),
     "upcycle": Verb(
         "make a dense model sparse, with copies as experts", "upcycle", tasks="read_pairs"
     ),

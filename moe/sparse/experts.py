@@ -130,8 +130,8 @@ class Experts(nn.Module):
         """
         tokens = inputs.tokens.to(self.product_dtype())
         if torch.compiler.is_compiling():
-            return compiled_feed_forward(tokens, inputs.rows, weights, self._form())
-        return fused_feed_forward(tokens, inputs.rows, weights, self._form(), late)
+            return compiled_feed_forward(tokens, inputs.rows, weights, self.form())
+        return fused_feed_forward(tokens, inputs.rows, weights, self.form(), late)
 
     def run_rows(self, x: Tensor, counts: Tensor, weights: ExpertWeights) -> Tensor:
         """Returns the outputs of rows sorted by expert, by grouped products.
@@ -147,7 +147,7 @@ class Experts(nn.Module):
         # Inputs and weights have the dtype of the products already.
         with torch.autocast(x.device.type, enabled=False):
             product = grouped_linear(x, weights.first, counts)  # [N, 2F or F]
-            hidden = hidden_rows(product, weights.bias, counts, self._form())  # [N, F]
+            hidden = hidden_rows(product, weights.bias, counts, self.form())  # [N, F]
             return grouped_linear(hidden, weights.down, counts)
 
     def run_slots(self, slots: Tensor, weights: ExpertWeights) -> Tensor:
@@ -170,11 +170,11 @@ class Experts(nn.Module):
             product = torch.bmm(
                 weights.first, rearrange(slots, "e n d -> e d n")
             )  # [E, 2F or F, n]
-            hidden = hidden_units(product, bias, self._form(), dim=1)  # [E, F, n]
+            hidden = hidden_units(product, bias, self.form(), dim=1)  # [E, F, n]
             outputs = torch.bmm(weights.down, hidden)  # [E, D, n]
             return rearrange(outputs, "e d n -> e n d").contiguous()
 
-    def _form(self) -> ExpertForm:
+    def form(self) -> ExpertForm:
         """Returns what an expert computes: kernels do not depend on the configuration or the training mode."""
         return ExpertForm(
             activation=self.config.activation,

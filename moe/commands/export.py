@@ -1,0 +1,131 @@
+"""stmoe export: writes a model for another engine.
+
+stmoe export --model runs/switch --to runs/onnx
+stmoe export --model runs/student/model --to runs/ct2 --format ctranslate2 --quantization int8
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe.cli import Parser, word
+from moe.commands.convert import new_model_folder
+from moe.convert.formats import convert_checkpoint, find_tokenizer_files
+from moe.convert.graphs import export_onnx, export_torch
+from moe.errors import ConfigError
+from moe.files import whole_folder
+from moe.hosts.all_hosts import find_class, load_model
+from moe.models.configuration import STMoEConfig
+from moe.models.modeling import STMoEForConditionalGeneration
+
+
+def build_parser() -> Parser:
+    """Returns the parser of the command line."""
+    parser = Parser(prog="stmoe export", description="Writes a model for another engine.")
+    parser.add_argument(
+        "--model", type=word, required=True, help="a folder of a model, or hub name"
+    )
+    parser.add_argument("--to", required=True, help="the folder to make")
+    parser.add_argument(
+        "--format", choices=tuple(FORMATS), default="onnx", help="what to write (onnx)"
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("int8", "int8_float32", "int16"),
+        help="of the weights, with --format ctranslate2 (float32)",
+    )
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """Exports a model.
+
+    Raises:
+        CheckpointError: When the model is missing or damaged.
+        ConfigError: When the format does not have what the model computes, or its extra is missing.
+    """
+    options = build_parser().parse_args(argv)
+    if options.quantization is not None and options.format != "ctranslate2":
+        raise ConfigError(
+            f"--quantization cannot be combined with --format {options.format}. Leave it out."
+        )
+    target = new_model_folder(options.to, inputs=[options.model])
+    with whole_folder(target, kind="model") as folder:
+        message = FORMATS[options.format](options, folder)
+    print(message)
+    print(f"The exported model is in {target}.")
+
+
+def _write_onnx(options: Any, folder: Path) -> str:
+    difference = export_onnx(_load(options.model), folder)
+    _copy_texts(options.model, folder)
+    return f"The logits of onnxruntime differ by at most {difference:.1g} from the model's."
+
+
+def _write_torch(options: Any, folder: Path) -> str:
+    export_torch(_load(options.model), folder)
+    _copy_texts(options.model, folder)
+    return "torch.export.load(FILE).module() returns each graph."
+
+
+def _write_ctranslate2(options: Any, folder: Path) -> str:
+    try:
+        from ctranslate2.converters import TransformersConverter
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"The export to CTranslate2 needs it: pip install 'stmoe[ct2]'. ({error})"
+        ) from error
+    with tempfile.TemporaryDirectory() as temporary:
+        # Ours is written as transformers' T5, which the converter reads.
+        source = options.model
+        if issubclass(find_class(source), STMoEForConditionalGeneration):
+            _refuse_sparse(source)
+            source = temporary
+            convert_checkpoint(options.model, Path(source), form="t5", dtype=torch.float32)
+        converter = TransformersConverter(source)
+        converter.convert(str(folder), quantization=options.quantization, force=True)
+    _copy_texts(options.model, folder)
+    return "ctranslate2.Translator(FOLDER) answers lists of tokens."
+
+
+def _refuse_sparse(source: str) -> None:
+    """Raises a ConfigError for a model with sparse layers."""
+    num_experts = STMoEConfig.from_pretrained(source).num_experts
+    if num_experts:
+        raise ConfigError(
+            f"A sparse model ({num_experts} experts) cannot be exported to CTranslate2, which has no sparse layers. "
+            "Make a dense student of it: stmoe distill."
+        )
+
+
+def _load(source: str) -> STMoEForConditionalGeneration:
+    """Returns a model of ours in float32, whose experts drop nothing."""
+    model = load_model(source, dropless=True, dtype=torch.float32).eval()
+    if not isinstance(model, STMoEForConditionalGeneration):
+        raise ConfigError(
+            f"{type(model).__name__} cannot be exported in this format; expected a T5, a Switch or a model of ours."
+        )
+    return model
+
+
+def _copy_texts(source: str, folder: Path) -> None:
+    """Copies the tokenizer, and the configs that the folder does not have."""
+    files = find_tokenizer_files(source, {})
+    for name in ("config.json", "generation_config.json"):
+        path = Path(source) / name
+        if path.is_file() and not (folder / name).exists():
+            files[name] = path
+    for name, path in files.items():
+        shutil.copyfile(path, folder / name)
+
+
+FORMATS: dict[str, Callable[[Any, Path], str]] = {
+    "onnx": _write_onnx,
+    "torch": _write_torch,
+    "ctranslate2": _write_ctranslate2,
+}
+"""What writes each format into a folder, and returns a line for the user."""

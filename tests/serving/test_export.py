@@ -1,0 +1,149 @@
+"""Exported graphs: onnxruntime, torch.export and CTranslate2 generate what the model does."""
+
+import json
+
+import ctranslate2
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from moe import ConfigError
+from moe.commands.export import main
+from tests.models.tiny import DENSE, tiny_model
+from tests.serving.tiny_words import texts, word_tokenizer
+
+NUM_LAYERS = 2  # of the decoder
+STEPS = 9
+SWITCH = {"num_selected_experts": 1, "feed_forward_proj": "relu", "num_experts": 23}
+GEGLU = {"num_selected_experts": 2, "num_experts": 3}
+pytestmark = pytest.mark.slow
+
+
+def export(folder, *options, **fields):
+    model = tiny_model(
+        **{
+            "eval_capacity_factor": None,
+            "num_layers": 1,
+            "num_decoder_layers": NUM_LAYERS,
+            **fields,
+        }
+    )
+    model.save_pretrained(folder / "model")
+    word_tokenizer().save_pretrained(folder / "model")
+    main(["--model", str(folder / "model"), "--to", str(folder / "out"), *options])
+    return model
+
+
+def batch():
+    encoded = word_tokenizer()(texts(5), padding=True, return_tensors="pt")
+    assert encoded["attention_mask"].min() == 0
+    return encoded["input_ids"], encoded["attention_mask"]
+
+
+def answers_of(model, ids, mask):
+    model.generation_config.eos_token_id = None
+    return model.generate(ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False).numpy()
+
+
+def cache_names(prefix, kinds):
+    return [
+        f"{prefix}.{layer}.{kind}.{part}"
+        for layer in range(NUM_LAYERS)
+        for kind in kinds
+        for part in ("key", "value")
+    ]
+
+
+def generate(run, ids, mask):
+    """Returns greedy tokens <int64>[B, 1 + STEPS] of three graphs, by optimum's names."""
+    (memory,) = run("encoder_model", {"input_ids": ids, "attention_mask": mask}).values()
+    tokens = np.zeros((len(ids), 1), dtype=np.int64)
+    given = {"encoder_attention_mask": mask}
+    first = {**given, "input_ids": tokens, "encoder_hidden_states": memory}
+    output = run("decoder_model", first)
+    past = {}
+    while tokens.shape[1] <= STEPS:
+        chosen = output.pop("logits")[:, -1].argmax(-1, keepdims=True)
+        tokens = np.concatenate([tokens, chosen], axis=1)
+        past |= {name.replace("present", "past_key_values"): x for name, x in output.items()}
+        names = cache_names("past_key_values", ("decoder", "encoder"))
+        ordered = {name: past[name] for name in names}
+        output = run("decoder_with_past_model", {**given, "input_ids": chosen, **ordered})
+    return tokens
+
+
+@pytest.mark.parametrize(("fields", "nodes"), [(SWITCH, 1), (GEGLU, 0)])
+def test_onnxruntime_generates_the_tokens_of_the_model(tmp_path, fields, nodes, capsys):
+    model = export(tmp_path, **fields)
+    assert "differ by at most" in capsys.readouterr().out
+    sessions = {
+        path.stem: onnxruntime.InferenceSession(str(path))
+        for path in (tmp_path / "out").glob("*.onnx")
+    }
+
+    def run(name, inputs):
+        names = [output.name for output in sessions[name].get_outputs()]
+        return dict(zip(names, sessions[name].run(None, inputs), strict=True))
+
+    ids, mask = batch()
+    np.testing.assert_array_equal(
+        generate(run, ids.numpy(), mask.numpy()), answers_of(model, ids, mask)
+    )
+
+    # One node for each sparse layer of a Switch.
+    for name, is_decoder in (("encoder_model", False), ("decoder_with_past_model", True)):
+        graph = onnx.load(tmp_path / f"out/{name}.onnx", load_external_data=False).graph
+        found = [node.op_type for node in graph.node if node.domain == "com.microsoft"]
+        assert found == ["MoE"] * len(model.config.sparse_configs(decoder=is_decoder)) * nodes
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["d_model"] == model.config.d_model
+
+
+def test_torch_export_keeps_the_mask_of_the_encoder(tmp_path):
+    model = export(tmp_path, "--format", "torch", **GEGLU)
+    programs = {
+        path.stem: torch.export.load(path).module() for path in (tmp_path / "out").glob("*.pt2")
+    }
+
+    def run(name, inputs):
+        tensors = {key: torch.as_tensor(x) for key, x in inputs.items()}
+        past = [tensors.pop(key) for key in list(tensors) if key.startswith("past")]
+        outputs = programs[name](**tensors, **({"past": past} if past else {}))
+        kinds = ("decoder", "encoder") if name == "decoder_model" else ("decoder",)
+        names = ["logits", *cache_names("present", kinds)][: len(outputs)]
+        return dict(zip(names, [x.numpy() for x in outputs], strict=True))
+
+    ids, mask = batch()
+    wanted = answers_of(model, ids, mask)
+    np.testing.assert_array_equal(generate(run, ids.numpy(), mask.numpy()), wanted)
+    assert (generate(run, ids.numpy(), np.ones_like(mask.numpy())) != wanted).any()
+
+
+def test_what_has_no_graph_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(ConfigError, match="17 experts cannot be exported"):
+        export(tmp_path / "a", num_experts=17)
+    with pytest.raises(ConfigError, match="experts choose among the tokens"):
+        export(
+            tmp_path / "b", router="expert_choice", router_options={}, num_sparse_decoder_layers=0
+        )
+    with pytest.raises(ConfigError, match="--quantization cannot be combined"):
+        export(tmp_path / "c", "--quantization", "int8", **DENSE)
+    with pytest.raises(ConfigError, match="sparse"):
+        export(tmp_path / "d", "--format", "ctranslate2", **GEGLU)
+    assert not (tmp_path / "d/out").exists()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_ctranslate2_generates_the_tokens_of_a_dense_student(tmp_path, tied):
+    model = export(tmp_path, "--format", "ctranslate2", **DENSE, tie_word_embeddings=tied)
+    translator = ctranslate2.Translator(str(tmp_path / "out"), compute_type="float32")
+    tokenizer = word_tokenizer()
+    inputs = [tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) for text in texts(20)]
+    answers = translator.translate_batch(inputs, beam_size=1, max_decoding_length=STEPS)
+    for words, answer in zip(inputs, answers, strict=True):
+        ids = torch.tensor([tokenizer.convert_tokens_to_ids(words)])
+        tokens = model.generate(ids, max_new_tokens=STEPS, do_sample=False)[0, 1:].tolist()
+        wanted = tokenizer.convert_ids_to_tokens(tokens)
+        assert answer.hypotheses[0] == [word for word in wanted if word != "</s>"]
