@@ -69,7 +69,7 @@ class ServingBenchmark:
     num_experts: int = 8
     mean_length: int = 24
     spread: float = 0.8
-    requests_per_row: int = 4
+    requests_per_row: int = 3
 
 
 def run_serving(benchmark: ServingBenchmark) -> None:

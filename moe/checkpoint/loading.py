@@ -154,11 +154,51 @@ def load_model_on_mesh(
             _read_slices(saved[name], slices, local_shard(tensor))
 
     gather_or_raise(lambda: refuse_not_finite(model, folder))
+    return _finished(model, folder), layouts
+
+
+def load_mapped(folder: Path | str, **fields: Any) -> STMoEForConditionalGeneration:
+    """Returns a model on the CPU whose weights stay in their files until they are used.
+
+    The system reads the pages that a product needs, and drops them when memory is short. A token
+    reads only its own experts, so the model may be larger than memory. The numbers are not checked.
+
+    Args:
+        folder: A model saved by `save_pretrained` or `write_model`, in safetensors.
+        fields: Fields of STMoEConfig that differ from the folder's.
+
+    Raises:
+        CheckpointError: When the folder holds no such model, or weights are missing, unexpected or
+            of another shape.
+        ConfigError: When experts are quantized.
+    """
+    model_type = check_model_folder(folder)
+    if model_type != STMoEConfig.model_type:
+        raise CheckpointError(
+            f"{folder} holds a model of type {model_type!r}, but only {STMoEConfig.model_type!r} can be mapped. "
+            f"T5 and Switch can be converted: stmoe convert --from {folder} --to OUT."
+        )
+    config = STMoEConfig.from_pretrained(folder, **fields)
+    refuse_quantized(config, "mapped", folder)
+    with torch.device("meta"):
+        model = STMoEForConditionalGeneration(config)
+    with _open_weights(Path(folder)) as saved:
+        _check_weights_fit(folder, model, saved, _no_tensor)
+        weights = {name: piece[...] for name, piece in saved.items()}  # without a copy
+    model.load_state_dict(weights, assign=True, strict=False)
+    model.tie_weights()
+    return _finished(model, folder).requires_grad_(False)
+
+
+def _finished(
+    model: STMoEForConditionalGeneration, folder: Path | str
+) -> STMoEForConditionalGeneration:
+    """Returns a model that has its weights, with all else of its folder, in evaluation mode."""
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = load_generation_config(folder, {})
     model.config.name_or_path = str(folder)
     model.source_model = find_source_model(folder)
-    return model.eval(), layouts
+    return model.eval()
 
 
 def describe_shape_misfits(

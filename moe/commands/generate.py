@@ -98,6 +98,11 @@ def build_parser() -> Parser:
         "--max-input", type=integer(least=1), default=512, help="longest text, in tokens (512)"
     )
     speed.add_argument(
+        "--mmap",
+        action="store_true",
+        help="leave weights in their files until they are used: a model larger than memory, on a CPU",
+    )
+    speed.add_argument(
         "--workers",
         type=integer(least=1, most=256, reason="each loads the model"),
         default=1,
@@ -164,6 +169,8 @@ def _check_options(options: Any) -> None:
         raise ConfigError("Texts and --in were both given. Leave one of them out.")
     if options.resume and not options.out:
         raise ConfigError("--resume continues the file of --out, which is missing. Add --out.")
+    if options.mmap and options.ep > 1:
+        raise ConfigError("--mmap cannot be combined with --ep. Leave one of them out.")
     if options.num_beams == 1:
         return
     excluded = {
@@ -302,8 +309,8 @@ def _load_generator(
 
 
 def _load(options: Any) -> Any:
-    model = load_model(options.model, dropless=True).eval()
-    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(options.model, dropless=True, mmap=options.mmap).eval()
+    return model.to("cuda" if torch.cuda.is_available() and not options.mmap else "cpu")
 
 
 def _load_on_ranks(options: Any, sampling: Sampling, world: World) -> BatchGenerator:

@@ -40,6 +40,11 @@ def build_parser() -> Parser:
         "--max-new-tokens", type=integer(least=1), default=256, help="longest answer (256)"
     )
     parser.add_argument(
+        "--mmap",
+        action="store_true",
+        help="leave weights in their files until they are used: a model larger than memory, on a CPU",
+    )
+    parser.add_argument(
         "--timeout", type=real(above=0), default=120.0, help="seconds for a request (120)"
     )
     return parser
@@ -64,9 +69,9 @@ def main(argv: list[str]) -> None:
     # The address first: it is refused at once, not after the model was loaded.
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
-    model = load_model(options.model, dropless=True).eval()
+    model = load_model(options.model, dropless=True, mmap=options.mmap).eval()
     server = CompletionServer(
-        model.to("cuda" if torch.cuda.is_available() else "cpu"),
+        model.to("cuda" if torch.cuda.is_available() and not options.mmap else "cpu"),
         load_tokenizer(options.model),
         Path(options.model).resolve().name,
         defaults=Sampling(max_new_tokens=options.max_new_tokens),

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import moe.hosts.records
-from moe.checkpoint.loading import check_model_folder, load_complete
+from moe.checkpoint.loading import check_model_folder, load_complete, load_mapped
 from moe.checks import shown
 from moe.errors import ConfigError, did_you_mean
 from moe.hosts.model import HOSTS, SparseHost
@@ -57,7 +57,9 @@ def find_host(model_type: Any) -> type[SparseHost]:
     return HOSTS.get(model_type)
 
 
-def load_model(source: Path | str, *, dropless: bool = False, **options: Any) -> Any:
+def load_model(
+    source: Path | str, *, dropless: bool = False, mmap: bool = False, **options: Any
+) -> Any:
     """Returns a model of this library, one that it converts, or a host, dense or sparse.
 
     After `import moe.hosts.all_hosts` transformers' AutoModelForSeq2SeqLM loads sparse hosts, too;
@@ -66,6 +68,8 @@ def load_model(source: Path | str, *, dropless: bool = False, **options: Any) ->
     Args:
         source: A folder, or a name of the hub.
         dropless: Whether experts have unlimited capacity in evaluation, regardless of config.json.
+        mmap: Whether weights stay in their files until they are used, see `load_mapped`: for a
+            folder of ours, on a CPU.
         options: Arguments of `from_pretrained`.
 
     Raises:
@@ -75,6 +79,8 @@ def load_model(source: Path | str, *, dropless: bool = False, **options: Any) ->
     model_class = find_class(source, **options)
     if dropless:
         options |= _unlimited_capacity(model_class, source)
+    if mmap:
+        return load_mapped(source, **options)
     if not Path(source).is_dir():
         return model_class.from_pretrained(source, **options)
     model = load_complete(model_class, source, **options)

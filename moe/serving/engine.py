@@ -180,9 +180,12 @@ class Engine:
         self._ends = set(eos if isinstance(eos, list) else [eos])
         self._forced_end = settings.forced_eos_token_id
         self._pad = model.config.pad_token_id or 0
-        self._takes_positions = (
-            "decoder_position_ids" in inspect.signature(model.forward).parameters
-        )
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_positions = "decoder_position_ids" in parameters
+        # Losses and statistics of routers take a tenth of a step.
+        takes_records = "output_router_logits" in parameters
+        self._options: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        self._options |= {"output_router_logits": False} if takes_records else {}
         self._encoded: Any = None
         self._mixes_ages = max_batch > 1 and self._ignores_age()
 
@@ -294,8 +297,7 @@ class Engine:
             attention_mask=mask,
             decoder_input_ids=torch.tensor([self._start] * len(inputs), device=device),
             past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
+            **self._options,
         )
         return cache, output.logits[:, -1]
 
@@ -305,7 +307,7 @@ class Engine:
         slots = self._slots
         memory = self._encoded.last_hidden_state[:1, :1]
         memory = memory.expand(len(self._rows), slots.memory_length, -1)  # [N, M, D]
-        options: dict[str, Any] = {}
+        options = dict(self._options)
         if self._takes_positions:
             options["decoder_position_ids"] = slots.positions()
         output = self.model(
@@ -314,8 +316,6 @@ class Engine:
             decoder_input_ids=self._tokens,
             decoder_attention_mask=slots.self_mask(),
             past_key_values=slots.cache,
-            use_cache=True,
-            return_dict=True,
             **options,
         )
         slots.advance()
@@ -331,8 +331,7 @@ class Engine:
             decoder_input_ids=padding + self._pad,
             decoder_attention_mask=padding,
             past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()),
-            use_cache=True,
-            return_dict=True,
+            **self._options,
         )
 
     def _take(self, logits: Tensor, first: int) -> list[Piece]:
