@@ -149,17 +149,10 @@ class _Encoder(nn.Module):
         return (self.encoder(input_ids, attention_mask=attention_mask).last_hidden_state,)
 
 
-class _Decoder(nn.Module):
+class _DecoderStep(nn.Module):
     def __init__(self, model: STMoEForConditionalGeneration) -> None:
         super().__init__()
         self.model = model
-
-    def forward(
-        self, encoder_attention_mask: Tensor, input_ids: Tensor, encoder_hidden_states: Tensor
-    ) -> tuple[Tensor, ...]:
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        logits = self.decode(encoder_attention_mask, input_ids, encoder_hidden_states, cache)
-        return logits, *_keys_and_values(cache, cross=True)
 
     def decode(
         self, mask: Tensor, input_ids: Tensor, memory: Tensor, cache: EncoderDecoderCache
@@ -176,13 +169,22 @@ class _Decoder(nn.Module):
         return output.logits
 
 
-class _DecoderWithPast(_Decoder):
+class _Decoder(_DecoderStep):
+    def forward(
+        self, encoder_attention_mask: Tensor, input_ids: Tensor, encoder_hidden_states: Tensor
+    ) -> tuple[Tensor, ...]:
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        logits = self.decode(encoder_attention_mask, input_ids, encoder_hidden_states, cache)
+        return logits, *_keys_and_values(cache, cross=True)
+
+
+class _DecoderWithPast(_DecoderStep):
     def forward(
         self, encoder_attention_mask: Tensor, input_ids: Tensor, past: list[Tensor]
     ) -> tuple[Tensor, ...]:
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
         tensors = iter(past)
-        for layer in range(self.model.config.num_decoder_layers):
+        for layer in range(len(self.model.model.decoder.blocks)):
             cache.self_attention_cache.update(next(tensors), next(tensors), layer)
             cache.cross_attention_cache.update(next(tensors), next(tensors), layer)
             cache.is_updated[layer] = True
@@ -196,12 +198,13 @@ class _DecoderWithPast(_Decoder):
 
 def _keys_and_values(cache: EncoderDecoderCache, *, cross: bool) -> list[Tensor]:
     """Returns the tensors of a cache in the order of optimum's names."""
-    tensors = []
-    layers = zip(cache.self_attention_cache.layers, cache.cross_attention_cache.layers, strict=True)
-    for of_self, of_cross in layers:
-        tensors += [of_self.keys, of_self.values]
+    tensors: list[Tensor] = []
+    of_self: Any = cache.self_attention_cache.layers
+    of_cross: Any = cache.cross_attention_cache.layers
+    for own, other in zip(of_self, of_cross, strict=True):
+        tensors += [own.keys, own.values]
         if cross:
-            tensors += [of_cross.keys, of_cross.values]
+            tensors += [other.keys, other.values]
     return tensors
 
 
@@ -236,7 +239,7 @@ def build_graphs(model: STMoEForConditionalGeneration, *, nodes: bool) -> list[G
     # Sizes that occur nowhere else, so that none of them is taken for a constant.
     config = model.config
     batch, length, past = 3, 11, 5
-    num_layers = config.num_decoder_layers
+    num_layers = len(model.model.decoder.blocks)
     ids = torch.ones(batch, length, dtype=torch.int64)
     source = {0: "batch_size", 1: "encoder_sequence_length"}
     target = {0: "batch_size", 1: "decoder_sequence_length"}

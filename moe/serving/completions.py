@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from moe.checks import check, check_flag, check_integer, check_number, is_kind
 from moe.errors import ConfigError, did_you_mean
@@ -122,7 +122,7 @@ def _prompts(prompt: object) -> list[Prompt]:
     )
     check(bool(prompt) and holds, "prompt", prompt, "a text, a list of tokens, or a list of either")
     assert isinstance(prompt, list)
-    return prompt
+    return cast(list[Prompt], prompt)
 
 
 def _sampling(fields: Mapping[str, Any], defaults: Sampling) -> Sampling:
