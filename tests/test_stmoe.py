@@ -79,19 +79,20 @@ def test_generate_answers_every_text_in_order_whatever_the_batch(model_folder, c
 
 def test_answers_of_a_teacher_become_pairs_to_train_on(model_folder, capsys, tmp_path):
     options = ("--model", model_folder, "--max-new-tokens", "7", "--num-beams", "2")
-    printed = answers(capsys, *options, "--pairs", tmp_path / "pairs.jsonl", *TEXTS)
+    printed = answers(capsys, *options, *TEXTS)
+    answers(capsys, *options, "--out", tmp_path / "pairs.jsonl", *TEXTS)
     pairs = read_pairs(tmp_path / "pairs.jsonl")
     assert [pair.inputs for pair in pairs] == TEXTS
     assert [pair.targets.replace("\n", " ") for pair in pairs] == printed
     with pytest.raises(ConfigError, match=r"pairs\.txt; expected a file that ends in \.jsonl"):
-        answers(capsys, *options, "--pairs", tmp_path / "pairs.txt", *TEXTS)
+        answers(capsys, *options, "--out", tmp_path / "pairs.txt", *TEXTS)
 
 
 def test_generate_refuses_what_it_cannot_answer(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(DataError, match="no text to answer"):
         generate.main(["--model", str(model_folder)])
-    with pytest.raises(DataError, match="Text 2 of 2 is empty"):
+    with pytest.raises(DataError, match="line 2: The text is .*not empty"):
         generate.main(["--model", str(model_folder), "a", " "])
     with pytest.raises(CheckpointError, match="missing"):
         generate.main(["--model", str(tmp_path / "missing"), "a"])

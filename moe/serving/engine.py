@@ -38,7 +38,6 @@ _UNSUPPORTED = {
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
     "bad_words_ids": (None, []),
-    "suppress_tokens": (None, []),
     "begin_suppress_tokens": (None, []),
     "sequence_bias": (None, {}),
     "min_p": (None, 0.0),
@@ -179,6 +178,7 @@ class Engine:
         eos = settings.eos_token_id
         self._ends = set(eos if isinstance(eos, list) else [eos])
         self._forced_end = settings.forced_eos_token_id
+        self._suppressed = torch.tensor(settings.suppress_tokens or [], device=model.device).long()
         self._pad = model.config.pad_token_id or 0
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "decoder_position_ids" in parameters
@@ -337,8 +337,11 @@ class Engine:
     def _take(self, logits: Tensor, first: int) -> list[Piece]:
         """Adds a token to each row from `first` on, and ends the answers that are complete."""
         rows = self._rows[first:]
+        allowed = logits
+        if self._suppressed.numel():
+            allowed = logits.index_fill(1, self._suppressed, -torch.inf)
         chosen = choose_tokens(
-            logits, [row.sampling for row in rows], [row.draws for row in rows]
+            allowed, [row.sampling for row in rows], [row.draws for row in rows]
         )  # [N]
         if self._forced_end is not None:
             last = [len(row.tokens) + 1 == row.sampling.max_new_tokens for row in rows]

@@ -63,6 +63,17 @@ def test_answers_of_every_model_of_transformers_are_those_of_each_request_alone(
     assert [answer.tokens for answer in answers] == expected
 
 
+def test_suppressed_tokens_which_fine_tuned_models_have_are_never_chosen():
+    model = ours()
+    asked = requests(9)
+    free = [alone(model, request.text) for request in asked]
+    model.generation_config.suppress_tokens = sorted({tokens[0] for tokens in free} - {1})
+    expected = [alone(model, request.text, request.sampling.max_new_tokens) for request in asked]
+    answers = BatchGenerator(model, TOKENIZER, max_batch=4).map(asked)
+    assert [answer.tokens for answer in answers] == expected
+    assert all(before[:1] != after[:1] for before, after in zip(free, expected, strict=True))
+
+
 def test_the_cache_moves_to_the_front_again_and_again_without_a_trace():
     # 400 steps in columns that are allocated for 64.
     model = ours()
