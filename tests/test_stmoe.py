@@ -92,7 +92,7 @@ def test_generate_refuses_what_it_cannot_answer(model_folder, tmp_path, monkeypa
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     with pytest.raises(DataError, match="no text to answer"):
         generate.main(["--model", str(model_folder)])
-    with pytest.raises(DataError, match="line 2: The text is .*not empty"):
+    with pytest.raises(DataError, match=r"line 2: The text is .*not empty"):
         generate.main(["--model", str(model_folder), "a", " "])
     with pytest.raises(CheckpointError, match="missing"):
         generate.main(["--model", str(tmp_path / "missing"), "a"])
