@@ -79,7 +79,11 @@ def test_labels_with_holes_leave_the_twins_equal(name):
     labels = tiny_batch()["labels"]
     labels[:, :2] = -100
     labels[:, 5] = -100
-    close(logits(sparse_host(name), labels=labels), logits(dense_host(name), labels=labels))
+
+    # In float32 an Intel Xeon rounds to 1.8e-5, since the host's norms enlarge differences.
+    sparse = sparse_host(name).double()
+    dense = dense_host(name).double()
+    close(logits(sparse, labels=labels), logits(dense, labels=labels))
 
 
 @each_host
