@@ -120,12 +120,7 @@ def load_model_on_mesh(
             of another shape; lists them, before any memory is allocated.
         ConfigError: When experts are quantized, and there are several ranks.
     """
-    model_type = check_model_folder(folder)
-    if model_type != STMoEConfig.model_type:
-        raise CheckpointError(
-            f"{folder} holds a model of type {model_type!r}, but on a mesh only "
-            f"{STMoEConfig.model_type!r} can be loaded. Convert it first: stmoe convert --from {folder} --to OUT."
-        )
+    _check_is_ours(folder, "on a mesh only {} can be loaded")
     config = config or STMoEConfig.from_pretrained(folder)
     if config.expert_quantization is not None and mesh.config.num_ranks == 1:
         return load_complete(STMoEForConditionalGeneration, folder, config=config), {}
@@ -172,12 +167,7 @@ def load_mapped(folder: Path | str, **fields: Any) -> STMoEForConditionalGenerat
             of another shape.
         ConfigError: When experts are quantized.
     """
-    model_type = check_model_folder(folder)
-    if model_type != STMoEConfig.model_type:
-        raise CheckpointError(
-            f"{folder} holds a model of type {model_type!r}, but only {STMoEConfig.model_type!r} can be mapped. "
-            f"T5 and Switch can be converted: stmoe convert --from {folder} --to OUT."
-        )
+    _check_is_ours(folder, "only {} can be mapped")
     config = STMoEConfig.from_pretrained(folder, **fields)
     refuse_quantized(config, "mapped", folder)
     with torch.device("meta"):
@@ -241,6 +231,21 @@ def check_model_folder(folder: Path | str) -> str:
             f"{path}: model_type is {shown(model_type)}; expected a text such as 'st_moe'. {advice}"
         )
     return model_type
+
+
+def _check_is_ours(folder: Path | str, limit: str) -> None:
+    """Raises a CheckpointError unless a folder holds a model of ours.
+
+    Args:
+        folder: The folder.
+        limit: What only such a model can; {} stands for its type.
+    """
+    model_type = check_model_folder(folder)
+    if model_type != STMoEConfig.model_type:
+        raise CheckpointError(
+            f"{folder} holds a model of type {model_type!r}, but {limit.format(repr(STMoEConfig.model_type))}. Convert "
+            f"it first: stmoe convert --from {folder} --to OUT."
+        )
 
 
 def _check_weights_fit(

@@ -21,6 +21,7 @@ from moe.files import whole_folder
 from moe.hosts.all_hosts import find_class, load_model
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.models.transformers_private import find_file
 
 
 def build_parser() -> Parser:
@@ -56,19 +57,18 @@ def main(argv: list[str]) -> None:
     target = new_model_folder(options.to, inputs=[options.model])
     with whole_folder(target, kind="model") as folder:
         message = FORMATS[options.format](options, folder)
+        _copy_texts(options.model, folder)
     print(message)
     print(f"The exported model is in {target}.")
 
 
 def _write_onnx(options: Any, folder: Path) -> str:
     difference = export_onnx(_load(options.model), folder)
-    _copy_texts(options.model, folder)
     return f"The logits of onnxruntime differ by at most {difference:.1g} from the model's."
 
 
 def _write_torch(options: Any, folder: Path) -> str:
     export_torch(_load(options.model), folder)
-    _copy_texts(options.model, folder)
     return "torch.export.load(FILE).module() returns each graph."
 
 
@@ -88,7 +88,6 @@ def _write_ctranslate2(options: Any, folder: Path) -> str:
             convert_checkpoint(options.model, Path(source), form="t5", dtype=torch.float32)
         converter = TransformersConverter(source)
         converter.convert(str(folder), quantization=options.quantization, force=True)
-    _copy_texts(options.model, folder)
     return "ctranslate2.Translator(FOLDER) answers lists of tokens."
 
 
@@ -116,8 +115,8 @@ def _copy_texts(source: str, folder: Path) -> None:
     """Copies the tokenizer, and the configs that the folder does not have."""
     files = find_tokenizer_files(source, {})
     for name in ("config.json", "generation_config.json"):
-        path = Path(source) / name
-        if path.is_file() and not (folder / name).exists():
+        path = find_file(source, name)
+        if path is not None and not (folder / name).exists():
             files[name] = path
     for name, path in files.items():
         shutil.copyfile(path, folder / name)

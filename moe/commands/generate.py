@@ -25,13 +25,13 @@ from moe.checkpoint.loading import load_model_on_mesh
 from moe.checks import shown
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real
+from moe.commands.served_model import add_model_options, load_served_model
 from moe.data.tokenizer import load_tokenizer
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.launch import World, launch
 from moe.distributed.mesh import MeshConfig, build_mesh, check_mesh
 from moe.errors import ConfigError, DataError
 from moe.files import output_path
-from moe.hosts.all_hosts import load_model
 from moe.models.configuration import STMoEConfig
 from moe.models.parallelize import mesh_limits
 from moe.serving.answer_file import answer_record, open_answers, parse_request, with_line
@@ -53,9 +53,7 @@ _ROUND = 16
 def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="stmoe generate", description="Answers texts with a model.")
-    parser.add_argument(
-        "--model", type=path, required=True, help="folder of a model with its tokenizer"
-    )
+    add_model_options(parser)
     parser.add_argument("texts", nargs="*", help="texts (each line of the standard input)")
     parser.add_argument(
         "--in",
@@ -93,14 +91,6 @@ def build_parser() -> Parser:
     speed = parser.add_argument_group("speed")
     speed.add_argument(
         "--batch-size", type=integer(least=1), default=32, help="texts answered at once (32)"
-    )
-    speed.add_argument(
-        "--max-input", type=integer(least=1), default=512, help="longest text, in tokens (512)"
-    )
-    speed.add_argument(
-        "--mmap",
-        action="store_true",
-        help="leave weights in their files until they are used: a model larger than memory, on a CPU",
     )
     speed.add_argument(
         "--workers",
@@ -269,7 +259,7 @@ def _answerer(
 ) -> Callable[[Iterator[Line]], Iterator[Answered]]:
     """Returns a function that yields each line with its answer, in order; the model is loaded."""
     if options.num_beams > 1:
-        answer_all = partial(_search_beams, options, _load(options))
+        answer_all = partial(_search_beams, options, load_served_model(options))
     elif options.workers > 1:
         load = partial(_load_generator, options, sampling)
         answer_all = partial(map_over_workers, load, num_workers=options.workers)
@@ -299,18 +289,13 @@ def _load_generator(
 ) -> BatchGenerator:
     """Returns the generator of a model, which is loaded unless given."""
     return BatchGenerator(
-        model or _load(options),
+        model or load_served_model(options),
         load_tokenizer(options.model),
         max_batch=options.batch_size,
         max_input=options.max_input,
         group=group,
         **vars(sampling),
     )
-
-
-def _load(options: Any) -> Any:
-    model = load_model(options.model, dropless=True, mmap=options.mmap).eval()
-    return model.to("cuda" if torch.cuda.is_available() and not options.mmap else "cpu")
 
 
 def _load_on_ranks(options: Any, sampling: Sampling, world: World) -> BatchGenerator:

@@ -1,28 +1,23 @@
 r"""stmoe serve: an HTTP server that speaks OpenAI's completions API, with a page to try a model.
 
 stmoe serve --model runs/demo/model
-curl localhost:8000/v1/completions -H 'content-type: application/json' \\
+curl localhost:8000/v1/completions -H 'content-type: application/json' \
   -d '{"prompt": "docstring topic: Parse an email.", "stream": true}'
 """
 
 import socket
 from pathlib import Path
 
-import torch
-
-from moe.cli import Parser, integer, path, real
+from moe.cli import Parser, integer, real
+from moe.commands.served_model import add_model_options, load_served_model
 from moe.data.tokenizer import load_tokenizer
 from moe.errors import ConfigError
-from moe.hosts.all_hosts import load_model
 from moe.serving.sampling import Sampling
 
 
 def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="stmoe serve", description="Answers texts over HTTP.")
-    parser.add_argument(
-        "--model", type=path, required=True, help="folder of a model with its tokenizer"
-    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument(
         "--port", type=integer(least=0, most=65535, reason="ports end there"), default=8000
@@ -33,16 +28,9 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--queue", type=integer(least=1), default=1024, help="open requests; more get 503 (1024)"
     )
-    parser.add_argument(
-        "--max-input", type=integer(least=1), default=512, help="longest text, in tokens (512)"
-    )
+    add_model_options(parser)
     parser.add_argument(
         "--max-new-tokens", type=integer(least=1), default=256, help="longest answer (256)"
-    )
-    parser.add_argument(
-        "--mmap",
-        action="store_true",
-        help="leave weights in their files until they are used: a model larger than memory, on a CPU",
     )
     parser.add_argument(
         "--timeout", type=real(above=0), default=120.0, help="seconds for a request (120)"
@@ -69,9 +57,8 @@ def main(argv: list[str]) -> None:
     # The address first: it is refused at once, not after the model was loaded.
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
-    model = load_model(options.model, dropless=True, mmap=options.mmap).eval()
     server = CompletionServer(
-        model.to("cuda" if torch.cuda.is_available() and not options.mmap else "cpu"),
+        load_served_model(options),
         load_tokenizer(options.model),
         Path(options.model).resolve().name,
         defaults=Sampling(max_new_tokens=options.max_new_tokens),

@@ -7,7 +7,7 @@ Source: "Create completion" in OpenAI's API reference. Differs: prompts are inpu
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -152,43 +152,14 @@ def _sampling(fields: Mapping[str, Any], defaults: Sampling) -> Sampling:
     )
 
 
-def choice(
-    index: int, text: str, tokenizer: Any, tokens: Sequence[int], answer: Answer | None
-) -> dict[str, Any]:
-    """Returns one answer, or a piece of it.
-
-    Args:
-        index: Number of the answer.
-        text: Its text.
-        tokenizer: The model's tokenizer.
-        tokens: Its tokens.
-        answer: The whole answer, once it has ended.
-    """
-    log_probs = None
-    finish = None
-    if answer is not None:
-        finish = "length" if answer.finish == "length" else "stop"
-        if answer.log_probs:
-            log_probs = {
-                "tokens": tokenizer.convert_ids_to_tokens(answer.tokens),
-                "token_logprobs": answer.log_probs,
-                "top_logprobs": None,
-                "text_offset": None,
-            }
-    return {
-        "index": index,
-        "text": text,
-        "logprobs": log_probs,
-        "finish_reason": finish,
-        "token_ids": list(tokens),
-    }
-
-
 class Envelope:
-    """The fields that all responses to a request share."""
+    """Makes the responses to one request, and holds the fields that they share."""
 
-    def __init__(self, completion: Completion, model: str, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, completion: Completion, model: str, tokenizer: Any, num_prompt_tokens: int
+    ) -> None:
         self._completion = completion
+        self._tokenizer = tokenizer
         self._num_prompt_tokens = num_prompt_tokens
         self._shared = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -197,11 +168,33 @@ class Envelope:
             "model": model,
         }
 
+    def choice(
+        self, index: int, text: str, tokens: list[int], answer: Answer | None
+    ) -> dict[str, Any]:
+        """Returns one answer, or a piece of it.
+
+        Args:
+            index: Number of the answer.
+            text: Its text.
+            tokens: Its tokens.
+            answer: The whole answer, once it has ended.
+        """
+        log_probs = None
+        finish = None
+        if answer is not None:
+            finish = "length" if answer.finish == "length" else "stop"
+            if answer.log_probs:
+                log_probs = {
+                    "tokens": self._tokenizer.convert_ids_to_tokens(answer.tokens),
+                    "token_logprobs": answer.log_probs,
+                    "top_logprobs": None,
+                    "text_offset": None,
+                }
+        choice = {"index": index, "text": text, "logprobs": log_probs, "finish_reason": finish}
+        return choice | ({"token_ids": tokens} if self._completion.has_tokens else {})
+
     def wrap(self, choices: list[dict[str, Any]], num_tokens: int | None = None) -> dict[str, Any]:
         """Returns a response; with the number of generated tokens it has the usage."""
-        if not self._completion.has_tokens:
-            for one in choices:
-                del one["token_ids"]
         usage = None
         if num_tokens is not None:
             usage = {

@@ -4,9 +4,10 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from moe.errors import MoEError
 from moe.serving.engine import Engine, Piece
@@ -51,21 +52,20 @@ class Pieces:
 
 
 class EngineThread:
-    """Answers the requests of an event loop, all of whose calls come from there.
+    """Answers the requests of an event loop, all of whose calls come from there."""
 
-    Attributes:
-        num_open: Requests that wait, run, or whose answers are being read.
-    """
-
-    def __init__(self, build_engine: Callable[[], Engine], *, max_open: int) -> None:
+    def __init__(
+        self, engine: Engine, build_engine: Callable[[], Engine], *, max_open: int
+    ) -> None:
         """Starts the thread.
 
         Args:
-            build_engine: Returns an engine; called again if the engine raises.
+            engine: What answers the requests.
+            build_engine: Returns another one, when it has raised.
             max_open: Most open requests.
         """
         self._build_engine = build_engine
-        self._engine = build_engine()
+        self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._max_open = max_open
         self._next_number = 0
@@ -106,26 +106,18 @@ class EngineThread:
 
     async def call(self, function: Callable[[], T]) -> T:
         """Returns the result of a function that uses the model, which runs between two steps."""
-        future: asyncio.Future[T] = self._loop.create_future()
-
-        def settle(result: Any, error: Exception | None) -> None:
-            if future.cancelled():
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
+        future: Future[T] = Future()
 
         def work() -> None:
-            result, failure = None, None
+            if not future.set_running_or_notify_cancel():
+                return
             try:
-                result = function()
+                future.set_result(function())
             except Exception as error:
-                failure = error
-            self._loop.call_soon_threadsafe(settle, result, failure)
+                future.set_exception(error)
 
         self._work.put(work)
-        return await future
+        return await asyncio.wrap_future(future)
 
     def stop(self) -> None:
         """Ends the thread after the step that it computes."""

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from moe.sparse.editing import sparse_layers
 from moe.tracing.recorder import record_routing, traced_batches
-from moe.tracing.trace import StackTrace, layer_name
+from moe.tracing.trace import STACKS, StackTrace, layer_name
 
 
 def routes_of(
@@ -34,15 +34,14 @@ def routes_of(
         "labels": torch.tensor([list(answer)], device=model.device),
     }
     trace = record_routing(model, traced_batches([batch]))
-    stacks = {"encoder": trace.encoder, "decoder": trace.decoder}
     return [
         {
             "name": name,
-            "tokens": tokenizer.convert_ids_to_tokens(stack.ids.tolist()),
-            "layers": _layers(stack),
+            "tokens": tokenizer.convert_ids_to_tokens(trace.stack(name).ids.tolist()),
+            "layers": _layers(trace.stack(name)),
         }
-        for name, stack in stacks.items()
-        if stack.layers
+        for name in STACKS
+        if trace.stack(name).layers
     ]
 
 

@@ -28,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from moe.checks import check, is_kind
 from moe.errors import ConfigError, DataError
 from moe.parsing import parse_json
-from moe.serving.completions import Completion, Envelope, Prompt, choice, parse_completion
+from moe.serving.completions import Completion, Envelope, Prompt, parse_completion
 from moe.serving.engine import Answer, Engine, Piece
 from moe.serving.engine_thread import BusyError, EngineThread, Pieces, Submission
 from moe.serving.routes import routes_of
@@ -96,7 +96,7 @@ class CompletionServer:
         self._defaults = defaults
         self._limits = limits
         self._build_engine = partial(Engine, model, tokenizer, max_batch=limits.max_batch)
-        self._build_engine()  # a model that is not supported is refused before the server starts
+        self._engine = self._build_engine()
         self._thread: EngineThread
 
     def app(self) -> ASGIApp:
@@ -134,7 +134,9 @@ class CompletionServer:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._thread = EngineThread(self._build_engine, max_open=self._limits.max_open)
+        self._thread = EngineThread(
+            self._engine, self._build_engine, max_open=self._limits.max_open
+        )
         yield
         self._thread.stop()
 
@@ -165,7 +167,7 @@ class CompletionServer:
             Submission(tokens, sampling, completion.stream)
             for tokens, sampling in zip(of_choices, completion.samplings(), strict=True)
         ]
-        envelope = Envelope(completion, self._name, sum(map(len, prompts)))
+        envelope = Envelope(completion, self._name, self._tokenizer, sum(map(len, prompts)))
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             with self._thread.answering(submissions) as pieces:
@@ -186,7 +188,8 @@ class CompletionServer:
         prompt = body.get("prompt")
         check(isinstance(prompt, str), "prompt", prompt, "a text")
         inputs = self._tokens(str(prompt))
-        answer = self._checked_tokens("token_ids", body.get("token_ids"))
+        longest = max(self._limits.max_input, self._defaults.max_new_tokens)
+        answer = self._checked_tokens("token_ids", body.get("token_ids"), longest)
         routes = partial(routes_of, self._model, self._tokenizer, inputs, answer)
         return JSONResponse({"stacks": await self._thread.call(routes)})
 
@@ -212,12 +215,13 @@ class CompletionServer:
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         """Returns the tokens of a prompt."""
-        if isinstance(prompt, list):
-            return self._checked_tokens("prompt", prompt)
-        check(bool(prompt.strip()), "prompt", prompt, "a text that is not empty")
-        return self._checked_tokens("prompt", self._tokenizer(prompt, verbose=False)["input_ids"])
+        tokens = prompt
+        if isinstance(prompt, str):
+            check(bool(prompt.strip()), "prompt", prompt, "a text that is not empty")
+            tokens = self._tokenizer(prompt, verbose=False)["input_ids"]
+        return self._checked_tokens("prompt", tokens, self._limits.max_input)
 
-    def _checked_tokens(self, name: str, tokens: object) -> list[int]:
+    def _checked_tokens(self, name: str, tokens: object, longest: int) -> list[int]:
         """Returns tokens, or raises a ConfigError that names them."""
         most = self._embeddings.weight.shape[0]
         holds = isinstance(tokens, list) and all(
@@ -225,8 +229,6 @@ class CompletionServer:
         )
         check(bool(tokens) and holds, name, tokens, f"a list of tokens between 0 and {most - 1}")
         assert isinstance(tokens, list)
-        longest = max(self._limits.max_input, self._defaults.max_new_tokens)
-        longest = self._limits.max_input if name == "prompt" else longest
         if len(tokens) > longest:
             raise ConfigError(f"{name} has {len(tokens)} tokens; expected at most {longest}.")
         return tokens
@@ -254,7 +256,7 @@ class CompletionServer:
             if piece.answer is not None:
                 answers[index] = piece.answer
         choices = [
-            choice(index, answer.text, self._tokenizer, answer.tokens, answer)
+            envelope.choice(index, answer.text, answer.tokens, answer)
             for index, answer in sorted(answers.items())
         ]
         return envelope.wrap(choices, sum(len(answer.tokens) for answer in answers.values()))
@@ -268,8 +270,7 @@ class CompletionServer:
             async for index, piece in self._until_ended(number, pieces):
                 num_tokens += 1
                 if piece.text or piece.answer is not None or completion.has_tokens:
-                    tokens = [piece.token]
-                    part = choice(index, piece.text, self._tokenizer, tokens, piece.answer)
+                    part = envelope.choice(index, piece.text, [piece.token], piece.answer)
                     yield _event(envelope.wrap([part]))
         except RefusedError as error:
             yield _event(_error_body(error.status, str(error)))
