@@ -23,7 +23,14 @@ from benchmarks.timing import measure_in_turn, median_ratio
 from moe.errors import ConfigError
 from moe.models.modeling import STMoEForConditionalGeneration
 
-VARIANTS = ("dense", "moe_dropless", "moe_compiled", "moe_static", "hf_grouped_mm")
+VARIANTS = (
+    "dense",
+    "moe_dropless",
+    "moe_unreported",
+    "moe_compiled",
+    "moe_static",
+    "hf_grouped_mm",
+)
 COMPARED_STEPS = 16
 
 Step = Callable[[], object]

@@ -34,6 +34,15 @@ def is_jit_tracing() -> bool:
     return torch._C._is_tracing()
 
 
+def is_exporting() -> bool:
+    """Returns whether torch.export traces.
+
+    `torch.compiler.is_exporting` is also true in a graph of torch.compile with torch 2.11, whose
+    compiler takes it for a constant.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def is_plain(*tensors: Tensor) -> bool:
     """Returns whether an operation of our own may take these tensors.
 

@@ -11,6 +11,7 @@ from transformers.utils.generic import can_return_tuple
 
 from moe.checks import check, shown
 from moe.errors import ConfigError, DataError
+from moe.kernels.torch_private import is_exporting
 from moe.models.attention import Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
@@ -156,7 +157,7 @@ class STMoEModel(STMoEPreTrainedModel):
         # does not change the routing of this call.
         drop_tokens = decoder_drop_tokens and not use_cache and past_key_values is None
         if use_cache is None:
-            outside_training = not self.training and not torch.compiler.is_exporting()
+            outside_training = not self.training and not is_exporting()
             use_cache = self.config.use_cache and outside_training
         if use_cache and past_key_values is None:
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())

@@ -11,6 +11,7 @@ from moe.checks import check
 from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.distributed.mesh import ExpertAxis
 from moe.distributed.random_numbers import tp_random_numbers
+from moe.kernels.torch_private import is_exporting
 from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import (
@@ -168,7 +169,7 @@ class SparseFeedForward(nn.Module):
         num_experts = self.config.num_stored_experts
 
         # Rows or slots, here or over the ep axis.
-        if self.config.dispatch == "ragged" and not torch.compiler.is_exporting():
+        if self.config.dispatch == "ragged" and not is_exporting():
             if self.ep is not None:
                 return exchange_rows(sort_rows(plan, num_experts), self.ep)
             return local_row_dispatcher(plan, num_experts)

@@ -59,7 +59,8 @@ class DispatchPlan(NamedTuple):
     Attributes:
         expert_index: <int64>[G, S, K] expert of each choice: a row of the router, see
             `stored_index`.
-        slot: <int64>[G, S, K] slot of that expert in the group; meaningful where accepted.
+        slot: <int64>[G, S, K] slot of that expert in the group; meaningful where accepted, if there
+            is a capacity.
         accepted: <bool>[G, S, K] whether the choice got a slot; never for padding.
         combine_weight: <float32 or float64>[G, S, K] weight of the expert's output; 0 where not
             accepted.
@@ -117,13 +118,18 @@ def assign_slots(
             Not for a decoder.
 
     Returns:
-        slot <int64>[G, S, K] and accepted <bool>[G, S, K].
+        slot <int64>[G, S, K], the positions of the tokens without a capacity, and accepted
+        <bool>[G, S, K].
 
     Source:
         ST-MoE (arXiv:2202.08906) appendix D; Mesh-TensorFlow transformer/moe.py at a32810e,
         `_top_n_gating`. Differs: no; a choice's position in the queue of its expert is its slot,
         since every later request after a refusal finds the expert full.
     """
+    # Nobody queues at an expert with a slot for every token.
+    if capacity is None:
+        return token_slots(expert_index), requested
+
     # Put the tokens in the order in which they are served.
     serving_order = None
     if priority is not None:
@@ -140,13 +146,19 @@ def assign_slots(
     slot = rearrange(position, "g (k s) -> g s k", k=num_choices)  # [G, S, K]
 
     # An expert accepts the first C of its queue.
-    accepted = requested if capacity is None else requested & (slot < capacity)
+    accepted = requested & (slot < capacity)
 
     # Back to the order of the sequence.
     if serving_order is not None:
         slot = torch.empty_like(slot).scatter(1, serving_order, slot)
         accepted = torch.empty_like(accepted).scatter(1, serving_order, accepted)
     return slot, accepted
+
+
+def token_slots(expert_index: Tensor) -> Tensor:
+    """Returns the slots <int64>[G, S, K] of experts with a slot for every token: its position."""
+    position = torch.arange(expert_index.shape[1], device=expert_index.device)
+    return position[:, None].expand_as(expert_index)
 
 
 def reassign_slots(
@@ -156,14 +168,17 @@ def reassign_slots(
 
     Choices queue at their experts in the order of the slots they had: first choices before second
     ones and earlier tokens first where those are equal. Every accepted choice stays accepted. If an
-    expert has more of them than slots, the capacity becomes None; compiled graphs, which cannot
-    count them, always have None.
+    expert has more of them than slots, the capacity becomes None, and slots are those of
+    `token_slots`; compiled graphs, which cannot count them, always have None.
 
     Args:
         plan: Experts and acceptance as they should be; its slots only give the order.
         num_experts: Stored experts.
         expert_map: See `stored_index`.
     """
+    if plan.capacity is None or torch.compiler.is_compiling():
+        return _without_capacity(plan)
+
     # Serve lower slots first.
     stored_expert = stored_index(plan.expert_index, expert_map)
     expert_index = rearrange(stored_expert, "g s k -> g (k s)")  # [G, K * S]
@@ -175,12 +190,14 @@ def reassign_slots(
     position = torch.empty_like(position).scatter(1, order, position)
     slot = rearrange(position, "g (k s) -> g s k", k=plan.slot.shape[2])  # [G, S, K]
 
-    capacity = plan.capacity
-    if capacity is not None:
-        is_beyond = plan.accepted & (slot >= capacity)
-        if torch.compiler.is_compiling() or bool(is_beyond.any()):
-            capacity = None
-    return plan._replace(slot=slot.where(plan.accepted, plan.slot), capacity=capacity)
+    is_beyond = plan.accepted & (slot >= plan.capacity)
+    if bool(is_beyond.any()):
+        return _without_capacity(plan)
+    return plan._replace(slot=slot.where(plan.accepted, plan.slot))
+
+
+def _without_capacity(plan: DispatchPlan) -> DispatchPlan:
+    return plan._replace(slot=token_slots(plan.expert_index), capacity=None)
 
 
 def queue_position(expert_index: Tensor, requested: Tensor, num_experts: int) -> Tensor:

@@ -32,6 +32,9 @@ pytestmark = pytest.mark.gpu
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
+# One kernel for the products of all experts: in bfloat16, on Hopper and newer GPUs.
+HAS_GROUPED_KERNEL = HAS_GPU and torch.cuda.get_device_capability() >= (9, 0)
+
 # Rows of 16 bytes, which grouped products need.
 SIZES: dict[str, Any] = {"d_model": 16, "d_ff": 32, "num_experts": 5}
 
@@ -123,7 +126,9 @@ def test_an_optimizer_takes_the_same_steps(name):
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_every_form_of_a_decoding_step_gives_the_tokens_of_the_eager_one(form):
-    decoding = start_decoding(build_model(switch_config(TINY, 3), DEVICE), TINY, 2, DEVICE)
+    # Compiled code rounds bfloat16 elsewhere, and two tokens are often within that of each other.
+    model = build_model(switch_config(TINY, 3), DEVICE)
+    decoding = start_decoding(model.float() if form == "compiled" else model, TINY, 2, DEVICE)
     expected = decode(decoding, eager_step(decoding))
     decoding.restore()
     assert decode(decoding, FORMS[form](decoding)) == expected
@@ -131,11 +136,11 @@ def test_every_form_of_a_decoding_step_gives_the_tokens_of_the_eager_one(form):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.skipif(not HAS_GPU, reason="asks CUDA which operations wait for it")
+@pytest.mark.skipif(not HAS_GROUPED_KERNEL, reason="torch counts rows on the host there")
 @pytest.mark.parametrize("router", ROUTER_NAMES)
 def test_the_host_never_waits_for_a_layer(router):
-    layer = build_layer(router, **SIZES, capacity_factor=None).float().to(DEVICE)
-    x, mask, ids = (tensor.to(DEVICE) for tensor in draw_inputs(torch.float32))
+    layer = build_layer(router, **SIZES, capacity_factor=None).bfloat16().to(DEVICE)
+    x, mask, ids = (tensor.to(DEVICE) for tensor in draw_inputs(torch.bfloat16))
     losses_and_gradients(layer, x.requires_grad_(), mask, ids)
 
     try:

@@ -49,6 +49,17 @@ def test_without_it_a_traced_product_would_be_a_constant():
     assert not torch_private.is_jit_tracing()
 
 
+def test_without_it_a_compiled_layer_would_have_the_slots_of_an_exported_one():
+    class Scale(torch.nn.Module):
+        def forward(self, x):
+            return 2 * x if torch_private.is_exporting() else 3 * x
+
+    one = torch.ones(1)
+    assert torch.export.export(Scale(), (one,)).module()(one) == 2
+    assert torch.compile(Scale(), fullgraph=True, backend="eager")(one) == 3
+    assert Scale()(one) == 3
+
+
 def test_without_it_a_checkpointed_layer_could_be_recomputed_without_its_mask():
     seen = []
 
