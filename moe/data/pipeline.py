@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,7 +19,7 @@ from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW, Example, Tokens, fill
 from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, noise_masks, tokens_length
 from moe.data.tokenizer import SpecialIds
-from moe.errors import DataError
+from moe.errors import ConfigError, DataError
 
 Batch = dict[str, Tensor]
 """Keyword arguments of a model's forward."""
@@ -93,6 +94,7 @@ class SpanCorruptionSource:
         check_source_numbers(seed, batch_size=batch_size)
         _check_text(tokens, ids)
         self.batch_size = batch_size
+        self.padding = ids.pad
         self._ids = ids
         self._noise = noise
         self._seed = seed
@@ -138,6 +140,88 @@ class SpanCorruptionSource:
 
         masks = noise_masks(self.tokens_per_example, self._noise, rngs)  # [B, N]
         return np.stack(chunks), masks
+
+
+class ShortExamplesFirst:
+    """Batches of which the first have several short examples in each row instead of one long one.
+
+    A fresh model has to find the sentinel of a masked span in its input before it can use the text
+    around it. Among few tokens it learns this sooner, and keeps it for long inputs
+    (docs/results.md). Rows have the same lengths throughout; examples of a row do not see each
+    other.
+    """
+
+    def __init__(
+        self, source: SpanCorruptionSource, short: SpanCorruptionSource, steps: int
+    ) -> None:
+        """Combines two sources of the same text.
+
+        Args:
+            source: Batches of all later steps.
+            short: Short examples; a batch holds `short_examples_per_row` for each row of `source`.
+            steps: Number of batches with short examples.
+        """
+        self.batch_size = source.batch_size
+        self.lengths = source.lengths
+        self._source = source
+        self._short = short
+        self._per_row = short.batch_size // source.batch_size
+        self._steps = steps
+        settings = (source.fingerprint, short.fingerprint, steps)
+        self.fingerprint = fingerprint(repr(settings).encode())
+
+    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
+        """Returns `input_ids` <int64>[B, L] and `labels` <int64>[B, T]; of short examples also their
+        `segment_ids` <int64>[B, L] and `decoder_segment_ids` <int64>[B, T], 0 for padding.
+        """
+        if step >= self._steps:
+            return self._source.batch(step, rows)
+
+        start, stop, _ = rows.indices(self.batch_size)
+        examples = self._short.batch(step, slice(start * self._per_row, stop * self._per_row))
+        inputs_length, targets_length = self.lengths
+        inputs, segments = self._pack(examples["input_ids"], inputs_length, self._short.padding)
+        labels, decoder_segments = self._pack(examples["labels"], targets_length, _NOT_A_TARGET)
+        return {
+            "input_ids": inputs,
+            "segment_ids": segments,
+            "labels": labels,
+            "decoder_segment_ids": decoder_segments,
+        }
+
+    def _pack(self, examples: Tensor, length: int, padding: int) -> tuple[Tensor, Tensor]:
+        """Returns rows <int64>[B, length] of examples <int64>[B * n, l], and their segments."""
+        tokens = rearrange(examples, "(b n) l -> b (n l)", n=self._per_row)
+        segments = torch.arange(1, self._per_row + 1).repeat_interleave(examples.shape[1])
+        room = (0, length - tokens.shape[1])
+        segments = F.pad(segments, room).expand(len(tokens), -1)
+        return F.pad(tokens, room, value=padding), segments.contiguous()
+
+
+def short_examples_per_row(
+    lengths: tuple[int, int], short_inputs_length: int, noise: Noise, num_sentinels: int
+) -> int:
+    """Returns how many short examples fit into a row.
+
+    Args:
+        lengths: Tokens of a row in the encoder and the decoder.
+        short_inputs_length: Encoder tokens of a short example.
+        noise: How much is masked.
+        num_sentinels: Sentinels of the tokenizer.
+
+    Raises:
+        ConfigError: When fewer than two fit.
+    """
+    num_tokens = tokens_length(short_inputs_length, noise, num_sentinels)
+    short_lengths = corrupted_lengths(num_tokens, noise)
+    fitting = [row // example for row, example in zip(lengths, short_lengths, strict=True)]
+    if min(fitting) < 2:
+        raise ConfigError(
+            f"data.short_inputs_length is {short_inputs_length}: an example has {short_lengths[0]} input "
+            f"and {short_lengths[1]} target tokens, and a row has {lengths[0]} and {lengths[1]}. Choose "
+            "a length of which two fit into a row."
+        )
+    return min(fitting)
 
 
 class PairSource:

@@ -121,6 +121,9 @@ class SpanCorruptionRecipe:
             follows.
         noise_density: Share of tokens that are masked.
         mean_noise_span_length: Mean length of a masked span in tokens.
+        short_steps: First steps of a run, in which a row holds several short examples instead of a
+            long one; see moe/data/pipeline.py. 0 for none.
+        short_inputs_length: Encoder tokens of a short example; needed with `short_steps`.
         workers: Processes of every rank that make batches ahead of the steps, without effect on
             batches. 0 makes them between the steps; null for one per four cores of a rank.
 
@@ -131,15 +134,32 @@ class SpanCorruptionRecipe:
     inputs_length: int = 512
     noise_density: float = 0.15
     mean_noise_span_length: float = 3.0
+    short_steps: int = 0
+    short_inputs_length: int | None = None
     workers: int | None = None
 
     def __post_init__(self) -> None:
         check_workers(self.workers)
+        check_integer(
+            "data.short_steps", self.short_steps, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS
+        )
         length = self.inputs_length
         check_integer(
             "data.inputs_length", length, least=4, most=LONGEST_ROW, reason=WHY_LONGEST_ROW
         )
         check_noise(Noise(self.noise_density, self.mean_noise_span_length), prefix="data.")
+
+        # Short examples come with their length.
+        name = "data.short_inputs_length"
+        short = self.short_inputs_length
+        optional = "null without data.short_steps"
+        check_integer(
+            name, short, least=4, most=length, reason="a row holds several", optional=optional
+        )
+        expected = (
+            f"null without data.short_steps, else a length; short_steps is {self.short_steps}"
+        )
+        check((short is not None) == (self.short_steps > 0), name, short, expected)
 
 
 @dataclass(frozen=True)

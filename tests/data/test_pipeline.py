@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from moe.data.pipeline import PairSource, SpanCorruptionSource, stack_rows
+from moe.data.pipeline import (
+    PairSource,
+    ShortExamplesFirst,
+    SpanCorruptionSource,
+    short_examples_per_row,
+    stack_rows,
+)
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
@@ -97,6 +103,52 @@ def test_the_fingerprint_tells_settings_and_texts_apart():
 
 def test_a_batch_may_be_larger_than_an_epoch():
     assert len(restored(source(batch_size=29).batch(1))) == 29
+
+
+def short_first(steps: int = 2, batch_size: int = 5) -> ShortExamplesFirst:
+    """Two short examples of 9 inputs and 3 targets in a row for the first steps."""
+    short = source(inputs_length=9, batch_size=2 * batch_size)
+    return ShortExamplesFirst(source(batch_size=batch_size), short, steps)
+
+
+def test_rows_hold_several_short_examples_for_the_first_steps():
+    short = source(inputs_length=9, batch_size=10)
+    for step in range(2):
+        batch = short_first().batch(step)
+        assert batch["input_ids"].shape == batch["segment_ids"].shape == (5, 32)
+        assert batch["labels"].shape == batch["decoder_segment_ids"].shape == (5, 8)
+
+        # A segment is an example, and padding belongs to none.
+        expected = short.batch(step)
+        sides = {"input_ids": ("segment_ids", 0), "labels": ("decoder_segment_ids", -100)}
+        for name, (segments, padding) in sides.items():
+            for index, example in enumerate(expected[name]):
+                row, number = divmod(index, 2)
+                assert torch.equal(batch[name][row][batch[segments][row] == number + 1], example)
+            assert (batch[name][batch[segments] == 0] == padding).all()
+
+    assert all(same(short_first().batch(step), source().batch(step)) for step in (2, 3))
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_rank_makes_its_own_rows_of_short_examples(step):
+    whole = short_first().batch(step)
+    for rows in (slice(0, 2), slice(2, 5), slice(3, None)):
+        part = short_first().batch(step, rows)
+        assert same(part, {name: tensor[rows] for name, tensor in whole.items()})
+
+
+def test_the_fingerprint_tells_short_examples_apart():
+    sources = [source(), short_first(), short_first(steps=3)]
+    assert len({one.fingerprint for one in sources}) == 3
+
+
+def test_as_many_short_examples_are_in_a_row_as_fit_on_both_sides():
+    lengths = source().lengths
+    assert lengths == (32, 8)
+    assert short_examples_per_row(lengths, 9, Noise(), IDS.num_sentinels) == 2
+    with pytest.raises(ConfigError, match="short_inputs_length is 17"):
+        short_examples_per_row(lengths, 17, Noise(), IDS.num_sentinels)
 
 
 def test_a_text_shorter_than_an_example_is_refused():

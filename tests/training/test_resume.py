@@ -34,6 +34,14 @@ TABLES = {"heldout/unigram", "heldout/bigram", "heldout/trigram"}
 COMPARED = TRAINING | TABLES | {"heldout/loss", "heldout/text_loss", "heldout/shuffled_encoder"}
 STEPS = 21  # with checkpoints after 7, 14 and 21, of which the last two stay
 LAST = "step_00000021"
+SHORT_FIRST = (
+    "--data.noise_density",
+    0.5,
+    "--data.short_steps",
+    10,
+    "--data.short_inputs_length",
+    8,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,7 @@ def inputs(tmp_path_factory):
 
 
 def arguments(inputs, out, *more):
-    return pretrain_arguments(inputs, out, "--training.steps", STEPS, *more)
+    return pretrain_arguments(inputs, out, "--training.steps", STEPS, *SHORT_FIRST, *more)
 
 
 def here(inputs, out, *more):
