@@ -21,12 +21,7 @@ from numpy.typing import NDArray
 from moe.checkpoint.loading import check_model_folder
 from moe.data.corpus import load_corpus
 from moe.data.ngrams import ngram_losses
-from moe.data.pipeline import (
-    BatchSource,
-    ShortExamplesFirst,
-    SpanCorruptionSource,
-    short_examples_per_row,
-)
+from moe.data.pipeline import BatchSource, ShortExamplesFirst, SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
@@ -88,6 +83,10 @@ def build_run(
     ids = SpecialIds.of(tokenizer)
     tokens = tokenize_corpus(corpus.train, tokenizer)
     source = build_source(recipe, tokens, ids)
+    batches: BatchSource = source
+    short_length = recipe.data.short_inputs_length
+    if short_length is not None:
+        batches = ShortExamplesFirst(source, short_length, recipe.data.short_steps)
     unseen = build_source(recipe, tokenize_corpus(corpus.held_out, tokenizer), ids)
     check_run_fits(recipe, config, world.size, source.lengths)
     check_probe(recipe, config, unseen)
@@ -109,7 +108,7 @@ def build_run(
         recipe=recipe,
         built=built,
         tokenizer=tokenizer,
-        source=training_source(recipe, source, tokens, ids),
+        source=batches,
         held_out=held_out,
         probe_source=unseen,
         workers=recipe.data.workers,
@@ -128,41 +127,8 @@ def build_source(
         seed=recipe.seed,
         inputs_length=data.inputs_length,
         batch_size=recipe.training.batch_size,
-        noise=_noise(recipe),
+        noise=Noise(data.noise_density, data.mean_noise_span_length),
     )
-
-
-def training_source(
-    recipe: PretrainRecipe, source: SpanCorruptionSource, tokens: NDArray[np.int32], ids: SpecialIds
-) -> BatchSource:
-    """Returns the batches to train on: of short examples first, if the recipe says so.
-
-    Args:
-        recipe: The recipe.
-        source: Its batches of `build_source`.
-        tokens: <int32>[N] the training text.
-        ids: Special tokens.
-    """
-    data = recipe.data
-    if data.short_inputs_length is None:
-        return source
-    noise = _noise(recipe)
-    per_row = short_examples_per_row(
-        source.lengths, data.short_inputs_length, noise, ids.num_sentinels
-    )
-    short = SpanCorruptionSource(
-        tokens,
-        ids,
-        seed=recipe.seed,
-        inputs_length=data.short_inputs_length,
-        batch_size=recipe.training.batch_size * per_row,
-        noise=noise,
-    )
-    return ShortExamplesFirst(source, short, data.short_steps)
-
-
-def _noise(recipe: PretrainRecipe) -> Noise:
-    return Noise(recipe.data.noise_density, recipe.data.mean_noise_span_length)
 
 
 def describe_amount(source: SpanCorruptionSource, steps: int) -> str:

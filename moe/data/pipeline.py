@@ -95,6 +95,7 @@ class SpanCorruptionSource:
         _check_text(tokens, ids)
         self.batch_size = batch_size
         self.padding = ids.pad
+        self._tokens = tokens
         self._ids = ids
         self._noise = noise
         self._seed = seed
@@ -141,33 +142,61 @@ class SpanCorruptionSource:
         masks = noise_masks(self.tokens_per_example, self._noise, rngs)  # [B, N]
         return np.stack(chunks), masks
 
+    def shorter(self, inputs_length: int) -> "SpanCorruptionSource":
+        """Returns the source of shorter examples of the same text, as many for a row as fit into it.
+
+        Args:
+            inputs_length: Encoder tokens of a shorter example.
+
+        Raises:
+            ConfigError: When fewer than two fit.
+        """
+        num_tokens = tokens_length(inputs_length, self._noise, self._ids.num_sentinels)
+        lengths = corrupted_lengths(num_tokens, self._noise)
+        per_row = min(row // short for row, short in zip(self.lengths, lengths, strict=True))
+        if per_row < 2:
+            raise ConfigError(
+                f"data.short_inputs_length is {inputs_length}: an example has {lengths[0]} input and "
+                f"{lengths[1]} target tokens, and a row has {self.lengths[0]} and {self.lengths[1]}. "
+                "Choose a length of which two fit into a row."
+            )
+        return SpanCorruptionSource(
+            self._tokens,
+            self._ids,
+            inputs_length=inputs_length,
+            batch_size=self.batch_size * per_row,
+            seed=self._seed,
+            noise=self._noise,
+        )
+
 
 class ShortExamplesFirst:
     """Batches of which the first have several short examples in each row instead of one long one.
 
     A fresh model has to find the sentinel of a masked span in its input before it can use the text
-    around it. Among few tokens it learns this sooner, and keeps it for long inputs
+    around it. It learns this sooner among few tokens, and then soon finds it among many
     (docs/results.md). Rows have the same lengths throughout; examples of a row do not see each
     other.
     """
 
-    def __init__(
-        self, source: SpanCorruptionSource, short: SpanCorruptionSource, steps: int
-    ) -> None:
-        """Combines two sources of the same text.
+    def __init__(self, source: SpanCorruptionSource, inputs_length: int, steps: int) -> None:
+        """Prepares the short examples.
 
         Args:
             source: Batches of all later steps.
-            short: Short examples; a batch holds `short_examples_per_row` for each row of `source`.
+            inputs_length: Encoder tokens of a short example.
             steps: Number of batches with short examples.
+
+        Raises:
+            ConfigError: When fewer than two short examples fit into a row.
         """
         self.batch_size = source.batch_size
         self.lengths = source.lengths
         self._source = source
-        self._short = short
-        self._per_row = short.batch_size // source.batch_size
+        self._short = source.shorter(inputs_length)
+        self._per_row = self._short.batch_size // source.batch_size
         self._steps = steps
-        settings = (source.fingerprint, short.fingerprint, steps)
+        settings = (source.fingerprint, self._short.fingerprint, steps)
         self.fingerprint = fingerprint(repr(settings).encode())
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
@@ -196,32 +225,6 @@ class ShortExamplesFirst:
         room = (0, length - tokens.shape[1])
         segments = F.pad(segments, room).expand(len(tokens), -1)
         return F.pad(tokens, room, value=padding), segments.contiguous()
-
-
-def short_examples_per_row(
-    lengths: tuple[int, int], short_inputs_length: int, noise: Noise, num_sentinels: int
-) -> int:
-    """Returns how many short examples fit into a row.
-
-    Args:
-        lengths: Tokens of a row in the encoder and the decoder.
-        short_inputs_length: Encoder tokens of a short example.
-        noise: How much is masked.
-        num_sentinels: Sentinels of the tokenizer.
-
-    Raises:
-        ConfigError: When fewer than two fit.
-    """
-    num_tokens = tokens_length(short_inputs_length, noise, num_sentinels)
-    short_lengths = corrupted_lengths(num_tokens, noise)
-    fitting = [row // example for row, example in zip(lengths, short_lengths, strict=True)]
-    if min(fitting) < 2:
-        raise ConfigError(
-            f"data.short_inputs_length is {short_inputs_length}: an example has {short_lengths[0]} input "
-            f"and {short_lengths[1]} target tokens, and a row has {lengths[0]} and {lengths[1]}. Choose "
-            "a length of which two fit into a row."
-        )
-    return min(fitting)
 
 
 class PairSource:

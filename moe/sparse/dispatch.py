@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from moe.kernels.expert_rows import ChoiceRows, ExpertRows, combine_choices, gather_choices
-from moe.sparse.plan import DispatchPlan
+from moe.sparse.plan import DispatchPlan, token_slots
 
 # ---- what travels ----
 
@@ -324,7 +324,7 @@ def fill_slots(plan: DispatchPlan, num_experts: int) -> Slots:
     device = plan.slot.device
     if plan.capacity is None:
         capacity = group_size
-        slot_of_expert = torch.arange(group_size, device=device)[:, None]  # [S, 1]
+        slot_of_expert = token_slots(plan.expert_index)  # [G, S, K]
     else:
         capacity = plan.capacity
         slot_of_expert = plan.slot  # [G, S, K]

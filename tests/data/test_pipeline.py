@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe.data.pipeline import (
-    PairSource,
-    ShortExamplesFirst,
-    SpanCorruptionSource,
-    short_examples_per_row,
-    stack_rows,
-)
+from moe.data.pipeline import PairSource, ShortExamplesFirst, SpanCorruptionSource, stack_rows
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
@@ -105,10 +99,9 @@ def test_a_batch_may_be_larger_than_an_epoch():
     assert len(restored(source(batch_size=29).batch(1))) == 29
 
 
-def short_first(steps: int = 2, batch_size: int = 5) -> ShortExamplesFirst:
+def short_first(steps: int = 2) -> ShortExamplesFirst:
     """Two short examples of 9 inputs and 3 targets in a row for the first steps."""
-    short = source(inputs_length=9, batch_size=2 * batch_size)
-    return ShortExamplesFirst(source(batch_size=batch_size), short, steps)
+    return ShortExamplesFirst(source(), 9, steps)
 
 
 def test_rows_hold_several_short_examples_for_the_first_steps():
@@ -144,11 +137,10 @@ def test_the_fingerprint_tells_short_examples_apart():
 
 
 def test_as_many_short_examples_are_in_a_row_as_fit_on_both_sides():
-    lengths = source().lengths
-    assert lengths == (32, 8)
-    assert short_examples_per_row(lengths, 9, Noise(), IDS.num_sentinels) == 2
+    assert source().lengths == (32, 8)
+    assert source().shorter(9).batch_size == 2 * 5
     with pytest.raises(ConfigError, match="short_inputs_length is 17"):
-        short_examples_per_row(lengths, 17, Noise(), IDS.num_sentinels)
+        source().shorter(17)
 
 
 def test_a_text_shorter_than_an_example_is_refused():
