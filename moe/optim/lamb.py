@@ -3,21 +3,19 @@
 Letters of the paper: w weights, g gradient, m and v moments, r Adam's step, u the whole update.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from moe.checks import check_flag
-from moe.distributed.sharding import local_shard
 from moe.optim.parameter_groups import SPECIAL_KINDS
 from moe.optim.sharded_optimizer import (
     PendingUpdate,
     SumsOverRanks,
+    adam_step,
     matrix_norms,
     working_copy,
-    zero_moment,
 )
 from moe.optim.trust_ratio import TrustRatioOptimizer, add_product, is_adapted
 
@@ -82,18 +80,11 @@ class LAMB(TrustRatioOptimizer):
     def update(self, pending: PendingUpdate) -> SumsOverRanks:
         """Takes one step on this rank's shard of one parameter."""
         parameter, group, sharding, _ = pending
-        state = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = zero_moment(parameter)
-            state["exp_avg_sq"] = zero_moment(parameter)
-
         # The whole step is computed in float32 or wider, regardless of the parameter's dtype.
         work = working_copy(parameter, group["batch_dims"])
         w = work.X
         g = work.G
-        state["step"] += 1
-        u = _adam_step(g, state, group)
+        u = adam_step(g, parameter, self.state[parameter], group)
 
         # lr ratio; u = r + weight_decay w.
         rate: float | Tensor = group["lr"]
@@ -105,25 +96,6 @@ class LAMB(TrustRatioOptimizer):
 
         add_product(w, u, rate, -1)
         work.save()
-
-
-def _adam_step(g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    """Mixes g <float>[..., n, m] into the moments and returns r = m / (sqrt(v) + epsilon)."""
-    # m_t = beta1 m_{t-1} + (1 - beta1) g_t, and v_t likewise of g_t^2.
-    m = local_shard(state["exp_avg"]).view_as(g)
-    m.lerp_(g, 1 - group["beta1"])
-    v = local_shard(state["exp_avg_sq"]).view_as(g)
-    v.mul_(group["beta2"]).addcmul_(g, g, value=1 - group["beta2"])
-
-    # Moments that start at 0 are too small by these factors.
-    m_correction = 1.0
-    v_correction = 1.0
-    if group["bias_correction"]:
-        m_correction = 1 - group["beta1"] ** state["step"]
-        v_correction = 1 - group["beta2"] ** state["step"]
-
-    denominator = v.sqrt().div_(math.sqrt(v_correction)).add_(group["epsilon"])
-    return denominator.reciprocal_().mul_(m).div_(m_correction)
 
 
 def _trust_ratio(w_norm: Tensor, u_norm: Tensor, g_norm: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from moe.checks import check_number
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.sharding import Layout
 from moe.errors import ConfigError
-from moe.optim import adafactor
+from moe.optim import adafactor, muon
 from moe.optim.lamb import LAMB
 from moe.optim.lars import LARS
 from moe.optim.options import check_options, option_names
@@ -142,8 +142,8 @@ def _without_clipping(
     ) -> torch.optim.Optimizer:
         if clipping_threshold != 1.0:
             raise ConfigError(
-                f"optim.clipping_threshold is {clipping_threshold}, but {name} has none: its ratio "
-                "bounds the step. Leave it at 1.0, or set optim.max_grad_norm."
+                f"optim.clipping_threshold is {clipping_threshold}, but {name} has none: its step "
+                "is bounded. Leave it at 1.0, or set optim.max_grad_norm."
             )
         return optimizer(groups, weight_decay=weight_decay, **options)
 
@@ -188,5 +188,14 @@ OPTIMIZERS.add(
         state_elements=partial(_moments, num_moments=1),
         summed_elements=partial(summed_norms, num_norms=2),  # |w| and |g|
         options_of=LARS,
+    ),
+)
+OPTIMIZERS.add(
+    "muon",
+    OptimizerSpec(
+        build=_without_clipping("muon", muon.Muon),
+        state_elements=muon.state_elements,
+        summed_elements=muon.summed_elements,
+        options_of=muon.Muon,
     ),
 )

@@ -1,5 +1,6 @@
 """Parameters in groups for an optimizer: stacks of experts, and the kind of each parameter."""
 
+import re
 from typing import Any
 
 from torch import nn
@@ -8,10 +9,15 @@ EXPERT_STACKS = ("experts.gate_up_proj", "experts.up_proj", "experts.down_proj",
 """Endings of the names of parameters whose first dimension counts experts."""
 
 WEIGHT = "weights"
-"""Kind of every parameter that has none of the `SPECIAL_KINDS`."""
+"""Kind of every parameter that has no other kind."""
+
+EMBEDDING = "embeddings"
+"""Kind of the tables of tokens, at the input and at the output."""
 
 SPECIAL_KINDS = ("norms", "biases", "router")
 """Kinds of parameters that an optimizer may treat apart."""
+
+_TOKEN_TABLE = re.compile(r"embed|\bshared\.|\b(lm_)?head\b")
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -38,7 +44,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def parameter_kind(name: str, matrix_dims: int) -> str:
-    """Returns `norms`, `biases`, `router` or `weights`.
+    """Returns `norms`, `biases`, `router`, `embeddings` or `weights`.
 
     Args:
         name: Name of a parameter, or of its rule on a mesh. A name with `bias` is a bias, including
@@ -50,4 +56,6 @@ def parameter_kind(name: str, matrix_dims: int) -> str:
         return "biases"
     if "router" in name:
         return "router"
-    return "norms" if matrix_dims < 2 else WEIGHT
+    if matrix_dims < 2:
+        return "norms"
+    return EMBEDDING if _TOKEN_TABLE.search(name) else WEIGHT

@@ -1,9 +1,10 @@
 """The base of optimizers that sum over a parameter's matrices: each rank updates its shard.
 
-A parameter is read as `<float>[..., n, m]`, see sharded_parameters.py; adafactor.py, lars.py and
-lamb.py say what a step is.
+A parameter is read as `<float>[..., n, m]`, see sharded_parameters.py; adafactor.py, muon.py,
+lars.py and lamb.py say what a step is.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import chain, zip_longest
@@ -70,6 +71,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update(self, pending: PendingUpdate) -> SumsOverRanks:
         """Takes one step on this rank's shard of one parameter."""
 
+    def held_elements(self, sharding: MatrixSharding) -> int:
+        """Returns the elements that `update` holds for one parameter, the same on every rank."""
+        return sharding.shard_elements
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of scalars, vectors or matrices, or of stacks of the last two.
 
@@ -104,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        for bucket in _buckets(self._pending_updates()):
+        for bucket in self._buckets():
             updates = [self.update(pending) for pending in bucket]
 
             # Each round takes all updates to their next sum over ranks.
@@ -144,30 +149,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     sharding = matrix_sharding(parameter, group["batch_dims"])
                     yield PendingUpdate(parameter, group, sharding, kind)
 
+    def _buckets(self) -> Iterator[list[PendingUpdate]]:
+        """Yields groups of parameters that are updated together.
 
-def _buckets(pending: Iterable[PendingUpdate]) -> Iterator[list[PendingUpdate]]:
-    """Yields groups of parameters that are updated together.
+        A parameter that needs no sums over ranks comes alone, the others in buckets of at most
+        `MAX_BUCKET_ELEMENTS`.
+        """
+        bucket: list[PendingUpdate] = []
+        num_elements = 0
+        for update in self._pending_updates():
+            if not update.sharding.groups:
+                yield [update]
+                continue
 
-    A parameter that needs no sums over ranks comes alone, the others in buckets of at most
-    `MAX_BUCKET_ELEMENTS`.
-    """
-    bucket: list[PendingUpdate] = []
-    num_elements = 0
-    for update in pending:
-        if not update.sharding.groups:
-            yield [update]
-            continue
-
-        # A bucket that would grow too large is closed first.
-        shard_elements = update.sharding.shard_elements
-        if bucket and num_elements + shard_elements > MAX_BUCKET_ELEMENTS:
+            # A bucket that would grow too large is closed first.
+            elements = self.held_elements(update.sharding)
+            if bucket and num_elements + elements > MAX_BUCKET_ELEMENTS:
+                yield bucket
+                bucket = []
+                num_elements = 0
+            bucket.append(update)
+            num_elements += elements
+        if bucket:
             yield bucket
-            bucket = []
-            num_elements = 0
-        bucket.append(update)
-        num_elements += shard_elements
-    if bucket:
-        yield bucket
 
 
 class WorkingCopy(NamedTuple):
@@ -230,6 +234,41 @@ def _local_gradient(parameter: Tensor) -> Tensor:
             f"{placements}"
         )
     return local_shard(grad)
+
+
+def adam_step(g: Tensor, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """Updates the moments of a shard and returns Adam's step <float>[..., n, m], before the rate.
+
+    Args:
+        g: <float>[..., n, m] this rank's shard of the gradient.
+        parameter: <float>[..., n, m] the parameter.
+        state: Its state; moments are added at the first step.
+        group: `beta1`, `beta2`, `epsilon`, and `bias_correction`, on if absent.
+
+    Source:
+        Adam (arXiv:1412.6980) algorithm 1. Differs: no.
+    """
+    if not state:
+        state["step"] = 0
+        state["exp_avg"] = zero_moment(parameter)
+        state["exp_avg_sq"] = zero_moment(parameter)
+    state["step"] += 1
+
+    # m_t = beta1 m_{t-1} + (1 - beta1) g_t, and v_t likewise of g_t^2.
+    m = local_shard(state["exp_avg"]).view_as(g)
+    m.lerp_(g, 1 - group["beta1"])
+    v = local_shard(state["exp_avg_sq"]).view_as(g)
+    v.mul_(group["beta2"]).addcmul_(g, g, value=1 - group["beta2"])
+
+    # Moments that start at 0 are too small by these factors.
+    m_correction = 1.0
+    v_correction = 1.0
+    if group.get("bias_correction", True):
+        m_correction = 1 - group["beta1"] ** state["step"]
+        v_correction = 1 - group["beta2"] ** state["step"]
+
+    denominator = v.sqrt().div_(math.sqrt(v_correction)).add_(group["epsilon"])
+    return denominator.reciprocal_().mul_(m).div_(m_correction)
 
 
 def matrix_norms(

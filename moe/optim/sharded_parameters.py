@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from moe.distributed.sharding import Layout, local_shard
+from moe.distributed.sharding import Layout, chunk_range, local_shard
 from moe.distributed.wait_seconds import waiting_for
 from moe.kernels.torch_private import StridedShard
 
@@ -99,6 +99,34 @@ def matrix_sharding(parameter: Tensor, batch_dims: int) -> MatrixSharding:
         column_groups=tuple(column_groups),
         shard_elements=math.ceil(parameter.numel() / num_shards),
     )
+
+
+def shard_in_matrices(parameter: Tensor, batch_dims: int) -> tuple[slice, ...]:
+    """Returns where this rank's shard is in the matrices of a parameter.
+
+    Args:
+        parameter: As in `matrix_sharding`.
+        batch_dims: How many of its first dimensions count separate matrices. Their slices are
+            whole: they are taken of the matrices that this rank has a part of.
+    """
+    slices = [slice(0, size) for size in parameter.shape]
+    slices[:batch_dims] = [slice(None)] * batch_dims
+    if not isinstance(parameter, DTensor):
+        return tuple(slices)
+
+    # A strided shard is a shard of what the other axes left.
+    axes = sorted(
+        enumerate(parameter.placements), key=lambda item: isinstance(item[1], StridedShard)
+    )
+    mesh = parameter.device_mesh
+    for axis, placement in axes:
+        dim = _sharded_dim(placement)
+        if dim is not None and dim >= batch_dims:
+            first = slices[dim].start
+            size = slices[dim].stop - first
+            start, end = chunk_range(size, mesh.size(axis), mesh.get_local_rank(axis))
+            slices[dim] = slice(first + start, first + end)
+    return tuple(slices)
 
 
 def sharded_matrix_dims(layout: Layout) -> dict[tuple[str, ...], int]:

@@ -26,8 +26,8 @@ class OptimRecipe:
     """The optimizer and its learning rate.
 
     Attributes:
-        optimizer: `adafactor` (the paper's), `adamw`, whose rate is absolute, or for large batches
-            `lamb` or `lars`, whose rates are relative to the norm of each matrix.
+        optimizer: `adafactor` (the paper's), `adamw` or `muon`, whose rates are absolute, or for
+            large batches `lamb` or `lars`, whose rates are relative to the norm of each matrix.
         optimizer_options: Settings of that optimizer only, by name; see moe/optim/optimizers.py.
         schedule: Shape of the learning rate: `rsqrt` (constant, then 1 / sqrt(step)), `constant`,
             `linear`, `polynomial` or `exponential`.
@@ -45,7 +45,7 @@ class OptimRecipe:
             the run if only training.steps is changed.
         clipping_threshold: Largest RMS of a parameter's update before lr, for adafactor; the paper
             reports lower quality with 0.1.
-        weight_decay: Share of lr by which adamw, lamb and lars shrink weights.
+        weight_decay: Share of lr by which all optimizers but adafactor shrink weights.
         max_grad_norm: Gradients are scaled down to this global norm; None leaves them.
     """
 

@@ -22,6 +22,7 @@ from moe.optim import sharded_optimizer
 from moe.optim.adafactor import Adafactor
 from moe.optim.lamb import LAMB
 from moe.optim.lars import LARS
+from moe.optim.muon import Muon
 from tests.distributed.ranks import run_ranks
 
 NUM_RANKS = 4
@@ -107,7 +108,7 @@ def build_adafactor(parameters, cases):
 
 
 def build_with_ratios(kind, parameters, cases, **options):
-    """Returns LARS or LAMB in two groups; every third parameter is one that is skipped."""
+    """Returns LARS, LAMB or Muon in two groups; every third parameter is a router."""
     groups = []
     for batch_dims in (0, 1):
         names = [name for name, case in cases.items() if case.batch_dims == batch_dims]
@@ -137,6 +138,7 @@ OTHERS = {
     "adamw": build_adamw,
     "lars": partial(build_with_ratios, LARS, trust_coefficient=0.5),
     "lamb": partial(build_with_ratios, LAMB),
+    "muon": partial(build_with_ratios, Muon),
 }
 
 

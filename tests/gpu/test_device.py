@@ -117,8 +117,13 @@ def test_an_optimizer_takes_the_same_steps(name):
             for group in optimizer.param_groups:
                 group["lr"] = 0.01
             optimizer.step()
-    for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-4)
+
+    # Muon iterates in bfloat16 on a GPU.
+    tolerance = 0.05 if name == "muon" else 1e-3
+    start = tiny_model(d_model=32, d_kv=8, d_ff=32).parameters()
+    for ours, theirs, before in zip(*(m.parameters() for m in models[::-1]), start, strict=True):
+        moved = (theirs - before).norm().item()
+        assert (ours.cpu() - theirs).norm().item() <= tolerance * moved
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")

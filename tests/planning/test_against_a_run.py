@@ -61,6 +61,8 @@ EXACT = {
     "ep x tp, dropout": Case((1, 1, 2, 2), {**STATIC, "dropout_rate": 0.1}, checkpointed=True),
     "ep x tp, unstacked": Case((1, 1, 2, 2), {**STATIC, "sparse_dense_stacking": False}),
     "ep x tp, LARS": Case((1, 1, 2, 2), STATIC, optimizer="lars", options={"skip": ["biases"]}),
+    "dp_shard x ep, Muon": Case((1, 2, 2, 1), STATIC, optimizer="muon"),
+    "ep x tp, Muon": Case((1, 1, 2, 2), STATIC, optimizer="muon"),
     "ep, groups of one sequence": Case((1, 1, 4, 1), {**STATIC, **SEQUENCES}, micro=2),
     "ep in two nodes, ragged": Case((1, 1, 4, 1, 2), BY_HASH),
     "tp, ReLU, tied head": Case((1, 1, 1, 4), {**TIED, **STATIC}),
