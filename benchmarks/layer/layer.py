@@ -103,6 +103,8 @@ def measure_cases(benchmark: LayerBenchmark) -> None:
     total = len(groups) * len(benchmark.passes) * benchmark.rounds
     with tqdm(total=total, desc="layer", unit="round", mininterval=1.0) as bar:
         for case, dtype in groups:
+            # Every case compiles its own graphs, of which torch allows a few.
+            torch.compiler.reset()
             benchmark.report["rows"] += measure_group(benchmark, case, dtype, bar)
             save_report(benchmark.report, benchmark.json)
 

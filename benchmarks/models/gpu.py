@@ -1,6 +1,7 @@
-"""The benchmark of a GPU: one bfloat16 layer next to the dense one, and a decoding step.
+"""The benchmark of a GPU: one bfloat16 layer next to the dense one, a training step of whole models, a
+decoding step, and the updates of the optimizers.
 
-The step runs eagerly, compiled, and as a CUDA graph that is captured once and replayed. All must
+The decoding step runs eagerly, compiled, and as a CUDA graph that is captured once and replayed. All must
 decode the same tokens.
 """
 
@@ -15,13 +16,25 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import EncoderDecoderCache, StaticCache, SwitchTransformersConfig
+from transformers.optimization import Adafactor as TransformersAdafactor
 
 from benchmarks.layer.layer import LayerBenchmark, describe_run, format_report, measure_cases
 from benchmarks.machine import Columns, print_report, report_table, save_report
-from benchmarks.models.model import ModelCase, build_ours, draw_tokens, switch_config
+from benchmarks.models.model import (
+    ModelBenchmark,
+    ModelCase,
+    build_models,
+    build_ours,
+    compared_rows,
+    draw_tokens,
+    measure_training,
+    switch_config,
+)
 from benchmarks.timing import measure_in_turn, median_ratio
 from moe.errors import ConfigError
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.optim.optimizers import OPTIMIZERS
+from moe.optim.parameter_groups import parameter_groups
 
 VARIANTS = (
     "dense",
@@ -88,14 +101,80 @@ def run_gpu(benchmark: GpuBenchmark) -> None:
     # Whole models after the layers.
     sizes = dataclasses.asdict(benchmark.case) | {"experts": benchmark.experts}
     report: dict[str, Any] = {**layer.report, "model": sizes, "decoding": []}
+    report["training"] = measure_models(benchmark, device)
+    save_report(report, benchmark.json)
+    report["optimizers"] = measure_optimizers(benchmark, device)
     save_report(report, benchmark.json)
     for batch in benchmark.batches:
         report["decoding"] += measure_decoding(benchmark, batch, device, FORMS)
         save_report(report, benchmark.json)
 
-    print_report(
-        f"{format_report(report)}\n\n{format_decoding(report['decoding'])}", benchmark.json
+    tables = (
+        format_report(report),
+        report_table(*compared_rows(report["training"])),
+        report_table(OPTIMIZER_COLUMNS, report["optimizers"]),
+        format_decoding(report["decoding"]),
     )
+    print_report("\n\n".join(tables), benchmark.json)
+
+
+# ---- training ----
+
+
+def measure_models(benchmark: GpuBenchmark, device: torch.device) -> list[dict[str, Any]]:
+    """Returns a row for each model: ours, transformers' Switch, and T5 in both forms of attention."""
+    models: dict[str, Any] = build_models(benchmark.case, benchmark.experts)
+    models = {name: model.to(device) for name, model in models.items()}
+    case = ModelBenchmark(
+        parts=["training"],
+        experts=[benchmark.experts],
+        batches=[],
+        rounds=benchmark.rounds,
+        json=None,
+        case=benchmark.case,
+    )
+    return measure_training(case, models, benchmark.experts)
+
+
+def measure_optimizers(benchmark: GpuBenchmark, device: torch.device) -> list[dict[str, Any]]:
+    """Returns a row for each optimizer: one update of our model in float32, after a first one.
+
+    All update the same parameters, each with its own state. transformers' Adafactor is the peer.
+    """
+    model: Any = build_ours(switch_config(benchmark.case, benchmark.experts))
+    model.to(device)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter).mul_(1e-3)
+
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    for name in OPTIMIZERS.names():
+        spec = OPTIMIZERS.get(name)
+        groups = parameter_groups(model)
+        optimizers[name] = spec.build(groups, clipping_threshold=1.0, weight_decay=0.0)
+    peer = TransformersAdafactor(model.parameters(), lr=1e-6, relative_step=False)
+    optimizers["transformers' adafactor"] = peer
+
+    # The rate keeps the weights as they are.
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-6
+    steps = {name: optimizer.step for name, optimizer in optimizers.items()}
+    rounds = measure_in_turn(steps, {}, benchmark.rounds, device)
+    times = list(tqdm(rounds, total=benchmark.rounds, desc="optimizers", unit="round"))
+
+    rows: list[dict[str, Any]] = []
+    for name in optimizers:
+        ms = statistics.median(round_[name] for round_ in times)
+        ratio = median_ratio(times, name, "adafactor")
+        rows.append({"optimizer": name, "ms": ms, "ratio": ratio})
+    return rows
+
+
+OPTIMIZER_COLUMNS: Columns = (
+    ("optimizer", "optimizer", ""),
+    ("ms", "ms", ".2f"),
+    ("time / adafactor", "ratio", ".2f"),
+)
 
 
 # ---- the step of decoding ----

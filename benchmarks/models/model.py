@@ -232,14 +232,20 @@ def measure_training(
     experts: int,
     part: str = "training",
 ) -> list[Row]:
-    """Returns a row for each model: forward with its own losses, and backward, without an update."""
+    """Returns a row for each model: forward with its own losses, and backward, without an update.
+
+    On a GPU under autocast in bfloat16.
+    """
     case = benchmark.case
-    inputs = draw_tokens(case, case.batch, case.input_length)
-    labels = draw_tokens(case, case.batch, case.target_length)
+    device = device_of(models)
+    inputs = draw_tokens(case, case.batch, case.input_length).to(device)
+    labels = draw_tokens(case, case.batch, case.target_length).to(device)
     mask = torch.ones_like(inputs)
 
     def step(model: PreTrainedModel) -> None:
-        model(input_ids=inputs, attention_mask=mask, labels=labels).loss.backward()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(input_ids=inputs, attention_mask=mask, labels=labels).loss
+        loss.backward()
 
     # All models in training mode, in turn.
     runs: dict[str, Callable[[], object]] = {}
@@ -313,8 +319,13 @@ def measure_models(
 ) -> list[dict[str, float]]:
     """Returns the milliseconds of each model, round by round."""
     clears = {name: partial(models[name].zero_grad, set_to_none=True) for name in runs}
-    rounds = measure_in_turn(runs, clears, benchmark.rounds, torch.device("cpu"))
+    rounds = measure_in_turn(runs, clears, benchmark.rounds, device_of(models))
     return list(tqdm(rounds, total=benchmark.rounds, desc=where, unit="round"))
+
+
+def device_of(models: Mapping[str, PreTrainedModel]) -> torch.device:
+    """Returns the device that all models are on."""
+    return next(iter(models.values())).device
 
 
 def describe_rows(times: Sequence[Mapping[str, float]], tokens: int, keys: Row) -> list[Row]:
@@ -355,14 +366,19 @@ COLUMNS: Columns = (
 
 def format_report(report: Mapping[str, Any]) -> str:
     """Returns the report as text."""
-    # One column for each model that the others are compared with.
-    names = list(report["rows"][0]["over"])
+    columns, rows = compared_rows(report["rows"])
+    return report_text(report, f"{report['threads']} threads", columns, rows)
+
+
+def compared_rows(rows: Sequence[Row]) -> tuple[Columns, list[Row]]:
+    """Returns the columns of `rows` and, in these, their times over those of every other model."""
+    names = list(rows[0]["over"])
     columns = [*COLUMNS, *((f"time / {name}", name, "") for name in names)]
-    rows: list[Row] = []
-    for row in report["rows"]:
+    compared: list[Row] = []
+    for row in rows:
         ratios: dict[str, str] = {}
         for name in names:
             least, largest = row["over_range"][name]
             ratios[name] = f"{row['over'][name]:.2f} ({least:.2f}-{largest:.2f})"
-        rows.append({**row, **ratios})
-    return report_text(report, f"{report['threads']} threads", columns, rows)
+        compared.append({**row, **ratios})
+    return columns, compared

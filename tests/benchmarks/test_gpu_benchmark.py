@@ -12,10 +12,13 @@ from benchmarks.models.gpu import (
     decode,
     format_decoding,
     measure_decoding,
+    measure_models,
+    measure_optimizers,
     start_decoding,
 )
 from benchmarks.models.model import draw_tokens, switch_config
 from moe import ConfigError
+from moe.optim.optimizers import OPTIMIZERS
 from scripts.benchmark import main
 from tests.benchmarks.tiny_case import TINY
 
@@ -46,6 +49,17 @@ def test_steps_in_memory_that_stays_decode_what_generate_does():
     assert decoding.ids.flatten().tolist() == first
     with torch.no_grad():
         assert decode(decoding, decoding.step) == tokens[1:]
+
+
+def test_models_and_optimizers_are_rows_of_their_tables(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    benchmark = GpuBenchmark(cases=[], batches=[], experts=3, rounds=1, json=None, case=TINY)
+    models = measure_models(benchmark, CPU)
+    assert {row["model"] for row in models} == {"switch", "ours", "t5_eager", "t5_sdpa"}
+    optimizers = measure_optimizers(benchmark, CPU)
+    names = [*OPTIMIZERS.names(), "transformers' adafactor"]
+    assert [row["optimizer"] for row in optimizers] == names
+    assert all(row["ms"] > 0 for row in models + optimizers)
 
 
 def test_a_form_that_cannot_run_is_a_line_of_the_table(monkeypatch):
