@@ -20,7 +20,7 @@ models: .venv/installed
 
 # Writes docs/measured.md from benchmarks/studies; ARGS="--add runs/studies/NAME" adds results.
 measured: .venv/installed
-	$(BIN)/python -m scripts.measured benchmarks/studies --recipes recipes/studies --out docs/measured.md $(ARGS)
+	$(BIN)/python -m scripts.measured benchmarks/studies --out docs/measured.md $(ARGS)
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)

@@ -11,7 +11,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 from pathlib import Path
 
 from eval.studies.report import STUDY_JSON, read_result
-from eval.studies.results_page import curve_figures, left_out_studies, measured_page, read_results
+from eval.studies.results_page import curve_figures, measured_page, read_results
 from moe.cli import Parser, path, run_main
 from moe.errors import DataError
 from moe.files import output_path, write_text
@@ -30,11 +30,6 @@ def main(argv: list[str]) -> None:
         default=[],
         help="folders of finished studies whose study.json is copied into STUDIES first",
     )
-    parser.add_argument(
-        "--recipes",
-        type=path,
-        help="folder of YAML files; those without a result are listed as left out",
-    )
     options = parser.parse_args(argv)
 
     # Results are read before anything is written.
@@ -45,15 +40,14 @@ def main(argv: list[str]) -> None:
         copy_result(folder, options.studies)
 
     results = read_results(options.studies)
-    left_out = left_out_studies(options.recipes, results) if options.recipes else {}
-    if not results and not left_out:
+    if not results:
         raise DataError(
             f"There is no {STUDY_JSON} below {options.studies}. Give the folder of studies."
         )
     for name, figure in curve_figures(results).items():
         write_text(out.with_suffix("") / f"{name}.svg", figure + "\n")
-    write_text(out, measured_page(results, left_out, out.stem))
-    print(f"{len(results)} studies are in {out}, {len(left_out)} are named as left out.")
+    write_text(out, measured_page(results, out.stem))
+    print(f"{len(results)} studies are in {out}.")
 
 
 def copy_result(folder: Path, studies: Path) -> None:

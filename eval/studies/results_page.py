@@ -3,18 +3,15 @@
 Comes after `report`, which writes those files.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from eval.reports.formatting import markdown_table
-from eval.studies import sentinel_entropy
 from eval.studies.analysis import StudyResult
 from eval.studies.charts import curves_chart, setting_chart
 from eval.studies.report import STUDY_JSON, interval_text, read_result, study_details
-from eval.studies.study import Study, read_study
 
 _HEADER = ("study", "verdict", "better by", "95 % interval", "seeds", "CPU hours")
-_LEFT_OUT_HEADER = ("study", "claim", "expected cost")
 _INTRODUCTION = """\
 # What we measured
 
@@ -32,11 +29,6 @@ A claim of equality holds if the difference is shown to be smaller than the marg
 and smaller than the margin; the verdict then says so.
 """
 _NOTHING = "No study is complete yet."
-_LEFT_OUT = """\
-(left-out)=
-## Left out
-
-These studies have no result yet; the most valuable come first. [Run a study](guides/study.md) explains how."""
 _FOLLOW_PAGE = "<style>@media (prefers-color-scheme: dark) { svg { filter: invert(0.92) hue-rotate(180deg); } }</style>"
 
 
@@ -53,28 +45,6 @@ def read_results(folder: Path) -> dict[str, StudyResult]:
     return {name: results[name] for name in names}
 
 
-def left_out_studies(recipes: Path, results: Iterable[str]) -> dict[str, Study]:
-    """Returns the studies of a folder that have no result, by name, in their order.
-
-    Studies with one seed have no interval and are not required.
-
-    Raises:
-        ConfigError: When a study cannot be read.
-    """
-    present = set(results)
-    studies = {}
-    for path in sorted(recipes.glob("*.yaml")):
-        study = read_study(path)
-        if path.stem not in present and len(study.seeds) > 1:
-            studies[path.stem] = study
-
-    # One of them is not a grid of runs, and has no recipe.
-    if sentinel_entropy.NAME not in present:
-        studies[sentinel_entropy.NAME] = sentinel_entropy.sentinel_study(["encoder 1"], [])
-    names = sorted(studies, key=lambda name: studies[name].order)
-    return {name: studies[name] for name in names}
-
-
 def curve_figures(results: Mapping[str, StudyResult]) -> dict[str, str]:
     """Returns the figure of each study that has one, as SVG, by the name of the study.
 
@@ -89,14 +59,11 @@ def curve_figures(results: Mapping[str, StudyResult]) -> dict[str, str]:
     return figures
 
 
-def measured_page(
-    results: Mapping[str, StudyResult], left_out: Mapping[str, Study], figures: str = "measured"
-) -> str:
-    """Returns the page: a table of all claims, each study, and a list of what was not run.
+def measured_page(results: Mapping[str, StudyResult], figures: str = "measured") -> str:
+    """Returns the page: a table of all claims, and each study.
 
     Args:
         results: Results by the name of the study.
-        left_out: Studies without a result, by name.
         figures: Folder with the curves, next to the page, NAME.svg.
     """
     rows = []
@@ -105,13 +72,6 @@ def measured_page(
     lines = [_INTRODUCTION, *(markdown_table(_HEADER, rows) if rows else [_NOTHING])]
     for name, result in results.items():
         lines += ["", *_section(name, result, figures)]
-
-    # List missing results.
-    if left_out:
-        rows = []
-        for name, study in left_out.items():
-            rows.append([f"{study.title} (`{name}`)", study.claim, study.cost])
-        lines += ["", _LEFT_OUT, "", *markdown_table(_LEFT_OUT_HEADER, rows)]
     return "\n".join(lines) + "\n"
 
 

@@ -9,7 +9,7 @@ import pytest
 from eval.studies.analysis import StudyResult, arm_numbers, contrast_results
 from eval.studies.outcomes import Point
 from eval.studies.report import write_report
-from eval.studies.results_page import left_out_studies, measured_page, read_results
+from eval.studies.results_page import measured_page, read_results
 from eval.studies.study import Measure, Study, read_study
 from moe.errors import DataError
 from scripts.measured import main
@@ -35,7 +35,7 @@ def write_result(folder: Path, **changes: object) -> StudyResult:
 
 def test_the_committed_page_is_made_of_the_committed_results() -> None:
     results = read_results(COMMITTED)
-    page = measured_page(results, left_out_studies(RECIPES, results))
+    page = measured_page(results)
     assert (ROOT / "docs/measured.md").read_text(encoding="utf-8") == page, "run `make measured`"
 
 
@@ -80,24 +80,16 @@ def test_results_are_added_and_shown_on_the_page(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = write_result(tmp_path / "runs/gating", paper="They say 3.")
-    recipes = tmp_path / "recipes"
-    recipes.mkdir()
-    text = (RECIPES / "balance.yaml").read_text()
-    (recipes / "balance.yaml").write_text(text)
-    (recipes / "gating.yaml").write_text(text)
-
     studies = tmp_path / "committed"
     page = tmp_path / "page.md"
-    options = ["--recipes", str(recipes), "--out", str(page)]
-    main([str(studies), "--add", str(tmp_path / "runs/gating"), *options])
+    main([str(studies), "--add", str(tmp_path / "runs/gating"), "--out", str(page)])
     assert read_results(studies) == {"gating": result}
     assert "1 studies are in" in capsys.readouterr().out
 
-    # Each number as the result has it; the paper's beside it; what was not run.
+    # Each number as the result has it; the paper's beside it.
     (row,) = re.findall(r"^\| \[Title\]\(#gating\).*$", page.read_text(), re.MULTILINE)
     assert "| holds | +0.5 nats | " in row
     assert "\n**The paper.** They say 3.\n" in page.read_text()
-    assert "| Load balancing (`balance`) |" in page.read_text()
 
 
 def test_curves_lie_beside_the_page_that_shows_them(tmp_path: Path) -> None:
@@ -108,7 +100,6 @@ def test_curves_lie_beside_the_page_that_shows_them(tmp_path: Path) -> None:
     main([str(tmp_path), "--out", str(tmp_path / "page.md")])
     page = (tmp_path / "page.md").read_text()
     assert "](page/gating.svg)" in page
-    assert "Left out" not in page
     assert (tmp_path / "page/gating.svg").read_text().startswith("<svg")
     assert list(read_results(tmp_path)) == ["gating"]
 
