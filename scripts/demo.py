@@ -3,7 +3,7 @@
 All text comes with Python. The same model is also fine-tuned from scratch, and both starts choose
 their learning rate on dev examples, so the evaluation shows the benefit of pre-training.
 
-    make demo ARGS="--out runs/demo [--resume] [--data my.txt more.jsonl]"
+    make demo ARGS="--out runs/demo [--quick] [--resume] [--data my.txt more.jsonl]"
 
 Every step is a separate command; this one runs them in turn and prints each.
 """
@@ -14,34 +14,69 @@ if __name__ == "__main__":  # before the imports that take seconds
     start_command()
 
 import argparse
+import multiprocessing
+import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from transformers.utils import logging
 
 import eval.__main__ as evaluation
 import stmoe
 from eval.studies.outcomes import best_run_on_dev
 from eval.studies.runs import label_budget, study_runs
+from eval.studies.scheduler import StudyError, end_with_parent
 from eval.studies.study import read_study
 from moe.cli import CONTINUES, RESUME, Parser, integer, path, run_main, word
 from moe.commands.finetune import finetune_command
 from moe.commands.pretrain import pretrain_command
 from moe.errors import ConfigError, DataError
-from moe.files import claim_folder, output_path, whole_folder
+from moe.files import claim_folder, output_path, whole_folder, write_text
 from moe.training.job_folder import keep_settings, merge_metrics
 from moe.training.metrics import METRICS_FILE
 from moe.training.recipe import FinetuneRecipe
 from scripts import facts, study
-from scripts.demo_summary import summary
+from scripts.demo_summary import summarize
 
 TASK = "docstring_topic"
 STUDY = "recipes/studies/demo.yaml"
 FACTS_STUDY = "recipes/studies/demo_facts.yaml"
+
+QUICK_NOTE = "A quick run shows every step, with models that have learned little."
+
+
+class Sizes(NamedTuple):
+    """What --quick makes smaller: options of the steps, beside their recipes.
+
+    Attributes:
+        pretrain: Options of `stmoe pretrain`.
+        finetune: Settings of the fine-tunings.
+        evaluate: Options of `python -m eval run`.
+        facts: Options of `scripts.facts`.
+        learn: Settings of the models that learn facts.
+    """
+
+    pretrain: str = ""
+    finetune: str = ""
+    evaluate: str = ""
+    facts: str = ""
+    learn: str = ""
+
+
+QUICK = Sizes(
+    pretrain="--training.steps 100 --data.short_steps 40 --training.probe_every 50",
+    finetune="--set training.steps=20 --set mixture.dev_examples=64",
+    evaluate="--limit 64",
+    facts="--facts 1000",
+    learn="--set training.steps=110 --set training.held_out_batches=4",
+)
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,6 +108,52 @@ def run(title: str, command: str, *arguments: str | Path) -> None:
     argv = [str(argument) for argument in arguments]
     print(f"\n== {title}\n   {command} {shlex.join(argv)}", flush=True)
     _MAINS[command](argv)
+
+
+@contextmanager
+def run_beside(title: str, log: Path, command: str, *arguments: str | Path) -> Iterator[None]:
+    """Runs a step on one core, in a process of its own, while the block runs on the others.
+
+    Args:
+        title: What the step does.
+        log: File for its output.
+        command: As in `run`.
+        arguments: Its arguments.
+
+    Raises:
+        StudyError: When the step fails; the end of its output is in the message.
+    """
+    argv = [str(argument) for argument in arguments]
+    print(f"\n== {title}, beside the next step (output in {log})", flush=True)
+    print(f"   {command} {shlex.join(argv)}", flush=True)
+    child = multiprocessing.get_context("spawn").Process(
+        target=_run_on_one_core, args=(log, command, argv)
+    )
+    child.start()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - 1))
+    try:
+        yield
+        child.join()
+    finally:
+        torch.set_num_threads(threads)
+        child.terminate()
+        child.join()
+    if child.exitcode:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise StudyError(f"{title} failed with exit code {child.exitcode}: {' '.join(lines[-3:])}")
+
+
+def _run_on_one_core(log: Path, command: str, argv: list[str]) -> None:
+    """Runs a command until its parent ends, with its output in a file."""
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    with log.open("a", encoding="utf-8") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.argv = [command, *argv]
+    run_main(_MAINS[command], interrupted=CONTINUES)
 
 
 def job_parser(
@@ -147,14 +228,14 @@ def job_folder(options: argparse.Namespace) -> Iterator[Path]:
         yield out
 
 
-def pretrain_model(
+def build_text(
     options: argparse.Namespace, out: Path, *corpus_options: str | Path
 ) -> list[str | Path]:
-    """Builds corpus and tokenizer unless they exist, and pre-trains a model on them.
+    """Builds corpus and tokenizer unless they exist.
 
     Args:
         options: Options of `job_parser`.
-        out: Folder of the job; the model goes to its pretrain/model.
+        out: Folder of the job.
         corpus_options: Options of the corpus if the user gives no text.
 
     Returns:
@@ -167,13 +248,25 @@ def pretrain_model(
     if not tokenizer.exists():
         if options.data:
             corpus_options = ("--data", *options.data)
-        run("1 Corpus", "stmoe", "corpus", "--out", corpus, *corpus_options)
+        run("Corpus", "stmoe", "corpus", "--out", corpus, *corpus_options)
         size = ["--vocab-size", str(options.vocab_size)]
-        run("2 Tokenizer", "stmoe", "tokenizer", *text, "--out", tokenizer, *size)
-
-    settings = ["--config", options.pretrain_config, *text, "--tokenizer", tokenizer]
-    run("3 Pre-train", "stmoe", "pretrain", *settings, *run_folder(out / "pretrain"))
+        run("Tokenizer", "stmoe", "tokenizer", *text, "--out", tokenizer, *size)
     return text
+
+
+def pretrain_model(
+    options: argparse.Namespace, out: Path, text: Sequence[str | Path], *settings: str
+) -> None:
+    """Pre-trains a model on the text, into pretrain/model of the job's folder.
+
+    Args:
+        options: Options of `job_parser`.
+        out: Folder of the job.
+        text: Options that name the corpus.
+        settings: Settings beside the recipe.
+    """
+    inputs = ["--config", options.pretrain_config, *text, "--tokenizer", out / "tokenizer"]
+    run("Pre-train", "stmoe", "pretrain", *inputs, *settings, *run_folder(out / "pretrain"))
 
 
 def run_folder(folder: Path) -> list[str | Path]:
@@ -196,7 +289,14 @@ def main(argv: list[str]) -> None:
         default="finetune_facts",
         help="recipe of the models that learn facts (finetune_facts)",
     )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="every step in 90 seconds, with models that learn little (into runs/demo-quick)",
+    )
     options = parser.parse_args(argv)
+    if options.quick and options.out == parser.get_default("out"):
+        options.out = "runs/demo-quick"
     finetune_command().parse(
         ["--config", options.facts_config, "--pretrained", "model", "--out", "run"]
     )
@@ -207,12 +307,22 @@ def main(argv: list[str]) -> None:
 
 def run_stages(options: argparse.Namespace, out: Path) -> None:
     """Runs the steps that are not finished."""
-    text = pretrain_model(options, out, "--unseen", TASK)
+    sizes = QUICK if options.quick else Sizes()
+    text = build_text(options, out, "--unseen", TASK)
+
+    # What experts are good for: facts, at equal cost per token.
+    if not (out / "facts").exists():
+        run("Facts", "python -m scripts.facts", *sizes.facts.split(), "--out", out / "facts")
+    settings = ["--set", f"config={options.facts_config}", *sizes.learn.split()]
+    learn = [repository_file(FACTS_STUDY), *settings, "--out", out / "knowledge"]
+    with run_beside("Learn", out / "learn.log", "python -m scripts.study", *learn):
+        pretrain_model(options, out, text, *sizes.pretrain.split())
 
     # Two starts at two rates, two runs at a time; each start has the rate that is best on dev.
-    settings = ["--set", f"config={options.finetune_config}", "--jobs", "2"]
+    settings = ["--set", f"config={options.finetune_config}", *sizes.finetune.split()]
+    settings += ["--jobs", "2", "--out", str(out / "finetune")]
     study_file = repository_file(STUDY)
-    run("4 Fine-tune", "python -m scripts.study", study_file, *settings, "--out", out / "finetune")
+    run("Fine-tune", "python -m scripts.study", study_file, *settings)
     overrides = {"config": options.finetune_config}
     runs = study_runs(read_study(Path(study_file)), out / "finetune", overrides)
     finetuned = best_run_on_dev(runs, "pretrained")
@@ -229,29 +339,28 @@ def run_stages(options: argparse.Namespace, out: Path) -> None:
     # The baselines classify by words, and by vectors of the words of the same text.
     models = ["--model", f"fine-tuned={model}", "--also", f"from-scratch={scratch / 'best/model'}"]
     baselines = [*label_budget(runs[0]), "--baseline-text", out / "corpus"]
-    evaluated = ["--tasks", TASK, *baselines, "--out", out / "eval"]
-    run("5 Evaluate", "python -m eval", "run", *models, *evaluated)
+    evaluated = ["--tasks", TASK, *baselines, *sizes.evaluate.split(), "--out", out / "eval"]
+    run("Evaluate", "python -m eval", "run", *models, *evaluated)
 
     # Is pre-training worth it? A paired test over the answers to the same examples.
     sides = [f"fine-tuned={out / 'eval'}", f"from-scratch={out / 'eval'}"]
-    run("6 Compare", "python -m eval", "compare", *sides, "--out", out / "compare")
+    run("Compare", "python -m eval", "compare", *sides, "--out", out / "compare")
+
+    # The page opens with the summary.
+    recipe = runs[0].recipe
+    assert isinstance(recipe, FinetuneRecipe), "the study fine-tunes"
+    lines, summary = summarize(out, labels=recipe.mixture.train_examples)
+    if options.quick:
+        lines.insert(0, QUICK_NOTE)
+        summary = summary.model_copy(update={"sentences": [QUICK_NOTE, *summary.sentences]})
+    write_text(out / "summary.json", summary.model_dump_json(indent=1) + "\n")
 
     report = out / "report.html"
     metrics = [f"{stage}={folder / METRICS_FILE}" for stage, folder in stages.items()]
     inputs = [*text, "--model", out / "pretrain/model", "--evaluation", out / "eval/report.json"]
-    run("7 Explain", "stmoe", "inspect", "report", *inputs, "--metrics", *metrics, "--out", report)
-
-    # What experts are good for: facts, at equal cost per token.
-    if not (out / "facts").exists():
-        run("8 Facts", "python -m scripts.facts", "--out", out / "facts")
-    settings = ["--set", f"config={options.facts_config}", "--jobs", "2"]
-    study_file = repository_file(FACTS_STUDY)
-    run("9 Learn", "python -m scripts.study", study_file, *settings, "--out", out / "knowledge")
-
-    recipe = runs[0].recipe
-    assert isinstance(recipe, FinetuneRecipe), "the study fine-tunes"
-    lines = summary(out, labels=recipe.mixture.train_examples)
-    print("\n== Summary", *lines, sep="\n   ")
+    inputs += ["--summary", out / "summary.json", "--metrics", *metrics]
+    run("Explain", "stmoe", "inspect", "report", *inputs, "--out", report)
+    print("\n== Summary", *lines, f"Report: {report.resolve().as_uri()}", sep="\n   ")
 
 
 if __name__ == "__main__":

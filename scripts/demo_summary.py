@@ -1,4 +1,4 @@
-"""The end of the demo: at most 12 lines on the training and its results.
+"""The end of the demo and the beginning of its report: the training and its results.
 
 Reads the files of the steps; only the tokens of the experts are traced again.
 """
@@ -18,13 +18,16 @@ from moe.data.tokenizer import SpecialIds
 from moe.data.tokens import tokenize_corpus
 from moe.inspection.formatting import format_interval, format_score
 from moe.inspection.page.report_inputs import (
+    Bar,
+    BarPanel,
     Evaluation,
     Score,
+    Summary,
     SystemScores,
     read_evaluation,
     read_stages,
 )
-from moe.inspection.page.report_text import ngram_losses
+from moe.inspection.page.report_text import comparable_systems, ngram_losses
 from moe.inspection.tables import LayerCounts, count_tokens, preferred_tokens, token_names
 from moe.models.configuration import STMoEConfig
 from moe.tracing.examples import pretraining_noise
@@ -35,11 +38,11 @@ from moe.training.heldout_loss import TEXT_LOSS, is_text, loss_sentence
 _LISTED_TOKENS = 8
 
 
-def summary(out: Path, *, labels: int | None) -> list[str]:
-    """Returns the lines.
+def summarize(out: Path, *, labels: int | None) -> tuple[list[str], Summary]:
+    """Returns at most 11 lines, and the same as the beginning of the report.
 
     Args:
-        out: Folder of a finished demo.
+        out: Folder of a demo whose models are trained and evaluated.
         labels: Number of labels that the models were fine-tuned on; None for all.
     """
     model = out / "pretrain/model"
@@ -47,15 +50,23 @@ def summary(out: Path, *, labels: int | None) -> list[str]:
     sides = [f"{name}={out / 'eval'}" for name in evaluation.models]
     comparison = compare_runs(*sides, mode="generate")
     (pretraining,) = read_stages([f"pretrain={out / 'pretrain/metrics.jsonl'}"])
-    lines = [trained_sentence(STMoEConfig.from_pretrained(model))]
+    recall, facts = facts_recalled(out)
 
+    # Facts, pre-training or not, loss, experts.
+    losses = []
     held_out = pretraining.last(TEXT_LOSS)
     if held_out is not None:
-        lines.append(loss_sentence(held_out[TEXT_LOSS], ngram_losses(held_out)))
-    lines += task_lines(evaluation, comparison, labels)
-    lines += [*expert_lines(model, out / "corpus"), facts_sentence(out)]
-    lines.append(f"Report: {(out / 'report.html').resolve().as_uri()}")
-    return lines
+        losses.append(loss_sentence(held_out[TEXT_LOSS], ngram_losses(held_out)))
+    task = task_lines(evaluation, comparison, labels)
+    experts = expert_lines(model, out / "corpus")
+    trained = trained_sentence(STMoEConfig.from_pretrained(model))
+    lines = [trained, *losses, *task, *experts, facts]
+
+    about, scores, gain, baselines = map(str.strip, task)
+    tested = f"{about} {scores}. {gain} {baselines.capitalize()}."
+    sentences = [facts, tested, *losses, " ".join(experts)]
+    panels = [recall, score_bars(evaluation)]
+    return lines, Summary(sentences=sentences, panels=panels)
 
 
 def trained_sentence(config: STMoEConfig) -> str:
@@ -131,16 +142,29 @@ def expert_lines(model_folder: Path, corpus_folder: Path) -> list[str]:
     return lines
 
 
-def facts_sentence(out: Path) -> str:
+def facts_recalled(out: Path) -> tuple[BarPanel, str]:
     """Returns what the sparse and the dense model recall of the facts they were trained on."""
     result = read_result(out / "knowledge" / STUDY_JSON)
     num_facts = len(read_pairs(out / "facts/facts.jsonl"))
     recall = {run.arm: run.number for run in result.outcomes}
-    experts = result.study.arms["experts"]["model.num_experts"]
-    return (
-        f"Recalled of {num_facts:,} random facts at equal cost per token: {experts} experts "
+    experts = f"{result.study.arms['experts']['model.num_experts']} experts"
+    sentence = (
+        f"Recalled of {num_facts:,} random facts at equal cost per token: {experts} "
         f"{format_score(recall['experts'])} %, dense {format_score(recall['dense'])} %."
     )
+    bars = [Bar(name=experts, value=recall["experts"]), Bar(name="dense", value=recall["dense"])]
+    return BarPanel(title=f"{num_facts:,} random facts recalled", bars=bars), sentence
+
+
+def score_bars(evaluation: Evaluation) -> BarPanel:
+    """Returns the scores of the models and the baselines."""
+    task = evaluation.tasks[0]
+    bars = []
+    for system in comparable_systems(task):
+        score = _headline(system)
+        assert score.value is not None
+        bars.append(Bar(name=system.name, value=score.value, low=score.low, high=score.high))
+    return BarPanel(title=f"{task.task}: {_headline(task.systems[0]).metric}", bars=bars)
 
 
 def most_specialized(layer: LayerCounts, ids: SpecialIds) -> tuple[int, list[int], float]:

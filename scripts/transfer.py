@@ -18,7 +18,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from moe.cli import RESUME, integer, run_main
-from scripts.demo import job_folder, job_parser, pretrain_model, run, run_folder
+from scripts.demo import build_text, job_folder, job_parser, pretrain_model, run, run_folder
 
 TASKS = ("unicode_category", "docstring_summary")
 UNSEEN = "docstring_summary"
@@ -46,21 +46,22 @@ def finetune_models(options: argparse.Namespace, out: Path) -> None:
     """Fine-tunes the pre-trained model, and one of the same architecture from scratch."""
     settings = ["--config", options.finetune_config, "--pretrained", out / "pretrain/model"]
     pretrained = run_folder(out / "finetune")
-    run("4 Fine-tune on both tasks", "stmoe", "finetune", *settings, *pretrained)
+    run("Fine-tune on both tasks", "stmoe", "finetune", *settings, *pretrained)
     scratch = ["--init", "scratch", *run_folder(out / "scratch")]
     run("  and the same from scratch", "stmoe", "finetune", *settings, *scratch)
 
 
 def run_stages(options: argparse.Namespace, out: Path) -> None:
     """Runs the steps that are not finished."""
-    pretrain_model(options, out, "--unseen", UNSEEN)
+    text = build_text(options, out, "--unseen", UNSEEN)
+    pretrain_model(options, out, text)
     finetune_models(options, out)
 
     models = ["--model", f"pre-trained={out / 'finetune/model'}"]
     models += ["--also", f"from-scratch={out / 'scratch/model'}"]
     limit = ["--limit", str(options.limit)] if options.limit else []
     tasks = ["--tasks", ",".join(TASKS)]
-    run("5 Evaluate", "python -m eval", "run", *models, *tasks, *limit, "--out", out / "eval")
+    run("Evaluate", "python -m eval", "run", *models, *tasks, *limit, "--out", out / "eval")
 
 
 if __name__ == "__main__":

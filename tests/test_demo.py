@@ -9,7 +9,11 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
+from eval.studies.runs import study_runs
+from eval.studies.scheduler import StudyError
+from eval.studies.study import read_study
 from moe import STMoEForConditionalGeneration
+from moe.commands.pretrain import pretrain_command
 from moe.data.tokenizer import SpecialIds
 from moe.errors import ConfigError, DataError
 from moe.inspection.tables import LayerCounts
@@ -67,6 +71,40 @@ def test_experts_are_numbered_from_one_as_on_the_pages():
     first_choice[9] = torch.tensor([900, 0, 0])  # a sentinel, which is not text
     expert, tokens, _ = most_specialized(LayerCounts(("encoder", 0), first_choice, None), ids)
     assert (expert, tokens) == (3, [4])
+
+
+def test_the_options_of_a_quick_run_are_those_of_its_commands():
+    sizes = demo.QUICK
+    folders = ["--corpus", "corpus", "--tokenizer", "tokenizer", "--out", "run"]
+    argv = ["--config", "demo_pretrain", *folders, *sizes.pretrain.split()]
+    recipe, _ = pretrain_command().parse(argv)
+    assert recipe.training.steps == 100
+    for study, settings in ((demo.STUDY, sizes.finetune), (demo.FACTS_STUDY, sizes.learn)):
+        changes = dict(pair.split("=") for pair in settings.split() if pair != "--set")
+        overrides = {name: int(value) for name, value in changes.items()}
+        for run in study_runs(read_study(Path(demo.repository_file(study))), Path("x"), overrides):
+            assert run.recipe.training.steps == overrides["training.steps"]
+
+
+@pytest.mark.slow
+def test_a_step_beside_another_fails_with_the_end_of_its_output(tmp_path):
+    log = tmp_path / "log"
+    threads = torch.get_num_threads()
+    argv = ["--facts", "0", "--out", str(tmp_path / "facts")]
+    with (
+        pytest.raises(StudyError, match=r"Learn failed with exit code 2: .*--facts"),
+        demo.run_beside("Learn", log, "python -m scripts.facts", *argv),
+    ):
+        pass
+    assert torch.get_num_threads() == threads
+
+    # An error in the block ends the step at once.
+    with (
+        pytest.raises(KeyError),
+        demo.run_beside("Learn", log, "python -m scripts.facts", "--out", str(tmp_path / "facts")),
+    ):
+        raise KeyError
+    assert not (tmp_path / "facts").exists()
 
 
 @pytest.mark.slow
@@ -133,7 +171,8 @@ def test_the_demo_makes_everything_it_says(tmp_path):
     assert page.open == []
     assert all(reference.startswith("#") for reference in page.references)
     text = " ".join(page.text)
-    for word in ("Training", "Routers", "Sentinels", "Tokens by expert", "Evaluation", "Corpus"):
+    assert "10,000 random facts recalled" in text
+    for word in ("Summary", "Training", "Routers", "Sentinels", "Tokens by expert", "Corpus"):
         assert word in text, word
     assert "unigram" in text and "<extra_id_0>" in text
 

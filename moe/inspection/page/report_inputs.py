@@ -210,3 +210,35 @@ def read_evaluation(path: Path) -> Evaluation:
     """
     file = path / "report.json" if path.is_dir() else path
     return read_record(file, Evaluation, advice="Give the report.json of `python -m eval run`.")
+
+
+class Bar(BaseModel, frozen=True):
+    """A value of a summary's figure, and its interval; None where there is none."""
+
+    name: str
+    value: Percent
+    low: Percent | None = None
+    high: Percent | None = None
+
+
+class BarPanel(BaseModel, frozen=True):
+    """Values of a summary's figure under one title."""
+
+    title: str
+    bars: list[Bar] = Field(min_length=1)
+
+
+class Summary(BaseModel, frozen=True):
+    """The beginning of a report: what a job found, in sentences and one figure."""
+
+    sentences: list[str] = Field(min_length=1)
+    panels: list[BarPanel] = Field(min_length=1)
+
+
+def read_summary(path: Path) -> Summary:
+    """Returns the summary in a JSON file.
+
+    Raises:
+        DataError: When it is missing, damaged or something else.
+    """
+    return read_record(path, Summary, advice="Give the summary.json of a demo.")

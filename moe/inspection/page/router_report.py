@@ -25,7 +25,7 @@ from moe.inspection.figures import (
 from moe.inspection.formatting import format_interval, format_score
 from moe.inspection.html_page import render_page
 from moe.inspection.page import report_text
-from moe.inspection.page.report_inputs import DEV_SCORE, Evaluation, Line, Stage
+from moe.inspection.page.report_inputs import DEV_SCORE, Evaluation, Line, Stage, Summary
 from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.tables import (
     HEALTH_HEADER,
@@ -52,6 +52,7 @@ _LISTED_TOKENS = 12
 _FEW_TOKENS = 4
 _MANY_EXPERTS = 200
 
+_PERCENT = "score (%), with 95 % interval"
 _LOSSES = {
     "train/ce_loss": "training, all targets",
     "heldout/loss": "held-out, all targets",
@@ -72,6 +73,7 @@ def write_report(
     corpus_rows: Sequence[Sequence[str | int]],
     stages: Sequence[Stage] = (),
     evaluation: Evaluation | None = None,
+    summary: Summary | None = None,
 ) -> None:
     """Writes the page, whole or not at all.
 
@@ -87,8 +89,10 @@ def write_report(
         corpus_rows: Documents, characters and licences of the corpus, under CORPUS_HEADER.
         stages: Metrics of runs; may be empty.
         evaluation: Evaluation of the same or of other models; None omits the panel.
+        summary: What a job found; None omits the panel.
     """
-    panels = ["evaluation"] if evaluation else []
+    panels = ["summary"] if summary else []
+    panels += ["evaluation"] if evaluation else []
     panels += ["training"] if stages else []
     panels += ["routers", "sentinels", "tokens"]
     load_sentences = list(map(report_text.layer_sentence, counts))
@@ -116,6 +120,8 @@ def write_report(
         min_occurrences=MIN_OCCURRENCES,
         runs=[_run(config, folder, stage) for stage in stages],
         dev_scores=_dev_scores(stages),
+        summary=summary,
+        summary_figure=_summary_figure(summary) if summary else None,
         evaluation=evaluation,
         scores=_score_figure(evaluation) if evaluation else None,
         models=report_text.model_sentences(fingerprint, evaluation) if evaluation else [],
@@ -128,6 +134,22 @@ def write_report(
     write_text(path, page)
 
 
+def _summary_figure(summary: Summary) -> str:
+    """Returns the values of a summary as bars."""
+    panels = []
+    for panel in summary.panels:
+        rows = [_bar(bar.name, bar.value, bar.low, bar.high) for bar in panel.bars]
+        panels.append(IntervalPanel(panel.title, rows))
+    return draw_intervals(panels, label=_PERCENT, from_zero=True, narrow=True).svg
+
+
+def _bar(name: str, value: float | None, low: float | None, high: float | None) -> Row:
+    """Returns the row of a value in percent, which has an interval or not."""
+    low = math.nan if low is None else low
+    high = math.nan if high is None else high
+    return Row(f"{name}: {format_score(value)} %", "", Estimate(value or 0.0, low, high))
+
+
 def _score_figure(evaluation: Evaluation) -> str | None:
     """Returns the first score of each system that can be compared with the first one; None for no score."""
     panels = []
@@ -135,16 +157,12 @@ def _score_figure(evaluation: Evaluation) -> str | None:
         rows = []
         for system in report_text.comparable_systems(task):
             score = system.scores[0]
-            low = math.nan if score.low is None else score.low
-            high = math.nan if score.high is None else score.high
-            name = f"{system.name}: {format_score(score.value)} %"
-            rows.append(Row(name, "", Estimate(score.value or 0.0, low, high)))
+            rows.append(_bar(system.name, score.value, score.low, score.high))
         if rows:
             panels.append(IntervalPanel(f"{task.task}: {task.systems[0].scores[0].metric}", rows))
     if not panels:
         return None
-    label = "score (%), with 95 % interval"
-    return draw_intervals(panels, label=label, from_zero=True, narrow=True).svg
+    return draw_intervals(panels, label=_PERCENT, from_zero=True, narrow=True).svg
 
 
 # ---------------------------------------------------------------------------
