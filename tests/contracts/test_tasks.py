@@ -140,14 +140,14 @@ def test_an_unknown_split_is_refused():
 @pytest.mark.parametrize("name", OFFLINE)
 def test_offline_splits_share_no_group_no_id_and_no_input_and_test_every_choice(name):
     splits = examples_by_split(name)
-    assert list(splits) == list(SPLITS)
+    assert list(splits) in (list(SPLITS), ["test"])  # alone where nothing is fine-tuned
     for field in ("group", "id", "inputs"):
         seen = [{getattr(example, field) for example in examples} for examples in splits.values()]
         assert sum(map(len, seen)) == len(set.union(*seen)), field
 
     choices = TASKS.get(name).choices
     if isinstance(choices, tuple) and choices:
-        for split in ("train", "test"):
+        for split in {"train", "test"} & splits.keys():
             assert {example.targets for example in splits[split]} == set(choices)
 
 
