@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.baselines.word_vectors import WordVectors
 from eval.task import Example
 
 STRENGTHS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
@@ -20,6 +19,23 @@ WORD_SHARES = (0.25, 0.5)
 _MOST_CHOOSING = 5_000  # training examples while settings are chosen
 _HELD_OUT = 5  # every fifth example chooses, where there is no dev split
 _MOST_ITERATIONS = 300
+
+
+class TextVectors(Protocol):
+    """Anything that gives texts vectors: words of a corpus, or a frozen encoder."""
+
+    @property
+    def source(self) -> str:
+        """Description of what the vectors were made of."""
+        ...
+
+    def mean(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Returns <float32>[N, D] means over the parts of N texts."""
+        ...
+
+    def max(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Returns <float32>[N, D] the largest values over the parts of N texts."""
+        ...
 
 
 class Setting(NamedTuple):
@@ -57,16 +73,21 @@ class VectorAnswers(NamedTuple):
 
 
 def classify_by_vectors(
-    vectors: WordVectors, train: Sequence[Example], dev: Sequence[Example], test: Sequence[Example]
+    vectors: TextVectors,
+    train: Sequence[Example],
+    dev: Sequence[Example],
+    test: Sequence[Example],
+    word_shares: Sequence[float] = WORD_SHARES,
 ) -> VectorAnswers:
     """Returns the answers to `test` of a logistic regression with the setting that is best on `dev`.
 
     Args:
-        vectors: Vectors of words.
+        vectors: Vectors of words, or of another kind.
         train: Examples with their targets, at least one.
         dev: Examples for choosing settings; if empty, every fifth example of `train`, and the final
             fit uses all of `train`.
         test: N examples to answer.
+        word_shares: Shares that are tried of a classifier by counts of words; () for none.
     """
     # Examples for fitting and for choosing.
     fitting = list(train)
@@ -85,7 +106,7 @@ def classify_by_vectors(
 
     # Large training sets are subsampled while settings are chosen.
     thinned = fitting[:: -(-len(fitting) // _MOST_CHOOSING)]
-    setting = _choose(_Classifiers(vectors, thinned, dev))
+    setting = _choose(_Classifiers(vectors, thinned, dev), word_shares)
     outputs = _Classifiers(vectors, train, test).answers(setting)
     return VectorAnswers(outputs, f"{vectors.source}: {setting}, chosen on {chosen_on}")
 
@@ -105,7 +126,7 @@ class _Classifiers:
     """Classifiers that are fitted to training examples and applied to others."""
 
     def __init__(
-        self, vectors: WordVectors, train: Sequence[Example], test: Sequence[Example]
+        self, vectors: TextVectors, train: Sequence[Example], test: Sequence[Example]
     ) -> None:
         self._inputs = [example.inputs for example in train]
         self._targets = [example.targets for example in train]
@@ -169,7 +190,7 @@ class _Classifiers:
         return classifier.predict_log_proba(test)
 
 
-def _choose(classifiers: _Classifiers) -> Setting:
+def _choose(classifiers: _Classifiers, word_shares: Sequence[float] = WORD_SHARES) -> Setting:
     """Returns the setting with the most right answers; ties go to the first, which is the simplest."""
     # Strength of the regularization of the means' weights.
     num_right: Counter[Setting] = Counter()
@@ -186,7 +207,7 @@ def _choose(classifiers: _Classifiers) -> Setting:
 
     # Words in addition to the vectors.
     best = _best(num_right)
-    for word_share in WORD_SHARES:
+    for word_share in word_shares:
         setting = best._replace(word_share=word_share)
         num_right[setting] = classifiers.num_right(setting)
     return _best(num_right)
