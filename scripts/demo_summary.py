@@ -63,7 +63,7 @@ def summarize(out: Path, *, labels: int | None) -> tuple[list[str], Summary]:
     lines = [trained, *losses, *task, *experts, facts]
 
     about, scores, gain, baselines = map(str.strip, task)
-    tested = f"{about} {scores}. {gain} {baselines.capitalize()}."
+    tested = f"{about} {scores}. {gain} {baselines[0].upper()}{baselines[1:]}."
     sentences = [facts, tested, *losses, " ".join(experts)]
     panels = [recall, score_bars(evaluation)]
     return lines, Summary(sentences=sentences, panels=panels)
