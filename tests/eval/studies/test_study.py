@@ -189,10 +189,7 @@ def test_every_study_of_the_repository_has_runs_that_its_command_takes(path: Pat
     """All arms with the first seed and the first value: other seeds and values change a number."""
     content = read_study(path)
     one_seed_is_enough = path.stem in ("demo", "demo_facts", "batch_size_rates")  # others compare
-    had_minutes_of_a_gpu = (
-        path.stem == "larger_text"
-    )  # two seeds, which resolve nothing, as its page says
-    assert len(content.seeds) >= 3 or one_seed_is_enough or had_minutes_of_a_gpu
+    assert len(content.seeds) >= 3 or one_seed_is_enough
 
     first = content._replace(seeds=content.seeds[:1])
     if content.sweep is not None:
