@@ -4,8 +4,8 @@ python -m eval probe --model runs/demo/pretrain/model --tasks docstring_topic --
         [--also scratch=runs/other/model] [--baseline-text runs/demo/corpus]
 
 Nothing is fine-tuned: a text is the mean of the encoder's output over its tokens, and a logistic
-regression learns the classes from so many labels. Its strength is chosen on dev. Beside it, word
-vectors of the same text. It has less variance than fine-tuning, and takes seconds.
+regression learns the classes from the labels. Its strength is chosen on dev. --baseline-text adds the
+same classifier on word vectors. A probe has less variance than fine-tuning, and takes seconds.
 
 Source:
     Linear probes (arXiv:1610.01644). Differs: the last layer only.
@@ -13,8 +13,7 @@ Source:
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -37,51 +36,53 @@ _BATCH_SIZE = 64
 _HEADER = ("task", "labels", "frozen", "accuracy (%)", "95 % interval")
 
 
-class EncoderVectors(NamedTuple):
-    """A frozen encoder as vectors of texts.
+class EncoderVectors:
+    """A frozen encoder as vectors of texts; the same texts are encoded once.
 
     Attributes:
-        system: Model and tokenizer.
-        max_tokens: Longer texts are cut.
         source: Name of the model.
     """
 
-    system: Seq2Seq
-    max_tokens: int
-    source: str
+    def __init__(self, system: Seq2Seq, max_tokens: int, source: str) -> None:
+        """Takes a model and its tokenizer.
+
+        Args:
+            system: Model and tokenizer.
+            max_tokens: Longer texts are cut.
+            source: Name of the model.
+        """
+        self.source = source
+        self._system = system
+        self._max_tokens = max_tokens
+        self._encoded = lru_cache(self._encode)
 
     def mean(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Returns <float32>[N, D] means of the encoder's output over the tokens of each text."""
-        return self._reduced(texts, _mean)
+        return self._encoded(tuple(texts))[0]
 
     def max(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Returns <float32>[N, D] the largest value of each dimension over the tokens of a text."""
-        return self._reduced(texts, _max)
+        return self._encoded(tuple(texts))[1]
 
     @torch.no_grad()
-    def _reduced(self, texts: Sequence[str], reduce: Any) -> NDArray[np.float32]:
-        encoder = self.system.model.get_encoder()
-        parts: list[NDArray[np.float32]] = []
+    def _encode(self, texts: tuple[str, ...]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        encoder = self._system.model.get_encoder()
+        means: list[NDArray[np.float32]] = []
+        maxima: list[NDArray[np.float32]] = []
         for start in range(0, len(texts), _BATCH_SIZE):
-            batch = self.system.tokenizer(
+            batch = self._system.tokenizer(
                 list(texts[start : start + _BATCH_SIZE]),
                 padding=True,
                 truncation=True,
-                max_length=self.max_tokens,
+                max_length=self._max_tokens,
                 return_tensors="pt",
             )
             mask = batch["attention_mask"]
-            x = encoder(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
-            parts.append(reduce(x.float(), mask[..., None].bool()).numpy())
-        return np.concatenate(parts)
-
-
-def _mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (x * mask).sum(dim=1) / mask.sum(dim=1)
-
-
-def _max(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return x.masked_fill(~mask, -torch.inf).amax(dim=1)
+            x = encoder(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state.float()
+            is_token = mask[..., None].bool()  # [B, L, 1]
+            means.append(((x * is_token).sum(dim=1) / is_token.sum(dim=1)).numpy())
+            maxima.append(x.masked_fill(~is_token, -torch.inf).amax(dim=1).numpy())
+        return np.concatenate(means), np.concatenate(maxima)
 
 
 def build_parser() -> Parser:
