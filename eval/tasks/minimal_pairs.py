@@ -9,132 +9,108 @@ Source:
     documentation; a gap to fill instead of the probability of a whole sentence.
 """
 
+import re
+
 from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn, hash_fraction
 from eval.task import Decoding, Features, Row, Task, register_task
+from eval.text.postprocess import choices_of, number_of_choice
 
 _NAME = "minimal_pairs"
 _GAP = "<extra_id_0>"
 _DRAWS = 100
 """Pairs of sentences that are drawn for each phenomenon; those with an answered sentence drawn before are left out."""
 
-_NOUNS = "file files, value values, name names, method methods, string strings, module modules, function functions"
-_OTHER_NOUNS = (
-    "list lists, class classes, key keys, line lines, number numbers, path paths, table tables"
-)
-_WORDS: dict[tuple[str, ...], str] = {
-    ("one", "many"): _NOUNS,
-    ("other", "others"): _OTHER_NOUNS,
-    ("vowel",): "argument, error, object, element, integer, item, address, option",
-    ("adjective",): "empty, valid, new, open, available, missing, invalid, small",
-    (
-        "large",
-        "larger",
-    ): "large larger, long longer, small smaller, short shorter, fast faster, old older",
-    ("space",): "space, time, memory, information, text, work",
-    ("user",): "user, author, developer, reader, person, caller",
-    ("do", "does", "done", "doing"): (
-        "return returns returned returning, create creates created creating, call calls called calling, "
-        "remove removes removed removing, use uses used using, add adds added adding"
+_WORDS: dict[str, str] = {
+    "one many": (
+        "file files, value values, name names, method methods, string strings, module modules, "
+        "function functions"
     ),
-    (
-        "took",
-        "taken",
-    ): "took taken, wrote written, gave given, chose chosen, knew known, hid hidden, saw seen",
-    ("child", "children"): (
-        "child children, man men, woman women, foot feet, index indices, matrix matrices, vertex vertices, "
-        "criterion criteria"
+    "other others": (
+        "list lists, class classes, key keys, line lines, number numbers, path paths, table tables"
     ),
-    ("depends", "on", "consists", "of"): (
-        "depends on consists of, belongs to differs from, results in refers to, relies on consists of, "
-        "applies to starts with"
+    "vowel": "argument, error, object, element, integer, item, address, option",
+    "adjective": "empty, valid, new, open, available, missing, invalid, small",
+    "large larger": (
+        "large larger, long longer, small smaller, short shorter, fast faster, old older"
+    ),
+    "space": "space, time, memory, information, text, work",
+    "user": "user, author, developer, reader, person, caller",
+    "do does done doing": (
+        "return returns returned returning, create creates created creating, call calls called "
+        "calling, remove removes removed removing, use uses used using, add adds added adding"
+    ),
+    "took taken": (
+        "took taken, wrote written, gave given, chose chosen, knew known, hid hidden, saw seen"
+    ),
+    "child children": (
+        "child children, man men, woman women, foot feet, index indices, matrix matrices, vertex "
+        "vertices, criterion criteria"
+    ),
+    "depends on consists of": (
+        "depends on consists of, belongs to differs from, results in refers to, relies on "
+        "consists of, applies to starts with"
     ),
 }
-"""Forms of words by their names in the sentences."""
+"""Forms of words, by their names in the sentences."""
 
-PHENOMENA: dict[str, tuple[str, str, str, str]] = {
-    "agreement": ("The {one} _ {adjective}.", "is", "The {many} _ {adjective}.", "are"),
+PHENOMENA: dict[str, tuple[str, str]] = {
+    "agreement": ("The {one} [is] {adjective}.", "The {many} [are] {adjective}."),
     "agreement, noun between": (
-        "The {one} of the {others} _ {adjective}.",
-        "is",
-        "The {many} of the {other} _ {adjective}.",
-        "are",
+        "The {one} of the {others} [is] {adjective}.",
+        "The {many} of the {other} [are] {adjective}.",
     ),
     "agreement, clause between": (
-        "The {one} that contains the {others} _ {adjective}.",
-        "is",
-        "The {many} that contain the {other} _ {adjective}.",
-        "are",
+        "The {one} that contains the {others} [is] {adjective}.",
+        "The {many} that contain the {other} [are] {adjective}.",
     ),
-    "agreement of verbs": (
-        "The {one} _ the {other}.",
-        "{does}",
-        "The {many} _ the {other}.",
-        "{do}",
-    ),
-    "was or were": ("The {one} _ {done}.", "was", "The {many} _ {done}.", "were"),
-    "has or have": ("The {one} _ been {done}.", "has", "The {many} _ been {done}.", "have"),
-    "there is or are": (
-        "There _ a {one} in the {other}.",
-        "is",
-        "There _ {many} in the {other}.",
-        "are",
-    ),
-    "this or these": ("It {does} _ {one}.", "this", "It {does} _ {many}.", "these"),
-    "a or an": ("It {does} _ {one}.", "a", "It {does} _ {vowel}.", "an"),
-    "many or much": ("It {does} _ {many}.", "many", "It {does} _ {space}.", "much"),
-    "one or two": ("The {other} {does} one _.", "{one}", "The {other} {does} two _.", "{many}"),
+    "agreement of verbs": ("The {one} [{does}] the {other}.", "The {many} [{do}] the {other}."),
+    "was or were": ("The {one} [was] {done}.", "The {many} [were] {done}."),
+    "has or have": ("The {one} [has] been {done}.", "The {many} [have] been {done}."),
+    "there is or are": ("There [is] a {one} in the {other}.", "There [are] {many} in the {other}."),
+    "this or these": ("It {does} [this] {one}.", "It {does} [these] {many}."),
+    "a or an": ("It {does} [a] {one}.", "It {does} [an] {vowel}."),
+    "many or much": ("It {does} [many] {many}.", "It {does} [much] {space}."),
+    "one or two": ("The {other} {does} one [{one}].", "The {other} {does} two [{many}]."),
     "irregular plural": (
-        "The {other} {does} one _.",
-        "{child}",
-        "The {other} {does} two _.",
-        "{children}",
+        "The {other} {does} one [{child}].",
+        "The {other} {does} two [{children}].",
     ),
-    "modal verb": (
-        "The {one} can _ the {other}.",
-        "{do}",
-        "The {one} always _ the {other}.",
-        "{does}",
-    ),
-    "negation": (
-        "The {one} does not _ the {other}.",
-        "{do}",
-        "The {one} never _ the {other}.",
-        "{does}",
-    ),
-    "infinitive": (
-        "It is used to _ the {one}.",
-        "{do}",
-        "The {one} is _ by the {other}.",
-        "{done}",
-    ),
-    "progressive": ("It is now _ the {one}.", "{doing}", "It can now _ the {one}.", "{do}"),
-    "irregular participle": ("It has _ the {one}.", "{taken}", "Then it _ the {one}.", "{took}"),
-    "irregular passive": ("The {one} is _ by it.", "{taken}", "The {one} _ it.", "{took}"),
-    "than or as": ("It is {larger} _ the {one}.", "than", "It is as {large} _ the {one}.", "as"),
-    "comparative": ("It is _ than the {one}.", "{larger}", "It is as _ as the {one}.", "{large}"),
+    "modal verb": ("The {one} can [{do}] the {other}.", "The {one} always [{does}] the {other}."),
+    "negation": ("The {one} does not [{do}] the {other}.", "The {one} never [{does}] the {other}."),
+    "infinitive": ("It is used to [{do}] the {one}.", "The {one} is [{done}] by the {other}."),
+    "progressive": ("It is now [{doing}] the {one}.", "It can now [{do}] the {one}."),
+    "irregular participle": ("It has [{taken}] the {one}.", "Then it [{took}] the {one}."),
+    "irregular passive": ("The {one} is [{taken}] by it.", "The {one} [{took}] it."),
+    "than or as": ("It is {larger} [than] the {one}.", "It is as {large} [as] the {one}."),
+    "comparative": ("It is [{larger}] than the {one}.", "It is as [{large}] as the {one}."),
     "or, nor": (
-        "Either the {one} _ the {other} is {adjective}.",
-        "or",
-        "Neither the {one} _ the {other} is {adjective}.",
-        "nor",
+        "Either the {one} [or] the {other} is {adjective}.",
+        "Neither the {one} [nor] the {other} is {adjective}.",
     ),
-    "reflexive": ("The {one} {does} _.", "itself", "The {many} {do} _.", "themselves"),
-    "possessive": ("The {one} and _ {other}.", "its", "The {many} and _ {other}.", "their"),
-    "who or which": ("The {user} _ {does} it.", "who", "The {one}, _ {does} it.", "which"),
-    "preposition": ("It {depends} _ the {one}.", "{on}", "It {consists} _ the {one}.", "{of}"),
+    "reflexive": ("The {one} {does} [itself].", "The {many} {do} [themselves]."),
+    "possessive": ("The {one} and [its] {other}.", "The {many} and [their] {other}."),
+    "who or which": ("The {user} [who] {does} it.", "The {one}, [which] {does} it."),
+    "preposition": ("It {depends} [{on}] the {one}.", "It {consists} [{of}] the {one}."),
 }
-"""Two sentences and the word for the gap `_` of each, by phenomenon."""
+"""Two sentences for each phenomenon; the word in brackets is missing, and that of the other is wrong."""
 
 
 def _forms(phenomenon: str, draw: int) -> dict[str, str]:
     """Returns the words of one draw by name, the same on every machine."""
     forms: dict[str, str] = {}
-    for names, words in _WORDS.items():
+    for name, words in _WORDS.items():
+        names = name.split()
         entries = words.split(", ")
         fraction = hash_fraction(f"{_NAME}/{phenomenon}/{draw}/{names[0]}")
         forms |= zip(names, entries[int(fraction * len(entries))].split(), strict=True)
     return forms
+
+
+def _with_gap(sentence: str) -> tuple[str, str]:
+    """Returns a sentence with `_` in place of the word in brackets, and the word."""
+    before, word, after = re.split(r"[\[\]]", sentence)
+    return f"{before}_{after}", word
 
 
 def _rows(split: str) -> list[Row]:
@@ -144,13 +120,12 @@ def _rows(split: str) -> list[Row]:
         drawn: set[tuple[str, str]] = set()
         for draw in range(_DRAWS):
             forms = _forms(phenomenon, draw)
-            first, word, second, other_word = (text.format(**forms) for text in templates)
-            gaps = {(first, word), (second, other_word)}
-            if gaps & drawn:
+            first, second = (_with_gap(template.format(**forms)) for template in templates)
+            if {first, second} & drawn:
                 continue
 
-            drawn |= gaps
-            for sentence, right, wrong in ((first, word, other_word), (second, other_word, word)):
+            drawn |= {first, second}
+            for (sentence, right), (_, wrong) in ((first, second), (second, first)):
                 rows.append(
                     {
                         "id": f"{phenomenon} {draw}: {right}",
@@ -177,16 +152,6 @@ def _preprocess(row: Row) -> list[Features]:
     ]
 
 
-def _choices(fields: Features) -> tuple[str, ...]:
-    return tuple(fields["choices"])
-
-
-def _number_of_choice(text: str, fields: Features, is_target: bool) -> int:
-    """Returns the number of the choice that equals the text; -1 for none."""
-    choices = fields["choices"]
-    return choices.index(text) if text in choices else -1
-
-
 register_task(
     Task(
         name=_NAME,
@@ -198,9 +163,9 @@ register_task(
         licence="Apache-2.0",
         source=BuiltIn(_rows, splits=("test",), origin="this library"),
         preprocess=_preprocess,
-        postprocess=_number_of_choice,
+        postprocess=number_of_choice,
         metrics=(ACCURACY,),
-        choices=_choices,
+        choices=choices_of,
         ids=("id",),
         groups=("phenomenon",),
         inputs_length=64,

@@ -15,6 +15,7 @@ from eval.corpora.wordnet import WORDNET_LICENCE, Synset, find_wordnet, read_syn
 from eval.scores.metrics import ACCURACY
 from eval.source import SystemData, hash_fraction, split_by_hash
 from eval.task import SPLITS, TASKS, Decoding, Features, Row, Task, register_task
+from eval.text.postprocess import choices_of, number_of_choice
 from moe.data.prose import letters
 from moe.errors import DataError
 
@@ -122,16 +123,6 @@ def _preprocess(row: Row) -> list[Features]:
     ]
 
 
-def _choices(fields: Features) -> tuple[str, ...]:
-    return tuple(fields["choices"])
-
-
-def _number_of_choice(text: str, fields: Features, is_target: bool) -> int:
-    """Returns the number of the choice that equals the text; -1 for none."""
-    choices = fields["choices"]
-    return choices.index(text) if text in choices else -1
-
-
 register_task(
     Task(
         name=_NAME,
@@ -158,9 +149,9 @@ register_task(
             labels={},
         ),
         preprocess=_preprocess,
-        postprocess=_number_of_choice,
+        postprocess=number_of_choice,
         metrics=(ACCURACY,),
-        choices=_choices,
+        choices=choices_of,
         has_lexical_choices=True,
         ids=("id",),
         groups=("document",),
