@@ -455,14 +455,14 @@ def shard_slices(layout: Layout, config: MeshConfig, coordinate: MeshCoordinate)
 
     # ep and tp first, then FSDP within what they left.
     if layout.expert:
-        slices[0] = _chunk(slices[0], config.ep, coordinate.ep)
+        slices[0] = chunk_of_interval(slices[0], config.ep, coordinate.ep)
     if layout.tp_dim is not None:
         dim = layout.tp_dim
-        slices[dim] = _chunk(slices[dim], config.tp, coordinate.tp)
+        slices[dim] = chunk_of_interval(slices[dim], config.tp, coordinate.tp)
     if layout.num_shards > 1:
         dim = layout.shard_dim
         index = layout.shard_index(coordinate)
-        slices[dim] = _chunk(slices[dim], layout.num_shards, index)
+        slices[dim] = chunk_of_interval(slices[dim], layout.num_shards, index)
     return tuple(slices)
 
 
@@ -517,7 +517,7 @@ def _element_offset(index: Sequence[int], strides: Sequence[int]) -> int:
     return offset
 
 
-def _chunk(whole: tuple[int, int], num_chunks: int, index: int) -> tuple[int, int]:
+def chunk_of_interval(whole: tuple[int, int], num_chunks: int, index: int) -> tuple[int, int]:
     """Returns start and end of one chunk of the interval between two ends."""
     first, last = whole
     start, end = chunk_range(last - first, num_chunks, index)

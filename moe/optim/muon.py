@@ -110,10 +110,9 @@ class Muon(ShardedOptimizer):
         w.mul_(1 - group["lr"] * decay)
 
         if _is_orthogonalized(kind, parameter.ndim - group["batch_dims"]):
-            v = state.setdefault("momentum_buffer", None)
-            if v is None:
-                v = state["momentum_buffer"] = zero_moment(parameter)
-            v = local_shard(v).view_as(w)
+            if not state:
+                state["momentum_buffer"] = zero_moment(parameter)
+            v = local_shard(state["momentum_buffer"]).view_as(w)
             v.mul_(group["momentum"]).add_(work.G)
             u = work.G.add(v, alpha=group["momentum"])
             u = yield from _orthogonal_step(u, work.G, pending)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from moe.distributed.sharding import Layout, chunk_range, local_shard
+from moe.distributed.sharding import Layout, chunk_of_interval, local_shard
 from moe.distributed.wait_seconds import waiting_for
 from moe.kernels.torch_private import StridedShard
 
@@ -109,24 +109,20 @@ def shard_in_matrices(parameter: Tensor, batch_dims: int) -> tuple[slice, ...]:
         batch_dims: How many of its first dimensions count separate matrices. Their slices are
             whole: they are taken of the matrices that this rank has a part of.
     """
-    slices = [slice(0, size) for size in parameter.shape]
-    slices[:batch_dims] = [slice(None)] * batch_dims
-    if not isinstance(parameter, DTensor):
-        return tuple(slices)
+    intervals = [(0, size) for size in parameter.shape]
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
 
-    # A strided shard is a shard of what the other axes left.
-    axes = sorted(
-        enumerate(parameter.placements), key=lambda item: isinstance(item[1], StridedShard)
-    )
-    mesh = parameter.device_mesh
-    for axis, placement in axes:
-        dim = _sharded_dim(placement)
-        if dim is not None and dim >= batch_dims:
-            first = slices[dim].start
-            size = slices[dim].stop - first
-            start, end = chunk_range(size, mesh.size(axis), mesh.get_local_rank(axis))
-            slices[dim] = slice(first + start, first + end)
-    return tuple(slices)
+        # A strided shard is a shard of what the other axes left.
+        placements = enumerate(parameter.placements)
+        for axis, placement in sorted(
+            placements, key=lambda item: isinstance(item[1], StridedShard)
+        ):
+            dim = _sharded_dim(placement)
+            if dim is not None and dim >= batch_dims:
+                rank = mesh.get_local_rank(axis)
+                intervals[dim] = chunk_of_interval(intervals[dim], mesh.size(axis), rank)
+    return (slice(None),) * batch_dims + tuple(slice(*ends) for ends in intervals[batch_dims:])
 
 
 def sharded_matrix_dims(layout: Layout) -> dict[tuple[str, ...], int]:
