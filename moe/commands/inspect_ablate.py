@@ -15,6 +15,7 @@ from moe.commands.routing_inputs import (
 from moe.files import output_path
 from moe.inspection.ablation.ablate import ablate_experts
 from moe.inspection.ablation.ablation_table import (
+    answer_table,
     class_verdicts,
     effect_table,
     top_effects,
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> None:
     )
 
     # The file holds all results; only significant ones are printed.
-    write_ablation(ablation, trace, out, command_text("ablate", argv))
+    write_ablation(ablation, trace, tokenizer, out, command_text("ablate", argv))
     print(loss_sentence(trace))
     print(effect_table(ablation))
     print()
@@ -78,4 +79,7 @@ def main(argv: list[str]) -> None:
     print(verdict_table(shown) if shown else "No expert was shown to be for a class of tokens.")
     print()
     print(top_effects_text(top_effects(ablation)))
+    if ablation.recalled.any():
+        print()
+        print(answer_table(ablation))
     print(f"The ablation is in {printable(out)}.")

@@ -10,9 +10,9 @@ from moe import ConfigError, DataError
 from moe.distributed.mesh import ExpertAxis
 from moe.inspection.ablation.ablate import ablate_experts, nearest_load
 from moe.inspection.ablation.ablation_runs import (
-    loss_change,
     measure_experts,
     observe_layers,
+    run_ablated,
     run_unchanged,
     target_losses,
 )
@@ -75,11 +75,11 @@ def test_an_expert_that_no_token_chose_changes_nothing_bit_for_bit(dispatch, cap
     for key in sparse_layers(model):
         layer = ablated(model, key, batch)
         for kind in map(INTERVENTIONS.get, INTERVENTIONS.names()):
-            change = loss_change(model, key, unchanged, kind.to_expert(layer, 3))
+            change = run_ablated(model, key, unchanged, kind.to_expert(layer, 3)).change
             assert torch.equal(change, torch.zeros_like(change))
             none = kind.to_choices(layer, choices_of(3))
-            assert not loss_change(model, key, unchanged, none).any()
-            assert loss_change(model, key, unchanged, kind.to_expert(layer, 4)).any()
+            assert not run_ablated(model, key, unchanged, none).change.any()
+            assert run_ablated(model, key, unchanged, kind.to_expert(layer, 4)).change.any()
 
     layers = [("encoder", 0)]
     ablation = ablate_experts(model, traced(), {}, layers=layers, progress=False)
@@ -93,7 +93,7 @@ def test_nothing_ablated_gives_the_same_losses_whatever_is_skipped():
     unchanged = run_unchanged(model, tiny_batch())
     torch.testing.assert_close(unchanged.losses, losses(model, tiny_batch()), rtol=0, atol=0)
     for key in sparse_layers(model):
-        assert not loss_change(model, key, unchanged, nullcontext()).any()
+        assert not run_ablated(model, key, unchanged, nullcontext()).change.any()
 
 
 # ---------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_drop_equals_output_weights_of_zero(dispatch, key):
     model = tiny_model(dispatch=dispatch, **sparse)
     unchanged = run_unchanged(model, tiny_batch())
     drop = INTERVENTIONS.get("drop").to_expert(ablated(model, key, tiny_batch()), 4)
-    change = loss_change(model, key, unchanged, drop)
+    change = run_ablated(model, key, unchanged, drop).change
 
     with torch.no_grad():
         sparse_layers(model)[key].experts.down_proj[4] = 0
@@ -141,7 +141,9 @@ def test_reroute_equals_a_model_without_the_expert(dispatch, policy, decoder):
     batch = tiny_batch()
     unchanged = run_unchanged(model, batch)
     layer = ablated(model, key, batch)
-    change = loss_change(model, key, unchanged, INTERVENTIONS.get("reroute").to_expert(layer, 2))
+    change = run_ablated(
+        model, key, unchanged, INTERVENTIONS.get("reroute").to_expert(layer, 2)
+    ).change
     expected = losses(pruned, batch) - unchanged.losses
     torch.testing.assert_close(change, expected, rtol=0, atol=2e-6)
     assert change.abs().max() > 1e-3
@@ -154,7 +156,9 @@ def test_swap_equals_a_model_with_the_peers_weights(dispatch, capacity):
     unchanged = run_unchanged(model, batch)
     for key, module in sparse_layers(model).items():
         layer = ablated(model, key, batch)
-        change = loss_change(model, key, unchanged, INTERVENTIONS.get("swap").to_expert(layer, 5))
+        change = run_ablated(
+            model, key, unchanged, INTERVENTIONS.get("swap").to_expert(layer, 5)
+        ).change
 
         experts = module.experts
         own = [experts.first_proj[5].clone(), experts.down_proj[5].clone()]
@@ -194,13 +198,15 @@ def test_the_mean_is_that_of_the_calibration():
     unchanged = run_unchanged(model, tiny_batch())
     mean_output = measure_experts(model, other)[key].mean_output
     mean = replace_by_mean(model, key, choices_of(1), mean_output)
-    expected = loss_change(model, key, unchanged, mean).sum()
+    expected = run_ablated(model, key, unchanged, mean).change.sum()
     torch.testing.assert_close(ablation.layers[0].change[1, 0].sum(), expected)
 
     zeros = replace_by_mean(model, key, choices_of(1), torch.zeros_like(mean_output))
     drop = edit_routing(model, {key: DropExperts(1)})
-    change = loss_change(model, key, unchanged, zeros)
-    torch.testing.assert_close(change, loss_change(model, key, unchanged, drop), rtol=0, atol=0)
+    change = run_ablated(model, key, unchanged, zeros).change
+    torch.testing.assert_close(
+        change, run_ablated(model, key, unchanged, drop).change, rtol=0, atol=0
+    )
     assert expected != change.sum()
 
 
@@ -321,6 +327,29 @@ def test_sums_are_those_of_each_token_by_class_document_and_choice():
         torch.testing.assert_close(layer.chosen_change[4].sum(), expected)
     assert ablation.layers[0].sets == ("all tokens", "even", "sequences with even")
     assert ablation.layers[1].sets == ("all tokens", "even")
+
+
+def test_an_answer_is_lost_if_greedy_decoding_gives_it_with_the_expert_only():
+    model = tiny_model(**DROPLESS)
+    batch = tiny_batch(batch=11, targets=3)
+    del batch["labels"]
+
+    def decode():
+        tokens = model.generate(**batch, max_new_tokens=3, do_sample=False, eos_token_id=[])
+        return tokens[:, 1:]
+
+    # One answer is wrong from the start.
+    answers = decode()
+    answers[4, 2] = (answers[4, 2] + 1) % 32
+    batches = traced({**batch, "labels": answers})
+    ablation = ablate_experts(model, batches, {}, progress=False)
+    assert ablation.recalled.tolist() == [number != 4 for number in range(11)]
+    for layer in ablation.layers:
+        for expert in range(len(layer.lost)):
+            with edit_routing(model, {layer.key: DropExperts(expert)}):
+                changed = (decode() != answers).any(dim=1)
+            assert torch.equal(layer.lost[expert], changed & ablation.recalled)
+    assert any(layer.lost.any() for layer in ablation.layers)
 
 
 def test_in_the_last_layer_only_tokens_of_the_expert_change():
@@ -454,7 +483,7 @@ def test_the_model_is_left_as_it_was_even_after_an_error(monkeypatch, capsys):
     assert "7/7" in capsys.readouterr().err  # the progress bar counts experts
     assert [module.training for module in model.modules()] == modes
 
-    monkeypatch.setattr("moe.inspection.ablation.ablate.loss_change", lambda *_: 1 / 0)
+    monkeypatch.setattr("moe.inspection.ablation.ablate.run_ablated", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ablate_experts(model, traced(), {}, progress=False)
     assert [module.training for module in model.modules()] == modes
@@ -471,7 +500,7 @@ def test_an_error_inside_an_ablation_restores_the_blocks():
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        loss_change(model, ("decoder", 2), unchanged, edit_routing(model, {("decoder", 2): refuse}))
+        run_ablated(model, ("decoder", 2), unchanged, edit_routing(model, {("decoder", 2): refuse}))
     assert torch.equal(losses(model, tiny_batch()), unchanged.losses)
 
 
@@ -480,7 +509,7 @@ def test_blocks_that_somebody_else_wrapped_stay_wrapped():
     block = model.model.decoder.blocks[0]
     block.forward = wrapped = block.forward
     unchanged = run_unchanged(model, tiny_batch())
-    loss_change(model, ("decoder", 2), unchanged, nullcontext())
+    run_ablated(model, ("decoder", 2), unchanged, nullcontext())
     assert vars(block)["forward"] is wrapped
 
 

@@ -9,6 +9,7 @@ import torch
 from moe import ConfigError
 from moe.inspection.ablation.ablate import Ablation, LayerAblation, nearest_load
 from moe.inspection.ablation.ablation_table import (
+    answer_table,
     class_verdicts,
     effect_table,
     expert_effects,
@@ -21,6 +22,8 @@ from moe.inspection.ablation.target_sets import ALL_TOKENS
 
 E, C, G = 5, 3, 31
 CLASSES = ("numbers", "names", "verbs")
+RECALLED = torch.tensor([True, True, True, True, False])
+LOST = torch.tensor([[True, True, False, False, False], [False, True, False, True, False]])
 
 
 def ablation_of(change, random_change, masks, document, *, key=("decoder", 0)):
@@ -46,8 +49,9 @@ def ablation_of(change, random_change, masks, document, *, key=("decoder", 0)):
         load=load,
         peer=nearest_load(load),
         estimate=change.mean(dim=1) ** 3,
+        lost=LOST,
     )
-    return Ablation("drop", 2.0, masks.shape[1], num_documents, (layer,))
+    return Ablation("drop", 2.0, masks.shape[1], num_documents, RECALLED, (layer,))
 
 
 def simulated(seed, *, planted=0.0, size=0.2, skewed=False, whole_documents=False):
@@ -219,3 +223,8 @@ def test_margin_confidence_and_n_are_checked():
         expert_effects(ablation, confidence=95)
     with pytest.raises(ConfigError, match="n is 0; expected an integer of at least 1"):
         top_effects(ablation, n=0)
+
+
+def test_the_table_of_answers_counts_those_that_one_expert_alone_loses():
+    *_, row = answer_table(simulated(0)).splitlines()
+    assert row.split() == ["decoder", "1", "4", "of", "5", "2", "(2,", "2)", "50.0", "25.0"]

@@ -153,7 +153,7 @@ def test_an_ablation_is_kept_and_shown(folder, trace, tmp_path, capsys):
     kept = json.loads(out.read_text())
     num_experts = sum(layer.facts.num_experts for layer in read_trace(trace).layers)
     assert len(kept["effects"]) == num_experts
-    assert kept["intervention"] == "reroute"
+    assert kept["intervention"] == "reroute" and kept["recalled"] == 0
     printed = capsys.readouterr().out
     assert "encoder 1     1  " in printed
     page = tmp_path / "view.html"

@@ -98,7 +98,7 @@ def test_every_part_is_drawn_and_every_token_has_its_expert(browser, page, trace
     assert browser.run("document.querySelectorAll('#load .bar-group').length") == 5 * 7
     assert browser.run("document.querySelectorAll('#flow figure').length") == 2
     assert browser.run("document.querySelectorAll('#saturation polyline').length") == 5
-    assert browser.run("document.querySelectorAll('#ablation li').length") == 5
+    assert browser.run("document.querySelectorAll('#ablation-bars > ol > li').length") == 5
     assert browser.run("document.querySelectorAll('#classes tbody tr').length") == 2
 
 
@@ -219,7 +219,7 @@ def test_examples_layers_and_experts_are_chosen_by_buttons(browser, page, trace)
     assert browser.run("document.querySelector('#previous').disabled")
     browser.click("#stack-decoder .expert:nth-of-type(3)")
     assert "decoder 1, expert 3" in text(browser, "#expert h3")
-    browser.click("#ablation li:last-child button")
+    browser.click("#ablation-bars > ol > li:last-child button")
     assert "decoder 3, expert 1" in text(browser, "#expert h3")
     assert marks(browser, "decoder") == expected_marks(trace, "decoder", 2, 0)
 

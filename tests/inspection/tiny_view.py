@@ -120,7 +120,7 @@ def statistics(trace: Trace, name: str = "numbers") -> dict[str, Any]:
         classes.append(LayerClasses(layer.key, [row, unseen]))
         for step in (0, 100, 1000):
             saturation.append(SaturationPoint(layer.key, step, step / 1000 - 0.125))
-        ablation.append(AblationBar(layer.key, 0, 0.25, 0.125, 0.5, name, "drop"))
+        ablation.append(AblationBar(layer.key, 0, 0.25, 0.125, 0.5, name, "drop", 19, [name]))
     return {"classes": classes, "saturation": saturation, "ablation": ablation}
 
 

@@ -19,8 +19,8 @@ from moe.errors import ConfigError
 from moe.inspection.ablation.ablation_runs import (
     ExpertMeasures,
     Unchanged,
-    loss_change,
     measure_experts,
+    run_ablated,
     run_unchanged,
     works_on,
 )
@@ -59,6 +59,8 @@ class LayerAblation(NamedTuple):
         load: <int64>[E] accepted choices of each expert.
         peer: <int64>[E] the other expert of nearest load.
         estimate: <float64>[E] first-order estimate of dropping the expert; see `measure_experts`.
+        lost: <bool>[E, X] whether the targets of each of the X examples are right without the
+            ablation of the expert and wrong with it.
     """
 
     key: LayerKey
@@ -71,6 +73,7 @@ class LayerAblation(NamedTuple):
     load: Tensor
     peer: Tensor
     estimate: Tensor
+    lost: Tensor
 
 
 class Ablation(NamedTuple):
@@ -81,6 +84,7 @@ class Ablation(NamedTuple):
         loss: Mean loss of the target tokens without ablation, in nats.
         num_targets: Number of target tokens, N.
         num_documents: Number of documents, G.
+        recalled: <bool>[X] examples whose targets greedy decoding gives without ablation.
         layers: One for each layer, the encoder's first.
     """
 
@@ -88,6 +92,7 @@ class Ablation(NamedTuple):
     loss: float
     num_targets: int
     num_documents: int
+    recalled: Tensor
     layers: tuple[LayerAblation, ...]
 
 
@@ -166,13 +171,14 @@ def ablate_experts(
         num_runs = len(batches) * sum(table.sums.load.numel() for table in tables)
         description = f"Ablate ({intervention})"
         with tqdm(total=num_runs, desc=description, disable=not progress) as bar:
-            loss = _fill_tables(model, batches, targets, tables, kind, seed, bar)
+            loss, recalled = _fill_tables(model, batches, targets, tables, kind, seed, bar)
 
     return Ablation(
         intervention=intervention,
         loss=loss,
         num_targets=targets.document.numel(),
         num_documents=targets.num_documents,
+        recalled=recalled,
         layers=tuple(table.sums for table in tables),
     )
 
@@ -240,6 +246,7 @@ def _empty_sums(
         load=measures.load.cpu(),
         peer=layer.peer.cpu(),
         estimate=measures.estimate.cpu(),
+        lost=torch.zeros(num_experts, targets.num_examples, dtype=torch.bool),
     )
 
 
@@ -258,9 +265,14 @@ def _fill_tables(
     kind: Intervention,
     seed: int,
     bar: "tqdm[NoReturn]",
-) -> float:
-    """Adds the effect of every ablation to the tables; returns the mean loss without ablation."""
+) -> tuple[float, Tensor]:
+    """Adds the effect of every ablation to the tables.
+
+    Returns:
+        The mean loss without ablation, and <bool>[X] the examples that are right then.
+    """
     total_loss = 0.0
+    recalled: list[Tensor] = []
     start = 0
     for number, (traced, size) in enumerate(zip(batches, targets.sizes, strict=True)):
         # Targets of this batch.
@@ -269,14 +281,18 @@ def _fill_tables(
         document = targets.document[part]
         unchanged = run_unchanged(model, traced.batch)
         total_loss += float(unchanged.losses.sum())
+        first = sum(map(len, recalled))
+        recalled.append(unchanged.is_right)
+        rows = slice(first, first + len(unchanged.is_right))
 
         # Each batch and layer has its own random choices.
         for table_number, table in enumerate(tables):
             numbers = np.random.SeedSequence((seed, number, table_number))
             lot = int(numbers.generate_state(1)[0])
             of_batch = table._replace(masks=table.masks[:, part])
-            _ablate_layer(model, unchanged, document, of_batch, kind, lot, bar)
-    return total_loss / start
+            lost = table.sums.lost[:, rows]
+            _ablate_layer(model, unchanged, document, of_batch, lost, kind, lot, bar)
+    return total_loss / start, torch.cat(recalled)
 
 
 @torch.inference_mode()
@@ -285,6 +301,7 @@ def _ablate_layer(
     unchanged: Unchanged,
     document: Tensor,
     table: _Table,
+    lost: Tensor,
     kind: Intervention,
     lot: int,
     bar: "tqdm[NoReturn]",
@@ -296,6 +313,7 @@ def _ablate_layer(
         unchanged: The batch, and the results of the unchanged model.
         document: <int64>[n] document of each target.
         table: The layer; masks <bool>[C, n] of the batch.
+        lost: <bool>[E, B] of the batch; see `LayerAblation`.
         kind: The intervention.
         lot: Seed of the random choices.
         bar: Counts the experts.
@@ -313,9 +331,10 @@ def _ablate_layer(
         # Without the expert, and without as many random choices.
         at_random = as_many_at_random(expert, num_sequences=num_sequences, seed=lot)
         to_expert = kind.to_expert(layer, expert)
-        change = loss_change(model, layer.key, unchanged, to_expert)  # [n]
+        change, is_right = run_ablated(model, layer.key, unchanged, to_expert)  # [n], [B]
+        lost[expert] = unchanged.is_right & ~is_right
         to_random = kind.to_choices(layer, at_random)
-        random_change = loss_change(model, layer.key, unchanged, to_random)
+        random_change = run_ablated(model, layer.key, unchanged, to_random).change
 
         # By class and document.
         add(sums.change[expert], change * masks)

@@ -94,6 +94,16 @@ def target_losses(output: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(logits, labels[is_target], reduction="none")
 
 
+def right_answers(output: Any, batch: Batch) -> Tensor:
+    """Returns <bool>[B]: whether the most probable token is the target at all targets of a row.
+
+    As in greedy decoding, the first wrong token decides: those before it are the targets.
+    """
+    labels = batch["labels"]
+    is_right = output.logits.argmax(dim=-1) == labels  # [B, T]
+    return (is_right | (labels == IGNORED_LABEL)).all(dim=1)
+
+
 # ---------------------------------------------------------------------------
 # One layer in one forward pass
 
@@ -194,6 +204,7 @@ class Unchanged(NamedTuple):
     Attributes:
         batch: The batch.
         losses: <float64>[n] of the target tokens.
+        is_right: <bool>[B] whether greedy decoding gives the targets of each row.
         plans: The plan of each sparse layer.
         encoder_outputs: Output of the encoder.
         before: What the block before that of each sparse layer returned, if there is one.
@@ -201,6 +212,7 @@ class Unchanged(NamedTuple):
 
     batch: Batch
     losses: Tensor
+    is_right: Tensor
     plans: dict[LayerKey, DispatchPlan]
     encoder_outputs: STMoEEncoderOutput
     before: dict[LayerKey, Any]
@@ -229,20 +241,33 @@ def run_unchanged(model: PreTrainedModel, batch: Batch) -> Unchanged:
     return Unchanged(
         batch=batch,
         losses=target_losses(output, batch),
+        is_right=right_answers(output, batch).cpu(),
         plans=plans,
         encoder_outputs=STMoEEncoderOutput(last_hidden_state=memory),
         before=before,
     )
 
 
+class Ablated(NamedTuple):
+    """What an ablation changes in a batch, on the CPU.
+
+    Attributes:
+        change: <float64>[n] change of the loss of each target, in nats.
+        is_right: <bool>[B] whether greedy decoding still gives the targets of each row.
+    """
+
+    change: Tensor
+    is_right: Tensor
+
+
 @torch.inference_mode()
-def loss_change(
+def run_ablated(
     model: PreTrainedModel,
     key: LayerKey,
     unchanged: Unchanged,
     ablation: AbstractContextManager[None],
-) -> Tensor:
-    """Returns the change of the loss <float64>[n] of each target, in nats, on the CPU.
+) -> Ablated:
+    """Returns what an ablation changes in a batch.
 
     Args:
         model: In evaluation mode.
@@ -262,7 +287,8 @@ def loss_change(
     with ablation, _skip_blocks(skipped, unchanged.before.get(key)):
         output = model(**arguments)
     losses = target_losses(output, unchanged.batch)
-    return (losses - unchanged.losses).cpu()
+    is_right = right_answers(output, unchanged.batch)
+    return Ablated((losses - unchanged.losses).cpu(), is_right.cpu())
 
 
 def _blocks_before(model: PreTrainedModel, key: LayerKey) -> list[nn.Module]:

@@ -327,6 +327,15 @@ VERDICT_HEADER = [
 ]
 
 
+ANSWER_HEADER = [
+    "sparse layer",
+    "right answers",
+    "lost by one expert: mean (smallest, largest)",
+    "lost by exactly one (%)",
+    "lost by none (%)",
+]
+
+
 def effect_table(ablation: Ablation, *, confidence: float = CONFIDENCE) -> str:
     """Returns the effects of all experts as text, and the rank correlations of each layer."""
     rows = []
@@ -383,3 +392,27 @@ def top_effects_text(top: Iterable[TopEffect]) -> str:
         name = f"{layer_name(effect.key)}, expert {effect.expert + 1}"
         lines.append(f"{name}: {effect.effect} nats a token; for: {expert.purpose}")
     return "\n".join(lines) or NOTHING_SHOWN
+
+
+def answer_table(ablation: Ablation) -> str:
+    """Returns as text how many whole targets each layer loses without one of its experts.
+
+    Args:
+        ablation: Of examples of which some are right.
+    """
+    num_recalled = int(ablation.recalled.sum())
+    rows = []
+    for layer in ablation.layers:
+        by_expert = layer.lost.sum(dim=1)  # [E]
+        times_lost = layer.lost.sum(dim=0)[ablation.recalled]
+        mean = f"{by_expert.float().mean():.0f}"
+        rows.append(
+            [
+                layer_name(layer.key),
+                f"{num_recalled:,} of {len(ablation.recalled):,}",
+                f"{mean} ({by_expert.min()}, {by_expert.max()})",
+                f"{100 * float((times_lost == 1).float().mean()):.1f}",
+                f"{100 * float((times_lost == 0).float().mean()):.1f}",
+            ]
+        )
+    return format_table(ANSWER_HEADER, rows)

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import NamedTuple
 
 from pydantic import BaseModel
@@ -24,7 +25,7 @@ from moe.inspection.statistics.routing_entropy import class_entropy
 from moe.inspection.statistics.saturation import Snapshot, saturation_curve
 from moe.inspection.statistics.specialization import class_table, specialization_test
 from moe.inspection.statistics.token_classes import classify, domain_classes
-from moe.parsing import read_record, to_json
+from moe.parsing import printable, read_record, to_json
 from moe.sparse.editing import LayerKey, Stack
 from moe.tracing.probe_file import read_probe_facts, read_probes
 from moe.tracing.trace import STACKS, Trace, layer_name
@@ -82,6 +83,8 @@ class AblationBar(NamedTuple):
         high: Upper end of its interval.
         verdict: Conclusion, as text.
         edit: Name of the intervention, e.g. `drop`.
+        lost: Whole targets that greedy decoding gives with the expert only.
+        answers: Some of them, `inputs → targets` each.
     """
 
     key: LayerKey
@@ -91,6 +94,8 @@ class AblationBar(NamedTuple):
     high: float
     verdict: str
     edit: str = ""
+    lost: int = 0
+    answers: Sequence[str] = ()
 
 
 def check_statistics(
@@ -210,8 +215,11 @@ def view_saturation(folder: Path) -> list[SaturationPoint]:
     return points
 
 
-def ablation_bars(ablation: Ablation) -> list[AblationBar]:
-    """Returns the effect of each expert's ablation, the largest first."""
+def ablation_bars(
+    ablation: Ablation, trace: Trace, tokenizer: PreTrainedTokenizerFast
+) -> list[AblationBar]:
+    """Returns the effect of each expert's ablation on the examples of a trace, the largest first."""
+    lost_by_layer = {layer.key: layer.lost for layer in ablation.layers}
     effects = expert_effects(ablation)
     purposes = {}
     for top in top_effects(ablation, n=len(effects)):
@@ -221,6 +229,7 @@ def ablation_bars(ablation: Ablation) -> list[AblationBar]:
     bars = []
     for effect in effects:
         verdict = purposes.get((effect.key, effect.expert), "no effect was shown")
+        lost = lost_by_layer[effect.key][effect.expert].nonzero().flatten().tolist()
         bars.append(
             AblationBar(
                 effect.key,
@@ -228,12 +237,29 @@ def ablation_bars(ablation: Ablation) -> list[AblationBar]:
                 *effect.effect,
                 verdict=verdict,
                 edit=ablation.intervention,
+                lost=len(lost),
+                answers=[answer_text(trace, tokenizer, number) for number in lost[:_SHOWN_ANSWERS]],
             )
         )
     bars.sort(key=lambda bar: bar.effect, reverse=True)
     return bars
 
 
+def answer_text(trace: Trace, tokenizer: PreTrainedTokenizerFast, number: int) -> str:
+    """Returns `inputs → targets` of an example, without special tokens."""
+    texts = []
+    for ids, starts in (
+        (trace.encoder.ids, trace.encoder.starts),
+        (trace.decoder.targets, trace.decoder.starts),
+    ):
+        example = ids[starts[number] : starts[number + 1]].tolist()
+        text = tokenizer.decode(example, skip_special_tokens=True)
+        texts.append(shorten(printable(str(text)), _SHOWN_CHARACTERS, placeholder=" …"))
+    return " → ".join(texts)
+
+
+_SHOWN_ANSWERS = 8
+_SHOWN_CHARACTERS = 80
 _ADVICE = "Make it again: `stmoe inspect ablate`."
 
 
@@ -247,6 +273,8 @@ class _Effect(BaseModel, frozen=True):
     low: float | None
     high: float | None
     verdict: str
+    lost: int = 0
+    answers: list[str] = []
 
 
 class _Ablation(BaseModel, frozen=True):
@@ -257,10 +285,16 @@ class _Ablation(BaseModel, frozen=True):
     effects: list[_Effect]
 
 
-def write_ablation(ablation: Ablation, trace: Trace, path: Path, command: str = "") -> None:
+def write_ablation(
+    ablation: Ablation,
+    trace: Trace,
+    tokenizer: PreTrainedTokenizerFast,
+    path: Path,
+    command: str = "",
+) -> None:
     """Writes an ablation on the examples of a trace, whole or not at all; experts count from 0."""
     effects = []
-    for bar in ablation_bars(ablation):
+    for bar in ablation_bars(ablation, trace, tokenizer):
         stack, layer = bar.key
         fields = bar._asdict()
         del fields["key"], fields["edit"]
@@ -280,6 +314,7 @@ def write_ablation(ablation: Ablation, trace: Trace, path: Path, command: str = 
         "loss": ablation.loss,
         "num_targets": ablation.num_targets,
         "num_documents": ablation.num_documents,
+        "recalled": int(ablation.recalled.sum()),
         "inputs_fingerprint": trace.facts.inputs_fingerprint,
         "model": trace.facts.model,
         "command": command,
@@ -312,6 +347,8 @@ def read_ablation(path: Path, trace: Trace) -> list[AblationBar]:
                 high=math.inf if effect.high is None else effect.high,
                 verdict=effect.verdict,
                 edit=content.intervention,
+                lost=effect.lost,
+                answers=effect.answers,
             )
         )
     return bars

@@ -214,7 +214,13 @@ function ablationBar(bar, low, high) {
     { class: "numbers" },
     `${sign(bar.effect)} (${sign(bar.low)} to ${sign(bar.high)})`,
   );
-  return make("li", {}, name, image, numbers, make("span", { class: "verdict" }, bar.verdict));
+  const row = make("li", {}, name, image, numbers, make("span", { class: "verdict" }, bar.verdict));
+  if (bar.lost) {
+    const answers = bar.answers.map((text) => make("li", {}, text));
+    const summary = make("summary", {}, `${formatCount(bar.lost)} right answers are lost, such as`);
+    row.append(make("details", {}, summary, make("ul", {}, ...answers)));
+  }
+  return row;
 }
 
 // ---------------------------------------------------------------------------
