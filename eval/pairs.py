@@ -4,7 +4,7 @@ The metrics follow from the targets, as in `stmoe finetune --train`. A task's na
 compared without the file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -77,29 +77,34 @@ def find_task(name: str) -> Task:
     return PAIR_TASKS.get(name) or TASKS.get(name)
 
 
-def read_pairs_task(path: Path, train: Path | None = None) -> Task:
-    """Returns the task of a file of pairs.
+def read_pairs_task(
+    path: Path, train: Path | None = None, columns: Mapping[str, str] | None = None
+) -> Task:
+    """Returns the task of a table of pairs in a file.
 
     Args:
         path: The evaluated pairs.
         train: Pairs for fitting the baselines, without those whose inputs are equal; None for no
             baselines.
+        columns: See `read_pairs`.
 
     Raises:
-        DataError: When a file is missing, or a line is not a pair.
+        DataError: When a file is missing, or a row is not a pair.
     """
     for file in filter(None, (path, train)):
         if not file.is_file():
             raise DataError(
-                f"{file} is not a file. Give a JSONL file with inputs and targets on each line."
+                f"{file} is not a file. Give a .jsonl, .csv, .tsv or .parquet file with inputs and targets."
             )
     digest = sha256_of(path)[:16]
-    dev = read_pairs(path)
+    dev = read_pairs(path, columns)
 
     # A run holds a part of its file out: no baseline may use that part.
     evaluated = {pair.inputs for pair in dev}
     train_pairs = (
-        [pair for pair in read_pairs(train) if pair.inputs not in evaluated] if train else []
+        [pair for pair in read_pairs(train, columns) if pair.inputs not in evaluated]
+        if train
+        else []
     )
 
     task = PAIR_TASKS[f"pairs_{kind_of_targets([pair.targets for pair in dev])}"]

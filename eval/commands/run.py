@@ -25,6 +25,8 @@ from eval.reports.scoreboard import NOT_SCORED
 from eval.run import evaluate
 from eval.task import SPLITS, Task
 from moe.cli import Parser, integer, path, real, word
+from moe.data.pair_files import COLUMNS
+from moe.data.rows import parse_columns
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
 from moe.files import output_path
@@ -52,13 +54,19 @@ def build_parser() -> Parser:
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--tasks", type=name_list, help="names, separated by commas")
     data.add_argument(
-        "--pairs", type=path, metavar="FILE", help="JSONL file of your own pairs, instead of tasks"
+        "--pairs", type=path, metavar="FILE", help="table of your own pairs, instead of tasks"
     )
     parser.add_argument(
         "--train-pairs",
         type=path,
         metavar="FILE",
-        help="JSONL file of pairs that the baselines of --pairs are fitted to, without those evaluated",
+        help="table of pairs that the baselines of --pairs are fitted to, without those evaluated",
+    )
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        default=[],
+        help="columns of these tables, e.g. inputs=question targets=answer",
     )
     parser.add_argument(
         "--modes",
@@ -155,6 +163,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"--train-pairs {arguments.train_pairs} would change nothing: tasks train their baselines on their own "
             "training rows. Give --pairs, or leave it out."
         )
+    if arguments.columns and arguments.pairs is None:
+        raise ConfigError("--columns has no effect on tasks. Give --pairs, or leave it out.")
 
     with launch(arguments.timeout) as world:
         report = evaluate(
@@ -208,7 +218,8 @@ def read_own_pairs(arguments: argparse.Namespace) -> Task:
                 f"--{name} {value} cannot be combined with --pairs, which is a file by itself. Leave "
                 "it out."
             )
-    return read_pairs_task(arguments.pairs, arguments.train_pairs)
+    columns = parse_columns(arguments.columns, COLUMNS)
+    return read_pairs_task(arguments.pairs, arguments.train_pairs, columns)
 
 
 def parse_models(values: list[str]) -> dict[str, Path]:

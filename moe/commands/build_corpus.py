@@ -16,7 +16,7 @@ from typing import NamedTuple
 from moe.cli import Parser, integer, path, real, word
 from moe.data.corpus import Corpus, build_corpus, corpus_table, markdown_table, save_corpus
 from moe.data.docstrings import read_python_corpus
-from moe.data.documents import Document, read_files
+from moe.data.documents import TEXT_COLUMN, Document, read_files
 from moe.data.overlap import SplitOverlap, measure_overlap
 from moe.files import check_replaceable, output_path
 
@@ -64,7 +64,13 @@ def build_parser(*, in_repository: bool) -> Parser:
 
     # Sources of text.
     parser.add_argument(
-        "--data", type=path, nargs="+", help="your .txt, .md, .rst or .jsonl files, or folders"
+        "--data",
+        type=path,
+        nargs="+",
+        help="your .txt, .md, .rst, .jsonl, .csv, .tsv or .parquet files, or folders",
+    )
+    parser.add_argument(
+        "--column", type=word, default=TEXT_COLUMN, help="column of the texts in tables (text)"
     )
 
     # Documents that are held out, and documents that are left out.
@@ -220,7 +226,7 @@ def read_sources(options: argparse.Namespace, readers: RepositoryReaders | None)
         if options.dictionary:
             documents += readers.dictionary(_given(options.dictionary))
     if options.data:
-        documents += read_files(options.data)
+        documents += read_files(options.data, options.column)
     return documents or read_python_corpus()
 
 

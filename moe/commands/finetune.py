@@ -3,9 +3,10 @@
     stmoe finetune --pretrained runs/pretrain/model --train pairs.jsonl --out runs/finetune
     stmoe finetune --config st_moe_base_superglue [--resume]
 
-Each line of `pairs.jsonl` is an object {"inputs": ..., "targets": ...}. A tenth of the pairs, or
-the pairs of `--dev`, are held out and scored during training; the best model is kept. With several
-seeds (`--seeds 0 1 2`) there is one run for each, and a summary of their scores.
+Each line of `pairs.jsonl` is an object {"inputs": ..., "targets": ...}; `read_rows` has the other
+kinds of tables. A tenth of the pairs, or the pairs of `--dev`, are held out and scored during
+training; the best model is kept. With several seeds (`--seeds 0 1 2`) there is one run for each, and
+a summary of their scores.
 """
 
 import dataclasses
@@ -20,8 +21,9 @@ from transformers.utils import logging
 from moe.checkpoint.best_model import BEST_FOLDER, DevEvaluation, best_and_last, format_scores
 from moe.checks import check_number
 from moe.data.mixture import build_source, choose_examples, format_choice
-from moe.data.pair_files import LEAST_PAIRS, Pair, hold_out, num_shared_inputs, read_pairs
+from moe.data.pair_files import COLUMNS, LEAST_PAIRS, Pair, hold_out, num_shared_inputs, read_pairs
 from moe.data.pipeline import PairSource
+from moe.data.rows import parse_columns
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.launch import World
@@ -156,10 +158,19 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     )
     command.add_argument("--task", type=str, help="single task, instead of mixture.tasks")
     command.add_argument(
-        "--train", type=Path, help="JSONL file with inputs and targets, instead of tasks"
+        "--train",
+        type=Path,
+        help="table of pairs, instead of tasks: .jsonl, .csv, .tsv, .parquet, the folder of a saved dataset, or "
+        "NAME:SPLIT of the hub",
     )
     command.add_argument(
-        "--dev", type=Path, help="JSONL file of pairs to score, instead of a share of --train"
+        "--dev", type=Path, help="table of pairs to score, instead of a share of --train"
+    )
+    command.add_argument(
+        "--columns",
+        type=str,
+        nargs="+",
+        help="names of the columns, e.g. inputs=question targets=answer group=document",
     )
     command.add_argument(
         "--dev_share",
@@ -189,7 +200,7 @@ def read_data(
     if not mixture.tasks:
         return read_own_pairs(recipe, arguments, world)
 
-    for name in ("dev", "dev_share"):
+    for name in ("dev", "dev_share", "columns"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
                 f"--{name} cannot be combined with tasks, which have dev splits of their own. Give "
@@ -250,7 +261,8 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
 
 def split_pairs(arguments: Namespace) -> tuple[list[Pair], list[Pair]]:
     """Returns the pairs to train on, and those to score: of --dev, or a share of --train."""
-    pairs = read_pairs(arguments.train)
+    columns = parse_columns(arguments.columns or [], COLUMNS)
+    pairs = read_pairs(arguments.train, columns)
     share = arguments.dev_share
     if arguments.dev is not None:
         if share is not None:
@@ -258,7 +270,7 @@ def split_pairs(arguments: Namespace) -> tuple[list[Pair], list[Pair]]:
                 f"--dev_share {share:g} cannot be combined with --dev {arguments.dev}. Give one of "
                 "them."
             )
-        return pairs, read_pairs(arguments.dev)
+        return pairs, read_pairs(arguments.dev, columns)
 
     if share is None:
         share = DEV_SHARE if len(pairs) >= LEAST_PAIRS else 0.0

@@ -11,7 +11,7 @@ from moe.cli import Parser, integer, path
 from moe.commands.routing_inputs import (
     TaskReader,
     add_inputs,
-    check_noise_density,
+    check_inputs_options,
     command_text,
     describe_inputs,
     load_inspected,
@@ -52,7 +52,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     options = build_parser().parse_args(argv)
 
     # Reject invalid options before loading the model.
-    check_noise_density(options)
+    check_inputs_options(options)
     inputs = [options.model, options.corpus, options.pairs]
     out = output_path(options.out, inputs=inputs)
     check_kind(out, "trace")

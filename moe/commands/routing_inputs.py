@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real, word
-from moe.data.pair_files import read_pairs
+from moe.data.pair_files import COLUMNS, read_pairs
+from moe.data.rows import parse_columns
 from moe.data.span_corruption import DENSEST
 from moe.data.tokenizer import has_sentinels, load_tokenizer, sentinel
 from moe.errors import ConfigError, DataError
@@ -116,16 +117,19 @@ def add_inputs(parser: Parser, *, required: bool = True) -> None:
     sources.add_argument(
         "--text",
         nargs="+",
-        help="your files, .txt .md .rst .jsonl, or NAME=FILE for each kind of text; their spans are masked",
+        help="your files, as for stmoe corpus --data, or NAME=FILE for each kind of text; their spans are masked",
     )
     sources.add_argument(
-        "--pairs", type=path, help="a .jsonl file of pairs with inputs and targets"
+        "--pairs", type=path, help="a table of pairs, as for stmoe finetune --train"
     )
     sources.add_argument(
         "--task", type=word, help="a task of eval/, in the repository; see --split"
     )
 
     # Amount and processing.
+    parser.add_argument(
+        "--columns", nargs="+", default=[], help="columns of --pairs, e.g. inputs=question"
+    )
     parser.add_argument("--split", default="validation", help="split of the task (validation)")
     if required:
         parser.add_argument(
@@ -177,13 +181,15 @@ def command_text(verb: str, argv: Sequence[str]) -> str:
     return shlex.join(["stmoe", "inspect", verb, *argv])
 
 
-def check_noise_density(options: Namespace) -> None:
-    """Raises a ConfigError for --noise-density where nothing is masked."""
+def check_inputs_options(options: Namespace) -> None:
+    """Raises a ConfigError for --noise-density where nothing is masked, and --columns without a table."""
     if options.noise_density is not None and not (options.corpus or options.text):
         raise ConfigError(
             "--noise-density has no effect on pairs, which are not masked. Leave it out, or give "
             "--corpus or --text."
         )
+    if options.columns and not options.pairs:
+        raise ConfigError("--columns has no effect without --pairs. Leave it out.")
 
 
 def describe_inputs(options: Namespace, inspected: InspectedModel) -> str:
@@ -262,7 +268,7 @@ def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[Source
     """Returns the pairs of a file or of a task."""
     if options.pairs:
         name = options.pairs.stem
-        pairs = enumerate(read_pairs(options.pairs))
+        pairs = enumerate(read_pairs(options.pairs, parse_columns(options.columns, COLUMNS)))
         return [SourceText(*pair.texts, number, name) for number, pair in pairs]
     if read_task is None:
         raise ConfigError(

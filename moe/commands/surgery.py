@@ -15,7 +15,7 @@ from moe.commands.convert import new_model_folder
 from moe.commands.routing_inputs import (
     TaskReader,
     add_inputs,
-    check_noise_density,
+    check_inputs_options,
     describe_inputs,
     read_batches,
     with_tokenizer,
@@ -146,7 +146,7 @@ def _refuse_t5x(source: str) -> None:
 def _check_options(verb: str, options: Namespace, parser: Parser, *, needs_text: bool) -> None:
     """Raises a ConfigError for missing text, or an option without effect."""
     if has_text(options):
-        check_noise_density(options)
+        check_inputs_options(options)
         return
     if needs_text:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The document record, and the documents in the user's own files.
 
-Comes after `prose`, before `docstrings`, which reads another source.
+Comes after `prose` and `rows`, before `docstrings`, which reads another source.
 """
 
 import logging
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moe.checks import shown
 from moe.data.prose import prose_paragraphs
+from moe.data.rows import TABLE_SUFFIXES, read_rows, text_of
 from moe.errors import DataError
-from moe.parsing import read_json_lines, read_text
+from moe.parsing import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,8 @@ OWN_LICENCE = "not stated"
 MARKUP_SUFFIXES = (".rst",)
 """Endings of files of which only the prose is read."""
 
-SUFFIXES = (".txt", ".md", *MARKUP_SUFFIXES, ".jsonl")
+SUFFIXES = (".txt", ".md", *MARKUP_SUFFIXES, *TABLE_SUFFIXES)
+TEXT_COLUMN = "text"
 
 
 class Document(NamedTuple):
@@ -35,21 +36,25 @@ class Document(NamedTuple):
     licence: str
 
 
-def read_files(paths: Iterable[Path | str]) -> list[Document]:
+def read_files(paths: Iterable[Path | str], column: str = TEXT_COLUMN) -> list[Document]:
     """Returns the user's own documents.
 
     A `.txt` or `.md` file is one document with blank lines between paragraphs, a `.rst` file one
-    without its markup; each line of a `.jsonl` file is one, under the key "text". A folder means
-    all such files below it; a warning counts its other files.
+    without its markup; each row of a `.jsonl`, `.csv`, `.tsv` or `.parquet` file is one, in the column
+    "text". A folder means all such files below it; a warning counts its other files.
+
+    Args:
+        paths: Files and folders.
+        column: Column of the texts in tables.
 
     Raises:
-        DataError: When a path is missing or of another kind, a file is not UTF-8 text, a JSONL line
-            has no text, or there is no text at all.
+        DataError: When a path is missing or of another kind, a file is not UTF-8 text, a row has no
+            text, or there is no text at all.
     """
     paths = list(paths)
     documents: list[Document] = []
     for path in paths:
-        documents += _read_path(Path(path))
+        documents += _read_path(Path(path), column)
 
     if not documents:
         empty = ", ".join(str(path) for path in paths) or "an empty list of paths"
@@ -60,13 +65,13 @@ def read_files(paths: Iterable[Path | str]) -> list[Document]:
     return documents
 
 
-def _read_path(path: Path) -> Iterator[Document]:
+def _read_path(path: Path, column: str) -> Iterator[Document]:
     """Yields the documents of a file or folder."""
     if path.is_dir():
         name = path.resolve().name
         for file in _files_below(path):
             source = f"{name}/{file.relative_to(path).as_posix()}"
-            yield from _read_file(file, source=source, package=name)
+            yield from _read_file(file, column, source=source, package=name)
         return
 
     # A file must be there, and of a kind that is text.
@@ -80,7 +85,7 @@ def _read_path(path: Path) -> Iterator[Document]:
         raise DataError(
             f"{path} ends in {path.suffix!r}; expected one of {endings}. Convert it first."
         )
-    yield from _read_file(path, source=path.name, package=path.stem)
+    yield from _read_file(path, column, source=path.name, package=path.stem)
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -120,19 +125,17 @@ def _refuse_folder(error: OSError) -> None:
     ) from error
 
 
-def _read_file(path: Path, *, source: str, package: str) -> Iterator[Document]:
+def _read_file(path: Path, column: str, *, source: str, package: str) -> Iterator[Document]:
     """Yields the documents of one file."""
     source = printable(source)
     package = printable(package)
 
-    # JSON lines: a document each.
-    if path.suffix.lower() == ".jsonl":
-        expected = 'Expected an object with a string under "text" a line.'
-        for number, record in read_json_lines(path, advice=expected, nan=True):
-            if not isinstance(record.get("text"), str):
-                found = shown(record["text"]) if "text" in record else "missing"
-                raise DataError(f"{path}, line {number}: text is {found}. {expected}")
-            content = _join_lines(record["text"])
+    # Tables: a document each row.
+    if path.suffix.lower() in TABLE_SUFFIXES:
+        advice = f"Expected a text in the column {column!r} of each row."
+        for where, row in read_rows(path, advice=advice):
+            _, _, number = where.rpartition(" ")  # of the line or row
+            content = _join_lines(text_of(row, column, where=where, advice=advice))
             if content:
                 yield Document(content, f"{source}:{number}", package, OWN_LICENCE)
         return

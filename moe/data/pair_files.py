@@ -1,26 +1,27 @@
-"""Your own pairs of texts: JSONL files, and the share that is held out of training.
+"""Your own pairs of texts, and the share that is held out of training.
 
-Comes after `documents`, before `pairs`, which tokenizes them.
+Comes after `rows`, before `pairs`, which tokenizes them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from moe.checks import shown
+from moe.data.rows import read_rows, text_of
 from moe.errors import DataError
-from moe.parsing import read_json_lines
 
-_ADVICE = 'Expected an object like {"inputs": "...", "targets": "..."} a line.'
+COLUMNS = ("inputs", "targets", "group")
+_ADVICE = 'Expected rows like {"inputs": "...", "targets": "..."}; --columns names other columns.'
 
 LEAST_PAIRS = 20
 """With fewer pairs none are held out, unless a share is given: scores on one or two pairs mean nothing."""
 
 
 class Pair(NamedTuple):
-    """A line of a file of pairs.
+    """A row of a table of pairs.
 
     Attributes:
         inputs: Text that the model sees.
@@ -38,30 +39,29 @@ class Pair(NamedTuple):
         return self.inputs, self.targets
 
 
-def read_pairs(path: Path) -> list[Pair]:
-    """Returns the pairs of a JSONL file, an object with `inputs` and `targets` a line.
+def read_pairs(path: Path, columns: Mapping[str, str] | None = None) -> list[Pair]:
+    """Returns the pairs of a table, which has `inputs` and `targets`; see `read_rows` for its kinds.
 
-    The object may have a `group`, a text or an integer; other keys are not read.
+    A row may have a `group`, a text or an integer; other columns are not read.
+
+    Args:
+        path: The table.
+        columns: Names of the columns for `inputs`, `targets` and `group` where they are others.
 
     Raises:
-        DataError: When a line is something else, or there is none.
+        DataError: When a row is something else, or there is none.
     """
+    names = {name: name for name in COLUMNS} | dict(columns or {})
     pairs = []
-    for number, record in read_json_lines(path, advice=_ADVICE, nan=True, pipe=True):
-        for name in ("inputs", "targets"):
-            if not isinstance(record.get(name), str):
-                value = shown(record[name]) if name in record else "missing"
-                raise DataError(f"{path}, line {number}: {name} is {value}. {_ADVICE}")
-
-        group = record.get("group")
+    for where, row in read_rows(path, advice=_ADVICE):
+        inputs = text_of(row, names["inputs"], where=where, advice=_ADVICE)
+        targets = text_of(row, names["targets"], where=where, advice=_ADVICE)
+        group = row.get(names["group"])
         if group is not None and (isinstance(group, bool) or not isinstance(group, str | int)):
             raise DataError(
-                f"{path}, line {number}: group is {shown(group)}. Expected a text or an integer, "
-                "or no group."
+                f"{where}: {names['group']} is {shown(group)}. Expected a text or an integer, or no group."
             )
-        pairs.append(
-            Pair(record["inputs"], record["targets"], None if group is None else str(group))
-        )
+        pairs.append(Pair(inputs, targets, None if group is None else str(group)))
 
     if not pairs:
         raise DataError(f"{path} holds no pairs. {_ADVICE}")

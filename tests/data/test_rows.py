@@ -1,0 +1,163 @@
+"""Tables in every format hold the same rows, and a bad row is named by its place."""
+
+import csv
+import json
+import random
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe import ConfigError, DataError
+from moe.data.documents import read_files
+from moe.data.pair_files import Pair, read_pairs
+from moe.data.rows import parse_columns, read_rows
+
+PAIRS = [
+    {"inputs": "What, is it?", "targets": 'a "quoted"\nanswer', "group": "a"},
+    {"inputs": "fünf · 五", "targets": "", "group": "b"},
+    {"inputs": "007", "targets": "nan", "group": "b"},
+]
+
+
+def write(path, rows):
+    """Writes rows to a file, or a saved dataset to a folder."""
+    match path.suffix:
+        case ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        case ".csv" | ".tsv":
+            with path.open("w", encoding="utf-8", newline="") as file:
+                separator = "," if path.suffix == ".csv" else "\t"
+                writer = csv.DictWriter(file, list(rows[0]), delimiter=separator)
+                writer.writeheader()
+                writer.writerows(rows)
+        case ".parquet":
+            table = pyarrow.Table.from_pylist(rows)
+            pyarrow.parquet.write_table(table, path, row_group_size=2)
+        case _:
+            datasets.Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.tsv", "a.parquet", "saved", "A.CSV"])
+def test_every_format_gives_the_same_pairs(tmp_path, name):
+    path = tmp_path / name
+    if name == "A.CSV":
+        write(tmp_path / "b.csv", PAIRS).rename(path)
+    else:
+        write(path, PAIRS)
+    assert read_pairs(path) == [Pair(**pair) for pair in PAIRS]
+
+
+def test_a_folder_of_parquet_files_is_one_table_in_their_order(tmp_path):
+    for number in (1, 0):
+        write(tmp_path / f"part-{number}.parquet", PAIRS[number : number + 1])
+    assert read_pairs(tmp_path) == [Pair(**pair) for pair in PAIRS[:2]]
+
+
+def test_a_split_of_a_saved_dataset_has_a_name(tmp_path):
+    splits = {
+        "train": datasets.Dataset.from_list(PAIRS),
+        "test": datasets.Dataset.from_list(PAIRS[:1]),
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    assert len(read_pairs(tmp_path / "saved:test")) == 1
+    for wrong in ("saved", "saved:dev"):
+        with pytest.raises(DataError, match="train, test"):
+            read_pairs(tmp_path / wrong)
+
+
+@given(st.lists(st.tuples(st.text(), st.text()), min_size=1, max_size=7), st.booleans())
+def test_any_text_survives_csv_and_parquet(tmp_path_factory, texts, is_csv):
+    # A surrogate is not UTF-8, NUL ends a line of CSV for Python 3.11, and csv reads \r\n as \n within quotes as it is.
+    rows = []
+    for inputs, targets in texts:
+        clean = [
+            text.replace("\0", "").encode("utf-8", "ignore").decode() for text in (inputs, targets)
+        ]
+        rows.append({"inputs": clean[0], "targets": clean[1]})
+    path = tmp_path_factory.mktemp("rows") / ("a.csv" if is_csv else "a.parquet")
+    pairs = read_pairs(write(path, rows))
+    assert [{"inputs": pair.inputs, "targets": pair.targets} for pair in pairs] == rows
+
+
+def test_columns_have_other_names_on_request(tmp_path):
+    rows = [{"question": "q", "answer": "a", "inputs": "no"}]
+    columns = parse_columns(["inputs=question", "targets=answer"], ["inputs", "targets", "group"])
+    assert read_pairs(write(tmp_path / "a.csv", rows), columns) == [Pair("q", "a")]
+    with pytest.raises(DataError, match=r"a\.csv, line 2: anser is missing\..*'answer'"):
+        read_pairs(tmp_path / "a.csv", {**columns, "targets": "anser"})
+
+
+@pytest.mark.parametrize("values", [["input=q"], ["inputs"], ["inputs="], ["inputs=a", "inputs=b"]])
+def test_wrong_columns_are_refused(values):
+    with pytest.raises(ConfigError, match="--columns"):
+        parse_columns(values, ["inputs", "targets"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"inputs,targets\na,b\nc\n", r"a\.csv, line 3: .*columns inputs, targets"),
+        ("a.csv", b"inputs,targets\na,b,c\n", r"a\.csv, line 2: "),
+        ("a.csv", b'inputs,targets\na,"b\n', r"a\.csv"),
+        ("a.csv", b"inputs,targets\n\xff,b\n", "UTF-8"),
+        ("a.csv", b"inputs,targets\n", "holds no pairs"),
+        ("a.csv", b"", "holds no pairs"),
+        ("a.parquet", b"PAR1 and no more", "Parquet"),
+        ("a.parquet", b"", "Parquet"),
+        ("a.jsonl", b'{"inputs": 3, "targets": ""}', r"line 1: inputs is 3"),
+    ],
+)
+def test_a_bad_table_is_named_with_the_place(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_pairs(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name", ["none.jsonl", "none.csv", "none.parquet", "folder", "org/none:train"]
+)
+def test_a_missing_table_is_refused(tmp_path, monkeypatch, name):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=name.partition(":")[0]):
+        read_pairs(tmp_path / name if ":" not in name else type(tmp_path)(name))
+
+
+def test_numbers_in_a_parquet_file_are_refused_with_their_row(tmp_path):
+    path = write(tmp_path / "a.parquet", [{"inputs": "a", "targets": 1}])
+    with pytest.raises(DataError, match=r"a\.parquet, row 1: targets is 1"):
+        read_pairs(path)
+
+
+def test_a_field_may_be_longer_than_pythons_default(tmp_path):
+    long = "".join(random.Random(0).choices("abc ", k=200_000))
+    path = write(tmp_path / "a.csv", [{"inputs": long, "targets": "b"}])
+    assert read_pairs(path)[0].inputs == long
+
+
+def test_a_corpus_reads_the_column_of_a_table(tmp_path):
+    write(
+        tmp_path / "a.parquet", [{"body": "One text."}, {"body": " \n"}, {"body": "Two\n\ntexts."}]
+    )
+    write(tmp_path / "b.csv", [{"body": "Three."}])
+    documents = read_files([tmp_path], "body")
+    assert [document.text for document in documents] == ["One text.", "Two\n\ntexts.", "Three."]
+    assert documents[1].source == f"{tmp_path.name}/a.parquet:3"
+    with pytest.raises(DataError, match="text is missing"):
+        read_files([tmp_path])
+
+
+def test_rows_of_a_large_parquet_file_come_before_it_is_read(tmp_path):
+    table = pyarrow.table({"inputs": ["a"] * 300_000, "targets": ["b"] * 300_000})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    del table
+    before = pyarrow.total_allocated_bytes()
+    rows = read_rows(tmp_path / "a.parquet", advice="")
+    for _ in range(3):
+        next(rows)
+    assert pyarrow.total_allocated_bytes() - before < 100 * 65_536
