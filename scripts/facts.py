@@ -1,9 +1,10 @@
-"""Writes random facts to learn by heart, and sums modulo a prime, as pairs of texts.
+"""Writes facts to learn by heart, random and real ones, and sums modulo a prime, as pairs of texts.
 
     python -m scripts.facts --facts 10000 --seed 0 --out runs/studies/facts
 
 The folder holds `facts.jsonl`, `sums.jsonl`, `sums_dev.jsonl`, and `model`: a tokenizer of whole
-symbols beside an untrained model. `stmoe finetune --pretrained FOLDER/model --init scratch` trains
+symbols beside an untrained model. `real.jsonl` holds facts of this Python installation, and
+`real_model` a tokenizer for them. `stmoe finetune --pretrained FOLDER/model --init scratch` trains
 fresh weights of any architecture on them, as recipes/studies/knowledge_capacity.yaml does.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from moe.cli import Parser, integer, run_main
@@ -25,6 +26,7 @@ from moe.data.tokenizer import EOS, PAD, UNK, end_with_sentinel, sentinel
 from moe.files import output_path, register_folder_kind, whole_folder
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
+from scripts.real_facts import real_facts, train_pieces
 
 CONSONANTS = list("bcdfghjklmnprstv")
 VOWELS = ["a", "e", "i", "o", "u", "ai", "ea", "oo", "ar", "er", "ir", "or", "ur", "an", "en", "in"]
@@ -38,7 +40,9 @@ SUMS = 20_000
 DEV_SUMS = 2_000
 
 FACTS = register_folder_kind(
-    "facts", markers=["facts.jsonl"], parts=["facts.jsonl", "sums.jsonl", "sums_dev.jsonl", "model"]
+    "facts",
+    markers=["facts.jsonl"],
+    parts=["facts.jsonl", "sums.jsonl", "sums_dev.jsonl", "model", "real.jsonl", "real_model"],
 )
 
 
@@ -56,12 +60,16 @@ def main(argv: list[str]) -> None:
 
     out = output_path(options.out)
     sums = draw_sums(SUMS + DEV_SUMS, options.seed)
+    real = real_facts()
     with whole_folder(out, kind=FACTS) as partial:
         write_pairs(partial / "facts.jsonl", draw_facts(options.facts, options.seed))
         write_pairs(partial / "sums.jsonl", sums[:SUMS])
         write_pairs(partial / "sums_dev.jsonl", sums[SUMS:])
-        save_symbols(partial / "model")
-    print(f"Wrote {options.facts:,} facts and {len(sums):,} sums to {out}.")
+        save_model(partial / "model", symbol_tokenizer())
+        write_pairs(partial / "real.jsonl", real)
+        save_model(partial / "real_model", train_pieces(real))
+    counts = f"{options.facts:,} random facts, {len(real):,} real ones and {len(sums):,} sums"
+    print(f"Wrote {counts} to {out}.")
 
 
 def draw_facts(num_facts: int, seed: int) -> list[tuple[str, str]]:
@@ -112,22 +120,30 @@ def write_pairs(path: Path, pairs: Sequence[tuple[str, str]]) -> None:
             file.write(json.dumps({"inputs": inputs, "targets": targets}) + "\n")
 
 
-def save_symbols(folder: Path) -> None:
-    """Saves a tokenizer with one token for each symbol, and an untrained dense model of that vocabulary."""
-    symbols = [PAD, EOS, UNK, *"0123456789+", *SYLLABLES, sentinel(0)]
-    vocabulary = {symbol: index for index, symbol in enumerate(symbols)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+def symbol_tokenizer() -> Tokenizer:
+    """Returns a tokenizer with one token for each symbol of random facts and sums.
+
+    A symbol is a word, marked as SentencePiece does, so that the model can be inspected.
+    """
+    words = [f"▁{symbol}" for symbol in [*"0123456789+", *SYLLABLES]]
+    vocabulary = {piece: index for index, piece in enumerate([PAD, EOS, UNK, *words, sentinel(0)])}
+    symbols = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    symbols.pre_tokenizer = pre_tokenizers.Metaspace()
+    symbols.decoder = decoders.Metaspace()
+    return symbols
+
+
+def save_model(folder: Path, symbols: Tokenizer) -> None:
+    """Saves a tokenizer, and an untrained dense model of its vocabulary."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
+        tokenizer_object=symbols,
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNK,
         additional_special_tokens=[sentinel(0)],
     )
-
     config = STMoEConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=symbols.get_vocab_size(),
         d_model=64,
         d_kv=32,
         num_heads=2,

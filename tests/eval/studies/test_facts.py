@@ -2,6 +2,7 @@
 
 import json
 import math
+import unicodedata
 
 import pytest
 import torch
@@ -9,12 +10,10 @@ import torch
 from moe.data.pair_files import read_pairs
 from moe.data.tokenizer import load_tokenizer
 from moe.errors import ConfigError, DataError
-from moe.sparse.editing import edit_routing
-from moe.sparse.edits import DropExperts
-from scripts.fact_experts import answers_right, layer_row
 from scripts.facts import PRIME, SYLLABLES, draw_facts, draw_sums, main
+from scripts.known_facts import kind_rows
+from scripts.real_facts import real_facts, train_pieces
 from scripts.stored_bits import stored_bits
-from tests.models.tiny import tiny_batch, tiny_model
 
 
 def test_facts_are_different_questions_with_answers_of_24_bits():
@@ -38,7 +37,7 @@ def test_sums_are_right_and_none_is_drawn_twice():
 def test_the_folder_holds_pairs_and_a_tokenizer_of_one_token_for_each_symbol(tmp_path, capsys):
     out = tmp_path / "facts"
     main(["--facts", "7", "--seed", "1", "--out", str(out)])
-    assert "7 facts" in capsys.readouterr().out
+    assert "7 random facts" in capsys.readouterr().out
     pairs = read_pairs(out / "facts.jsonl")
     assert [(pair.inputs, pair.targets) for pair in pairs] == draw_facts(7, seed=1)
 
@@ -58,6 +57,23 @@ def test_the_folder_holds_pairs_and_a_tokenizer_of_one_token_for_each_symbol(tmp
     json.loads((out / "sums_dev.jsonl").read_text().splitlines()[0])
 
 
+def test_real_facts_are_those_of_python_and_have_one_answer_each():
+    facts = real_facts()
+    answers = dict(facts)
+    assert len(answers) == len(facts) > 13_000
+    assert answers["html: eacute"] == "00e9"
+    assert answers["http: 404"] == "Not Found"
+    assert answers["codec: latin1"] == "latin_1"
+    for question, answer in facts:
+        kind, _, name = question.partition(": ")
+        if kind == "unicode":
+            assert unicodedata.name(chr(int(answer, 16))).lower() == name
+
+    pieces = train_pieces(facts)
+    for text in ("html: eacute", "errno: ENOENT", "Not Found"):
+        assert pieces.decode(pieces.encode(text).ids) == text
+
+
 def test_a_model_stores_what_its_loss_lacks_of_the_entropy():
     chance = 3 * math.log(256) / 4
     assert stored_bits(chance, 10) == pytest.approx(0, abs=1e-9)
@@ -66,28 +82,15 @@ def test_a_model_stores_what_its_loss_lacks_of_the_entropy():
     assert stored_bits(9.0, 10) == 0 == stored_bits(None, 10)
 
 
-def test_an_answer_is_right_if_greedy_decoding_gives_it_with_and_without_experts():
-    model = tiny_model(eval_capacity_factor=None)
-    batch = tiny_batch(batch=11, targets=3)
-    del batch["labels"]
-    edits = {("encoder", 0): DropExperts(0, 1, 2), ("decoder", 0): DropExperts(0, 1, 2)}
-
-    def decode():
-        tokens = model.generate(**batch, max_new_tokens=3, do_sample=False, eos_token_id=[])
-        return tokens[:, 1:]
-
-    answers = decode()
-    with edit_routing(model, edits):
-        without_experts = decode()
-    batches = [{**batch, "labels": answers}]
-    assert answers_right(model, batches, {}).all()
-    same = (answers == without_experts).all(-1)
-    assert answers_right(model, batches, edits).tolist() == same.tolist()
-    assert 0 < same.sum() < 11
-
-
-def test_the_row_of_a_layer_counts_answers_that_one_expert_alone_loses():
-    recalled = torch.tensor([True, True, True, True, False])
-    lost = torch.tensor([[True, True, False, False, False], [False, True, False, True, False]])
-    row = layer_row(("decoder", 1), recalled, lost)
-    assert row == ["decoder 1", "4 of 5", "2 (2, 2)", "50.0", "25.0"]
+def test_facts_are_compared_by_kind_and_by_seed():
+    kinds = ["html", "html", "mime", "html"]
+    known = torch.tensor([[True, True, False, True], [True, True, True, False]])
+    by_other = torch.tensor([[True, False, False, False], [True, False, True, False]])
+    rows = kind_rows(kinds, known, by_other)
+    assert [row[:4] for row in rows] == [
+        ["html", "3", "83.3", "33.3"],
+        ["mime", "1", "50.0", "50.0"],
+        ["all", "4", "75.0", "37.5"],
+    ]
+    assert rows[0][4].startswith("+50.0 (") and rows[0][5:] == ["50.0", "0.0"]
+    assert rows[1][5:] == ["0.0", "0.0"]
