@@ -19,7 +19,13 @@ from moe.commands.routing_inputs import (
     tokenizer_fingerprint,
 )
 from moe.files import check_kind, output_path
-from moe.inspection.tables import HEALTH_HEADER, format_table, health_rows, loss_sentence
+from moe.inspection.tables import (
+    HEALTH_HEADER,
+    balance_sentence,
+    format_table,
+    health_rows,
+    loss_sentence,
+)
 from moe.parsing import printable
 from moe.tracing.recorder import Provenance
 from moe.tracing.trace_file import TENSORS_FILE, read_trace, record_to_folder
@@ -80,6 +86,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     num_tokens = trace.encoder.ids.numel() + trace.decoder.ids.numel()
     megabytes = (out / TENSORS_FILE).stat().st_size / 1e6
     print(format_table(HEALTH_HEADER, health_rows(trace.layers)))
+    print(balance_sentence(trace.layers))
     print(f"Traced: {printable(facts.text)}.")
     print(loss_sentence(trace))
     print(

@@ -31,6 +31,7 @@ from moe.inspection.page.report_text import batches_sentence
 from moe.inspection.page.router_report import GENERATOR, write_report
 from moe.inspection.tables import (
     HEALTH_HEADER,
+    balance_sentence,
     count_tokens,
     format_table,
     health_rows,
@@ -161,6 +162,7 @@ def main(argv: list[str]) -> None:
         summary=summary,
     )
     print(format_table(HEALTH_HEADER, health_rows(counts)))
+    print(balance_sentence(counts))
     print(f"Traced: {masks}.")
     print(loss_sentence(trace))
     print(f"The report is {printable(out.resolve())}.")

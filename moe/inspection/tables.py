@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moe.sparse.editing import LayerKey
-from moe.sparse.stats import RouterStats, summarize
+from moe.sparse.stats import RouterStats, max_violations, summarize
 from moe.tracing.trace import LayerTrace, Trace, layer_name
 
 _SMOOTHING = 20
@@ -220,6 +220,15 @@ def health_rows(layers: Sequence[LayerCounts | LayerTrace]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def balance_sentence(layers: Sequence[LayerCounts | LayerTrace]) -> str:
+    """Returns how far the busiest experts are above the mean load, over all layers."""
+    violations = max_violations([layer.stats for layer in layers])
+    return (
+        f"MaxVio over the {len(layers)} sparse layers (by which part the busiest expert is above the mean load): "
+        f"median {violations['max_vio_p50']:.2f}, 95th percentile {violations['max_vio_p95']:.2f}."
+    )
 
 
 # ---------------------------------------------------------------------------

@@ -245,6 +245,22 @@ def summarize(stats: RouterStats) -> dict[str, float]:
     }
 
 
+def max_violations(layers: Sequence[RouterStats]) -> dict[str, float]:
+    """Returns `max_vio_p50` and `max_vio_p95`: the median and 95th percentile of MaxVio over layers.
+
+    MaxVio of a layer is the largest expert load over the mean load, less 1: 0 is uniform.
+
+    Args:
+        layers: Statistics of each layer; at least one.
+
+    Source:
+        Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664) §4.1.
+    """
+    violations = torch.tensor([summarize(stats)["max_over_mean"] - 1 for stats in layers])
+    quantiles = torch.quantile(violations, torch.tensor([0.5, 0.95]))
+    return {"max_vio_p50": float(quantiles[0]), "max_vio_p95": float(quantiles[1])}
+
+
 def _ratio(total: Tensor, count: Tensor) -> float:
     """Returns total <any>[] over count <any>[]; the total if nothing was counted."""
     return float(total) / (float(count) or 1.0)

@@ -23,7 +23,7 @@ from moe.errors import DataError
 from moe.files import write_text
 from moe.opening import open_to_write
 from moe.parsing import read_json_lines
-from moe.sparse.stats import router_values
+from moe.sparse.stats import max_violations, router_values
 from moe.training.step import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -67,6 +67,9 @@ def step_values(
     for stack, stats in (("encoder", metrics.encoder_stats), ("decoder", metrics.decoder_stats)):
         if stats is not None:
             values.update(router_values(stack, stats))
+    if metrics.layer_stats:
+        for name, value in max_violations(metrics.layer_stats).items():
+            values[f"router/{name}"] = value
     return values
 
 

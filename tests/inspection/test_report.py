@@ -333,6 +333,7 @@ def numbers_of_the_model(inputs):
 
     numbers |= {f"{NUM_EXPERTS * 2}", f"{math.log(NUM_EXPERTS):.2f}"}
     num_dead = 0
+    violations = []
     for side in (0, 1):
         num_tokens = len(firsts[side])
         load = Counter(loads[side])
@@ -341,6 +342,7 @@ def numbers_of_the_model(inputs):
         deviation = math.sqrt(sum((count - even) ** 2 for count in counts) / NUM_EXPERTS)
         entropy = sum(entropies[side]) / num_tokens
         num_dead += counts.count(0)
+        violations.append(max(counts) / even - 1)
         numbers |= {f"{num_tokens:,}", f"{max(counts) / even:.2f}", f"{min(counts) / even:.2f}"}
         numbers |= {f"{100 * sum(dropped[side]) / num_tokens:.2f}", f"{deviation / even:.2f}"}
         numbers |= {f"{entropy:.2f}", f"{math.exp(entropy):.1f}"}
@@ -349,6 +351,8 @@ def numbers_of_the_model(inputs):
         idlest = counts.index(min(counts))
         numbers |= {f"{busiest + 1}", f"{idlest + 1}", f"{counts.count(0)}"}
         numbers |= numbers_of_tokens(firsts[side], SpecialIds.of(tokenizer))
+    low, high = sorted(violations)
+    numbers |= {f"{(low + high) / 2:.2f}", f"{low + 0.95 * (high - low):.2f}"}
     return numbers | {f"{num_dead}"}
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe import RouterStats, add_stats, summarize
-from moe.sparse.stats import sum_stats
+from moe.sparse.stats import max_violations, sum_stats
 from tests.sparse.by_hand import layer_with_logits, logits_of, tokens
 from tests.sparse.layers import ROUTER_NAMES, build_layer
 
@@ -54,6 +54,17 @@ def test_a_made_load_is_summarised_as_worked_out_by_hand():
             "confidence": 6.75 / 9,
         }
     )
+
+
+def test_the_balance_of_all_layers_is_the_median_and_the_95th_percentile_of_maxvio():
+    # Largest over mean load, less 1: 5/4, 0 and 2.
+    layers = [
+        made_stats(expert_load=torch.tensor(load)) for load in ([9, 0, 3], [5, 5, 5], [0, 6, 0])
+    ]
+    assert max_violations(layers) == pytest.approx(
+        {"max_vio_p50": 5 / 4, "max_vio_p95": 5 / 4 + 0.9 * 3 / 4}
+    )
+    assert max_violations(layers[1:2]) == {"max_vio_p50": 0, "max_vio_p95": 0}
 
 
 def test_a_table_of_probabilities_is_counted_as_worked_out_by_hand():

@@ -148,6 +148,7 @@ def test_metrics_have_the_public_names():
     expected = {f"train/{name}" for name in train.split()}
     for stack in ("encoder", "decoder"):
         expected |= {f"router/{stack}/{name}" for name in (*router.split(), "dead_experts")}
+    expected |= {"router/max_vio_p50", "router/max_vio_p95"}
     assert set(step_values(metrics, 7.0, 0.5)) == expected
 
     batch = tiny_batch()

@@ -33,6 +33,7 @@ from moe.inspection.tables import (
     LayerCounts,
     RoutingCounts,
     TokenCount,
+    balance_sentence,
     health_rows,
     load_shares,
     preferred_tokens,
@@ -95,7 +96,7 @@ def write_report(
     panels += ["evaluation"] if evaluation else []
     panels += ["training"] if stages else []
     panels += ["routers", "sentinels", "tokens"]
-    load_sentences = list(map(report_text.layer_sentence, counts))
+    load_sentences = [*map(report_text.layer_sentence, counts), balance_sentence(counts)]
     if config.eval_capacity_field is None:
         load_sentences.append("There is no capacity in evaluation, so no token can be dropped.")
 
