@@ -5,9 +5,9 @@ Comes before `documents` and `pair_files`, which read texts from the rows.
 
 import csv
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from moe.checks import shown
 from moe.errors import ConfigError, DataError, did_you_mean
@@ -107,7 +107,7 @@ def _read_csv(path: Path, separator: str, advice: str) -> Iterator[tuple[str, Ro
                 yield where, row
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8 after line {rows.line_num}. Convert it, e.g. `iconv -f latin1 -t utf-8`."
+            f"{where}: the text after it is not UTF-8. Convert it, e.g. `iconv -f latin1 -t utf-8`."
         ) from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. {advice}") from error
@@ -150,9 +150,10 @@ def _read_folder(source: Path, advice: str) -> Iterator[tuple[str, Row]]:
             f"{folder} holds no Parquet files and no dataset saved by `datasets`. {advice}"
         ) from error
     if isinstance(saved, datasets.DatasetDict):
-        if split not in saved:
+        names = list(map(str, saved))
+        if split not in names:
             raise DataError(
-                f"{folder} has the splits {', '.join(saved)}. Name one of them, e.g. {folder}:{next(iter(saved))}."
+                f"{folder} has the splits {', '.join(names)}. Name one of them, e.g. {folder}:{names[0]}."
             )
         saved = saved[split]
     elif split:
@@ -184,5 +185,5 @@ def _read_hub(name: str) -> Iterator[tuple[str, Row]]:
 
 def _rows_of(dataset: "datasets.Dataset", name: str) -> Iterator[tuple[str, Row]]:
     """Yields the rows of a dataset in memory-mapped files."""
-    for number, row in enumerate(dataset, start=1):
+    for number, row in enumerate(cast("Iterable[Row]", dataset), start=1):
         yield f"{name}, row {number}", row
