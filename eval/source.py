@@ -22,6 +22,7 @@ from eval.row_schema import (
     require_label,
 )
 from eval.task import SPLITS, Row
+from moe.data.rows import read_parquet
 from moe.errors import DataError
 from moe.parsing import read_json_lines
 
@@ -463,23 +464,14 @@ def _read_parquet(
         required: Columns that it must have.
         columns: Columns that are read, where they are there.
     """
+    advice = "Write or download it again."
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            _check_parquet_columns(path, names, required)
-            present = [name for name in columns if name in names]
-            number = 0
-            for batch in file.iter_batches(columns=present):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield _FileRow(row, f"Row {number} of {path}")
-    except DataError:
-        raise
+        names = pyarrow.parquet.read_schema(path).names
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        # A text that is not UTF-8 is a ValueError.
-        raise DataError(
-            f"{path} cannot be read as parquet: {error}. Write or download it again."
-        ) from error
+        raise DataError(f"{path} cannot be read as Parquet: {error}. {advice}") from error
+    _check_parquet_columns(path, names, required)
+    for where, row in read_parquet(path, advice=advice, columns=columns):
+        yield _FileRow(dict(row), where)
 
 
 def _check_parquet_columns(path: Path, names: list[str], columns: ColumnKinds) -> None:

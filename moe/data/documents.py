@@ -133,7 +133,7 @@ def _read_file(path: Path, column: str, *, source: str, package: str) -> Iterato
     # Tables: a document each row.
     if path.suffix.lower() in TABLE_SUFFIXES:
         advice = f"Expected a text in the column {column!r} of each row."
-        for where, row in read_rows(path, advice=advice):
+        for where, row in read_rows(path, advice=advice, columns=[column]):
             _, _, number = where.rpartition(" ")  # of the line or row
             content = _join_lines(text_of(row, column, where=where, advice=advice))
             if content:

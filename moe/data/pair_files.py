@@ -53,7 +53,7 @@ def read_pairs(path: Path, columns: Mapping[str, str] | None = None) -> list[Pai
     """
     names = {name: name for name in COLUMNS} | dict(columns or {})
     pairs = []
-    for where, row in read_rows(path, advice=_ADVICE):
+    for where, row in read_rows(path, advice=_ADVICE, columns=names.values(), pipe=True):
         inputs = text_of(row, names["inputs"], where=where, advice=_ADVICE)
         targets = text_of(row, names["targets"], where=where, advice=_ADVICE)
         group = row.get(names["group"])

@@ -5,7 +5,7 @@ Comes before `documents` and `pair_files`, which read texts from the rows.
 
 import csv
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,7 +27,9 @@ _LONGEST_FIELD = 2**31 - 1
 Row = Mapping[str, Any]
 
 
-def read_rows(source: Path, *, advice: str) -> Iterator[tuple[str, Row]]:
+def read_rows(
+    source: Path, *, advice: str, columns: Collection[str] | None = None, pipe: bool = False
+) -> Iterator[tuple[str, Row]]:
     """Yields the place, e.g. `a.csv, line 7`, and the values by column of each row of a table.
 
     A `.csv` or `.tsv` file begins with the names of its columns. A folder is a dataset that `datasets`
@@ -37,6 +39,8 @@ def read_rows(source: Path, *, advice: str) -> Iterator[tuple[str, Row]]:
     Args:
         source: The table.
         advice: What a row should be, for messages.
+        columns: Columns that are needed; files that allow it are read no further. None for all.
+        pipe: Whether JSONL may come from a pipe; see `read_text`.
 
     Raises:
         DataError: When there is no such table, or it cannot be read; names the place.
@@ -45,13 +49,13 @@ def read_rows(source: Path, *, advice: str) -> Iterator[tuple[str, Row]]:
     if suffix in SEPARATORS:
         yield from _read_csv(source, SEPARATORS[suffix], advice)
     elif suffix == PARQUET:
-        yield from _read_parquet(source, advice)
+        yield from read_parquet(source, advice=advice, columns=columns)
     elif source.is_dir() or _split_of_folder(source):
-        yield from _read_folder(source, advice)
+        yield from _read_folder(source, columns, advice)
     elif not source.exists() and suffix not in TABLE_SUFFIXES and _HUB_NAME.fullmatch(str(source)):
         yield from _read_hub(str(source))
     else:
-        for number, row in read_json_lines(source, advice=advice, nan=True, pipe=True):
+        for number, row in read_json_lines(source, advice=advice, nan=True, pipe=pipe):
             yield f"{source}, line {number}", row
 
 
@@ -115,27 +119,47 @@ def _read_csv(path: Path, separator: str, advice: str) -> Iterator[tuple[str, Ro
         raise DataError(f"{where}: the row after it is not CSV: {error}. {advice}") from error
 
 
-def _read_parquet(path: Path, advice: str) -> Iterator[tuple[str, Row]]:
-    """Yields the rows of a Parquet file, without reading all of it at once."""
+def read_parquet(
+    path: Path, *, advice: str, columns: Collection[str] | None = None
+) -> Iterator[tuple[str, Row]]:
+    """Yields the place and the values of each row of a Parquet file, a batch of rows in memory at a time.
+
+    Args:
+        path: The file.
+        advice: What the user can do, for messages.
+        columns: Columns that are read, where they are there; None for all.
+
+    Raises:
+        DataError: When it cannot be read.
+    """
     import pyarrow.parquet  # takes 0.2 s
 
     number = 0
     try:
         with open(path, "rb", opener=open_to_read) as file:
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+            table = pyarrow.parquet.ParquetFile(file)
+            names = table.schema_arrow.names
+            chosen = None if columns is None else [name for name in columns if name in names]
+            if chosen == []:
+                raise DataError(f"{path} has the columns {', '.join(names)}. {advice}")
+            for batch in table.iter_batches(columns=chosen):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path}, row {number}", row
-    except (OSError, pyarrow.ArrowException) as error:
+    except DataError:
+        raise
+    except (OSError, ValueError, pyarrow.ArrowException) as error:  # not UTF-8 is a ValueError
         raise DataError(f"{path} cannot be read as Parquet: {error}. {advice}") from error
 
 
-def _read_folder(source: Path, advice: str) -> Iterator[tuple[str, Row]]:
+def _read_folder(
+    source: Path, columns: Collection[str] | None, advice: str
+) -> Iterator[tuple[str, Row]]:
     """Yields the rows of a dataset that was saved to a folder, or of the Parquet files in it."""
     files = sorted(source.glob(f"*{PARQUET}"))
     if files:
         for file in files:
-            yield from _read_parquet(file, advice)
+            yield from read_parquet(file, advice=advice, columns=columns)
         return
 
     import datasets

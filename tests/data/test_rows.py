@@ -148,8 +148,10 @@ def test_a_corpus_reads_the_column_of_a_table(tmp_path):
     documents = read_files([tmp_path], "body")
     assert [document.text for document in documents] == ["One text.", "Two\n\ntexts.", "Three."]
     assert documents[1].source == f"{tmp_path.name}/a.parquet:3"
-    with pytest.raises(DataError, match="text is missing"):
+    with pytest.raises(DataError, match=r"a\.parquet has the columns body\..*'text'"):
         read_files([tmp_path])
+    with pytest.raises(DataError, match=r"b\.csv, line 2: text is missing"):
+        read_files([tmp_path / "b.csv"])
 
 
 def test_rows_of_a_large_parquet_file_come_before_it_is_read(tmp_path):

@@ -230,8 +230,8 @@ def test_a_parquet_file_of_other_types_is_one_message(tmp_path):
     no_text = raw.cast(pyarrow.string(), safe=False)
     missing = pyarrow.array([None] * 5, pyarrow.int64())
     for column, values, message in (
-        ("premise", raw, r"Row 1 of .* has in 'premise' b'\\xff' \(bytes\)"),
-        ("premise", no_text, "cannot be read as parquet: 'utf-8'"),
+        ("premise", raw, r"row 1 has in 'premise' b'\\xff' \(bytes\)"),
+        ("premise", no_text, "cannot be read as Parquet: 'utf-8'"),
         ("idx", missing, r"has in 'idx' None"),
         ("label", pyarrow.array([1.0] * 5), r"has in 'label' 1.0 \(float\)"),
     ):
