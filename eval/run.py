@@ -416,7 +416,7 @@ def _check_file_names(models: Iterable[str], tasks: Iterable[Task], out: Path) -
 
 
 def _check_answers(systems: Mapping[str, Seq2Seq], tasks: Iterable[Task], out: Path) -> None:
-    """Raises a DataError when there are answers of a model that computed in another way."""
+    """Raises a DataError when predictions of a model were made with other settings."""
     for name, system in systems.items():
         if system.ranks.world.rank != 0:
             return

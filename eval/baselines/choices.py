@@ -13,7 +13,7 @@ _ROWS = 256  # questions that are compared with all training examples at a time
 
 
 ChoiceScores = list[dict[str, float]]
-"""Of each question, the score of each choice; the highest one wins, of equals the first."""
+"""For each question, the score of each choice; the highest wins, and the first among equals."""
 
 
 def choose_words(train: Sequence[Example], test: Sequence[Example]) -> dict[str, ChoiceScores]:

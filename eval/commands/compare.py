@@ -51,7 +51,7 @@ class Side(NamedTuple):
         return self.report.tasks
 
     def modes(self, task: str) -> list[str]:
-        """Returns the model's answers to a task; empty when it did not."""
+        """Returns the modes in which the model answered a task; empty for none."""
         if task not in self.tasks:
             return []
         systems = self.tasks[task].systems

@@ -229,7 +229,7 @@ def parse_models(values: list[str]) -> dict[str, Path]:
     no name.
 
     Raises:
-        ConfigError: When two have one name, or one an empty one.
+        ConfigError: When two have the same name, or a name is empty.
     """
     models: dict[str, Path] = {}
     for value in values:

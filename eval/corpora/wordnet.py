@@ -133,8 +133,8 @@ def find_wordnet(folder: Path | None = None) -> Path:
         origin = "" if folder else f" (named by {FOLDER_VARIABLE})"
         missing = ", ".join(_missing_files(Path(named)))
         raise DataError(
-            f"{named}{origin} is no folder of WordNet's database: it lacks {missing}. Name the "
-            "folder that holds them, or name none and `apt-get install wordnet-base`."
+            f"{named}{origin} does not hold WordNet's database: {missing} are missing. Name the "
+            "folder that holds them, or name none and run `apt-get install wordnet-base`."
         )
     searched = ", ".join(map(str, SYSTEM_FOLDERS))
     raise DataError(

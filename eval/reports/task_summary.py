@@ -454,7 +454,7 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
 
 
 def _submission_notes(result: TaskResult) -> list[str]:
-    """Returns what is not scored, and the paths of the files for the benchmark's site."""
+    """Returns notes on hidden labels, and on the files for the benchmark's site."""
     notes = []
     if result.num_hidden:
         notes.append(

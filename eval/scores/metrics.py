@@ -100,7 +100,7 @@ def _multirc_f1a(targets: Values, answers: Values) -> float:
 
 
 def _replace_invalid(targets: Values, answers: Values) -> list[int]:
-    """Returns answers 0 and 1 as they are, and in place of others the wrong one of the two."""
+    """Returns the answers, with any but 0 and 1 replaced by the wrong one of these two."""
     valid = []
     for target, answer in zip(targets, answers, strict=True):
         valid.append(answer if answer in (0, 1) else 1 - target)

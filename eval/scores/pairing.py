@@ -227,7 +227,7 @@ def _swap_statistic(
 def _swap_sums(
     a: NDArray[np.float64], b: NDArray[np.float64], score_of_sums: ScoreOfSums
 ) -> tuple[SwapStatistic, int]:
-    """Returns the difference of scores of sums after swaps, and how many groups differ.
+    """Returns a function that scores both systems after swaps of groups, and the number of groups that differ.
 
     Args:
         a: <float64>[G, P] sums of the groups of the first system.

@@ -172,7 +172,7 @@ def reuse_outcomes(
     sizes: Mapping[str, ArmSize],
     command: str,
 ) -> int:
-    """Marks runs as complete that another study has made, and returns how many.
+    """Takes complete runs from another study, and returns their number.
 
     Several machines can then share the seeds of a study, and two studies can share an arm. Both
     runs have the same settings. Whether both studies read the same text is not checked. Runs that

@@ -77,7 +77,7 @@ def _register(
         counts: See `_data`.
         columns: Columns without the label.
         file: Name of the file for the benchmark's site.
-        metrics: Its metrics; their mean is its score in the average.
+        metrics: Metrics of the task; the average over tasks uses their mean.
         text: Its name in LABELS; "" for `name`.
         config: Name of the config on the hub; "" for `name`.
         matched: See `_data`.

@@ -32,7 +32,7 @@ _FALSE_TRUE = ("false", "true")  # as the site writes them
 
 
 def _data(config: str, counts: Sequence[int], columns: ColumnKinds, **options: Any) -> HubData:
-    """Returns a config of SuperGLUE; where a split is trained on, the test labels are hidden.
+    """Returns a config of SuperGLUE. If it has a training split, its test labels are hidden.
 
     Args:
         config: Name of the config.

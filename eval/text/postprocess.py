@@ -89,7 +89,7 @@ def multirc(text: str, fields: Features, is_target: bool) -> dict[str, Any]:
 
 
 def record(text: str, fields: Features, is_target: bool) -> dict[str, Any]:
-    """Returns the text as `value`; of a target all answers, and its query as `group`."""
+    """Returns a prediction's text as `value`, or all answers of a target with its query as `group`."""
     if not is_target:
         return {"value": text}
     return {"value": list(fields["answers"]), "group": (fields["idx/passage"], fields["idx/query"])}
@@ -123,5 +123,5 @@ def _without_determiners(text: str) -> str:
 
 
 def qa(text: str, fields: Features, is_target: bool) -> str | list[str]:
-    """Returns the text; of a target all answers."""
+    """Returns a prediction's text, or all answers of a target."""
     return list(fields["answers"]) if is_target else text

@@ -179,7 +179,7 @@ multirc = glue_task("multirc")
 
 
 def label_text(label: int, labels: Sequence[str]) -> str:
-    """Returns the text of a label; -1 is a hidden one.
+    """Returns the text of a label; -1 means that the label is hidden.
 
     Raises:
         DataError: When there is no such label.

@@ -243,7 +243,7 @@ def _count_lines(file: Path | None) -> int | None:
 
 
 def _after(lines: Iterator[Line], first: int, last: dict[str, Any] | None) -> Iterator[Line]:
-    """Yields the lines after a number, at which the answers end with the record `last`."""
+    """Yields the lines after line `first`, whose answer `last` is the end of the file of answers."""
     for number, record, item in lines:
         if number == first and last is not None and last.get("inputs") != record.get("inputs"):
             raise ConfigError(

@@ -158,7 +158,7 @@ class SpanCorruptionSource:
             raise ConfigError(
                 f"data.short_inputs_length is {inputs_length}: an example has {lengths[0]} input and "
                 f"{lengths[1]} target tokens, and a row has {self.lengths[0]} and {self.lengths[1]}. "
-                "Choose a length of which two fit into a row."
+                "Choose a length at which two examples fit into a row."
             )
         return SpanCorruptionSource(
             self._tokens,

@@ -143,8 +143,8 @@ class SparseHost:
                 unless there is a `decoder_attention_mask`.
 
         Raises:
-            ConfigError: When the Trainer took the labels of a training step away, so that the
-                losses of the routers would be left out.
+            ConfigError: When the Trainer removed the labels of a training step, so that the
+                router losses could not be added.
         """
         host_forward = cast(Any, super()).forward
         names = list(inspect.signature(host_forward).parameters)

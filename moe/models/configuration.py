@@ -230,7 +230,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
             raise ConfigError(f"transformers cannot use the config: {error}") from error
 
     def _leave_out_defaults(self, stack: str, *, decoder: bool) -> None:
-        """Sets lists that say what their default says to None: equal models have equal configs."""
+        """Replaces lists that equal their default by None, so that equal models have equal configs."""
         _, num_sparse = self.stack_sizes(decoder)
         numbers = getattr(self, f"{stack}_experts") or []
         if len(numbers) == num_sparse and set(numbers) <= {self.num_experts}:

@@ -262,8 +262,8 @@ def _rows(
 ) -> tuple[IntArray, ...]:
     """Returns columns of the transfers that a lane makes: step, source, destination, low, high.
 
-    When an axis begins, a place holds blocks of every origin that differs from it only on the axes
-    before: those that are bound for the place's coordinates on these axes.
+    Before an axis starts, a place holds blocks of all origins that differ from it only on earlier axes:
+    the blocks whose destination has the place's coordinates on those axes.
     """
     size = shape[axis]
     before = int(np.prod(shape[:axis], dtype=np.int64))

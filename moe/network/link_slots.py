@@ -1,4 +1,4 @@
-"""The time of links, given to messages in slots.
+"""Divides the time of each link into slots for messages.
 
 A message occupies every link of its route for bytes / bandwidth seconds: its slot on that link. It
 starts as soon as every link has a free slot that ends no later than the message's last byte is sent.

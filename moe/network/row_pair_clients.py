@@ -85,7 +85,7 @@ def find_dead_columns(grid: IntArray, dead: Collection[int]) -> BoolArray:
         dead: Ranks that have failed.
 
     Raises:
-        ConfigError: If Y is odd, or one rank of the two is dead and the other one live.
+        ConfigError: If Y is odd, or only one rank of a pair is dead.
     """
     check(grid.ndim == 2, "shape of a mesh with holes", grid.shape, "two axes")
     check(

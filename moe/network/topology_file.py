@@ -128,7 +128,7 @@ _Count = Annotated[int, Field(ge=1)]
 
 
 class _Part(BaseModel):
-    """A mapping all of whose keys are known."""
+    """A mapping without unknown keys."""
 
     model_config = ConfigDict(strict=True)
 

@@ -210,7 +210,7 @@ def _sharded_dim(placement: Placement) -> int | None:
 
 
 def _placement_with_dims(placement: Placement, dims: tuple[int, ...]) -> Placement:
-    """Returns the placement of a tensor that has only `dims` of another one."""
+    """Returns the placement of a tensor that has only the dimensions `dims` of another tensor."""
     dim = _sharded_dim(placement)
     if dim not in dims:
         return Replicate()

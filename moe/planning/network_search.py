@@ -1,9 +1,9 @@
 """Search for the best mesh, placement and schedules: the exploration of DDL on any network.
 
-Every mesh that fits, and every way to place it with tiles, has a cost by a formula: each axis of the
-network in turn, the payload smaller after each. In the order of this cost, whole plans are timed
-with their best schedules, until no other can be faster: a mesh needs at least the time in which all
-links together carry what any schedule must send.
+A formula estimates the cost of every mesh that fits and every placement by tiles: one axis of the
+network after the other, each with a smaller payload. Whole plans are then simulated with their best
+schedules, the cheapest estimate first, until no other plan can be faster: a mesh needs at least the
+time in which all links together carry what any schedule must send.
 
 Source:
     PowerAI DDL (arXiv:1708.02188): learners as a grid, cost by dimension, and an exploring mode.

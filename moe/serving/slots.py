@@ -68,7 +68,7 @@ class Slots:
     Attributes:
         cache: What the model reads, and extends by one column in each step.
         num_rows: Rows in use.
-        memory_length: Encoder tokens of the row that has most.
+        memory_length: Largest number of encoder tokens in a row.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:

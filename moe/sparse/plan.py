@@ -114,7 +114,7 @@ def assign_slots(
         requested: <bool>[G, S, K] choices that request a slot.
         num_experts: Experts, E.
         capacity: Slots of an expert in a group, C; None accepts every request.
-        priority: <float>[G, S] serves tokens of larger values first instead; of equals the earlier.
+        priority: <float>[G, S] serves tokens with larger values first instead, and earlier tokens first among equals.
             Not for a decoder.
 
     Returns:

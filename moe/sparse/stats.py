@@ -155,7 +155,7 @@ def add_layers(layers: Sequence[RouterStats]) -> RouterStats:
     """Returns the statistics of several layers together; a token counts once for each layer.
 
     Layers with different numbers of experts have no common load: `expert_load` is then empty, and
-    `accepted_load` is the sum over experts. A layer of fewer choices has dropped none of the others.
+    `accepted_load` is the sum over experts. In `dropped_by_choice`, a layer with fewer choices counts 0 for the others.
 
     Args:
         layers: One or more.

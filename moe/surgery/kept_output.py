@@ -81,7 +81,7 @@ def kept_output(
     Args:
         model: The model, whole and in evaluation mode, before any training.
         batches: Keyword arguments of its forward, with labels.
-        scale: Factor on the experts' output that the model was made with.
+        scale: The factor on the experts' output with which the model was built.
     """
     examples = list(batches)
     training = _kept_in_mode(model, examples, scale, training=True)

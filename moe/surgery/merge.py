@@ -102,7 +102,7 @@ class Merging:
         merged_config(config, expert_maps)
 
     def numbers(self, calibration: Calibration) -> dict[LayerKey, int]:
-        """Returns how many experts the layers store that get fewer."""
+        """Returns the number of stored experts of each layer that is merged."""
         num_experts = experts_of_layers(calibration.model.config)
         numbers = dict.fromkeys(num_experts, self.keep or 0)
         if self.budget is not None:

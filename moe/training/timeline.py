@@ -235,7 +235,7 @@ def measure_goodput(events: Sequence[TimelineEvent]) -> Goodput:
 
 
 def _add_event(goodput: Goodput, event: TimelineEvent, kept: float = 1.0) -> Goodput:
-    """Returns the goodput with the seconds of an event, of whose steps the share `kept` counts."""
+    """Returns the goodput with an event's seconds added; the share `kept` of its steps counts."""
     if event.event == "start":
         return goodput._replace(loading=goodput.loading + event.seconds)
     if event.event == "evaluation":

@@ -78,7 +78,7 @@ def test_the_folder_is_the_one_given_or_named_by_the_environment_or_the_systems(
 
 def test_a_missing_wordnet_says_how_to_get_it(tmp_path, monkeypatch):
     (tmp_path / "data.noun").touch()
-    with pytest.raises(DataError, match=r"it lacks data\.verb, data\.adj, data\.adv\. Name the"):
+    with pytest.raises(DataError, match=r"data\.verb, data\.adj, data\.adv are missing\. Name the"):
         find_wordnet(tmp_path)
     monkeypatch.setenv("WNSEARCHDIR", str(tmp_path))
     with pytest.raises(DataError, match=r"\(named by WNSEARCHDIR\) is no folder"):
