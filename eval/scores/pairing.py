@@ -227,7 +227,7 @@ def _swap_statistic(
 def _swap_sums(
     a: NDArray[np.float64], b: NDArray[np.float64], score_of_sums: ScoreOfSums
 ) -> tuple[SwapStatistic, int]:
-    """Returns a function that scores both systems after swaps of groups, and the number of groups that differ.
+    """Returns the difference of the scores as a function of swaps, and the number of groups that differ.
 
     Args:
         a: <float64>[G, P] sums of the groups of the first system.
