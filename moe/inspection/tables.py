@@ -226,7 +226,7 @@ def balance_sentence(layers: Sequence[LayerCounts | LayerTrace]) -> str:
     """Returns how far the busiest experts are above the mean load, over all layers."""
     violations = max_violations([layer.stats for layer in layers])
     return (
-        f"MaxVio over the {len(layers)} sparse layers (by which part the busiest expert is above the mean load): "
+        f"MaxVio over the {len(layers)} sparse layers (how far the busiest expert is above the mean load): "
         f"median {violations['max_vio_p50']:.2f}, 95th percentile {violations['max_vio_p95']:.2f}."
     )
 

@@ -209,6 +209,14 @@ def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):
             ["record", "--model", "m", "--out", "o", "--pairs", "a", "--noise-density", "0.5"],
             "--noise-density has no effect on pairs",
         ),
+        (
+            ["record", "--model", "m", "--out", "o", "--text", "a", "--columns", "inputs=b"],
+            "--columns has no effect without --pairs",
+        ),
+        (
+            ["replay", "--trace", "t", "--routed-experts", "r.npz", "--weights", "replay"],
+            "--weights replay cannot be combined with --routed-experts",
+        ),
         (["ablate", "--trace", "t", "--out", "a.json", "--kind", "kill"], "invalid choice: 'kill'"),
     ],
 )
