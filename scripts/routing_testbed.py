@@ -38,6 +38,7 @@ from moe import SparseConfig, SparseFeedForward
 from moe.cli import CONTINUES, Parser, integer, run_main
 from moe.data.docstrings import docstrings, package_folder, python_files
 from moe.data.prose import prose_paragraphs
+from moe.errors import ConfigError
 from moe.files import output_path, write_text
 from moe.parsing import read_record
 from moe.sparse.layer import RouterOutput
@@ -112,17 +113,17 @@ class Run(BaseModel, frozen=True):
 
 
 class Results(BaseModel):
-    """The file of results: runs by arm and seed."""
+    """The file of results: the runs of each arm, with seeds 0, 1 and so on."""
 
     updates: int
-    runs: dict[str, dict[int, Run]] = {}
+    runs: dict[str, list[Run]] = {}
 
 
 def main(argv: list[str]) -> None:
     """Trains every arm with every seed, writes the results and prints their table."""
     parser = Parser(prog="python -m scripts.routing_testbed", description="Compares routers.")
     parser.add_argument("--updates", type=integer(least=1), default=1_000, help="updates (1000)")
-    parser.add_argument("--seeds", type=integer(least=1, most=100), default=5, help="seeds (5)")
+    parser.add_argument("--seeds", type=integer(least=1, most=100), default=3, help="seeds (3)")
     parser.add_argument(
         "--out",
         default="runs/routing_testbed.json",
@@ -134,15 +135,20 @@ def main(argv: list[str]) -> None:
     results = Results(updates=options.updates)
     if out.exists():
         results = read_record(out, Results, advice="Choose another --out.")
+        if results.updates != options.updates:
+            raise ConfigError(
+                f"{out} has runs of {results.updates} updates, but --updates is {options.updates}. Choose "
+                "another --out."
+            )
     texts = tokenize_kinds()
     arms = all_arms()
     with tqdm(total=options.seeds * len(arms), unit="run") as bar:
         for seed in range(options.seeds):
             for arm in arms:
-                of_arm = results.runs.setdefault(arm.name, {})
-                if seed not in of_arm:
+                of_arm = results.runs.setdefault(arm.name, [])
+                if len(of_arm) == seed:
                     bar.set_description(f"{arm.name}, seed {seed}")
-                    of_arm[seed] = train(arm, texts, seed, results.updates)
+                    of_arm.append(train(arm, texts, seed, results.updates))
                     write_text(out, json.dumps(results.model_dump(), indent=1) + "\n")
                 bar.update()
     print(*markdown_table(HEADER, table_rows(arms, results)), sep="\n")
@@ -348,10 +354,10 @@ def shared_information(counts: Tensor) -> float:
 
 def table_rows(arms: Sequence[Arm], results: Results) -> list[list[str]]:
     """Returns a row for each arm: means over the seeds, with 95 % t-intervals."""
-    seeds = sorted(set.intersection(*(set(runs) for runs in results.runs.values())))
+    num_seeds = min(map(len, results.runs.values()))
 
     def losses(name: str) -> list[float]:
-        return [results.runs[name][seed].loss for seed in seeds]
+        return [run.loss for run in results.runs[name][:num_seeds]]
 
     dense = losses("dense / -")
     reference = losses("reference / -")
@@ -363,7 +369,7 @@ def table_rows(arms: Sequence[Arm], results: Results) -> list[list[str]]:
         for of_dense, of_reference, loss in zip(dense, reference, of_arm, strict=True):
             shares.append(100 * (of_dense - loss) / (of_dense - of_reference))
         share = paired_difference(shares, [0.0] * len(shares))
-        information = np.mean([results.runs[arm.name][seed].information for seed in seeds])
+        information = np.mean([run.information for run in results.runs[arm.name][:num_seeds]])
         rows.append(
             [
                 arm.router,

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from moe import DataError
+from moe import ConfigError, DataError
 from moe.inspection.ablation.ablation_runs import run_unchanged, target_losses
 from moe.models.inputs import IGNORED_LABEL
+from moe.parsing import read_record
 from moe.sparse.editing import edit_routing, sparse_layers
 from moe.sparse.edits import choose_again
 from moe.tracing.recorder import traced_batches
@@ -27,6 +28,7 @@ from scripts.routing_testbed import (
     all_arms,
     draw_batches,
     kind_ids,
+    main,
     shared_information,
     table_rows,
     train,
@@ -128,20 +130,33 @@ def test_the_reference_sends_each_kind_to_an_expert_of_its_own():
         assert math.isfinite(run.loss) and run.information < 0.5
 
 
-def test_a_share_is_that_of_the_references_gain():
+def test_a_share_is_that_of_the_references_gain(tmp_path):
     arms = all_arms()
-    runs = {arm.name: {} for arm in arms}
-    for seed, shift in enumerate((0.0, 0.5)):
+    runs = {arm.name: [] for arm in arms}
+    for shift in (0.0, 0.5):
+        losses = {"reference / -": 2.0 + shift, "switch / batch": 2.25 + shift * 1.2}
         for arm in arms:
-            runs[arm.name][seed] = Run(loss=3.0 + shift, information=0.0)
-        runs["reference / -"][seed] = Run(loss=2.0 + shift, information=1.0)
-        runs["switch / batch"][seed] = Run(loss=2.25 + shift * 1.2, information=0.5)
-    rows = {tuple(row[:2]): row for row in table_rows(arms, Results(updates=1, runs=runs))}
+            loss = losses.get(arm.name, 3.0 + shift)
+            runs[arm.name].append(Run(loss=loss, information=0.5))
+
+    # An arm that has one more seed than others; the file is read again.
+    runs["dense / -"].append(Run(loss=9.0, information=0.0))
+    path = tmp_path / "results.json"
+    path.write_text(Results(updates=1, runs=runs).model_dump_json())
+    results = read_record(path, Results, advice="")
+    rows = {tuple(row[:2]): row for row in table_rows(arms, results)}
     assert rows["switch", "batch"][2:] == [
         "2.550",
         "+0.700 (+0.065 to +1.335)",
         "70 (6 to 134)",
         "50",
     ]
-    assert rows["dense", "-"][3:] == ["+0.000", "0", "0"]
-    assert rows["reference", "-"][3:] == ["+1.000", "100", "100"]
+    assert rows["dense", "-"][3:] == ["+0.000", "0", "50"]
+    assert rows["reference", "-"][3:] == ["+1.000", "100", "50"]
+
+
+def test_results_of_other_updates_are_not_continued(tmp_path):
+    path = tmp_path / "results.json"
+    path.write_text(Results(updates=7).model_dump_json())
+    with pytest.raises(ConfigError, match=r"7 updates, but --updates is 1000"):
+        main(["--out", str(path)])
