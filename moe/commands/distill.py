@@ -98,15 +98,7 @@ def distill_command(argv: Sequence[str]) -> RecipeCommand[DistillRecipe | Distil
         "--student", type=Path, help="model to train (a dense one made of the teacher)"
     )
     command.add_argument("--corpus", type=Path, help="folder made by stmoe corpus")
-    command.add_argument(
-        "--train", type=Path, help="JSONL file with inputs and targets, instead of --corpus"
-    )
-    command.add_argument(
-        "--dev", type=Path, help="JSONL file of pairs to score, instead of a share of --train"
-    )
-    command.add_argument(
-        "--dev_share", type=float, help="share of --train that is held out and scored"
-    )
+    finetune.add_pair_options(command, instead="--corpus")
     command.add_argument("--out", type=str, required=True, help="folder of the run")
     command.add_argument(
         "--save_as",
@@ -179,6 +171,7 @@ def check_options(
     without_effect = {
         "dev": arguments.corpus and "with --corpus",
         "dev_share": arguments.corpus and "with --corpus",
+        "columns": arguments.corpus and "with --corpus",
         "distillation.init": arguments.student and "with --student, which has weights",
         "distillation.top_n": not settings.cached_batches and "without distillation.cached_batches",
     }

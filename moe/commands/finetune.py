@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
@@ -157,10 +157,22 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
         help="model to start from, which also gives the architecture",
     )
     command.add_argument("--task", type=str, help="single task, instead of mixture.tasks")
+    add_pair_options(command, instead="tasks")
+    command.add_argument("--out", type=str, required=True, help="folder of the run")
+    command.add_argument(
+        "--seeds", type=int, nargs="+", help="one run in out/seed-N for each, instead of seed"
+    )
+    command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
+    command.add_timeout()
+    return command
+
+
+def add_pair_options(command: RecipeCommand[Any], *, instead: str) -> None:
+    """Adds the options of the user's own pairs, which `split_pairs` reads."""
     command.add_argument(
         "--train",
         type=Path,
-        help="table of pairs, instead of tasks: .jsonl, .csv, .tsv, .parquet, the folder of a saved dataset, or "
+        help=f"table of pairs, instead of {instead}: .jsonl, .csv, .tsv, .parquet, the folder of a saved dataset, or "
         "NAME:SPLIT of the hub",
     )
     command.add_argument(
@@ -177,13 +189,6 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
         type=float,
         help=f"share of --train that is held out and scored ({DEV_SHARE}, 0 below {LEAST_PAIRS} pairs)",
     )
-    command.add_argument("--out", type=str, required=True, help="folder of the run")
-    command.add_argument(
-        "--seeds", type=int, nargs="+", help="one run in out/seed-N for each, instead of seed"
-    )
-    command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
-    command.add_timeout()
-    return command
 
 
 def read_data(

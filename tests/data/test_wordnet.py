@@ -81,7 +81,7 @@ def test_a_missing_wordnet_says_how_to_get_it(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"data\.verb, data\.adj, data\.adv are missing\. Name the"):
         find_wordnet(tmp_path)
     monkeypatch.setenv("WNSEARCHDIR", str(tmp_path))
-    with pytest.raises(DataError, match=r"\(named by WNSEARCHDIR\) is no folder"):
+    with pytest.raises(DataError, match=r"\(named by WNSEARCHDIR\) does not hold"):
         find_wordnet()
     monkeypatch.delenv("WNSEARCHDIR")
     monkeypatch.setattr(wordnet, "SYSTEM_FOLDERS", (tmp_path,))
