@@ -122,7 +122,7 @@ def _row(kind: str, known: Tensor, by_other: Tensor) -> list[str]:
         f"{known.shape[1]:,}",
         f"{percent.mean():.1f}",
         f"{percent_of_other.mean():.1f}",
-        f"{difference.mean:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})",
+        f"{difference:+.1f}",
         f"{only:.1f}",
         f"{only_other:.1f}",
     ]

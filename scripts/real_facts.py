@@ -15,13 +15,11 @@ from zlib import crc32
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from eval.tasks.unicode_category import NUMBERED_NAMES
 from moe.data.tokenizer import EOS, PAD, UNK, sentinel
 
 UNICODE_NAMES = 10_000
 VOCAB_SIZE = 2_048
-
-_NUMBERED_NAMES = ("CJK", "HANGUL SYLLABLE", "VARIATION SELECTOR", "TANGUT", "NUSHU", "KHITAN")
-"""Beginnings of names that contain their code point or a running number."""
 
 
 def real_facts() -> list[tuple[str, str]]:
@@ -52,7 +50,7 @@ def _unicode_facts() -> list[tuple[str, str]]:
     names = []
     for code in range(0x110000):
         name = unicodedata.name(chr(code), "")
-        if name and not name.startswith(_NUMBERED_NAMES):
+        if name and not name.startswith(NUMBERED_NAMES):
             names.append(name)
 
     names.sort(key=lambda name: crc32(name.encode()))

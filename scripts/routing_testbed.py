@@ -21,6 +21,7 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from eval.reports.formatting import markdown_table
-from eval.studies.seeds import Difference, paired_difference
+from eval.studies.seeds import paired_difference
 from moe import SparseConfig, SparseFeedForward
 from moe.cli import CONTINUES, Parser, integer, run_main
 from moe.data.docstrings import docstrings, package_folder, python_files
@@ -291,11 +292,15 @@ class TestbedModel(nn.Module):
 
 def kind_ids(batch: TestbedBatch) -> Tensor:
     """Returns <int64>[B, L] an id for each token by its kind alone, which `hash` sends to an expert of its own."""
-    # The first id of each expert.
+    return _id_by_expert()[batch.kind][:, None].expand_as(batch.tokens)
+
+
+@cache
+def _id_by_expert() -> Tensor:
+    """Returns <int64>[E] the first id that `hash` sends to each expert."""
     ids = torch.arange(1_000)
     experts = hash_expert(ids, NUM_EXPERTS, seed=0)
-    by_kind = torch.stack([ids[experts == kind][0] for kind in range(NUM_EXPERTS)])
-    return by_kind[batch.kind][:, None].expand_as(batch.tokens)
+    return torch.stack([ids[experts == expert][0] for expert in range(NUM_EXPERTS)])
 
 
 def train(arm: Arm, texts: Texts, seed: int, updates: int) -> Run:
@@ -375,19 +380,12 @@ def table_rows(arms: Sequence[Arm], results: Results) -> list[list[str]]:
                 arm.router,
                 arm.scope,
                 f"{np.mean(of_arm):.3f}",
-                _with_interval(gain, "+.3f"),
-                _with_interval(share, ".0f"),
+                f"{gain:+.3f}",
+                f"{share:.0f}",
                 f"{100 * information:.0f}",
             ]
         )
     return rows
-
-
-def _with_interval(estimate: Difference, digits: str) -> str:
-    """Returns a mean and its interval, which a constant lacks."""
-    if math.isnan(estimate.low):
-        return f"{estimate.mean:{digits}}"
-    return f"{estimate.mean:{digits}} ({estimate.low:{digits}} to {estimate.high:{digits}})"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import math
 import statistics
-from collections.abc import Sequence
 
 from eval.reports.formatting import markdown_table
 from eval.studies.analysis import StudyResult
@@ -62,11 +61,12 @@ def arm_row(result: StudyResult, arm: str, num_facts: int, batch: int) -> list[s
     # decoder, the other half.
     flops = 6 * size.active * ANSWER_TOKENS * batch * runs[0].steps
     seconds = statistics.fmean(run.cpu_seconds for run in runs)
+    recall = paired_difference([run.number for run in runs], [0.0] * len(runs))
     return [
         arm,
         f"{size.parameters:,}",
         f"{size.active:,}",
-        mean_with_interval([run.number for run in runs]),
+        f"{recall:.1f}",
         f"{bits / 1e3:.0f}",
         f"{bits / size.parameters:.2f}",
         f"{bits / size.active:.2f}",
@@ -89,14 +89,6 @@ def stored_bits(loss: float | None, num_facts: int) -> float:
         return 0.0
     entropy = SYMBOLS * math.log2(len(SYLLABLES))
     return num_facts * max(0.0, entropy - ANSWER_TOKENS * loss / math.log(2))
-
-
-def mean_with_interval(numbers: Sequence[float]) -> str:
-    """Returns the mean, and the 95 % t-interval where there is one."""
-    estimate = paired_difference(numbers, [0.0] * len(numbers))
-    if math.isnan(estimate.low):
-        return f"{estimate.mean:.1f}"
-    return f"{estimate.mean:.1f} ({estimate.low:.1f} to {estimate.high:.1f})"
 
 
 if __name__ == "__main__":

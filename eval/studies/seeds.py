@@ -37,6 +37,12 @@ class Difference:
     high: float
     p: float
 
+    def __format__(self, digits: str) -> str:
+        """Returns the mean, and the interval in parentheses where there is one, e.g. for `+.1f`."""
+        if math.isnan(self.low):
+            return f"{self.mean:{digits}}"
+        return f"{self.mean:{digits}} ({self.low:{digits}} to {self.high:{digits}})"
+
 
 def paired_difference(
     a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95

@@ -35,7 +35,7 @@ BLOCK_SIZE = 16
 
 _NUM_CODE_POINTS = 0x110000
 _SPLIT_SALT = "unicode-category-v1"
-_NUMBERED_NAMES = ("CJK", "HANGUL SYLLABLE", "VARIATION SELECTOR", "TANGUT", "NUSHU", "KHITAN")
+NUMBERED_NAMES = ("CJK", "HANGUL SYLLABLE", "VARIATION SELECTOR", "TANGUT", "NUSHU", "KHITAN")
 """Beginnings of names that only count on, as CJK UNIFIED IDEOGRAPH-4E00."""
 
 
@@ -50,7 +50,7 @@ def _all_rows() -> dict[str, list[Row]]:
     for code in range(_NUM_CODE_POINTS):
         name = unicodedata.name(chr(code), "")
         category = unicodedata.category(chr(code))
-        if name and category in CATEGORIES and not name.startswith(_NUMBERED_NAMES):
+        if name and category in CATEGORIES and not name.startswith(NUMBERED_NAMES):
             codes_by_category[category].append(code)
 
     splits: dict[str, list[Row]] = {"train": [], "validation": [], "test": []}
