@@ -68,6 +68,11 @@ def is_in_checkpoint() -> bool:
 # ---- operations ----
 
 
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each tensor to another of its shape, on an accelerator by one kernel."""
+    torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
+
+
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Makes the device stop with `message` unless a condition holds, without waiting for it.
 

@@ -25,6 +25,7 @@ from moe.optim.sharded_parameters import (
     sum_in_place,
     zeros_with_dims,
 )
+from moe.optim.stacking import PendingUpdate, Stack, State, alike, stack_updates
 
 MAX_BUCKET_ELEMENTS = 2**24
 """Elements of the shards that are updated together, 64 MiB in float32: their updates are held at once."""
@@ -36,22 +37,6 @@ So all parameters of a bucket are computed side by side and their sums travel to
 """
 
 
-class PendingUpdate(NamedTuple):
-    """A parameter with a gradient.
-
-    Attributes:
-        parameter: <float>[..., n, m] the parameter.
-        group: Its group of settings.
-        sharding: How it is sharded.
-        kind: Kind of the parameter, see `parameter_kind`.
-    """
-
-    parameter: Tensor
-    group: dict[str, Any]
-    sharding: MatrixSharding
-    kind: str
-
-
 class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer that reads each parameter as matrices, whose sums it takes over ranks.
 
@@ -61,8 +46,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     all ranks must bring gradients of the same parameters.
 
     Sums are bucketed: an all-reduce for each round of `update` and each axis, in
-    `MAX_BUCKET_ELEMENTS`.
+    `MAX_BUCKET_ELEMENTS`. Small parameters of one shape that are on no mesh are updated as one stack
+    on an accelerator, with the same result up to rounding.
     """
+
+    stack_small: bool | None = None
+    """Whether small parameters of one shape are updated as one; None for those on an accelerator."""
 
     def __init__(self, params: Iterable[Any], settings: dict[str, Any]) -> None:
         super().__init__(params, {**settings, "batch_dims": 0})
@@ -109,7 +98,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        for bucket in self._buckets():
+        others = self._update_stacks()
+        for bucket in self._buckets(others):
             updates = [self.update(pending) for pending in bucket]
 
             # Each round takes all updates to their next sum over ranks.
@@ -149,7 +139,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     sharding = matrix_sharding(parameter, group["batch_dims"])
                     yield PendingUpdate(parameter, group, sharding, kind)
 
-    def _buckets(self) -> Iterator[list[PendingUpdate]]:
+    def _update_stacks(self) -> list[PendingUpdate]:
+        """Updates small parameters in stacks, and returns all other updates."""
+        others: list[PendingUpdate] = []
+        may_stack: list[tuple[PendingUpdate, State]] = []
+        for pending in self._pending_updates():
+            on_accelerator = not pending.parameter.is_cpu
+            if on_accelerator if self.stack_small is None else self.stack_small:
+                may_stack.append((pending, self.state[pending.parameter]))
+            else:
+                others.append(pending)
+
+        for members in alike(may_stack):
+            updates, states = zip(*members, strict=True)
+            if len(updates) == 1:
+                others.append(updates[0])
+            else:
+                self._update_stack(stack_updates(updates, states))
+        return others
+
+    def _update_stack(self, stack: Stack) -> None:
+        stacked = stack.pending.parameter
+        self.state[stacked] = stack.state
+        for _ in self.update(stack.pending):
+            pass  # partial sums over no ranks are the sums
+        del self.state[stacked]
+        stack.save()
+
+    def _buckets(self, updates: Iterable[PendingUpdate]) -> Iterator[list[PendingUpdate]]:
         """Yields groups of parameters that are updated together.
 
         A parameter that needs no sums over ranks comes alone, the others in buckets of at most
@@ -157,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         bucket: list[PendingUpdate] = []
         num_elements = 0
-        for update in self._pending_updates():
+        for update in updates:
             if not update.sharding.groups:
                 yield [update]
                 continue

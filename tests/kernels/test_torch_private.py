@@ -81,6 +81,12 @@ def test_without_it_nothing_stops_logits_that_are_not_finite_on_an_accelerator()
         torch_private.assert_on_device(torch.tensor(False), "does not hold")
 
 
+def test_without_it_stacks_of_parameters_would_be_written_back_one_by_one():
+    targets = [torch.zeros(2, 3), torch.zeros(5)]
+    torch_private.copy_each(targets, [torch.ones(2, 3), torch.ones(5)])
+    assert all(target.all() for target in targets)
+
+
 def test_without_it_decoding_would_unpack_every_expert_of_8_bits():
     x = torch.randn(3, 32).bfloat16()
     codes = torch.randint(-127, 128, (7, 32), dtype=torch.int8)
