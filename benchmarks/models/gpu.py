@@ -43,6 +43,7 @@ VARIANTS = (
     "moe_compiled",
     "moe_static",
     "hf_grouped_mm",
+    "hf_switch",
 )
 COMPARED_STEPS = 16
 

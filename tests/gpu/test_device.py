@@ -128,6 +128,7 @@ def test_an_optimizer_takes_the_same_steps(name):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice
+@pytest.mark.filterwarnings("ignore:\\s*Online softmax is disabled")  # likewise
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated")  # the compiler itself
 @pytest.mark.skipif(not HAS_GPU, reason="captures CUDA graphs")
 @pytest.mark.parametrize("form", FORMS)
