@@ -6,7 +6,7 @@ error of this library.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -111,6 +111,7 @@ def read_json_lines(
     torn_end: bool = False,
     nan: bool = False,
     pipe: bool = False,
+    bad: Callable[[DataError], None] | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the number, from 1, and the object of each line of a JSONL file.
 
@@ -122,6 +123,7 @@ def read_json_lines(
         torn_end: Whether to skip a torn last line, as in a file to which a run still appends.
         nan: Whether NaN and Infinity are numbers.
         pipe: See `read_text`.
+        bad: Called with the error of a line, instead of raising it.
 
     Raises:
         DataError: When the file cannot be read, or a line is not a JSON object; names the line.
@@ -141,10 +143,13 @@ def read_json_lines(
             value = parse_json(line, where=where, advice=advice, nan=nan)
             if not isinstance(value, dict):
                 raise DataError(f"{where}: {shown(line[:60])} is not a JSON object. {advice}")
-        except DataError:
+        except DataError as error:
             if torn_end and number == last:
                 return
-            raise
+            if bad is None:
+                raise
+            bad(error)
+            continue
         yield number, value
 
 

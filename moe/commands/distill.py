@@ -9,6 +9,7 @@ The student is made of the teacher: each layer of experts becomes a dense one. W
 MODEL` it is another model with the same vocabulary, such as a merged or pruned teacher.
 """
 
+import dataclasses
 import shlex
 import time
 from argparse import Namespace
@@ -25,7 +26,7 @@ from moe.commands import finetune, pretrain
 from moe.commands.surgery_report import REPORT_FILE, SurgeryReport, compare, measure, size_rows
 from moe.convert.formats import convert_checkpoint
 from moe.data.corpus import load_corpus
-from moe.data.pipeline import BatchSource, PairSource
+from moe.data.pipeline import BatchSource
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.distributed.collectives import broadcast_from_rank_zero
@@ -223,7 +224,7 @@ def build_corpus_run(
     source = pretrain.build_source(recipe, tokens, SpecialIds.of(tokenizer))
     student = prepare_student(recipe, arguments, out, source, world)
     recipe = pretrain.with_architecture(recipe, student, argv)
-    return pretrain.build_run(recipe, arguments.corpus, teacher, out, world, student)
+    return pretrain.build_run(recipe, [arguments.corpus], teacher, out, world, student)
 
 
 def build_pairs_run(
@@ -231,15 +232,10 @@ def build_pairs_run(
 ) -> Run:
     """Returns the run of the student on pairs, without its teacher."""
     data = finetune.read_own_pairs(recipe, arguments, world)
-    source = PairSource(
-        data.train["pairs"],
-        load_tokenizer(arguments.teacher),
-        inputs_length=recipe.data.inputs_length,
-        targets_length=recipe.data.targets_length,
-        sentinels=recipe.data.sentinels,
-        batch_size=recipe.training.batch_size,
-        seed=recipe.seed,
-    )
+    data_recipe = dataclasses.replace(recipe.data, pack=False)
+    unpacked_recipe = dataclasses.replace(recipe, data=data_recipe)
+    tokenizer = load_tokenizer(arguments.teacher)
+    source = finetune.build_training_source(unpacked_recipe, data, tokenizer)
     student = prepare_student(recipe, arguments, out, source, world)
     return finetune.build_run(recipe, student, data, out, world)
 

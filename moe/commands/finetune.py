@@ -9,20 +9,23 @@ training; the best model is kept. With several seeds (`--seeds 0 1 2`) there is 
 a summary of their scores.
 """
 
-import dataclasses
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from moe.checkpoint.best_model import BEST_FOLDER, DevEvaluation, best_and_last, format_scores
 from moe.checks import check_number
+from moe.data.block_stream import StreamSettings
+from moe.data.blocks import open_blocks
 from moe.data.mixture import build_source, choose_examples, format_choice
 from moe.data.pair_files import COLUMNS, LEAST_PAIRS, Pair, hold_out, num_shared_inputs, read_pairs
-from moe.data.pipeline import PairSource
+from moe.data.pair_stream import PairStream, StreamedPairSource
+from moe.data.pipeline import BatchSource, PairSource
 from moe.data.rows import parse_columns
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.collectives import broadcast_from_rank_zero
@@ -65,12 +68,14 @@ class FinetuningData(NamedTuple):
         build_dev_scorer: Returns the function that scores a model on the validation splits, given
             the ranks of a run, the sizes of its mesh and the mesh. None where nothing is scored.
         own_dev: The user's own pairs that are scored; None for tasks.
+        stream: Pairs to train on that are larger than memory, instead of `train`.
     """
 
     train: dict[str, list[tuple[str, str]]]
     dev_pairs: Sequence[tuple[str, str]] = ()
     build_dev_scorer: Callable[[World, MeshConfig, Mesh | None], DevEvaluation | None] | None = None
     own_dev: Sequence[Pair] | None = None
+    stream: PairStream | None = None
 
 
 TaskReader = Callable[[MixtureRecipe], FinetuningData]
@@ -83,45 +88,34 @@ def build_run(
     """Builds the run of a recipe and its data on the running ranks."""
     config = finetuning_config(pretrained, recipe)
     tokenizer = load_tokenizer(pretrained)
-    mixture = recipe.mixture
     training = recipe.training
 
-    # The training pairs of this run.
-    train_pairs = {}
-    for name, pairs in data.train.items():
-        chosen = choose_examples(pairs, mixture.train_examples, recipe.seed)
-        choice = format_choice(len(chosen), len(pairs), mixture.train_examples, recipe.seed)
-        train_pairs[name] = chosen
-        world.print_on_rank_zero(f"{name}: {choice}.")
-
     # Batches of training pairs, and of dev pairs for the held-out loss.
-    settings = {
-        **dataclasses.asdict(recipe.data),
-        "batch_size": training.batch_size,
-        "seed": recipe.seed,
-        "keep_in": cache_folder(),
-    }
-    workers = settings.pop("workers")
-    source = build_source(
-        train_pairs, tokenizer, maximum=mixture.maximum, temperature=mixture.temperature, **settings
-    )
+    size = recipe.mixture.train_examples
+    for name, pairs in data.train.items():
+        num_chosen = min(size or len(pairs), len(pairs))
+        choice = format_choice(num_chosen, len(pairs), size, recipe.seed)
+        world.print_on_rank_zero(f"{name}: {choice}.")
+    source = build_training_source(recipe, data, tokenizer)
     check_run_fits(recipe, config, world.size, source.lengths)
     held_out = None
     if data.dev_pairs and training.held_out_batches:
-        unseen = PairSource(data.dev_pairs, tokenizer, **settings)
+        unseen = PairSource(
+            data.dev_pairs, tokenizer, **_row_settings(recipe), keep_in=cache_folder()
+        )
         held_out = HeldOut(unseen, training.held_out_batches, SpecialIds.of(tokenizer))
 
     # A probe traces unpacked examples.
     probe_source = None
     if data.dev_pairs and training.probe_every:
-        probe_source = PairSource(data.dev_pairs, tokenizer, **{**settings, "pack": False})
+        settings = {**_row_settings(recipe), "pack": False}
+        probe_source = PairSource(data.dev_pairs, tokenizer, **settings, keep_in=cache_folder())
     check_probe(recipe, config, probe_source)
 
     # The model and its trainable parameters.
     built = load_for_finetuning(pretrained, recipe, config, world.device_type)
-    num_pairs = sum(len(pairs) for pairs in train_pairs.values())
-    world.print_on_rank_zero(f"{num_pairs:,} training pairs; {recipe.init} weights.")
-    world.print_on_rank_zero(str(select_parameters(built.model, recipe.parameters)))
+    parameters = select_parameters(built.model, recipe.parameters)
+    world.print_on_rank_zero(f"{recipe.init.capitalize()} weights; {parameters}")
     tokenizer = remember_sentinels(built.model, tokenizer, recipe.data.sentinels)
 
     dev = None
@@ -140,9 +134,39 @@ def build_run(
         earlier_checkpoints=earlier_checkpoints,
         dev=dev,
         probe_source=probe_source,
-        workers=workers,
+        workers=recipe.data.workers,
         replicas=find_replica_groups(recipe.mesh, world),
     )
+
+
+def build_training_source(
+    recipe: FinetuneRecipe, data: FinetuningData, tokenizer: PreTrainedTokenizerFast
+) -> BatchSource:
+    """Returns the batches of training pairs, in memory or streamed."""
+    settings = _row_settings(recipe)
+    if data.stream is not None:
+        del settings["sentinels"]  # they are part of the stream's tokens
+        return StreamedPairSource(data.stream, **settings)
+
+    mixture = recipe.mixture
+    train_pairs = {}
+    for name, pairs in data.train.items():
+        train_pairs[name] = choose_examples(pairs, mixture.train_examples, recipe.seed)
+    rates = {"maximum": mixture.maximum, "temperature": mixture.temperature}
+    return build_source(train_pairs, tokenizer, **rates, **settings, keep_in=cache_folder())
+
+
+def _row_settings(recipe: FinetuneRecipe) -> dict[str, Any]:
+    """Returns how rows of pairs are made, as arguments of `PairSource`."""
+    data = recipe.data
+    return {
+        "inputs_length": data.inputs_length,
+        "targets_length": data.targets_length,
+        "pack": data.pack,
+        "sentinels": data.sentinels,
+        "batch_size": recipe.training.batch_size,
+        "seed": recipe.seed,
+    }
 
 
 def finetune_command() -> RecipeCommand[FinetuneRecipe]:
@@ -204,6 +228,11 @@ def read_data(
     mixture = recipe.mixture
     if not mixture.tasks:
         return read_own_pairs(recipe, arguments, world)
+    if recipe.data.stream or recipe.data.bad_rows != "refuse":
+        raise ConfigError(
+            "data.stream and data.bad_rows cannot be combined with tasks. Give your own pairs by --train, or leave "
+            "them out."
+        )
 
     for name in ("dev", "dev_share", "columns"):
         if getattr(arguments, name) is not None:
@@ -221,9 +250,15 @@ def read_data(
 
 def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> FinetuningData:
     """Returns the user's own pairs, and prints how many are scored and by which metrics."""
-    train, dev = split_pairs(arguments)
+    stream: PairStream | None = None
+    if recipe.data.stream:
+        stream, dev = open_stream(recipe, arguments)
+        train: list[Pair] = []
+        world.print_on_rank_zero(f"{arguments.train} is read as a stream.")
+    else:
+        train, dev = split_pairs(arguments, skip_bad_rows=recipe.data.bad_rows == "skip")
     source = arguments.dev or f"held out of {arguments.train}"
-    if not recipe.data.pack:
+    if train and not recipe.data.pack:
         training = recipe.training
         num_epochs = training.steps * training.batch_size / len(train)
         world.print_on_rank_zero(
@@ -250,7 +285,7 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
     dev_texts = [pair.texts for pair in dev]
     scored = choose_examples(dev, recipe.mixture.dev_examples, seed=0)
     if not scored:
-        return FinetuningData(texts, dev_texts)
+        return FinetuningData(texts, dev_texts, stream=stream)
     metrics = scorers_for([pair.targets for pair in scored])[1]
     world.print_on_rank_zero(
         f"Dev scores: {len(scored):,} of {len(dev):,} pairs {source}, by {metrics}."
@@ -261,13 +296,43 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
     ) -> DevEvaluation | None:
         return dev_scorer(scored, recipe.data.inputs_length, mesh, world.device_type)
 
-    return FinetuningData(texts, dev_texts, build_dev_scorer, scored)
+    return FinetuningData(texts, dev_texts, build_dev_scorer, scored, stream)
 
 
-def split_pairs(arguments: Namespace) -> tuple[list[Pair], list[Pair]]:
+def open_stream(recipe: FinetuneRecipe, arguments: Namespace) -> tuple[PairStream, list[Pair]]:
+    """Returns the pairs to train on as a stream, and those to score: of --dev, or the first ones.
+
+    Raises:
+        ConfigError: When a share of the pairs is to be held out, which cannot be drawn unread.
+    """
+    if arguments.dev_share:
+        raise ConfigError(
+            f"--dev_share {arguments.dev_share:g} cannot be combined with data.stream: the first block is held out. "
+            "Leave it out, or give --dev."
+        )
+    data = recipe.data
+    names = parse_columns(arguments.columns or [], COLUMNS)
+    columns = {name: names.get(name, name) for name in ("inputs", "targets")}
+    stream = PairStream(
+        open_blocks(arguments.train, list(columns.values())),
+        load_tokenizer(getattr(arguments, "pretrained", None) or arguments.teacher),
+        StreamSettings(cache_folder(), data.shuffle_rows, data.bad_rows == "skip"),
+        columns=columns,
+        lengths=(data.inputs_length, data.targets_length),
+        sentinels=data.sentinels,
+    )
+    if arguments.dev is not None:
+        return stream, read_pairs(arguments.dev, names)
+    held_out = stream.held_out()
+    return stream, held_out if arguments.dev_share is None else []
+
+
+def split_pairs(
+    arguments: Namespace, *, skip_bad_rows: bool = False
+) -> tuple[list[Pair], list[Pair]]:
     """Returns the pairs to train on, and those to score: of --dev, or a share of --train."""
     columns = parse_columns(arguments.columns or [], COLUMNS)
-    pairs = read_pairs(arguments.train, columns)
+    pairs = read_pairs(arguments.train, columns, skip_bad_rows=skip_bad_rows)
     share = arguments.dev_share
     if arguments.dev is not None:
         if share is not None:

@@ -3,6 +3,10 @@
     stmoe pretrain --config st_moe_tiny_pretrain \
         --corpus runs/corpus --tokenizer runs/tokenizer --out runs/pretrain [--resume] [--optim.lr 0.5]
 
+`--corpus` is a folder made by `stmoe corpus`, or any text larger than memory that is read as a stream:
+Parquet, JSONL, CSV or text files, folders of them, a dataset that `datasets` saved, or one of the hub
+(`NAME:CONFIG:SPLIT`). Several are mixed by `data.rates`.
+
 With `--pretrained MODEL` it continues training a model, with other text or other settings; a recipe
 without an architecture, such as upcycled_pretrain, keeps the model's own.
 
@@ -12,24 +16,31 @@ On several devices:
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import check_model_folder
-from moe.data.corpus import load_corpus
+from moe.data.block_stream import StreamSettings
+from moe.data.blocks import open_blocks
+from moe.data.chunks import MixedText, Text, WholeText
+from moe.data.corpus import is_corpus, load_corpus
+from moe.data.documents import TEXT_COLUMN
 from moe.data.ngrams import ngram_losses
 from moe.data.pipeline import BatchSource, ShortExamplesFirst, SpanCorruptionSource
 from moe.data.span_corruption import Noise
+from moe.data.token_stream import TokenStream
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.launch import World
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
-from moe.files import check_kind, output_path
+from moe.files import cache_folder, check_kind, output_path
 from moe.models.configuration import STMoEConfig
 from moe.training.build import (
     MAY_CHANGE,
@@ -41,7 +52,7 @@ from moe.training.build import (
 from moe.training.command import RecipeCommand, typed_settings
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import Run, train
-from moe.training.recipe import PretrainRecipe
+from moe.training.recipe import PretrainRecipe, SpanCorruptionRecipe
 from moe.training.routing_probe import check_probe
 
 R = TypeVar("R", bound=PretrainRecipe)
@@ -51,24 +62,25 @@ _SIZE = ("model.d_model", "model.num_layers", "model.num_experts")
 
 def build_run(
     recipe: PretrainRecipe,
-    corpus_folder: Path,
+    corpora: Sequence[Path],
     tokenizer_folder: Path,
     out: Path,
     world: World,
     pretrained: Path | None = None,
+    column: str = TEXT_COLUMN,
 ) -> Run:
     """Builds the run of a recipe on the running ranks.
 
     Args:
         recipe: All settings.
-        corpus_folder: Text to train on.
+        corpora: Texts to train on.
         tokenizer_folder: Tokenizer.
         out: Folder of the run.
         world: The ranks.
         pretrained: Model to continue training; None for fresh weights.
+        column: Column of the texts in tables that are streamed.
     """
     config = recipe.build_config()
-    corpus = load_corpus(corpus_folder)
     tokenizer = load_tokenizer(tokenizer_folder)
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
@@ -81,13 +93,13 @@ def build_run(
 
     # Training text, and held-out text in the same kind of batches.
     ids = SpecialIds.of(tokenizer)
-    tokens = tokenize_corpus(corpus.train, tokenizer)
-    source = build_source(recipe, tokens, ids)
+    text, held_out_tokens = open_text(recipe, corpora, tokenizer, column)
+    source = build_source(recipe, text, ids)
     batches: BatchSource = source
     short_length = recipe.data.short_inputs_length
     if short_length is not None:
         batches = ShortExamplesFirst(source, short_length, recipe.data.short_steps)
-    unseen = build_source(recipe, tokenize_corpus(corpus.held_out, tokenizer), ids)
+    unseen = build_source(recipe, held_out_tokens, ids)
     check_run_fits(recipe, config, world.size, source.lengths)
     check_probe(recipe, config, unseen)
     world.print_on_rank_zero(describe_amount(source, recipe.training.steps))
@@ -99,7 +111,9 @@ def build_run(
     num_batches = recipe.training.held_out_batches
 
     def count_ngrams() -> dict[str, float]:
-        return ngram_losses(tokens, unseen, num_batches, len(tokenizer))
+        if not isinstance(text, np.ndarray):  # a stream cannot be counted before it is read
+            return {}
+        return ngram_losses(text, unseen, num_batches, len(tokenizer))
 
     losses = broadcast_from_rank_zero(count_ngrams)  # a table of a long text takes 1.3 GB
     held_out = HeldOut(unseen, num_batches, ids, losses)
@@ -116,13 +130,69 @@ def build_run(
     )
 
 
+def open_text(
+    recipe: PretrainRecipe,
+    corpora: Sequence[Path],
+    tokenizer: PreTrainedTokenizerFast,
+    column: str = TEXT_COLUMN,
+) -> tuple[NDArray[np.int32] | Text, NDArray[np.int32]]:
+    """Returns the text to train on, and held-out tokens <int32>[N] of all corpora.
+
+    Args:
+        recipe: Says how the corpora are mixed, and how streams are read.
+        corpora: Folders made by `stmoe corpus`, and sources of `open_blocks`.
+        tokenizer: Tokenizer.
+        column: Column of the texts in tables that are streamed.
+
+    Raises:
+        ConfigError: When there are not as many rates as corpora, or a setting of streams has no
+            effect.
+    """
+    data = recipe.data
+    streamed = [path for path in corpora if not is_corpus(path)]
+    defaults = SpanCorruptionRecipe()
+    for name, value, default in (
+        ("data.shuffle_rows", data.shuffle_rows, defaults.shuffle_rows),
+        ("data.bad_rows", data.bad_rows, defaults.bad_rows),
+        ("--column", column, TEXT_COLUMN),
+    ):
+        if value != default and not streamed:
+            raise ConfigError(
+                f"{name} is {value}, but {corpora[0]} was made by stmoe corpus and is not streamed. Leave it out."
+            )
+    num_rates = len(data.rates) if data.rates is not None else 1
+    if num_rates != len(corpora):
+        raise ConfigError(
+            f"data.rates is {data.rates}; expected a number for each of the {len(corpora)} corpora, or null for one."
+        )
+
+    wholes: list[NDArray[np.int32]] = []
+    texts: list[Text] = []
+    held_out: list[NDArray[np.int32]] = []
+    for path in corpora:
+        if path in streamed:
+            settings = StreamSettings(cache_folder(), data.shuffle_rows, data.bad_rows == "skip")
+            stream = TokenStream(open_blocks(path, [column]), tokenizer, settings, column=column)
+            texts.append(stream)
+            held_out.append(stream.held_out())
+        else:
+            corpus = load_corpus(path)
+            wholes.append(tokenize_corpus(corpus.train, tokenizer))
+            texts.append(WholeText(wholes[-1]))
+            held_out.append(tokenize_corpus(corpus.held_out, tokenizer))
+
+    if data.rates is not None:
+        return MixedText(texts, data.rates), np.concatenate(held_out)
+    return (wholes or texts)[0], held_out[0]
+
+
 def build_source(
-    recipe: PretrainRecipe, tokens: NDArray[np.int32], ids: SpecialIds
+    recipe: PretrainRecipe, text: NDArray[np.int32] | Text, ids: SpecialIds
 ) -> SpanCorruptionSource:
-    """Returns the source of batches for the tokens <int32>[N] of a text."""
+    """Returns the source of batches for a text, <int32>[N] or a stream."""
     data = recipe.data
     return SpanCorruptionSource(
-        tokens,
+        text,
         ids,
         seed=recipe.seed,
         inputs_length=data.inputs_length,
@@ -135,13 +205,13 @@ def describe_amount(source: SpanCorruptionSource, steps: int) -> str:
     """Returns the number of tokens and of epochs that a run trains on, as a sentence."""
     num_drawn = steps * source.batch_size
     num_tokens = num_drawn * source.tokens_per_example
+    trained = f"{steps:,} steps train on {num_tokens:,} tokens of text"
+    if source.num_examples is None:
+        return f"{trained}, read as a stream."
     corpus_tokens = source.num_examples * source.tokens_per_example
     epochs = num_drawn / source.num_examples
     digits = 2 if epochs < 10 else 0
-    return (
-        f"{steps:,} steps train on {num_tokens:,} tokens of text: {epochs:,.{digits}f} epochs of the "
-        f"{corpus_tokens:,} in the corpus."
-    )
+    return f"{trained}: {epochs:,.{digits}f} epochs of the {corpus_tokens:,} in the corpus."
 
 
 def check_size(argv: list[str]) -> None:
@@ -194,7 +264,19 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
         "Pre-trains a sparse encoder-decoder by span corruption.",
         prog="stmoe pretrain",
     )
-    command.add_argument("--corpus", type=Path, required=True, help="folder made by stmoe corpus")
+    command.add_argument(
+        "--corpus",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="folder made by stmoe corpus, or text to stream: Parquet, JSONL, ...; several need data.rates",
+    )
+    command.add_argument(
+        "--column",
+        type=str,
+        default=TEXT_COLUMN,
+        help=f"column of the texts in tables that are streamed ({TEXT_COLUMN})",
+    )
     command.add_argument(
         "--tokenizer", type=Path, required=True, help="folder made by stmoe tokenizer"
     )
@@ -219,15 +301,15 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
     """
     with pretrain_command().launch(argv, check_size) as (world, recipe, arguments):
         # Reject invalid options before reading any data.
-        corpus, tokenizer = arguments.corpus, arguments.tokenizer
+        corpora, tokenizer = arguments.corpus, arguments.tokenizer
         pretrained = arguments.pretrained
-        out = output_path(arguments.out, inputs=[corpus, tokenizer, pretrained])
+        out = output_path(arguments.out, inputs=[*corpora, tokenizer, pretrained])
         check_kind(out, "training run")
         find_replica_groups(recipe.mesh, world)
         if pretrained is not None:
             recipe = with_architecture(recipe, pretrained, argv)
 
-        run = build_run(recipe, corpus, tokenizer, out, world, pretrained)
+        run = build_run(recipe, corpora, tokenizer, out, world, pretrained, arguments.column)
         config = run.built.model.config
         num_total = config.num_parameters()
         num_active = config.num_active_parameters()

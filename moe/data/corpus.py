@@ -235,6 +235,11 @@ def save_corpus(
         write_sums(partial)
 
 
+def is_corpus(folder: Path) -> bool:
+    """Returns whether `save_corpus` wrote the folder."""
+    return (folder / FACTS_FILE).is_file()
+
+
 def load_corpus(folder: Path | str) -> Corpus:
     """Returns a corpus that `save_corpus` wrote; the texts stay on disk until they are read.
 
@@ -245,7 +250,7 @@ def load_corpus(folder: Path | str) -> Corpus:
     """
     folder = Path(folder)
     advice = f"Make the corpus again: `stmoe corpus --out {folder}`."
-    if not (folder / FACTS_FILE).is_file():
+    if not is_corpus(folder):
         raise DataError(
             f"{folder} is not a corpus: it has no {FACTS_FILE}. "
             f"Make one with `stmoe corpus --out {folder}`."

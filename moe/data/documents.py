@@ -69,7 +69,7 @@ def _read_path(path: Path, column: str) -> Iterator[Document]:
     """Yields the documents of a file or folder."""
     if path.is_dir():
         name = path.resolve().name
-        for file in _files_below(path):
+        for file in files_below(path):
             source = f"{name}/{file.relative_to(path).as_posix()}"
             yield from _read_file(file, column, source=source, package=name)
         return
@@ -88,8 +88,8 @@ def _read_path(path: Path, column: str) -> Iterator[Document]:
     yield from _read_file(path, column, source=path.name, package=path.stem)
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """Returns the text files below a folder, sorted; warns about skipped files."""
+def files_below(folder: Path) -> list[Path]:
+    """Returns the files of texts and tables below a folder, sorted; warns about its other files."""
     readable: list[Path] = []
     num_others = 0
     other_suffixes: set[str] = set()
@@ -135,12 +135,23 @@ def _read_file(path: Path, column: str, *, source: str, package: str) -> Iterato
         advice = f"Expected a text in the column {column!r} of each row."
         for where, row in read_rows(path, advice=advice, columns=[column]):
             _, _, number = where.rpartition(" ")  # of the line or row
-            content = _join_lines(text_of(row, column, where=where, advice=advice))
+            content = join_lines(text_of(row, column, where=where, advice=advice))
             if content:
                 yield Document(content, f"{source}:{number}", package, OWN_LICENCE)
         return
 
     # Plain text: one document.
+    content = read_document(path)
+    if content:
+        yield Document(content, source, package, OWN_LICENCE)
+
+
+def read_document(path: Path) -> str:
+    """Returns the text of a `.txt`, `.md` or `.rst` file, with a blank line between paragraphs.
+
+    Raises:
+        DataError: When it is not UTF-8 text.
+    """
     text = read_text(path, advice="Make it a readable file, or leave it out.")
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
@@ -149,9 +160,7 @@ def _read_file(path: Path, column: str, *, source: str, package: str) -> Iterato
             f"or convert it, e.g. `iconv -f utf-16 -t utf-8 {path.name}`."
         )
     is_markup = path.suffix.lower() in MARKUP_SUFFIXES
-    content = "\n\n".join(prose_paragraphs(text)) if is_markup else _join_lines(text)
-    if content:
-        yield Document(content, source, package, OWN_LICENCE)
+    return "\n\n".join(prose_paragraphs(text)) if is_markup else join_lines(text)
 
 
 def printable(name: str) -> str:
@@ -162,7 +171,7 @@ def printable(name: str) -> str:
     return "".join(characters)
 
 
-def _join_lines(text: str) -> str:
+def join_lines(text: str) -> str:
     """Returns the paragraphs of a text, each on one line, with a blank line between two."""
     # A line of spaces is blank.
     lines = [line.strip() for line in text.splitlines()]

@@ -17,7 +17,6 @@ once it is packed: a run that resumes at a late row packs the windows before it 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +25,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer, check_number
+from moe.data.chunks import Interleaving
 from moe.data.packing import Example, pack_rows
 from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.pipeline import (
@@ -41,10 +41,6 @@ from moe.data.tokenizer import SpecialIds
 from moe.errors import ConfigError, DataError
 
 T = TypeVar("T")
-
-_WINDOW = 4096
-_LARGEST_WINDOW = 1 << 22
-_WHOLE = 1 << 48  # shares are integers of this: rounding stays exact for any number of steps
 
 
 def mixing_rate(
@@ -171,11 +167,8 @@ class MixtureSource:
         self.batch_size = batch_size
         self._seed = seed
 
-        # Task t has the numbers from bounds[t] to bounds[t + 1] of a whole of 2**48.
-        cumulative_shares = accumulate(self.shares.values())
-        self._bounds = [0, *(round(total * _WHOLE) for total in cumulative_shares)]
-        self._bounds[-1] = _WHOLE
-        self._window_size = self._choose_window_size()
+        self._interleaving = Interleaving(self.shares, seed)
+        self._window_size = self._interleaving.window_size
 
         # The examples, tokenized once.
         self._row_lengths = (inputs_length, targets_length)
@@ -190,7 +183,14 @@ class MixtureSource:
         self._first_rows = [0]
         self._window_rows = lru_cache(maxsize=2)(self._build_rows)
 
-        settings = (list(tasks), self._bounds, *self._row_lengths, batch_size, seed, pack)
+        settings = (
+            list(tasks),
+            self._interleaving.bounds,
+            *self._row_lengths,
+            batch_size,
+            seed,
+            pack,
+        )
         hashes = map(examples_fingerprint, self._examples)  # sentinels show in the examples
         self.fingerprint = fingerprint(*hashes, repr(settings).encode())
 
@@ -208,25 +208,15 @@ class MixtureSource:
         Returns:
             <int64>[W] the task of each example, and <int64>[W] its index in that task.
         """
-        starts = self._num_drawn(number)
-        ends = self._num_drawn(number + 1)
-        counts = np.subtract(ends, starts)
-
-        # The order of the tasks is drawn from (seed, window).
-        rng = np.random.default_rng([self._seed, 2, number])
-        tasks = rng.permutation(np.repeat(np.arange(len(counts)), counts))  # [W]
+        starts = self._interleaving.num_before(number)
+        ends = self._interleaving.num_before(number + 1)
+        tasks = self._interleaving.sources(number)  # [W]
 
         # Each task continues its own stream where the window before it ended.
         indices = np.empty_like(tasks)  # [W]
         for task, (start, end) in enumerate(zip(starts, ends, strict=True)):
             indices[tasks == task] = self._task_stream(task, start, end)
         return tasks, indices
-
-    def _num_drawn(self, num_windows: int) -> list[int]:
-        """Returns how many examples of each task the first windows hold: its rounded share."""
-        num_examples = num_windows * self._window_size
-        bounds = [num_examples * bound // _WHOLE for bound in self._bounds]
-        return [end - start for start, end in pairwise(bounds)]
 
     def _task_stream(self, task: int, start: int, end: int) -> NDArray[np.int64]:
         """Returns <int64>[end - start] a part of a task's examples, counted over all its epochs."""
@@ -266,24 +256,6 @@ class MixtureSource:
         for packed in pack_rows(examples, *self._row_lengths):
             rows.append([examples[index] for index in packed])
         return rows
-
-    def _choose_window_size(self) -> int:
-        """Returns the number of examples in a window, with which every task has at least one.
-
-        Raises:
-            ConfigError: When that would be too many.
-        """
-        widths = [end - start for start, end in pairwise(self._bounds)]
-        smallest_width = min(widths)
-        if smallest_width * _LARGEST_WINDOW < 2 * _WHOLE:
-            name = list(self.shares)[widths.index(smallest_width)]
-            raise ConfigError(
-                f"Task {name!r} would be {self.shares[name]:.2g} of the mixture and hardly ever "
-                "drawn. Lower mixture.maximum, raise mixture.temperature, or leave the task out."
-            )
-
-        # Rounding takes less than one example from a share: two leave one at least.
-        return max(_WINDOW, -(-2 * _WHOLE // smallest_width))
 
 
 def mixing_shares(

@@ -3,6 +3,7 @@
 Comes after `rows`, before `pairs`, which tokenizes them.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,11 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from moe.checks import shown
-from moe.data.rows import read_rows, text_of
+from moe.data.rows import Row, read_rows, refuse, text_of
 from moe.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 COLUMNS = ("inputs", "targets", "group")
-_ADVICE = 'Expected rows like {"inputs": "...", "targets": "..."}; --columns names other columns.'
+ADVICE = 'Expected rows like {"inputs": "...", "targets": "..."}; --columns names other columns.'
 
 LEAST_PAIRS = 20
 """With fewer pairs none are held out, unless a share is given: scores on one or two pairs mean nothing."""
@@ -39,7 +42,9 @@ class Pair(NamedTuple):
         return self.inputs, self.targets
 
 
-def read_pairs(path: Path, columns: Mapping[str, str] | None = None) -> list[Pair]:
+def read_pairs(
+    path: Path, columns: Mapping[str, str] | None = None, *, skip_bad_rows: bool = False
+) -> list[Pair]:
     """Returns the pairs of a table, which has `inputs` and `targets`; see `read_rows` for its kinds.
 
     A row may have a `group`, a text or an integer; other columns are not read.
@@ -47,25 +52,43 @@ def read_pairs(path: Path, columns: Mapping[str, str] | None = None) -> list[Pai
     Args:
         path: The table.
         columns: Names of the columns for `inputs`, `targets` and `group` where they are others.
+        skip_bad_rows: Whether rows that are something else are left out, with a warning.
 
     Raises:
         DataError: When a row is something else, or there is none.
     """
     names = {name: name for name in COLUMNS} | dict(columns or {})
-    pairs = []
-    for where, row in read_rows(path, advice=_ADVICE, columns=names.values(), pipe=True):
-        inputs = text_of(row, names["inputs"], where=where, advice=_ADVICE)
-        targets = text_of(row, names["targets"], where=where, advice=_ADVICE)
-        group = row.get(names["group"])
-        if group is not None and (isinstance(group, bool) or not isinstance(group, str | int)):
-            raise DataError(
-                f"{where}: {names['group']} is {shown(group)}. Expected a text or an integer, or no group."
-            )
-        pairs.append(Pair(inputs, targets, None if group is None else str(group)))
+    errors: list[DataError] = []
+    bad = errors.append if skip_bad_rows else refuse
+    pairs: list[Pair] = []
+    for where, row in read_rows(path, advice=ADVICE, columns=names.values(), pipe=True, bad=bad):
+        try:
+            pairs.append(_to_pair(row, names, where))
+        except DataError as error:
+            bad(error)
 
+    if errors:
+        num_rows = len(pairs) + len(errors)
+        logger.warning("%d of %d rows are skipped. %s", len(errors), num_rows, errors[0])
     if not pairs:
-        raise DataError(f"{path} holds no pairs. {_ADVICE}")
+        raise DataError(f"{path} holds no pairs. {ADVICE}")
     return pairs
+
+
+def _to_pair(row: Row, names: Mapping[str, str], where: str) -> Pair:
+    """Returns the pair of a row.
+
+    Raises:
+        DataError: When a value is missing or of another type.
+    """
+    inputs = text_of(row, names["inputs"], where=where, advice=ADVICE)
+    targets = text_of(row, names["targets"], where=where, advice=ADVICE)
+    group = row.get(names["group"])
+    if group is not None and (isinstance(group, bool) or not isinstance(group, str | int)):
+        raise DataError(
+            f"{where}: {names['group']} is {shown(group)}. Expected a text or an integer, or no group."
+        )
+    return Pair(inputs, targets, None if group is None else str(group))
 
 
 def hold_out(pairs: Sequence[Pair], share: float) -> tuple[list[Pair], list[Pair]]:

@@ -29,7 +29,7 @@ _WORTH_KEEPING = 2**17  # characters; fewer are tokenized in a tenth of a second
 _TEXTS_AT_ONCE = 4096  # lists of Python's integers take ten times the memory of arrays
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """How the texts of one side become tokens.
 
     Attributes:
@@ -64,12 +64,7 @@ def encode_pairs(
     Raises:
         ConfigError: When a row has no room for a sentinel and an end token.
     """
-    _, eos = pad_and_eos(tokenizer)
-    sentinel = [SpecialIds.of(tokenizer).first_sentinel] if sentinels == "one" else []
-    if min(lengths) <= len(sentinel):
-        raise ConfigError(
-            f"Rows of {lengths} tokens are too short for a sentinel and an end token; expected at least 2 tokens."
-        )
+    inputs_side, targets_side = pair_sides(tokenizer, lengths, sentinels)
 
     # For few texts, a file costs more time than it saves.
     num_characters = 0
@@ -78,21 +73,34 @@ def encode_pairs(
     if num_characters < _WORTH_KEEPING:
         keep_in = None
 
-    # An input ends with the sentinel.
-    texts = [pair[0] for pair in pairs]
-    start, end = input_frame(tokenizer)
-    side = _Side("inputs", lengths[0], start=start, end=[*sentinel, *end])
-    inputs = _encode(texts, tokenizer, side, keep_in)
-
-    # A target begins with it.
-    texts = [pair[1] for pair in pairs]
-    side = _Side("targets", lengths[1], start=sentinel, end=[eos])
-    targets = _encode(texts, tokenizer, side, keep_in)
+    inputs = _encode([pair[0] for pair in pairs], tokenizer, inputs_side, keep_in)
+    targets = _encode([pair[1] for pair in pairs], tokenizer, targets_side, keep_in)
     return list(zip(inputs, targets, strict=True))
 
 
+def pair_sides(
+    tokenizer: PreTrainedTokenizerFast, lengths: tuple[int, int], sentinels: Sentinels
+) -> tuple[Side, Side]:
+    """Returns how inputs and targets become tokens; see `encode_pairs`.
+
+    Raises:
+        ConfigError: When a row has no room for a sentinel and an end token.
+    """
+    _, eos = pad_and_eos(tokenizer)
+    sentinel = [SpecialIds.of(tokenizer).first_sentinel] if sentinels == "one" else []
+    if min(lengths) <= len(sentinel):
+        raise ConfigError(
+            f"Rows of {lengths} tokens are too short for a sentinel and an end token; expected at least 2 tokens."
+        )
+
+    # An input ends with the sentinel, and a target begins with it.
+    start, end = input_frame(tokenizer)
+    inputs = Side("inputs", lengths[0], start=start, end=[*sentinel, *end])
+    return inputs, Side("targets", lengths[1], start=sentinel, end=[eos])
+
+
 def _encode(
-    texts: list[str], tokenizer: PreTrainedTokenizerFast, side: _Side, keep_in: Path | None
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, side: Side, keep_in: Path | None
 ) -> list[NDArray[np.int32]]:
     """Returns the tokens of each text of a side: views of one array, which may be on disk."""
     path = None
@@ -101,7 +109,7 @@ def _encode(
         settings = (_FORMAT, side, tokenizer.split_special_tokens)
         name = tokens_name(texts, tokenizer, repr(settings))
         path = keep_in / name
-    arrays = kept_arrays(path, _NAMES, partial(_tokenize, texts, tokenizer, side))
+    arrays = kept_arrays(path, _NAMES, partial(tokenize_side, texts, tokenizer, side))
 
     # Warn in every run, also when the tokens were read from disk.
     num_truncated = arrays["num_truncated"].item()
@@ -124,8 +132,8 @@ def _encode(
     return encoded
 
 
-def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast, side: _Side) -> Arrays:
-    """Returns the tokens of all texts, how many each has, and how many texts were truncated."""
+def tokenize_side(texts: list[str], tokenizer: PreTrainedTokenizerFast, side: Side) -> Arrays:
+    """Returns the `tokens` of all texts, how many each has (`lengths`), and `num_truncated` texts."""
     room = side.length - len(side.start) - len(side.end)
     num_truncated = 0
     encoded = [np.empty(0, dtype=np.int32)]

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer
+from moe.data.chunks import Chunks, Text, WholeChunks, epoch_order
 from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW, Example, Tokens, fill_row, pack_rows
 from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, noise_masks, tokens_length
@@ -68,7 +68,7 @@ class SpanCorruptionSource:
 
     def __init__(
         self,
-        tokens: NDArray[np.int32],
+        text: NDArray[np.int32] | Text,
         ids: SpecialIds,
         *,
         inputs_length: int,
@@ -79,7 +79,7 @@ class SpanCorruptionSource:
         """Prepares the chunks.
 
         Args:
-            tokens: <int32>[N] text without special tokens.
+            text: Text without special tokens: <int32>[N], or one that is read as a stream.
             ids: Special tokens.
             inputs_length: Encoder tokens of an example, L; the targets' length T follows.
             batch_size: Examples in a batch.
@@ -92,10 +92,9 @@ class SpanCorruptionSource:
                 noise and the sentinels.
         """
         check_source_numbers(seed, batch_size=batch_size)
-        _check_text(tokens, ids)
         self.batch_size = batch_size
         self.padding = ids.pad
-        self._tokens = tokens
+        self._text = text
         self._ids = ids
         self._noise = noise
         self._seed = seed
@@ -103,17 +102,21 @@ class SpanCorruptionSource:
         # Chunks of as many tokens as corruption shortens to the lengths of a row.
         self.tokens_per_example = tokens_length(inputs_length, noise, ids.num_sentinels)
         self.lengths = corrupted_lengths(self.tokens_per_example, noise)
-        self.num_examples = tokens.size // self.tokens_per_example
-        if self.num_examples == 0:
-            raise DataError(
-                f"The text has {tokens.size} tokens, less than one example of "
-                f"{self.tokens_per_example}. Give more text or a smaller inputs_length."
-            )
-        whole_chunks = tokens[: self.num_examples * self.tokens_per_example]
-        self._chunks = rearrange(whole_chunks, "(n c) -> n c", c=self.tokens_per_example)
+        if isinstance(text, np.ndarray):
+            _check_text(text, ids)
+            self._chunks: Chunks = WholeChunks(text, self.tokens_per_example, seed)
+            hashed: bytes | memoryview = np.ascontiguousarray(text).data
+        else:
+            self._chunks = text.chunks(self.tokens_per_example, seed)
+            hashed = text.fingerprint
 
         settings = (inputs_length, batch_size, seed, *noise, *ids)
-        self.fingerprint = fingerprint(np.ascontiguousarray(tokens).data, repr(settings).encode())
+        self.fingerprint = fingerprint(hashed, repr(settings).encode())
+
+    @property
+    def num_examples(self) -> int | None:
+        """Chunks of an epoch; None for a stream."""
+        return self._chunks.num_examples
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
         """Returns `input_ids` <int64>[B, L] and `labels` <int64>[B, T]; all rows have full length."""
@@ -131,10 +134,7 @@ class SpanCorruptionSource:
         chunks: list[NDArray[np.int32]] = []
         rngs: list[np.random.Generator] = []
         for position in range(step * self.batch_size, (step + 1) * self.batch_size)[rows]:
-            # Positions are counted over all epochs.
-            epoch, index = divmod(position, self.num_examples)
-            order = _epoch_order(self._seed, epoch, self.num_examples)
-            chunks.append(self._chunks[order[index]])
+            chunks.append(self._chunks.at(position))
 
             # The mask follows from (seed, position), so every epoch has different masks.
             rngs.append(np.random.default_rng([self._seed, 1, position]))
@@ -161,7 +161,7 @@ class SpanCorruptionSource:
                 "Choose a length at which two examples fit into a row."
             )
         return SpanCorruptionSource(
-            self._tokens,
+            self._text,
             self._ids,
             inputs_length=inputs_length,
             batch_size=self.batch_size * per_row,
@@ -277,7 +277,7 @@ class PairSource:
         # Epoch -1 is the order in which examples are packed.
         row_lengths = (inputs_length, targets_length)
         examples = encode_pairs(pairs, tokenizer, row_lengths, sentinels, keep_in)
-        packing_order = _epoch_order(seed, -1, len(pairs))
+        packing_order = epoch_order(seed, -1, len(pairs))
         self._examples = [examples[index] for index in packing_order]
 
         # The indices of the examples in each row.
@@ -313,7 +313,7 @@ class PairSource:
     def _row(self, position: int) -> list[Example]:
         """Returns the examples of the row at `position`, counted over all epochs."""
         epoch, index = divmod(position, self.num_rows)
-        order = _epoch_order(self._seed, epoch, self.num_rows)
+        order = epoch_order(self._seed, epoch, self.num_rows)
         row = self._rows[order[index]]
         return [self._examples[example] for example in row]
 
@@ -403,12 +403,6 @@ def fingerprint(*parts: bytes | memoryview) -> str:
     for part in parts:
         digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()[:16]
-
-
-@lru_cache(maxsize=8)
-def _epoch_order(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
-    """Returns <int64>[size] the order of an epoch; -1 is the order in which rows are packed."""
-    return np.random.default_rng([seed, 0, epoch + 1]).permutation(size)
 
 
 def _padded_length(rows: Sequence[Sequence[Tokens]]) -> int:

@@ -5,7 +5,7 @@ Comes before `documents` and `pair_files`, which read texts from the rows.
 
 import csv
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,8 +27,18 @@ _LONGEST_FIELD = 2**31 - 1
 Row = Mapping[str, Any]
 
 
+def refuse(error: DataError) -> None:
+    """Raises the error of a bad row."""
+    raise error
+
+
 def read_rows(
-    source: Path, *, advice: str, columns: Collection[str] | None = None, pipe: bool = False
+    source: Path,
+    *,
+    advice: str,
+    columns: Collection[str] | None = None,
+    pipe: bool = False,
+    bad: Callable[[DataError], None] = refuse,
 ) -> Iterator[tuple[str, Row]]:
     """Yields the place, e.g. `a.csv, line 7`, and the values by column of each row of a table.
 
@@ -41,21 +51,22 @@ def read_rows(
         advice: What a row should be, for messages.
         columns: Columns that are needed; files that allow it are read no further. None for all.
         pipe: Whether JSONL may come from a pipe; see `read_text`.
+        bad: Called with the error of each row that is not one; rows after it are read unless it raises.
 
     Raises:
         DataError: When there is no such table, or it cannot be read; names the place.
     """
     suffix = source.suffix.lower()
     if suffix in SEPARATORS:
-        yield from _read_csv(source, SEPARATORS[suffix], advice)
+        yield from _read_csv(source, SEPARATORS[suffix], advice, bad)
     elif suffix == PARQUET:
         yield from read_parquet(source, advice=advice, columns=columns)
     elif source.is_dir() or _split_of_folder(source):
         yield from _read_folder(source, columns, advice)
-    elif not source.exists() and suffix not in TABLE_SUFFIXES and _HUB_NAME.fullmatch(str(source)):
-        yield from _read_hub(str(source))
+    elif is_hub_name(source):
+        yield from _rows_of(_load_from_hub(str(source), streaming=False), str(source))
     else:
-        for number, row in read_json_lines(source, advice=advice, nan=True, pipe=pipe):
+        for number, row in read_json_lines(source, advice=advice, nan=True, pipe=pipe, bad=bad):
             yield f"{source}, line {number}", row
 
 
@@ -94,7 +105,9 @@ def text_of(row: Row, column: str, *, where: str, advice: str) -> str:
     raise DataError(f"{where}: {column} is missing.{hint} {advice}")
 
 
-def _read_csv(path: Path, separator: str, advice: str) -> Iterator[tuple[str, Row]]:
+def _read_csv(
+    path: Path, separator: str, advice: str, bad: Callable[[DataError], None]
+) -> Iterator[tuple[str, Row]]:
     """Yields the rows of a CSV file with a header."""
     csv.field_size_limit(
         _LONGEST_FIELD
@@ -107,7 +120,8 @@ def _read_csv(path: Path, separator: str, advice: str) -> Iterator[tuple[str, Ro
                 where = f"{path}, line {rows.line_num}"
                 if None in row or None in row.values():
                     names = ", ".join(rows.fieldnames or ())
-                    raise DataError(f"{where}: the row does not have the columns {names}. {advice}")
+                    bad(DataError(f"{where}: the row does not have the columns {names}. {advice}"))
+                    continue
                 yield where, row
     except UnicodeDecodeError as error:
         raise DataError(
@@ -162,6 +176,15 @@ def _read_folder(
             yield from read_parquet(file, advice=advice, columns=columns)
         return
 
+    yield from _rows_of(load_saved_dataset(source, advice=advice), str(source))
+
+
+def load_saved_dataset(source: Path, *, advice: str) -> "datasets.Dataset":
+    """Returns a dataset that was saved to a folder, `FOLDER` or `FOLDER:SPLIT`; its rows stay on disk.
+
+    Raises:
+        DataError: When there is none, or no such split.
+    """
     import datasets
     import pyarrow
 
@@ -182,7 +205,7 @@ def _read_folder(
         saved = saved[split]
     elif split:
         raise DataError(f"{folder} is a dataset without splits. Leave out ':{split}'.")
-    yield from _rows_of(saved, str(source))
+    return saved
 
 
 def _split_of_folder(source: Path) -> str:
@@ -191,20 +214,36 @@ def _split_of_folder(source: Path) -> str:
     return split if separator and not source.exists() and Path(folder).is_dir() else ""
 
 
-def _read_hub(name: str) -> Iterator[tuple[str, Row]]:
-    """Yields the rows of a split of a dataset of the hub."""
+def is_hub_name(source: Path) -> bool:
+    """Returns whether a source is `NAME:SPLIT` or `NAME:CONFIG:SPLIT`, and no file or folder."""
+    is_other = (
+        source.exists() or source.suffix.lower() in TABLE_SUFFIXES or _split_of_folder(source)
+    )
+    return not is_other and _HUB_NAME.fullmatch(str(source)) is not None
+
+
+def open_hub_stream(name: str) -> "datasets.IterableDataset":
+    """Returns a split of a dataset of the hub, whose rows are fetched as they are read.
+
+    Raises:
+        DataError: When there is none.
+    """
+    return _load_from_hub(name, streaming=True)
+
+
+def _load_from_hub(name: str, *, streaming: bool) -> Any:
     import datasets
     from datasets.exceptions import DatasetsError
 
     repository, *config, split = name.split(":")
+    load: Any = datasets.load_dataset  # whose overloads want a literal
     try:
-        dataset = datasets.load_dataset(repository, *config, split=split)
+        return load(repository, *config, split=split, streaming=streaming)
     except (DatasetsError, OSError, RuntimeError, ValueError) as error:
         raise DataError(
             f"The dataset {name} of the hub cannot be read: {error}. Check NAME:CONFIG:SPLIT and the connection, or "
             "give a file."
         ) from error
-    yield from _rows_of(dataset, name)
 
 
 def _rows_of(dataset: "datasets.Dataset", name: str) -> Iterator[tuple[str, Row]]:

@@ -73,12 +73,20 @@ def _encode(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -
     parts = [np.empty(0, dtype=np.int32)]
     starts = range(0, len(documents), _BATCH)
     for start in tqdm(starts, desc="tokenize", unit_scale=_BATCH, unit=" documents", delay=2):
-        texts = documents[start : start + _BATCH]["text"]
-        encoded = tokenizer(
-            texts, add_special_tokens=False, split_special_tokens=True, verbose=False
-        )
-        parts += [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+        parts += encode_texts(documents[start : start + _BATCH]["text"], tokenizer)
     return {_TOKENS: np.concatenate(parts)}
+
+
+def encode_texts(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerFast
+) -> list[NDArray[np.int32]]:
+    """Returns the tokens <int32>[N] of each text, none of them special."""
+    if not texts:
+        return []
+    encoded = tokenizer(
+        list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
+    )
+    return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
 
 def tokens_name(

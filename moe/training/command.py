@@ -477,10 +477,14 @@ def _check_argument(name: str, value: object, options: dict[str, Any]) -> None:
         )
 
     # Lists and paths.
+    values = [value]
     if options.get("nargs") == "+" and value is not None:
-        check(isinstance(value, list), name, value, "a list, e.g. [0, 1]")
+        example = "[0, 1]" if options.get("type") is int else "[first, second]"
+        check(isinstance(value, list) and bool(value), name, value, f"a list, e.g. {example}")
+        values = list(value) if isinstance(value, list) else []
     if options.get("type") is Path and value is not None:
-        check(isinstance(value, str) and bool(value.strip()), name, value, "a path")
+        for path in values:
+            check(isinstance(path, str) and bool(path.strip()), name, path, "a path")
 
 
 def _name_source(text: str, sources: dict[str, Path]) -> str:

@@ -48,7 +48,7 @@ def test_the_next_run_reads_what_the_first_has_tokenized(tokenizer, folder, monk
     assert len(files(folder)) == 2
 
     # Truncated texts are told of in every run.
-    monkeypatch.setattr(module, "_tokenize", refuse)
+    monkeypatch.setattr(module, "tokenize_side", refuse)
     caplog.clear()
     assert encode(tokenizer, folder, sentinels="one") == expected
     assert "inputs are longer than 11 tokens and are truncated" in caplog.text
@@ -150,7 +150,7 @@ def test_a_full_disk_keeps_nothing(tokenizer, folder, monkeypatch):
 
 
 def test_of_processes_that_start_together_one_tokenizes(tokenizer, folder, monkeypatch):
-    tokenize = module._tokenize
+    tokenize = module.tokenize_side
     started = threading.Barrier(3)
     calls = []
 
@@ -163,7 +163,7 @@ def test_of_processes_that_start_together_one_tokenizes(tokenizer, folder, monke
         return encode(tokenizer, folder)
 
     # A lock is one of an open file, so that threads exclude each other as processes do.
-    monkeypatch.setattr(module, "_tokenize", count)
+    monkeypatch.setattr(module, "tokenize_side", count)
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(start, range(3)))
     assert sorted(calls) == ["inputs", "targets"]

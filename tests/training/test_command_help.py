@@ -75,4 +75,6 @@ def test_every_setting_has_an_explanation_and_its_default(capsys):
 
     short = help_of("pretrain", "-h", capsys)
     assert re.search(r"^  --training\.batch_size N +Sequences in an update \(128\)$", short, re.M)
-    assert re.search(r"^  --corpus CORPUS +folder made by stmoe corpus \(required\)$", short, re.M)
+    assert re.search(
+        r"^  --tokenizer TOKENIZER +folder made by stmoe tokenizer \(required\)$", short, re.M
+    )

@@ -48,6 +48,7 @@ def batches_sentence(source: SpanCorruptionSource, num_batches: int) -> str:
     # Examples repeat with other masks once all chunks of the text are used.
     num_examples = num_batches * source.batch_size
     num_chunks = source.num_examples
+    assert num_chunks is not None, "the report reads a text in memory"
     coverage = f"{num_examples:,} of the {num_chunks:,} examples that this text gives, each once"
     if num_examples > num_chunks:
         coverage = (

@@ -1,0 +1,400 @@
+"""Tables larger than memory, in blocks of rows that are read one at a time.
+
+Comes after `rows` and `documents`, before `token_stream`. Parquet files, JSONL files and datasets on
+disk are read from any block on; of everything else the blocks before are read and thrown away.
+"""
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from moe.data.documents import SUFFIXES, files_below, read_document
+from moe.data.rows import (
+    PARQUET,
+    TABLE_SUFFIXES,
+    Row,
+    is_hub_name,
+    load_saved_dataset,
+    open_hub_stream,
+    read_rows,
+)
+from moe.errors import DataError
+from moe.opening import open_to_read
+from moe.parsing import parse_json
+
+if TYPE_CHECKING:
+    import datasets
+
+BLOCK_ROWS = 512
+BLOCK_BYTES = 2**20
+"""Bytes of a block of JSONL."""
+
+BLOCKS_OF_SHARD = 64
+"""Blocks of a shard of JSONL or of a dataset; a row group is a shard of Parquet."""
+
+LEAST_BLOCKS = 20
+"""Small tables are divided into about as many blocks, since one block is held out."""
+
+_FURTHEST_LINE = (
+    2**30
+)  # bytes; places behind it are named by their byte, since lines would be counted
+
+
+class BlockRow(NamedTuple):
+    """A row of a block.
+
+    Attributes:
+        row: Values by column; None where the row cannot be read.
+        where: Returns the place, e.g. `a.jsonl, line 7`.
+        error: Why the row cannot be read.
+    """
+
+    row: Row | None
+    where: Callable[[], str]
+    error: DataError | None = None
+
+
+class Blocks(Protocol):
+    """A table in blocks."""
+
+    @property
+    def identity(self) -> str:
+        """Text that is equal for tables of the same rows in the same blocks: names, sizes, numbers."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Text that changes when a file is written again, e.g. its time."""
+        ...
+
+    @property
+    def shards(self) -> Sequence[range] | None:
+        """Numbers of all blocks, in ranges that are fast to read in order; None for a table that is
+        only read from its beginning, until a block has no rows.
+        """
+        ...
+
+    def read(self, block: int) -> Iterator[BlockRow]:
+        """Yields the rows of a block.
+
+        Raises:
+            DataError: When a file cannot be read.
+        """
+        ...
+
+
+def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
+    """Returns the blocks of a table larger than memory.
+
+    Args:
+        source: A Parquet or JSONL file or a folder of them, a dataset that `datasets` saved
+            (`FOLDER` or `FOLDER:SPLIT`), the name of one on the hub (`NAME:CONFIG:SPLIT`, which is
+            streamed), or other files as `read_files` reads them.
+        columns: Columns that are needed; for files of text one, which holds the text.
+
+    Raises:
+        DataError: When there is no such source.
+    """
+    if is_hub_name(source):
+        return StreamBlocks(open_hub_stream(str(source)), str(source))
+    if source.suffix.lower() not in SUFFIXES and not _is_folder_of_files(source):
+        advice = (
+            f"Give a file or folder of {', '.join(SUFFIXES)}, a dataset saved by `datasets`, or, to pre-train, a "
+            "corpus that `stmoe corpus` made."
+        )
+        return DatasetBlocks(load_saved_dataset(source, advice=advice), str(source))
+
+    files = files_below(source) if source.is_dir() else [source]
+    if not files:
+        raise DataError(
+            f"{source} is no corpus and holds no text. Give a corpus that `stmoe corpus` made, or files ending in "
+            f"{', '.join(SUFFIXES)}."
+        )
+    suffixes = {file.suffix.lower() for file in files}
+    if suffixes == {PARQUET}:
+        return ParquetBlocks(files, columns)
+    if suffixes == {".jsonl"}:
+        return JsonlBlocks(files)
+    return FileBlocks(files, columns)
+
+
+class ParquetBlocks:
+    """Blocks of the row groups of Parquet files: each row group is a shard."""
+
+    def __init__(self, files: Sequence[Path], columns: Sequence[str]) -> None:
+        """Reads the number of rows of each file, not the rows.
+
+        Raises:
+            DataError: When a file is no Parquet file, or has no such column.
+        """
+        self._columns = list(columns)
+        self._groups: list[
+            tuple[Path, int, int]
+        ] = []  # file, row group, rows before it in the file
+        group_rows: list[int] = []
+        for file in files:
+            first_row = 0
+            for group, num_rows in enumerate(_rows_of_groups(file, columns)):
+                if not num_rows:
+                    continue
+                self._groups.append((file, group, first_row))
+                group_rows.append(num_rows)
+                first_row += num_rows
+
+        self._block_rows = _rows_of_block(sum(group_rows))
+        self.shards = _consecutive(-(-rows // self._block_rows) for rows in group_rows)
+        self.identity = repr([_names_and_sizes(files), group_rows, self._block_rows])
+        self.version = _times(files)
+        self._starts = [shard.start for shard in self.shards]
+        self._batches: Iterator[Any] = iter(())
+        self._position = (-1, -1)  # process and block that the batches continue with
+
+    def read(self, block: int) -> Iterator[BlockRow]:
+        """Yields the rows of a block."""
+        import pyarrow
+
+        shard = bisect_right(self._starts, block) - 1
+        file, group, first_row = self._groups[shard]
+        offset = block - self._starts[shard]
+        try:
+            # A file that this process has open is read on; it must not share the file of another.
+            if self._position != (os.getpid(), block):
+                batches = _read_group(file, group, self._columns, self._block_rows)
+                self._batches = islice(batches, offset, None)
+            batch = next(self._batches)
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            raise DataError(f"{file} cannot be read as Parquet: {error}. Restore it.") from error
+
+        is_last = block + 1 == self.shards[shard].stop
+        self._position = (-1, -1) if is_last else (os.getpid(), block + 1)
+        first_row += offset * self._block_rows + 1
+        for number, row in enumerate(batch.to_pylist(), start=first_row):
+            yield BlockRow(row, lambda number=number: f"{file}, row {number}")
+
+
+class JsonlBlocks:
+    """Blocks of about a megabyte of JSONL files: the lines that begin in it."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        sizes = [_size(file) for file in files]
+        block_bytes = min(BLOCK_BYTES, max(1, -(-sum(sizes) // LEAST_BLOCKS)))
+        self._blocks: list[tuple[Path, int, int]] = []  # file, first byte, byte after the last
+        counts: list[int] = []
+        for file, size in zip(files, sizes, strict=True):
+            starts = range(0, size, block_bytes)
+            self._blocks += [(file, start, start + block_bytes) for start in starts]
+            counts += [len(part) for part in _parts(len(starts))]
+        self.shards = _consecutive(counts)
+        self.identity = repr([_names_and_sizes(files), block_bytes])
+        self.version = _times(files)
+
+    def read(self, block: int) -> Iterator[BlockRow]:
+        """Yields the rows of a block."""
+        file, start, stop = self._blocks[block]
+        try:
+            with open(file, "rb", opener=open_to_read) as lines:
+                # The line that reaches over the start belongs to the block before.
+                if start:
+                    lines.seek(start - 1)
+                    lines.readline()
+                position = lines.tell()
+                while position < stop and (line := lines.readline()):
+                    if line.strip(b" \t\r\n\xef\xbb\xbf"):
+                        yield _parse_line(line, file, position)
+                    position += len(line)
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror}. Restore it.") from error
+
+
+class DatasetBlocks:
+    """Blocks of a dataset in memory-mapped files."""
+
+    def __init__(self, dataset: "datasets.Dataset", name: str) -> None:
+        self._dataset = dataset
+        self._name = name
+        self._block_rows = _rows_of_block(len(dataset))
+        num_blocks = -(-len(dataset) // self._block_rows)
+        self.shards = _consecutive(len(part) for part in _parts(num_blocks))
+        files = [Path(file["filename"]) for file in dataset.cache_files]
+        self.identity = repr([_names_and_sizes(files), len(dataset), self._block_rows])
+        self.version = _times(files)
+
+    def read(self, block: int) -> Iterator[BlockRow]:
+        """Yields the rows of a block."""
+        start = block * self._block_rows
+        stop = min(start + self._block_rows, len(self._dataset))
+        for number in range(start, stop):
+            place = f"{self._name}, row {number + 1}"
+            yield BlockRow(self._dataset[number], lambda place=place: place)
+
+
+class _Restarting:
+    """Blocks of rows that are only read from the beginning: a later block skips those before it."""
+
+    shards = None
+
+    def __init__(self) -> None:
+        self._rows: Iterator[BlockRow] = iter(())
+        self._position = (-1, -1)  # process and block that the rows continue with
+
+    def start(self, num_skipped: int) -> Iterator[BlockRow]:
+        """Yields the rows after the first ones."""
+        raise NotImplementedError
+
+    def read(self, block: int) -> Iterator[BlockRow]:
+        """Yields the rows of a block."""
+        if self._position != (os.getpid(), block):
+            self._rows = self.start(block * BLOCK_ROWS)
+        self._position = (-1, -1)  # until the whole block is read
+        yield from islice(self._rows, BLOCK_ROWS)
+        self._position = (os.getpid(), block + 1)
+
+
+class FileBlocks(_Restarting):
+    """Blocks of files of other kinds, or of several: CSV, and a document for each file of text."""
+
+    def __init__(self, files: Sequence[Path], columns: Sequence[str]) -> None:
+        super().__init__()
+        self._files = files
+        self._columns = columns
+        self.identity = repr([_names_and_sizes(files), BLOCK_ROWS])
+        self.version = _times(files)
+
+    def start(self, num_skipped: int) -> Iterator[BlockRow]:
+        """Yields the rows after the first ones."""
+        return islice(self._all_rows(), num_skipped, None)
+
+    def _all_rows(self) -> Iterator[BlockRow]:
+        advice = f"Expected the columns {', '.join(self._columns)} in each row."
+        for file in self._files:
+            if file.suffix.lower() not in TABLE_SUFFIXES:
+                place = str(file)
+                yield BlockRow({self._columns[0]: read_document(file)}, lambda place=place: place)
+                continue
+            bad: list[DataError] = []
+            for where, row in read_rows(file, advice=advice, columns=self._columns, bad=bad.append):
+                yield from _bad_rows(bad)
+                yield BlockRow(row, lambda where=where: where)
+            yield from _bad_rows(bad)
+
+
+class StreamBlocks(_Restarting):
+    """Blocks of a `datasets.IterableDataset`, which need not be on this machine."""
+
+    def __init__(self, stream: "datasets.IterableDataset", name: str) -> None:
+        super().__init__()
+        self._stream = stream
+        self._name = name
+        self.identity = repr([name, BLOCK_ROWS])
+        self.version = ""
+
+    def start(self, num_skipped: int) -> Iterator[BlockRow]:
+        """Yields the rows after the first ones."""
+        rows: Iterable[Any] = self._stream.skip(num_skipped)
+        for number, row in enumerate(rows, start=num_skipped + 1):
+            yield BlockRow(row, lambda number=number: f"{self._name}, row {number}")
+
+
+def _is_folder_of_files(source: Path) -> bool:
+    """Returns whether a folder is no dataset that `datasets` saved."""
+    saved = ("dataset_info.json", "dataset_dict.json")
+    return source.is_dir() and not any((source / name).exists() for name in saved)
+
+
+def _bad_rows(errors: list[DataError]) -> Iterator[BlockRow]:
+    """Yields rows that cannot be read, and empties the list."""
+    for error in errors:
+        yield BlockRow(None, lambda: "", error)
+    errors.clear()
+
+
+def _parse_line(line: bytes, file: Path, position: int) -> BlockRow:
+    """Returns the row of a line of JSONL that begins at a byte of a file."""
+
+    def where() -> str:
+        if position > _FURTHEST_LINE:
+            return f"{file}, byte {position:,}"
+        with file.open("rb") as before:
+            line = before.read(position).count(b"\n") + 1
+        return f"{file}, line {line}"
+
+    try:
+        text = line.decode("utf-8-sig" if position == 0 else "utf-8")
+        row = parse_json(text, where="the line", advice="Repair it.", nan=True)
+    except UnicodeDecodeError:
+        return BlockRow(None, where, DataError(f"{where()}: the line is not UTF-8."))
+    except DataError as error:
+        return BlockRow(None, where, DataError(f"{where()}: {error}"))
+    if not isinstance(row, dict):
+        return BlockRow(None, where, DataError(f"{where()}: the line is not a JSON object."))
+    return BlockRow(row, where)
+
+
+def _rows_of_groups(file: Path, columns: Sequence[str]) -> list[int]:
+    """Returns the rows of each row group of a Parquet file."""
+    import pyarrow.parquet
+
+    try:
+        with open(file, "rb", opener=open_to_read):
+            metadata = pyarrow.parquet.read_metadata(file)
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file} cannot be read as Parquet: {error}. Restore it.") from error
+    names = metadata.schema.to_arrow_schema().names
+    missing = [column for column in columns if column not in names]
+    if missing:
+        raise DataError(
+            f"{file} has no column {missing[0]!r}; it has {', '.join(names)}. Name the column of texts by --column, "
+            "or those of pairs by --columns."
+        )
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+
+def _read_group(file: Path, group: int, columns: list[str], num_rows: int) -> Iterator[Any]:
+    """Yields the batches of a row group."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as table:
+        yield from table.iter_batches(
+            num_rows, row_groups=[group], columns=columns, use_threads=False
+        )
+
+
+def _rows_of_block(num_rows: int) -> int:
+    return min(BLOCK_ROWS, max(1, -(-num_rows // LEAST_BLOCKS)))
+
+
+def _parts(num_blocks: int) -> Iterator[range]:
+    """Yields the blocks of each shard."""
+    for start in range(0, num_blocks, BLOCKS_OF_SHARD):
+        yield range(start, min(start + BLOCKS_OF_SHARD, num_blocks))
+
+
+def _consecutive(counts: Iterable[int]) -> list[range]:
+    """Returns consecutive ranges of these lengths, without empty ones."""
+    ranges = []
+    start = 0
+    for count in counts:
+        if count:
+            ranges.append(range(start, start + count))
+        start += count
+    return ranges
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise DataError(
+            f"{file} cannot be read: {error.strerror}. Give a file or folder."
+        ) from error
+
+
+def _names_and_sizes(files: Iterable[Path]) -> list[tuple[str, int]]:
+    return [(file.name, _size(file)) for file in files]
+
+
+def _times(files: Iterable[Path]) -> str:
+    return repr([(str(file.resolve()), file.stat().st_mtime_ns) for file in files])

@@ -1,0 +1,130 @@
+"""Pairs that are streamed are the pairs in memory, whatever was read before."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from moe import ConfigError, DataError
+from moe.data.block_stream import HELD_OUT_BLOCK, StreamSettings
+from moe.data.blocks import open_blocks
+from moe.data.pair_files import Pair, read_pairs
+from moe.data.pair_stream import PairStream, StreamedPairSource
+from moe.data.pairs import Sentinels, encode_pairs
+from moe.training.recipe import PairsRecipe
+from tests.data.test_rows import write
+from tests.data.test_token_stream import tokenizer as tokenizer  # a fixture
+
+NUM_PAIRS = 97
+ROWS = [
+    {
+        "question": " ".join(f"w{row + word}" for word in range(row % 7)),
+        "answer": f"w{row}",
+        "n": row,
+    }
+    for row in range(NUM_PAIRS)
+]
+COLUMNS = {"inputs": "question", "targets": "answer"}
+LENGTHS = (6, 4)  # some inputs are truncated
+
+
+def stream_of(path, tokenizer, folder, sentinels: Sentinels = "none", **settings) -> PairStream:
+    return PairStream(
+        open_blocks(path, list(COLUMNS.values())),
+        tokenizer,
+        StreamSettings(folder, **settings),
+        columns=COLUMNS,
+        lengths=LENGTHS,
+        sentinels=sentinels,
+    )
+
+
+def source_of(stream, **changes) -> StreamedPairSource:
+    settings = {"inputs_length": 12, "targets_length": 8, "batch_size": 3, "seed": 1, **changes}
+    return StreamedPairSource(stream, **settings)
+
+
+def examples_in(batch: dict[str, Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Returns the examples of a batch without padding."""
+    examples = []
+    for row in range(len(batch["input_ids"])):
+        for segment in range(1, int(batch["segment_ids"][row].max()) + 1):
+            inputs = batch["input_ids"][row][batch["segment_ids"][row] == segment]
+            targets = batch["labels"][row][batch["decoder_segment_ids"][row] == segment]
+            examples.append((tuple(inputs.tolist()), tuple(targets.tolist())))
+    return examples
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("sentinels", ["none", "one"])
+def test_every_epoch_has_each_pair_once_but_those_that_are_held_out(
+    tmp_path, tokenizer, pack, sentinels
+):
+    path = write(tmp_path / "a.parquet", ROWS)
+    stream = stream_of(path, tokenizer, tmp_path / "cache", sentinels, shuffle_rows=700)
+    held_out = stream.held_out()
+    assert held_out == read_pairs(path, COLUMNS)[: stream.num_pairs(HELD_OUT_BLOCK)]
+    texts = [(row["question"], row["answer"]) for row in ROWS[len(held_out) :]]
+    expected = Counter(
+        (tuple(inputs.tolist()), tuple(targets.tolist()))
+        for inputs, targets in encode_pairs(texts, tokenizer, LENGTHS, sentinels)
+    )
+
+    # Rows of one batch after the other, until two epochs have passed.
+    source = source_of(stream, pack=pack)
+    drawn: list[Any] = []
+    step = 0
+    while len(drawn) < 2 * len(texts):
+        drawn += examples_in(source.batch(step))
+        step += 1
+    assert Counter(drawn[: len(texts)]) == expected
+    assert Counter(drawn[len(texts) : 2 * len(texts)]) == expected
+    assert drawn[: len(texts)] != drawn[len(texts) : 2 * len(texts)]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_a_batch_depends_on_the_step_alone(tmp_path, tokenizer, pack):
+    path = write(tmp_path / "a.jsonl", ROWS)
+    source = source_of(stream_of(path, tokenizer, tmp_path / "cache"), pack=pack)
+    batches = [source.batch(step) for step in range(50)]
+    for cache in ("cache", "empty"):
+        again = source_of(stream_of(path, tokenizer, tmp_path / cache), pack=pack)
+        for step in (49, 3, 17):
+            batch = again.batch(step)
+            assert all(torch.equal(batch[name], batches[step][name]) for name in batch)
+            part = again.batch(step, slice(1, 2))
+            assert all(torch.equal(part[name], batches[step][name][1:2]) for name in part)
+        assert again.fingerprint == source.fingerprint
+
+
+def test_bad_rows_are_named_or_skipped_in_a_stream_and_in_memory(tmp_path, tokenizer, caplog):
+    rows = [*ROWS[:50], {"question": "w1", "answer": None, "n": 0}, *ROWS[50:]]
+    path = write(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match="line 51: answer is None"):
+        read_pairs(path, COLUMNS)
+    pairs = read_pairs(path, COLUMNS, skip_bad_rows=True)
+    assert pairs == [Pair(row["question"], row["answer"]) for row in ROWS]
+    assert f"1 of {NUM_PAIRS + 1} rows" in caplog.text
+
+    stream = stream_of(path, tokenizer, tmp_path / "cache")
+    assert stream.shards is not None
+    blocks = [block for shard in stream.shards for block in shard]
+    with pytest.raises(DataError, match=r"line 51: answer is None.*data\.bad_rows"):
+        stream.prepare(blocks)
+    stream = stream_of(path, tokenizer, tmp_path / "cache", skip_bad_rows=True)
+    stream.prepare(blocks)
+    assert sum(map(stream.num_pairs, blocks)) == NUM_PAIRS
+    assert stream.num_rows() == (NUM_PAIRS + 1, 1)
+
+
+def test_a_missing_column_is_named(tmp_path, tokenizer):
+    path = write(tmp_path / "a.parquet", [{"question": "w1", "n": 1}])
+    with pytest.raises(DataError, match="no column 'answer'; it has question, n"):
+        stream_of(path, tokenizer, tmp_path)
+
+
+def test_settings_of_streams_need_one():
+    assert PairsRecipe(stream=True, shuffle_rows=100).stream
+    with pytest.raises(ConfigError, match="shuffle_rows is 100"):
+        PairsRecipe(shuffle_rows=100)
