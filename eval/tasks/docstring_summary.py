@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from eval.corpora.kept_rows import kept_on_disk
 from eval.scores.metrics import ROUGE1, ROUGE2, ROUGELSUM
 from eval.source import BuiltIn, split_by_hash
 from eval.task import Decoding, Features, Row, Task, register_task
@@ -27,6 +28,7 @@ def _rows(split: str) -> list[Row]:
 
 
 @lru_cache(maxsize=1)
+@kept_on_disk("stdlib")
 def _all_rows() -> dict[str, list[Row]]:
     """Returns the rows of every split; equal bodies, and equal summaries, occur once."""
     folder = package_folder("stdlib")

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from eval.corpora.kept_rows import kept_on_disk
 from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn
 from eval.task import SPLITS, Decoding, Features, Row, Task, register_task
@@ -164,6 +165,7 @@ def _rows(split: str) -> list[Row]:
 
 
 @lru_cache(maxsize=1)
+@kept_on_disk("stdlib")
 def _all_rows() -> dict[str, list[Row]]:
     """Returns the rows of every split; equal texts occur once, in the test split if they are there."""
     folder = package_folder("stdlib")

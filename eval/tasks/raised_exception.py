@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from eval.corpora.kept_rows import kept_on_disk
 from eval.scores.metrics import ACCURACY
 from eval.source import BuiltIn, hash_fraction, split_by_hash
 from eval.task import SPLITS, Decoding, Features, Row, Task, register_task
@@ -48,6 +49,7 @@ def _rows(split: str) -> list[Row]:
 
 
 @lru_cache(maxsize=1)
+@kept_on_disk(*PACKAGES)
 def _all_rows() -> dict[str, list[Row]]:
     """Returns the rows of every split; equal messages occur once."""
     rows_by_class: dict[str, list[Row]] = defaultdict(list)

@@ -22,7 +22,9 @@ def library(tmp_path, monkeypatch):
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text('# files without """ are not parsed\n' + "".join(definitions))
-        return docstring_topic._all_rows.__wrapped__()
+        return (
+            docstring_topic._all_rows.__wrapped__.__wrapped__()
+        )  # neither kept in memory nor on disk
 
     return rows
 

@@ -16,7 +16,9 @@ def rows_of(tmp_path, monkeypatch):
 
     def rows(source):
         (tmp_path / "module.py").write_text(source)
-        splits = raised_exception._all_rows.__wrapped__()
+        splits = (
+            raised_exception._all_rows.__wrapped__.__wrapped__()
+        )  # neither kept in memory nor on disk
         return {(row["message"], row["exception"]) for split in SPLITS for row in splits[split]}
 
     return rows
