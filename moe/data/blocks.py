@@ -105,7 +105,9 @@ def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
             f"Give a file or folder of {', '.join(SUFFIXES)}, a dataset saved by `datasets`, or, to pre-train, a "
             "corpus that `stmoe corpus` made."
         )
-        return DatasetBlocks(load_saved_dataset(source, advice=advice), str(source))
+        dataset = load_saved_dataset(source, advice=advice)
+        _check_columns(str(source), columns, dataset.column_names)
+        return DatasetBlocks(dataset.select_columns(list(columns)), str(source))
 
     files = files_below(source) if source.is_dir() else [source]
     if not files:
@@ -121,6 +123,14 @@ def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
     return FileBlocks(files, columns)
 
 
+class _RowGroup(NamedTuple):
+    """A part of a Parquet file, and the number of rows before it in the file."""
+
+    file: Path
+    number: int
+    first_row: int
+
+
 class ParquetBlocks:
     """Blocks of the row groups of Parquet files: each row group is a shard."""
 
@@ -131,16 +141,14 @@ class ParquetBlocks:
             DataError: When a file is no Parquet file, or has no such column.
         """
         self._columns = list(columns)
-        self._groups: list[
-            tuple[Path, int, int]
-        ] = []  # file, row group, rows before it in the file
+        self._groups: list[_RowGroup] = []
         group_rows: list[int] = []
         for file in files:
             first_row = 0
             for group, num_rows in enumerate(_rows_of_groups(file, columns)):
                 if not num_rows:
                     continue
-                self._groups.append((file, group, first_row))
+                self._groups.append(_RowGroup(file, group, first_row))
                 group_rows.append(num_rows)
                 first_row += num_rows
 
@@ -343,13 +351,18 @@ def _rows_of_groups(file: Path, columns: Sequence[str]) -> list[int]:
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}. Restore it.") from error
     names = metadata.schema.to_arrow_schema().names
+    _check_columns(str(file), columns, names)
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+
+def _check_columns(source: str, columns: Sequence[str], names: Sequence[str]) -> None:
+    """Raises a DataError when a table lacks a column."""
     missing = [column for column in columns if column not in names]
     if missing:
         raise DataError(
-            f"{file} has no column {missing[0]!r}; it has {', '.join(names)}. Name the column of texts by --column, "
+            f"{source} has no column {missing[0]!r}; it has {', '.join(names)}. Name the column of texts by --column, "
             "or those of pairs by --columns."
         )
-    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
 
 def _read_group(file: Path, group: int, columns: list[str], num_rows: int) -> Iterator[Any]:
