@@ -12,6 +12,7 @@ multiplies faster, and quantized weights.
     python -m scripts.benchmark busy [--json busy.json] [--threads 2]
     python -m scripts.benchmark startup [--json startup.json] [--only 'eval run']
     python -m scripts.benchmark tracing [--json tracing.json] [--threads 1]
+    python -m scripts.benchmark two_nodes [--bandwidth 25] [--latency 2] [--json two_nodes.json]
     python -m scripts.benchmark input [--json input.json] [--rounds 5]
     python -m scripts.benchmark products [--json products.json]
     python -m scripts.benchmark quantized [--json quantized.json] [--threads 1]
@@ -47,10 +48,11 @@ from benchmarks.models.serving import ServingBenchmark, run_serving
 from benchmarks.models.tracing import TracingBenchmark, run_tracing
 from benchmarks.ranks.exchange import ExchangeBenchmark, run_exchange
 from benchmarks.ranks.scaling import ScalingCase
+from benchmarks.ranks.two_nodes_times import TwoNodesBenchmark, run_two_nodes
 from benchmarks.statistics.intervals import IntervalBenchmark, run_intervals
 from benchmarks.surgery.bits import BitsBenchmark, run_bits
 from benchmarks.surgery.quantized import QuantizedBenchmark, run_quantized
-from moe.cli import Parser, integer, path, run_main
+from moe.cli import Parser, integer, path, real, run_main
 from moe.files import output_path
 
 _COUNT = integer(least=1, most=4_096, reason="more does not fit on one machine")
@@ -112,6 +114,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "seed": {"type": integer(least=0), "default": 0, "help": "seed of the samples (0)"},
     "model": {"type": path, "required": True, "help": "folder of a sparse model"},
     "corpus": {"type": path, "required": True, "help": "folder made by stmoe corpus"},
+    "bandwidth": {
+        "type": real(above=0),
+        "default": 25.0,
+        "help": "MB/s between the nodes, in each direction (25)",
+    },
+    "latency": {"type": real(above=0), "default": 2.0, "help": "ms between the nodes (2)"},
     "only": {
         "nargs": "+",
         "metavar": "START",
@@ -246,6 +254,11 @@ BENCHMARKS = {
         "training step and decoding beside busy processes, over the same alone",
         "json rounds threads",
         lambda options: run_busy(BusyBenchmark(**options, threads=torch.get_num_threads())),
+    ),
+    "two_nodes": Benchmark(
+        "a training step on two nodes of this machine, beside the planner's prediction; needs root",
+        "json rounds bandwidth latency",
+        lambda options: run_two_nodes(TwoNodesBenchmark(**options)),
     ),
     "startup": Benchmark(
         "CPU time and memory until a command explains its options",

@@ -114,22 +114,7 @@ def scaling_meshes(num_ranks: int) -> dict[str, MeshConfig]:
 
 def build_step(case: ScalingCase, device: torch.device, mesh: Mesh | None) -> Callable[[], object]:
     """Returns a function that does one training step of its own model."""
-    # The same weights on every mesh.
-    torch.manual_seed(0)
-    config = STMoEConfig(
-        vocab_size=case.vocab_size,
-        d_model=case.d_model,
-        d_ff=case.d_ff,
-        num_heads=case.d_model // 64,
-        num_layers=case.num_layers,
-        num_experts=case.num_experts,
-        num_sparse_encoder_layers=case.num_layers // 2,
-        num_sparse_decoder_layers=case.num_layers // 2,
-        group_size=case.length,
-        dropout_rate=0.0,
-    )
-    with device:
-        model = STMoEForConditionalGeneration(config).train()
+    model = build_model(case, device)
 
     # On a mesh the batch grows with the ranks.
     batch_size = case.rows
@@ -145,6 +130,25 @@ def build_step(case: ScalingCase, device: torch.device, mesh: Mesh | None) -> Ca
     optimizer = Adafactor(parameter_groups(model))
     batch = build_batch(case, device)
     return partial(train_step, model, optimizer, recipe, batch, 0, mesh)
+
+
+def build_model(case: ScalingCase, device: torch.device) -> STMoEForConditionalGeneration:
+    """Returns the model of a case, with the same weights on every mesh."""
+    torch.manual_seed(0)
+    config = STMoEConfig(
+        vocab_size=case.vocab_size,
+        d_model=case.d_model,
+        d_ff=case.d_ff,
+        num_heads=case.d_model // 64,
+        num_layers=case.num_layers,
+        num_experts=case.num_experts,
+        num_sparse_encoder_layers=case.num_layers // 2,
+        num_sparse_decoder_layers=case.num_layers // 2,
+        group_size=case.length,
+        dropout_rate=0.0,
+    )
+    with device:
+        return STMoEForConditionalGeneration(config).train()
 
 
 def build_batch(case: ScalingCase, device: torch.device) -> Batch:

@@ -249,9 +249,11 @@ def _init_process_group(
     store, rank, size = next(rendezvous("env://", timeout=rendezvous_timeout))
 
     # torchrun keeps its store when it restarts ranks, with the addresses of the ranks that are
-    # gone: every start has its own prefix.
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"moe/start/{restart}", store)
+    # gone: every start has its own prefix. A store of the first rank is new, and a node that returns
+    # would count its starts from 0.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"moe/start/{restart}", store)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=exchange_timeout
     )
