@@ -113,6 +113,9 @@ def test_the_demo_makes_everything_it_says(tmp_path):
     recipe = yaml.safe_load(inputs["finetune.yaml"].read_text())
     recipe["mixture"] = {"train_examples": 61, "dev_examples": 7}
     inputs["finetune.yaml"].write_text(yaml.safe_dump(recipe))
+    recipe = yaml.safe_load(inputs["pretrain.yaml"].read_text())
+    recipe["data"] |= {"noise_density": 0.5, "short_steps": 5, "short_inputs_length": 8}
+    inputs["pretrain.yaml"].write_text(yaml.safe_dump(recipe))
     facts = yaml.safe_load(Path(demo.repository_file("recipes/finetune_facts.yaml")).read_text())
     facts["optim"]["cooldown_steps"] = 0
     facts["training"] |= {"steps": 3, "batch_size": 2, "held_out_batches": 1}
@@ -122,7 +125,7 @@ def test_the_demo_makes_everything_it_says(tmp_path):
     own_text.write_text("\n\n".join(path.read_text() for path in texts))
     options = ["--pretrain-config", inputs["pretrain.yaml"]]
     options += ["--finetune-config", inputs["finetune.yaml"], "--vocab-size", MODEL["vocab_size"]]
-    options += ["--facts-config", tmp_path / "facts.yaml"]
+    options += ["--facts-config", tmp_path / "facts.yaml", "--quick"]
 
     # A mistake in the first stage fixes no settings.
     one_document = ["--out", str(out), "--data", str(texts[0]), *map(str, options)]
@@ -143,7 +146,7 @@ def test_the_demo_makes_everything_it_says(tmp_path):
         "docstring_topic, 61 labels",
         "majority",
         "Expert",
-        "10,000 random facts",
+        "1,000 random facts",
     ):
         assert any(part in line for line in end), part
 
@@ -171,7 +174,7 @@ def test_the_demo_makes_everything_it_says(tmp_path):
     assert page.open == []
     assert all(reference.startswith("#") for reference in page.references)
     text = " ".join(page.text)
-    assert "10,000 random facts recalled" in text
+    assert "1,000 random facts recalled" in text
     for word in ("Summary", "Training", "Routers", "Sentinels", "Tokens by expert", "Corpus"):
         assert word in text, word
     assert "unigram" in text and "<extra_id_0>" in text
