@@ -10,15 +10,15 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
 
+from eval.task import Row
 from moe.data import docstrings, prose
 from moe.data.docstrings import package_folder, python_files
 from moe.errors import DataError
 from moe.files import cache_folder, write_text
 from moe.parsing import read_json
 
-RowsBySplit = dict[str, list[dict[str, Any]]]
+RowsBySplit = dict[str, list[Row]]
 
 
 def kept_on_disk(
