@@ -12,6 +12,7 @@ torch.
 """
 
 import difflib
+import gc
 import os
 import signal
 import sys
@@ -101,7 +102,12 @@ _HELP = ("-h", "--help")
 
 
 def start_command() -> None:
-    """Answers Ctrl-C until `moe.cli.run_main` takes over, and shares cores with other processes."""
+    """Answers Ctrl-C until `moe.cli.run_main` takes over, and shares cores with other processes.
+
+    Python's collector rests until then: imports leave no garbage, and it would take a sixth of their time.
+    """
+    gc.disable()
+
     # A starter that ignores Ctrl-C, as `nohup` does, is left alone.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_at_once)

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import gc
 import io
 import os
 import re
@@ -133,6 +134,10 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
         main: The command; receives the arguments without the program name and without `--debug`.
         interrupted: How to continue after Ctrl-C or a full disk.
     """
+    # What was imported stays: the collector need not go through it.
+    gc.freeze()
+    gc.enable()
+
     debug = "--debug" in sys.argv[1:]
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     _write_any_character()

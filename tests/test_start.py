@@ -11,6 +11,7 @@ import pytest
 
 import eval.__main__ as evaluation
 import stmoe
+from tests.processes import run_program
 
 ROOT = Path(__file__).parents[1]
 SAID = "Waiting threads soon sleep (GOMP_SPINCOUNT=10000; set it to choose).\n"
@@ -143,3 +144,16 @@ def test_no_command_imports_what_only_its_work_needs():
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert ended.stdout == "\n"
+
+
+def test_the_collector_rests_while_a_command_imports_and_works_afterwards(tmp_path):
+    program = """
+import gc
+import stmoe
+from tests.processes import run_program
+stmoe.start_command()
+resting = not gc.isenabled()
+from moe.cli import run_main
+run_main(lambda argv: print(resting, gc.isenabled(), gc.get_freeze_count() > 100_000))
+"""
+    assert run_program(tmp_path, program).stdout.split() == ["True", "True", "True"]
