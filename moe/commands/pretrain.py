@@ -207,7 +207,7 @@ def describe_amount(source: SpanCorruptionSource, steps: int) -> str:
     num_tokens = num_drawn * source.tokens_per_example
     trained = f"{steps:,} steps train on {num_tokens:,} tokens of text"
     if source.num_examples is None:
-        return f"{trained}, read as a stream."
+        return f"{trained}."
     corpus_tokens = source.num_examples * source.tokens_per_example
     epochs = num_drawn / source.num_examples
     digits = 2 if epochs < 10 else 0
