@@ -65,7 +65,7 @@ def read_text(
 def parse_json(
     text: str,
     *,
-    where: str,
+    where: object,
     advice: str = "Restore the file.",
     error: type[MoEError] = DataError,
     nan: bool = False,
@@ -74,7 +74,7 @@ def parse_json(
 
     Args:
         text: The JSON.
-        where: File and line, for the message.
+        where: File and line, as a text of the message.
         advice: Advice for the user.
         error: Class of the error.
         nan: Whether NaN and Infinity, which Python writes but JSON lacks, are numbers.
@@ -104,6 +104,23 @@ def read_json(
     return parse_json(text, where=str(path), advice=advice, error=error, nan=nan)
 
 
+def refuse(error: DataError) -> None:
+    """Raises the error of a bad row."""
+    raise error
+
+
+def parse_json_object(text: str, *, where: object, advice: str, nan: bool) -> dict[str, Any]:
+    """Returns the object of a JSON text; see `parse_json`.
+
+    Raises:
+        DataError: When the text is something else.
+    """
+    value = parse_json(text, where=where, advice=advice, nan=nan)
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: {shown(text[:60])} is not a JSON object. {advice}")
+    return value
+
+
 def read_json_lines(
     path: Path,
     *,
@@ -111,7 +128,7 @@ def read_json_lines(
     torn_end: bool = False,
     nan: bool = False,
     pipe: bool = False,
-    bad: Callable[[DataError], None] | None = None,
+    bad: Callable[[DataError], None] = refuse,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields the number, from 1, and the object of each line of a JSONL file.
 
@@ -123,7 +140,7 @@ def read_json_lines(
         torn_end: Whether to skip a torn last line, as in a file to which a run still appends.
         nan: Whether NaN and Infinity are numbers.
         pipe: See `read_text`.
-        bad: Called with the error of a line, instead of raising it.
+        bad: Called with the error of a line; lines after it are read unless it raises.
 
     Raises:
         DataError: When the file cannot be read, or a line is not a JSON object; names the line.
@@ -140,14 +157,10 @@ def read_json_lines(
         # A run that is killed may leave half a line at the end.
         where = f"{path}, line {number}"
         try:
-            value = parse_json(line, where=where, advice=advice, nan=nan)
-            if not isinstance(value, dict):
-                raise DataError(f"{where}: {shown(line[:60])} is not a JSON object. {advice}")
+            value = parse_json_object(line, where=where, advice=advice, nan=nan)
         except DataError as error:
             if torn_end and number == last:
                 return
-            if bad is None:
-                raise
             bad(error)
             continue
         yield number, value

@@ -1,6 +1,6 @@
 """Rows that are read out of installed packages, kept on disk until a file of the packages changes.
 
-Parsing the source files of a few packages takes 3 to 12 seconds, and every command that uses such a
+Parsing the source files of a few packages takes 5 to 25 seconds, and every command that uses such a
 task needs its rows.
 """
 
@@ -8,6 +8,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 
@@ -38,11 +39,10 @@ def kept_on_disk(
                 return read_json(path)
             except DataError:  # missing or damaged
                 rows = read()
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+
+            # A read-only home folder, or a full disk, costs only time.
+            with suppress(OSError, DataError):
                 write_text(path, json.dumps(rows))
-            except (OSError, DataError):
-                pass  # a read-only home folder, or a full disk, costs only time
             return rows
 
         return read_or_load

@@ -227,7 +227,7 @@ def read_data(
     """
     mixture = recipe.mixture
     if not mixture.tasks:
-        return read_own_pairs(recipe, arguments, world)
+        return read_own_pairs(recipe, arguments, arguments.pretrained, world)
     if recipe.data.stream or recipe.data.bad_rows != "refuse":
         raise ConfigError(
             "data.stream and data.bad_rows cannot be combined with tasks. Give your own pairs by --train, or leave "
@@ -248,11 +248,20 @@ def read_data(
     return read_tasks(mixture)
 
 
-def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> FinetuningData:
-    """Returns the user's own pairs, and prints how many are scored and by which metrics."""
+def read_own_pairs(
+    recipe: FinetuneRecipe, arguments: Namespace, model: Path, world: World
+) -> FinetuningData:
+    """Returns the user's own pairs, and prints how many are scored and by which metrics.
+
+    Args:
+        recipe: Says how the pairs are read.
+        arguments: Values of the options of `add_pair_options`.
+        model: Folder whose tokenizer a stream needs.
+        world: The ranks.
+    """
     stream: PairStream | None = None
     if recipe.data.stream:
-        stream, dev = open_stream(recipe, arguments)
+        stream, dev = open_stream(recipe, arguments, model)
         train: list[Pair] = []
         world.print_on_rank_zero(f"{arguments.train} is read as a stream.")
     else:
@@ -265,7 +274,8 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
             f"{training.steps:,} steps of {training.batch_size} pairs: {num_epochs:.1f} epochs."
         )
     if not dev:
-        world.print_on_rank_zero(f"{len(train):,} pairs, none held out: the run has no dev scores.")
+        number = "Pairs" if stream else f"{len(train):,} pairs"
+        world.print_on_rank_zero(f"{number}, none held out: the run has no dev scores.")
 
     # Pairs that the model could answer from memory.
     num_shared = num_shared_inputs(train, dev)
@@ -281,7 +291,7 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
         )
 
     # Dev pairs that are answered at every evaluation.
-    texts = {"pairs": [pair.texts for pair in train]}
+    texts = {} if stream else {"pairs": [pair.texts for pair in train]}
     dev_texts = [pair.texts for pair in dev]
     scored = choose_examples(dev, recipe.mixture.dev_examples, seed=0)
     if not scored:
@@ -299,7 +309,9 @@ def read_own_pairs(recipe: FinetuneRecipe, arguments: Namespace, world: World) -
     return FinetuningData(texts, dev_texts, build_dev_scorer, scored, stream)
 
 
-def open_stream(recipe: FinetuneRecipe, arguments: Namespace) -> tuple[PairStream, list[Pair]]:
+def open_stream(
+    recipe: FinetuneRecipe, arguments: Namespace, model: Path
+) -> tuple[PairStream, list[Pair]]:
     """Returns the pairs to train on as a stream, and those to score: of --dev, or the first ones.
 
     Raises:
@@ -315,7 +327,7 @@ def open_stream(recipe: FinetuneRecipe, arguments: Namespace) -> tuple[PairStrea
     columns = {name: names.get(name, name) for name in ("inputs", "targets")}
     stream = PairStream(
         open_blocks(arguments.train, list(columns.values())),
-        load_tokenizer(getattr(arguments, "pretrained", None) or arguments.teacher),
+        load_tokenizer(model),
         StreamSettings(cache_folder(), data.shuffle_rows, data.bad_rows == "skip"),
         columns=columns,
         lengths=(data.inputs_length, data.targets_length),

@@ -111,9 +111,9 @@ def build_run(
     num_batches = recipe.training.held_out_batches
 
     def count_ngrams() -> dict[str, float]:
-        if not isinstance(text, np.ndarray):  # a stream cannot be counted before it is read
+        if not isinstance(text, WholeText):  # a stream cannot be counted before it is read
             return {}
-        return ngram_losses(text, unseen, num_batches, len(tokenizer))
+        return ngram_losses(text.tokens, unseen, num_batches, len(tokenizer))
 
     losses = broadcast_from_rank_zero(count_ngrams)  # a table of a long text takes 1.3 GB
     held_out = HeldOut(unseen, num_batches, ids, losses)
@@ -135,7 +135,7 @@ def open_text(
     corpora: Sequence[Path],
     tokenizer: PreTrainedTokenizerFast,
     column: str = TEXT_COLUMN,
-) -> tuple[NDArray[np.int32] | Text, NDArray[np.int32]]:
+) -> tuple[Text, NDArray[np.int32]]:
     """Returns the text to train on, and held-out tokens <int32>[N] of all corpora.
 
     Args:
@@ -166,7 +166,6 @@ def open_text(
             f"data.rates is {data.rates}; expected a number for each of the {len(corpora)} corpora, or null for one."
         )
 
-    wholes: list[NDArray[np.int32]] = []
     texts: list[Text] = []
     held_out: list[NDArray[np.int32]] = []
     for path in corpora:
@@ -177,13 +176,11 @@ def open_text(
             held_out.append(stream.held_out())
         else:
             corpus = load_corpus(path)
-            wholes.append(tokenize_corpus(corpus.train, tokenizer))
-            texts.append(WholeText(wholes[-1]))
+            texts.append(WholeText(tokenize_corpus(corpus.train, tokenizer)))
             held_out.append(tokenize_corpus(corpus.held_out, tokenizer))
 
-    if data.rates is not None:
-        return MixedText(texts, data.rates), np.concatenate(held_out)
-    return (wholes or texts)[0], held_out[0]
+    text = texts[0] if data.rates is None else MixedText(texts, data.rates)
+    return text, np.concatenate(held_out)
 
 
 def build_source(

@@ -26,16 +26,20 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
 from moe.data.blocks import BLOCK_ROWS, BlockRow, Blocks
-from moe.data.rows import text_of
 from moe.data.tokens import Arrays, kept_arrays, tokens_name
 from moe.errors import DataError
 
 logger = logging.getLogger(__name__)
 
+SHUFFLE_ROWS = 8192
+"""Rows that are shuffled together by default."""
+
 HELD_OUT_BLOCK = 0
 """Number of the block that training never sees."""
 
-_ROWS = "rows"  # how many rows the block has, and how many of them were skipped
+ROWS = "rows"
+"""Name of the array with the number of rows of a block, and the number of them that were skipped."""
+
 _FORMAT = 1  # increase when the same rows give other tokens
 
 
@@ -49,7 +53,7 @@ class StreamSettings(NamedTuple):
     """
 
     folder: Path
-    shuffle_rows: int = 8192
+    shuffle_rows: int = SHUFFLE_ROWS
     skip_bad_rows: bool = False
 
 
@@ -110,10 +114,10 @@ class BlockStream(ABC):
 
     def check_held_out(self) -> None:
         """Raises a DataError when there is no block besides the one that is held out."""
-        num_blocks = sum(map(len, self.shards or ()))
-        if self.shards is None and self._num_rows(HELD_OUT_BLOCK + 1):
-            num_blocks = 2
-        if num_blocks < 2:
+        has_one_block = sum(map(len, self.shards or ())) < 2
+        if self.shards is None:
+            has_one_block = self._num_rows(HELD_OUT_BLOCK + 1) == 0
+        if has_one_block:
             raise DataError(
                 f"The data have no more than {BLOCK_ROWS} rows, too few to be streamed. Read them into memory: make a "
                 "corpus of a text (`stmoe corpus --data ...`), or leave out data.stream."
@@ -126,14 +130,6 @@ class BlockStream(ABC):
                 return file.get_slice(name).get_shape()[0]
         except (OSError, SafetensorError):
             return len(self.arrays(block)[name])
-
-    def num_rows(self) -> tuple[int, int]:
-        """Returns how many rows of the table any run has tokenized, and how many it skipped."""
-        total = np.zeros(2, dtype=np.int64)
-        for path in self._folder.glob("*.safetensors"):
-            with safe_open(path, framework="numpy") as file:
-                total += file.get_tensor(_ROWS)
-        return int(total[0]), int(total[1])
 
     def window(self, seed: int, epoch: int, number: int) -> list[int]:
         """Returns the blocks of a window of an epoch; none after the last window."""
@@ -162,9 +158,7 @@ class BlockStream(ABC):
             self.arrays(block)
 
     def prepare_ahead(self, blocks: Sequence[int]) -> None:
-        """Makes the tokens of blocks while training goes on; errors appear when they are needed."""
-        if self.shards is None:
-            return  # a second reader would start from the beginning
+        """Makes the tokens of blocks in the background; an error is raised once they are needed."""
         if self._ahead is None or self._ahead[0] != os.getpid():
             self._ahead = (os.getpid(), ThreadPoolExecutor(1, "tokens"))
         self._ahead[1].submit(self.prepare, blocks)
@@ -177,19 +171,19 @@ class BlockStream(ABC):
         return [block for block in blocks if block != HELD_OUT_BLOCK]
 
     def _num_rows(self, block: int) -> int:
-        return int(self.arrays(block)[_ROWS][0])
+        return int(self.arrays(block)[ROWS][0])
 
     def _file(self, block: int) -> Path:
         return self._folder / f"{block:07}.safetensors"
 
     def _read_or_make(self, block: int) -> Arrays:
-        return kept_arrays(self._file(block), (*self.names, _ROWS), lambda: self._make(block))
+        return kept_arrays(self._file(block), (*self.names, ROWS), lambda: self._make(block))
 
     def _make(self, block: int) -> Arrays:
         """Reads and tokenizes the rows of a block."""
         rows, num_bad = self.read(block)
         counts = np.array([len(rows) + num_bad, num_bad], dtype=np.int64)
-        return {**self.encode(rows), _ROWS: counts}
+        return {**self.encode(rows), ROWS: counts}
 
     def read(self, block: int) -> tuple[list[tuple[str, ...]], int]:
         """Returns the texts of the rows of a block, and how many rows are skipped.
@@ -204,8 +198,6 @@ class BlockStream(ABC):
         errors: list[DataError] = []
         for row in self._reading.blocks.read(block):
             try:
-                if row.error is not None:
-                    raise row.error
                 rows.append(self.texts(row))
             except DataError as error:
                 if not self._skip_bad_rows:
@@ -216,21 +208,6 @@ class BlockStream(ABC):
             num_rows = len(rows) + len(errors)
             logger.warning("%d of %d rows are skipped. %s", len(errors), num_rows, errors[0])
         return rows, len(errors)
-
-
-def text_in(row: BlockRow, column: str, advice: str) -> str:
-    """Returns the text in a column of a row.
-
-    Raises:
-        DataError: When it is missing.
-    """
-    assert row.row is not None, "a row without values has an error"
-    text = row.row.get(column)
-    return (
-        text
-        if isinstance(text, str)
-        else text_of(row.row, column, where=row.where(), advice=advice)
-    )
 
 
 class Window(NamedTuple):
@@ -300,7 +277,7 @@ class Windows:
             self._epoch_start = self._starts[-1]
             return
 
-        # The next window is tokenized while this one trains.
+        # The next window is tokenized while this one trains, unless that needs a second reader from the beginning.
         self._stream.prepare(blocks)
         self._next = (epoch, number + 1)
         if self._stream.shards is not None:

@@ -5,8 +5,9 @@ disk are read from any block on; of everything else the blocks before are read a
 """
 
 import os
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,10 +21,11 @@ from moe.data.rows import (
     load_saved_dataset,
     open_hub_stream,
     read_rows,
+    text_of,
 )
 from moe.errors import DataError
 from moe.opening import open_to_read
-from moe.parsing import parse_json
+from moe.parsing import parse_json_object
 
 if TYPE_CHECKING:
     import datasets
@@ -38,23 +40,31 @@ BLOCKS_OF_SHARD = 64
 LEAST_BLOCKS = 20
 """Small tables are divided into about as many blocks, since one block is held out."""
 
-_FURTHEST_LINE = (
-    2**30
-)  # bytes; places behind it are named by their byte, since lines would be counted
+_FURTHEST_LINE = 2**30  # bytes; counting the lines before a place takes as long as reading them
 
 
 class BlockRow(NamedTuple):
     """A row of a block.
 
     Attributes:
-        row: Values by column; None where the row cannot be read.
-        where: Returns the place, e.g. `a.jsonl, line 7`.
-        error: Why the row cannot be read.
+        where: Its place, whose text is e.g. `a.jsonl, line 7`.
+        values: Values by column.
+        error: Why the row cannot be read; None for a row with values.
     """
 
-    row: Row | None
-    where: Callable[[], str]
+    where: object
+    values: Row
     error: DataError | None = None
+
+    def text(self, column: str, advice: str) -> str:
+        """Returns the text in a column.
+
+        Raises:
+            DataError: When the row cannot be read, or the column holds something else.
+        """
+        if self.error is not None:
+            raise self.error
+        return text_of(self.values, column, where=self.where, advice=advice)
 
 
 class Blocks(Protocol):
@@ -180,7 +190,7 @@ class ParquetBlocks:
         self._position = (-1, -1) if is_last else (os.getpid(), block + 1)
         first_row += offset * self._block_rows + 1
         for number, row in enumerate(batch.to_pylist(), start=first_row):
-            yield BlockRow(row, lambda number=number: f"{file}, row {number}")
+            yield BlockRow(f"{file}, row {number}", row)
 
 
 class JsonlBlocks:
@@ -235,11 +245,10 @@ class DatasetBlocks:
         start = block * self._block_rows
         stop = min(start + self._block_rows, len(self._dataset))
         for number in range(start, stop):
-            place = f"{self._name}, row {number + 1}"
-            yield BlockRow(self._dataset[number], lambda place=place: place)
+            yield BlockRow(f"{self._name}, row {number + 1}", self._dataset[number])
 
 
-class _Restarting:
+class _Sequential(ABC):
     """Blocks of rows that are only read from the beginning: a later block skips those before it."""
 
     shards = None
@@ -248,20 +257,24 @@ class _Restarting:
         self._rows: Iterator[BlockRow] = iter(())
         self._position = (-1, -1)  # process and block that the rows continue with
 
+    @abstractmethod
     def start(self, num_skipped: int) -> Iterator[BlockRow]:
         """Yields the rows after the first ones."""
-        raise NotImplementedError
 
     def read(self, block: int) -> Iterator[BlockRow]:
         """Yields the rows of a block."""
-        if self._position != (os.getpid(), block):
+        # Another process may have made the blocks between.
+        process, next_block = self._position
+        if process == os.getpid() and next_block <= block:
+            self._rows = islice(self._rows, (block - next_block) * BLOCK_ROWS, None)
+        else:
             self._rows = self.start(block * BLOCK_ROWS)
         self._position = (-1, -1)  # until the whole block is read
         yield from islice(self._rows, BLOCK_ROWS)
         self._position = (os.getpid(), block + 1)
 
 
-class FileBlocks(_Restarting):
+class FileBlocks(_Sequential):
     """Blocks of files of other kinds, or of several: CSV, and a document for each file of text."""
 
     def __init__(self, files: Sequence[Path], columns: Sequence[str]) -> None:
@@ -279,17 +292,16 @@ class FileBlocks(_Restarting):
         advice = f"Expected the columns {', '.join(self._columns)} in each row."
         for file in self._files:
             if file.suffix.lower() not in TABLE_SUFFIXES:
-                place = str(file)
-                yield BlockRow({self._columns[0]: read_document(file)}, lambda place=place: place)
+                yield BlockRow(file, {self._columns[0]: read_document(file)})
                 continue
             bad: list[DataError] = []
             for where, row in read_rows(file, advice=advice, columns=self._columns, bad=bad.append):
                 yield from _bad_rows(bad)
-                yield BlockRow(row, lambda where=where: where)
+                yield BlockRow(where, row)
             yield from _bad_rows(bad)
 
 
-class StreamBlocks(_Restarting):
+class StreamBlocks(_Sequential):
     """Blocks of a `datasets.IterableDataset`, which need not be on this machine."""
 
     def __init__(self, stream: "datasets.IterableDataset", name: str) -> None:
@@ -303,7 +315,7 @@ class StreamBlocks(_Restarting):
         """Yields the rows after the first ones."""
         rows: Iterable[Any] = self._stream.skip(num_skipped)
         for number, row in enumerate(rows, start=num_skipped + 1):
-            yield BlockRow(row, lambda number=number: f"{self._name}, row {number}")
+            yield BlockRow(f"{self._name}, row {number}", row)
 
 
 def _is_folder_of_files(source: Path) -> bool:
@@ -315,30 +327,35 @@ def _is_folder_of_files(source: Path) -> bool:
 def _bad_rows(errors: list[DataError]) -> Iterator[BlockRow]:
     """Yields rows that cannot be read, and empties the list."""
     for error in errors:
-        yield BlockRow(None, lambda: "", error)
+        yield BlockRow("", {}, error)
     errors.clear()
+
+
+class _LinePlace(NamedTuple):
+    """Where a line begins; its number is counted when it is shown."""
+
+    file: Path
+    position: int
+
+    def __str__(self) -> str:
+        if self.position > _FURTHEST_LINE:
+            return f"{self.file}, byte {self.position:,}"
+        with self.file.open("rb") as before:
+            line = before.read(self.position).count(b"\n") + 1
+        return f"{self.file}, line {line}"
 
 
 def _parse_line(line: bytes, file: Path, position: int) -> BlockRow:
     """Returns the row of a line of JSONL that begins at a byte of a file."""
-
-    def where() -> str:
-        if position > _FURTHEST_LINE:
-            return f"{file}, byte {position:,}"
-        with file.open("rb") as before:
-            line = before.read(position).count(b"\n") + 1
-        return f"{file}, line {line}"
-
+    where = _LinePlace(file, position)
     try:
         text = line.decode("utf-8-sig" if position == 0 else "utf-8")
-        row = parse_json(text, where="the line", advice="Repair it.", nan=True)
+        values = parse_json_object(text, where=where, advice="Repair the line.", nan=True)
+        return BlockRow(where, values)
     except UnicodeDecodeError:
-        return BlockRow(None, where, DataError(f"{where()}: the line is not UTF-8."))
+        return BlockRow(where, {}, DataError(f"{where}: the line is not UTF-8. Repair the line."))
     except DataError as error:
-        return BlockRow(None, where, DataError(f"{where()}: {error}"))
-    if not isinstance(row, dict):
-        return BlockRow(None, where, DataError(f"{where()}: the line is not a JSON object."))
-    return BlockRow(row, where)
+        return BlockRow(where, {}, error)
 
 
 def _rows_of_groups(file: Path, columns: Sequence[str]) -> list[int]:

@@ -39,8 +39,8 @@ class Text(Protocol):
     """A text as tokens."""
 
     @property
-    def fingerprint(self) -> bytes:
-        """Hash of the text, or of what identifies it."""
+    def fingerprint(self) -> bytes | memoryview:
+        """The bytes of the text, or of what identifies it."""
         ...
 
     def chunks(self, length: int, seed: int) -> Chunks:
@@ -49,15 +49,23 @@ class Text(Protocol):
 
 
 class WholeText:
-    """A text in memory, to be mixed with others."""
+    """A text in memory.
+
+    Attributes:
+        tokens: <int32>[N] without special tokens.
+    """
 
     def __init__(self, tokens: NDArray[np.int32]) -> None:
-        self._tokens = tokens
-        self.fingerprint = hashlib.sha256(np.ascontiguousarray(tokens).data).digest()
+        self.tokens = tokens
+
+    @property
+    def fingerprint(self) -> memoryview:
+        """The tokens themselves, to be hashed."""
+        return np.ascontiguousarray(self.tokens).data
 
     def chunks(self, length: int, seed: int) -> "WholeChunks":
         """Returns its chunks of C = `length` tokens."""
-        return WholeChunks(self._tokens, length, seed)
+        return WholeChunks(self.tokens, length, seed)
 
 
 class WholeChunks:
@@ -107,7 +115,8 @@ class MixedText:
     @property
     def fingerprint(self) -> bytes:
         """Hashes of the texts, and their shares."""
-        return b"".join(text.fingerprint for text in self._texts) + repr(self._shares).encode()
+        digests = [hashlib.sha256(text.fingerprint).digest() for text in self._texts]
+        return b"".join(digests) + repr(self._shares).encode()
 
     def chunks(self, length: int, seed: int) -> "MixedChunks":
         """Returns the chunks of C = `length` tokens of all texts."""

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer, check_number
 from moe.data.chunks import Interleaving
-from moe.data.packing import Example, pack_rows
+from moe.data.packing import Example, example_rows
 from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.pipeline import (
     ALL_ROWS,
@@ -249,13 +249,7 @@ class MixtureSource:
         examples = []
         for task, index in zip(tasks.tolist(), indices.tolist(), strict=True):
             examples.append(self._examples[task][index])
-
-        if self.lengths is None:
-            return [[example] for example in examples]
-        rows = []
-        for packed in pack_rows(examples, *self._row_lengths):
-            rows.append([examples[index] for index in packed])
-        return rows
+        return example_rows(examples, self.lengths)
 
 
 def mixing_shares(

@@ -57,6 +57,18 @@ def pack_rows(
     return rows
 
 
+def example_rows(
+    examples: Sequence[Example], lengths: tuple[int, int] | None
+) -> list[list[Example]]:
+    """Returns rows of one example each, or of as many as fit into rows of these lengths; see `pack_rows`."""
+    if lengths is None:
+        return [[example] for example in examples]
+    rows = []
+    for packed in pack_rows(examples, *lengths):
+        rows.append([examples[index] for index in packed])
+    return rows
+
+
 def fill_row(
     parts: Sequence[Tokens], length: int, padding: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from moe.checks import shown
-from moe.data.rows import Row, read_rows, refuse, text_of
+from moe.data.rows import Row, read_rows, text_of
 from moe.errors import DataError
+from moe.parsing import refuse
 
 logger = logging.getLogger(__name__)
 

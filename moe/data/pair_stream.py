@@ -11,16 +11,9 @@ from itertools import pairwise
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from moe.data.block_stream import (
-    HELD_OUT_BLOCK,
-    BlockStream,
-    StreamSettings,
-    Window,
-    Windows,
-    text_in,
-)
+from moe.data.block_stream import HELD_OUT_BLOCK, BlockStream, StreamSettings, Window, Windows
 from moe.data.blocks import BlockRow, Blocks
-from moe.data.packing import Example, pack_rows
+from moe.data.packing import Example, example_rows
 from moe.data.pair_files import ADVICE, Pair
 from moe.data.pairs import Sentinels, pair_sides, tokenize_side
 from moe.data.pipeline import ALL_ROWS, Batch, check_source_numbers, fingerprint, stack_rows
@@ -66,7 +59,7 @@ class PairStream(BlockStream):
     def texts(self, row: BlockRow) -> tuple[str, ...]:
         """Returns input and target of a row."""
         inputs, targets = self._columns
-        return text_in(row, inputs, ADVICE), text_in(row, targets, ADVICE)
+        return row.text(inputs, ADVICE), row.text(targets, ADVICE)
 
     def encode(self, rows: list[tuple[str, ...]]) -> Arrays:
         """Returns the tokens of both sides, and where each text ends."""
@@ -143,13 +136,13 @@ class StreamedPairSource:
             seed, batch_size=batch_size, inputs_length=inputs_length, targets_length=targets_length
         )
         self.batch_size = batch_size
-        self._row_lengths = (inputs_length, targets_length)
-        self.lengths = self._row_lengths if pack else None
+        row_lengths = (inputs_length, targets_length)
+        self.lengths = row_lengths if pack else None
         self._stream = stream
         self._padding = SpecialIds.of(stream.tokenizer).pad
         self._rows = lru_cache(maxsize=2)(self._build_rows)
         self._windows = Windows(stream, seed, self._count_rows)
-        settings = (*self._row_lengths, batch_size, seed, pack)
+        settings = (*row_lengths, batch_size, seed, pack)
         self.fingerprint = fingerprint(stream.fingerprint, repr(settings).encode())
 
     def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
@@ -172,9 +165,4 @@ class StreamedPairSource:
         for block in window.blocks:
             examples += self._stream.examples(block)
         examples = [examples[index] for index in window.order(len(examples))]
-        if self.lengths is None:
-            return [[example] for example in examples]
-        rows = []
-        for packed in pack_rows(examples, *self._row_lengths):
-            rows.append([examples[index] for index in packed])
-        return rows
+        return example_rows(examples, self.lengths)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer
-from moe.data.chunks import Chunks, Text, WholeChunks, epoch_order
+from moe.data.chunks import Text, WholeText, epoch_order
 from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW, Example, Tokens, fill_row, pack_rows
 from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.span_corruption import Noise, corrupt, corrupted_lengths, noise_masks, tokens_length
@@ -92,9 +92,12 @@ class SpanCorruptionSource:
                 noise and the sentinels.
         """
         check_source_numbers(seed, batch_size=batch_size)
+        if isinstance(text, np.ndarray):
+            text = WholeText(text)
+        if isinstance(text, WholeText):
+            _check_text(text.tokens, ids)
         self.batch_size = batch_size
         self.padding = ids.pad
-        self._text = text
         self._ids = ids
         self._noise = noise
         self._seed = seed
@@ -102,16 +105,11 @@ class SpanCorruptionSource:
         # Chunks of as many tokens as corruption shortens to the lengths of a row.
         self.tokens_per_example = tokens_length(inputs_length, noise, ids.num_sentinels)
         self.lengths = corrupted_lengths(self.tokens_per_example, noise)
-        if isinstance(text, np.ndarray):
-            _check_text(text, ids)
-            self._chunks: Chunks = WholeChunks(text, self.tokens_per_example, seed)
-            hashed: bytes | memoryview = np.ascontiguousarray(text).data
-        else:
-            self._chunks = text.chunks(self.tokens_per_example, seed)
-            hashed = text.fingerprint
+        self._text = text
+        self._chunks = text.chunks(self.tokens_per_example, seed)
 
         settings = (inputs_length, batch_size, seed, *noise, *ids)
-        self.fingerprint = fingerprint(hashed, repr(settings).encode())
+        self.fingerprint = fingerprint(text.fingerprint, repr(settings).encode())
 
     @property
     def num_examples(self) -> int | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from moe.checks import shown
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.opening import open_to_read
-from moe.parsing import read_json_lines
+from moe.parsing import read_json_lines, refuse
 
 if TYPE_CHECKING:
     import datasets
@@ -25,11 +25,6 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){1,2}")
 _LONGEST_FIELD = 2**31 - 1
 
 Row = Mapping[str, Any]
-
-
-def refuse(error: DataError) -> None:
-    """Raises the error of a bad row."""
-    raise error
 
 
 def read_rows(
@@ -90,7 +85,7 @@ def parse_columns(values: Sequence[str], known: Sequence[str]) -> dict[str, str]
     return columns
 
 
-def text_of(row: Row, column: str, *, where: str, advice: str) -> str:
+def text_of(row: Row, column: str, *, where: object, advice: str) -> str:
     """Returns the text in a column of a row.
 
     Raises:

@@ -9,14 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from moe.data.block_stream import (
-    HELD_OUT_BLOCK,
-    BlockStream,
-    StreamSettings,
-    Window,
-    Windows,
-    text_in,
-)
+from moe.data.block_stream import HELD_OUT_BLOCK, BlockStream, StreamSettings, Window, Windows
 from moe.data.blocks import BlockRow, Blocks
 from moe.data.documents import join_lines
 from moe.data.tokens import Arrays, encode_texts
@@ -55,7 +48,7 @@ class TokenStream(BlockStream):
     def texts(self, row: BlockRow) -> tuple[str, ...]:
         """Returns the text of a row, with a blank line between paragraphs."""
         advice = f"Expected a text in the column {self._column!r}; --column names another one."
-        return (join_lines(text_in(row, self._column, advice)),)
+        return (join_lines(row.text(self._column, advice)),)
 
     def encode(self, rows: list[tuple[str, ...]]) -> Arrays:
         """Returns the tokens of all texts as one array."""

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moe.checks import check
 from moe.distributed.sharding import local_shard
@@ -21,6 +20,7 @@ from moe.optim.parameter_groups import WEIGHT
 from moe.optim.sharded_parameters import (
     MatrixSharding,
     PartialSum,
+    local_gradient,
     matrix_sharding,
     sum_in_place,
     zeros_with_dims,
@@ -144,8 +144,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         others: list[PendingUpdate] = []
         may_stack: list[tuple[PendingUpdate, State]] = []
         for pending in self._pending_updates():
-            on_accelerator = not pending.parameter.is_cpu
-            if on_accelerator if self.stack_small is None else self.stack_small:
+            stacks = self.stack_small
+            if stacks is None:
+                stacks = not pending.parameter.is_cpu
+            if stacks:
                 may_stack.append((pending, self.state[pending.parameter]))
             else:
                 others.append(pending)
@@ -220,7 +222,7 @@ def working_copy(parameter: Tensor, batch_dims: int) -> WorkingCopy:
     dtype = moment_dtype(parameter)
     shard = local_shard(parameter)
     X = _as_matrix(shard, batch_dims).to(dtype)  # [..., n, m]
-    G = _as_matrix(_local_gradient(parameter), batch_dims).to(dtype)  # [..., n, m]
+    G = _as_matrix(local_gradient(parameter), batch_dims).to(dtype)  # [..., n, m]
     return WorkingCopy(X, G, shard)
 
 
@@ -238,19 +240,6 @@ def zero_moment(parameter: Tensor) -> Tensor:
 def _as_matrix(x: Tensor, batch_dims: int) -> Tensor:
     """Returns <any>[..., n, m] with all rows in one dimension, a view where memory allows it."""
     return x.flatten(batch_dims, -2) if x.ndim - batch_dims > 2 else x
-
-
-def _local_gradient(parameter: Tensor) -> Tensor:
-    """Returns this rank's shard of the gradient, <float>[...]."""
-    grad = parameter.grad
-    assert grad is not None, "step() updates only parameters with a gradient"
-    if isinstance(parameter, DTensor):
-        placements = grad.placements if isinstance(grad, DTensor) else "on no mesh"
-        assert placements == parameter.placements, (
-            f"a parameter placed as {parameter.placements} has a gradient that is placed as "
-            f"{placements}"
-        )
-    return local_shard(grad)
 
 
 def adam_step(g: Tensor, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:

@@ -138,6 +138,19 @@ def sharded_matrix_dims(layout: Layout) -> dict[tuple[str, ...], int]:
     return {axes: dim for axes, dim in dims.items() if dim >= batch_dims}
 
 
+def local_gradient(parameter: Tensor) -> Tensor:
+    """Returns this rank's shard of the gradient, <float>[...]."""
+    grad = parameter.grad
+    assert grad is not None, "step() updates only parameters with a gradient"
+    if isinstance(parameter, DTensor):
+        placements = grad.placements if isinstance(grad, DTensor) else "on no mesh"
+        assert placements == parameter.placements, (
+            f"a parameter placed as {parameter.placements} has a gradient that is placed as "
+            f"{placements}"
+        )
+    return local_shard(grad)
+
+
 def zeros_with_dims(parameter: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Returns zeros <dtype>[...] with some dimensions of a parameter, placed as these are.
 

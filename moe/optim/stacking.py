@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe.kernels.torch_private import copy_each
-from moe.optim.sharded_parameters import MatrixSharding, matrix_sharding
+from moe.optim.sharded_parameters import MatrixSharding, local_gradient, matrix_sharding
 
 MAX_STACKED_ELEMENTS = 2**22
 """Most elements of a parameter that is stacked; larger ones keep an accelerator busy by themselves."""
@@ -74,7 +74,7 @@ def stack_updates(updates: Sequence[PendingUpdate], states: Sequence[State]) -> 
     """
     parameters = [update.parameter for update in updates]
     stacked = torch.stack(parameters).detach()  # [P, ..., n, m]
-    stacked.grad = torch.stack([_gradient(parameter) for parameter in parameters])
+    stacked.grad = torch.stack([local_gradient(parameter) for parameter in parameters])
 
     state: State = {}
     for name, value in states[0].items():
@@ -124,8 +124,3 @@ def alike(
             lists.append(members)
         members.append((update, state))
     return lists
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "step() updates only parameters with a gradient"
-    return parameter.grad

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from moe.checks import check, check_choice, check_field_types, check_integer, check_number
 from moe.data.batches_ahead import check_workers
+from moe.data.block_stream import SHUFFLE_ROWS
 from moe.data.mixture import check_rates
 from moe.data.packing import LONGEST_ROW, WHY_LONGEST_ROW
 from moe.data.pairs import Sentinels
@@ -26,9 +27,6 @@ Precision = Literal["float32", "bfloat16"]
 Init = Literal["pretrained", "scratch"]
 OptimizerState = Literal["reset", "keep"]
 BadRows = Literal["refuse", "skip"]
-
-SHUFFLE_ROWS = 8192
-"""Rows of a stream that are shuffled together by default."""
 
 # Fields that STMoEConfig itself defines, except those that no recipe's `model` may set.
 _NOT_SETTINGS = {
