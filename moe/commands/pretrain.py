@@ -5,7 +5,7 @@
 
 `--corpus` is a folder made by `stmoe corpus`, or any text larger than memory that is read as a stream:
 Parquet, JSONL, CSV or text files, folders of them, a dataset that `datasets` saved, or one of the hub
-(`NAME:CONFIG:SPLIT`). Several are mixed by `data.rates`.
+(`NAME:CONFIG:SPLIT`). Several are mixed by `data.rates` or `data.temperature`.
 
 With `--pretrained MODEL` it continues training a model, with other text or other settings; a recipe
 without an architecture, such as upcycled_pretrain, keeps the model's own.
@@ -30,6 +30,7 @@ from moe.data.blocks import open_blocks
 from moe.data.chunks import MixedText, Text, WholeText
 from moe.data.corpus import is_corpus, load_corpus
 from moe.data.documents import TEXT_COLUMN
+from moe.data.mixture import mixing_rate
 from moe.data.ngrams import ngram_losses
 from moe.data.pipeline import BatchSource, ShortExamplesFirst, SpanCorruptionSource
 from moe.data.span_corruption import Noise
@@ -145,8 +146,8 @@ def open_text(
         column: Column of the texts in tables that are streamed.
 
     Raises:
-        ConfigError: When there are not as many rates as corpora, or a setting of streams has no
-            effect.
+        ConfigError: When the corpora cannot be mixed as the recipe says, or a setting of streams has
+            no effect.
     """
     data = recipe.data
     streamed = [path for path in corpora if not is_corpus(path)]
@@ -160,11 +161,7 @@ def open_text(
             raise ConfigError(
                 f"{name} is {value}, but {corpora[0]} was made by stmoe corpus and is not streamed. Leave it out."
             )
-    num_rates = len(data.rates) if data.rates is not None else 1
-    if num_rates != len(corpora):
-        raise ConfigError(
-            f"data.rates is {data.rates}; expected a number for each of the {len(corpora)} corpora, or null for one."
-        )
+    _check_mixing(data, len(corpora))
 
     texts: list[Text] = []
     held_out: list[NDArray[np.int32]] = []
@@ -179,8 +176,57 @@ def open_text(
             texts.append(WholeText(tokenize_corpus(corpus.train, tokenizer)))
             held_out.append(tokenize_corpus(corpus.held_out, tokenizer))
 
-    text = texts[0] if data.rates is None else MixedText(texts, data.rates)
+    rates = data.rates
+    if data.temperature is not None:
+        rates = rates_of_sizes(corpora, texts, data.temperature)
+    text = texts[0] if rates is None else MixedText(texts, rates)
     return text, np.concatenate(held_out)
+
+
+def _check_mixing(data: SpanCorruptionRecipe, num_corpora: int) -> None:
+    """Raises a ConfigError unless a recipe says how so many corpora are mixed."""
+    if data.temperature is not None:
+        if data.rates is not None:
+            raise ConfigError(
+                f"data.rates is {data.rates} and data.temperature {data.temperature}; expected one of them: "
+                "temperature mixes corpora by their sizes."
+            )
+        if num_corpora == 1:
+            raise ConfigError(
+                f"data.temperature is {data.temperature}, but there is one corpus. Leave it out, or give several."
+            )
+        return
+
+    num_rates = len(data.rates) if data.rates is not None else 1
+    if num_rates != num_corpora:
+        raise ConfigError(
+            f"data.rates is {data.rates}; expected a number for each of the {num_corpora} corpora, or null for one. "
+            "To mix corpora by their sizes, set data.temperature instead."
+        )
+
+
+def rates_of_sizes(
+    corpora: Sequence[Path], texts: Sequence[Text], temperature: float
+) -> list[float]:
+    """Returns the rate of each corpus: its number of tokens to the power 1 / temperature.
+
+    Args:
+        corpora: Where the texts are from, for the message.
+        texts: The texts.
+        temperature: 1 for proportional rates, more for more even ones.
+
+    Raises:
+        ConfigError: When the size of a text is unknown.
+    """
+    rates: list[float] = []
+    for path, text in zip(corpora, texts, strict=True):
+        if text.estimated_tokens is None:
+            raise ConfigError(
+                f"data.temperature is {temperature}, but the size of {path} is unknown until it is read to its end. "
+                "Set data.rates instead, or convert it to Parquet or JSONL."
+            )
+        rates.append(mixing_rate(text.estimated_tokens, temperature=temperature))
+    return rates
 
 
 def build_source(
@@ -266,7 +312,8 @@ def pretrain_command() -> RecipeCommand[PretrainRecipe]:
         type=Path,
         nargs="+",
         required=True,
-        help="folder made by stmoe corpus, or text to stream: Parquet, JSONL, ...; several need data.rates",
+        help="folder made by stmoe corpus, or text to stream: Parquet, JSONL, ...; several need data.rates or "
+        "data.temperature",
     )
     command.add_argument(
         "--column",

@@ -43,6 +43,11 @@ class Text(Protocol):
         """The bytes of the text, or of what identifies it."""
         ...
 
+    @property
+    def estimated_tokens(self) -> int | None:
+        """About how many tokens the text has; None where that is unknown before it is read."""
+        ...
+
     def chunks(self, length: int, seed: int) -> Chunks:
         """Returns its chunks of C = `length` tokens, reshuffled in each epoch."""
         ...
@@ -62,6 +67,11 @@ class WholeText:
     def fingerprint(self) -> memoryview:
         """The tokens themselves, to be hashed."""
         return np.ascontiguousarray(self.tokens).data
+
+    @property
+    def estimated_tokens(self) -> int:
+        """The number of tokens."""
+        return self.tokens.size
 
     def chunks(self, length: int, seed: int) -> "WholeChunks":
         """Returns its chunks of C = `length` tokens."""
@@ -100,7 +110,13 @@ def epoch_order(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
 
 
 class MixedText:
-    """Several texts, whose chunks are drawn by rates."""
+    """Several texts, whose chunks are drawn by rates.
+
+    Attributes:
+        estimated_tokens: None; a mixture has no end.
+    """
+
+    estimated_tokens = None
 
     def __init__(self, texts: Sequence[Text], rates: Sequence[float]) -> None:
         """Takes the texts.

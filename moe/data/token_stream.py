@@ -63,6 +63,13 @@ class TokenStream(BlockStream):
         """Returns the number of tokens of a block."""
         return self.length_of(block, _TOKENS)
 
+    @property
+    def estimated_tokens(self) -> int | None:
+        """Tokens of the first block times the number of blocks; None for what is read from its beginning."""
+        if self.shards is None:
+            return None
+        return self.num_tokens(HELD_OUT_BLOCK) * sum(map(len, self.shards))
+
     def held_out(self) -> NDArray[np.int32]:
         """Returns <int32>[N] tokens that training never sees: those of the first block.
 

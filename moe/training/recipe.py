@@ -136,7 +136,9 @@ class SpanCorruptionRecipe:
         workers: Processes of every rank that make batches ahead of the steps, without effect on
             batches. 0 makes them between the steps; null for one per four cores of a rank.
         rates: Relative number of examples from each corpus, in the order of `--corpus`; null for a
-            single one.
+            single one, or to mix by `temperature`.
+        temperature: Mixes corpora by their numbers of tokens to the power 1 / temperature: 1 in
+            proportion, larger values more evenly. Null for a single one, or to mix by `rates`.
         shuffle_rows: About how many rows are shuffled together in a corpus that is streamed; more
             need more time before the first step.
         bad_rows: Whether a row without a text in a corpus that is streamed ends the run (`refuse`)
@@ -153,6 +155,7 @@ class SpanCorruptionRecipe:
     short_inputs_length: int | None = None
     workers: int | None = None
     rates: list[float] | None = None
+    temperature: float | None = None
     shuffle_rows: int = SHUFFLE_ROWS
     bad_rows: BadRows = "refuse"
 
@@ -161,6 +164,8 @@ class SpanCorruptionRecipe:
         _check_stream(self.shuffle_rows, self.bad_rows)
         for rate in self.rates or ():
             check_number("data.rates", rate, above=0)
+        if self.temperature is not None:
+            check_number("data.temperature", self.temperature, above=0)
         check_integer(
             "data.short_steps", self.short_steps, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS
         )

@@ -74,6 +74,32 @@ def test_a_stream_and_a_corpus_are_mixed_by_rates(inputs, tmp_path):
             pretrain.main(arguments(inputs, tmp_path / "other", *several, *rates))
 
 
+def test_a_stream_and_a_corpus_are_mixed_by_their_sizes(inputs, tmp_path):
+    several = ("--corpus", inputs["rows"], inputs["corpus"])
+    proportional = tmp_path / "proportional"
+    pretrain.main(arguments(inputs, proportional, *several, "--data.temperature", 1))
+    assert len(losses(proportional)) == 21
+
+    # Any number of tokens to the power 1e-30 is one.
+    even = tmp_path / "even"
+    pretrain.main(arguments(inputs, even, *several, "--data.temperature", "1e30"))
+    equal = tmp_path / "equal"
+    pretrain.main(arguments(inputs, equal, *several, "--data.rates", "[1, 1]"))
+    assert losses(even) == losses(equal) != losses(proportional)
+
+
+def test_corpora_that_cannot_be_mixed_by_size_are_refused(inputs, tmp_path):
+    table = write(tmp_path / "table.csv", [{"body": "w1 w2 w3", "number": 1}] * 600)
+    for corpora, setting, problem in (
+        ([inputs["rows"]], [], "one corpus"),
+        ([inputs["rows"], inputs["corpus"]], ["--data.rates", "[1, 1]"], r"data\.rates is \[1"),
+        ([inputs["rows"], table], [], r"table\.csv is unknown"),
+    ):
+        several = ("--corpus", *corpora, "--data.temperature", 2, *setting)
+        with pytest.raises(ConfigError, match=problem):
+            pretrain.main(arguments(inputs, tmp_path / "run", *several))
+
+
 def test_a_setting_of_streams_is_refused_without_one(inputs, tmp_path):
     for setting in (("--data.bad_rows", "skip"), ("--data.shuffle_rows", 7), ("--column", "body")):
         with pytest.raises(ConfigError, match=setting[0].removeprefix("--data.")):
