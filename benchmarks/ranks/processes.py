@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.spawn import start_processes
 
 from benchmarks.timing import measure
+from moe.kernels.host_memory import keep_freed_memory
 
 _ANSWER = "answer.json"
 
@@ -79,8 +80,9 @@ def _run_rank(
     arguments: Sequence[Any],
 ) -> None:
     """Runs the function on one rank; the first writes its answer into the folder."""
-    # Ranks share the cores of this machine: one thread each.
+    # Ranks share the cores of this machine: one thread each. Like training, they keep freed memory.
     torch.set_num_threads(1)
+    keep_freed_memory()
     backend = "gloo"
     device = torch.device(device_type)
     if device_type == "cuda":
