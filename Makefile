@@ -30,10 +30,24 @@ test: .venv/installed
 test-fast: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
 
-# On a machine with a GPU, in an environment with a build of torch for it: compares it with the CPU, and measures it.
-gpu:
+# On a machine with a GPU, in an environment with '.[dev]' and a build of torch for it: compares it with the CPU, measures
+# it (benchmarks/models/results/gpu_NAME.json), and trains sparse and dense models. It continues where it was interrupted;
+# delete runs/gpu to begin anew.
+gpu: runs/gpu/measured runs/gpu/tokenizer
+	$(PYTHON) -m scripts.study recipes/studies/larger_text.yaml --jobs 6 --out runs/gpu/larger_text
+
+runs/gpu/measured:
 	$(PYTHON) -m pytest -m gpu tests/gpu
-	$(PYTHON) -m scripts.benchmark gpu --json runs/gpu.json $(ARGS)
+	$(PYTHON) -m scripts.benchmark gpu $(ARGS)
+	mkdir -p runs/gpu
+	touch $@
+
+runs/gpu/corpus:
+	$(PYTHON) -m stmoe corpus --out $@ --packages stdlib torch numpy scipy sklearn pandas sympy matplotlib networkx nltk \
+	  transformers datasets huggingface_hub accelerate peft
+
+runs/gpu/tokenizer: | runs/gpu/corpus
+	$(PYTHON) -m stmoe tokenizer --corpus runs/gpu/corpus --vocab-size 2048 --out $@
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

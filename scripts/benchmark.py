@@ -30,6 +30,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ from benchmarks.statistics.intervals import IntervalBenchmark, run_intervals
 from benchmarks.surgery.bits import BitsBenchmark, run_bits
 from benchmarks.surgery.quantized import QuantizedBenchmark, run_quantized
 from moe.cli import Parser, integer, path, real, run_main
+from moe.errors import ConfigError
 from moe.files import output_path
 
 _COUNT = integer(least=1, most=4_096, reason="more does not fit on one machine")
@@ -184,10 +186,22 @@ def benchmark_model(options: dict[str, Any]) -> None:
 
 
 def benchmark_gpu(options: dict[str, Any]) -> None:
-    """Measures a GPU."""
+    """Measures a GPU, and saves the results by its name where no file is named.
+
+    Raises:
+        ConfigError: When there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "The benchmark `gpu` measures a GPU, and torch finds none. Run it on a machine with a GPU; on a CPU, "
+            "use python -m scripts.benchmark layer and model."
+        )
     cases = options.pop("cases") or list(CASES)
     experts = options.pop("experts")[0]
-    run_gpu(GpuBenchmark(**options, cases=cases, experts=experts))
+    name = torch.cuda.get_device_name().removeprefix("NVIDIA ").lower().replace(" ", "_")
+    json = options.pop("json") or Path(f"benchmarks/models/results/gpu_{name}.json")
+    device = torch.device("cuda")
+    run_gpu(GpuBenchmark(**options, cases=cases, experts=experts, device=device, json=json))
 
 
 def _device(options: dict[str, Any]) -> str:
@@ -246,7 +260,7 @@ BENCHMARKS = {
         lambda options: run_bits(BitsBenchmark(**options)),
     ),
     "gpu": Benchmark(
-        "one sparse layer in bfloat16, and the step of decoding as a CUDA graph",
+        "layers, training, optimizers and decoding on a GPU; continues where it was interrupted",
         "json rounds cases experts batches",
         benchmark_gpu,
     ),

@@ -92,12 +92,13 @@ def describe_run(benchmark: LayerBenchmark) -> dict[str, Any]:
 
 
 def measure_cases(benchmark: LayerBenchmark) -> None:
-    """Adds the rows of all cases and dtypes to the report, and saves it after each."""
+    """Adds the rows of all cases and dtypes that it lacks to the report, and saves it after each."""
     # Some cases have one dtype only.
+    measured = {(row["case"], row["dtype"]) for row in benchmark.report["rows"]}
     groups: list[tuple[int, str]] = []
     for case in benchmark.cases:
         for dtype in benchmark.dtypes:
-            if dtype in CASES[case].dtypes:
+            if dtype in CASES[case].dtypes and (case, dtype) not in measured:
                 groups.append((case, dtype))
 
     total = len(groups) * len(benchmark.passes) * benchmark.rounds

@@ -2,10 +2,11 @@
 decoding step, and the updates of the optimizers.
 
 The decoding step runs eagerly, compiled, and as a CUDA graph that is captured once and replayed. All must
-decode the same tokens.
+decode the same tokens. A run that is interrupted continues after the last part that it saved.
 """
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ VARIANTS = (
     "moe_static",
     "hf_grouped_mm",
     "hf_switch",
+    "st_moe_pytorch",
 )
 COMPARED_STEPS = 16
 
@@ -60,56 +62,67 @@ class GpuBenchmark:
         batches: Sequences to decode at once.
         experts: Experts of each sparse layer of the model that decodes.
         rounds: How often everything is measured; results are medians.
-        json: File to save to after every part; None for none.
+        device: Where.
+        json: File for the results, which are in `partial` until all are there.
         case: Sizes of that model.
+        variants: Layers to measure.
+        forms: Of `FORMS`, `eager` first.
     """
 
     cases: Sequence[int]
     batches: Sequence[int]
     experts: int
     rounds: int
-    json: Path | None
+    device: torch.device
+    json: Path
     case: ModelCase = field(default_factory=ModelCase)
+    variants: Sequence[str] = VARIANTS
+    forms: Sequence[str] = ("eager", "compiled", "cuda_graph")
 
-    def __post_init__(self) -> None:
-        """Checks what argparse cannot.
-
-        Raises:
-            ConfigError: When there is no GPU.
-        """
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "The benchmark `gpu` measures a GPU, and torch finds none. Run it on a machine with a GPU; on a CPU, "
-                "use python -m scripts.benchmark layer and model."
-            )
+    @property
+    def partial(self) -> Path:
+        """File of the parts that are complete."""
+        return self.json.with_suffix(".part.json")
 
 
 def run_gpu(benchmark: GpuBenchmark) -> None:
-    """Measures, prints the tables and saves them; results are saved as they come in."""
-    device = torch.device("cuda")
+    """Measures what is not yet saved, the most valuable first, and prints the tables.
+
+    Raises:
+        ConfigError: When the saved parts are of other settings or another machine.
+    """
     layer = LayerBenchmark(
         cases=benchmark.cases,
-        dtypes=["bfloat16"],
+        dtypes=["bfloat16", "float32"],
         passes=["forward", "forward_backward"],
-        variants=VARIANTS,
+        variants=benchmark.variants,
         rounds=benchmark.rounds,
-        device=device,
-        json=None,
+        device=benchmark.device,
+        json=benchmark.partial,
     )
-    layer.report.update(describe_run(layer))
-    measure_cases(layer)
-
-    # Whole models after the layers.
     sizes = dataclasses.asdict(benchmark.case) | {"experts": benchmark.experts}
-    report: dict[str, Any] = {**layer.report, "model": sizes, "decoding": []}
-    report["training"] = measure_models(benchmark, device)
-    save_report(report, benchmark.json)
-    report["optimizers"] = measure_optimizers(benchmark, device)
-    save_report(report, benchmark.json)
-    for batch in benchmark.batches:
-        report["decoding"] += measure_decoding(benchmark, batch, device, FORMS)
-        save_report(report, benchmark.json)
+    layer.report.update(_saved_parts(benchmark, {**describe_run(layer), "model": sizes}))
+    report = layer.report
+    save_report(report, benchmark.partial)
 
+    # Layers in bfloat16, whole models, and layers in float32 at last.
+    measure_cases(dataclasses.replace(layer, dtypes=["bfloat16"]))
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "training": lambda: measure_models(benchmark),
+        "optimizers": lambda: measure_optimizers(benchmark),
+    }
+    for name, measure_part in parts.items():
+        if name not in report:
+            report[name] = measure_part()
+            save_report(report, benchmark.partial)
+    report.setdefault("decoding", [])
+    for batch in benchmark.batches:
+        if not any(row["batch"] == batch for row in report["decoding"]):
+            report["decoding"] += measure_decoding(benchmark, batch)
+            save_report(report, benchmark.partial)
+    measure_cases(dataclasses.replace(layer, dtypes=["float32"]))
+
+    benchmark.partial.replace(benchmark.json)
     tables = (
         format_report(report),
         report_table(*compared_rows(report["training"])),
@@ -119,13 +132,27 @@ def run_gpu(benchmark: GpuBenchmark) -> None:
     print_report("\n\n".join(tables), benchmark.json)
 
 
+def _saved_parts(benchmark: GpuBenchmark, start: dict[str, Any]) -> dict[str, Any]:
+    """Returns the start of a report, with the parts of it that an interrupted run saved."""
+    if not benchmark.partial.exists():
+        return start
+    saved = json.loads(benchmark.partial.read_text(encoding="utf-8"))
+    for name in ("device", "threads", "torch", "rounds", "model"):
+        if saved.get(name) != start[name]:
+            raise ConfigError(
+                f"{benchmark.partial} has {name} {saved.get(name)}, but this run has {start[name]}. Delete it, or "
+                "choose another --json."
+            )
+    return saved
+
+
 # ---- training ----
 
 
-def measure_models(benchmark: GpuBenchmark, device: torch.device) -> list[dict[str, Any]]:
+def measure_models(benchmark: GpuBenchmark) -> list[dict[str, Any]]:
     """Returns a row for each model: ours, transformers' Switch, and T5 in both forms of attention."""
     models: dict[str, Any] = build_models(benchmark.case, benchmark.experts)
-    models = {name: model.to(device) for name, model in models.items()}
+    models = {name: model.to(benchmark.device) for name, model in models.items()}
     case = ModelBenchmark(
         parts=["training"],
         experts=[benchmark.experts],
@@ -137,13 +164,13 @@ def measure_models(benchmark: GpuBenchmark, device: torch.device) -> list[dict[s
     return measure_training(case, models, benchmark.experts)
 
 
-def measure_optimizers(benchmark: GpuBenchmark, device: torch.device) -> list[dict[str, Any]]:
+def measure_optimizers(benchmark: GpuBenchmark) -> list[dict[str, Any]]:
     """Returns a row for each optimizer: one update of our model in float32, after a first one.
 
     All update the same parameters, each with its own state. transformers' Adafactor is the peer.
     """
     model: Any = build_ours(switch_config(benchmark.case, benchmark.experts))
-    model.to(device)
+    model.to(benchmark.device)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter).mul_(1e-3)
 
@@ -160,7 +187,7 @@ def measure_optimizers(benchmark: GpuBenchmark, device: torch.device) -> list[di
         for group in optimizer.param_groups:
             group["lr"] = 1e-6
     steps = {name: optimizer.step for name, optimizer in optimizers.items()}
-    rounds = measure_in_turn(steps, {}, benchmark.rounds, device)
+    rounds = measure_in_turn(steps, {}, benchmark.rounds, benchmark.device)
     times = list(tqdm(rounds, total=benchmark.rounds, desc="optimizers", unit="round"))
 
     rows: list[dict[str, Any]] = []
@@ -279,31 +306,19 @@ FORMS: dict[str, Callable[[Decoding], Step]] = {
 
 
 @torch.no_grad()
-def measure_decoding(
-    benchmark: GpuBenchmark,
-    batch: int,
-    device: torch.device,
-    forms: dict[str, Callable[[Decoding], Step]],
-) -> list[dict[str, Any]]:
-    """Returns a row for each form of the step.
-
-    Args:
-        benchmark: Sizes and rounds.
-        batch: Sequences.
-        device: Where; CUDA graphs are for a GPU.
-        forms: Of `FORMS`, `eager` first.
-    """
+def measure_decoding(benchmark: GpuBenchmark, batch: int) -> list[dict[str, Any]]:
+    """Returns a row for each form of the step, for so many sequences."""
     config = switch_config(benchmark.case, benchmark.experts)
-    model = build_model(config, device)
-    decoding = start_decoding(model, benchmark.case, batch, device)
+    model = build_model(config, benchmark.device)
+    decoding = start_decoding(model, benchmark.case, batch, benchmark.device)
 
     # A form that fails gets a note in the table.
     steps: dict[str, Step] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for name, build in forms.items():
+    for name in benchmark.forms:
         rows[name] = {"batch": batch, "form": name, "note": ""}
         try:
-            steps[name] = build(decoding)
+            steps[name] = FORMS[name](decoding)
             rows[name]["tokens"] = decode(decoding, steps[name])
         except RuntimeError as error:
             steps.pop(name, None)
@@ -312,7 +327,7 @@ def measure_decoding(
         decoding.restore()
 
     clears = dict.fromkeys(steps, decoding.restore)
-    rounds = measure_in_turn(steps, clears, benchmark.rounds, device)
+    rounds = measure_in_turn(steps, clears, benchmark.rounds, benchmark.device)
     description = f"decoding, batch {batch}"
     times = list(tqdm(rounds, total=benchmark.rounds, desc=description, unit="round"))
 

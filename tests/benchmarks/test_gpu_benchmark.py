@@ -1,19 +1,19 @@
 """The benchmark of a GPU, as far as it goes without one."""
 
-import dataclasses
+import itertools
+import json
 
 import pytest
 import torch
 
+from benchmarks.cases import CASES, DTYPES, PASSES, Case
+from benchmarks.models import gpu
 from benchmarks.models.gpu import (
     COMPARED_STEPS,
     GpuBenchmark,
     build_model,
     decode,
     format_decoding,
-    measure_decoding,
-    measure_models,
-    measure_optimizers,
     start_decoding,
 )
 from benchmarks.models.model import draw_tokens, switch_config
@@ -51,26 +51,72 @@ def test_steps_in_memory_that_stays_decode_what_generate_does():
         assert decode(decoding, decoding.step) == tokens[1:]
 
 
-def test_models_and_optimizers_are_rows_of_their_tables(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    benchmark = GpuBenchmark(cases=[], batches=[], experts=3, rounds=1, json=None, case=TINY)
-    models = measure_models(benchmark, CPU)
-    assert {row["model"] for row in models} == {"switch", "ours", "t5_eager", "t5_sdpa"}
-    optimizers = measure_optimizers(benchmark, CPU)
+def tiny_benchmark(path, **options):
+    """Returns the benchmark that a GPU runs, for this machine and for sizes of milliseconds."""
+    settings = {"cases": [0, 3], "batches": [2, 5], "experts": 3, "rounds": 1, "device": CPU}
+    variants = ("moe_dropless", "hf_grouped_mm")  # without what takes half a minute to compile
+    settings |= {"case": TINY, "variants": variants, "forms": ("eager", "cuda_graph")}
+    return GpuBenchmark(json=path, **(settings | options))
+
+
+@pytest.fixture
+def tiny_cases(monkeypatch):
+    monkeypatch.setitem(CASES, 0, Case(64, 32, 48, 8, 2))
+    monkeypatch.setitem(CASES, 3, Case(64, 32, 48, 8, 1))
+
+
+def test_a_run_that_is_interrupted_continues_after_its_last_part(
+    tiny_cases, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "gpu.json"
+    measure = gpu.measure_decoding
+
+    def interrupt(benchmark, batch):
+        if batch == 5:
+            raise KeyboardInterrupt
+        return measure(benchmark, batch)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(gpu, "measure_decoding", interrupt)
+        gpu.run_gpu(tiny_benchmark(path))
+    assert not path.exists()
+    saved = json.loads(tiny_benchmark(path).partial.read_text())
+    assert {row["dtype"] for row in saved["rows"]} == {"bfloat16"}
+
+    with pytest.raises(ConfigError, match="rounds 1, but this run has 2"):
+        gpu.run_gpu(tiny_benchmark(path, rounds=2))
+    gpu.run_gpu(tiny_benchmark(path))
+    report = json.loads(path.read_text())
+    assert not tiny_benchmark(path).partial.exists()
+    for part in ("training", "optimizers"):
+        assert report[part] == saved[part]
+    assert report["rows"][: len(saved["rows"])] == saved["rows"]
+    assert report["decoding"][: len(saved["decoding"])] == saved["decoding"]
+
+    # Every row that a GPU gives, except those left out here.
+    rows = {(row["case"], row["dtype"], row["pass"], row["variant"]) for row in report["rows"]}
+    variants = ("dense", "moe_dropless", "hf_grouped_mm")
+    assert rows == set(itertools.product((0, 3), DTYPES, PASSES, variants))
+    models = ["t5_sdpa", "t5_eager", "switch", "ours"]
+    assert sorted(row["model"] for row in report["training"]) == sorted(models)
     names = [*OPTIMIZERS.names(), "transformers' adafactor"]
-    assert [row["optimizer"] for row in optimizers] == names
-    assert all(row["ms"] > 0 for row in models + optimizers)
+    assert [row["optimizer"] for row in report["optimizers"]] == names
+    assert [(row["batch"], row["form"]) for row in report["decoding"]] == [
+        (2, "eager"),
+        (2, "cuda_graph"),
+        (5, "eager"),
+        (5, "cuda_graph"),
+    ]
+    table = capsys.readouterr().out
+    assert all(name in table for name in (*models, *names, *variants))
 
 
 def test_a_form_that_cannot_run_is_a_line_of_the_table(monkeypatch):
     def refuse(decoding):
         raise RuntimeError("no graph\nand why")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    benchmark = GpuBenchmark(cases=[], batches=[2], experts=3, rounds=2, json=None, case=TINY)
-    forms = {"eager": lambda decoding: decoding.step, "cuda_graph": refuse}
-    rows = measure_decoding(benchmark, 2, CPU, forms)
+    monkeypatch.setitem(gpu.FORMS, "cuda_graph", refuse)
+    rows = gpu.measure_decoding(tiny_benchmark(None, rounds=2), 2)
     assert rows[0]["ms"] > 0 and rows[0]["ratio"] == 1 and rows[0]["same_tokens"]
     table = format_decoding(rows)
     assert "no: no graph" in table and "and why" not in table
-    assert dataclasses.asdict(benchmark)["experts"] == 3
