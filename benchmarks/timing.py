@@ -86,7 +86,7 @@ def measure(
     """Returns the milliseconds of one call; on CUDA those between two events around it.
 
     Args:
-        run: What is measured.
+        run: Function to measure.
         device: Where it runs.
         clock: Seconds on a CPU, e.g. `time.process_time` counts the CPU time of all threads of this
             process.

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
 def advice_after_interrupt(argv: list[str]) -> str:
     """Returns how to resume a command after Ctrl-C or a full disk."""
     if argv[:1] == ["run"]:
-        return "The same command goes on: answers that it wrote are kept."
+        return "The same command continues: answers that it wrote are kept."
     return "Run the same command again: it begins anew."
 
 

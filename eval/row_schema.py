@@ -16,7 +16,7 @@ ColumnKinds = Mapping[str, Any]
 """The kind of each column that is read."""
 
 HIDDEN_LABELS = (-1, "")
-"""What stands for a label that the authors of a dataset keep to themselves."""
+"""Placeholder for a label that the authors of a dataset keep secret."""
 
 _KIND_NAMES = {str: "text", int: "whole number", float: "number"}
 _MAX_SHOWN = 60  # characters of a value in a message
@@ -61,7 +61,7 @@ def fit_row(row: Any, columns: ColumnKinds, where: str) -> dict[str, Any]:
     """Returns the columns of a row that are read, without others.
 
     Args:
-        row: What a file holds.
+        row: Row of a file.
         columns: Columns that are read.
         where: Description of the row.
 
@@ -93,7 +93,7 @@ def require_label(
         hidden: Whether the split may hide its labels.
 
     Raises:
-        DataError: When the value is none of the allowed.
+        DataError: When the value is not allowed.
     """
     if value in allowed or (hidden and value in HIDDEN_LABELS):
         return

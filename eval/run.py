@@ -72,7 +72,7 @@ def evaluate(
         models: Checkpoint folders by name; the report is about the first one.
         tasks: Names of tasks, or tasks that are in no registry, as of the user's own pairs.
         modes: `generate`, `rank`; the ones that a task supports are used. None for both.
-        split: Of all tasks; None for each task's own.
+        split: Split of all tasks; None for each task's own.
         limit: Maximum number of examples of a task; whole groups are taken, evenly. None for all.
         data: Holds a folder TASK with files in place of the hub's rows. None for the hub.
         revision: Branch or commit of the hub's data; None for each task's own.

@@ -338,7 +338,7 @@ def read_files(
     """Returns the rows of the files of a split, which are checked.
 
     Args:
-        folder: Of a task.
+        folder: Folder of a task.
         split: Which.
         columns: Kinds of the columns.
         labels: By column, the values that a label may have.
@@ -392,7 +392,7 @@ def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
     They are SPLIT.jsonl, SPLIT.parquet, or those in the folder SPLIT.
 
     Args:
-        folder: Of a task.
+        folder: Folder of a task.
         split: Which.
         columns: Named in the message when there are none.
 
@@ -448,7 +448,7 @@ def _file_forms(folder: Path, split: str) -> list[Path]:
 
 
 def _read_jsonl(path: Path) -> Iterator[_FileRow]:
-    """Yields the objects of a file, one on each line; empty lines are none."""
+    """Yields the objects of a file, one per line; empty lines are skipped."""
     advice = "Write one object on each line; a broken last line is often a copy that was cut off."
     for number, row in read_json_lines(path, advice=advice):
         yield _FileRow(row, f"Line {number} of {path}")

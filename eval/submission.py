@@ -93,7 +93,7 @@ def write_submission(
         answers: N post-processed answers.
 
     Returns:
-        The written file; None where two examples have one key, so that they are not the site's.
+        The written file; None if two examples share a key, which the site's examples never do.
     """
     labels: list[tuple[Key, Any]] = []
     num_replaced = 0

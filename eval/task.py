@@ -36,7 +36,7 @@ Preprocess = Callable[[Row], list[Features]]
 """From a row to its examples."""
 
 Postprocess = Callable[[str, Features, bool], Any]
-"""(text, features, is_target) to the value that metrics compare; -1 stands for no valid answer."""
+"""(text, features, is_target) to the value that metrics compare; -1 means no valid answer."""
 
 
 class Example(NamedTuple):
@@ -144,7 +144,7 @@ class Task:
         name: Name on the command line.
         version: Grows when examples or scoring change, so that results are never mixed.
         description: One sentence: the input, the output and the source of the data.
-        licence: Of the data.
+        licence: License of the data.
         source: Where rows come from.
         preprocess: Converts a row to mappings with `inputs`, `targets` and what `postprocess`
             needs.

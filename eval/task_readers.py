@@ -46,7 +46,7 @@ CORPUS_READERS = RepositoryReaders(
     wordnet=_read_wordnet,
     dictionary=_read_dictionary,
 )
-"""What `stmoe corpus` reads in the repository only."""
+"""Sources that `stmoe corpus` reads in the repository only."""
 
 
 def read_mixture(mixture: MixtureRecipe) -> FinetuningData:

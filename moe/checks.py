@@ -121,7 +121,7 @@ def check_field_types(settings: object, *, prefix: str = "") -> None:
     Raises:
         ConfigError: When a `Literal` field holds another value, or a `bool` field no bool.
     """
-    assert is_dataclass(settings), f"{settings!r} is no dataclass"
+    assert is_dataclass(settings), f"{settings!r} is not a dataclass"
     annotations = get_type_hints(type(settings))
 
     for field in fields(settings):

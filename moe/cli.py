@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from moe.checks import check_integer, check_number
 from moe.errors import ConfigError, MoEError, did_you_mean, is_panic
 
-RESUME = "The same command with --resume goes on from the last checkpoint."
+RESUME = "The same command with --resume continues from the last checkpoint."
 CONTINUES = "The same command resumes from the last checkpoints."
 _OUT_OF_MEMORY = (
     "There is not enough memory. Choose a smaller model, smaller batches, shorter sequences or more "

@@ -204,7 +204,7 @@ def check_replaceable(target: Path, *, kind: str) -> None:
     unknown_files = _unknown_files(target, kind)
     if unknown_files:
         raise DataError(
-            f"{target} exists and holds something else ({unknown_files[0]!r} is no part of {_a(kind)}), so it is not "
+            f"{target} exists and holds something else ({unknown_files[0]!r} is not part of {_a(kind)}), so it is not "
             "overwritten. Choose another folder, or move that away."
         )
 

@@ -87,7 +87,7 @@ def parse_json(
     except ValueError as failure:
         reason = str(failure)
         if "hex escape" in reason or "surrogate" in reason:
-            reason += r"; half a character, \ud800 to \udfff, stands for nothing"
+            reason += r"; half a character, \ud800 to \udfff, is invalid"
         raise error(f"{where}: {shown(text[:60])} is not JSON ({reason}). {advice}") from failure
 
 
@@ -286,7 +286,7 @@ class PlainLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             mark = key_node.start_mark
             if not isinstance(key, str):
-                problem = f"the key {shown(key)} is no text; write it in quotes"
+                problem = f"the key {shown(key)} is not a text; write it in quotes"
                 raise ConstructorError(None, None, problem, mark)
             if key in seen:
                 raise ConstructorError(None, None, f"the key {shown(key)} is given twice", mark)

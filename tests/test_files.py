@@ -85,7 +85,7 @@ def test_a_folder_of_another_kind_is_never_replaced(tmp_path):
 
     # One file that a model has too makes no model.
     (tmp_path / "letters/config.json").write_text("{}")
-    with pytest.raises(DataError, match=r"'love\.txt' is no part of a model"):
+    with pytest.raises(DataError, match=r"'love\.txt' is not part of a model"):
         check_replaceable(tmp_path / "letters", kind="model")
 
 
@@ -147,7 +147,7 @@ def test_what_a_user_put_into_a_folder_of_ours_is_not_replaced(tmp_path):
         (partial / "corpus.json").write_text("first")
         write_sums(partial)
     (target / "notes.txt").write_text("dear")
-    with pytest.raises(DataError, match=r"'notes\.txt' is no part of a corpus"):
+    with pytest.raises(DataError, match=r"'notes\.txt' is not part of a corpus"):
         fill(target, "second")
     assert (target / "notes.txt").read_text() == "dear"
 
@@ -161,7 +161,7 @@ def test_a_model_whose_settings_have_no_checksums_is_replaced_and_one_with_notes
     (tmp_path / "SHA256SUMS").write_text(sums)
     check_replaceable(tmp_path, kind="model")
     (tmp_path / "notes.txt").write_text("dear")
-    with pytest.raises(DataError, match=r"'notes\.txt' is no part of a model"):
+    with pytest.raises(DataError, match=r"'notes\.txt' is not part of a model"):
         check_replaceable(tmp_path, kind="model")
 
 

@@ -22,7 +22,7 @@ from benchmarks.machine import Columns, describe_machine, print_report, report_t
 from moe.errors import ConfigError, MoEError, did_you_mean
 
 MOST = 1.3
-"""What a command may take, over the imports that it must have."""
+"""Largest time of a command, over that of the imports that it must have."""
 
 BASE = "torch and T5"
 _IMPORTS = {

@@ -90,7 +90,7 @@ class T5Collator:
     Args:
         ids: End token and sentinels.
         noise: How much is masked.
-        seed: Of the masks.
+        seed: Seed of the masks.
 
     Source:
         T5 preprocessors.py `random_spans_noise_mask` at e081111, over a batch as transformers'

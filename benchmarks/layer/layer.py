@@ -39,7 +39,7 @@ class LayerBenchmark:
         rounds: How often everything is measured; results are medians.
         device: Where.
         json: File to save to after every case; None for none.
-        report: What has been measured.
+        report: Results so far.
     """
 
     cases: Sequence[int]

@@ -53,9 +53,9 @@ class EvaluationCase:
         num_layers: Blocks of the encoder and of the decoder.
         sparse_layers: Sparse ones of them, in each.
         num_experts: E, two for each token, without a capacity limit.
-        num_examples: Of the task.
+        num_examples: Examples of the task.
         words: Minimum and maximum number of words of an input; a word is about 2.7 tokens.
-        new_tokens: Of each generated answer.
+        new_tokens: Tokens of each generated answer.
         batches: Batch sizes to give lm-evaluation-harness; it is measured with the fastest.
     """
 

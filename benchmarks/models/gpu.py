@@ -216,7 +216,7 @@ class Decoding:
         model: In evaluation mode.
         ids: <int64>[B, 1] the last token of each sequence.
         given: The other arguments of a step.
-        saved: What `restore` puts back.
+        saved: Tensors that `restore` puts back.
     """
 
     model: STMoEForConditionalGeneration

@@ -55,7 +55,7 @@ class ExchangeBenchmark:
         device: Where: `cpu` or `cuda`.
         scaling: Whether a whole training step is measured, too.
         json: File to save to after every case; None for none.
-        report: What has been measured.
+        report: Results so far.
     """
 
     cases: Sequence[int]

@@ -55,7 +55,7 @@ def run_ranks(
         function: Must be at module level, since the processes are spawned, and return JSON data.
         num_ranks: Processes.
         device_type: `cpu` for gloo, `cuda` for NCCL with a GPU for each rank.
-        arguments: What pickle takes.
+        arguments: Arguments that can be pickled.
 
     Raises:
         ProcessRaisedException: When a rank fails; the others are ended.

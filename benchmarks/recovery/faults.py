@@ -104,7 +104,7 @@ class FaultRecord(NamedTuple):
 
     Attributes:
         kind: Key of `FAULTS`.
-        rank: Which it befell.
+        rank: Rank that it hit.
         step: Updates that the run had completed.
         lost_steps: Updates that were taken again.
         stall_seconds: Until the run had an update more than it ever had.
@@ -125,7 +125,7 @@ class RunRecord(NamedTuple):
     Attributes:
         seed: Seed of all randomness.
         ranks: How many it had.
-        faults: What befell it.
+        faults: Faults that hit it.
         equal_losses: Whether every loss equals that of an undisturbed run bit for bit.
         equal_weights: Whether the final weights are.
     """
@@ -357,7 +357,7 @@ def main(argv: list[str]) -> None:
         "--ranks", type=int, nargs="+", choices=MESHES, default=[1, 2, 4], help=explanation
     )
     parser.add_argument("--seed", type=integer(least=0, most=2**31), default=0)
-    parser.add_argument("--json", type=path, help="file to write, and to go on from")
+    parser.add_argument("--json", type=path, help="file to write, and to resume from")
     options = parser.parse_args(argv)
     target = None
     if options.json is not None:

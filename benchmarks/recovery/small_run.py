@@ -50,7 +50,7 @@ SETTINGS = {
     "training.held_out_batches": 0,
     "training.checkpoint_every": 10,
 }
-"""What the command line changes."""
+"""Settings from the command line."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
     """Trains the small run."""
     command = RecipeCommand(PretrainRecipe, "Trains a small model on drawn tokens.")
     command.add_argument("--out", type=Path, required=True, help="folder of the run")
-    command.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     explanation = "compute in float64; replica groups of one process only"
     command.add_argument("--float64", action="store_true", help=explanation)
     command.add_timeout()

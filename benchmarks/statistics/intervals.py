@@ -72,7 +72,7 @@ class IntervalBenchmark:
         seed: Seed of the samples.
         jobs: Processes that share the cases; the numbers do not depend on it.
         json: File of the table; None for none.
-        case: What is drawn.
+        case: Case to draw from.
     """
 
     repeats: int = 1000
@@ -104,8 +104,8 @@ class Sample(NamedTuple):
     Attributes:
         groups: Name of each example's group.
         targets: Class 0 or 1 of each.
-        answers: Of the first system.
-        rival_answers: Of the second system.
+        answers: Answers of the first system.
+        rival_answers: Answers of the second system.
     """
 
     groups: list[str]

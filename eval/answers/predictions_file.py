@@ -260,7 +260,7 @@ class PredictionsFile:
         return DataError(
             f"Predictions cannot be written to {self.path}: {error.strerror or error}. All that it "
             "holds is kept. Make room or give another --out, and run the same command again: it "
-            "goes on from there."
+            "continues from there."
         )
 
 

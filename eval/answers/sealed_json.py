@@ -25,7 +25,7 @@ def is_whole(text: str, value: dict[str, Any], before: str = "") -> bool:
 
     Args:
         text: The sealed object.
-        value: What it holds.
+        value: Content of the file.
         before: The same as for `seal`.
     """
     body, _, end = text.rstrip().rpartition(_SEAL_START)

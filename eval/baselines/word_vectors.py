@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from scipy import sparse
 
 MAX_CHARACTERS = 40_000_000
-"""Of a corpus; evenly spaced documents are taken of a larger one. 10 million take about 15 seconds."""
+"""Characters of a corpus; of a larger one, evenly spaced documents are used. 10 million take about 15 seconds."""
 
 NUM_DIMENSIONS = 300
 WINDOW = 10

@@ -46,7 +46,7 @@ _TASK_ERRORS = (
     TypeError,
     AttributeError,
 )
-"""What lm-evaluation-harness raises at wrong YAML files or data, beside errors of its libraries."""
+"""Errors that lm-evaluation-harness raises for wrong YAML files or data, besides those of its libraries."""
 
 _HEADER = ("task", "version", "shots", "filter", "metric", "value", "standard error")
 _MAX_REASON = 300  # characters of another library's message

@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
     for task in tasks:
         if not task.is_classification:
             raise ConfigError(
-                f"--tasks has {task.name}, which is no classification: it has no fixed choices. Leave it out."
+                f"--tasks has {task.name}, which is not a classification task: it has no fixed choices. Leave it out."
             )
     models = parse_models([arguments.model, *arguments.also])
 

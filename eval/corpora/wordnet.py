@@ -155,7 +155,7 @@ def read_synsets(folder: Path) -> list[Synset]:
         folder: Holds the data files; see `find_wordnet`.
 
     Raises:
-        DataError: When a file cannot be read, has no synset, or a line is none; names the line.
+        DataError: When a file cannot be read, has no synset, or a line cannot be parsed; names the line.
     """
     # Otherwise a file truncated after its licence would go unnoticed.
     synsets = []

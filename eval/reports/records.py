@@ -295,7 +295,7 @@ class Selection:
     """How fine-tuning selected the best checkpoint.
 
     Attributes:
-        rule: What was compared.
+        rule: Rule of the comparison.
         tasks: Tasks whose dev splits were scored.
         step: Number of updates.
         mean: Mean dev score.

@@ -70,7 +70,7 @@ class SavedReport(NamedTuple):
     Attributes:
         folder: Folder of the run.
         fingerprints: Fingerprints of the models' files, by name.
-        scoring: What decided between choices.
+        scoring: How choices were scored.
         tasks: Tasks by name.
         inference: Settings that override the checkpoint's own, by name.
     """

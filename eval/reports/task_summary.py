@@ -80,7 +80,7 @@ class ScoredSystem(NamedTuple):
     """One system's answers to a task, scored.
 
     Attributes:
-        result: What the report says.
+        result: Results of the report.
         draws: By metric, <float64>[R] bootstrap draws of its score.
         example_scores: <float64>[N] how well each example was answered.
     """
@@ -197,8 +197,8 @@ def score_system(
         outputs: N answers.
         name: Name of the system.
         mode: How it answered.
-        router: What its routers did; None for a dense model.
-        calibration: Of its ranked choices; None for generated answers.
+        router: Statistics of its routers; None for a dense model.
+        calibration: Calibration of its ranked choices; None for generated answers.
     """
     scored = score_answers(task.metrics, *task.values(examples, outputs))
     groups = [example.group for example in examples]
@@ -254,7 +254,7 @@ def with_matching(
         scored: The system.
         task: The task.
         examples: N examples.
-        scores: Of each, the scores of its choices; None where there are none.
+        scores: Scores of the choices of each; None where there are none.
     """
     if scores is None or not task.has_lexical_choices:
         return scored
@@ -468,7 +468,7 @@ def _submission_notes(result: TaskResult) -> list[str]:
             continue
         note = f"{system.name} by {system.mode}, for the benchmark's site: `{submission.file}`."
         if submission.num_replaced:
-            note += f" {submission.num_replaced:,} answers are no label; `{submission.fallback}` stands for them."
+            note += f" {submission.num_replaced:,} answers are not labels; `{submission.fallback}` replaces them."
         notes.append(note)
 
     # A file that was not written is named too.

@@ -26,7 +26,7 @@ class AdditiveScore(NamedTuple):
     """A score that is a function of sums.
 
     Attributes:
-        terms: What each example adds to the sums.
+        terms: Each example's terms of the sums.
         score_of_sums: The score of the sums.
         bounds: Smallest and largest value of a score of classes, for its interval; None for any
             other score.

@@ -72,8 +72,8 @@ def calibration(choice_scores: Sequence[Sequence[float]], right: Sequence[int]) 
     confidence lies in ((b - 1) / 15, b / 15], for b = 1 .. 15: bins of equal width.
 
     Args:
-        choice_scores: Of each of N examples, the scores of its choices; their number may differ.
-        right: Of each example, the index of the right choice.
+        choice_scores: Scores of the choices of each of N examples; their number may differ.
+        right: Index of the right choice of each example.
 
     Source:
         Brier (1950), over all classes; Guo et al. (2017), "On calibration of modern neural
@@ -118,8 +118,8 @@ def calibration_of_choices(
     """Returns the calibration of choices by their texts.
 
     Args:
-        choices: Of each example, the score of each choice.
-        right: Of each example, the choices that are right.
+        choices: Score of each choice of each example.
+        right: Right choices of each example.
 
     Returns:
         The calibration; None if there is no example, or one does not have exactly one right choice:

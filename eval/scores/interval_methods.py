@@ -46,7 +46,7 @@ def mean_interval(sums: NDArray[np.float64]) -> Interval | None:
         sums: <float64>[G, 2] of each group, the sum of its scores and how many they are.
 
     Returns:
-        The interval; None with fewer than two groups in which a score counts.
+        The interval; None with fewer than two groups that have a score.
     """
     from scipy.stats import norm
     from scipy.stats import t as student

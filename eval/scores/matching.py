@@ -23,8 +23,8 @@ def matching_scores(
     50. NaN for questions that share no choices with another question.
 
     Args:
-        choices: Of each of N questions, the score of each choice.
-        right: Of each question, the right choice.
+        choices: Score of each choice of each of N questions.
+        right: Right choice of each question.
 
     Source:
         Calibration by the mean over the questions, as in Batch Calibration (arXiv:2309.17249).

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from moe.errors import ConfigError
 
 SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
-"""The tasks of the average; the diagnostics axb and axg are no part of it."""
+"""The tasks of the average; the diagnostics axb and axg are not part of it."""
 
 
 def superglue_average(scores: Mapping[str, ArrayLike | Mapping[str, float]]) -> NDArray[np.float64]:

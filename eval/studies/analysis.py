@@ -43,7 +43,7 @@ class ContrastResult(NamedTuple):
     """One comparison of two arms; positive differences favour the first arm.
 
     Attributes:
-        contrast: What was compared.
+        contrast: The declared contrast.
         is_primary: Whether it was declared before the runs.
         num_seeds: Number of seeds that both arms have.
         difference: Mean advantage of the first arm over the seeds.

@@ -90,7 +90,7 @@ class TakenRun(NamedTuple):
     """A run that another study has made; taken_run.json in the run's folder, which holds no more.
 
     Attributes:
-        outcome: What it came to.
+        outcome: Result of the run.
         size: Parameters of its model, where they are known.
     """
 

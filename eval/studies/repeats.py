@@ -124,7 +124,7 @@ def find_repeats(
 
 
 def repeat_sentence(repeat: Repeat) -> str:
-    """Returns whether a repeat came to the same numbers."""
+    """Returns whether a repeat gave the same numbers."""
     place = "" if repeat.value is None else f" at {repeat.value}"
     name = f"Repeated: {repeat.arm}{place}, seed {repeat.seed}"
     threads = "1 thread" if repeat.threads == 1 else f"{repeat.threads} threads"

@@ -220,7 +220,7 @@ def _options_content(settings: Mapping[str, SettingValue]) -> dict[str, SettingV
 
 
 def _swept(sweep: Sweep, settings: Mapping[str, SettingValue], value: SettingValue) -> SettingValue:
-    """Returns the value of the sweep, or that factor times the arm's own value."""
+    """Returns the value of the sweep; if it is relative, times the arm's own value."""
     if not sweep.relative:
         return value
     own = settings[sweep.setting]

@@ -89,7 +89,7 @@ class Contrast(NamedTuple):
     Attributes:
         arm: Name of the first arm.
         against: Name of the other arm.
-        expect: What the claim expects of the first arm: `better`, `worse` or `equal`.
+        expect: Expected result of the first arm: `better`, `worse` or `equal`.
         margin: Differences within it count as zero.
         at: Value of the sweep; None for all of them, or without a sweep.
     """

@@ -45,7 +45,7 @@ def _register_round(number: int, *, num_train: int, num_eval: int) -> None:
     """Registers a round and its variants.
 
     Args:
-        number: Of the round, from 1.
+        number: Number of the round, from 1.
         num_train: Rows to train on.
         num_eval: Rows of the validation split, and as many of the test split.
     """

@@ -17,7 +17,7 @@ from moe.data.prose import letters, prose_paragraphs
 PACKAGED_APART = frozenset(
     {"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtle.py", "turtledemo"}
 )
-"""What some distributions leave out of Python: for training only, so that the test split is the same without it."""
+"""Modules that some distributions of Python lack: training only, so that the test split does not depend on them."""
 
 _SPLIT_SALT = "docstring-summary-v1"
 _summarize = summarize("body", "summary")

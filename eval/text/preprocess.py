@@ -209,7 +209,7 @@ def stsb(row: Row) -> list[Features]:
 
 
 def record(row: Row) -> list[Features]:
-    """Maps a query to each of its answers; without any, to a hidden target.
+    """Maps a query to each of its answers, or to a hidden target if it has none.
 
     Entities keep the order of the row. T5's copy of the data sorts them; the hub's does not.
 

@@ -98,12 +98,12 @@ def read_index(path: Path) -> Metadata:
         # Tensors have shapes, and each piece of a tensor is in a file of this checkpoint.
         for name, entry in index.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"{name} is no tensor")
+                raise ValueError(f"{name} is not a tensor")
             _require_counts(name, entry.size)
         for location in index.storage_data.values():
             name = location.relative_path
             if name != PurePath(name).name or location.transform_descriptors:
-                raise ValueError(f"a shard is {name}, which is no plain file of the checkpoint")
+                raise ValueError(f"a shard is {name}, which is not a plain file of the checkpoint")
             _require_counts(name, (location.offset, location.length))
     except _ForbiddenNameError as error:
         raise CheckpointError(

@@ -39,7 +39,7 @@ def step_of(path: Path) -> int:
 def visible_damage(path: Path) -> Damage | None:
     """Returns the damage of a checkpoint that is visible without reading shards; None for none."""
     if not path.is_dir():
-        return Damage(path.name, "is no folder")
+        return Damage(path.name, "is not a folder")
     try:
         state = read_state_file(path)
     except CheckpointError as error:

@@ -134,7 +134,7 @@ def load_live_state(
 
     Args:
         state: <any>[...] by name.
-        model: Of the same configuration.
+        model: Model of the same configuration.
         optimizer: Optimizer of its parameters, before the first step or after.
         layouts: Layout of each parameter.
     """

@@ -342,7 +342,7 @@ def _not_written(target: Path, reason: str) -> CheckpointError:
     """Returns the error of a save that failed."""
     return CheckpointError(
         f"{target} could not be written: {reason}. Earlier checkpoints are as they were: the same command with "
-        "--resume goes on from the last."
+        "--resume continues from the last."
     )
 
 

@@ -127,4 +127,4 @@ FORMATS: dict[str, Callable[[Any, Path], str]] = {
     "torch": _write_torch,
     "ctranslate2": _write_ctranslate2,
 }
-"""What writes each format into a folder, and returns a line for the user."""
+"""Writer of each format into a folder; returns a line for the user."""

@@ -75,7 +75,7 @@ def perform_surgery(
         operate: Writes the changed model.
         read_task: Reads the pairs of a task of eval/; None where there is none.
         needs_text: Whether the change itself depends on data.
-        check: Raises a ConfigError for a model that cannot be changed so.
+        check: Raises a ConfigError for a model that cannot be changed this way.
 
     Raises:
         ConfigError: When an option has no effect, data is missing, or the target exists.

@@ -61,7 +61,7 @@ class ReportTable(NamedTuple):
 
 
 class SurgeryResult(NamedTuple):
-    """What a command reports of its change, beyond the common table.
+    """Report of a command about its change, beyond the common table.
 
     Attributes:
         origins: <int64>[E after] for each router whose rows moved: the number that each row had
@@ -146,7 +146,7 @@ class RoutingChange(NamedTuple):
 
 
 class Effects(NamedTuple):
-    """What the surgery changed on the examples.
+    """Changes on the examples due to the surgery.
 
     Attributes:
         loss: Mean loss in nats of a target, before and after.

@@ -290,7 +290,7 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
     """Returns the config.json of a T5 or Switch model that computes the same as our model.
 
     Args:
-        config: Of our model.
+        config: Config of our model.
         family: Which of both.
 
     Raises:

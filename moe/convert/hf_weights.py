@@ -28,7 +28,7 @@ def hf_weight_map(config: STMoEConfig, family: Family) -> list[WeightMapping]:
     """Returns our weights with their names in transformers' T5 and Switch.
 
     Args:
-        config: Of our model.
+        config: Config of our model.
         family: Which of both.
 
     Source:
@@ -141,7 +141,7 @@ def open_hf_checkpoint(
     Args:
         source: The folder or name.
         raw_config: Content of its config.json.
-        config: Of our model.
+        config: Config of our model.
         leave_out: Patterns of our names to leave out.
         use_safetensors: See `find_weight_files`.
         download: `revision`, `token`, `cache_dir` and the like of transformers' `cached_file`.
@@ -220,7 +220,7 @@ def _resolve_embeddings(
 
     Args:
         stored: Tensors <any>[...] of the checkpoint by name.
-        config: Of our model.
+        config: Config of our model.
         source: The folder or hub name, for messages.
         head_is_embedding: Whether a missing head is the embedding, although its input is not scaled.
 

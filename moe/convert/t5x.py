@@ -329,7 +329,7 @@ def _shape(shapes: Mapping[str, tuple[int, ...]], pattern: str) -> tuple[int, ..
         if re.fullmatch(pattern, name):
             return shape
     raise CheckpointError(
-        f"The checkpoint of T5X has no target/{pattern}: it is no encoder-decoder of T5, "
+        f"The checkpoint of T5X has no target/{pattern}: it is not an encoder-decoder of T5, "
         "Switch or ST-MoE."
     )
 

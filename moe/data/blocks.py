@@ -122,7 +122,7 @@ def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
     files = files_below(source) if source.is_dir() else [source]
     if not files:
         raise DataError(
-            f"{source} is no corpus and holds no text. Give a corpus that `stmoe corpus` made, or files ending in "
+            f"{source} is not a corpus and contains no text. Give a corpus made by `stmoe corpus`, or files ending in "
             f"{', '.join(SUFFIXES)}."
         )
     suffixes = {file.suffix.lower() for file in files}
@@ -319,7 +319,7 @@ class StreamBlocks(_Sequential):
 
 
 def _is_folder_of_files(source: Path) -> bool:
-    """Returns whether a folder is no dataset that `datasets` saved."""
+    """Returns whether a folder is not a dataset that `datasets` saved."""
     saved = ("dataset_info.json", "dataset_dict.json")
     return source.is_dir() and not any((source / name).exists() for name in saved)
 

@@ -113,7 +113,7 @@ def format_choice(num_chosen: int, num_examples: int, size: int | None, seed: in
         num_chosen: Examples of the subset.
         num_examples: Total number of examples.
         size: Requested number; None for all.
-        seed: Of the choice.
+        seed: Seed of the choice.
     """
     if num_chosen < num_examples:
         return f"{num_chosen:,} of {num_examples:,} training examples (seed {seed})"

@@ -327,7 +327,7 @@ def stack_rows(
 
     Args:
         row_at: Returns the examples of the row at a position.
-        positions: Of the rows of the whole batch.
+        positions: Positions of the rows of the whole batch.
         lengths: L and T; None uses the longest row, rounded up.
         padding: Token of input positions without an input.
         rows: Rows of the batch to make.

@@ -122,7 +122,7 @@ def kept_arrays(path: Path | None, names: Sequence[str], make: Callable[[], Arra
 
     Args:
         path: The file; None for none.
-        names: Of the arrays.
+        names: Names of the arrays.
         make: Makes the arrays.
     """
     if path is None:

@@ -322,7 +322,7 @@ class Execution:
             f"Rank {dist.get_rank()} lost a rank in step {index + 1} of {len(self._steps)} of a "
             f"schedule, in which it exchanges with ranks {names}: it ended, or did not "
             "come in time. The message of the rank that ended first says why; one without a "
-            "message was killed. To go on without it, start the others with a schedule that "
+            "message was killed. To continue without it, start the others with a schedule that "
             f"declares it dead. (torch: {first_line(error)})"
         )
 

@@ -20,7 +20,7 @@ from moe.sparse.integration import SparseFeedForwardAdapter
 
 
 class LayerCall(NamedTuple):
-    """What a sparse layer must know besides the hidden states.
+    """Inputs of a sparse layer besides the hidden states.
 
     Attributes:
         token_mask: <bool>[B, L] real tokens; None when all are.

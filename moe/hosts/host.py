@@ -1,4 +1,4 @@
-"""What must be known about a host: where its feed-forwards are, and what they compute."""
+"""Description of a host: where its feed-forward layers are, and what they compute."""
 
 from dataclasses import dataclass
 from operator import attrgetter

@@ -48,7 +48,7 @@ def shard_host(
             inference.
 
     Raises:
-        ConfigError: When the model is no host with sparse layers, or the mesh does not fit.
+        ConfigError: When the model is not a host with sparse layers, or the mesh does not fit.
     """
     check(isinstance(model, SparseHost), "The model to shard", type(model), "a host of load_model")
     sizes = mesh.config

@@ -38,7 +38,7 @@ def upcycle_host(model: PreTrainedModel, upcycling: Upcycling) -> Any:
             HostSettings.
 
     Raises:
-        ConfigError: When the model is no known host, or a setting does not fit it.
+        ConfigError: When the model is not a known host, or a setting does not fit it.
     """
     sparse_class = find_host(getattr(getattr(model, "config", None), "model_type", None))
     host = sparse_class.host
@@ -105,7 +105,7 @@ def upcycle_host_folder(
         download: `revision`, `token`, `cache_dir` and the like.
 
     Raises:
-        ConfigError: When it is no known host, or a setting does not fit it.
+        ConfigError: When it is not a known host, or a setting does not fit it.
         CheckpointError: When weights are missing, unexpected or damaged.
     """
     # Settings that do not fit are refused before the weights are read.

@@ -67,7 +67,7 @@ class BackwardInputs(NamedTuple):
         rows: Its rows.
         weights: Its weights.
         form: What an expert computes.
-        values: What it computed, with the products.
+        values: Values of the forward pass, with the products.
     """
 
     d_output: Tensor
@@ -218,7 +218,7 @@ def run_forward(
     Args:
         tokens: <float>[T, D].
         rows: Which token each row is, and its weight.
-        weights: Of the experts, in the dtype of the tokens.
+        weights: The experts' weights, in the dtype of the tokens.
         form: What an expert computes.
         keep_products: Whether a backward pass will need products and gates.
         seed: Of dropout.
@@ -293,7 +293,7 @@ def run_backward(
     num_rows = rows.token.numel()
     row_weight = rows.weight.to(tokens.dtype)[:, None]  # [N, 1]
 
-    # One tensor for each gradient that is asked for.
+    # One tensor for each gradient that is needed.
     d_rows = tokens.new_empty(num_rows if needs_tokens else 0, tokens.shape[1])  # dx  [N, D]
     d_weight = torch.empty_like(rows.weight) if needs_weight else None
     d_first = _WeightGradient(first, num_rows) if needs_first else None

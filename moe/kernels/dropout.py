@@ -59,7 +59,7 @@ def draw_kept(
     """Returns which elements dropout keeps.
 
     Args:
-        shape: Of the elements.
+        shape: Shape of the elements.
         rate: Share that is not kept, below 1; rounded to a multiple of 2^-16 where that changes
             neither share by more than a thousandth, and to one of 2^-64 elsewhere.
         seed: Integers of at least 0, of which every bit counts; None draws from torch's generator.

@@ -23,7 +23,7 @@ from moe.kernels.first_order import first_order_only
 from moe.kernels.torch_private import is_plain
 
 ComputeGradients = Callable[[bool, bool], tuple[Tensor | None, Tensor | None]]
-"""Takes whether dW1 and dW2 are asked for, and returns them."""
+"""Takes whether dW1 and dW2 are needed, and returns those."""
 
 
 class LateGradients:
@@ -75,7 +75,7 @@ def pass_weights(weights: ExpertWeights) -> tuple[ExpertWeights, LateGradients |
     Call it after rows were sent, and before they are waited for.
 
     Args:
-        weights: Of the experts.
+        weights: The experts' weights.
 
     Returns:
         The weights, and where the experts leave their gradients; None if that has no benefit.

@@ -132,8 +132,8 @@ class Measurement(NamedTuple):
         processor: Name of the CPU.
         torch: Release of torch.
         choice: The library of each product.
-        times: Of each product.
-        copy_time: Of the gradient of an expert's weights in bfloat16.
+        times: Times of each product.
+        copy_time: Time to copy the gradient of an expert's weights in bfloat16.
     """
 
     processor: str

@@ -106,7 +106,7 @@ def write_config(text: str, path: Path) -> None:
 
     Args:
         text: The config as JSON.
-        path: Of the config.json.
+        path: Path of the config.json.
     """
     fields = {**json.loads(text), "auto_map": _AUTO_MAP}
     content = json.dumps(fields, indent=2, sort_keys=True)

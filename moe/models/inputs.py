@@ -91,7 +91,7 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int, *, ignored: int | N
     """Raises unless given token ids <int64 or int32>[B, L] of the vocabulary.
 
     Args:
-        name: Of the argument.
+        name: Name of the argument.
         ids: Value of the argument.
         vocab_size: V; ids are from 0 to V - 1.
         ignored: Another accepted value, the label of positions without a target.
@@ -144,7 +144,7 @@ def check_segments(name: str, segments: Tensor | None, shape: tuple[int, int]) -
     """Raises unless given numbers of packed examples <int64>[B, L], one for each token.
 
     Args:
-        name: Of the argument.
+        name: Name of the argument.
         segments: Value of the argument; None for nothing packed.
         shape: B and L.
 
@@ -166,7 +166,7 @@ def real_tokens(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tenso
     """Returns a mask as <bool>[B, keys]: which tokens are real; None if all tokens are real.
 
     Args:
-        name: Of the argument.
+        name: Name of the argument.
         mask: <bool, integer or float>[B, keys], 1 or True for a token and 0 or False for
             padding.
         shape: B and the number of keys.

@@ -54,7 +54,7 @@ def warn_of_drops(
 
     Args:
         model: Identifies the model.
-        config: Of the model.
+        config: Config of the model.
         stack: The stack that ran.
         routers: Routers of one of its forward passes.
     """

@@ -91,7 +91,7 @@ DOWNLOAD = (
 """Arguments that locate a file of the hub."""
 
 _DTYPES = ("dtype", "torch_dtype")
-"""Arguments for the weights, which are no fields of the config; "auto" means the dtype in the files."""
+"""Arguments for the weights, which are not fields of the config; "auto" means the dtype in the files."""
 
 _COMMIT_OPTIONS = ("commit_message", "commit_description", "create_pr", "revision")
 

@@ -337,7 +337,7 @@ def check_finite(name: str, weight: Tensor, source: Path | str) -> None:
 def incomplete(source: Path | str, kind: str, misfits: str) -> str:
     """Returns the message for a folder whose weights do not match a class."""
     return (
-        f"{source} is no complete {kind}. Weights {misfits}. Copy the whole folder again from "
+        f"{source} is not a complete {kind}. Weights {misfits}. Copy the whole folder again from "
         "where it was saved, or give another; if config.json was edited, undo that."
     )
 

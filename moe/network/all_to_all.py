@@ -214,7 +214,7 @@ def unfit_for_axes(topology: Topology) -> str:
 def unfit_for_grid(topology: Topology) -> str:
     """Returns why a network is not a grid without dead ranks; "" if it is."""
     if topology.switched:
-        return "The network is no grid."
+        return "The network is not a grid."
     return unfit_for_axes(topology)
 
 

@@ -20,7 +20,7 @@ from moe.network.row_pair_clients import find_dead_columns
 from moe.network.schedule import IntArray, Schedule, beside, split_evenly
 
 _CHUNKS_OF_COLUMN = 2
-"""Of each lane, so that a band has about as many chunks as ranks."""
+"""Chunks of each lane, so that a band has about as many chunks as ranks."""
 
 
 class Band(NamedTuple):

@@ -95,7 +95,7 @@ class Muon(ShardedOptimizer):
         super().__init__(params, settings)
 
     def held_elements(self, sharding: MatrixSharding) -> int:
-        """Returns the elements of the whole matrices: they are gathered."""
+        """Returns the number of elements of the whole matrices, since they are gathered."""
         return sharding.shard_elements * math.prod(map(dist.get_world_size, sharding.groups))
 
     def update(self, pending: PendingUpdate) -> SumsOverRanks:

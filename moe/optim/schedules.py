@@ -227,7 +227,7 @@ def scaled_rate(lr: float, *, batch_size: int, base_batch_size: int, scaling: st
         lr: The tuned rate.
         batch_size: Sequences in an update of this run.
         base_batch_size: Sequences in an update when lr was tuned.
-        scaling: `linear`, lr batch_size / base_batch_size, or `sqrt`, of the root of that ratio.
+        scaling: `linear`: lr batch_size / base_batch_size; `sqrt`: lr times the root of that ratio.
 
     Source:
         LARS (arXiv:1708.03888) and EfficientNets (arXiv:2011.00071), whose rates are per 256

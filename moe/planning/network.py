@@ -180,7 +180,7 @@ class NetworkPlan:
 
 
 _AxisAndKind = tuple[str, Kind]
-"""What schedules are built for: groups of an axis, and a kind of collective."""
+"""Key of a schedule: groups of an axis, and a kind of collective."""
 
 
 class Question(NamedTuple):

@@ -273,13 +273,13 @@ def _lost_lines(broken: NetworkPlan) -> Iterator[str]:
 def _survival(mesh: MeshConfig) -> str:
     """Returns the remaining use of the other ranks without the dead ones."""
     if mesh.dp_replicate == mesh.num_ranks:
-        return "Every rank holds the whole model: the survivors go on with their own rows."
+        return "Every rank holds the whole model: the survivors continue with their own rows."
     if mesh.dp_replicate == 1:
         return (
-            "Every parameter is held once (mesh.dp_replicate 1): the run goes on from a checkpoint, "
+            "Every parameter is held once (mesh.dp_replicate 1): the run continues from a checkpoint, "
             "on a smaller mesh."
         )
     return (
         f"Every parameter is held {mesh.dp_replicate:,} times (mesh.dp_replicate): replicas with a "
-        "dead rank stand aside, or the run goes on from a checkpoint."
+        "dead rank stand aside, or the run continues from a checkpoint."
     )

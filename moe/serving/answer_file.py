@@ -109,7 +109,7 @@ def open_answers(path: Path, settings: dict[str, Any], *, resume: bool) -> Itera
 
     Args:
         path: The file.
-        settings: What the answers depend on, besides the requests; JSON values.
+        settings: Settings that determine the answers, besides the requests; JSON values.
         resume: Whether to continue a file that exists, or else to begin one.
 
     Raises:

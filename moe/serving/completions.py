@@ -41,7 +41,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True)
 class Completion:
-    """What a client asks for.
+    """A client's request.
 
     Attributes:
         model: Name of the model; None for any.

@@ -158,7 +158,7 @@ class Engine:
                 `step` together: a rank without requests takes part with padding.
 
         Raises:
-            ConfigError: When the model is no encoder-decoder, its experts may drop tokens, or its
+            ConfigError: When the model is not an encoder-decoder, its experts may drop tokens, or its
                 generation settings are not supported.
         """
         check_integer("max_batch", max_batch, least=1)
@@ -437,7 +437,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raises unless a model's answers can be computed in a batch that changes.
 
     Raises:
-        ConfigError: When it is no encoder-decoder, has no end token, has generation settings that
+        ConfigError: When it is not an encoder-decoder, has no end token, has generation settings that
             are not supported, or its experts have a capacity, so that answers would depend on the
             batch.
     """

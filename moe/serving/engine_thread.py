@@ -60,8 +60,8 @@ class EngineThread:
         """Starts the thread.
 
         Args:
-            engine: What answers the requests.
-            build_engine: Returns another one, when it has raised.
+            engine: Engine that answers the requests.
+            build_engine: Returns a different one after an error.
             max_open: Most open requests.
         """
         self._build_engine = build_engine

@@ -128,7 +128,7 @@ def kept_probs(logits: Tensor, settings: Sequence[Sampling]) -> tuple[Tensor, Te
     scaled = logits.double() / column("temperature")
     sorted_logits, tokens = scaled.sort(dim=-1, descending=True, stable=True)
 
-    # The k likeliest; 0 stands for all.
+    # The k likeliest; 0 means all.
     top_k = column("top_k")
     rank = torch.arange(logits.shape[-1], device=logits.device)
     outside = (rank >= top_k) & (top_k > 0)  # [N, V]

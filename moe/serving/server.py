@@ -84,7 +84,7 @@ class CompletionServer:
             tokenizer: Its tokenizer.
             name: Its name in the API.
             defaults: Settings of requests without their own; no answer is longer.
-            limits: What is accepted.
+            limits: Limits of a request.
 
         Raises:
             ConfigError: When the model is not supported.

@@ -66,7 +66,7 @@ class Slots:
     """Keys and values of the rows in use, which are always the first ones.
 
     Attributes:
-        cache: What the model reads, and extends by one column in each step.
+        cache: Cache that the model reads, and extends by one column in each step.
         num_rows: Rows in use.
         memory_length: Largest number of encoder tokens in a row.
     """

@@ -120,7 +120,7 @@ def choose_again(
     Experts that choose their tokens themselves still do, but output nothing for those tokens.
 
     Args:
-        router: Of the layer.
+        router: Router of the layer.
         scores: <float32>[G, S, E] of each kind.
         plan: The plan of those scores; says whether there is a capacity.
         barred: <bool>[G, S, E] experts that a token cannot have.

@@ -92,7 +92,7 @@ class Experts(nn.Module):
         """Returns the outputs of the experts, in the form of their inputs.
 
         Args:
-            in_flight: Of a dispatcher: rows, or slots <any float>[E, n, D], or a pending exchange
+            in_flight: Inputs from a dispatcher: rows, or slots <any float>[E, n, D], or a pending exchange
                 of them.
 
         Returns:
@@ -122,7 +122,7 @@ class Experts(nn.Module):
 
         Args:
             inputs: Tokens, and their rows.
-            weights: Of the experts.
+            weights: The experts' weights.
             late: Where gradients of the weights are left for later; None computes them at once.
 
         Returns:

@@ -31,7 +31,7 @@ from moe.sparse.router import RouterInputs
 from moe.sparse.stats import RouterStats, router_stats
 
 PlanEdit = Callable[[RouterScores, DispatchPlan], DispatchPlan]
-"""What may stand between the router's plan and its dispatch; see `moe.sparse.editing`."""
+"""Changes a router's plan before dispatch; see `moe.sparse.editing`."""
 
 
 class RouterOutput(NamedTuple):

@@ -193,7 +193,7 @@ def balance_totals(losses: RouterLosses, group: ProcessGroup | None = None) -> B
     spans micro-batches.
 
     Args:
-        losses: Of this rank's call.
+        losses: Losses of this rank's call.
         group: Ranks of the scope; None for all of them. Without torch.distributed there is one
             rank.
     """
@@ -216,8 +216,8 @@ def balance_within(losses: RouterLosses, totals: BalanceTotals) -> RouterLosses:
     so are their gradients: choices carry none, and the loss is linear in the probabilities.
 
     Args:
-        losses: Of the part.
-        totals: Of the whole scope.
+        losses: Losses of the part.
+        totals: Totals of the whole scope.
     """
     # E * sum_i f_i P_i times the tokens of the part: f_i over the scope, P_i over the part.
     num_experts = losses.prob_sums.shape[-1]

@@ -190,7 +190,7 @@ def sum_stats(stats: RouterStats, group: ProcessGroup | None = None) -> RouterSt
     """Returns the statistics of all ranks together, the same on each.
 
     Args:
-        stats: Of this rank.
+        stats: This rank's statistics.
         group: The ranks; None for all of them.
     """
     return RouterStats(*sum_each_over_ranks(stats, group))

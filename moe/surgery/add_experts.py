@@ -63,7 +63,7 @@ class AddedExperts:
         """Returns m, the number of twins of each expert.
 
         Raises:
-            ConfigError: When the number of experts is no multiple of the model's.
+            ConfigError: When the number of experts is not a multiple of the model's.
         """
         E = sparse.num_experts
         if self.num_experts is None:

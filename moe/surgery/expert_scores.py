@@ -34,7 +34,7 @@ _MOST_EXPERTS = 8  # whose subsets are all tried
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a score may depend on.
+    """Inputs of an expert's score.
 
     Attributes:
         model: The model.

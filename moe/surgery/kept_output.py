@@ -25,9 +25,9 @@ class Kept(NamedTuple):
     """Mean over tokens of the sum of gates times the scale, in one mode.
 
     Attributes:
-        chosen: Of all choices of a token.
-        requested: Of the choices that the policy requests.
-        accepted: Of the choices that get a slot: the share of the dense output.
+        chosen: Share of all choices of a token.
+        requested: Share of the choices that the policy requests.
+        accepted: Share of the choices that get a slot, i.e. of the dense output.
     """
 
     chosen: float

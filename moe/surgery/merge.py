@@ -320,7 +320,7 @@ def merged_config(config: STMoEConfig, expert_maps: Mapping[LayerKey, Tensor]) -
     """Returns the config of the merged model; a stored expert has at least the slots of all its rows.
 
     Args:
-        config: Of the model before.
+        config: Config of the original model.
         expert_maps: <int64>[E] by layer; layers not named stay as they are.
 
     Raises:

@@ -64,7 +64,7 @@ class Pruning:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises a ConfigError when a value is out of range, or nothing says how many stay."""
+        """Raises a ConfigError when a value is out of range, or no option says how many experts to keep."""
         SCORES.get(self.score)
         for name in ("keep", "encoder_keep", "decoder_keep", "budget"):
             check_integer(name, getattr(self, name), least=1, optional="None")

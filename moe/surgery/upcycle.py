@@ -176,7 +176,7 @@ class Upcycling:
         """Returns the options of a router: those with which nothing is lost, then the given ones.
 
         Raises:
-            ConfigError: When the field of that name is no mapping.
+            ConfigError: When the field of that name is not a mapping.
         """
         given = self.fields.get(field_name)
         is_mapping = given is None or isinstance(given, Mapping)

@@ -266,7 +266,7 @@ def batches_of(trace: Trace, batch_size: int) -> Iterator[TracedBatch]:
     """Yields the examples of a trace again, e.g. for another model.
 
     Args:
-        trace: What was recorded.
+        trace: The recorded trace.
         batch_size: Examples in a batch; where experts have a capacity, routing depends on it.
 
     Raises:

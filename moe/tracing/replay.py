@@ -47,7 +47,7 @@ def replay_routing(
 
     Args:
         model: The model; it may have other weights or another dtype than the recorded one.
-        trace: What `record_routing` returned, or `read_trace`.
+        trace: Result of `record_routing` or `read_trace`.
         weights: Whether the router computes new weights for the recorded choices, and so learns
             from them, or the recorded weights are used.
         expert_map: For a model with fewer experts, by layer: the number here of each recorded

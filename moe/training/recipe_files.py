@@ -89,7 +89,7 @@ def merged_text(files: list[RecipeFile]) -> str:
     """Returns the settings of a chain of files as one YAML text; the first file's settings win.
 
     Args:
-        files: What `read_recipe_files` returned.
+        files: Result of `read_recipe_files`.
     """
     # From the most distant parent to the file itself, each overrides the previous one.
     node = files[-1].node

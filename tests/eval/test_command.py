@@ -122,7 +122,7 @@ def test_results_are_not_mixed_with_something_else(command, tmp_path, monkeypatc
 
 def test_only_a_run_goes_on_after_it_was_stopped():
     advice = advice_after_interrupt(["run", "--model", "m"])
-    assert advice == "The same command goes on: answers that it wrote are kept."
+    assert advice == "The same command continues: answers that it wrote are kept."
     for command in ("compare", "harness", "list"):
         assert "goes on" not in advice_after_interrupt([command])
         assert "--resume" not in advice_after_interrupt([command])

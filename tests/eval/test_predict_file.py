@@ -212,7 +212,7 @@ def test_a_disk_that_fills_stops_with_one_message_and_keeps_what_was_written(fol
     assert len(answer["said"]) == 2
     for said in answer["said"]:
         assert f"cannot be written to {tmp_path}/p.jsonl: File too large. " in said
-        assert "run the same command again: it goes on from there." in said
+        assert "run the same command again: it continues from there." in said
     assert answer["kept"] == ROWS
     assert answer["same"]
 

@@ -44,5 +44,5 @@ def test_the_command_prints_a_row_for_each_encoder_and_number_of_labels(folders,
 
 
 def test_a_task_without_classes_is_refused(folders):
-    with pytest.raises(ConfigError, match="minimal_pairs, which is no classification"):
+    with pytest.raises(ConfigError, match="minimal_pairs, which is not a classification task"):
         main(["probe", "--model", str(folders["t5"]), "--tasks", "minimal_pairs"])

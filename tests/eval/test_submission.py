@@ -173,5 +173,5 @@ def test_answers_that_are_no_label_are_counted_in_a_note(folders, tmp_path):
     """A random model generates no label at all."""
     found = predict_test({"ours": folders["t5"]}, ["cb", "stsb"], tmp_path, modes=["generate"])
     for task, label in zip(found.tasks, ("entailment", "0.000"), strict=True):
-        note = f"2 answers are no label; `{label}` stands for them."
+        note = f"2 answers are not labels; `{label}` replaces them."
         assert any(note in sentence for sentence in task.notes)

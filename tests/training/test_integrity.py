@@ -58,7 +58,7 @@ DAMAGES = {
     "another step": (lambda path: change_state(path, step=21), "state.json says step 21, and its folder is"),
     "no sizes": (lambda path: change_state(path, sizes=None), "state.json sizes is missing"),
     "a later format": (lambda path: change_state(path, format=99), "state.json format is 99"),
-    "no folder": (replace_by_a_file, "step_00000020 is no folder"),
+    "no folder": (replace_by_a_file, "step_00000020 is not a folder"),
 }  # fmt: skip
 
 

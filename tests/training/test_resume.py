@@ -115,7 +115,7 @@ def test_a_run_that_is_asked_to_end_loses_no_step_and_may_go_on_without_batches_
     ended = stop_when(lambda: last_step(out) >= 3, signal.SIGINT, inputs, out, *more)
     assert ended.returncode == 128 + signal.SIGINT, ended.stderr
     assert "Stopped after step" in ended.stderr
-    assert "with --resume goes on" in ended.stderr
+    assert "with --resume continues" in ended.stderr
     (checkpoint,) = checkpoint_folders(out / "checkpoints")
     assert checkpoint.name == f"step_{last_step(out):08}"
 

@@ -207,7 +207,7 @@ class Unchanged(NamedTuple):
         is_right: <bool>[B] whether greedy decoding gives the targets of each row.
         plans: The plan of each sparse layer.
         encoder_outputs: Output of the encoder.
-        before: What the block before that of each sparse layer returned, if there is one.
+        before: Output of the block before each sparse layer's, if there is one.
     """
 
     batch: Batch
@@ -249,7 +249,7 @@ def run_unchanged(model: PreTrainedModel, batch: Batch) -> Unchanged:
 
 
 class Ablated(NamedTuple):
-    """What an ablation changes in a batch, on the CPU.
+    """Changes of an ablation in a batch, on the CPU.
 
     Attributes:
         change: <float64>[n] change of the loss of each target, in nats.

@@ -49,7 +49,7 @@ class Stage(NamedTuple):
     Attributes:
         name: Name that the user gives it.
         path: Its metrics.jsonl.
-        lines: What was measured, by ascending steps.
+        lines: Measurements, by ascending steps.
     """
 
     name: str

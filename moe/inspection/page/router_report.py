@@ -90,7 +90,7 @@ def write_report(
         corpus_rows: Documents, characters and licences of the corpus, under CORPUS_HEADER.
         stages: Metrics of runs; may be empty.
         evaluation: Evaluation of the same or of other models; None omits the panel.
-        summary: What a job found; None omits the panel.
+        summary: Results of a job; None omits the panel.
     """
     panels = ["summary"] if summary else []
     panels += ["evaluation"] if evaluation else []

@@ -22,9 +22,9 @@ class Agreement(NamedTuple):
 
     Attributes:
         share: Mean over tokens of the experts chosen in both, over those chosen; NaN without tokens.
-        chance: What the share would be if experts were drawn evenly: K / E.
+        chance: Expected share if experts were drawn evenly: K / E.
         corrected: (share - chance) / (1 - chance): 0 by even chance, 1 for the same choices.
-        load_chance: What the share would be if tokens exchanged their choices: above `chance` when a
+        load_chance: Expected share if tokens exchanged their choices: above `chance` when a
             few experts have most of the load, even if choices do not depend on tokens.
         load_corrected: `share` corrected for `load_chance`; for one choice, Cohen's kappa. NaN when
             chance alone gives 1.
