@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
-# Threads that wait soon sleep: those that spin take cores from whoever else is busy, and from each other.
+# Waiting threads sleep soon: spinning ones take cores from other processes, and from each other.
 ifndef OMP_WAIT_POLICY
 export GOMP_SPINCOUNT ?= 10000
 endif

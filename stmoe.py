@@ -139,7 +139,7 @@ def _share_cores() -> None:
 
     os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     if os.environ.get("RANK", "0") == "0":
-        text = f"Waiting threads soon sleep (GOMP_SPINCOUNT={SPIN_COUNT}; set it to choose)."
+        text = f"Waiting threads sleep after half a millisecond (GOMP_SPINCOUNT={SPIN_COUNT}; set it to change this)."
         print(text, file=sys.stderr)
 
 

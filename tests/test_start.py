@@ -14,7 +14,7 @@ import stmoe
 from tests.processes import run_program
 
 ROOT = Path(__file__).parents[1]
-SAID = "Waiting threads soon sleep (GOMP_SPINCOUNT=10000; set it to choose).\n"
+SAID = "Waiting threads sleep after half a millisecond (GOMP_SPINCOUNT=10000; set it to change this).\n"
 START = """\
 if __name__ == '__main__':
     from stmoe import start_command
