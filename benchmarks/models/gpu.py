@@ -93,7 +93,7 @@ def run_gpu(benchmark: GpuBenchmark) -> None:
     """
     layer = LayerBenchmark(
         cases=benchmark.cases,
-        dtypes=["bfloat16", "float32"],
+        dtypes=["bfloat16"],
         passes=["forward", "forward_backward"],
         variants=benchmark.variants,
         rounds=benchmark.rounds,
@@ -105,15 +105,11 @@ def run_gpu(benchmark: GpuBenchmark) -> None:
     report = layer.report
     save_report(report, benchmark.partial)
 
-    # Layers in bfloat16, whole models, and layers in float32 at last.
-    measure_cases(dataclasses.replace(layer, dtypes=["bfloat16"]))
-    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "training": lambda: measure_models(benchmark),
-        "optimizers": lambda: measure_optimizers(benchmark),
-    }
-    for name, measure_part in parts.items():
+    # Layers in bfloat16, then whole models, then layers in float32.
+    measure_cases(layer)
+    for name, measure_part in (("training", measure_models), ("optimizers", measure_optimizers)):
         if name not in report:
-            report[name] = measure_part()
+            report[name] = measure_part(benchmark)
             save_report(report, benchmark.partial)
     report.setdefault("decoding", [])
     for batch in benchmark.batches:
