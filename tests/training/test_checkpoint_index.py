@@ -152,7 +152,10 @@ def first_place(index):
 
 ODDITIES = {
     "a shard elsewhere": (lambda index: setattr(first_place(index), "relative_path", "../../secret"), "secret"),
-    "an encoded shard": (lambda index: setattr(first_place(index), "transform_descriptors", ["zstd"]), "not a plain file"),
+    "an encoded shard": (
+        lambda index: setattr(first_place(index), "transform_descriptors", ["zstd"]),
+        "not a plain file",
+    ),
     "a negative offset": (lambda index: setattr(first_place(index), "offset", -1), "-1"),
     "an entry that is none": (lambda index: index.state_dict_metadata.update(x=None), "x is not a tensor"),
     "no entries": (lambda index: setattr(index, "state_dict_metadata", None), "AttributeError"),
