@@ -154,6 +154,18 @@ def test_groups_of_one_answer_copied_are_as_many_examples_as_groups():
     assert copied.high - copied.low > 100 * (theirs.high - theirs.low)
 
 
+def test_the_bounds_of_a_mean_are_as_many_standard_errors_away_as_students_t_says():
+    scores = np.array([10.0, 35.0, 60.0, 75.0, 90.0])
+    found = score(MEAN, scores.tolist(), scores.tolist())
+    mean, variance = np.mean(scores / 100), np.var(scores / 100, ddof=1) / 5
+
+    # Wilson: a mean at the bound has the variance pi (1 - pi), in proportion to p (1 - p) of the mean found.
+    for bound in (found.low, found.high):
+        pi = bound / 100
+        error = math.sqrt(variance * pi * (1 - pi) / (mean * (1 - mean)))
+        assert abs(mean - pi) / error == pytest.approx(scipy.stats.t.ppf(0.975, 4))
+
+
 def test_a_score_without_spread_has_an_interval_and_a_note():
     for answer in (0, 1):
         found = score(ACCURACY, [1] * 56, [answer] * 56)
