@@ -27,7 +27,7 @@ from moe.inspection.page.report_inputs import (
     read_evaluation,
     read_stages,
 )
-from moe.inspection.page.report_text import comparable_systems, ngram_losses
+from moe.inspection.page.report_text import ngram_losses
 from moe.inspection.tables import LayerCounts, count_tokens, preferred_tokens, token_names
 from moe.models.configuration import STMoEConfig
 from moe.tracing.examples import pretraining_noise
@@ -65,8 +65,7 @@ def summarize(out: Path, *, labels: int | None) -> tuple[list[str], Summary]:
     about, scores, gain, baselines = map(str.strip, task)
     tested = f"{about} {scores}. {gain} {baselines[0].upper()}{baselines[1:]}."
     sentences = [facts, tested, *losses, " ".join(experts)]
-    panels = [recall, score_bars(evaluation)]
-    return lines, Summary(sentences=sentences, panels=panels)
+    return lines, Summary(sentences=sentences, panels=[recall])
 
 
 def trained_sentence(config: STMoEConfig) -> str:
@@ -154,17 +153,6 @@ def facts_recalled(out: Path) -> tuple[BarPanel, str]:
     )
     bars = [Bar(name=experts, value=recall["experts"]), Bar(name="dense", value=recall["dense"])]
     return BarPanel(title=f"{num_facts:,} random facts recalled", bars=bars), sentence
-
-
-def score_bars(evaluation: Evaluation) -> BarPanel:
-    """Returns the scores of the models and the baselines."""
-    task = evaluation.tasks[0]
-    bars = []
-    for system in comparable_systems(task):
-        score = _headline(system)
-        assert score.value is not None
-        bars.append(Bar(name=system.name, value=score.value, low=score.low, high=score.high))
-    return BarPanel(title=f"{task.task}: {_headline(task.systems[0]).metric}", bars=bars)
 
 
 def most_specialized(layer: LayerCounts, ids: SpecialIds) -> tuple[int, list[int], float]:

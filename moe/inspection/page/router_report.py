@@ -138,10 +138,13 @@ def write_report(
 def _summary_figure(summary: Summary) -> str:
     """Returns the values of a summary as bars."""
     panels = []
+    has_interval = False
     for panel in summary.panels:
         rows = [_bar(bar.name, bar.value, bar.low, bar.high) for bar in panel.bars]
         panels.append(IntervalPanel(panel.title, rows))
-    return draw_intervals(panels, label=_PERCENT, from_zero=True, narrow=True).svg
+        has_interval = has_interval or any(bar.low is not None for bar in panel.bars)
+    label = _PERCENT if has_interval else "%"
+    return draw_intervals(panels, label=label, from_zero=True, narrow=True).svg
 
 
 def _bar(name: str, value: float | None, low: float | None, high: float | None) -> Row:
