@@ -37,8 +37,8 @@ class RouterRequirements:
     options: type[Any]
     causal: bool
     single: bool
-    mergeable: bool = False
-    needs_token_ids: bool = False
+    mergeable: bool
+    needs_token_ids: bool
 
 
 ROUTER_REQUIREMENTS: Registry[RouterRequirements] = Registry("router")
