@@ -7,7 +7,12 @@ import scipy.stats
 from eval.scores.additive import mean_f1
 from eval.scores.intervals import examples_by_group, score_answers
 from eval.scores.metrics import ACCURACY, MULTIRC_EM, MULTIRC_F1A, Metric, mean_of
-from eval.scores.pairing import compare_answers, permutation_test
+from eval.scores.pairing import (
+    PERMUTATIONS,
+    RECOMPUTED_PERMUTATIONS,
+    compare_answers,
+    permutation_test,
+)
 from tests.eval.test_intervals import F1, f1
 
 SUMMED_F1 = Metric("f1", f1, additive=mean_f1([1]))
@@ -37,6 +42,14 @@ def test_a_coin_that_falls_eight_times_on_one_side():
         assert pair.exact
         assert (pair.wins, pair.losses, pair.ties) == (8, 0, 3)
         assert pair.difference == pytest.approx(800 / 11)
+
+
+@pytest.mark.parametrize("metric", [ACCURACY, ANEW], ids=["sums", "answers"])
+def test_the_observed_answers_are_one_of_the_permutations(metric):
+    """A wins all of 97 examples: no random toss does as well, so only the observed one counts."""
+    num_permutations = {ACCURACY: PERMUTATIONS, ANEW: RECOMPUTED_PERMUTATIONS}[metric]
+    p, exact = p_value(metric, [1] * 97, [1] * 97, [0] * 97)
+    assert (p, exact) == (1 / (num_permutations + 1), False)
 
 
 def test_answers_of_one_group_are_one_toss():
