@@ -102,7 +102,7 @@ def test_a_record_is_typed():
         ("a: 1\na: 2", "'a' is given twice"),
         ("a: {b: 1, b: 2}", "'b' is given twice"),
         ("a: &x [*x]", "alias \\*x is not supported"),
-        ("1: 2", "is no text"),
+        ("1: 2", "is not a text"),
         ("[" * 20_000, "recursion depth"),
         ("a: " + "1" * 5_000, "is not YAML of plain values"),
         ("- a", "holds a list"),
