@@ -124,7 +124,7 @@ def test_only_a_run_goes_on_after_it_was_stopped():
     advice = advice_after_interrupt(["run", "--model", "m"])
     assert advice == "The same command continues: answers that it wrote are kept."
     for command in ("compare", "harness", "list"):
-        assert "goes on" not in advice_after_interrupt([command])
+        assert "continues" not in advice_after_interrupt([command])
         assert "--resume" not in advice_after_interrupt([command])
 
 
