@@ -164,6 +164,7 @@ def open_text(
     _check_mixing(data, len(corpora))
 
     texts: list[Text] = []
+    sizes: list[int | None] = []
     held_out: list[NDArray[np.int32]] = []
     for path in corpora:
         if path in streamed:
@@ -171,14 +172,17 @@ def open_text(
             stream = TokenStream(open_blocks(path, [column]), tokenizer, settings, column=column)
             texts.append(stream)
             held_out.append(stream.held_out())
+            sizes.append(stream.estimated_tokens)
         else:
             corpus = load_corpus(path)
-            texts.append(WholeText(tokenize_corpus(corpus.train, tokenizer)))
+            tokens = tokenize_corpus(corpus.train, tokenizer)
+            texts.append(WholeText(tokens))
+            sizes.append(tokens.size)
             held_out.append(tokenize_corpus(corpus.held_out, tokenizer))
 
     rates = data.rates
     if data.temperature is not None:
-        rates = rates_of_sizes(corpora, texts, data.temperature)
+        rates = rates_of_sizes(corpora, sizes, data.temperature)
     text = texts[0] if rates is None else MixedText(texts, rates)
     return text, np.concatenate(held_out)
 
@@ -206,26 +210,26 @@ def _check_mixing(data: SpanCorruptionRecipe, num_corpora: int) -> None:
 
 
 def rates_of_sizes(
-    corpora: Sequence[Path], texts: Sequence[Text], temperature: float
+    corpora: Sequence[Path], sizes: Sequence[int | None], temperature: float
 ) -> list[float]:
     """Returns the rate of each corpus: its number of tokens to the power 1 / temperature.
 
     Args:
-        corpora: Where the texts are from, for the message.
-        texts: The texts.
+        corpora: The corpora, for the message.
+        sizes: Number of tokens of each; None where it is unknown.
         temperature: 1 for proportional rates, more for more even ones.
 
     Raises:
-        ConfigError: When the size of a text is unknown.
+        ConfigError: When the size of a corpus is unknown.
     """
     rates: list[float] = []
-    for path, text in zip(corpora, texts, strict=True):
-        if text.estimated_tokens is None:
+    for path, size in zip(corpora, sizes, strict=True):
+        if size is None:
             raise ConfigError(
                 f"data.temperature is {temperature}, but the size of {path} is unknown until it is read to its end. "
                 "Set data.rates instead, or convert it to Parquet or JSONL."
             )
-        rates.append(mixing_rate(text.estimated_tokens, temperature=temperature))
+        rates.append(mixing_rate(size, temperature=temperature))
     return rates
 
 

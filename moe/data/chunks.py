@@ -43,11 +43,6 @@ class Text(Protocol):
         """The bytes of the text, or of what identifies it."""
         ...
 
-    @property
-    def estimated_tokens(self) -> int | None:
-        """About how many tokens the text has; None where that is unknown before it is read."""
-        ...
-
     def chunks(self, length: int, seed: int) -> Chunks:
         """Returns its chunks of C = `length` tokens, reshuffled in each epoch."""
         ...
@@ -67,11 +62,6 @@ class WholeText:
     def fingerprint(self) -> memoryview:
         """The tokens themselves, to be hashed."""
         return np.ascontiguousarray(self.tokens).data
-
-    @property
-    def estimated_tokens(self) -> int:
-        """The number of tokens."""
-        return self.tokens.size
 
     def chunks(self, length: int, seed: int) -> "WholeChunks":
         """Returns its chunks of C = `length` tokens."""
@@ -110,13 +100,7 @@ def epoch_order(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
 
 
 class MixedText:
-    """Several texts, whose chunks are drawn by rates.
-
-    Attributes:
-        estimated_tokens: None; a mixture has no end.
-    """
-
-    estimated_tokens = None
+    """Several texts, whose chunks are drawn by rates."""
 
     def __init__(self, texts: Sequence[Text], rates: Sequence[float]) -> None:
         """Takes the texts.

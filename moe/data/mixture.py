@@ -78,7 +78,8 @@ def mixing_rate(
         return rate ** (1.0 / temperature)
     except OverflowError:
         raise ConfigError(
-            f"{rate:g} to the power 1 / {temperature} is not a finite number. Raise mixture.temperature."
+            f"{rate:g} to the power 1 / {temperature} is not a finite number. Raise mixture.temperature, "
+            "or data.temperature for corpora."
         ) from None
 
 
