@@ -150,7 +150,6 @@ def test_the_collector_rests_while_a_command_imports_and_works_afterwards(tmp_pa
     program = """
 import gc
 import stmoe
-from tests.processes import run_program
 stmoe.start_command()
 resting = not gc.isenabled()
 from moe.cli import run_main

@@ -1,4 +1,4 @@
-"""The benchmark of a GPU: one bfloat16 layer next to the dense one, a training step of whole models, a
+"""The benchmark of a GPU: one layer next to the dense one and its peers, a training step of whole models, a
 decoding step, and the updates of the optimizers.
 
 The decoding step runs eagerly, compiled, and as a CUDA graph that is captured once and replayed. All must

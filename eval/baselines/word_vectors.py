@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from scipy import sparse
 
 MAX_CHARACTERS = 40_000_000
-"""Characters of a corpus; of a larger one, evenly spaced documents are used. 10 million take about 15 seconds."""
+"""Most characters that are read; of a larger corpus, evenly spaced documents. 10 million take about 15 seconds."""
 
 NUM_DIMENSIONS = 300
 WINDOW = 10

@@ -29,7 +29,7 @@ from eval.scores.metrics import Metric
 
 PERMUTATIONS = 9999
 RECOMPUTED_PERMUTATIONS = 999
-"""Of metrics that are not functions of sums, which are computed anew for each permutation."""
+"""Permutations for metrics that are not functions of sums: each is computed from the answers."""
 
 _TOLERANCE = 1e-9  # in points: two differences within rounding error are equal
 _CHUNK = 500

@@ -238,7 +238,7 @@ def _check_is_ours(folder: Path | str, limit: str) -> None:
 
     Args:
         folder: The folder.
-        limit: Names the only model that can do this; {} stands for the type of the given one.
+        limit: Clause on what only a model of ours can do; {} stands for our type of model.
     """
     model_type = check_model_folder(folder)
     if model_type != STMoEConfig.model_type:

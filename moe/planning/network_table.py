@@ -281,5 +281,5 @@ def _survival(mesh: MeshConfig) -> str:
         )
     return (
         f"Every parameter is held {mesh.dp_replicate:,} times (mesh.dp_replicate): replicas with a "
-        "dead rank stand aside, or the run continues from a checkpoint."
+        "dead rank stop, or the run continues from a checkpoint."
     )
