@@ -13,8 +13,8 @@ import dataclasses
 import shlex
 import time
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from transformers.utils import logging
@@ -86,9 +86,9 @@ class DistillPairsRecipe(FinetuneRecipe):
     distillation: DistillationSettings = field(default_factory=DistillationSettings)
 
 
-def distill_command(argv: Sequence[str]) -> RecipeCommand[DistillRecipe | DistillPairsRecipe]:
-    """Returns the command with its options: for pairs if the arguments name some."""
-    is_pairs = "train" in typed_settings(list(argv))
+@cache
+def distill_command(*, is_pairs: bool) -> RecipeCommand[DistillRecipe | DistillPairsRecipe]:
+    """Returns the command with its options, for pairs or for a corpus."""
     command: RecipeCommand[DistillRecipe | DistillPairsRecipe] = RecipeCommand(
         DistillPairsRecipe if is_pairs else DistillRecipe,
         "Trains a student on the probabilities of a sparse teacher.",
@@ -122,9 +122,9 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
     """
     start = time.perf_counter()
     logging.disable_progress_bar()  # of models that are loaded
-    with distill_command(argv).launch(argv) as (world, recipe, arguments):
+    typed = typed_settings(argv)
+    with distill_command(is_pairs="train" in typed).launch(argv) as (world, recipe, arguments):
         # Reject invalid options before reading any data.
-        typed = typed_settings(argv)
         inputs = [arguments.teacher, arguments.student, arguments.corpus, arguments.train]
         out = output_path(arguments.out, inputs=inputs)
         check_kind(out, TRAINING_RUN)

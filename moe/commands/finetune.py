@@ -11,7 +11,7 @@ a summary of their scores.
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,6 +169,7 @@ def _row_settings(recipe: FinetuneRecipe) -> dict[str, Any]:
     }
 
 
+@cache
 def finetune_command() -> RecipeCommand[FinetuneRecipe]:
     """Returns the command with its options, all of which a recipe may set."""
     command = RecipeCommand(

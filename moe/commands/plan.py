@@ -20,6 +20,7 @@ docs/guides/network.md.
 import argparse
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 from moe.checks import check
@@ -84,6 +85,7 @@ def read_workload(recipe: PretrainRecipe) -> Workload:
     )
 
 
+@cache
 def plan_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its settings, all of which a recipe may hold."""
     command = RecipeCommand(

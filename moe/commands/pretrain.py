@@ -17,6 +17,7 @@ On several devices:
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -304,6 +305,7 @@ def with_architecture(recipe: R, pretrained: Path, argv: list[str]) -> R:
     return dataclasses.replace(recipe, model={**model, **settings})
 
 
+@cache
 def pretrain_command() -> RecipeCommand[PretrainRecipe]:
     """Returns the command with its options, all of which a recipe may set."""
     command = RecipeCommand(

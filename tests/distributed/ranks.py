@@ -5,6 +5,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
 
 from tests.processes import fork_context
 from tests.progress import WINDOW, Progress
@@ -53,3 +54,27 @@ def _rank(rank, function, num_ranks, folder, arguments):
         torch.save(function(rank, num_ranks, *arguments), f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
+
+
+def whole(tensor):
+    """Returns a copy of a tensor, whole on all ranks, which call this together.
+
+    Each shard is added to zeros: DTensor's `full_tensor` plans a gather for longer than that takes.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    full = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    coordinate = tensor.device_mesh.get_coordinate()
+    replicas = [
+        number
+        for number, placement in zip(coordinate, tensor.placements, strict=True)
+        if placement.is_replicate()
+    ]
+    if not any(replicas):  # of equal shards, the first
+        (chunk,) = tensor.__create_chunk_list__()
+        places = zip(chunk.offsets, chunk.sizes, strict=True)
+        slices = tuple(slice(start, start + size) for start, size in places)
+        full[slices] = tensor.detach().to_local()
+    for group in tensor.device_mesh.get_all_groups():
+        dist.all_reduce(full, group=group)
+    return full

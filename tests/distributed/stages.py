@@ -3,7 +3,6 @@ hold.
 """
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from moe.checkpoint.run_state import RunState, load_state
 from moe.checkpoint.train_state import model_tensors, optimizer_tensors
@@ -16,6 +15,7 @@ from moe.optim.optimizers import build_adamw
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
 from moe.training.step import train_step
+from tests.distributed.ranks import whole
 from tests.models.tiny import tiny_model
 
 FIELDS = {
@@ -68,10 +68,6 @@ def batch(step, rows=ROWS):
     labels = torch.randint(2, FIELDS["vocab_size"], (rows, TARGETS), generator=generator)
     ids = torch.randint(2, FIELDS["vocab_size"], (rows, LENGTH), generator=generator)
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
-
-
-def whole(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 class Stage:

@@ -29,8 +29,8 @@ from moe.checkpoint.sharded_weights import stored_tensors, whole_tensors, write_
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.distributed.sharding import local_shard
-from tests.distributed.ranks import run_ranks
-from tests.distributed.stages import FIELDS, batch, whole
+from tests.distributed.ranks import run_ranks, whole
+from tests.distributed.stages import FIELDS, batch
 from tests.distributed.test_checkpoints_on_a_mesh import say
 from tests.models.tiny import tiny_model
 from tests.training.tiny_checkpoints import flip_a_bit

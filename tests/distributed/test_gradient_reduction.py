@@ -13,8 +13,8 @@ from moe.checkpoint.writer import CheckpointWriter
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.models.parallelize import shard_model
 from moe.training.step import train_step
-from tests.distributed.ranks import run_ranks
-from tests.distributed.stages import RECIPE, Stage, adamw, batch, whole
+from tests.distributed.ranks import run_ranks, whole
+from tests.distributed.stages import RECIPE, Stage, adamw, batch
 from tests.models.tiny import tiny_model
 
 MESHES = {

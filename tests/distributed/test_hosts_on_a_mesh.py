@@ -7,13 +7,12 @@ compute in float32 even so.
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import ConfigError
 from moe.hosts.all_hosts import load_hosts, load_model
 from moe.hosts.parallelize import save_host, shard_host
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, whole
 from tests.hosts.tiny_hosts import sparse_host
 from tests.models.tiny import tiny_batch
 
@@ -35,10 +34,6 @@ FIELDS = {
 
 def build(name):
     return sparse_host(name, num_experts=4, fields=FIELDS).double().train()
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def differences(rank, num_ranks, name, sizes, folder):

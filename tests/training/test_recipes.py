@@ -24,7 +24,7 @@ RECIPES = sorted(FOLDER.glob("*.yaml"))
 @cache
 def command(kind):
     if kind in (DistillRecipe, DistillPairsRecipe):
-        return distill_command(["--train"] if kind is DistillPairsRecipe else [])
+        return distill_command(is_pairs=kind is DistillPairsRecipe)
     return finetune_command() if kind is FinetuneRecipe else RecipeCommand(kind, "A test.")
 
 
