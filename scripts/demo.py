@@ -14,14 +14,13 @@ if __name__ == "__main__":  # before the imports that take seconds
     start_command()
 
 import argparse
-import multiprocessing
 import os
 import shlex
 import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +30,9 @@ from transformers.utils import logging
 import eval.__main__ as evaluation
 import stmoe
 from eval.studies.outcomes import best_run_on_dev
+from eval.studies.report import STUDY_JSON
 from eval.studies.runs import label_budget, study_runs
-from eval.studies.scheduler import StudyError, end_with_parent
+from eval.studies.scheduler import StudyError, end_with_parent, fork_process
 from eval.studies.study import read_study
 from moe.cli import CONTINUES, RESUME, Parser, integer, path, run_main, word
 from moe.commands.finetune import finetune_command
@@ -126,11 +126,7 @@ def run_beside(title: str, log: Path, command: str, *arguments: str | Path) -> I
     argv = [str(argument) for argument in arguments]
     print(f"\n== {title}, beside the next step (output in {log})", flush=True)
     print(f"   {command} {shlex.join(argv)}", flush=True)
-    child = multiprocessing.get_context("spawn").Process(
-        target=_run_on_one_core, args=(log, command, argv)
-    )
-    child.start()
-
+    child = fork_process(_run_on_one_core, log, command, argv)
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads - 1))
     try:
@@ -315,7 +311,8 @@ def run_stages(options: argparse.Namespace, out: Path) -> None:
         run("Facts", "python -m scripts.facts", *sizes.facts.split(), "--out", out / "facts")
     settings = ["--set", f"config={options.facts_config}", *sizes.learn.split()]
     learn = [repository_file(FACTS_STUDY), *settings, "--out", out / "knowledge"]
-    with run_beside("Learn", out / "learn.log", "python -m scripts.study", *learn):
+    beside = run_beside("Learn", out / "learn.log", "python -m scripts.study", *learn)
+    with nullcontext() if (out / "knowledge" / STUDY_JSON).exists() else beside:
         pretrain_model(options, out, text, *sizes.pretrain.split())
 
     # Two starts at two rates, two runs at a time; each start has the rate that is best on dev.

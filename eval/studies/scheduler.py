@@ -14,12 +14,12 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -125,8 +125,6 @@ def run_all(runs: Sequence[StudyRun], budget: Budget) -> None:
     progress = find_progress(runs)
     waiting = list(progress.left_out)
 
-    # Restarting Python and torch for every run would take ten seconds each.
-    _CONTEXT.set_forkserver_preload(_PRELOADED)
     threads = budget.threads or max(1, len(os.sched_getaffinity(0)) // budget.jobs)
 
     # Continue until no run is waiting.
@@ -230,9 +228,25 @@ def _wait_for_earlier(run: StudyRun) -> None:
 
 def _start(run: StudyRun, command: Sequence[str], threads: int) -> ForkServerProcess:
     """Starts a command, `-m MODULE ARGUMENTS`, whose output goes to the run's log."""
-    child = _CONTEXT.Process(target=_run_module, args=(run.folder, list(command[2:]), threads))
+    return fork_process(_run_module, run.folder, list(command[2:]), threads)
+
+
+def fork_process(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """Starts a function in a process that has already imported what training and evaluation need.
+
+    Processes are forked from one server, which imports torch once for all of them; they run on the
+    cores of this process.
+    """
+    _CONTEXT.set_forkserver_preload(_PRELOADED)
+    cores = os.sched_getaffinity(0)
+    child = _CONTEXT.Process(target=_run_on_cores, args=(cores, target, arguments))
     child.start()
     return child
+
+
+def _run_on_cores(cores: set[int], target: Callable[..., None], arguments: Sequence[Any]) -> None:
+    os.sched_setaffinity(0, cores)
+    target(*arguments)
 
 
 def _run_module(folder: Path, command: list[str], threads: int) -> None:

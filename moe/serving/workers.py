@@ -21,6 +21,8 @@ _AHEAD = 1_024
 _WAIT_SECONDS = 1.0
 """How often a waiting process looks whether the others are alive."""
 
+_PRELOADED = ["moe.checkpoint.loading", "moe.serving.batch_generator"]
+
 
 def map_over_workers(
     load: Callable[[], BatchGenerator], numbered: Iterable[tuple[int, Item]], num_workers: int
@@ -35,7 +37,9 @@ def map_over_workers(
     Raises:
         DistributedError: When a worker ends early.
     """
-    context = multiprocessing.get_context("spawn")
+    # Forked from a server that imports torch once for all of them.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     tasks: Queue[Any] = context.Queue()
     answers: Queue[Any] = context.Queue()
     threads = max(1, torch.get_num_threads() // num_workers)

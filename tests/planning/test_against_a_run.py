@@ -26,6 +26,8 @@ FIELDS = {
     "d_model": 137,
     "d_kv": 33,
     "d_ff": 144,
+    "num_layers": 1,
+    "num_decoder_layers": 2,
     "num_heads": 4,
     "num_experts": 8,
     "group_size": 16,

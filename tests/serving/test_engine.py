@@ -46,9 +46,9 @@ def requests(number=31, seed=0):
 @pytest.mark.parametrize("router", load_routers().names())
 def test_answers_of_every_router_are_those_of_each_request_alone(router):
     model = ours(router)
-    asked = requests()
+    asked = requests(13)
     expected = [alone(model, request.text, request.sampling.max_new_tokens) for request in asked]
-    for max_batch in (1, 3, 16):
+    for max_batch in (1, 3, 13):
         answers = list(BatchGenerator(model, TOKENIZER, max_batch=max_batch).map(asked))
         assert [answer.tokens for answer in answers] == expected
         assert [answer.number for answer in answers] == list(range(len(asked)))
