@@ -104,7 +104,7 @@ MESHES = {  # dp_replicate, dp_shard, ep, tp, nodes
 }
 """Cases of each mesh of four ranks: every case on one of them, every kind of mesh with one."""
 
-MANY, FEW = 20, 2
+MANY, FEW = 11, 2
 """Updates of a case. A wrong sum shows in the first gradient, a wrong state in the second update; that
 rounding stays small over many updates does not depend on the mesh.
 """

@@ -14,21 +14,15 @@ from moe.commands.export import main
 from tests.models.tiny import DENSE, tiny_model
 from tests.serving.tiny_words import texts, word_tokenizer
 
-NUM_LAYERS = 2  # of the decoder
 STEPS = 9
 SWITCH = {"num_selected_experts": 1, "feed_forward_proj": "relu", "num_experts": 23}
-GEGLU = {"num_selected_experts": 2, "num_experts": 3}
+GEGLU = {"num_selected_experts": 2, "num_experts": 3, "num_decoder_layers": 1}
 pytestmark = pytest.mark.slow
 
 
 def export(folder, *options, **fields):
     model = tiny_model(
-        **{
-            "eval_capacity_factor": None,
-            "num_layers": 1,
-            "num_decoder_layers": NUM_LAYERS,
-            **fields,
-        }
+        **{"eval_capacity_factor": None, "num_layers": 1, "num_decoder_layers": 2, **fields}
     )
     model.save_pretrained(folder / "model")
     word_tokenizer().save_pretrained(folder / "model")
@@ -47,16 +41,16 @@ def answers_of(model, ids, mask):
     return model.generate(ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False).numpy()
 
 
-def cache_names(prefix, kinds):
+def cache_names(prefix, kinds, num_layers):
     return [
         f"{prefix}.{layer}.{kind}.{part}"
-        for layer in range(NUM_LAYERS)
+        for layer in range(num_layers)
         for kind in kinds
         for part in ("key", "value")
     ]
 
 
-def generate(run, ids, mask):
+def generate(run, ids, mask, num_layers):
     """Returns greedy tokens <int64>[B, 1 + STEPS] of three graphs, by optimum's names."""
     (memory,) = run("encoder_model", {"input_ids": ids, "attention_mask": mask}).values()
     tokens = np.zeros((len(ids), 1), dtype=np.int64)
@@ -68,7 +62,7 @@ def generate(run, ids, mask):
         chosen = output.pop("logits")[:, -1].argmax(-1, keepdims=True)
         tokens = np.concatenate([tokens, chosen], axis=1)
         past |= {name.replace("present", "past_key_values"): x for name, x in output.items()}
-        names = cache_names("past_key_values", ("decoder", "encoder"))
+        names = cache_names("past_key_values", ("decoder", "encoder"), num_layers)
         ordered = {name: past[name] for name in names}
         output = run("decoder_with_past_model", {**given, "input_ids": chosen, **ordered})
     return tokens
@@ -88,9 +82,9 @@ def test_onnxruntime_generates_the_tokens_of_the_model(tmp_path, fields, nodes, 
         return dict(zip(names, sessions[name].run(None, inputs), strict=True))
 
     ids, mask = batch()
-    np.testing.assert_array_equal(
-        generate(run, ids.numpy(), mask.numpy()), answers_of(model, ids, mask)
-    )
+    num_layers = model.config.num_decoder_layers
+    tokens = generate(run, ids.numpy(), mask.numpy(), num_layers)
+    np.testing.assert_array_equal(tokens, answers_of(model, ids, mask))
 
     # One node for each sparse layer of a Switch.
     for name, is_decoder in (("encoder_model", False), ("decoder_with_past_model", True)):
@@ -112,13 +106,13 @@ def test_torch_export_keeps_the_mask_of_the_encoder(tmp_path):
         past = [tensors.pop(key) for key in list(tensors) if key.startswith("past")]
         outputs = programs[name](**tensors, **({"past": past} if past else {}))
         kinds = ("decoder", "encoder") if name == "decoder_model" else ("decoder",)
-        names = ["logits", *cache_names("present", kinds)][: len(outputs)]
+        names = ["logits", *cache_names("present", kinds, num_layers=1)][: len(outputs)]
         return dict(zip(names, [x.numpy() for x in outputs], strict=True))
 
     ids, mask = batch()
     wanted = answers_of(model, ids, mask)
-    np.testing.assert_array_equal(generate(run, ids.numpy(), mask.numpy()), wanted)
-    assert (generate(run, ids.numpy(), np.ones_like(mask.numpy())) != wanted).any()
+    np.testing.assert_array_equal(generate(run, ids.numpy(), mask.numpy(), 1), wanted)
+    assert (generate(run, ids.numpy(), np.ones_like(mask.numpy()), 1) != wanted).any()
 
 
 def test_what_has_no_graph_is_refused_with_the_reason(tmp_path):
