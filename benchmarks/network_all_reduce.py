@@ -76,8 +76,8 @@ def scaling_rows() -> list[Row]:
 
     The time of a step is proportional to the images per core, plus a constant and the time of the all-reduce, which is
     not fitted. The two constants make 16 and 1,024 chips exact. They say little about the network: with an all-reduce
-    of no time, or of ten times as much, the fit is about as good. So nothing is asserted, and the last two rows show
-    it.
+    of no time, or of ten times as much, the fit is about as good. The last two rows show this, and
+    nothing is asserted.
     """
     # The logged values, and the share of the network alone.
     runs = published("resnet_v0.6")

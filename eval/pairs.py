@@ -73,7 +73,7 @@ for _kind, _scorers in PAIR_METRICS.items():
 
 
 def find_task(name: str) -> Task:
-    """Returns the task called `name`, which may be one of own pairs."""
+    """Returns the task called `name`, from the registry or made of the user's own pairs."""
     return PAIR_TASKS.get(name) or TASKS.get(name)
 
 

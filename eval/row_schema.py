@@ -66,7 +66,7 @@ def fit_row(row: Any, columns: ColumnKinds, where: str) -> dict[str, Any]:
         where: Description of the row.
 
     Raises:
-        DataError: When a column is missing, or a value is of another kind.
+        DataError: When a column is missing, or a value has another type.
     """
     if not isinstance(row, Mapping):
         raise DataError(
@@ -118,7 +118,7 @@ def _fit_value(value: Any, kind: Any, column: str, where: str) -> Any:
         if isinstance(value, list) and all(isinstance(part, list) for part in kind.values()):
             return _fit_list_of_structs(value, kind, where)
 
-    # A list, of which each item is of the kind.
+    # A list whose items have the type.
     elif isinstance(kind, list):
         if isinstance(value, list):
             return [_fit_value(item, kind[0], column, where) for item in value]

@@ -475,7 +475,7 @@ def _read_parquet(
 
 
 def _check_parquet_columns(path: Path, names: list[str], columns: ColumnKinds) -> None:
-    """Raises a DataError when a column is missing, or there more than once."""
+    """Raises a DataError when a column is missing or occurs more than once."""
     require_columns(names, columns, str(path))
     for name in columns:
         num_found = names.count(name)

@@ -2,7 +2,7 @@
 
 Folders that appear at once (a corpus, a tokenizer, a model, a checkpoint) are made by
 `whole_folder`; folders that grow (a run, an evaluation) are locked by `claim_folder`. Both raise if
-the folder is of another kind. Modules that write a kind of folder register it.
+the folder holds something else. Modules that write a kind of folder register it.
 """
 
 import os
@@ -120,7 +120,7 @@ def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
         taken: Message if another process holds the folder.
 
     Raises:
-        DataError: When the folder is of another kind, or another process holds it.
+        DataError: When the folder holds something else, or another process has locked it.
     """
     check_kind(folder, kind)
     with locked_folder(folder, taken):
@@ -137,7 +137,7 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
     """Makes a folder and locks it inside the block; the lock ends with the process.
 
     Raises:
-        DataError: With the text `taken`, when another process holds it.
+        DataError: When another process holds the lock; `taken` is the message.
         OSError: When the lock file is a link, a pipe or a device.
     """
     refuse_nul(folder)

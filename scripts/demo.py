@@ -53,7 +53,7 @@ QUICK_NOTE = "A quick run shows every step, with models that have learned little
 
 
 class Sizes(NamedTuple):
-    """What --quick makes smaller: options of the steps, beside their recipes.
+    """Options of the steps in addition to their recipes; --quick makes them smaller.
 
     Attributes:
         pretrain: Options of `stmoe pretrain`.

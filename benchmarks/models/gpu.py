@@ -89,7 +89,7 @@ def run_gpu(benchmark: GpuBenchmark) -> None:
     """Measures what is not yet saved, the most valuable first, and prints the tables.
 
     Raises:
-        ConfigError: When the saved parts are of other settings or another machine.
+        ConfigError: When the saved parts come from other settings or another machine.
     """
     layer = LayerBenchmark(
         cases=benchmark.cases,

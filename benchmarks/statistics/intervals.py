@@ -46,7 +46,7 @@ class IntervalCase:
 
     Attributes:
         chances: Probabilities that an answer is right.
-        rivals: Chances of a second system, one for each of `chances`; differences are of the two.
+        rivals: Chances of a second system, one for each of `chances`; differences are between the two.
         sizes: Numbers of examples.
         share: Share of class 1 among the targets.
         group_sizes: Sizes that a group may have; all equally frequent.
@@ -206,7 +206,7 @@ def measure_setting(
 
 
 def draw_sample(case: IntervalCase, setting: Setting, rng: np.random.Generator) -> Sample:
-    """Returns examples with the answers of two systems, of which the second is alike in part."""
+    """Returns examples with the answers of two systems that agree in part."""
     group = np.arange(setting.size)
     if setting.grouped:
         sizes = rng.choice(case.group_sizes, size=setting.size)

@@ -4,8 +4,8 @@
 
 A model of the student's shape is pre-trained alone (d). Students start from the demo's teacher (t) and are
 trained in as many steps, without it and with it (s): the retained share is (s - d) / (t - d). There is none
-unless the teacher is better than the model alone with every seed. All losses are of the same held-out
-batches. The same command continues an interrupted one.
+unless the teacher is better than the model alone with every seed. All losses are measured on the same
+held-out batches. The same command continues an interrupted one.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds

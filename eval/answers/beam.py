@@ -253,7 +253,7 @@ def generate_greedily(
         max_tokens: Most tokens of an answer, end token included.
         eos: End tokens.
         pad: Fills an answer after its end; the routers do not count it.
-        ranks: Those in lockstep decode until the last of them has finished.
+        ranks: Data ranks; those in lockstep decode until the last one has finished.
         report_routers: Whether to collect router outputs; only sparse models of this library have
             them.
 
@@ -320,7 +320,7 @@ def generate_beams(
         max_tokens: Most tokens of an answer, end token included.
         eos: End tokens.
         pad: Fills an answer after its end.
-        ranks: Those in lockstep decode until the last of them has finished.
+        ranks: Data ranks; those in lockstep decode until the last one has finished.
 
     Returns:
         <int64>[N, T]

@@ -282,7 +282,7 @@ def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())[:_MAX_REASON].rstrip(".")
     if isinstance(error, KeyError):
         return f"there is no {text}"
-    return text or "a setting is of another type than lm-evaluation-harness expects"
+    return text or "a setting has another type than lm-evaluation-harness expects"
 
 
 # ---------------------------------------------------------------------------

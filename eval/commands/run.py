@@ -215,15 +215,15 @@ def read_own_pairs(arguments: argparse.Namespace) -> Task:
         value = getattr(arguments, name)
         if value is not None:
             raise ConfigError(
-                f"--{name} {value} cannot be combined with --pairs, which is a file by itself. Leave "
-                "it out."
+                f"--{name} {value} cannot be combined with --pairs, which names the whole data. "
+                "Leave it out."
             )
     columns = parse_columns(arguments.columns, COLUMNS)
     return read_pairs_task(arguments.pairs, arguments.train_pairs, columns)
 
 
 def parse_models(values: list[str]) -> dict[str, Path]:
-    """Returns folders by name, of texts `FOLDER` or `NAME=FOLDER`; without a name it is `model`.
+    """Returns the folders by name, read from `FOLDER` or `NAME=FOLDER`; the default name is `model`.
 
     A name is part of the names of files. A folder, or a text with a slash before the first `=`, has
     no name.

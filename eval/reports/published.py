@@ -101,7 +101,7 @@ def published_scores(task: str, metric: str, variant_of: str | None = None) -> l
 
 
 def _read_tables() -> Iterator[tuple[str, PublishedScore]]:
-    """Yields the task and the result of every number of the tables."""
+    """Yields the task and the result for every number in the tables."""
     source = "ST-MoE, table 10"
     for task, metric, printed, dense, sparse in _TABLE_10:
         for system, value in (("Dense-L", dense), ("ST-MoE-L", sparse)):

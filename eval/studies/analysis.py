@@ -273,7 +273,7 @@ def _known(value: float) -> float | None:
 
 
 def _verdict(result: ContrastResult) -> Verdict:
-    """Returns the conclusion of a comparison about its claim.
+    """Returns the verdict on the claim of a comparison.
 
     A claim of a difference holds when that is significant and of the claimed sign. It does not hold
     when the difference is significant the other way, or shown to be within the margin. A claim of

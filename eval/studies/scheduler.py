@@ -307,7 +307,7 @@ def _has_ended(process: _Process) -> bool:
 
 
 def _cpu_seconds(run: StudyRun) -> float:
-    """Returns the processor's seconds of the command that has ended; 0 when it was killed."""
+    """Returns the CPU seconds of the finished command; 0 if it was killed."""
     path = run.folder / _USAGE_FILE
     if not path.exists():
         return 0.0

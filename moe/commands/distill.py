@@ -196,12 +196,12 @@ def check_models(arguments: Namespace) -> None:
         if config.vocab_size != teacher.vocab_size:
             raise ConfigError(
                 f"The student in {student} has {config.vocab_size} tokens (vocab_size), the teacher in {folder} has "
-                f"{teacher.vocab_size}: its probabilities are of other tokens. Give models of one vocabulary."
+                f"{teacher.vocab_size}. Give models with the same vocabulary."
             )
         if load_tokenizer(folder).get_vocab() != load_tokenizer(student).get_vocab():
             raise ConfigError(
-                f"The tokenizers in {folder} and {student} differ, so that the teacher's probabilities are of other "
-                "tokens. Give models of one tokenizer."
+                f"The tokenizers in {folder} and {student} differ; expected the same one. "
+                "Give models with the same tokenizer."
             )
     if arguments.save_as == "t5" and obstacles:
         raise ConfigError(

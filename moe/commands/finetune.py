@@ -316,7 +316,7 @@ def open_stream(
     """Returns the pairs to train on as a stream, and those to score: of --dev, or the first ones.
 
     Raises:
-        ConfigError: When a share of the pairs is to be held out, which cannot be drawn unread.
+        ConfigError: When a share of the pairs should be held out, which requires reading all of them.
     """
     if arguments.dev_share:
         raise ConfigError(

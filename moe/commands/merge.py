@@ -62,7 +62,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         return SurgeryResult(
             tables=[ReportTable(_HEADER, merged_rows(merges))],
             notes=[
-                "The groups and the losses are of the same examples.",
+                "Groups and losses were computed on the same examples.",
                 "Where there is a capacity, it grew: a merged expert has the slots of all its rows.",
             ],
         )

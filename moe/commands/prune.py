@@ -97,7 +97,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         return SurgeryResult(
             origins=chosen.kept,
             tables=[ReportTable(_HEADER, removed_rows(chosen))],
-            notes=["The scores and the losses are of the same examples."],
+            notes=["Scores and losses were computed on the same examples."],
         )
 
     perform_surgery(

@@ -99,9 +99,9 @@ def perform_surgery(
             tokenizer = find_file(options.source, TOKENIZER_FILE)
             if tokenizer is None:
                 raise ConfigError(
-                    f"--from {options.source} has no {TOKENIZER_FILE}, which reads the text. Put it "
-                    "beside the model (AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) "
-                    "makes it of a spiece.model), or leave the text out."
+                    f"--from {options.source} has no {TOKENIZER_FILE}, which is needed to read the text. "
+                    "Save one beside the model (AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) "
+                    "makes one from a spiece.model), or leave the text out."
                 )
             model = load_model(options.source)
             inspected = with_tokenizer(tokenizer.parent, model, options.source)

@@ -60,7 +60,7 @@ def conversion_report(source: Path | str, **settings: Any) -> ConversionReport:
             like.
 
     Raises:
-        ConfigError: When it is of a model that this library cannot represent.
+        ConfigError: When it describes a model that this library cannot represent.
         CheckpointError: When there are no weights, or they are incomplete.
     """
     return open_checkpoint(source, dequantize=True, **settings).report

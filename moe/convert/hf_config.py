@@ -60,7 +60,7 @@ _GATED_GELU = ("gated-gelu", "gated-gelu_new", "gated-gelu_pytorch_tanh")
 
 IGNORED_FIELDS: Mapping[str, str] = {
     "add_router_probs": "transformers does not read it",
-    "classifier_dropout": "is of a classifier's head",
+    "classifier_dropout": "belongs to the head of a classifier",
     "gradient_checkpointing": "is a setting of training",
     "n_positions": "relative positions have no such limit",
     "output_past": "transformers does not read it",

@@ -82,7 +82,7 @@ def open_t5x(folder: Path | str, **settings: Any) -> ConvertedCheckpoint:
         stored[name] = _lazy_tensor(folder, name, leaf)
     ignored: dict[str, str] = {}
     for name, _ in _leaves(root.get("state", {})):
-        ignored[f"state/{name}"] = "is of the optimizer"
+        ignored[f"state/{name}"] = "belongs to the optimizer"
 
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     config = _infer_config(shapes, settings)

@@ -49,7 +49,7 @@ def read_rows(
         bad: Called with the error of each row that is not one; rows after it are read unless it raises.
 
     Raises:
-        DataError: When there is no such table, or it cannot be read; names the place.
+        DataError: When the table does not exist or cannot be read; the message says where.
     """
     suffix = source.suffix.lower()
     if suffix in SEPARATORS:
@@ -178,7 +178,7 @@ def load_saved_dataset(source: Path, *, advice: str) -> "datasets.Dataset":
     """Returns a dataset that was saved to a folder, `FOLDER` or `FOLDER:SPLIT`; its rows stay on disk.
 
     Raises:
-        DataError: When there is none, or no such split.
+        DataError: When the dataset or the split does not exist.
     """
     import datasets
     import pyarrow

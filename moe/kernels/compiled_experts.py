@@ -236,6 +236,6 @@ def _rows_of_experts(row_indices: list[Tensor], weight: Tensor) -> ExpertRows:
 
 
 def _stacked_weights(weights: list[Tensor]) -> ExpertWeights:
-    """Returns weights of which the last, a bias, may be missing."""
+    """Returns the weights; without a third tensor there is no bias."""
     first, down = weights[:2]
     return ExpertWeights(first, down, weights[2] if len(weights) > 2 else None)

@@ -81,7 +81,7 @@ def expert_weight_gradient(d_output: Tensor, x: Tensor, out: Tensor) -> None:
 
 
 def prepares_for_row_counts(dtype: torch.dtype) -> bool:
-    """Returns whether products of experts take longer with a number of rows that is new."""
+    """Returns whether products of experts are slower for a number of rows that is new."""
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
     if dtype.itemsize == 2:

@@ -23,8 +23,8 @@ class VocabularyLosses(NamedTuple):
     """Sums over all targets, <float32>[] each (float64 of float64 logits).
 
     Attributes:
-        cross_entropy: Of -log p(target), to smoothed targets where they are smoothed.
-        z: Of logsumexp(logits)^2.
+        cross_entropy: Sum of -log p(target), with smoothed targets if they are smoothed.
+        z: Sum of logsumexp(logits)^2.
     """
 
     cross_entropy: Tensor

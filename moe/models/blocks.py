@@ -369,7 +369,7 @@ def _visible(mask: Tensor | None) -> Tensor | None:
 
 
 def _same_segment(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
-    """Returns <bool>[B, 1, L, keys]: query and key are of one example; None without segments."""
+    """Returns <bool>[B, 1, L, keys]: query and key belong to one example; None without segments."""
     if queries is None or keys is None:
         return None
     return (queries[:, :, None] == keys[:, None, :])[:, None]

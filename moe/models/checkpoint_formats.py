@@ -92,7 +92,7 @@ def read_json_object(path: Path | str, *, advice: str = COPY_AGAIN) -> dict[str,
 
     Args:
         path: The file.
-        advice: What the user can do when it is damaged.
+        advice: Advice to the user if the file is damaged.
 
     Raises:
         CheckpointError: When the file is damaged, or holds something else.

@@ -318,7 +318,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         """Returns the fields of a config.json, ours or converted, and the arguments not used.
 
         Raises:
-            ConfigError: When it is of another model, or has a value that this library cannot
+            ConfigError: When it describes another model, or has a value that this library cannot
                 represent.
         """
         raw, unused = cls._read(*args, **kwargs)

@@ -564,7 +564,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
 def _within(
     routers: tuple[RouterOutput, ...], totals: tuple[BalanceTotals, ...]
 ) -> tuple[RouterOutput, ...]:
-    """Returns the records with the balance loss of a scope that has these totals."""
+    """Returns the records, with the balance loss computed from the totals of the whole scope."""
     records = []
     for router, layer_totals in zip(routers, totals, strict=True):
         records.append(router.within(layer_totals))

@@ -119,8 +119,8 @@ class PrivateModelHooks:
         """Returns the implementation of attention that transformers uses.
 
         Raises:
-            ConfigError: For kinds of attention that cannot add T5's bias of positions to the
-                scores; before transformers looks for kernels of the hub.
+            ConfigError: For an implementation that cannot add T5's position bias to the
+                scores. It is raised before transformers looks for kernels on the hub.
         """
         name = attn_implementation
         if isinstance(name, str) and any(part in name for part in _WITHOUT_BIAS):

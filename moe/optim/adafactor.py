@@ -60,7 +60,7 @@ class Adafactor(ShardedOptimizer):
             larger remembers longer.
         clipping_threshold: Largest RMS of an update before `lr` and scale, d of the paper; smaller
             damps spikes and learning.
-        min_dim_size_to_factor: A matrix is factored when its rows and its columns reach this.
+        min_dim_size_to_factor: A matrix is factored if it has at least so many rows and columns.
             Stacked matrices (`batch_dims` of 1 or more) are always factored: there the rule is
             explicit.
         epsilon1: Added to the squared gradient, so that a zero gradient does not divide by zero.

@@ -228,7 +228,7 @@ def _is_inside_node(axis: str, mesh: MeshConfig) -> bool:
     if group_size(axis, mesh) == 1:
         return True
 
-    # Neighbouring ranks are of the innermost axis: a group spans all axes from its outermost on.
+    # Neighbouring ranks lie along the innermost axis: a group spans all axes from its outermost on.
     num_spanned = 0
     num_ranks = 1
     sizes = axis_sizes(mesh)

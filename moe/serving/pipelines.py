@@ -100,7 +100,7 @@ class TextToTextPipeline(Pipeline):
 
 
 def register_pipelines() -> None:
-    """Registers the tasks, instead of the errors that transformers 5 has for them."""
+    """Registers the tasks; transformers 5 has removed them and only raises errors."""
     removed: dict[str, str] = getattr(pipelines, "REMOVED_TASKS", {})
     for task in TEXT_KEYS:
         removed.pop(task, None)

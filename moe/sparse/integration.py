@@ -120,7 +120,7 @@ def replace_feed_forward(
         The adapter, with new experts on the device and in the dtype of the layer.
 
     Raises:
-        ConfigError: When the layer is of another class, is not batch first, or has another width.
+        ConfigError: When the layer has another class or width, or is not batch first.
     """
     # Tokens of a sequence are adjacent, and are as wide as the experts.
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

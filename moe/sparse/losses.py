@@ -96,7 +96,7 @@ def router_losses(
 
     Source:
         ST-MoE (arXiv:2202.08906) appendix A and eq. 5; Mesh-TensorFlow transformer/moe.py at
-        a32810e. Differs: the shares are of a group's real tokens by default, and the mean is over
+        a32810e. Differs: shares are computed over a group's real tokens by default, and the mean is over
         groups that hold one (there: of all positions, over all groups, which `balance_over`
         `all_positions` follows), so that padding changes nothing.
     """

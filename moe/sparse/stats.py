@@ -206,7 +206,7 @@ def summarize(stats: RouterStats) -> dict[str, float]:
         (tokens that reached two or more experts), `entropy` (nats, mean over tokens), `load_cv`
         (standard deviation over mean of the expert load before capacity), `max_over_mean` of the
         same load, `dead_experts` (that no token requested), `expert_usage` (filled slots over
-        slots), `confidence` (mean combine weight of an accepted choice). Numbers of the load are NaN
+        slots), `confidence` (mean combine weight of an accepted choice). Load statistics are NaN
         where layers with different numbers of experts were added.
 
     Raises:

@@ -157,7 +157,7 @@ def soft_cross_entropy(
 
 
 class Distillation(NamedTuple):
-    """The forward pass of a student: its loss is of labels and of a teacher's probabilities.
+    """The forward pass of a student: its loss compares it with labels and with a teacher.
 
     L = hard_weight * CE(labels) + soft_weight * T^2 * CE(teacher) + the z-losses and balance losses
     of the student, with cross-entropies as means over the targets of the whole batch.

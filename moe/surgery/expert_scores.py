@@ -161,7 +161,7 @@ def set_errors(calibration: Calibration) -> dict[LayerKey, dict[tuple[int, ...],
 
 
 def _check_sets(key: LayerKey, layer: SparseFeedForward, number: int) -> None:
-    """Raises a ConfigError for a layer whose sets are too many, or cannot be compared."""
+    """Raises a ConfigError for a layer with too many sets of experts, or with sets that cannot be compared."""
     E = layer.config.num_experts
     if E > _MOST_EXPERTS:
         raise ConfigError(

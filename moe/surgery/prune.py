@@ -77,7 +77,7 @@ class Pruning:
         if len(given) != 1 and given.keys() != {"encoder_keep", "decoder_keep"}:
             shown_rules = ", ".join(f"{name} {value}" for name, value in given.items())
             raise ConfigError(
-                f"{shown_rules or 'Nothing'} is given to say how many experts stay; expected one of "
+                f"{shown_rules or 'Nothing'} is given as the number of experts that stay; expected one of "
                 f"{', '.join(_RULES)}, or a number for both stacks."
             )
 

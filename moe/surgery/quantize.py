@@ -67,7 +67,7 @@ class _QuantizedParts(NamedTuple):
 
     Attributes:
         name: Its name.
-        quantization: How it is quantized, if it is of an expert's product.
+        quantization: How it is quantized, if it belongs to an expert's product.
     """
 
     name: str

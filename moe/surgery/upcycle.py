@@ -269,7 +269,7 @@ def _sparse_weight(
 
     Args:
         name: Its name.
-        source: The weight of the dense model that it comes from.
+        source: Weight of the dense model from which it is made.
         config: Config of the sparse model.
         upcycling: The settings.
     """

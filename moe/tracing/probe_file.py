@@ -192,7 +192,7 @@ def begin_probes(folder: Path, facts: ProbeFacts, text: ProbeText, step: int) ->
     Probes of later steps, which the run will repeat, are removed; at step 0, all are removed.
 
     Raises:
-        DataError: When earlier probes are of another text or other layers, or probe.json is
+        DataError: When earlier probes belong to another text or other layers, or probe.json is
             damaged.
     """
     # Probes that stay must be comparable with later ones.
@@ -249,7 +249,7 @@ def read_probes(folder: Path) -> list[Probe]:
         folder: The folder `probe` of a run.
 
     Raises:
-        DataError: When there are none, or a file is damaged or of another text; names the file.
+        DataError: When there are no probes, or a file is damaged or belongs to another text.
     """
     facts = read_probe_facts(folder)
     probes = [_read_probe(path, facts) for path in _step_files(folder)]

@@ -124,7 +124,7 @@ def read_routed_experts(path: Path, trace: Trace) -> Trace:
     """Returns a trace with the choices of an .npz file; see `with_routed_experts`.
 
     Raises:
-        DataError: When the file is missing, damaged, or of other examples.
+        DataError: When the file is missing or damaged, or belongs to other examples.
     """
     try:
         with open(path, "rb", opener=open_to_read) as file:

@@ -25,7 +25,7 @@ def find_texts(files: Sequence[str], corpus: Path | str) -> list[SourceText]:
         corpus: Folder made by stmoe corpus, which need not be there.
 
     Raises:
-        DataError: When a file is missing or no text, the corpus is damaged, or there is nothing.
+        DataError: When a file is missing or is not text, the corpus is damaged, or no text is left.
     """
     if files:
         return file_texts(files)

@@ -149,7 +149,7 @@ def load_pretrained_model(
 ) -> BuiltModel:
     """Returns the model of a folder with the settings of `config`.
 
-    Counters of routers start at zero if the folder's routers were of another kind.
+    Counters of routers start at zero if the folder has another kind of router.
 
     Raises:
         CheckpointError: When the folder's weights are not complete.
@@ -176,7 +176,7 @@ def load_pretrained_model(
 
 
 def _state_of_changed_routers(saved: STMoEConfig, config: STMoEConfig) -> Callable[[str], bool]:
-    """Returns the predicate for counters of those routers whose kind changes."""
+    """Returns a predicate that is true for counters of routers whose kind changes."""
     changed: list[str] = []
     if saved.router != config.router:
         changed.append(".encoder.")

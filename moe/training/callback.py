@@ -145,7 +145,7 @@ class RouterStatsCallback(TrainerCallback):
         )
         self._probe.begin(step)
 
-        # The first probe is of the model before any update.
+        # The first probe shows the model before any update.
         if not step:
             self._probe.record(0)
 

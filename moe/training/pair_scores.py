@@ -186,7 +186,7 @@ def check_dev_pairs(run: Path, pairs: Sequence[Pair]) -> None:
     """Checks that a resumed run scores the pairs that it scored before.
 
     Raises:
-        DataError: When the run scored other pairs, whose best model cannot be compared.
+        DataError: When the run scored other pairs, so that its best model cannot be compared.
     """
     path = run / DEV_FOLDER / PAIRS_FILE
     if path.is_file() and read_text(path) != _pairs_text(pairs):

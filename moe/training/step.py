@@ -117,7 +117,7 @@ class StepRanks(NamedTuple):
         """Returns when the step counts.
 
         Raises:
-            LostStepError: When it does not, since a replica group was lost.
+            LostStepError: When it does not, because a replica group was lost.
         """
         if self.replicas is not None:
             self.replicas.commit()

@@ -112,7 +112,7 @@ class Timeline:
         self._data_wait = 0.0
 
     def write_evaluation(self, step: int, seconds: float) -> None:
-        """Writes that an evaluation after `step` updates ends now, with its seconds."""
+        """Records the end of an evaluation after `step` updates, and its seconds."""
         self._append(TimelineEvent("evaluation", time.time(), step, seconds=seconds))
 
     def end(self) -> None:

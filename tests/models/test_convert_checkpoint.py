@@ -165,5 +165,7 @@ def test_the_command_says_what_became_of_every_tensor(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.strip() == str(conversion_report(tmp_path))
     assert "115 tensors mapped to 115" in shown
-    assert "ignored, is of a classifier's head: classifier_dropout of config.json" in shown
+    assert (
+        "ignored, belongs to the head of a classifier: classifier_dropout of config.json" in shown
+    )
     assert SPARSE.keys().isdisjoint(json.loads((tmp_path / "config.json").read_text()))

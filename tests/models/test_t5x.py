@@ -218,7 +218,8 @@ def test_slots_of_the_optimizer_are_ignored_with_that_reason(tmp_path):
     }
     report = conversion_report(write(tmp_path / "t5x", t5x_tree(tiny_model(**SWITCH)), state=slots))
     assert (
-        report.ignored["state/param_states/token_embedder/embedding/v_row"] == "is of the optimizer"
+        report.ignored["state/param_states/token_embedder/embedding/v_row"]
+        == "belongs to the optimizer"
     )
     assert not report.missing + report.unexpected + report.reshaped
 

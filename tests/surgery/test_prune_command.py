@@ -108,7 +108,7 @@ def test_the_decoder_reads_targets_answers_or_both():
             ["--keep", 3, "--score", "random", "--decoder-reads", "both"],
             "--decoder-reads has no effect",
         ),
-        ([], "Nothing is given to say how many experts stay"),
+        ([], "Nothing is given as the number of experts that stay"),
         (["--keep", 1], "would keep 1 of 4 experts, and each token chooses 2"),
     ],
 )

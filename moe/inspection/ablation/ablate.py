@@ -121,7 +121,7 @@ def ablate_experts(
     Args:
         model: A whole model on one rank; its training mode is restored.
         batches: Examples with labels, on the model's device; see `traced_batches`.
-        classes: <bool>[N] by name: which of the target tokens are of the class, in the order of
+        classes: <bool>[N] by name: which of the target tokens belong to the class, in the order of
             `Trace.decoder`. Classes may overlap; {} for none.
         intervention: Name in INTERVENTIONS of the change to each expert.
         input_classes: <bool>[M] by name: likewise for the encoder's tokens, in the order of

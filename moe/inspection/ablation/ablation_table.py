@@ -96,7 +96,7 @@ class TopEffect(NamedTuple):
 
     @property
     def purpose(self) -> str:
-        """Returns the classes as text, or that nothing was shown."""
+        """Returns the classes as text, or a note that no effect was shown."""
         return ", ".join(self.classes) or NOTHING_SHOWN
 
 
@@ -385,7 +385,7 @@ def verdict_table(verdicts: Iterable[ClassVerdict]) -> str:
 
 
 def top_effects_text(top: Iterable[TopEffect]) -> str:
-    """Returns a line for each expert, or that nothing was shown."""
+    """Returns a line for each expert, or a note that no effect was shown."""
     lines = []
     for expert in top:
         effect = expert.effect

@@ -182,7 +182,7 @@ INTERVENTIONS.add("swap", Swap())
 
 
 class _RerouteChoices(LayerEdit):
-    """Tokens of some choices choose again, without the experts of those choices."""
+    """The tokens of the given choices choose again among the other experts."""
 
     def __init__(self, choices: ChoiceMask) -> None:
         self._choices = choices

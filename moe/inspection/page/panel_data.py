@@ -328,7 +328,7 @@ def read_ablation(path: Path, trace: Trace) -> list[AblationBar]:
     """Returns the effects of an ablation of the examples of a trace.
 
     Raises:
-        DataError: When the file is not an ablation, or is of other examples.
+        DataError: When the file is not an ablation, or belongs to other examples.
     """
     content = read_record(path, _Ablation, advice=_ADVICE)
     if content.inputs_fingerprint != trace.facts.inputs_fingerprint:

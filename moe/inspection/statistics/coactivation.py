@@ -147,7 +147,7 @@ def layer_flows(
 
     Raises:
         ConfigError: When `num_permutations` or `seed` is out of range.
-        DataError: When the places are of other tokens, or the documents too few for `null`.
+        DataError: When the places belong to other tokens, or there are too few documents for `null`.
 
     Source:
         OLMoE (arXiv:2409.02060) appendix G, as shares; the information is ours.

@@ -24,9 +24,8 @@ class ExpertMatching(NamedTuple):
         partner: <int64>[E] the other model's matching expert; -1 for none, when it has fewer.
         agreement: Share of tokens whose experts are partners; NaN without tokens. Matching makes it
             as large as possible, so that it is above 1 / E by chance, too.
-        adjusted_rand: Agreement of the two groupings of tokens beyond chance, regardless of the
-            experts
-            are called: 0 by chance, 1 for the same groups.
+        adjusted_rand: Agreement of the two groupings of tokens beyond chance, whatever the
+            experts are called: 0 by chance, 1 for the same groups.
     """
 
     counts: Tensor

@@ -29,7 +29,7 @@ class TokenPlaces(NamedTuple):
     Attributes:
         position: <int64>[N] position of each token in its example, from 0.
         example: <int64>[N] number of its example.
-        document: <int64>[N] number of its document; an example is of one document.
+        document: <int64>[N] number of its document; an example belongs to one document.
     """
 
     position: Tensor
@@ -253,7 +253,7 @@ def share_at_least(statistics: Tensor, values: Tensor) -> Tensor:
 
 
 def check_tokens(what: str, num_tokens: int, expected: int) -> None:
-    """Raises a DataError unless two things are of the same tokens."""
+    """Raises a DataError unless two things belong to the same tokens."""
     if num_tokens != expected:
         raise DataError(
             f"{what} cover {num_tokens:,} tokens; expected {expected:,}, those of the layer. Take both from the same "

@@ -126,7 +126,7 @@ def class_entropy(
 
     Raises:
         ConfigError: When `confidence` is not between 0 and 1.
-        DataError: When members or documents are of other tokens.
+        DataError: When members or documents belong to other tokens.
 
     Source:
         Miller, Note on the bias of information estimates (1955).

@@ -65,7 +65,7 @@ def class_table(layer: LayerTrace, classes: TokenClasses, *, choices: str = "fir
 
     Raises:
         ConfigError: When `choices` is another word.
-        DataError: When the classes are of other tokens.
+        DataError: When the classes belong to other tokens.
 
     Source:
         OLMoE (arXiv:2409.02060) eq. 7. Differs: choices are counted before capacity.
@@ -119,7 +119,7 @@ class SpecializationTest(NamedTuple):
             tokens.
         information: Share of the entropy of the class that the expert explains, from 0 to 1: I(class;
             expert) / H(class), where each token counts for its first class, or for none. NaN when
-            all tokens are of one class.
+            all tokens belong to one class.
         chance: Its mean over shuffles, which is above 0.
         information_p: Share of shuffles with as much.
     """

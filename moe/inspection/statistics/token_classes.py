@@ -6,7 +6,7 @@ A class is a function from the text of N tokens to <bool>[N]; a new one is one f
     def is_colour(text: TokenText) -> Tensor:
         return text.of_words({"red", "green", "blue"}.__contains__)
 
-Comes after token_text.py, before specialization.py. A piece is of the class of its whole word.
+Comes after token_text.py, before specialization.py. A piece belongs to the class of its whole word.
 """
 
 import re
@@ -27,7 +27,7 @@ from moe.sparse.editing import Stack
 from moe.tracing.trace import StackTrace, Trace
 
 TokenClass = Callable[[TokenText], Tensor]
-"""A function from the text of N tokens to <bool>[N]: which are of the class."""
+"""A function from the text of N tokens to <bool>[N]: which belong to the class."""
 
 TOKEN_CLASSES: Registry[TokenClass] = Registry("token class")
 
@@ -153,7 +153,7 @@ def is_sentinel(text: TokenText) -> Tensor:
 
 @TOKEN_CLASSES.register("special")
 def is_special(text: TokenText) -> Tensor:
-    """Returns <bool>[N]: padding, which starts a decoder, the end, and the like; no sentinel."""
+    """Returns <bool>[N]: special tokens such as padding (the decoder's first input) and the end, but no sentinel."""
     return text.is_special & ~text.is_sentinel
 
 

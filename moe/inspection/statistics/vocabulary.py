@@ -84,7 +84,7 @@ def vocabulary_table(
 
     Raises:
         ConfigError: When an option is out of range, or the encoder's targets are requested.
-        DataError: When no id occurs often enough, or layer and places are of other tokens.
+        DataError: When no id occurs often enough, or layer and places belong to different tokens.
 
     Source:
         OLMoE (arXiv:2409.02060) eq. 8, k = 1. Differs: choices are counted before capacity.
