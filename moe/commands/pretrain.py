@@ -225,6 +225,11 @@ def rates_of_sizes(
     """
     rates: list[float] = []
     for path, size in zip(corpora, sizes, strict=True):
+        if size == 0:
+            raise ConfigError(
+                f"data.temperature is {temperature}, but the size of {path} cannot be estimated: its first block has "
+                "no tokens. Set data.rates instead."
+            )
         if size is None:
             raise ConfigError(
                 f"data.temperature is {temperature}, but the size of {path} is unknown until it is read to its end. "

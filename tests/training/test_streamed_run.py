@@ -90,10 +90,12 @@ def test_a_stream_and_a_corpus_are_mixed_by_their_sizes(inputs, tmp_path):
 
 def test_corpora_that_cannot_be_mixed_by_size_are_refused(inputs, tmp_path):
     table = write(tmp_path / "table.csv", [{"body": "w1 w2 w3", "number": 1}] * 600)
+    blank = write(tmp_path / "blank.jsonl", [{"body": " "}] * 600 + [{"body": "w1 w2 w3"}] * 600)
     for corpora, setting, problem in (
         ([inputs["rows"]], [], "one corpus"),
         ([inputs["rows"], inputs["corpus"]], ["--data.rates", "[1, 1]"], r"data\.rates is \[1"),
         ([inputs["rows"], table], [], r"table\.csv is unknown"),
+        ([inputs["rows"], blank], [], r"blank\.jsonl cannot be estimated"),
     ):
         several = ("--corpus", *corpora, "--data.temperature", 2, *setting)
         with pytest.raises(ConfigError, match=problem):
