@@ -46,6 +46,10 @@ class Projection(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Re-initializes the weights; `truncated` bounds them at two deviations."""
+        # On the meta device, where models are loaded and planned, there is nothing to draw; torch
+        # would take more than half of the time to find out.
+        if self.weight.is_meta:
+            return
         if self.truncated:
             truncated_normal_(self.weight, self.std)
         else:
