@@ -440,10 +440,10 @@ def _claimed(out: Path) -> Iterator[None]:
         DataError: When the folder cannot be written, does not belong to an evaluation, or another
             process holds it.
     """
-    taken = f"Another evaluation writes to {out}. Wait for it, or give another --out."
+    in_use = f"Another evaluation writes to {out}. Wait for it, or give another --out."
     with contextlib.ExitStack() as stack:
         with _as_write_error(out):
-            stack.enter_context(claim_folder(out, "evaluation", taken=taken))
+            stack.enter_context(claim_folder(out, "evaluation", taken=in_use))
         yield
 
 

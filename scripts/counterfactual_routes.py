@@ -120,13 +120,13 @@ def change_routes(
     with evaluation_mode(model):
         for traced in tqdm(batches, unit="batch"):
             unchanged = run_unchanged(model, traced.batch)
-            own = own_routes(unchanged, key)  # [n, K]
+            chosen = own_routes(unchanged, key)  # [n, K]
             of_batch: list[Tensor] = []
             for route in routes:
                 others = set(range(num_experts)) - set(route)
                 reroute = edit_routing(model, {key: RerouteExperts(*others)})
                 change = run_ablated(model, key, unchanged, reroute).change  # [n]
-                is_own = (own == torch.tensor(route)).all(dim=1)
+                is_own = (chosen == torch.tensor(route)).all(dim=1)
                 of_batch.append(change.masked_fill(is_own, math.nan))
             losses.append(unchanged.losses.cpu())
             changes.append(torch.stack(of_batch))

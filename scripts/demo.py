@@ -215,8 +215,8 @@ def job_folder(options: argparse.Namespace) -> Iterator[Path]:
     """Checks the inputs of a job, and locks its folder inside the block."""
     out = output_path(options.out, inputs=options.data or ())
     check_inputs(options, out / "tokenizer")
-    taken = f"Another process works in {out}. Wait for it, or choose another --out."
-    with claim_folder(out, "job", taken=taken):
+    in_use = f"Another process works in {out}. Wait for it, or choose another --out."
+    with claim_folder(out, "job", taken=in_use):
         settings = {name: str(value) for name, value in vars(options).items()}
         del settings["resume"], settings["out"]  # a job may be moved
         has_begun = (out / "tokenizer").exists()

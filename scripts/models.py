@@ -69,8 +69,8 @@ def main(argv: list[str]) -> None:
             "one like it."
         )
     folder = options.studies / options.study.stem
-    taken = f"Another process works on the study in {folder}. Wait for it to end."
-    with claim_folder(folder, JOB, taken=taken):
+    in_use = f"Another process works on the study in {folder}. Wait for it to end."
+    with claim_folder(folder, JOB, taken=in_use):
         make_text(options.studies)
         runs = study_runs(study, folder)
         pair = best_pair(study, runs, folder, options.jobs)

@@ -155,10 +155,10 @@ class TwoNodes:
 
     def kill(self, node: int) -> None:
         """Kills all processes of a node, as a power failure does."""
-        found = subprocess.run(
+        pids = subprocess.run(
             ["ip", "netns", "pids", self._names[node]], capture_output=True, text=True, check=False
         )
-        for pid in found.stdout.split():
+        for pid in pids.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
 

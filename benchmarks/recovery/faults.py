@@ -352,9 +352,13 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--faults", type=integer(least=1, most=10_000), default=50)
     parser.add_argument("--only", choices=list(FAULTS), help="one kind of fault; all by default")
-    explanation = "numbers of ranks, in turn"
     parser.add_argument(
-        "--ranks", type=int, nargs="+", choices=MESHES, default=[1, 2, 4], help=explanation
+        "--ranks",
+        type=int,
+        nargs="+",
+        choices=MESHES,
+        default=[1, 2, 4],
+        help="numbers of ranks, in turn",
     )
     parser.add_argument("--seed", type=integer(least=0, most=2**31), default=0)
     parser.add_argument("--json", type=path, help="file to write, and to resume from")

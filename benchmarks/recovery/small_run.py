@@ -103,8 +103,11 @@ def main(argv: list[str]) -> None:
     command = RecipeCommand(PretrainRecipe, "Trains a small model on drawn tokens.")
     command.add_argument("--out", type=Path, required=True, help="folder of the run")
     command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
-    explanation = "compute in float64; replica groups of one process only"
-    command.add_argument("--float64", action="store_true", help=explanation)
+    command.add_argument(
+        "--float64",
+        action="store_true",
+        help="compute in float64; replica groups of one process only",
+    )
     command.add_timeout()
 
     argv = [f"--{name}={value}" for name, value in SETTINGS.items()] + argv

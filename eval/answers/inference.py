@@ -134,8 +134,8 @@ def _capacity_settings(folder: Path, config: Any, inference: Inference) -> dict[
 
     # A number of slots takes precedence over a factor, so it is removed.
     settings = {"eval_capacity_factor": factor, "expert_capacity": None}
-    own = {name: getattr(config, name) for name in settings}
-    return {} if not config.num_experts or own == settings else settings
+    saved = {name: getattr(config, name) for name in settings}
+    return {} if not config.num_experts or saved == settings else settings
 
 
 def read_config(folder: Path) -> PreTrainedConfig:

@@ -179,10 +179,10 @@ def predict(
         for round_batches in ranks.rounds(batches[len(answered) :]):
             batch = ranks.own_batch(round_batches)
             takes_part = batch or ranks.in_lockstep
-            own = [_answer(system, task, batch, mode, scoring)] if takes_part else []
+            of_rank = [_answer(system, task, batch, mode, scoring)] if takes_part else []
 
             # Ranks without a batch only kept the others in lockstep; they are the last.
-            new = ranks.gather(own)[: len(round_batches)]
+            new = ranks.gather(of_rank)[: len(round_batches)]
             _check_scores(new, header)
             gather_or_raise(lambda new=new: file.append(new))
             answered += new

@@ -392,10 +392,10 @@ def _check_header(
         expected["scoring"] = report.scoring
 
     for field, value in expected.items():
-        found = getattr(header, field)
-        if found != value:
+        written = getattr(header, field)
+        if written != value:
             raise DataError(
-                f"{path}, line 1: {field} is {_show(found)}, but the report has {_show(value)}. {_ADVICE}"
+                f"{path}, line 1: {field} is {_show(written)}, but the report has {_show(value)}. {_ADVICE}"
             )
 
 

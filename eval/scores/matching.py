@@ -45,8 +45,8 @@ def matching_scores(
         for number in questions:
             rows.append([choices[number][answer] for answer in answers])
         table = np.array(rows)  # [Q, Q]
-        own = np.diag(table)
-        margin = own[:, None] + own[None] - table - table.T  # [Q, Q]
+        diagonal = np.diag(table)
+        margin = diagonal[:, None] + diagonal[None] - table - table.T  # [Q, Q]
         wins = (np.sign(margin) + 1) / 2
         np.fill_diagonal(wins, 0)
         per_cent[questions] = 100 * wins.sum(axis=1) / (len(questions) - 1)

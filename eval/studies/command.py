@@ -85,8 +85,8 @@ def main(argv: list[str]) -> None:
     chosen = chosen_runs(study, runs, options.only)
     budget = Budget(options.jobs, options.hours)
 
-    taken = f"Another process works on the study in {out}. Wait for it, or choose another --out."
-    with claim_folder(out, JOB, taken=taken):
+    in_use = f"Another process works on the study in {out}. Wait for it, or choose another --out."
+    with claim_folder(out, JOB, taken=in_use):
         for file in options.take:
             other = read_result(file)
             count = reuse_outcomes(runs, other.outcomes, other.sizes, other.command)

@@ -223,9 +223,9 @@ def _swept(sweep: Sweep, settings: Mapping[str, SettingValue], value: SettingVal
     """Returns the value of the sweep; if it is relative, times the arm's own value."""
     if not sweep.relative:
         return value
-    own = settings[sweep.setting]
-    assert isinstance(own, int | float) and isinstance(value, int | float), "checked when read"
-    return own * value
+    of_arm = settings[sweep.setting]
+    assert isinstance(of_arm, int | float) and isinstance(value, int | float), "checked when read"
+    return of_arm * value
 
 
 def _options(settings: Mapping[str, SettingValue], places: Mapping[str, object]) -> Iterator[str]:

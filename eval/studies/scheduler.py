@@ -214,11 +214,11 @@ def _begin(run: StudyRun, threads: int) -> _Process:
 
 def _wait_for_earlier(run: StudyRun) -> None:
     """Waits until the process of a killed study has released the run's folder."""
-    taken = f"Another process works in {run.folder}. Wait for it, or choose another --out."
+    in_use = f"Another process works in {run.folder}. Wait for it, or choose another --out."
     end = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
-            with locked_folder(run.folder, taken):
+            with locked_folder(run.folder, in_use):
                 return
         except DataError:
             if time.monotonic() > end:
@@ -355,8 +355,8 @@ def _fits(run: StudyRun, progress: Progress, running: Sequence[_Process], end: f
     for process in running:
         steps = steps_done(process.run)
         if steps:
-            taken = time.monotonic() - process.started
-            seconds.append((process.run.arm, taken / steps))
+            elapsed = time.monotonic() - process.started
+            seconds.append((process.run.arm, elapsed / steps))
 
     # Runs of the same arm give the best estimate.
     of_arm = [value for arm, value in seconds if arm == run.arm]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -319,8 +319,9 @@ def _map_over_ranks(
     """Yields all answers on every rank; each rank answers an equal part of every round."""
     size = _ROUND * options.batch_size * world.size
     while chunk := list(islice(numbered, size)):
-        own = list(generator.map_numbered(chunk[world.rank :: world.size]))
-        answers = [answer for part in gather_or_raise(lambda own=own: own) for answer in part]
+        part = list(generator.map_numbered(chunk[world.rank :: world.size]))
+        parts = gather_or_raise(lambda part=part: part)
+        answers = list(chain.from_iterable(parts))
         yield from sorted(answers, key=lambda answer: answer.number)
 
 

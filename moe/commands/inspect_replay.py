@@ -54,13 +54,13 @@ def main(argv: list[str]) -> None:
         trace = read_routed_experts(options.routed_experts, trace)
 
     # The same batches twice: with the router's own choices, and with the trace's choices.
-    own = token_losses(model, batches)
+    recorded = token_losses(model, batches)
     with replay_routing(model, trace, weights=options.weights):
         replayed = token_losses(model, batches)
     rows = []
-    for name, losses in (("its own", own), (f"that of {source}", replayed)):
+    for name, losses in (("its own", recorded), (f"that of {source}", replayed)):
         rows.append([name, f"{losses.mean():.6f}", f"{losses.numel():,}"])
     print(format_table(HEADER, rows))
 
-    is_same = torch.equal(own, replayed)
+    is_same = torch.equal(recorded, replayed)
     print("Every token's loss is the same." if is_same else "The losses differ.")

@@ -205,8 +205,8 @@ def check_sizes(config: PreTrainedConfig) -> None:
 
 def check_dtype(dtype: object) -> None:
     """Raises a ConfigError unless a dtype is None or of floating point, as torch's or by name."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    is_floating = isinstance(found, torch.dtype) and found.is_floating_point
+    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    is_floating = isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point
     expected = "the name of a floating-point dtype of torch, e.g. float32 or bfloat16"
     check(dtype is None or is_floating, "dtype", dtype, expected)
 

@@ -53,20 +53,22 @@ def with_line(number: int, message: str) -> str:
 
 def _sampling(record: dict[str, Any], defaults: Sampling) -> Sampling | None:
     """Returns the settings of a line; None for the defaults."""
-    own = record.get("sampling")
-    if own is None:
+    sampling = record.get("sampling")
+    if sampling is None:
         return None
     names = [field.name for field in fields(Sampling)]
-    if not isinstance(own, dict):
-        raise DataError(f"sampling is {shown(own)}; expected an object with {', '.join(names)}.")
-    for name in own:
+    if not isinstance(sampling, dict):
+        raise DataError(
+            f"sampling is {shown(sampling)}; expected an object with {', '.join(names)}."
+        )
+    for name in sampling:
         if name not in names:
             raise DataError(
                 f"sampling has {shown(name)}; expected {', '.join(names)}.{did_you_mean(name, names)}"
             )
-    if isinstance(own.get("stop"), list):
-        own = {**own, "stop": tuple(own["stop"])}
-    return Sampling(**{**vars(defaults), **own})
+    if isinstance(sampling.get("stop"), list):
+        sampling = {**sampling, "stop": tuple(sampling["stop"])}
+    return Sampling(**{**vars(defaults), **sampling})
 
 
 def answer_record(line: int, record: dict[str, Any], answer: Answer) -> dict[str, Any]:

@@ -111,11 +111,11 @@ class _Row:
     def decode(self) -> bool:
         """Reads the text of all tokens; returns whether a stop string ended it."""
         self.text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
-        ends = [self.text.find(stop) for stop in self.sampling.stop]
-        found = [end for end in ends if end >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-        return bool(found)
+        positions = [self.text.find(stop) for stop in self.sampling.stop]
+        ends = [position for position in positions if position >= 0]
+        if ends:
+            self.text = self.text[: min(ends)]
+        return bool(ends)
 
     def read_new(self, *, ended: bool) -> str:
         """Returns the text that is certain and was not returned before."""

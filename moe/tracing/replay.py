@@ -192,8 +192,8 @@ class _Player:
         for number, example in enumerate(self._example_of_row or ()):
             start = int(part.starts[example]) + past
             end = int(part.starts[example + 1])
-            found = torch.arange(start, start + ids_of_row[number].numel())
-            rows[number, is_real[number].cpu()] = found.masked_fill(found >= end, _NO_ROW)
+            places = torch.arange(start, start + ids_of_row[number].numel())
+            rows[number, is_real[number].cpu()] = places.masked_fill(places >= end, _NO_ROW)
         return rows.to(token_ids.device)
 
     def _find_example(self, ids: Tensor) -> int:

@@ -88,8 +88,11 @@ class RecipeCommand(Generic[R]):
         self._parser = ArgumentParser(
             prog=prog, usage=_USAGE, description=description, exit_on_error=False
         )
-        explanation = "YAML file with settings, or name of a recipe; later ones win"
-        self._parser.add_argument("--config", action="config", help=explanation)
+        self._parser.add_argument(
+            "--config",
+            action="config",
+            help="YAML file with settings, or name of a recipe; later ones win",
+        )
         for setting in self._settings.values():
             self._parser.add_argument(
                 f"--{setting.name}", type=setting.type, default=setting.default, help=setting.help
@@ -102,8 +105,12 @@ class RecipeCommand(Generic[R]):
 
     def add_timeout(self) -> None:
         """Adds `--timeout`, for `launch`."""
-        explanation = f"seconds that ranks wait for others ({DEFAULT_TIMEOUT:g})"
-        self.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT, help=explanation)
+        self.add_argument(
+            "--timeout",
+            type=float,
+            default=DEFAULT_TIMEOUT,
+            help=f"seconds that ranks wait for others ({DEFAULT_TIMEOUT:g})",
+        )
 
     @contextmanager
     def launch(

@@ -94,12 +94,15 @@ def short_help(
         formatter_class=_Formatter,
         add_help=False,
     )
-    own = parser.add_argument_group("run")
-    explanation = "name of a recipe (`stmoe recipes` lists them), or YAML file; later ones win"
-    own.add_argument("--config", metavar="RECIPE", help=explanation)
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--config",
+        metavar="RECIPE",
+        help="name of a recipe (`stmoe recipes` lists them), or YAML file; later ones win",
+    )
     for name, options in arguments.items():
         text = options["help"] + (" (required)" if options.get("required") else "")
-        own.add_argument(f"--{name}", **{**options, "help": text})
+        run.add_argument(f"--{name}", **{**options, "help": text})
 
     groups = {section: parser.add_argument_group(title) for section, title in _SECTIONS.items()}
     for name in COMMON_SETTINGS:
@@ -107,9 +110,9 @@ def short_help(
         setting = settings.get(name)
         if setting is not None and setting.default is not argparse.SUPPRESS:
             default = "null" if setting.default is None else setting.default
-            explanation = f"{_first_clause(setting.help)} ({default})"
-            group = groups.get(name.rpartition(".")[0], own)
-            group.add_argument(f"--{name}", metavar=_metavar(setting.type), help=explanation)
+            text = f"{_first_clause(setting.help)} ({default})"
+            group = groups.get(name.rpartition(".")[0], run)
+            group.add_argument(f"--{name}", metavar=_metavar(setting.type), help=text)
     return parser.format_help().rstrip()
 
 

@@ -69,9 +69,9 @@ def choose_data(recipe: R, task: str | None, train: Path | None, typed: Collecti
     given = [name for name, value in options.items() if value not in (None, [])]
     chosen = [name for name in given if name in typed] or given
     if len(chosen) != 1:
-        found = " and ".join(f"{name} {options[name]}" for name in chosen) or "nothing"
+        sources = " and ".join(f"{name} {options[name]}" for name in chosen) or "nothing"
         raise ConfigError(
-            f"{found} given to train on; expected one of --task, --train and mixture.tasks."
+            f"{sources} given to train on; expected one of --task, --train and mixture.tasks."
         )
 
     # Pairs of texts are not a task: other settings of a mixture have no effect.

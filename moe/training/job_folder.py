@@ -52,8 +52,8 @@ def claim_job(folder: Path) -> None:
     Raises:
         DataError: When the folder holds something else.
     """
-    taken = f"Another job begins in {folder}. Wait for it, or choose another --out."
-    with claim_folder(folder, JOB, taken=taken):
+    in_use = f"Another job begins in {folder}. Wait for it, or choose another --out."
+    with claim_folder(folder, JOB, taken=in_use):
         pass
 
 

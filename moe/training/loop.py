@@ -380,8 +380,8 @@ def _hold_run_folder(folder: Path, resume: bool) -> AbstractContextManager[None]
         DataError: When the folder holds a run that would be lost, or another process holds it.
     """
     refuse_to_overwrite(folder, resume)
-    taken = f"Another process trains in {folder}. Wait for it, or choose another --out."
-    return claim_folder(folder, TRAINING_RUN, taken=taken)
+    in_use = f"Another process trains in {folder}. Wait for it, or choose another --out."
+    return claim_folder(folder, TRAINING_RUN, taken=in_use)
 
 
 def refuse_to_overwrite(folder: Path, resume: bool) -> None:

@@ -85,8 +85,8 @@ def rouge_fmeasures(kind: str, targets: Sequence[str], answers: Sequence[str]) -
     scorer = RougeScorer([kind])
     scores = []
     for target, answer in zip(targets, answers, strict=True):
-        found = scorer.score(target.replace(" . ", " .\n"), answer.replace(" . ", " .\n"))
-        scores.append(found[kind].fmeasure)
+        rouge = scorer.score(target.replace(" . ", " .\n"), answer.replace(" . ", " .\n"))
+        scores.append(rouge[kind].fmeasure)
     return scores
 
 

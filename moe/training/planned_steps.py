@@ -62,8 +62,8 @@ class ShareSource(NamedTuple):
             for data_rank in data_ranks:
                 first = data_rank * rows_per_rank
                 rows = slice(first, first + rows_per_rank)
-                made = batches_ahead(self.source, rows, steps, workers=self.workers)
-                batches.append(stack.enter_context(closing(made)))
+                of_rank = batches_ahead(self.source, rows, steps, workers=self.workers)
+                batches.append(stack.enter_context(closing(of_rank)))
 
             for step in steps:
                 started = time.perf_counter()

@@ -127,8 +127,8 @@ class Timeline:
 
     def _append(self, event: TimelineEvent) -> None:
         self._step = event.step
-        taken = self._goodput.steps + event.num_steps
-        self._goodput = _add_event(self._goodput, event)._replace(steps=taken)
+        num_steps = self._goodput.steps + event.num_steps
+        self._goodput = _add_event(self._goodput, event)._replace(steps=num_steps)
         if self._path is None:
             return
         values = {}

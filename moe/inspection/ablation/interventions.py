@@ -63,8 +63,8 @@ def as_many_at_random(expert: int, *, num_sequences: int, seed: int) -> ChoiceMa
     def draw(plan: DispatchPlan) -> Tensor:
         # Number of draws in each sequence.
         accepted = by_sequence(plan.accepted)
-        own = by_sequence(own_choices(plan))
-        num_wanted = own.sum(dim=1, keepdim=True)  # [B, 1]
+        is_own = by_sequence(own_choices(plan))
+        num_wanted = is_own.sum(dim=1, keepdim=True)  # [B, 1]
 
         # A random number for each choice, drawn on the CPU so that all devices draw alike.
         generator = torch.Generator().manual_seed(seed)

@@ -155,8 +155,8 @@ class DocumentShuffle(Shuffle):
             has_place = self._example[tokens] < self._num_examples[other]
             example[~has_place] = 0
             has_place &= self._position[tokens] < self._length[example]
-            found = tokens[has_place]
-            source[found] = self._first_token[example[has_place]] + self._position[found]
+            placed = tokens[has_place]
+            source[placed] = self._first_token[example[has_place]] + self._position[placed]
 
             tokens = tokens[~has_place]
             other = given[other[~has_place]]
