@@ -57,24 +57,5 @@ def _rank(rank, function, num_ranks, folder, arguments):
 
 
 def whole(tensor):
-    """Returns a copy of a tensor, whole on all ranks, which call this together.
-
-    Each shard is added to zeros: DTensor's `full_tensor` plans a gather for longer than that takes.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    full = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    coordinate = tensor.device_mesh.get_coordinate()
-    replicas = [
-        number
-        for number, placement in zip(coordinate, tensor.placements, strict=True)
-        if placement.is_replicate()
-    ]
-    if not any(replicas):  # of equal shards, the first
-        (chunk,) = tensor.__create_chunk_list__()
-        places = zip(chunk.offsets, chunk.sizes, strict=True)
-        slices = tuple(slice(start, start + size) for start, size in places)
-        full[slices] = tensor.detach().to_local()
-    for group in tensor.device_mesh.get_all_groups():
-        dist.all_reduce(full, group=group)
-    return full
+    """Returns a copy of a tensor, whole on all ranks, which call this together."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

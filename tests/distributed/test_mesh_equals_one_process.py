@@ -7,17 +7,14 @@ same on both sides. The first rank computes the oracle for all; each returns how
 
 import functools
 import json
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moe.data.tokenizer import SpecialIds
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.mesh import MeshConfig, build_mesh
-from moe.distributed.sharding import MeshCoordinate, local_shard, shard_slices
 from moe.models.parallelize import shard_model
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.optim.adafactor import Adafactor
@@ -26,7 +23,7 @@ from moe.optim.parameter_groups import parameter_groups
 from moe.training.heldout_loss import HeldOut, evaluate_held_out
 from moe.training.recipe import OptimRecipe, PretrainRecipe, TrainingRecipe
 from moe.training.step import train_step
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, whole
 from tests.models.tiny import tiny_model
 
 FIELDS = {
@@ -163,14 +160,6 @@ class Batches:
 HELD_OUT = HeldOut(Batches(), 1, SpecialIds(pad=0, eos=1, first_sentinel=52, num_sentinels=2))
 
 
-class Shard(NamedTuple):
-    """This rank's shard of a tensor, and its slices of the whole tensor in this shape."""
-
-    values: Tensor
-    shape: tuple[int, ...]
-    slices: tuple[slice, ...]
-
-
 def run(
     dtype, steps, mesh=None, *, hole=False, micro=None, optimizer="adafactor", spoil=None, **fields
 ):
@@ -178,25 +167,19 @@ def run(
     held-out loss.
     """
     model, settings = build(dtype, **fields), recipe(dtype, micro, optimizer)
-    layouts = shard_model(model, mesh) if mesh is not None else {}
+    if mesh is not None:
+        shard_model(model, mesh)
     if spoil is not None:
         spoil(model, mesh)
     groups = parameter_groups(model)
     optim = OPTIMIZERS.get(optimizer).build(groups, clipping_threshold=1.0, weight_decay=0.0)
     numbers = {}
 
-    def kept(name, tensor):
-        values = local_shard(tensor).detach().clone()
-        if mesh is None:
-            return values
-        ends = shard_slices(layouts[name], mesh.config, MeshCoordinate.of(mesh))
-        return Shard(values, layouts[name].shape, tuple(slice(*pair) for pair in ends))
-
     def keep_first_gradients(*_):
         if numbers:
             return
         for name, parameter in model.named_parameters():
-            numbers[f"gradient {name}"] = kept(name, parameter.grad)
+            numbers[f"gradient {name}"] = whole(parameter.grad)
 
     optim.register_step_pre_hook(keep_first_gradients)
     for step in range(steps):
@@ -211,7 +194,7 @@ def run(
                 numbers[f"{stack} {name} {step}"] = value
 
     for name, parameter in model.named_parameters():
-        numbers[f"weight {name}"] = kept(name, parameter)
+        numbers[f"weight {name}"] = whole(parameter)
     if not fields.get("crowded"):  # unused experts stay tied
         for name, value in evaluate_held_out(model, HELD_OUT, mesh).items():
             numbers[name] = torch.tensor(value, dtype=torch.float64)
@@ -219,13 +202,12 @@ def run(
 
 
 def distance(ours, theirs):
-    """Returns the largest difference, relative to the largest entry of the whole tensor."""
-    largest = theirs.double().abs().max().clamp(min=1e-30)
-    if isinstance(ours, Shard):
-        theirs = theirs.reshape(ours.shape)[ours.slices]
-        ours = ours.values
-    difference = ours.double().reshape(theirs.shape) - theirs.double()
-    return float(difference.abs().max() / largest) if difference.numel() else 0.0
+    """Returns the largest difference, relative to the largest entry."""
+    theirs = theirs.double()
+    return float(
+        (ours.double().reshape(theirs.shape) - theirs).abs().max()
+        / theirs.abs().max().clamp(min=1e-30)
+    )
 
 
 def on_a_rank(rank, num_ranks, cases):

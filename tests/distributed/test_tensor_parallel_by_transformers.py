@@ -12,7 +12,7 @@ from moe import ConfigError, STMoEEncoderModel, STMoEForConditionalGeneration
 from moe.distributed.sharding import find_rule
 from moe.models.parallelize import sharding_rules
 from moe.models.transformers_private import check_distributed_config
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import run_ranks, whole
 from tests.models.tiny import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -33,11 +33,6 @@ MODELS = {
 }
 
 
-def whole_gradient(parameter):
-    grad = parameter.grad
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
-
-
 def compare(rank, num_ranks, folders):
     sharded = DistributedConfig(tp_size=num_ranks)
     names = {}
@@ -53,7 +48,7 @@ def compare(rank, num_ranks, folders):
         torch.testing.assert_close((a.loss, a.logits), (b.loss, b.logits), rtol=1e-5, atol=1e-5)
         a.loss.backward()
         b.loss.backward()
-        gradients = {key: whole_gradient(p) for key, p in ours.named_parameters()}
+        gradients = {key: whole(p.grad) for key, p in ours.named_parameters()}
         for key, parameter in oracle.named_parameters():
             torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-4, atol=1e-6)
         for cache in ("dynamic", "static"):
