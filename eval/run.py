@@ -443,7 +443,7 @@ def _claimed(out: Path) -> Iterator[None]:
     in_use = f"Another evaluation writes to {out}. Wait for it, or give another --out."
     with contextlib.ExitStack() as stack:
         with _as_write_error(out):
-            stack.enter_context(claim_folder(out, "evaluation", taken=in_use))
+            stack.enter_context(claim_folder(out, "evaluation", in_use=in_use))
         yield
 
 

@@ -109,7 +109,7 @@ def check_kind(folder: Path, kind: str) -> None:
 
 
 @contextmanager
-def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
+def claim_folder(folder: Path, kind: str, *, in_use: str) -> Iterator[None]:
     """Makes a folder that grows, marks it with its kind, and locks it inside the block.
 
     The lock ends with the process, however that ends.
@@ -117,13 +117,13 @@ def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
     Args:
         folder: New, empty, of the same kind, or without anything of this library.
         kind: Kind of the folder, e.g. `training run`.
-        taken: Message if another process holds the folder.
+        in_use: Message if another process holds the folder.
 
     Raises:
         DataError: When the folder holds something else, or another process has locked it.
     """
     check_kind(folder, kind)
-    with locked_folder(folder, taken):
+    with locked_folder(folder, in_use):
         check_kind(folder, kind)  # it may have changed before the lock
         refuse_links(folder, kind=kind)
         kind_file = folder / KIND_FILE
@@ -133,11 +133,11 @@ def claim_folder(folder: Path, kind: str, *, taken: str) -> Iterator[None]:
 
 
 @contextmanager
-def locked_folder(folder: Path, taken: str) -> Iterator[None]:
+def locked_folder(folder: Path, in_use: str) -> Iterator[None]:
     """Makes a folder and locks it inside the block; the lock ends with the process.
 
     Raises:
-        DataError: When another process holds the lock; `taken` is the message.
+        DataError: When another process holds the lock; `in_use` is the message.
         OSError: When the lock file is a link, a pipe or a device.
     """
     refuse_nul(folder)
@@ -146,7 +146,7 @@ def locked_folder(folder: Path, taken: str) -> Iterator[None]:
     lock = open_to_write(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
     with closed_at_the_end(lock):
         if not lock_file(lock, wait=False):
-            raise DataError(taken)
+            raise DataError(in_use)
         yield
 
 

@@ -18,7 +18,6 @@ import os
 import shlex
 import shutil
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -32,7 +31,7 @@ import stmoe
 from eval.studies.outcomes import best_run_on_dev
 from eval.studies.report import STUDY_JSON
 from eval.studies.runs import label_budget, study_runs
-from eval.studies.scheduler import StudyError, end_with_parent, fork_process
+from eval.studies.scheduler import StudyError, fork_process
 from eval.studies.study import read_study
 from moe.cli import CONTINUES, RESUME, Parser, integer, path, run_main, word
 from moe.commands.finetune import finetune_command
@@ -142,8 +141,7 @@ def run_beside(title: str, log: Path, command: str, *arguments: str | Path) -> I
 
 
 def _run_on_one_core(log: Path, command: str, argv: list[str]) -> None:
-    """Runs a command until its parent ends, with its output in a file."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    """Runs a command with its output in a file."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     with log.open("a", encoding="utf-8") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
@@ -216,7 +214,7 @@ def job_folder(options: argparse.Namespace) -> Iterator[Path]:
     out = output_path(options.out, inputs=options.data or ())
     check_inputs(options, out / "tokenizer")
     in_use = f"Another process works in {out}. Wait for it, or choose another --out."
-    with claim_folder(out, "job", taken=in_use):
+    with claim_folder(out, "job", in_use=in_use):
         settings = {name: str(value) for name, value in vars(options).items()}
         del settings["resume"], settings["out"]  # a job may be moved
         has_begun = (out / "tokenizer").exists()

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
         )
     folder = options.studies / options.study.stem
     in_use = f"Another process works on the study in {folder}. Wait for it to end."
-    with claim_folder(folder, JOB, taken=in_use):
+    with claim_folder(folder, JOB, in_use=in_use):
         make_text(options.studies)
         runs = study_runs(study, folder)
         pair = best_pair(study, runs, folder, options.jobs)

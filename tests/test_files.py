@@ -91,14 +91,14 @@ def test_a_folder_of_another_kind_is_never_replaced(tmp_path):
 
 @pytest.mark.parametrize("kind", ["training run", CORPUS])
 def test_a_folder_of_one_kind_refuses_every_other(tmp_path, kind):
-    with claim_folder(tmp_path / "mine", kind, taken="taken"):
+    with claim_folder(tmp_path / "mine", kind, in_use="taken"):
         assert kind_of(tmp_path / "mine") == kind
     for other in {"job", CORPUS, TOKENIZER, CHECKPOINT, BEST_MODEL, TRACE} - {kind}:
         message = f"holds an? {kind}, and a {other} would be mixed"
         with pytest.raises(DataError, match=message):
             check_replaceable(tmp_path / "mine", kind=other)
         refused = pytest.raises(DataError, match=message)
-        with refused, claim_folder(tmp_path / "mine", other, taken="taken"):
+        with refused, claim_folder(tmp_path / "mine", other, in_use="taken"):
             pass
 
 
@@ -114,7 +114,7 @@ def test_a_forked_process_that_outlives_its_parent_holds_no_folder(tmp_path):
     has_begun, began = os.pipe()
     may_end, ends = os.pipe()
     kind = "training run"
-    with claim_folder(tmp_path / "mine", kind, taken="taken"):
+    with claim_folder(tmp_path / "mine", kind, in_use="taken"):
         child = os.fork()
         if not child:
             os.write(began, b"1")
@@ -123,11 +123,11 @@ def test_a_forked_process_that_outlives_its_parent_holds_no_folder(tmp_path):
             os._exit(0)
         os.read(has_begun, 1)
         refused = pytest.raises(DataError, match="taken")
-        with refused, claim_folder(tmp_path / "mine", kind, taken="taken"):
+        with refused, claim_folder(tmp_path / "mine", kind, in_use="taken"):
             pass
 
     try:
-        with claim_folder(tmp_path / "mine", kind, taken="taken"):
+        with claim_folder(tmp_path / "mine", kind, in_use="taken"):
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
     finally:
         os.write(ends, b"1")
@@ -290,14 +290,14 @@ def test_a_lock_is_never_taken_through_a_link_or_a_pipe(tmp_path, mine, kind):
     plant(tmp_path / "run/.lock", kind, mine)
     before = content_below(tmp_path)
     refused = pytest.raises(OSError, match=r"\.lock")
-    with refused, claim_folder(tmp_path / "run", "training run", taken="taken"):
+    with refused, claim_folder(tmp_path / "run", "training run", in_use="taken"):
         pass
     assert content_below(tmp_path) == before
 
 
 def test_a_file_of_the_user_that_has_the_name_of_the_lock_keeps_its_content(tmp_path):
     (tmp_path / ".lock").write_text("years of work")
-    with claim_folder(tmp_path, "training run", taken="taken"):
+    with claim_folder(tmp_path, "training run", in_use="taken"):
         pass
     assert (tmp_path / ".lock").read_text() == "years of work"
 

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> None:
     content = json.dumps(to_json(comparison), indent=1, ensure_ascii=False)
     text = printable(comparison_markdown(comparison))
     in_use = f"Another comparison writes to {out}. Wait for it, or give another --out."
-    with claim_folder(out, "comparison", taken=in_use):
+    with claim_folder(out, "comparison", in_use=in_use):
         write_text(out / "compare.json", content + "\n")
         write_text(out / "compare.md", text)
     print(*comparison_lines(comparison), sep="\n")

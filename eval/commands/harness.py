@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(format_results(results))
 
     in_use = f"Another evaluation writes to {out}. Wait for it, or give another --out."
-    with claim_folder(out, "harness evaluation", taken=in_use):
+    with claim_folder(out, "harness evaluation", in_use=in_use):
         save_results(results, out)
     print(
         f"The results are in {out / 'results.json'}, each example in samples.TASK.jsonl beside it."

@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
     budget = Budget(options.jobs, options.hours)
 
     in_use = f"Another process works on the study in {out}. Wait for it, or choose another --out."
-    with claim_folder(out, JOB, taken=in_use):
+    with claim_folder(out, JOB, in_use=in_use):
         for file in options.take:
             other = read_result(file)
             count = reuse_outcomes(runs, other.outcomes, other.sizes, other.command)

@@ -235,23 +235,23 @@ def fork_process(target: Callable[..., None], *arguments: Any) -> ForkServerProc
     """Starts a function in a process that has already imported what training and evaluation need.
 
     Processes are forked from one server, which imports torch once for all of them; they run on the
-    cores of this process.
+    cores of this process, and end with it.
     """
     _CONTEXT.set_forkserver_preload(_PRELOADED)
     cores = os.sched_getaffinity(0)
-    child = _CONTEXT.Process(target=_run_on_cores, args=(cores, target, arguments))
+    child = _CONTEXT.Process(target=_run_forked, args=(cores, target, arguments))
     child.start()
     return child
 
 
-def _run_on_cores(cores: set[int], target: Callable[..., None], arguments: Sequence[Any]) -> None:
+def _run_forked(cores: set[int], target: Callable[..., None], arguments: Sequence[Any]) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.sched_setaffinity(0, cores)
     target(*arguments)
 
 
 def _run_module(folder: Path, command: list[str], threads: int) -> None:
     """Runs a module as a program, in a process that has already imported its modules."""
-    threading.Thread(target=end_with_parent, daemon=True).start()
     log = open_to_write(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -265,7 +265,7 @@ def _run_module(folder: Path, command: list[str], threads: int) -> None:
         write_text(folder / _USAGE_FILE, json.dumps(usage.ru_utime + usage.ru_stime))
 
 
-def end_with_parent() -> None:
+def _end_with_parent() -> None:
     """Ends this process when the one that started it is killed, so that no run is left behind."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "another process has started this one"

@@ -53,7 +53,7 @@ def claim_job(folder: Path) -> None:
         DataError: When the folder holds something else.
     """
     in_use = f"Another job begins in {folder}. Wait for it, or choose another --out."
-    with claim_folder(folder, JOB, taken=in_use):
+    with claim_folder(folder, JOB, in_use=in_use):
         pass
 
 

@@ -381,7 +381,7 @@ def _hold_run_folder(folder: Path, resume: bool) -> AbstractContextManager[None]
     """
     refuse_to_overwrite(folder, resume)
     in_use = f"Another process trains in {folder}. Wait for it, or choose another --out."
-    return claim_folder(folder, TRAINING_RUN, taken=in_use)
+    return claim_folder(folder, TRAINING_RUN, in_use=in_use)
 
 
 def refuse_to_overwrite(folder: Path, resume: bool) -> None:
