@@ -93,7 +93,6 @@ VERBS = {
         "make a dense model sparse, with copies as experts", "upcycle", tasks="read_pairs"
     ),
     "prune": Verb("remove experts of a sparse model", "prune", tasks="read_pairs"),
-    "merge": Verb("merge experts of a sparse model", "merge", tasks="read_pairs"),
     "distill": Verb("train a dense or smaller student of a sparse teacher", "distill", trains=True),
     "quantize": Verb("store experts in 8 or 4 bits", "quantize", tasks="read_pairs"),
 }

@@ -69,7 +69,6 @@ def measure_commands(demo: Path, folder: Path) -> list[dict[str, Any]]:
     commands: dict[str, tuple[Path, list[str | Path]]] = {
         "upcycle --experts 8": (folder / "t5-1.1-base", []),
         "prune --keep 4": (sparse, data),
-        "merge --keep 4": (sparse, data),
         "quantize --bits 8": (sparse, []),
         "quantize --bits 4": (sparse, []),
     }

@@ -6,7 +6,7 @@
         --train pairs.jsonl --out runs/student
 
 The student is made of the teacher: each layer of experts becomes a dense one. With `--student
-MODEL` it is another model with the same vocabulary, such as a merged or pruned teacher.
+MODEL` it is another model with the same vocabulary, such as a pruned teacher.
 """
 
 import dataclasses

@@ -24,7 +24,6 @@ from moe.kernels.hidden_units import hidden_units
 from moe.models.blocks import Block
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.sparse.layer import SparseFeedForward, group_inputs, real_tokens
-from moe.sparse.plan import stored_index
 
 OPSET = 20
 
@@ -61,16 +60,15 @@ class ExportedLayer(nn.Module):
             and not config.gated
             and config.activation == "relu"
             and config.expert_bias == "none"
-            and config.expert_map is None
         )
         if layer.router.experts_choose:
             raise ConfigError(
                 f"router {config.router!r} cannot be exported: its experts choose among the tokens of a "
                 "whole sequence, which a decoder does not have. Distill a dense student and export that."
             )
-        if not self.is_node and config.num_stored_experts > _MOST_UNROLLED:
+        if not self.is_node and config.num_experts > _MOST_UNROLLED:
             raise ConfigError(
-                f"A layer with {config.num_stored_experts} experts cannot be exported: every expert would compute all "
+                f"A layer with {config.num_experts} experts cannot be exported: every expert would compute all "
                 f"tokens, which is done up to {_MOST_UNROLLED} experts. (For ONNX, top-1 experts with ReLU are a node "
                 "of onnxruntime, com.microsoft.MoE, without this limit.) Prune experts, or distill a student."
             )
@@ -94,12 +92,11 @@ class ExportedLayer(nn.Module):
         # Weight of each expert for each token, 0 where it was not chosen.  [B, L, E]
         plan = self.layer.router.assign(scores, real_tokens(inputs), drop_tokens=False)
         config = self.layer.config
-        expert = stored_index(plan.expert_index, config.expert_map)  # [B, L, K]
-        choices = F.one_hot(expert, config.num_stored_experts)  # [B, L, K, E]
+        choices = F.one_hot(plan.expert_index, config.num_experts)  # [B, L, K, E]
         combine = (choices * plan.combine_weight[..., None]).sum(dim=2).to(x.dtype)
 
         y = torch.zeros_like(x)
-        for index in range(config.num_stored_experts):
+        for index in range(config.num_experts):
             bias = None if weights.bias is None else weights.bias[index]
             product = F.linear(x, weights.first[index])  # [B, L, 2F or F]
             hidden = hidden_units(product, bias, self.layer.experts.form(), dim=-1)  # [B, L, F]

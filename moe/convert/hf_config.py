@@ -379,8 +379,6 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
         "expert_d_ff": None,
         "encoder_experts": None,
         "decoder_experts": None,
-        "encoder_expert_maps": None,
-        "decoder_expert_maps": None,
     }
     for name, expected in only_values.items():
         value = getattr(config, name)

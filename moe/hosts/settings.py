@@ -15,7 +15,7 @@ from moe.sparse.router_options import ROUTER_REQUIREMENTS
 from moe.surgery.upcycle import EXACT_ROUTING, Upcycling, every_second
 
 _FROM_HOST = ("d_model", "d_ff", "activation", "gated", "decoder")
-_FROM_SETTINGS = ("num_experts", "num_selected_experts", "expert_map")
+_FROM_SETTINGS = ("num_experts", "num_selected_experts")
 
 
 @dataclass(frozen=True)

@@ -264,12 +264,6 @@ def _sparse_rows(
             routers.append(f"`{router}` in the {stack}")
 
     experts = f"{experts_range(config)} in each, at most {config.num_selected_experts} for a token"
-    num_experts = sum(layer.num_experts for layer in config.all_sparse_configs())
-    num_stored = sum(layer.num_stored_experts for layer in config.all_sparse_configs())
-    if num_stored < num_experts:
-        experts += (
-            f"; {num_stored} of all {num_experts} are stored, the others are merged with them"
-        )
     return [
         ("sparse layers", ", ".join(layers)),
         ("experts", experts),

@@ -23,6 +23,7 @@ from moe.models.configuration_checks import (
     check_source,
     check_sparse_layers,
     check_token_ids,
+    drop_removed_fields,
     strict_config,
 )
 from moe.models.presets import PRESETS
@@ -79,9 +80,6 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         encoder_experts: Experts of each sparse layer of the encoder, in order, if layers differ;
             `num_experts` is then the largest of all. None for `num_experts` in each.
         decoder_experts: The same for the decoder.
-        encoder_expert_maps: The stored expert of each of the E experts, for each sparse layer of the
-            encoder, in order. None if no layer has merged experts.
-        decoder_expert_maps: The same for the decoder.
         num_sparse_encoder_layers: Sparse layers of the encoder, one in each equal stretch of
             blocks.
         num_sparse_decoder_layers: The same for the decoder.
@@ -159,8 +157,6 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     num_experts: int = 0
     encoder_experts: list[int] | None = None
     decoder_experts: list[int] | None = None
-    encoder_expert_maps: list[list[int]] | None = None
-    decoder_expert_maps: list[list[int]] | None = None
     num_sparse_encoder_layers: int = 0
     num_sparse_decoder_layers: int = 0
     sparse_position: SparsePosition = "last"
@@ -215,6 +211,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         """Fills derived values; `validate_settings` then checks all of them."""
         for alias in self.attribute_map.keys() & kwargs.keys():
             setattr(self, alias, kwargs.pop(alias))
+        drop_removed_fields(kwargs)
         check_keywords(self, kwargs)
         check_dtype(kwargs.get("torch_dtype") if self.dtype is None else self.dtype)
 
@@ -235,13 +232,6 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         numbers = getattr(self, f"{stack}_experts") or []
         if len(numbers) == num_sparse and set(numbers) <= {self.num_experts}:
             setattr(self, f"{stack}_experts", None)
-
-        maps = getattr(self, f"{stack}_expert_maps") or []
-        if len(maps) == num_sparse:
-            numbers = self.layer_experts(decoder=decoder)
-            is_default = [list(range(len(expert_map))) for expert_map in maps] == maps
-            if is_default and [len(expert_map) for expert_map in maps] == numbers:
-                setattr(self, f"{stack}_expert_maps", None)
 
     def validate_settings(self) -> None:
         """Raises a ConfigError for a value that is out of range or contradicts another."""
@@ -454,15 +444,12 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         if expert_dropout_rate is None:
             expert_dropout_rate = self.dropout_rate
 
-        expert_maps = self.decoder_expert_maps if decoder else self.encoder_expert_maps
-
         # Settings of a layer that follow from several of ours.
         gated = self.feed_forward_proj == "gated-gelu"
         settings: dict[str, Any] = {
             "router": router,
             "router_options": options or {},
             "num_experts": self.layer_experts(decoder=decoder)[layer],
-            "expert_map": None if expert_maps is None else expert_maps[layer],
             "d_ff": self.expert_d_ff or self.d_ff,
             "decoder": decoder,
             "activation": "gelu" if gated else "relu",
@@ -566,7 +553,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         total += num_layers * attentions * attention
         total += num_dense * feed_forward
         for layer in self.sparse_configs(decoder=decoder):
-            num_experts = layer.num_selected_experts if active else layer.num_stored_experts
+            num_experts = layer.num_selected_experts if active else layer.num_experts
             expert_bias = layer.d_ff if self.expert_bias != "none" else 0
             total += num_experts * (num_matrices * D * layer.d_ff + expert_bias)
             total += load_routers().get(layer.router).num_parameters(layer)

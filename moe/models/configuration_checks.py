@@ -51,6 +51,7 @@ CARRIED_KEYWORDS = (
 )
 """Keywords that pipelines, tokenizers and quantizers read from a config, but no class declares."""
 
+_REMOVED_FIELDS = ("encoder_expert_maps", "decoder_expert_maps")
 _MAX_LABELS = 2**20
 _MAX_PARAMETERS = 10**14
 _MAX_WEIGHT = 1e30
@@ -103,6 +104,18 @@ def _plain_value(value: Any) -> Any:
 
 # ---------------------------------------------------------------------------
 # Keywords
+
+
+def drop_removed_fields(keywords: dict[str, Any]) -> None:
+    """Removes fields of earlier versions, which a config.json may have as null.
+
+    Raises:
+        ConfigError: When one is not null.
+    """
+    expected = "None: models with merged experts load up to commit f5fe3075 alone"
+    for name in _REMOVED_FIELDS:
+        check(keywords.get(name) is None, name, keywords.get(name), expected)
+        keywords.pop(name, None)
 
 
 def check_keywords(config: PreTrainedConfig, keywords: Mapping[str, Any]) -> None:
@@ -302,11 +315,6 @@ def _check_layer_experts(config: PreTrainedConfig) -> None:
         expected = f"numbers of at least num_selected_experts, {least}"
         is_large = getattr(config, name) is None or min(layer_experts) >= least
         check(is_large, name, layer_experts, expected)
-
-        expert_maps = getattr(config, f"{stack}_expert_maps")
-        num_maps = num_sparse if expert_maps is None else len(expert_maps)
-        expected = f"a list for each of the {num_sparse} sparse layers of the {stack}"
-        check(num_maps == num_sparse, f"{stack}_expert_maps", expert_maps, expected)
         numbers += layer_experts
 
     largest = max(numbers, default=0)

@@ -68,7 +68,7 @@ def sharding_rules(config: STMoEConfig) -> tuple[Rule, ...]:
 
 def mesh_limits(config: STMoEConfig, num_ranks: int, num_groups: int | None = None) -> MeshLimits:
     """Returns the sizes that a mesh of `num_ranks` ranks must divide; see `check_mesh`."""
-    num_experts = {layer.num_stored_experts for layer in config.all_sparse_configs()}
+    num_experts = {layer.num_experts for layer in config.all_sparse_configs()}
     d_ff = math.gcd(config.d_ff, config.expert_d_ff or 0)
     return MeshLimits(num_ranks, tuple(sorted(num_experts)), config.num_heads, d_ff, num_groups)
 

@@ -384,7 +384,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         num_idle = 0
         for module in self.modules():
             if isinstance(module, Experts):
-                num_experts = module.config.num_stored_experts
+                num_experts = module.config.num_experts
                 num_unused = max(0, num_experts - module.config.num_selected_experts)
                 for weight in module.parameters():
                     num_idle += weight.numel() // num_experts * num_unused

@@ -216,7 +216,7 @@ def _expert_collectives(
         config = layer.config
         size = group_size(axis, mesh)
         row_bytes = stack.expert_rows(layer) * stack.d_model * stack.product_bytes
-        count_bytes = config.num_stored_experts * _LONG_BYTES
+        count_bytes = config.num_experts * _LONG_BYTES
 
         # Rows go to the experts and back in every pass; their counts, if ragged, only forwards.
         rows = "rows to experts and back"

@@ -181,7 +181,7 @@ class StackPass:
         capacity = slots_of_expert(config, group_size, training=True)
         if capacity is None:
             capacity = group_size
-        num_slots = num_groups * capacity * config.num_stored_experts
+        num_slots = num_groups * capacity * config.num_experts
 
         # Fixed slots are computed whether they are filled or not.
         if config.dispatch == "static":

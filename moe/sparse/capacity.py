@@ -24,11 +24,7 @@ def slots_of_expert(config: SparseConfig, num_tokens: int, *, training: bool) ->
     if factor is None:
         return None
     return expert_capacity(
-        num_tokens,
-        config.num_stored_experts,
-        factor,
-        config.min_expert_capacity,
-        config.capacity_rounding,
+        num_tokens, config.num_experts, factor, config.min_expert_capacity, config.capacity_rounding
     )
 
 

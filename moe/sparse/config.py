@@ -5,11 +5,11 @@ router's requirements are in router_options.py.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
-from moe.checks import check, check_field_types, check_integer, check_number, is_kind, shown
+from moe.checks import check, check_field_types, check_integer, check_number, shown
 from moe.errors import ConfigError, did_you_mean
 from moe.sparse.router_options import ROUTER_REQUIREMENTS, check_router, option_names
 
@@ -67,9 +67,6 @@ class SparseConfig:
         num_experts: Experts in the layer, E.
         num_selected_experts: Experts that a token may use, K; routers that choose one expert
             require 1.
-        expert_map: Number of the stored expert that each of the E rows of the router points to: rows
-            of merged experts share one. Capacity, dispatch and weights count stored experts; losses
-            and statistics count rows. None stores an expert for each row.
         router: Name in ROUTERS of the rule that assigns tokens to experts.
         router_options: Settings of that router alone, by name; see the `Options` of its file in
             moe/sparse/routers.
@@ -126,7 +123,6 @@ class SparseConfig:
     d_ff: int
     num_experts: int
     num_selected_experts: int = 2
-    expert_map: Sequence[int] | None = None
     router: str = "token_choice"
     router_options: Mapping[str, Any] = field(default_factory=dict)
     router_input: RouterInput = "hidden"
@@ -169,7 +165,6 @@ class SparseConfig:
             self.num_selected_experts,
             f"at most num_experts, {self.num_experts}",
         )
-        self._check_expert_map()
 
         # Slots of an expert. A fixed number and a factor that drops nothing contradict each other.
         check_integer("min_expert_capacity", self.min_expert_capacity, least=0, most=2**31)
@@ -214,26 +209,6 @@ class SparseConfig:
         )
         object.__setattr__(self, "router_options", dict(self.router_options))
         check_router(self)
-
-    def _check_expert_map(self) -> None:
-        """Raises a ConfigError unless every row points to an expert, and every expert has a row."""
-        if self.expert_map is None:
-            return
-        expert_map = tuple(self.expert_map)
-        are_integers = all(is_kind(expert, int) for expert in expert_map)
-        num_stored = len(set(expert_map))
-        is_map = are_integers and set(expert_map) == set(range(num_stored))
-        expected = f"{self.num_experts} numbers, of experts from 0 on, with none left out"
-        check(is_map and len(expert_map) == self.num_experts, "expert_map", expert_map, expected)
-        expected = f"at least num_selected_experts, {self.num_selected_experts}"
-        is_enough = num_stored >= self.num_selected_experts
-        check(is_enough, "The number of stored experts in expert_map", num_stored, expected)
-        object.__setattr__(self, "expert_map", expert_map)
-
-    @property
-    def num_stored_experts(self) -> int:
-        """Experts with weights of their own; fewer than E where experts are merged."""
-        return self.num_experts if self.expert_map is None else len(set(self.expert_map))
 
     @classmethod
     def after(cls, reference: str, **overrides: Any) -> "SparseConfig":

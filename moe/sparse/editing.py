@@ -136,7 +136,7 @@ def _edited(
     if edited is plan:
         return plan
     _check_plan(key, edited, plan, layer.config.num_experts)
-    return reassign_slots(edited, layer.config.num_stored_experts, layer.config.expert_map)
+    return reassign_slots(edited, layer.config.num_experts)
 
 
 def _check_plan(key: LayerKey, edited: DispatchPlan, plan: DispatchPlan, num_experts: int) -> None:

@@ -45,7 +45,7 @@ class Experts(nn.Module):
     def __init__(self, config: SparseConfig) -> None:
         super().__init__()
         self.config = config
-        E = config.num_stored_experts
+        E = config.num_experts
         F_ = config.d_ff
         D = config.d_model
 

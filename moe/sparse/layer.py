@@ -26,7 +26,7 @@ from moe.sparse.experts import Experts
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.inputs import check_inputs, to_bool_mask
 from moe.sparse.losses import BalanceTotals, RouterLosses, balance_within
-from moe.sparse.plan import DispatchPlan, RouterScores, stored_index
+from moe.sparse.plan import DispatchPlan, RouterScores
 from moe.sparse.router import RouterInputs
 from moe.sparse.stats import RouterStats, router_stats
 
@@ -164,9 +164,8 @@ class SparseFeedForward(nn.Module):
         # Each rank of tp has a partial sum of every output, and so of the gradient of the weights:
         # this changes nothing in the forward pass, and sums the gradients in the backward pass.
         combine_weight = copy_to_tp_region(plan.combine_weight, self.tp)
-        stored_expert = stored_index(plan.expert_index, self.config.expert_map)
-        plan = plan._replace(combine_weight=combine_weight, expert_index=stored_expert)
-        num_experts = self.config.num_stored_experts
+        plan = plan._replace(combine_weight=combine_weight)
+        num_experts = self.config.num_experts
 
         # Rows or slots, here or over the ep axis.
         if self.config.dispatch == "ragged" and not is_exporting():
@@ -202,7 +201,7 @@ class SparseFeedForward(nn.Module):
             router_logits=scores.logits,
             plan=plan,
             losses=losses,
-            stats=router_stats(scores, plan, losses, self.config.num_stored_experts),
+            stats=router_stats(scores, plan, losses),
         )
 
 

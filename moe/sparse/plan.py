@@ -4,7 +4,6 @@ A router computes scores from the tokens and a plan from the scores; dispatch.py
 Both are pure data, the same for every router.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,8 +56,7 @@ class DispatchPlan(NamedTuple):
     each expert. A choice is requested or not, and a requested choice is accepted or refused.
 
     Attributes:
-        expert_index: <int64>[G, S, K] expert of each choice: a row of the router, see
-            `stored_index`.
+        expert_index: <int64>[G, S, K] expert of each choice.
         slot: <int64>[G, S, K] slot of that expert in the group; meaningful where accepted, if there
             is a capacity.
         accepted: <bool>[G, S, K] whether the choice got a slot; never for padding.
@@ -78,21 +76,6 @@ class DispatchPlan(NamedTuple):
     requested: Tensor
     token_mask: Tensor
     capacity: int | None
-
-
-def stored_index(expert_index: Tensor, expert_map: Sequence[int] | None) -> Tensor:
-    """Returns the stored experts <int64>[...] of rows of the router <int64>[...].
-
-    Args:
-        expert_index: Rows.
-        expert_map: Stored expert of each row; None where each row has its own.
-    """
-    if expert_map is None:
-        return expert_index
-
-    # The host does not wait for this copy.
-    table = torch.tensor(expert_map).to(expert_index.device, non_blocking=True)  # [E]
-    return table[expert_index]
 
 
 def assign_slots(
@@ -161,9 +144,7 @@ def token_slots(expert_index: Tensor) -> Tensor:
     return position[:, None].expand_as(expert_index)
 
 
-def reassign_slots(
-    plan: DispatchPlan, num_experts: int, expert_map: Sequence[int] | None = None
-) -> DispatchPlan:
+def reassign_slots(plan: DispatchPlan, num_experts: int) -> DispatchPlan:
     """Returns an edited plan with slots that no two accepted choices share.
 
     Choices queue at their experts in the order of the slots they had: first choices before second
@@ -173,15 +154,13 @@ def reassign_slots(
 
     Args:
         plan: Experts and acceptance as they should be; its slots only give the order.
-        num_experts: Stored experts.
-        expert_map: See `stored_index`.
+        num_experts: Experts, E.
     """
     if plan.capacity is None or torch.compiler.is_compiling():
         return _without_capacity(plan)
 
     # Serve lower slots first.
-    stored_expert = stored_index(plan.expert_index, expert_map)
-    expert_index = rearrange(stored_expert, "g s k -> g (k s)")  # [G, K * S]
+    expert_index = rearrange(plan.expert_index, "g s k -> g (k s)")  # [G, K * S]
     accepted = rearrange(plan.accepted, "g s k -> g (k s)")
     order = rearrange(plan.slot, "g s k -> g (k s)").argsort(stable=True)
     position = queue_position(expert_index.gather(1, order), accepted.gather(1, order), num_experts)

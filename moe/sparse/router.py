@@ -19,7 +19,7 @@ from moe.sparse.config import SparseConfig
 from moe.sparse.experts import truncated_normal_
 from moe.sparse.inputs import can_read_values
 from moe.sparse.losses import RouterLosses, router_losses
-from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots, router_scores, stored_index
+from moe.sparse.plan import DispatchPlan, RouterScores, assign_slots, router_scores
 from moe.sparse.router_options import ROUTER_REQUIREMENTS, NoOptions, RouterRequirements
 from moe.sparse.stats import RouterStats
 
@@ -57,8 +57,6 @@ class Router(nn.Module):
         single: Whether a token has one expert, so that `num_selected_experts` must be 1.
         experts_choose: Whether experts choose their tokens: the experts of a token then depend on
             the other tokens of its group, for any capacity.
-        mergeable: Whether rows of the gate may share a stored expert (`expert_map`). All slots must
-            then come from `plan_choices`, where choices queue at stored experts.
         needs_token_ids: Whether the router reads the ids of the tokens.
     """
 
@@ -66,7 +64,6 @@ class Router(nn.Module):
     causal: ClassVar[bool] = True
     single: ClassVar[bool] = False
     experts_choose: ClassVar[bool] = False
-    mergeable: ClassVar[bool] = False
     needs_token_ids: ClassVar[bool] = False
 
     def __init__(self, config: SparseConfig) -> None:
@@ -251,9 +248,8 @@ class Router(nn.Module):
             priority: <float32>[G, S] who is served first; see `assign_slots`.
         """
         capacity = self.capacity(token_mask.shape[1], drop_tokens)
-        stored_expert = stored_index(expert_index, self.config.expert_map)
         slot, accepted = assign_slots(
-            stored_expert, requested, self.config.num_stored_experts, capacity, priority
+            expert_index, requested, self.config.num_experts, capacity, priority
         )
         return DispatchPlan(
             expert_index=expert_index,
@@ -282,7 +278,6 @@ class RouterRegistry(Registry[type[Router]]):
             options=value.Options,
             causal=value.causal,
             single=value.single,
-            mergeable=value.mergeable,
             needs_token_ids=value.needs_token_ids,
         )
         ROUTER_REQUIREMENTS.add(name, requirements)

@@ -5,7 +5,7 @@ is registered (router.py), so that configurations need to know neither routers n
 """
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -30,14 +30,12 @@ class RouterRequirements:
             it is optional; it raises a ConfigError.
         causal: Whether the router may be used in a decoder; see `Router`.
         single: Whether a token has one expert, so that `num_selected_experts` must be 1.
-        mergeable: Whether rows of the gate may share an expert; see `Router`.
         needs_token_ids: Whether the router reads the ids of the tokens.
     """
 
     options: type[Any]
     causal: bool
     single: bool
-    mergeable: bool
     needs_token_ids: bool
 
 
@@ -63,11 +61,6 @@ class RouterSettings(Protocol):
         ...
 
     @property
-    def expert_map(self) -> Sequence[int] | None:
-        """Stored expert of each row of the router."""
-        ...
-
-    @property
     def decoder(self) -> bool:
         """Whether the layer is in a decoder."""
         ...
@@ -89,13 +82,6 @@ def check_router(config: RouterSettings) -> None:
         raise ConfigError(
             f"Router {config.router!r} gives each token one expert, but num_selected_experts is "
             f"{config.num_selected_experts}. Set num_selected_experts to 1."
-        )
-    if config.expert_map is not None and not requirements.mergeable:
-        names = ROUTER_REQUIREMENTS.names()
-        mergeable = [name for name in names if ROUTER_REQUIREMENTS.get(name).mergeable]
-        raise ConfigError(
-            f"Router {config.router!r} cannot have merged experts (expert_map). Routers that can: "
-            f"{', '.join(mergeable)}."
         )
 
 

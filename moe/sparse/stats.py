@@ -71,16 +71,13 @@ class RouterStats(NamedTuple):
 
 
 @torch.no_grad()
-def router_stats(
-    scores: RouterScores, plan: DispatchPlan, losses: RouterLosses, num_stored_experts: int
-) -> RouterStats:
+def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses) -> RouterStats:
     """Returns the statistics of one layer, without gradient and without waiting for the device.
 
     Args:
         scores: <float32>[G, S, E] of the router.
         plan: The resulting plan.
         losses: The losses of the same plan.
-        num_stored_experts: Experts that have slots.
     """
     # Choices of each expert, requested and accepted; and those that were refused.
     num_groups, group_size, num_experts = scores.probs.shape
@@ -105,7 +102,7 @@ def router_stats(
     if plan.capacity is None:
         num_slots = accepted_load.sum()
     else:
-        slots_of_all = num_groups * num_stored_experts * plan.capacity
+        slots_of_all = num_groups * num_experts * plan.capacity
         num_slots = torch.full_like(accepted_load[0], slots_of_all)
 
     # Sum and count of both losses.

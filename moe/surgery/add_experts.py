@@ -97,11 +97,6 @@ class AddedExperts:
                 f"The model has {sparse.num_experts} experts already. Give a multiple (--experts "
                 f"{2 * sparse.num_experts}) or more parts (--granularity 2)."
             )
-        if sparse.encoder_expert_maps is not None or sparse.decoder_expert_maps is not None:
-            raise ConfigError(
-                "The model has merged experts, which have several rows of the router each. Add experts "
-                "to the model that they were merged from."
-            )
         if width % G:
             raise ConfigError(
                 f"granularity is {G}; expected a divisor of {width}, the hidden units of an expert."

@@ -24,9 +24,8 @@ from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.weight_files import LazyTensor
-from moe.sparse.editing import LayerKey, sparse_layers
+from moe.sparse.editing import LayerKey
 from moe.sparse.experts import truncated_normal_
-from moe.sparse.plan import stored_index
 from moe.surgery.alignment import aligned_units
 from moe.surgery.expert_statistics import expert_statistics
 
@@ -44,8 +43,6 @@ _LAYER_SETTINGS = (
     "decoder_router_options",
     "encoder_experts",
     "decoder_experts",
-    "encoder_expert_maps",
-    "decoder_expert_maps",
 )
 """Settings that a student without routers does not have."""
 
@@ -53,7 +50,7 @@ _LAYER_SETTINGS = (
 def mean_gates(
     model: STMoEForConditionalGeneration, batches: Iterable[Batch]
 ) -> dict[LayerKey, Tensor]:
-    """Returns the mean gate of each stored expert over all tokens, 0 where a token does not use it.
+    """Returns the mean gate of each expert over all tokens, 0 where a token does not use it.
 
     A layer's gates add up to 1 if its router normalises them and requests all choices.
 
@@ -62,19 +59,14 @@ def mean_gates(
         batches: Keyword arguments of its forward, with labels; see `expert_statistics`.
 
     Returns:
-        <float64>[E] for each sparse layer; gates of merged experts are added up.
+        <float64>[E] for each sparse layer.
 
     Raises:
         DataError: When no batch holds a token.
     """
-    layers = sparse_layers(model)
     gates: dict[LayerKey, Tensor] = {}
     for key, statistics in expert_statistics(model, batches).items():
-        config = layers[key].config
-        row_gates = (statistics.gate_sum / statistics.num_tokens).cpu()  # [rows]
-        stored = stored_index(torch.arange(config.num_experts), config.expert_map)
-        zeros = torch.zeros(config.num_stored_experts, dtype=row_gates.dtype)
-        gates[key] = zeros.index_add(0, stored, row_gates)
+        gates[key] = (statistics.gate_sum / statistics.num_tokens).cpu()
     return gates
 
 
@@ -88,7 +80,7 @@ def parts_of_layer(config: STMoEConfig) -> int:
     parts = config.d_ff // width
     fits = config.d_ff % width == 0
     for layer in config.all_sparse_configs():
-        fits = fits and layer.expert_map is None and layer.num_experts % parts == 0
+        fits = fits and layer.num_experts % parts == 0
     return parts if fits else 1
 
 

@@ -1,6 +1,6 @@
 """Distillation: a student learns from the labels and from the probabilities of a teacher.
 
-`dense_student` makes a student; a pruned or merged model is one, too. The teacher runs beside the
+`dense_student` makes a student; a pruned model is one, too. The teacher runs beside the
 student, or its most probable tokens are read from a file.
 """
 

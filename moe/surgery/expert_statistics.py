@@ -41,8 +41,6 @@ class ExpertStatistics(NamedTuple):
         first_gate_sum: <float64>[E] sum of its gates where it is the first choice.
         gated_norm_sum: <float64>[E] sum of gate times the L2 norm of its output, before the gate.
         output_sum: <float64>[E, D] sum of its outputs, before the gate.
-        logit_products: <float64>[E, E] sum over all tokens of the products of two experts' logits;
-            their cosine over tokens follows from it.
     """
 
     num_tokens: Tensor
@@ -52,7 +50,6 @@ class ExpertStatistics(NamedTuple):
     first_gate_sum: Tensor
     gated_norm_sum: Tensor
     output_sum: Tensor
-    logit_products: Tensor
 
 
 def expert_statistics(
@@ -149,7 +146,6 @@ def layer_statistics(
     first_expert = plan.expert_index[is_first]  # [tokens with an expert]
     first_gate = plan.combine_weight[is_first].double()
 
-    logits = router_output.router_logits[plan.token_mask].double()  # [real tokens, E]
     zeros = gate.new_zeros(E)
     return ExpertStatistics(
         num_tokens=plan.token_mask.sum(),
@@ -159,7 +155,6 @@ def layer_statistics(
         first_gate_sum=zeros.index_add(0, first_expert, first_gate),
         gated_norm_sum=zeros.index_add(0, expert, gated_norm),
         output_sum=output.new_zeros(E, output.shape[1]).index_add(0, expert, output),
-        logit_products=logits.T @ logits,
     )
 
 
@@ -230,5 +225,4 @@ def _no_tokens(layer: SparseFeedForward) -> ExpertStatistics:
         first_gate_sum=sums,
         gated_norm_sum=sums,
         output_sum=sums.new_zeros(E, layer.config.d_model),
-        logit_products=sums.new_zeros(E, E),
     )

@@ -142,11 +142,6 @@ def _check_layers(config: STMoEConfig) -> None:
                 "experts that could be removed: with fewer experts it would send most tokens "
                 "to another one. Prune a model with another router."
             )
-        if layer.expert_map is not None:
-            raise ConfigError(
-                f"{layer.num_experts} rows of a router share {layer.num_stored_experts} merged experts, "
-                "and only experts with their own row can be removed. Prune first, and merge then."
-            )
 
 
 def experts_of_layers(config: STMoEConfig) -> dict[LayerKey, int]:

@@ -52,8 +52,6 @@ _FROM_SETTINGS: Mapping[str, str] = {
 _FROM_DENSE = {
     *LARGEST_SIZES,
     "model_type",
-    "encoder_expert_maps",
-    "decoder_expert_maps",
     "feed_forward_proj",
     "tie_word_embeddings",
     "layer_norm_epsilon",

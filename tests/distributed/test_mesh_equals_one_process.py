@@ -60,12 +60,6 @@ CASES = {
     "balanced over all ranks": {"balance_scope": "global", "micro": 2},
     "without tokens on a rank": {"hole": True},
     "fewer experts in the decoder": {"decoder_experts": (4,)},
-    "merged experts": {"decoder_expert_maps": ((0, 1, 2, 3, 0, 1, 0, 0),)},
-    "merged experts, static": {
-        "decoder_expert_maps": ((0, 1, 2, 3, 0, 1, 0, 0),),
-        "dispatch": "static",
-        "capacity_factor": None,
-    },
     "all tokens on two experts": {"crowded": True, "capacity_factor": None},
     "bias_balanced, expert bias": {
         "router": "bias_balanced",
@@ -78,12 +72,7 @@ MESHES = {  # dp_replicate, dp_shard, ep, tp, nodes
         (1, 1, 4, 1): ("ragged", "all tokens on two experts"),
         (1, 1, 4, 1, 2): ("static, accumulated, checkpointed", "without tokens on a rank"),
         (1, 2, 2, 1): ("without tokens on a rank", "balanced over the ranks, biases", "lars"),
-        (2, 1, 2, 1): (
-            "ragged",
-            "fewer experts in the decoder",
-            "merged experts",
-            "merged experts, static",
-        ),
+        (2, 1, 2, 1): ("ragged", "fewer experts in the decoder"),
     },
     "with sharded layers": {
         (1, 1, 2, 2): (

@@ -553,19 +553,3 @@ def test_batches_and_models_that_cannot_be_ablated_are_refused():
     mean = replace_by_mean(tiny_model(), ("encoder", 0), choices_of(0), torch.zeros(7, 3))
     with pytest.raises(AssertionError, match="a mean each"), mean:
         pass
-
-
-def test_rows_of_a_merged_expert_are_measured_each_like_a_copy_of_it():
-    expert_map = [0, 1, 0, 2, 1, 1, 3]
-    merged = tiny_model(decoder_expert_maps=[expert_map], eval_capacity_factor=None)
-    copied = tiny_model(eval_capacity_factor=None)
-    state = merged.state_dict()
-    for name, weight in copied.state_dict().items():
-        if weight.shape != state[name].shape:
-            state[name] = state[name][expert_map]
-    copied.load_state_dict(state)
-    ours = measure_experts(merged, [tiny_batch()])
-    theirs = measure_experts(copied, [tiny_batch()])
-    for key, measures in theirs.items():
-        assert torch.equal(ours[key].load, measures.load)
-        torch.testing.assert_close(ours[key], measures, atol=1e-6, rtol=1e-4)

@@ -94,53 +94,20 @@ def test_a_figure_of_the_load_leaves_missing_experts_empty():
     assert svg.count("25.0 %") == 3 and "nan" not in svg and "of all requests" not in svg
 
 
-MERGED = UNEQUAL | {
-    "encoder_expert_maps": [[0, 1, 0, 2, 1, 1, 3], [0, 1, 2]],
-    "decoder_expert_maps": [[1, 0], [0, 0, 1, 1, 2]],
-}
-
-
-def test_a_model_with_merged_experts_does_the_same(tmp_path):
-    model = tiny_model(**MERGED)
-    layers = sparse_layers(model).values()
-    assert [layer.router.gate.shape[0] for layer in layers] == NUMBERS
-    assert [layer.experts.down_proj.shape[0] for layer in layers] == [4, 3, 2, 3]
-    assert sum(p.numel() for p in model.parameters()) == model.config.num_parameters()
-    idle = model.config.num_parameters() - model.config.num_active_parameters()
-    assert idle == (4 + 3 + 2 + 3 - 2 * 4) * 3 * 29 * 31
-
-    model.save_pretrained(tmp_path)
-    loaded = STMoEForConditionalGeneration.from_pretrained(tmp_path)
-    assert loaded.config == model.config
-    inputs = {"input_ids": tiny_batch()["input_ids"], "max_new_tokens": 5}
-    assert torch.equal(loaded.generate(**inputs), model.generate(**inputs))
-    card = (tmp_path / "README.md").read_text()
-    assert "12 of all 17 are stored" in card
-    assert f"a token uses {model.config.num_active_parameters():,}" in card
-
-    trace = record_routing(model, traced_batches([tiny_batch()]), num_best=2)
-    with replay_routing(model, trace):
-        loss = model(**tiny_batch()).ce_loss.item()
-    assert loss == pytest.approx(trace.facts.loss, abs=1e-6)
-    optimizer = torch.optim.AdamW(model.parameters())
-    before = [parameter.clone() for parameter in layers_of(model)]
-    train_step(model.train(), optimizer, PretrainRecipe(), tiny_batch(), step=0)
-    for weight, earlier in zip(layers_of(model), before, strict=True):
-        assert not torch.equal(weight, earlier)
-
-
-def layers_of(model):
-    return [layer.experts.down_proj for layer in sparse_layers(model).values()]
-
-
 def test_equal_models_have_equal_configs():
     equal = config_of(encoder_experts=[7, 7], decoder_experts=[7, 7])
     assert equal.encoder_experts is None and equal == config_of(**dict.fromkeys(LISTS))
-    unmerged = [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2]]
-    assert config_of(encoder_expert_maps=unmerged) == config_of()
     fewer = config_of().with_experts([3, 3], [3, 2])
     assert (fewer.num_experts, fewer.encoder_experts, fewer.decoder_experts) == (3, None, [3, 2])
     assert fewer.layer_experts(decoder=False) == [3, 3]
+
+
+def test_a_config_of_merged_experts_is_refused_by_name_and_one_without_loads():
+    """Earlier versions wrote both fields into every config.json."""
+    content = config_of().to_dict()
+    assert STMoEConfig.from_dict(content | {"encoder_expert_maps": None}) == config_of()
+    with pytest.raises(ConfigError, match=r"decoder_expert_maps is \[\[0, 0\]\].*merged"):
+        STMoEConfig.from_dict(content | {"decoder_expert_maps": [[0, 0]]})
 
 
 LISTS = ("encoder_experts", "decoder_experts")
@@ -154,9 +121,6 @@ LISTS = ("encoder_experts", "decoder_experts")
         ({"num_experts": 8}, "num_experts is 8; expected 7, the largest"),
         ({"decoder_experts": [9, 7]}, "num_experts is 7; expected 9, the largest"),
         ({"encoder_experts": "73"}, "encoder_experts is '73'"),
-        ({"encoder_expert_maps": [[0, 1, 2]]}, "encoder_expert_maps is .*each of the 2 sparse"),
-        ({"decoder_expert_maps": [[1, 0], [0, 1, 2]]}, "expert_map is .*expected 5 numbers"),
-        ({"decoder_expert_maps": [0, 1]}, r"decoder_expert_maps is \[0, 1\]"),
     ],
 )
 def test_numbers_that_contradict_the_model_are_refused(fields, message):
@@ -169,13 +133,8 @@ def test_a_mesh_that_does_not_divide_the_experts_of_every_layer_is_refused():
     check_mesh(MeshConfig(ep=2), mesh_limits(config, 2)._replace(num_heads=4))
     with pytest.raises(ConfigError, match="2 and 6 experts cannot be spread evenly over ep 4"):
         check_mesh(MeshConfig(ep=4), mesh_limits(config, 4))
-    merged = config.replaced(decoder_expert_maps=[[0, 1], [0, 1, 2, 2]])
-    with pytest.raises(ConfigError, match="3 experts cannot be spread evenly over ep 2"):
-        check_mesh(MeshConfig(ep=2), mesh_limits(merged, 2))
 
 
 def test_a_switch_of_transformers_has_no_such_layers():
     with pytest.raises(ConfigError, match=r"encoder_experts is \[7, 3\], not None"):
         to_hf_config(config_of(), "switch_transformers")
-    with pytest.raises(ConfigError, match=r"decoder_expert_maps is \[\[1, 0\], .*, not None"):
-        to_hf_config(config_of(**MERGED), "switch_transformers")

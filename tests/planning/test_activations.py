@@ -35,7 +35,6 @@ FORMS = {
     "expert choice": {"router": "expert_choice", "router_options": {}}
     | {"decoder_router": "token_choice"},
     "fewer experts in the decoder": {"decoder_experts": [3]},
-    "merged experts": {"decoder_expert_maps": [[0, 1, 2, 0, 1, 2, 0]], "dispatch": "static"},
     "dropout": {"dropout_rate": 0.1, "expert_dropout_rate": 0.4},
 }
 

@@ -105,7 +105,6 @@ def test_what_is_not_exact_is_said(fields, change):
         ({"granularity": 2}, {}, "granularity is 2; expected a divisor of 31"),
         ({}, {}, "7 experts already"),
         ({"num_experts": 7}, {}, "7 experts already"),
-        ({"num_experts": 14}, {"encoder_expert_maps": [[0, 1, 2, 3, 4, 5, 5]]}, "merged experts"),
         ({"num_experts": 14}, {"router": "hash", **SINGLE}, "router 'hash', which cannot choose"),
         (
             {"num_experts": 14},

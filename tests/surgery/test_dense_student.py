@@ -86,25 +86,6 @@ def test_the_aligned_mean_of_shuffled_experts_is_the_teacher_where_the_mean_is_n
     assert (logits_of(mean) - logits_of(dense)).abs().max() > 0.01
 
 
-def test_the_student_of_merged_experts_is_that_of_their_copies(tmp_path):
-    """In a decoder whose layer also has fewer experts."""
-    expert_map = [0, 1, 1, 0, 2]
-    fields = {"decoder_experts": [5], "capacity_factor": None, "eval_capacity_factor": None}
-    merged = tiny_model(decoder_expert_maps=[expert_map], **fields)
-    copied = tiny_model(**fields)
-    state = merged.state_dict()
-    for name, weight in copied.state_dict().items():
-        if weight.shape != state[name].shape:
-            state[name] = state[name][expert_map]
-    copied.load_state_dict(state)
-    students = []
-    for name, model in (("merged", merged), ("copied", copied)):
-        model.save_pretrained(tmp_path / name)
-        students.append(student_of(tmp_path / name, "aligned_mean"))
-    assert sparse_layers(students[0])  # the block's second layer stays
-    torch.testing.assert_close(*map(logits_of, students), **NEAR)
-
-
 def test_gates_that_do_not_sum_to_1_scale_the_output(tmp_path):
     """With a router that prefers no expert, the gate of a Switch is 1 / E for all tokens."""
     switch = {"router": "switch", "router_options": None, "num_selected_experts": 1}

@@ -49,13 +49,11 @@ def by_token(model, batch: Batch):
                 for name in ("gate_sum", "first_gate_sum", "gated_norm_sum")
             },
             "output_sum": torch.zeros(E, D, dtype=torch.float64),
-            "logit_products": torch.zeros(E, E, dtype=torch.float64),
         }
         for token in x[mask]:
             logits = layer.router.gate.detach().double() @ token
             probs, experts = logits.softmax(0).topk(2)
             sums["num_tokens"] += 1
-            sums["logit_products"] += torch.outer(logits, logits)
             for place, (gate, e) in enumerate(
                 zip(probs / probs.sum(), experts.tolist(), strict=True)
             ):

@@ -248,11 +248,6 @@ def _smaller(config, number):
             {"keep": 2},
             "'hash' has no weights for each of its 7 experts",
         ),
-        (
-            {"encoder_expert_maps": [[0, 1, 2, 0, 1, 2, 3]]},
-            {"keep": 3},
-            "7 rows of a router share 4 merged experts",
-        ),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_refused(fields, pruning, message):

@@ -21,7 +21,7 @@ from moe.models.outputs import STMoEEncoderOutput
 from moe.sparse.dispatch import RowDispatcher, sort_choices, sort_rows
 from moe.sparse.editing import LayerKey, PlanEdit, edit_routing, sparse_layers
 from moe.sparse.layer import RouterOutput, SparseFeedForward
-from moe.sparse.plan import DispatchPlan, RouterScores, stored_index
+from moe.sparse.plan import DispatchPlan, RouterScores
 
 
 class ExpertMeasures(NamedTuple):
@@ -173,9 +173,7 @@ def _sum_rows(layer: SparseFeedForward, observation: Observation, gradient: Tens
     # The output f of every expert for every row that it accepted, one after the other.
     plan = observation.plan
     num_experts = layer.config.num_experts
-    stored = stored_index(plan.expert_index, layer.config.expert_map)
-    stored_plan = plan._replace(expert_index=stored)
-    rows = sort_rows(stored_plan, layer.config.num_stored_experts)
+    rows = sort_rows(plan, num_experts)
     tokens = layer.expert_tokens(observation.tokens)  # [T, D]
     in_flight = RowDispatcher(rows).dispatch(tokens)
     f = layer.experts(in_flight).double()  # [N, D]
@@ -186,8 +184,8 @@ def _sum_rows(layer: SparseFeedForward, observation: Observation, gradient: Tens
     g = rows.weight.double()  # [N]
     slope = -g * (gradient * f).sum(dim=-1)
 
-    # Rows are sorted by stored expert; the choice of each row knows its own.
-    choice = sort_choices(stored_plan, layer.config.num_stored_experts).choice  # [T * K]
+    # Rows are sorted by expert.
+    choice = sort_choices(plan, num_experts).choice  # [T * K]
     expert = plan.expert_index.flatten()[choice[: len(f)]]  # [N]
     output = f.new_zeros(num_experts, f.shape[1])  # [E, D]
     total_slope = slope.new_zeros(num_experts)  # [E]

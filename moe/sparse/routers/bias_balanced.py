@@ -51,7 +51,6 @@ class BiasBalancedRouter(Router):
     """
 
     Options: ClassVar[type[BiasBalancedOptions]] = BiasBalancedOptions
-    mergeable: ClassVar[bool] = True
     load_steps: Tensor  # whole steps of the update rate: exact in any parameter dtype
 
     def __init__(self, config: SparseConfig) -> None:

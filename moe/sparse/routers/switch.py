@@ -53,7 +53,6 @@ class SwitchRouter(Router):
 
     Options: ClassVar[type[SwitchOptions]] = SwitchOptions
     single: ClassVar[bool] = True
-    mergeable: ClassVar[bool] = True
 
     def perturb(self, gate_input: Tensor) -> Tensor:
         """Returns the gate's input, in training with jitter or dropout if the policy says so.

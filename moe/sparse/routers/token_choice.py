@@ -57,7 +57,6 @@ class TokenChoiceRouter(Router):
     """
 
     Options: ClassVar[type[TokenChoiceOptions]] = TokenChoiceOptions
-    mergeable: ClassVar[bool] = True
 
     def assign(
         self, scores: RouterScores, token_mask: Tensor, *, drop_tokens: bool = True
