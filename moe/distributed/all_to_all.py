@@ -22,7 +22,6 @@ from torch.profiler import record_function
 from moe.distributed.collectives import all_gather_flat
 from moe.distributed.mesh import ExpertAxis
 from moe.distributed.row_exchange import BlockRoute, PendingBlocks, ScheduledAllToAll
-from moe.distributed.wait_seconds import waiting_for
 from moe.network.schedule import IntArray
 
 
@@ -47,8 +46,7 @@ class _Transfer(NamedTuple):
 
     def wait(self) -> Tensor:
         """Returns <any>[N, ...] the rows, when all are there."""
-        with waiting_for(self.group, self.buffer.device):
-            self.work.wait()
+        self.work.wait()
         if self.order is None:
             return self.buffer
         return torch.empty_like(self.buffer).index_copy_(0, self.order, self.buffer)
@@ -225,8 +223,7 @@ class ScheduledCounts(NamedTuple):
     def wait(self) -> tuple[Tensor, Route]:
         """Returns the rows that arrive and their route; see `DirectCounts.wait`."""
         with record_function("moe.counts.wait"):
-            with waiting_for(self.group, self.counts.device):
-                self.work.wait()
+            self.work.wait()
             received = self.counts[:, dist.get_rank(self.group)]  # [ep, E / ep]
             rows_of_blocks = self.counts.sum(dim=2)  # [ep, ep]
             return received, _scheduled_route(self.exchange, rows_of_blocks.cpu().numpy())

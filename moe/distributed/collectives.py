@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
-from moe.distributed.wait_seconds import waiting_for
 from moe.errors import MoEError
 
 T = TypeVar("T")
@@ -126,8 +125,7 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
     if not has_ranks():
         return x
     total = x.detach().clone()
-    with waiting_for(group, total.device):
-        dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=group)
     return total
 
 
@@ -176,12 +174,6 @@ def all_gather_flat(
     # Its name since torch 2.13, which warns of the old one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, x, group=group, async_op=async_op)
-
-
-def reduce_scatter_flat(output: Tensor, x: Tensor, group: ProcessGroup) -> None:
-    """Fills <number>[N] with this rank's chunk of the sum of <number>[n * N] over a group."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, x, op=dist.ReduceOp.SUM, group=group)
 
 
 def copy_to_tp_region(x: Tensor, group: ProcessGroup | None) -> Tensor:

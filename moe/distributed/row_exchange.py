@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe.distributed.scheduled import Execution, RankProgram, RankStep
-from moe.distributed.wait_seconds import waiting_for
 from moe.network.schedule import IntArray, Intervals, Schedule, bounds_of_pieces, expand
 
 
@@ -38,8 +37,7 @@ class PendingBlocks(NamedTuple):
 
     def wait(self) -> Tensor:
         """Returns the rows <any>[M, ...] that arrive here, sorted by their origin rank."""
-        with waiting_for(self.group, self.buffer.device):
-            self.execution.wait()
+        self.execution.wait()
         if len(self.arriving) == 1:
             return self.buffer[self.arriving[0]]
         return torch.cat([self.buffer[span] for span in self.arriving] or [self.buffer[:0]])

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moe.distributed.gradient_reduction import attach_exchanges
 from moe.distributed.mesh import Mesh, MeshConfig
-from moe.distributed.wait_seconds import waiting_for
 from moe.errors import ConfigError
 
 
@@ -354,7 +353,8 @@ def shard_unit(
     unit = cast(FSDPModule, module)
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    attach_exchanges(unit, shards.get_group(), whole_mesh.get_group(0), mesh.gradients)
+    if mesh.gradients is not None:
+        attach_exchanges(unit, whole_mesh.get_group(0), mesh.gradients)
 
 
 def _has_one_data_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
@@ -399,8 +399,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
         # num_ranks / num_shards ranks hold the same shard and add the same square.
         total += norm.double().square() * (_num_shards(grad) / num_ranks)
     if num_ranks > 1:
-        with waiting_for(None, total.device):
-            dist.all_reduce(total)
+        dist.all_reduce(total)
 
     dtype = _at_least_float32(grads[0].dtype) if grads else torch.float32
     return total.sqrt().to(dtype)

@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moe.distributed.sharding import Layout, chunk_of_interval, local_shard
-from moe.distributed.wait_seconds import waiting_for
 from moe.kernels.torch_private import StridedShard
 
 Groups = tuple[ProcessGroup, ...]
@@ -201,8 +200,7 @@ def sum_in_place(partial_sums: Iterable[PartialSum]) -> None:
 
     for (group_name, _), parts in parts_by_exchange.items():
         flat = torch.cat([part.flatten() for part in parts])
-        with waiting_for(groups[group_name], flat.device):
-            dist.all_reduce(flat, group=groups[group_name])
+        dist.all_reduce(flat, group=groups[group_name])
 
         # Each part gets its piece of the sum back.
         start = 0

@@ -18,7 +18,6 @@ from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
 from moe.distributed.collectives import broadcast_from_rank_zero, enter_on_rank_zero, is_rank_zero
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.replica_groups import LostStepError
-from moe.distributed.wait_seconds import measured_waits
 from moe.errors import CheckpointError, DataError, DivergenceError, Interrupted, NonFiniteError
 from moe.files import check_kind, claim_folder, remove_leftovers
 from moe.kernels.host_memory import keep_freed_memory
@@ -105,13 +104,12 @@ def train(
         keep = run.recipe.training.keep_checkpoints
         with (
             stop_requests() as stop_requested,
-            measured_waits() as waits,
             open_metrics(run.folder, first_step) as writer,
             CheckpointWriter(
                 run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start.damaged
             ) as checkpoints,
         ):
-            reporter = Reporter(run, writer, probe, waits, description, first_step, process_start)
+            reporter = Reporter(run, writer, probe, description, first_step, process_start)
             _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
         quality = broadcast_from_rank_zero(lambda: _held_out_sentence(run))
         _print_on_rank_zero(reporter.summary())

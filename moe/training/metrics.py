@@ -1,7 +1,4 @@
-"""The metrics of a run: one JSON object per line in metrics.jsonl, and the same for TensorBoard.
-
-With several ranks, rank_seconds.jsonl holds their seconds: a list by rank for each column.
-"""
+"""The metrics of a run: one JSON object per line in metrics.jsonl, and the same for TensorBoard."""
 
 import json
 import os
@@ -27,9 +24,6 @@ from moe.sparse.stats import max_violations, router_values
 from moe.training.step import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
-RANK_SECONDS_FILE = "rank_seconds.jsonl"
-
-_DIGITS_OF_SECONDS = 6
 
 
 class Histogram(NamedTuple):
@@ -107,9 +101,6 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, step: int) -> None:
         self._lines = _open_lines(folder / METRICS_FILE, step)
-        self._rank_path = folder / RANK_SECONDS_FILE
-        self._rank_lines: _GrowingFile | None = None
-        self._step = step
 
         # TensorBoard discards what a killed run has written after this step.
         purge_step = step + 1 if step else None
@@ -120,18 +111,6 @@ class MetricsWriter:
         line = json.dumps({"step": step, **values}) + "\n"
         self._lines.write(line.encode())
         self._board.write(step, values)
-
-    def write_ranks(self, step: int, columns: Mapping[str, Sequence[float]]) -> None:
-        """Writes the seconds of all ranks until `step`, a list for each column, to their file."""
-        rounded = {}
-        for name, seconds in columns.items():
-            rounded[name] = [round(value, _DIGITS_OF_SECONDS) for value in seconds]
-
-        # A single process has no such file.
-        if self._rank_lines is None:
-            self._rank_lines = _open_lines(self._rank_path, self._step)
-        line = json.dumps({"step": step, **rounded}) + "\n"
-        self._rank_lines.write(line.encode())
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Writes histograms, to TensorBoard only."""
@@ -147,8 +126,6 @@ class MetricsWriter:
         trace: TracebackType | None,
     ) -> None:
         self._lines.close()
-        if self._rank_lines is not None:
-            self._rank_lines.close()
         self._board.close()
 
 

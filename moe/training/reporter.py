@@ -17,8 +17,6 @@ from moe.checkpoint.best_model import format_scores, score_model
 from moe.checkpoint.final_model import export_model
 from moe.distributed.collectives import is_rank_zero
 from moe.distributed.replica_groups import ReplicaSeconds
-from moe.distributed.wait_seconds import Waits
-from moe.training.forecast import Forecast
 from moe.training.heldout_loss import evaluate_held_out
 from moe.training.metrics import MetricsWriter, replica_values, step_values
 from moe.training.planned_steps import PlannedStep
@@ -26,7 +24,6 @@ from moe.training.router_health import RouterHealth, layer_keys
 from moe.training.routing_probe import RoutingProbe, max_logits, probe_histograms, probe_values
 from moe.training.run import Run
 from moe.training.step import StepMetrics
-from moe.training.stragglers import RankClock, StragglerWatch, metric_values, straggler_text
 from moe.training.timeline import TIMELINE_FILE, Timeline
 
 
@@ -39,7 +36,6 @@ class Reporter:
         run: The run.
         writer: Writes metrics; None on ranks other than zero.
         probe: Records the routing of a text; None for none.
-        waits: Measures how long this rank waits for others.
         description: Label of the progress bar.
         first_step: Updates so far.
         process_start: When this process started, in seconds since 1970, if it serves only this run.
@@ -50,7 +46,6 @@ class Reporter:
         run: Run,
         writer: MetricsWriter | None,
         probe: RoutingProbe | None,
-        waits: Waits,
         description: str,
         first_step: int,
         process_start: float | None = None,
@@ -60,10 +55,6 @@ class Reporter:
         self._probe = probe
         self._description = description
         self._health = RouterHealth(layer_keys(run.built.model.config))
-        mesh = run.built.mesh
-        self._ranks = RankClock(mesh, waits) if mesh else None
-        self._stragglers = StragglerWatch()
-        self._forecast = Forecast(run.recipe.training, first_step)
         path = run.folder / TIMELINE_FILE if writer else None
         self._timeline = Timeline(path, first_step, started=process_start)
         if process_start is not None:
@@ -96,22 +87,16 @@ class Reporter:
         self._timeline.count_step(time.perf_counter() - self._step_started, data_wait)
 
     def measured(self, planned_steps: Iterable[PlannedStep]) -> Iterator[PlannedStep]:
-        """Yields the steps, and measures this rank's work from before each until `report_step`."""
-        steps = iter(planned_steps)
-        while True:
-            self._step_started = time.perf_counter()
-            if self._ranks is not None:
-                self._ranks.begin_step()
-            step = next(steps, None)
-            if step is None:
-                return
+        """Yields the steps, and measures each from before it is planned."""
+        self._step_started = time.perf_counter()
+        for step in planned_steps:
             yield step
+            self._step_started = time.perf_counter()
 
     def report_step(self, step: int, metrics: StepMetrics, bar: "tqdm[NoReturn]") -> None:
         """Counts an update, and writes its metrics when they are due."""
         training = self._run.recipe.training
         self._tokens += float(metrics.tokens)
-        self._report_ranks(step)
         if self._writer is not None and is_due(step, training.log_every, training.steps):
             tokens_per_second = self._tokens / (time.perf_counter() - self._started)
             data_wait = self._data_seconds / self._num_steps
@@ -121,10 +106,6 @@ class Reporter:
             ce_loss = f"{float(metrics.ce_loss):.3f}"
             bar.set_postfix(ce_loss=ce_loss, lr=f"{metrics.lr:.2g}", refresh=False)
             self.restart_clock()
-
-        forecast = self._forecast.count_step()
-        if forecast is not None and self._writer is not None:
-            bar.write(forecast)
 
         # A healed replica group has skipped steps.
         bar.update(step - bar.n)
@@ -137,24 +118,6 @@ class Reporter:
             self._writer.write(step, replica_values(seconds))
         self._timeline.write(step, seconds)
 
-    def _report_ranks(self, step: int) -> None:
-        """Counts the work of this rank, and writes the work of all ranks when due."""
-        if self._ranks is None:
-            return
-        self._ranks.end_step()
-        training = self._run.recipe.training
-        if not is_due(step, training.log_every, training.steps):
-            return
-
-        # Every rank takes part; rank zero compares and writes.
-        seconds = self._ranks.gather()
-        if self._writer is not None:
-            straggler = self._stragglers.observe(seconds)
-            self._writer.write(step, metric_values(seconds, straggler))
-            self._writer.write_ranks(step, seconds.columns)
-            if straggler is not None and self._stragglers.is_news:
-                warn_on_rank_zero(straggler_text(seconds, step))
-
     def report_held_out(self, step: int) -> None:
         """Writes the held-out loss after `step` updates, if there are held-out batches."""
         run = self._run
@@ -166,7 +129,7 @@ class Reporter:
 
         # Only pre-training has n-gram tables. The shuffled loss is measured once, as it takes as long again.
         shuffled = step == training.steps and bool(run.held_out.ngram_losses)
-        with self._evaluation(step, training.evaluate_every):
+        with self._evaluation(step):
             values = evaluate_held_out(
                 model, run.held_out, mesh, bfloat16=bfloat16, shuffled=shuffled
             )
@@ -182,7 +145,7 @@ class Reporter:
         def export(folder: Path) -> None:
             export_model(*run.built, folder, run.tokenizer)
 
-        with self._evaluation(step, run.recipe.training.evaluate_every):
+        with self._evaluation(step):
             scores = score_model(run.folder, step, export, run.dev)
         if self._writer is not None:
             self._writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
@@ -196,7 +159,7 @@ class Reporter:
             return
 
         # Every rank takes part in the record.
-        with self._evaluation(step, every):
+        with self._evaluation(step):
             scores = self._probe.record(step).scores
         if self._writer is not None:
             self._writer.write(step, probe_values(scores))
@@ -219,13 +182,11 @@ class Reporter:
         self._timeline.end()
 
     @contextmanager
-    def _evaluation(self, step: int, every: int) -> Iterator[None]:
-        """Measures an evaluation after `step` updates, one of those after `every` updates."""
+    def _evaluation(self, step: int) -> Iterator[None]:
+        """Measures an evaluation after `step` updates."""
         started = time.perf_counter()
         yield
-        seconds = time.perf_counter() - started
-        self._timeline.write_evaluation(step, seconds)
-        self._forecast.count_evaluation(every, seconds)
+        self._timeline.write_evaluation(step, time.perf_counter() - started)
 
 
 def open_metrics(folder: Path, first_step: int) -> AbstractContextManager[MetricsWriter | None]:

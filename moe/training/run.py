@@ -24,8 +24,8 @@ class Run(NamedTuple):
     """All parts of a run.
 
     Attributes:
-        folder: Folder of metrics.jsonl, timeline.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml, with several
-            ranks rank_seconds.jsonl, and finally model/; it must be on a file system that all machines share.
+        folder: Folder of metrics.jsonl, timeline.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml and finally
+            model/; it must be on a file system that all machines share.
         recipe: All settings.
         built: The model with its initial weights, on its device or mesh.
         tokenizer: Saved next to the model.
