@@ -1,22 +1,14 @@
-"""Measures sparse layers next to dense ones and peers, experts over ranks, models, evaluation, the
-coverage of its intervals, the cost of recording routing, the making of batches, which library
-multiplies faster, and quantized weights.
+"""Measures sparse layers next to dense ones and peers, experts over ranks, models, and which library
+multiplies faster.
 
     python -m scripts.benchmark layer [--json layer.json] [--cases 0 3] [--rounds 7]
     python -m scripts.benchmark exchange [--json exchange.json] [--ranks 2 4]
     python -m scripts.benchmark model [--json model.json] [--experts 8]
     python -m scripts.benchmark serve [--json serve.json] [--batches 1 8 32]
-    python -m scripts.benchmark eval [--json eval.json] [--threads 4]
-    python -m scripts.benchmark intervals [--json intervals.json] [--repeats 1000]
     python -m scripts.benchmark gpu [--json gpu.json] [--cases 4] [--batches 1 8]
     python -m scripts.benchmark busy [--json busy.json] [--threads 2]
-    python -m scripts.benchmark startup [--json startup.json] [--only 'eval run']
-    python -m scripts.benchmark tracing [--json tracing.json] [--threads 1]
     python -m scripts.benchmark two_nodes [--bandwidth 25] [--latency 2] [--json two_nodes.json]
-    python -m scripts.benchmark input [--json input.json] [--rounds 5]
     python -m scripts.benchmark products [--json products.json]
-    python -m scripts.benchmark quantized [--json quantized.json] [--threads 1]
-    python -m scripts.benchmark bits --model runs/demo/model --corpus runs/demo/corpus [--json bits.json]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not support a case,
 is skipped with a message. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
@@ -36,24 +28,17 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.cases import CASES, DTYPES, PASSES
-from benchmarks.commands.startup import StartupBenchmark, run_startup
-from benchmarks.data.batches import InputBenchmark, run_input
 from benchmarks.layer.layer import VARIANTS, LayerBenchmark, run_layer
 from benchmarks.layer.products import run_products
 from benchmarks.layer.variants import ON_REQUEST
 from benchmarks.models.busy import BusyBenchmark, run_busy
-from benchmarks.models.evaluation import EvaluationBenchmark, run_evaluation
 from benchmarks.models.gpu import GpuBenchmark, run_gpu
 from benchmarks.models.model import PARTS, ModelBenchmark, ModelCase, run_model
 from benchmarks.models.serving import ServingBenchmark, run_serving
-from benchmarks.models.tracing import TracingBenchmark, run_tracing
 from benchmarks.ranks.exchange import ExchangeBenchmark, run_exchange
 from benchmarks.ranks.scaling import ScalingCase
 from benchmarks.ranks.two_nodes_times import TwoNodesBenchmark, run_two_nodes
-from benchmarks.statistics.intervals import IntervalBenchmark, run_intervals
-from benchmarks.surgery.bits import BitsBenchmark, run_bits
-from benchmarks.surgery.quantized import QuantizedBenchmark, run_quantized
-from moe.cli import Parser, integer, path, real, run_main
+from moe.cli import Parser, integer, real, run_main
 from moe.errors import ConfigError
 from moe.files import output_path
 
@@ -107,26 +92,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": [1, 8],
         "help": "sequences to decode at once (1 and 8)",
     },
-    "repeats": {
-        "type": integer(least=1, most=1_000_000, reason="a thousand take a quarter of an hour"),
-        "default": 1000,
-        "help": "samples of each case (1000)",
-    },
-    "jobs": {"type": _COUNT, "default": 1, "help": "processes that share the cases (1)"},
-    "seed": {"type": integer(least=0), "default": 0, "help": "seed of the samples (0)"},
-    "model": {"type": path, "required": True, "help": "folder of a sparse model"},
-    "corpus": {"type": path, "required": True, "help": "folder made by stmoe corpus"},
     "bandwidth": {
         "type": real(above=0),
         "default": 25.0,
         "help": "MB/s between the nodes, in each direction (25)",
     },
     "latency": {"type": real(above=0), "default": 2.0, "help": "ms between the nodes (2)"},
-    "only": {
-        "nargs": "+",
-        "metavar": "START",
-        "help": "names of the table, e.g. scripts.demo 'eval run' (all)",
-    },
 }
 
 
@@ -229,35 +200,10 @@ BENCHMARKS = {
         "json rounds threads batches",
         lambda options: run_serving(ServingBenchmark(**options)),
     ),
-    "eval": Benchmark(
-        "ranking and generating beside lm-evaluation-harness, on a CPU",
-        "json rounds threads",
-        lambda options: run_evaluation(EvaluationBenchmark(**options)),
-    ),
-    "intervals": Benchmark(
-        "how often the intervals of reports hold the true value, in a simulation",
-        "json repeats jobs seed",
-        lambda options: run_intervals(IntervalBenchmark(**options)),
-    ),
-    "tracing": Benchmark(
-        "recording, replaying and editing of routing beside an evaluation, on a CPU",
-        "json rounds threads",
-        lambda options: run_tracing(TracingBenchmark(**options)),
-    ),
     "products": Benchmark(
         "which of torch's libraries multiplies float32 faster on this CPU",
         "json",
         lambda options: run_products(**options),
-    ),
-    "quantized": Benchmark(
-        "decoding with experts in 8 and 4 bits beside floats, on a CPU",
-        "json rounds threads batches",
-        lambda options: run_quantized(QuantizedBenchmark(**options)),
-    ),
-    "bits": Benchmark(
-        "held-out loss with experts or dense layers rounded to few bits",
-        "json threads model corpus",
-        lambda options: run_bits(BitsBenchmark(**options)),
     ),
     "gpu": Benchmark(
         "layers, training, optimizers and decoding on a GPU; continues where it was interrupted",
@@ -273,16 +219,6 @@ BENCHMARKS = {
         "a training step on two nodes of this machine, beside the planner's prediction; needs root",
         "json rounds bandwidth latency",
         lambda options: run_two_nodes(TwoNodesBenchmark(**options)),
-    ),
-    "startup": Benchmark(
-        "CPU time and memory until a command explains its options",
-        "json rounds only",
-        lambda options: run_startup(StartupBenchmark(**options)),
-    ),
-    "input": Benchmark(
-        "making batches beside Hugging Face datasets, in seconds of a core",
-        "json rounds",
-        lambda options: run_input(InputBenchmark(**options)),
     ),
 }
 

@@ -1,1 +1,1 @@
-"""Whole models: steps, decoding, evaluation and tracing."""
+"""Whole models: steps and decoding."""

@@ -3,7 +3,7 @@ the bootstrap's percentiles for all others.
 
 If 56 answers are each right with probability 0.98, all are right in one sample of three. Every
 bootstrap draw of such a sample scores 100, and so do both percentiles. Wilson's interval still
-reflects the uncertainty of 56 examples. `python -m scripts.benchmark intervals` measures how often
+reflects the uncertainty of 56 examples. docs/results.md says how often
 each interval holds the true value.
 
 Source:

@@ -1,1 +1,0 @@
-"""How fast batches are made."""

@@ -1,1 +1,0 @@
-"""Experiments on the effects of surgeries: one model before and after."""
