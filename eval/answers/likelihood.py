@@ -112,12 +112,10 @@ class TargetLogProbs(NamedTuple):
 
     Attributes:
         log_probs: Log-probability of each token, by input and target.
-        is_greedy: Whether greedy decoding gives the target, by input and target.
         routers: Router outputs of the decoder's layers in each pass; empty unless requested.
     """
 
     log_probs: list[list[list[float]]]
-    is_greedy: list[list[bool]]
     routers: list[RouterOutput]
 
 
@@ -150,7 +148,7 @@ def target_log_probs(
             them.
 
     Returns:
-        Log-probabilities, whether each target is the greedy answer, and the outputs of the routers.
+        Log-probabilities, and the outputs of the routers.
     """
     device = encoded.mask.device
     has_input = encoded.mask.any(dim=1, keepdim=True).long()  # [N, 1]
@@ -177,10 +175,7 @@ def target_log_probs(
     routers += getattr(output, "decoder_router_outputs", None) or ()
 
     log_probs = torch.zeros(tokens.shape, device=device)  # [R, T]
-    is_argmax = torch.zeros_like(tokens, dtype=torch.bool)  # [R, T]
-    heads = _score_tokens(output.logits, tokens[:, :width], row_of_target)
-    log_probs[:, :width] = heads.log_probs
-    is_argmax[:, :width] = heads.is_argmax
+    log_probs[:, :width] = _token_log_probs(output.logits, tokens[:, :width], row_of_target)
 
     def continue_rows(rows: Tensor, inputs: Tensor, mask: Tensor) -> Tensor:
         """Returns the logits [R', T', V] of inputs [R', T'] after the cached prefix of some rows."""
@@ -211,9 +206,7 @@ def target_log_probs(
         mask = is_real[members, :longest] * has_input[rows]  # [R', width + T']
         logits = continue_rows(rows, inputs, mask)
 
-        tails = _score_tokens(logits, tokens[members, width:longest])
-        log_probs[members, width:longest] = tails.log_probs
-        is_argmax[members, width:longest] = tails.is_argmax
+        log_probs[members, width:longest] = _token_log_probs(logits, tokens[members, width:longest])
 
     # Ranks in lockstep make equally many passes; passes with only padding are not counted.
     for _ in range(num_idle_passes):
@@ -221,8 +214,7 @@ def target_log_probs(
         no_tokens = torch.zeros(1, width + 1, dtype=torch.long, device=device)
         continue_rows(first_row, torch.full_like(no_tokens[:, :1], start), no_tokens)
 
-    is_greedy = (is_argmax | (is_real == 0)).all(dim=1)  # [R]
-    return _by_input(targets, log_probs.tolist(), is_greedy.tolist(), routers)
+    return TargetLogProbs(_by_input(targets, log_probs.tolist()), routers)
 
 
 class _FlatTargets(NamedTuple):
@@ -258,20 +250,8 @@ def _common_prefix_length(tokens: Tensor, lengths: Tensor) -> int:
     return int(is_equal.long().cumprod(dim=0).sum())
 
 
-class _ScoredTokens(NamedTuple):
-    """Log-probabilities of the tokens of R targets.
-
-    Attributes:
-        log_probs: <float32>[R, T] log-probability of each token.
-        is_argmax: <bool>[R, T] whether no other token is likelier.
-    """
-
-    log_probs: Tensor
-    is_argmax: Tensor
-
-
-def _score_tokens(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) -> _ScoredTokens:
-    """Returns the log-probability of each token, and whether it is the argmax.
+def _token_log_probs(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Returns the log-probability <float32>[R, T] of each token.
 
     Args:
         logits: <float>[N, T, V]
@@ -279,7 +259,6 @@ def _score_tokens(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) ->
         rows: <int64>[R] the row of `logits` for each row of `tokens`; None if they are the same.
     """
     logits = logits.float()
-    max_logits = logits.max(dim=-1).values  # [N, T]
     normalizer = logits.logsumexp(dim=-1)  # [N, T]
 
     # Several targets may belong to one row of logits.
@@ -287,30 +266,18 @@ def _score_tokens(logits: Tensor, tokens: Tensor, rows: Tensor | None = None) ->
         rows = torch.arange(len(tokens), device=tokens.device)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     token_logits = logits[rows[:, None], positions, tokens]  # [R, T]
-    return _ScoredTokens(
-        log_probs=token_logits - normalizer[rows], is_argmax=token_logits >= max_logits[rows]
-    )
+    return token_logits - normalizer[rows]
 
 
 def _by_input(
-    targets: Sequence[Sequence[list[int]]],
-    log_probs: list[list[float]],
-    is_greedy: list[bool],
-    routers: list[RouterOutput],
-) -> TargetLogProbs:
-    """Returns the scores of all targets, sorted by input."""
-    log_probs_by_input: list[list[list[float]]] = []
-    is_greedy_by_input: list[list[bool]] = []
-    number = 0
+    targets: Sequence[Sequence[list[int]]], log_probs: list[list[float]]
+) -> list[list[list[float]]]:
+    """Returns the log-probabilities of all targets, without padding, by input."""
+    rows = iter(log_probs)
+    by_input: list[list[list[float]]] = []
     for targets_of_row in targets:
-        log_probs_of_row: list[list[float]] = []
-        first = number
-        for target in targets_of_row:
-            log_probs_of_row.append(log_probs[number][: len(target)])
-            number += 1
-        log_probs_by_input.append(log_probs_of_row)
-        is_greedy_by_input.append(is_greedy[first:number])
-    return TargetLogProbs(log_probs_by_input, is_greedy_by_input, routers)
+        by_input.append([next(rows)[: len(target)] for target in targets_of_row])
+    return by_input
 
 
 def _select_rows(cache: EncoderDecoderCache, rows: Tensor) -> EncoderDecoderCache:

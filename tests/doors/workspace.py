@@ -75,7 +75,6 @@ def _write_texts(root: Path) -> None:
             "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
         )
     (root / "cases.json").write_text(json.dumps({"cases": [_ROW_CASE]}), encoding="utf-8")
-    _write_harness_task(root / "harness_tasks")
     (root / "job/tokenizer").mkdir(parents=True)  # a job that has begun
     names = ("pretrain_config", "finetune_config", "vocab_size", "data")
     (root / "job/settings.json").write_text(
@@ -97,28 +96,6 @@ def _write_texts(root: Path) -> None:
         recipe["training"] = SHORT
         recipe["optim"] = {"lr": 0.02, "warmup_steps": 2}
         (root / name).write_text(yaml.safe_dump(recipe), encoding="utf-8")
-
-
-def _write_harness_task(folder: Path) -> None:
-    """Writes a task of lm-evaluation-harness with its rows."""
-    folder.mkdir()
-    rows = [{"thing": thing, "label": label} for thing, label in (("fire", 0), ("grass", 1))]
-    (folder / "colours.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-    )
-    task = {
-        "task": "colours",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": "harness_tasks/colours.jsonl"}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{thing}}",
-        "doc_to_choice": ["red", "green"],
-        "doc_to_target": "label",
-        "metric_list": [{"metric": "acc"}],
-        "metadata": {"version": 1},
-    }
-    (folder / "colours.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
 
 
 def _write_runs(root: Path) -> None:

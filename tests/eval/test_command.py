@@ -90,7 +90,6 @@ RUN = ["run", "--model", "no", "--tasks", "unicode_category"]
         ),
         (["compare", "no", "no"], "There is no report.json in no"),
         (["compare", "=a", "no"], "'=a' is empty, or names no run"),
-        (["harness", "a", "--model", "no", "--batch-size", "0"], "--batch-size is 0; expected an"),
     ],
 )
 def test_a_wrong_argument_is_one_message_and_exit_code_2(
@@ -106,14 +105,13 @@ def test_a_wrong_argument_is_one_message_and_exit_code_2(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["compare a b", "harness t --model m"])
-def test_results_are_not_mixed_with_something_else(command, tmp_path, monkeypatch, capsys):
+def test_results_are_not_mixed_with_something_else(tmp_path, monkeypatch, capsys):
     (tmp_path / KIND_FILE).write_text("training run", encoding="utf-8")
     for out, message in (
         (str(tmp_path), "would be mixed with it. Choose another --out"),
         ("", "--out is empty"),
     ):
-        monkeypatch.setattr(sys, "argv", ["eval", *command.split(), "--out", out])
+        monkeypatch.setattr(sys, "argv", ["eval", "compare", "a", "b", "--out", out])
         with pytest.raises(SystemExit):
             run_main(main)
         assert message in capsys.readouterr().err
@@ -123,7 +121,7 @@ def test_results_are_not_mixed_with_something_else(command, tmp_path, monkeypatc
 def test_only_a_run_goes_on_after_it_was_stopped():
     advice = advice_after_interrupt(["run", "--model", "m"])
     assert advice == "The same command continues: answers that it wrote are kept."
-    for command in ("compare", "harness", "list"):
+    for command in ("compare", "list"):
         assert "continues" not in advice_after_interrupt([command])
         assert "--resume" not in advice_after_interrupt([command])
 
@@ -133,7 +131,7 @@ def test_ctrl_c_is_one_line_at_any_moment_of_a_command(tmp_path):
     """While it starts, and while it imports: the exit code says that it was interrupted."""
     codes = []
     for seconds in (0.1, 0.7):
-        arguments = ["harness", "no_task", "--model", "none", "--out", tmp_path / "x"]
+        arguments = ["run", "--tasks", "no_task", "--model", "none", "--out", tmp_path / "x"]
         command = Command("eval", arguments)
         end = time.monotonic() + seconds
         command.wait_for(lambda end=end: time.monotonic() > end)
