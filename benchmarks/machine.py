@@ -11,7 +11,7 @@ import torch
 
 from moe.files import whole_file
 from moe.inspection.tables import format_table
-from moe.kernels.product_measurement import processor_name
+from moe.kernels.product_choice import processor_name
 
 Columns = Sequence[tuple[str, str, str]]
 """The columns of a table: header, field of the rows, and format of its values."""

@@ -1,5 +1,4 @@
-"""Measures sparse layers next to dense ones and peers, experts over ranks, models, and which library
-multiplies faster.
+"""Measures sparse layers next to dense ones and peers, experts over ranks, and models.
 
     python -m scripts.benchmark layer [--json layer.json] [--cases 0 3] [--rounds 7]
     python -m scripts.benchmark exchange [--json exchange.json] [--ranks 2 4]
@@ -8,7 +7,6 @@ multiplies faster.
     python -m scripts.benchmark gpu [--json gpu.json] [--cases 4] [--batches 1 8]
     python -m scripts.benchmark busy [--json busy.json] [--threads 2]
     python -m scripts.benchmark two_nodes [--bandwidth 25] [--latency 2] [--json two_nodes.json]
-    python -m scripts.benchmark products [--json products.json]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not support a case,
 is skipped with a message. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
@@ -29,7 +27,6 @@ import torch
 
 from benchmarks.cases import CASES, DTYPES, PASSES
 from benchmarks.layer.layer import VARIANTS, LayerBenchmark, run_layer
-from benchmarks.layer.products import run_products
 from benchmarks.layer.variants import ON_REQUEST
 from benchmarks.models.busy import BusyBenchmark, run_busy
 from benchmarks.models.gpu import GpuBenchmark, run_gpu
@@ -199,11 +196,6 @@ BENCHMARKS = {
         "continuous and static batches beside Switch, T5 and CTranslate2, on a CPU",
         "json rounds threads batches",
         lambda options: run_serving(ServingBenchmark(**options)),
-    ),
-    "products": Benchmark(
-        "which of torch's libraries multiplies float32 faster on this CPU",
-        "json",
-        lambda options: run_products(**options),
     ),
     "gpu": Benchmark(
         "layers, training, optimizers and decoding on a GPU; continues where it was interrupted",

@@ -31,7 +31,7 @@ from eval.reports.scoreboard import build_scoreboard
 from moe.checks import is_kind
 from moe.errors import CheckpointError
 from moe.files import write_text
-from moe.kernels.product_measurement import processor_name
+from moe.kernels.product_choice import processor_name
 from moe.models.configuration import STMoEConfig
 from moe.parsing import printable, read_json, to_json, to_record
 

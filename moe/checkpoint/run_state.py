@@ -11,7 +11,7 @@ from pydantic import Field
 
 from moe.checks import shown
 from moe.errors import CheckpointError
-from moe.kernels.product_measurement import ProductChoice
+from moe.kernels.product_choice import ProductChoice
 from moe.parsing import read_record, to_json
 
 STATE_FILE = "state.json"

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.kernels.product_choice import copies_expert_gradient, is_onednn_chosen
-from moe.kernels.product_measurement import ProductKind
+from moe.kernels.product_choice import ProductKind, copies_expert_gradient, is_onednn_chosen
 from moe.kernels.torch_private import is_plain, onednn_linear
 
 _LEAST_WORK = 2**19  # rows x inputs x outputs

@@ -1,53 +1,84 @@
-"""Chooses the library for float32 products on a CPU, measured once per machine.
+"""Chooses the library for float32 products on a CPU, by the maker of its processor.
 
-torch's builds hold two: a BLAS (MKL on x86), which torch's own operations call, and oneDNN. Which
-is faster depends on the processor and on the kind of product, see product_measurement.py. The
-measurement takes two seconds when a process first needs it, and is kept in the user's cache folder
-by processor and release of torch.
+torch's builds hold two: a BLAS (MKL on x86), which torch's own operations call, and oneDNN. On an
+AMD EPYC oneDNN takes 0.5 to 0.95 of the time of MKL. On an Intel Xeon with AVX-512 MKL takes a tenth
+less for outputs and gradients of inputs and 20 to 45 % less for gradients of weights; but for 3 to
+16 tokens oneDNN computes outputs in 0.6 to 0.8 of the time. oneDNN prepares itself, for 1 ms, for
+every number of rows that it has not seen: experts round theirs up, see expert_rows.py. In 16 bits
+there is one library, which computes an expert's dW = dy^T x from dy^T in columns or from a copy in
+rows: with AMX the copy takes 0.5 to 0.9 of the time, copying included. Measured at commit f5fe3075,
+which timed both in every process and chose otherwise where noise was larger than the difference.
 
-Results of the two differ by rounding. For bit-identical results on several machines, fix the choice
-with the environment variable STMOE_PRODUCTS: `blas`, `onednn`, or a file that `python -m
-scripts.benchmark products --json FILE` wrote. A resumed run keeps the choice of its checkpoint. In
-16 bits torch's own operations end in oneDNN too; chosen is how an expert's gradients are given to
-it.
+Results of the two differ by rounding. STMOE_PRODUCTS=blas or onednn fixes the library for
+bit-identical results on several machines. A resumed run keeps the choice of its checkpoint.
 """
 
-import hashlib
-import json
+import functools
 import os
-import threading
+import platform
 from pathlib import Path
-from typing import cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 
-from moe.errors import ConfigError, DataError
-from moe.files import cache_folder, whole_file, write_text
-from moe.kernels.product_measurement import (
-    PRODUCT_KINDS,
-    Library,
-    LibraryByTokens,
-    Measurement,
-    ProductChoice,
-    ProductKind,
-    measure_products,
-    processor_name,
-)
-from moe.parsing import read_record, to_json
+from moe.checks import check
 
 CHOICE_VARIABLE = "STMOE_PRODUCTS"
 """Environment variable with a fixed choice."""
+
+Library = Literal["blas", "onednn"]
+ProductKind = Literal[
+    "forward", "input_gradient", "weight_gradient", "expert_forward", "expert_input_gradient"
+]
+
+_MOST_TOKENS_OF_ONE = 2
+_MOST_TOKENS_OF_FEW = 16
+
+
+class LibraryByTokens(NamedTuple):
+    """The library for products of so many tokens.
+
+    Attributes:
+        one: 1 or 2, whose products read the weights and do little else.
+        few: Up to 16.
+        many: More.
+    """
+
+    one: Library
+    few: Library
+    many: Library
+
+    def library(self, num_tokens: int) -> Library:
+        """Returns the library for a number of tokens."""
+        if num_tokens <= _MOST_TOKENS_OF_ONE:
+            return self.one
+        return self.few if num_tokens <= _MOST_TOKENS_OF_FEW else self.many
+
+
+class ProductChoice(NamedTuple):
+    """The library of each product of a layer y = x W^T.
+
+    Attributes:
+        forward: y.
+        input_gradient: dx = dy W.
+        weight_gradient: dW = dy^T x.
+        expert_forward: y of an expert, which one core computes.
+        expert_input_gradient: dx of an expert.
+        copies_expert_gradient: Whether dW of an expert in 16 bits is computed from a copy of dy^T.
+    """
+
+    forward: LibraryByTokens
+    input_gradient: LibraryByTokens
+    weight_gradient: LibraryByTokens
+    expert_forward: LibraryByTokens
+    expert_input_gradient: LibraryByTokens
+    copies_expert_gradient: bool = False
 
 
 class _InUse:
     """The choice of this process; None before the first product."""
 
-    def __init__(self) -> None:
-        self.choice: ProductChoice | None = None
-        self.lock = threading.Lock()
-
-
-_IN_USE = _InUse()
+    choice: ProductChoice | None = None
 
 
 def is_onednn_chosen(kind: ProductKind, num_tokens: int) -> bool:
@@ -74,89 +105,61 @@ def copies_expert_gradient() -> bool:
 
 
 def products_in_use() -> ProductChoice:
-    """Returns the choice of this process: as given, as saved, or measured now.
+    """Returns the choice of this process.
 
     Raises:
         ConfigError: When the environment variable holds no choice.
     """
-    if _IN_USE.choice is None:
-        with _IN_USE.lock:
-            _IN_USE.choice = _IN_USE.choice or _choose()
-    return _IN_USE.choice
+    if _InUse.choice is None:
+        _InUse.choice = choose_products(os.environ.get(CHOICE_VARIABLE), _processor())
+    return _InUse.choice
 
 
 def use_products(choice: ProductChoice | None) -> None:
-    """Makes this process use another choice; None chooses automatically."""
-    with _IN_USE.lock:
-        _IN_USE.choice = choice
+    """Makes this process use another choice; None chooses by the processor."""
+    _InUse.choice = choice
 
 
 def fixed_choice(library: Library) -> ProductChoice:
     """Returns the choice of one library for every product."""
     everywhere = LibraryByTokens(one=library, few=library, many=library)
-    by_kind = dict.fromkeys(PRODUCT_KINDS, everywhere)
+    by_kind = dict.fromkeys(get_args(ProductKind), everywhere)
     return ProductChoice(**by_kind, copies_expert_gradient=False)
 
 
-def cache_file() -> Path:
-    """Returns the path of this machine's measurement."""
-    parts = [processor_name(), str(torch.__version__), *Measurement._fields]
-    key = "|".join([*parts, *LibraryByTokens._fields])
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return cache_folder() / f"products-{digest}.json"
+def choose_products(given: str | None, processor: str) -> ProductChoice:
+    """Returns the choice for a processor.
 
+    Args:
+        given: Value of the environment variable; None for none.
+        processor: Text of /proc/cpuinfo.
 
-def save_measurement(measurement: Measurement, path: Path) -> None:
-    """Writes a measurement as JSON, whole or not at all."""
-    write_text(path, _as_text(measurement))
-
-
-def _choose() -> ProductChoice:
-    given = os.environ.get(CHOICE_VARIABLE)
+    Raises:
+        ConfigError: When the value names no library.
+    """
     if given:
-        return _read_given(given)
-    if not torch.backends.mkldnn.is_available():
-        return fixed_choice("blas")
-    return _saved_or_measured()
-
-
-def _read_given(given: str) -> ProductChoice:
-    """Returns the choice that the environment variable names."""
-    if given in get_args(Library):
+        check(given in get_args(Library), CHOICE_VARIABLE, given, "blas or onednn")
         return fixed_choice(cast(Library, given))
-    advice = (
-        f"The environment variable {CHOICE_VARIABLE} takes blas, onednn, or a file of "
-        "`python -m scripts.benchmark products --json FILE`."
-    )
-    return read_record(Path(given), Measurement, advice=advice, error=ConfigError).choice
+    if "AuthenticAMD" in processor and torch.backends.mkldnn.is_available():
+        return fixed_choice("onednn")
+
+    choice = fixed_choice("blas")
+    if "GenuineIntel" in processor and torch.backends.mkldnn.is_available():
+        outputs = LibraryByTokens(one="blas", few="onednn", many="blas")
+        choice = choice._replace(forward=outputs, expert_forward=outputs)
+    return choice._replace(copies_expert_gradient="amx_bf16" in processor)
 
 
-def _saved_or_measured() -> ProductChoice:
-    """Returns the cached choice; else measures, and caches the result for the next process."""
-    path = cache_file()
-    saved = _read_saved(path)
-    if saved is not None:
-        return saved.choice
-
-    try:
-        # If several processes start together, one measures and the others wait, so that all agree.
-        with whole_file(path) as partial:
-            measurement = _read_saved(path) or measure_products()
-            partial.write_text(_as_text(measurement), encoding="utf-8")
-    except OSError:  # a home that cannot be written to
-        measurement = measure_products()
-    return measurement.choice
+@functools.cache
+def processor_name() -> str:
+    """Returns the name of the CPU."""
+    for line in _processor().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
-def _read_saved(path: Path) -> Measurement | None:
-    """Returns the measurement in a file; None when there is none, or it is damaged."""
-    if not path.is_file():
-        return None
-    try:
-        return read_record(path, Measurement)
-    except DataError:
-        return None
-
-
-def _as_text(measurement: Measurement) -> str:
-    return json.dumps(to_json(measurement), indent=1) + "\n"
+def _processor() -> str:
+    """Returns Linux' description of the processors, elsewhere Python's guess."""
+    table = Path("/proc/cpuinfo")
+    return table.read_text(encoding="utf-8") if table.is_file() else platform.processor()
