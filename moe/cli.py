@@ -132,7 +132,7 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
 
     Args:
         main: The command; receives the arguments without the program name and without `--debug`.
-        interrupted: How to continue after Ctrl-C or a full disk.
+        interrupted: How to continue after Ctrl-C or a full disk, unless the exception has a note.
     """
     # What was imported stays: the collector need not go through it.
     gc.freeze()
@@ -151,7 +151,10 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
 
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the process at once
-        print(f"\n{str(interrupt) or 'Interrupted.'} {interrupted}", file=sys.stderr)
+        print(
+            f"\n{str(interrupt) or 'Interrupted.'} {_advice(interrupt, interrupted)}",
+            file=sys.stderr,
+        )
         sys.exit(getattr(interrupt, "exit_code", 130))
 
     # The reader closed the pipe, as `head` does.
@@ -163,7 +166,7 @@ def run_main(main: Callable[[list[str]], None], *, interrupted: str = AGAIN) -> 
         if debug or not (isinstance(error, Exception) or is_panic(error)):
             raise
         _forget_output_that_fails()
-        print(f"error: {_message(error, interrupted)}", file=sys.stderr)
+        print(f"error: {_message(error, _advice(error, interrupted))}", file=sys.stderr)
         is_expected = isinstance(error, MoEError | OSError) or _is_out_of_memory(error)
         sys.exit(getattr(error, "exit_code", 2) if is_expected else 1)
 
@@ -211,6 +214,10 @@ def _forget_output() -> None:
     # At exit Python would try to write the rest again, and print an error.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
+
+
+def _advice(error: BaseException, default: str) -> str:
+    return " ".join(getattr(error, "__notes__", [default]))
 
 
 def _message(error: BaseException, again: str) -> str:

@@ -130,10 +130,14 @@ def open_answers(path: Path, settings: dict[str, Any], *, resume: bool) -> Itera
         else:
             settings_path = path.with_name(path.name + _SETTINGS)
             settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        with path.open("ab+") as file:
-            line = _drop_torn_line(file)
-            last = parse_json(line, where=f"{path}, last line") if line else None
-            yield AnswerFile(file, last)
+        try:
+            with path.open("ab+") as file:
+                line = _drop_torn_line(file)
+                last = parse_json(line, where=f"{path}, last line") if line else None
+                yield AnswerFile(file, last)
+        except (KeyboardInterrupt, OSError) as error:
+            error.add_note("The same command with --resume continues after the last answer.")
+            raise
 
 
 def _check_settings(path: Path, settings: dict[str, Any]) -> None:

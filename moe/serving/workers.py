@@ -42,6 +42,7 @@ def map_over_workers(
     context.set_forkserver_preload(_PRELOADED)
     tasks: Queue[Any] = context.Queue()
     answers: Queue[Any] = context.Queue()
+    tasks.cancel_join_thread()  # an early end does not wait for workers to read the rest
     threads = max(1, torch.get_num_threads() // num_workers)
     workers = []
     for _ in range(num_workers):
@@ -118,5 +119,6 @@ def _work(
             for piece in engine.step():
                 if piece.answer is not None:
                     answers.put(piece.answer)
+        answers.cancel_join_thread()  # nobody reads them
     except Exception as error:
         answers.put(error)

@@ -3,7 +3,9 @@
 import io
 import json
 import random
+import resource
 import signal
+from functools import partial
 
 import pytest
 
@@ -87,6 +89,28 @@ def test_workers_and_ranks_write_the_file_of_one_process(folder, tmp_path):
     ended = start_torchrun(2, "stmoe", "generate", *arguments(folder, out, "--ep", 2)).finish()
     assert ended.returncode == 0, ended.stderr
     assert out.read_bytes() == whole
+
+
+@pytest.mark.slow
+def test_workers_end_with_their_parent_after_ctrl_c_and_on_a_full_disk(folder, tmp_path):
+    # Far more requests than a pipe holds.
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"inputs": text}) + "\n" for text in texts(4_000)))
+    out = tmp_path / "out.jsonl"
+    words = ["generate", *arguments(folder, out, "--in", source, "--workers", 2)]
+
+    # A file cannot grow beyond this size.
+    size = 3_000
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    ended = Command("stmoe", words, prepare=limit).finish(timeout=120)
+    assert ended.returncode == 2 and "--resume" in ended.stderr, ended.stderr
+    assert out.stat().st_size <= size
+
+    command = Command("stmoe", [*words, "--resume"])
+    command.wait_for(lambda: out.stat().st_size > 2 * size)
+    command.send_signal(signal.SIGINT)
+    ended = command.finish(timeout=120)
+    assert ended.returncode == 130 and "--resume" in ended.stderr, ended.stderr
 
 
 def test_a_file_of_another_run_is_left_alone(folder, tmp_path):
