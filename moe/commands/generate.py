@@ -9,8 +9,9 @@ A line of answers.jsonl has the keys of its request, and the answer as `targets`
 --train answers.jsonl` trains a student on it: distillation by sequences.
 """
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import chain, islice
@@ -34,17 +35,14 @@ from moe.errors import ConfigError, DataError
 from moe.files import output_path
 from moe.models.configuration import STMoEConfig
 from moe.models.parallelize import mesh_limits
-from moe.serving.answer_file import answer_record, open_answers, parse_request, with_line
+from moe.serving.answer_file import Line, answer_record, open_answers, parse_request, with_line
 from moe.serving.batch_generator import BatchGenerator, Item, Request
 from moe.serving.engine import Answer
 from moe.serving.sampling import Sampling
 from moe.serving.workers import map_over_workers
 
-Line = tuple[int, dict[str, Any], Item]
-"""Number of a line from 1, its object, and its request or the error that refuses it."""
-
 Answered = tuple[int, dict[str, Any], Answer]
-"""The same with an answer."""
+"""A line with the answer instead of its request."""
 
 _ROUND = 16
 """Requests of a rank between two exchanges of answers, as a multiple of the batch."""
@@ -126,6 +124,11 @@ def main(argv: list[str]) -> None:
     with launch() as world:
         if options.workers > 1 and world.size > 1:
             raise ConfigError("--workers cannot be combined with torchrun. Leave one of them out.")
+        is_stream = options.input is None or options.input.is_fifo()
+        if world.size > 1 and not options.texts and is_stream:
+            raise ConfigError(
+                f"--in is {options.input or 'missing'}; expected a file, since each of the {world.size} ranks reads it."
+            )
         lines = _read_lines(options, sampling)
         if options.out is None:
             answer = _answerer(options, sampling, world)
@@ -133,9 +136,9 @@ def main(argv: list[str]) -> None:
         elif world.rank == 0:
             _write(options, sampling, world, lines)
         else:
-            first = gather_or_raise(lambda: 0)[0]
+            num_before = gather_or_raise(lambda: 0)[0]
             answer = _answerer(options, sampling, world)
-            for _ in answer(_after(lines, first, None)):
+            for _ in answer(line for line in lines if line[0] > num_before):
                 pass
 
 
@@ -177,28 +180,24 @@ def _check_options(options: Any) -> None:
 
 def _read_lines(options: Any, sampling: Sampling) -> Iterator[Line]:
     """Yields the requests; empty lines of JSONL are skipped."""
-    is_jsonl = options.input is not None and Path(options.input).suffix == ".jsonl"
-    if options.texts:
-        texts: Iterable[str] = options.texts
-    elif options.input is not None:
-        texts = _open_lines(options.input)
-    else:
-        texts = sys.stdin
+    is_json = options.input is not None and options.input.suffix.lower() == ".jsonl"
     has_text = False
-    for number, line in enumerate(texts, start=1):
+    for number, line in enumerate(_open_lines(options), start=1):
         has_text = True
-        line = line.rstrip("\r\n")
-        if not is_jsonl:
-            yield number, {"inputs": line}, Request(line)
-        elif line.strip():
-            yield number, *parse_request(number, line, sampling)
+        if line.strip() or not is_json:
+            yield number, *parse_request(number, line, sampling, is_json=is_json)
     if not has_text:
         raise DataError("There is no text to answer. Give texts, --in, or lines on standard input.")
 
 
-def _open_lines(file: Path) -> Iterator[str]:
-    with file.open(encoding="utf-8", errors="backslashreplace", newline="\n") as lines:
-        yield from lines
+def _open_lines(options: Any) -> Iterator[bytes]:
+    if options.texts:
+        yield from map(os.fsencode, options.texts)
+    elif options.input is None:
+        yield from sys.stdin.buffer
+    else:
+        with options.input.open("rb") as lines:
+            yield from lines
 
 
 def _write(options: Any, sampling: Sampling, world: World, lines: Iterator[Line]) -> None:
@@ -215,13 +214,12 @@ def _write(options: Any, sampling: Sampling, world: World, lines: Iterator[Line]
     num_tokens = 0
     refused: list[str] = []
     with open_answers(out, settings, resume=options.resume) as file:
-        num_before = int(file.last["line"]) if file.last else 0
+        num_before = file.skip_answered(lines)
         if world.size > 1:
             gather_or_raise(lambda: num_before)
-        rest = _after(lines, num_before, file.last)
         answer_lines = _answerer(options, sampling, world)
         with tqdm(total=total, initial=num_before, desc="generate", mininterval=1.0) as progress:
-            for line, record, answer in answer_lines(rest):
+            for line, record, answer in answer_lines(lines):
                 written = answer_record(line, record, answer)
                 file.append(written)
                 if answer.error is not None:
@@ -236,22 +234,11 @@ def _write(options: Any, sampling: Sampling, world: World, lines: Iterator[Line]
 
 
 def _count_lines(file: Path | None) -> int | None:
-    if file is None:
+    """Returns the number of lines of a file; None for a pipe, which can be read only once."""
+    if file is None or not file.is_file():
         return None
     with file.open("rb") as lines:
         return sum(1 for _ in lines)
-
-
-def _after(lines: Iterator[Line], first: int, last: dict[str, Any] | None) -> Iterator[Line]:
-    """Yields the lines after line `first`, whose answer `last` is the end of the file of answers."""
-    for number, record, item in lines:
-        if number == first and last is not None and last.get("inputs") != record.get("inputs"):
-            raise ConfigError(
-                f"--out cannot be resumed: its last answer is to {shown(last.get('inputs'))}, but line "
-                f"{number} is {shown(record.get('inputs'))}. Give the same requests, or another --out."
-            )
-        if number > first:
-            yield number, record, item
 
 
 def _answerer(

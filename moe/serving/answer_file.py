@@ -1,6 +1,7 @@
 """Requests and answers as JSONL; a run that was killed continues where its file ends."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -8,8 +9,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moe.checks import shown
+from moe.data.rows import text_of
 from moe.errors import ConfigError, DataError, MoEError, did_you_mean
-from moe.parsing import parse_json
+from moe.files import write_text
+from moe.parsing import parse_json_object, read_json
 from moe.serving.batch_generator import Item, Request
 from moe.serving.engine import Answer
 from moe.serving.sampling import Sampling
@@ -20,28 +23,37 @@ _ADVICE = 'Expected an object like {"inputs": "..."} a line.'
 _SETTINGS = ".settings.json"
 """Ending of the file beside the answers that holds the settings of the run."""
 
+_NAMES = ("line", "targets", "finish", "log_probs", "error", "request")
+"""Keys of an answer, besides those of its request."""
 
-def parse_request(number: int, line: str, defaults: Sampling) -> tuple[dict[str, Any], Item]:
+Line = tuple[int, dict[str, Any], Item]
+"""Number of a line from 1, its object, and its request or the error that refuses it."""
+
+
+def parse_request(
+    number: int, line: bytes, defaults: Sampling, *, is_json: bool
+) -> tuple[dict[str, Any], Item]:
     """Returns the object of a line, and its request or the error that refuses it.
 
     Args:
         number: Number of the line.
-        line: JSON with `inputs`, and `sampling` with fields of Sampling if it needs its own.
+        line: JSON with `inputs`, and `sampling` with fields of Sampling if it needs its own; or a text.
         defaults: Settings that the line does not have.
+        is_json: Whether the line is JSON.
     """
-    where = f"line {number}"
-    record: dict[str, Any] = {}
+    record: dict[str, Any] = {"inputs": line.decode(errors="backslashreplace").rstrip("\r\n")}
     try:
-        value = parse_json(line, where=where, advice=_ADVICE, nan=True)
-        if not isinstance(value, dict):
-            raise DataError(f"{where}: {shown(line[:60])} is not a JSON object. {_ADVICE}")
-        record = value
-        if not isinstance(record.get("inputs"), str):
-            text = shown(record["inputs"]) if "inputs" in record else "missing"
-            raise DataError(f"{where}: inputs is {text}. {_ADVICE}")
-        if not record["inputs"].strip():
-            raise DataError(f"{where}: inputs is empty. Give a text, or leave the line out.")
-        return record, Request(record["inputs"], _sampling(record, defaults))
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        if not is_json:
+            return {"inputs": text}, Request(text)
+        record = parse_json_object(text, where=f"line {number}", advice=_ADVICE, nan=True)
+        inputs = text_of(record, "inputs", where=f"line {number}", advice=_ADVICE)
+        return record, Request(inputs, _sampling(record, defaults))
+    except UnicodeDecodeError as error:
+        return record, DataError(
+            f"line {number}: byte 0x{line[error.start]:02x} at offset {error.start} is not UTF-8. Convert the "
+            "requests, e.g. `iconv -f latin1 -t utf-8`."
+        )
     except MoEError as error:
         return record, DataError(with_line(number, str(error)))
 
@@ -71,38 +83,75 @@ def _sampling(record: dict[str, Any], defaults: Sampling) -> Sampling | None:
     return Sampling(**{**vars(defaults), **sampling})
 
 
-def answer_record(line: int, record: dict[str, Any], answer: Answer) -> dict[str, Any]:
-    """Returns the object that is written for an answer.
-
-    It has the keys of the request; what the request had as `targets` becomes `references`.
-    """
-    result: dict[str, Any] = {"line": line, **record}
-    if "targets" in result:
-        result["references"] = result.pop("targets")
+def answer_record(number: int, record: dict[str, Any], answer: Answer) -> dict[str, Any]:
+    """Returns the object that is written for an answer: `request_record`, then the answer."""
+    result = request_record(number, record)
     if answer.error is not None:
-        return {**result, "error": with_line(line, answer.error)}
+        return {**result, "error": with_line(number, answer.error)}
     result |= {"targets": answer.text, "finish": answer.finish}
     if answer.log_probs:
         result["log_probs"] = answer.log_probs
     return result
 
 
-class AnswerFile:
-    """A JSONL file with one line for each request, in their order.
+def request_record(number: int, record: dict[str, Any]) -> dict[str, Any]:
+    """Returns the number of a line, and the keys of its request.
 
-    Attributes:
-        last: Its last record when it was opened; None if there was none.
+    What the request had as `targets` becomes `references`, and what it had under another name of
+    ours is in `request`.
     """
+    kept = dict(record)
+    references = {"references": kept.pop("targets")} if "targets" in kept else {}
+    renamed = {name: kept.pop(name) for name in (*_NAMES, *references) if name in kept}
+    if renamed:
+        kept["request"] = renamed
+    return {"line": number, **kept, **references}
 
-    def __init__(self, file: BinaryIO, last: dict[str, Any] | None) -> None:
+
+class AnswerFile:
+    """A JSONL file with one line for each request, in their order."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._path = path
         self._file = file
-        self.last = last
+
+    def skip_answered(self, lines: Iterator[Line]) -> int:
+        """Takes the requests with an answer from `lines`, and cuts off a torn last line.
+
+        Returns:
+            The number of the last one, 0 if there is none.
+
+        Raises:
+            ConfigError: When an answer is not to the request in its place.
+        """
+        self._file.seek(0)
+        last = 0
+        size = 0
+        for answered in self._file:
+            if not answered.endswith(b"\n"):
+                break
+            number, record, _ = next(lines, (last + 1, {}, None))
+            request = _to_bytes(request_record(number, record)).removesuffix(b"}")
+            if not answered.startswith((request + b', "targets": ', request + b', "error": ')):
+                text = answered.decode(errors="backslashreplace").rstrip()
+                raise ConfigError(
+                    f"{self._path} cannot be resumed: its answer {shown(text)} is not to line {number}, which is "
+                    f"{shown(record)}. Give the same requests, or choose another name."
+                )
+            last = number
+            size += len(answered)
+        self._file.truncate(size)
+        self._file.seek(size)
+        return last
 
     def append(self, record: dict[str, Any]) -> None:
         """Adds the next line."""
-        line = json.dumps(record, ensure_ascii=False) + "\n"
-        self._file.write(line.encode("utf-8", errors="backslashreplace"))
+        self._file.write(_to_bytes(record) + b"\n")
         self._file.flush()
+
+
+def _to_bytes(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")
 
 
 @contextmanager
@@ -121,54 +170,45 @@ def open_answers(path: Path, settings: dict[str, Any], *, resume: bool) -> Itera
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with work_folder(path, wait=False):
-        if path.exists():
-            if not resume:
-                raise ConfigError(
-                    f"--out {path} exists. Add --resume to continue it, or choose another name."
-                )
-            _check_settings(path, settings)
-        else:
-            settings_path = path.with_name(path.name + _SETTINGS)
-            settings_path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        if path.exists() and not resume:
+            raise ConfigError(
+                f"--out {path} exists. Add --resume to continue it, or choose another name."
+            )
+        _keep_settings(path, settings)
         try:
             with path.open("ab+") as file:
-                line = _drop_torn_line(file)
-                last = parse_json(line, where=f"{path}, last line") if line else None
-                yield AnswerFile(file, last)
+                yield AnswerFile(path, file)
         except (KeyboardInterrupt, OSError) as error:
             error.add_note("The same command with --resume continues after the last answer.")
             raise
 
 
-def _check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Raises a ConfigError unless the answers of a file were made with these settings."""
+def _keep_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Writes the settings of new answers beside them, or compares them with those of earlier ones.
+
+    Raises:
+        ConfigError: When the earlier ones differ, or the file beside the answers is something else.
+    """
     settings_path = path.with_name(path.name + _SETTINGS)
-    if not settings_path.is_file():
+    saved = None
+    if os.path.lexists(settings_path):
+        saved = read_json(settings_path, advice="Choose another name.")
+        if not isinstance(saved, dict) or saved.keys() != settings.keys():
+            raise ConfigError(
+                f"{settings_path} holds {shown(saved)}; expected the settings of a run. Move it away, or choose "
+                "another name."
+            )
+    if not path.exists():
+        write_text(settings_path, json.dumps(settings, indent=2) + "\n")
+        return
+    if saved is None:
         raise ConfigError(
             f"{path} cannot be resumed: {settings_path} is missing, which holds the settings of its "
             "run. Choose another name."
         )
-    text = settings_path.read_text(encoding="utf-8")
-    saved = parse_json(text, where=str(settings_path), advice="Choose another name.")
     for name, value in settings.items():
-        earlier = saved.get(name) if isinstance(saved, dict) else None
-        if earlier != value:
+        if saved[name] != value:
             raise ConfigError(
-                f"{path} cannot be resumed: its answers were made with {name} {shown(earlier)}, not "
+                f"{path} cannot be resumed: its answers were made with {name} {shown(saved[name])}, not "
                 f"{shown(value)}. Give the same settings, or choose another name."
             )
-
-
-def _drop_torn_line(file: BinaryIO) -> str:
-    """Returns the last whole line of a file, and cuts off what follows it."""
-    file.seek(0)
-    last = b""
-    whole = 0
-    for line in file:
-        if not line.endswith(b"\n"):
-            break
-        last = line
-        whole += len(line)
-    file.truncate(whole)
-    file.seek(0, 2)
-    return last.decode()

@@ -2,16 +2,19 @@
 
 import io
 import json
+import os
 import random
 import resource
 import signal
 from functools import partial
+from threading import Thread
 
 import pytest
 
 from moe import ConfigError, DataError
 from moe.commands.generate import main
 from moe.data.pair_files import read_pairs
+from moe.errors import MoEError
 from moe.work_folder import work_folder
 from tests.models.tiny import tiny_model
 from tests.processes import Command, start_torchrun
@@ -123,40 +126,111 @@ def test_a_file_of_another_run_is_left_alone(folder, tmp_path):
     with pytest.raises(DataError), work_folder(out, wait=False):
         run(folder, out, "--resume")
 
-    # The last answer is to another request.
+    # One answer is to another request: a changed text, id or setting, or a line that is gone.
     lines = (folder / "in.jsonl").read_text().splitlines()
-    lines[-1] = json.dumps({"inputs": "w3"})
     other = tmp_path / "other.jsonl"
-    other.write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match="'w3'"):
-        run(folder, out, "--resume", "--in", other)
+    changed = {"inputs": texts(NUMBER)[4], "id": "w3"}
+    for number, line in ((60, '{"inputs": "w3"}'), (5, json.dumps(changed)), (60, "")):
+        other.write_text("\n".join([*lines[: number - 1], line, *lines[number:]]))
+        with pytest.raises(ConfigError, match=f"line {number}"):
+            run(folder, out, "--resume", "--in", other)
     assert out.read_bytes() == whole
     out.with_name("out.jsonl.settings.json").unlink()
     with pytest.raises(ConfigError, match=r"settings.json"):
         run(folder, out, "--resume")
 
 
+def test_keys_of_a_request_that_have_the_name_of_ours_survive(folder, tmp_path):
+    taken = {
+        "line": 3,
+        "finish": "x",
+        "log_probs": 1,
+        "error": None,
+        "request": [2],
+        "references": "r",
+    }
+    source = tmp_path / "in.jsonl"
+    requests = [{"inputs": text, **taken} for text in texts(9)]
+    requests[4] |= {"targets": "t"}
+    requests[5] |= {"inputs": ""}
+    source.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    out = tmp_path / "out.jsonl"
+    whole = run(folder, out, "--in", source)
+    records = [json.loads(line) for line in whole.splitlines()]
+    assert [record["line"] for record in records] == list(range(1, 10))
+    for number, record in enumerate(records):
+        has_targets = number == 4
+        kept = {**record["request"], "references": "r"} if not has_targets else record["request"]
+        assert kept == taken
+        assert record["references"] == ("t" if has_targets else "r")
+        assert ("error" in record) == (number == 5) == ("targets" not in record)
+
+    out.write_bytes(whole[: len(whole) // 2])
+    assert run(folder, out, "--in", source, "--resume") == whole
+
+
+def test_settings_are_written_beside_the_answers_and_never_over_other_files(folder, tmp_path):
+    out = tmp_path / "out.jsonl"
+    settings = tmp_path / "out.jsonl.settings.json"
+    mine = tmp_path / "mine.json"
+    for text in ('{"editor": "vim"}', "no JSON"):
+        mine.write_text(text)
+        settings.write_text(text)
+        with pytest.raises(MoEError, match=r"settings\.json"):
+            run(folder, out)
+        assert settings.read_text() == text and not out.exists()
+        settings.unlink()
+        settings.symlink_to(mine)
+        with pytest.raises(MoEError, match=r"settings\.json"):
+            run(folder, out)
+        assert mine.read_text() == text and not out.exists()
+        settings.unlink()
+
+    # Those of answers that were removed are ours.
+    whole = run(folder, out)
+    out.unlink()
+    assert run(folder, out, "--seed", 5) == whole
+    assert json.loads(settings.read_text())["seed"] == 5
+
+
+def test_a_pipe_is_read_once(folder, tmp_path):
+    pipe = tmp_path / "in.jsonl"
+    os.mkfifo(pipe)
+    writer = Thread(target=pipe.write_bytes, args=[(folder / "in.jsonl").read_bytes()])
+    writer.start()
+    whole = (folder / "whole.jsonl").read_bytes()
+    assert run(folder, tmp_path / "out.jsonl", "--in", pipe) == whole
+    writer.join()
+
+
 def test_bad_lines_are_refused_alone_with_their_numbers(folder, tmp_path, capsys):
     bad = [
-        "no JSON",
-        "[1]",
-        '{"text": "w3"}',
-        '{"inputs": " "}',
-        json.dumps({"inputs": "w3 " * 20}),
-        '{"inputs": "w3", "sampling": {"temprature": 1}}',
-        '{"inputs": "w3", "sampling": {"temperature": -1}}',
+        b"no JSON",
+        b"[1]",
+        b'{"text": "w3"}',
+        b'{"inputs": " "}',
+        json.dumps({"inputs": "w3 " * 20}).encode(),
+        b'{"inputs": "w3", "sampling": {"temprature": 1}}',
+        b'{"inputs": "w3", "sampling": {"temperature": -1}}',
+        b'{"inputs": "w\xe9"}',
     ]
     source = tmp_path / "in.jsonl"
-    source.write_text("\n".join(["", '{"inputs": "w3"}', *bad, '{"inputs": "w4"}', ""]))
+    source.write_bytes(b"\n".join([b"", b'{"inputs": "w3"}', *bad, b'{"inputs": "w4"}', b""]))
     out = tmp_path / "out.jsonl"
-    run(folder, out, "--in", source, "--max-input", 13)
+    whole = run(folder, out, "--in", source, "--max-input", 13)
     first, *refused, last = [json.loads(line) for line in out.read_text().splitlines()]
-    assert first["line"] == 2 and last["line"] == 10 and first["targets"] and last["targets"]
+    assert first["line"] == 2 and last["line"] == 11 and first["targets"] and last["targets"]
     assert len(refused) == len(bad)
     for number, record in enumerate(refused, start=3):
         assert record["error"].startswith(f"line {number}: ") and "targets" not in record
-    assert "temperature" in refused[5]["error"]
-    assert "7 requests were refused" in capsys.readouterr().err
+    assert "temperature" in refused[5]["error"] and "0xe9" in refused[7]["error"]
+    assert "8 requests were refused" in capsys.readouterr().err
+
+    # A line that was repaired since then is not taken for the one that was refused.
+    source.write_bytes(source.read_bytes().replace(b"no JSON", b'{"inputs": "w5"}'))
+    with pytest.raises(ConfigError, match="line 3"):
+        run(folder, out, "--in", source, "--max-input", 13, "--resume")
+    assert out.read_bytes() == whole
 
 
 def test_texts_come_from_arguments_a_text_file_or_standard_input(
@@ -169,13 +243,17 @@ def test_texts_come_from_arguments_a_text_file_or_standard_input(
     assert expected.count("\n") == 2
     main([*options, "--in", str(tmp_path / "in.txt")])
     assert capsys.readouterr().out == expected
-    monkeypatch.setattr("sys.stdin", io.StringIO("w3 w4\nw5\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w3 w4\nw5\n")))
     main(options)
     assert capsys.readouterr().out == expected
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w3 w4\nw\xe9\nw5\n")))
+    with pytest.raises(DataError, match="line 2: byte 0xe9"):
+        main(options)
+    assert [*capsys.readouterr().out.splitlines()[::2]] == expected.splitlines()
     with pytest.raises(DataError, match="line 2: The text is ''"):
         main([*options, "w3 w4", "", "w5"])
     assert [*capsys.readouterr().out.splitlines()[::2]] == expected.splitlines()
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(DataError, match="no text"):
         main(options)
 
