@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroup
 from tqdm import tqdm
 
 from moe.checkpoint.loading import load_model_on_mesh
-from moe.checks import shown
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real
 from moe.commands.served_model import add_model_options, load_served_model
@@ -36,7 +35,7 @@ from moe.files import output_path
 from moe.models.configuration import STMoEConfig
 from moe.models.parallelize import mesh_limits
 from moe.serving.answer_file import Line, answer_record, open_answers, parse_request, with_line
-from moe.serving.batch_generator import BatchGenerator, Item, Request
+from moe.serving.batch_generator import BatchGenerator, Item, Request, encode_items
 from moe.serving.engine import Answer
 from moe.serving.sampling import Sampling
 from moe.serving.workers import map_over_workers
@@ -319,40 +318,29 @@ def _search_beams(
     tokenizer = load_tokenizer(options.model)
     while chunk := list(islice(numbered, _ROUND * options.batch_size)):
         answers: dict[int, Answer] = {}
-        inputs: list[tuple[int, str]] = []
-        for number, item in chunk:
-            error = _refusal(item, tokenizer, options.max_input)
-            if error is not None or not isinstance(item, Request):
+        inputs: list[tuple[int, list[int]]] = []
+        all_tokens = encode_items(tokenizer, [item for _, item in chunk], options.max_input)
+        for (number, item), tokens in zip(chunk, all_tokens, strict=True):
+            if isinstance(tokens, DataError):
+                answers[number] = Answer(number, error=str(tokens))
+            elif isinstance(item, Request) and item.sampling is not None:
+                error = "sampling cannot be combined with --num-beams."
                 answers[number] = Answer(number, error=error)
             else:
-                inputs.append((number, item.text))
+                inputs.append((number, tokens))
         inputs.sort(key=lambda pair: len(pair[1]))
         for start in range(0, len(inputs), options.batch_size):
             batch = inputs[start : start + options.batch_size]
-            texts = [text for _, text in batch]
-            encoded = tokenizer(texts, padding=True, return_tensors="pt").to(model.device)
-            tokens = model.generate(
+            rows = {"input_ids": [tokens for _, tokens in batch]}
+            encoded = tokenizer.pad(rows, return_tensors="pt").to(model.device)
+            generated = model.generate(
                 input_ids=encoded["input_ids"],
                 attention_mask=encoded["attention_mask"],
                 max_new_tokens=options.max_new_tokens,
                 num_beams=options.num_beams,
             )
-            decoded = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            decoded = tokenizer.batch_decode(generated, skip_special_tokens=True)
             for (number, _), text in zip(batch, decoded, strict=True):
                 answers[number] = Answer(number, text)
         for number, _ in chunk:
             yield answers[number]
-
-
-def _refusal(item: Item, tokenizer: Any, max_input: int) -> str | None:
-    """Returns why a request has no beam search; None if it has."""
-    if not isinstance(item, Request):
-        return str(item)
-    if item.sampling is not None:
-        return "sampling cannot be combined with --num-beams."
-    if not item.text.strip():
-        return f"The text is {shown(item.text)}; expected one that is not empty."
-    num_tokens = len(tokenizer(item.text, verbose=False)["input_ids"])
-    if num_tokens > max_input:
-        return f"The text has {num_tokens} tokens; expected at most --max-input, {max_input}."
-    return None

@@ -1,7 +1,7 @@
 """Answers a stream of texts in order, many at a time; engine.py computes the tokens."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -16,6 +16,9 @@ from moe.serving.sampling import Sampling, sampling_of
 
 _AHEAD = 32
 """Most requests that were read and not yet returned, as a multiple of the batch."""
+
+_MOST_CHARACTERS = 64
+"""Most characters of a text for each token that it may have; to count tokens takes seconds a megabyte."""
 
 
 @dataclass(frozen=True)
@@ -118,35 +121,61 @@ class BatchGenerator:
 
     def submit(self, requests: Iterable[tuple[int, Item]]) -> list[Answer]:
         """Queues numbered requests, and returns refusals of those that cannot be answered."""
+        numbered = list(requests)
+        all_tokens = encode_items(self.tokenizer, [item for _, item in numbered], self.max_input)
         refused = []
-        valid: list[tuple[int, Request]] = []
-        for number, item in requests:
-            if isinstance(item, DataError):
-                refused.append(Answer(number, error=str(item)))
+        for (number, item), tokens in zip(numbered, all_tokens, strict=True):
+            if isinstance(tokens, DataError):
+                refused.append(Answer(number, error=str(tokens)))
                 continue
-            request = item if isinstance(item, Request) else Request(item)
-            if isinstance(request.text, str) and request.text.strip():
-                valid.append((number, request))
-            else:
-                error = f"The text is {shown(request.text)}; expected one that is not empty."
-                refused.append(Answer(number, error=error))
-        if not valid:
-            return refused
-
-        texts = [request.text for _, request in valid]
-        all_tokens = self.tokenizer(texts, verbose=False)["input_ids"]
-        for (number, request), tokens in zip(valid, all_tokens, strict=True):
-            if len(tokens) > self.max_input:
-                error = (
-                    f"The text has {len(tokens)} tokens; expected at most max_input, {self.max_input}. Shorten "
-                    "it, or set max_input higher."
-                )
-                refused.append(Answer(number, error=error))
-            else:
-                sampling = request.sampling or sampling_of(self.sampling, number)
-                is_streamed = self.on_piece is not None
-                self.engine.submit(number, tokens, sampling, stream=is_streamed)
+            own = item.sampling if isinstance(item, Request) else None
+            sampling = own or sampling_of(self.sampling, number)
+            self.engine.submit(number, tokens, sampling, stream=self.on_piece is not None)
         return refused
+
+
+def encode_items(
+    tokenizer: Any, items: Sequence[Item], max_input: int
+) -> list[list[int] | DataError]:
+    """Returns the tokens of each request, or the error that refuses it.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        items: The requests.
+        max_input: Most tokens of a text.
+    """
+    texts = [_text_of(item, max_input) for item in items]
+    valid = [text for text in texts if isinstance(text, str)]
+    encoded = iter(tokenizer(valid, verbose=False)["input_ids"] if valid else [])
+
+    results: list[list[int] | DataError] = []
+    for text in texts:
+        tokens = text if isinstance(text, DataError) else next(encoded)
+        if not isinstance(tokens, DataError) and len(tokens) > max_input:
+            tokens = _too_long(f"{len(tokens)} tokens", f"max_input, {max_input}")
+        results.append(tokens)
+    return results
+
+
+def _text_of(item: Item, max_input: int) -> str | DataError:
+    """Returns the text of a request, or the error that refuses it before it is tokenized."""
+    if isinstance(item, DataError):
+        return item
+    text = item.text if isinstance(item, Request) else item
+    if not isinstance(text, str) or not text.strip():
+        return DataError(f"The text is {shown(text)}; expected one that is not empty.")
+    most = max_input * _MOST_CHARACTERS
+    if len(text) > most:
+        return _too_long(
+            f"{len(text)} characters", f"{most}, {_MOST_CHARACTERS} for each token of max_input"
+        )
+    return text
+
+
+def _too_long(size: str, most: str) -> DataError:
+    return DataError(
+        f"The text has {size}; expected at most {most}. Shorten it, or set max_input higher."
+    )
 
 
 def default_sampling(model: PreTrainedModel) -> Sampling:

@@ -180,9 +180,11 @@ def test_scores_are_the_log_probabilities_of_a_whole_pass():
 
 
 def test_what_cannot_be_answered_is_refused_alone():
-    asked = ["w3", "", " \n", "w4 " * 40, None, DataError("line 9: no text"), "w5"]
+    # One long word is two tokens, but megabytes are refused without counting them.
+    asked = ["w3", "", " \n", "w4 " * 40, None, DataError("line 9: no text"), "w4" * 1000, "w5"]
     answers = list(BatchGenerator(ours(), TOKENIZER, max_input=13).map(asked))
-    assert [answer.error is None for answer in answers] == [True] + [False] * 5 + [True]
+    assert [answer.error is None for answer in answers] == [True] + [False] * 6 + [True]
+    assert "2000 characters" in answers[6].error and "832" in answers[6].error
     assert "41 tokens" in answers[3].error and "13" in answers[3].error
     assert answers[5].error == "line 9: no text"
     assert list(BatchGenerator(ours(), TOKENIZER).map([])) == []
