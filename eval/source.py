@@ -469,15 +469,6 @@ def _read_parquet(
         names = pyarrow.parquet.read_schema(path).names
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}. {advice}") from error
-    _check_parquet_columns(path, names, required)
+    require_columns(names, required, str(path))
     for where, row in read_parquet(path, advice=advice, columns=columns):
         yield _FileRow(dict(row), where)
-
-
-def _check_parquet_columns(path: Path, names: list[str], columns: ColumnKinds) -> None:
-    """Raises a DataError when a column is missing or occurs more than once."""
-    require_columns(names, columns, str(path))
-    for name in columns:
-        num_found = names.count(name)
-        if num_found > 1:
-            raise DataError(f"{path} has the column {name!r} {num_found} times. Keep one of them.")

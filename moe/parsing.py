@@ -4,11 +4,15 @@ Reading never runs code: bytes that are not UTF-8, deep nesting and unexpected t
 error of this library.
 """
 
+import gzip
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +24,59 @@ from yaml.constructor import ConstructorError
 
 from moe.checks import shown
 from moe.errors import ConfigError, DataError, MoEError
-from moe.opening import read_regular
+from moe.opening import open_to_read
 
 T = TypeVar("T")
 
-_MOST_YAML = 2**20
+_FORMATS = {
+    rb"\x1f\x8b": "compressed by gzip. Give it a name that ends in .gz",
+    rb"PAR1": "Parquet. Give it a name that ends in .parquet",
+    rb"PK\x03\x04": "a zip archive or a spreadsheet. Unpack it, or export it as CSV",
+    rb"\xff\xfe|\xfe\xff|.?\0": "UTF-16. Convert it, e.g. `iconv -f utf-16 -t utf-8`",
+}
+"""Formats by patterns of the first bytes of a file, and what to do about a file that is not UTF-8 text."""
+
+
+@contextmanager
+def open_data(
+    path: Path,
+    *,
+    advice: str = "Restore the file.",
+    error: type[MoEError] = DataError,
+    pipe: bool = False,
+) -> Iterator[BufferedReader | gzip.GzipFile]:
+    """Opens a text to read its bytes: a `.gz` file is decompressed, a byte order mark is skipped.
+
+    Args:
+        path: The file.
+        advice: Advice for the user if it is missing or cannot be read.
+        error: Class of the error.
+        pipe: Whether it may be a pipe, as for data named by the user.
+
+    Raises:
+        MoEError: When the file is missing, a device, damaged, or of a format that is not UTF-8 text.
+    """
+    try:
+        with open(path, "rb", opener=None if pipe and path.is_fifo() else open_to_read) as file:
+            data = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
+            head = data.peek(4)
+            for pattern, kind in _FORMATS.items():
+                if re.match(pattern, head, re.DOTALL):
+                    raise error(f"{path} is {kind}.")
+            if head.startswith(b"\xef\xbb\xbf"):
+                data.read(3)
+            yield data
+    except MoEError:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError) as failure:  # ValueError: NUL in the path
+        reason = getattr(failure, "strerror", None) or failure
+        raise error(f"{path} cannot be read: {reason}. {advice}") from failure
+
+
+def suffix_of(path: Path) -> str:
+    """Returns the ending of a file in lower case, before that of gzip: `.csv` of `A.CSV.gz`."""
+    inner = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    return inner.suffix.lower()
 
 
 def read_text(
@@ -34,32 +86,27 @@ def read_text(
     error: type[MoEError] = DataError,
     pipe: bool = False,
 ) -> str:
-    """Returns the text of a UTF-8 file; a byte order mark is dropped.
-
-    Args:
-        path: The file.
-        advice: Advice for the user if it is missing or cannot be read.
-        error: Class of the error.
-        pipe: Whether it may be a pipe, as for data named by the user.
+    """Returns the text of a UTF-8 file; see `open_data`.
 
     Raises:
-        MoEError: When the file is missing, a device, or not UTF-8; names the byte and line.
+        MoEError: When the file cannot be read, or is not UTF-8; names the byte and line.
     """
+    with open_data(path, advice=advice, error=error, pipe=pipe) as file:
+        content = file.read()
     try:
-        content = path.read_bytes() if pipe and path.is_fifo() else read_regular(path)
-    except (OSError, ValueError) as failure:  # a ValueError for NUL in the path
-        reason = getattr(failure, "strerror", None) or failure
-        raise error(f"{path} cannot be read: {reason}. {advice}") from failure
-
-    try:
-        return content.decode("utf-8-sig")
+        return content.decode()
     except UnicodeDecodeError as failure:
-        # The first invalid byte, and its position.
         line = content.count(b"\n", 0, failure.start) + 1
-        raise error(
-            f"{path} is not UTF-8: byte 0x{content[failure.start]:02x} at offset {failure.start} (line {line}). "
-            f"Convert it, e.g. `iconv -f latin1 -t utf-8 {path.name}`, then run again."
-        ) from failure
+        place = f"at offset {failure.start} (line {line})"
+        raise error(not_utf8(path, content[failure.start], place)) from failure
+
+
+def not_utf8(where: object, byte: int, place: str = "in it") -> str:
+    """Returns the message about a text that is not UTF-8, which names its first invalid byte."""
+    return (
+        f"{where} is not UTF-8: byte 0x{byte:02x} {place}. Convert the file from its encoding, e.g. "
+        "`iconv -f latin1 -t utf-8`, or repair the line."
+    )
 
 
 def parse_json(
@@ -109,12 +156,16 @@ def refuse(error: DataError) -> None:
     raise error
 
 
-def parse_json_object(text: str, *, where: object, advice: str, nan: bool) -> dict[str, Any]:
-    """Returns the object of a JSON text; see `parse_json`.
+def parse_json_object(line: bytes, *, where: object, advice: str, nan: bool) -> dict[str, Any]:
+    """Returns the object of a line of JSON; see `parse_json`.
 
     Raises:
-        DataError: When the text is something else.
+        DataError: When the line is something else.
     """
+    try:
+        text = line.decode().rstrip("\r\n")
+    except UnicodeDecodeError as failure:
+        raise DataError(not_utf8(where, line[failure.start])) from failure
     value = parse_json(text, where=where, advice=advice, nan=nan)
     if not isinstance(value, dict):
         raise DataError(f"{where}: {shown(text[:60])} is not a JSON object. {advice}")
@@ -139,31 +190,27 @@ def read_json_lines(
         advice: What the user can do.
         torn_end: Whether to skip a torn last line, as in a file to which a run still appends.
         nan: Whether NaN and Infinity are numbers.
-        pipe: See `read_text`.
+        pipe: See `open_data`.
         bad: Called with the error of a line; lines after it are read unless it raises.
 
     Raises:
         DataError: When the file cannot be read, or a line is not a JSON object; names the line.
     """
-    text = read_text(path, advice=advice, pipe=pipe)
-    lines = text.split("\n")  # a text may hold other line separators
-    filled = [number for number, line in enumerate(lines, start=1) if line.strip()]
-    last = max(filled, default=0)
+    with open_data(path, advice=advice, pipe=pipe) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
 
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-
-        # A run that is killed may leave half a line at the end.
-        where = f"{path}, line {number}"
-        try:
-            value = parse_json_object(line, where=where, advice=advice, nan=nan)
-        except DataError as error:
-            if torn_end and number == last:
-                return
-            bad(error)
-            continue
-        yield number, value
+            # A run that is killed may leave half a line at the end.
+            where = f"{path}, line {number}"
+            try:
+                value = parse_json_object(line, where=where, advice=advice, nan=nan)
+            except DataError as error:
+                if torn_end and not any(map(bytes.strip, file)):
+                    return
+                bad(error)
+                continue
+            yield number, value
 
 
 def to_record(
@@ -223,15 +270,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Returns the settings in a YAML file.
 
     Raises:
-        ConfigError: When there is no such file, or it is a pipe, larger than 1 MiB, not a YAML
-            mapping in UTF-8, or repeats a key.
+        ConfigError: When there is no such file, or it is a pipe, not a YAML mapping in UTF-8, or
+            repeats a key.
     """
     advice = "Give the path of a YAML file of `key: value` lines."
-    size = path.stat().st_size if path.is_file() else 0
-    if size > _MOST_YAML:
-        raise ConfigError(
-            f"{path} has {size:,} bytes; expected settings of at most {_MOST_YAML:,}. {advice}"
-        )
     text = read_text(path, advice=advice, error=ConfigError)
     content = parse_yaml(text, where=str(path), advice=advice)
     if not isinstance(content, dict):

@@ -127,13 +127,6 @@ def test_what_is_no_file_is_refused_before_it_is_read_without_end(tmp_path, read
             read(path)
 
 
-def test_settings_larger_than_any_are_refused_before_they_are_read(tmp_path):
-    with (tmp_path / "large.yaml").open("wb") as file:
-        file.truncate(2**40)
-    with pytest.raises(ConfigError, match=r"has 1,099,511,627,776 bytes; expected settings of at"):
-        read_yaml(tmp_path / "large.yaml")
-
-
 def test_data_that_the_user_names_may_come_from_a_pipe(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe.checks import shown
-from moe.data.documents import OWN_LICENCE, Document, printable
+from moe.data.documents import OWN_LICENCE, Document
+from moe.data.folders import printable
 from moe.data.prose import is_prose
 from moe.errors import DataError
 from moe.parsing import read_text

@@ -24,7 +24,8 @@ from moe.data.docstrings import (
     package_folder,
     topic_documents,
 )
-from moe.data.documents import OWN_LICENCE, Document, printable
+from moe.data.documents import OWN_LICENCE, Document
+from moe.data.folders import printable
 from moe.data.prose import prose_paragraphs
 from moe.errors import DataError, did_you_mean
 from moe.parsing import read_text

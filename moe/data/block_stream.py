@@ -83,6 +83,7 @@ class BlockStream(ABC):
             details: Everything else that determines the tokens.
         """
         self.shards = blocks.shards
+        self.num_first_blocks = blocks.num_first_blocks
         self.tokenizer = tokenizer
         self._blocks = blocks
         self._reading = threading.local()  # each thread has its own position in the files

@@ -4,6 +4,7 @@ Comes after `rows` and `documents`, before `token_stream`. Parquet files, JSONL 
 disk are read from any block on; of everything else the blocks before are read and thrown away.
 """
 
+import math
 import os
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -12,11 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from moe.data.documents import SUFFIXES, files_below, read_document
+from moe.data.documents import read_document
+from moe.data.folders import PARQUET, SUFFIXES, TABLE_SUFFIXES, files_of, parse_folder
 from moe.data.rows import (
-    PARQUET,
-    TABLE_SUFFIXES,
     Row,
+    check_columns,
     is_hub_name,
     load_saved_dataset,
     open_hub_stream,
@@ -25,7 +26,7 @@ from moe.data.rows import (
 )
 from moe.errors import DataError
 from moe.opening import open_to_read
-from moe.parsing import parse_json_object
+from moe.parsing import open_data, parse_json_object, suffix_of
 
 if TYPE_CHECKING:
     import datasets
@@ -70,15 +71,14 @@ class BlockRow(NamedTuple):
 class Blocks(Protocol):
     """A table in blocks."""
 
-    @property
-    def identity(self) -> str:
-        """Text that is equal for tables of the same rows in the same blocks: names, sizes, numbers."""
-        ...
+    identity: str
+    """Text that is equal for tables of the same rows in the same blocks: names, sizes, numbers."""
 
-    @property
-    def version(self) -> str:
-        """Text that changes when a file is written again, e.g. its time."""
-        ...
+    version: str
+    """Text that changes when a file is written again, e.g. its time."""
+
+    num_first_blocks: float
+    """Size of the table as a multiple of its first block; only for a table with shards."""
 
     @property
     def shards(self) -> Sequence[range] | None:
@@ -91,7 +91,7 @@ class Blocks(Protocol):
         """Yields the rows of a block.
 
         Raises:
-            DataError: When a file cannot be read.
+            DataError: When a file cannot be read, or is smaller than before.
         """
         ...
 
@@ -102,24 +102,24 @@ def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
     Args:
         source: A Parquet or JSONL file or a folder of them, a dataset that `datasets` saved
             (`FOLDER` or `FOLDER:SPLIT`), the name of one on the hub (`NAME:CONFIG:SPLIT`, which is
-            streamed), or other files as `read_files` reads them.
+            streamed), or other files as `read_files` reads them. See `files_of` for splits of folders.
         columns: Columns that are needed; for files of text one, which holds the text.
 
     Raises:
         DataError: When there is no such source.
     """
     if is_hub_name(source):
-        return StreamBlocks(open_hub_stream(str(source)), str(source))
-    if source.suffix.lower() not in SUFFIXES and not _is_folder_of_files(source):
+        return StreamBlocks(open_hub_stream(str(source)), str(source), columns)
+    folder = parse_folder(source)
+    is_files = not folder.is_saved if folder else suffix_of(source) in SUFFIXES
+    if not is_files:
         advice = (
             f"Give a file or folder of {', '.join(SUFFIXES)}, a dataset saved by `datasets`, or, to pre-train, a "
             "corpus that `stmoe corpus` made."
         )
-        dataset = load_saved_dataset(source, advice=advice)
-        _check_columns(str(source), columns, dataset.column_names)
-        return DatasetBlocks(dataset.select_columns(list(columns)), str(source))
+        return DatasetBlocks(load_saved_dataset(source, advice=advice), str(source), columns)
 
-    files = files_below(source) if source.is_dir() else [source]
+    files = files_of(source)
     if not files:
         raise DataError(
             f"{source} is not a corpus and contains no text. Give a corpus made by `stmoe corpus`, or files ending in "
@@ -164,6 +164,7 @@ class ParquetBlocks:
 
         self._block_rows = _rows_of_block(sum(group_rows))
         self.shards = _consecutive(-(-rows // self._block_rows) for rows in group_rows)
+        self.num_first_blocks = _ratio(group_rows, self._block_rows)
         self.identity = repr([_names_and_sizes(files), group_rows, self._block_rows])
         self.version = _times(files)
         self._starts = [shard.start for shard in self.shards]
@@ -183,7 +184,7 @@ class ParquetBlocks:
                 batches = _read_group(file, group, self._columns, self._block_rows)
                 self._batches = islice(batches, offset, None)
             batch = next(self._batches)
-        except (OSError, ValueError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, StopIteration, pyarrow.ArrowException) as error:
             raise DataError(f"{file} cannot be read as Parquet: {error}. Restore it.") from error
 
         is_last = block + 1 == self.shards[shard].stop
@@ -199,11 +200,12 @@ class JsonlBlocks:
     def __init__(self, files: Sequence[Path]) -> None:
         sizes = [_size(file) for file in files]
         block_bytes = min(BLOCK_BYTES, max(1, -(-sum(sizes) // LEAST_BLOCKS)))
+        self.num_first_blocks = _ratio(sizes, block_bytes)
         self._blocks: list[tuple[Path, int, int]] = []  # file, first byte, byte after the last
         counts: list[int] = []
         for file, size in zip(files, sizes, strict=True):
             starts = range(0, size, block_bytes)
-            self._blocks += [(file, start, start + block_bytes) for start in starts]
+            self._blocks += [(file, start, min(start + block_bytes, size)) for start in starts]
             counts += [len(part) for part in _parts(len(starts))]
         self.shards = _consecutive(counts)
         self.identity = repr([_names_and_sizes(files), block_bytes])
@@ -212,30 +214,36 @@ class JsonlBlocks:
     def read(self, block: int) -> Iterator[BlockRow]:
         """Yields the rows of a block."""
         file, start, stop = self._blocks[block]
-        try:
-            with open(file, "rb", opener=open_to_read) as lines:
-                # The line that reaches over the start belongs to the block before.
-                if start:
-                    lines.seek(start - 1)
-                    lines.readline()
-                position = lines.tell()
-                while position < stop and (line := lines.readline()):
-                    if line.strip(b" \t\r\n\xef\xbb\xbf"):
-                        yield _parse_line(line, file, position)
-                    position += len(line)
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}. Restore it.") from error
+        with open_data(file, advice="Restore it.") as lines:
+            # The line that reaches over the start belongs to the block before.
+            if start:
+                lines.seek(start - 1)
+                lines.readline()
+            position = lines.tell()
+            while position < stop and (line := lines.readline()):
+                if line.strip():
+                    yield _parse_line(line, file, position)
+                position += len(line)
+        if position < stop:
+            raise _smaller(file)
 
 
 class DatasetBlocks:
     """Blocks of a dataset in memory-mapped files."""
 
-    def __init__(self, dataset: "datasets.Dataset", name: str) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: "datasets.Dataset", name: str, columns: Sequence[str]) -> None:
+        """Chooses the columns; as Arrow, images and sounds are not decoded.
+
+        Raises:
+            DataError: When there is no such column.
+        """
+        _require_columns(name, columns, dataset.column_names)
+        self._dataset = dataset.select_columns(list(columns)).with_format("arrow")
         self._name = name
         self._block_rows = _rows_of_block(len(dataset))
         num_blocks = -(-len(dataset) // self._block_rows)
         self.shards = _consecutive(len(part) for part in _parts(num_blocks))
+        self.num_first_blocks = _ratio([len(dataset)], self._block_rows)
         files = [Path(file["filename"]) for file in dataset.cache_files]
         self.identity = repr([_names_and_sizes(files), len(dataset), self._block_rows])
         self.version = _times(files)
@@ -243,32 +251,33 @@ class DatasetBlocks:
     def read(self, block: int) -> Iterator[BlockRow]:
         """Yields the rows of a block."""
         start = block * self._block_rows
-        stop = min(start + self._block_rows, len(self._dataset))
-        for number in range(start, stop):
-            yield BlockRow(f"{self._name}, row {number + 1}", self._dataset[number])
+        batch: Any = self._dataset[start : start + self._block_rows]
+        for number, row in enumerate(batch.to_pylist(), start=start + 1):
+            yield BlockRow(f"{self._name}, row {number}", row)
 
 
 class _Sequential(ABC):
     """Blocks of rows that are only read from the beginning: a later block skips those before it."""
 
     shards = None
+    num_first_blocks = math.nan
 
     def __init__(self) -> None:
         self._rows: Iterator[BlockRow] = iter(())
         self._position = (-1, -1)  # process and block that the rows continue with
 
     @abstractmethod
-    def start(self, num_skipped: int) -> Iterator[BlockRow]:
-        """Yields the rows after the first ones."""
+    def rows(self) -> Iterator[BlockRow]:
+        """Yields all rows."""
 
     def read(self, block: int) -> Iterator[BlockRow]:
         """Yields the rows of a block."""
         # Another process may have made the blocks between.
         process, next_block = self._position
-        if process == os.getpid() and next_block <= block:
-            self._rows = islice(self._rows, (block - next_block) * BLOCK_ROWS, None)
-        else:
-            self._rows = self.start(block * BLOCK_ROWS)
+        if process != os.getpid() or next_block > block:
+            self._rows = self.rows()
+            next_block = 0
+        self._rows = islice(self._rows, (block - next_block) * BLOCK_ROWS, None)
         self._position = (-1, -1)  # until the whole block is read
         yield from islice(self._rows, BLOCK_ROWS)
         self._position = (os.getpid(), block + 1)
@@ -281,17 +290,15 @@ class FileBlocks(_Sequential):
         super().__init__()
         self._files = files
         self._columns = columns
+        self._sizes = [_size(file) for file in files]
         self.identity = repr([_names_and_sizes(files), BLOCK_ROWS])
         self.version = _times(files)
 
-    def start(self, num_skipped: int) -> Iterator[BlockRow]:
-        """Yields the rows after the first ones."""
-        return islice(self._all_rows(), num_skipped, None)
-
-    def _all_rows(self) -> Iterator[BlockRow]:
+    def rows(self) -> Iterator[BlockRow]:
+        """Yields all rows."""
         advice = f"Expected the columns {', '.join(self._columns)} in each row."
-        for file in self._files:
-            if file.suffix.lower() not in TABLE_SUFFIXES:
+        for file, size in zip(self._files, self._sizes, strict=True):
+            if suffix_of(file) not in TABLE_SUFFIXES:
                 yield BlockRow(file, {self._columns[0]: read_document(file)})
                 continue
             bad: list[DataError] = []
@@ -299,29 +306,36 @@ class FileBlocks(_Sequential):
                 yield from _bad_rows(bad)
                 yield BlockRow(where, row)
             yield from _bad_rows(bad)
+            if _size(file) < size:
+                raise _smaller(file)
 
 
 class StreamBlocks(_Sequential):
     """Blocks of a `datasets.IterableDataset`, which need not be on this machine."""
 
-    def __init__(self, stream: "datasets.IterableDataset", name: str) -> None:
+    def __init__(
+        self, stream: "datasets.IterableDataset", name: str, columns: Sequence[str]
+    ) -> None:
+        """Chooses the columns, so that no other one is decoded or fetched.
+
+        Raises:
+            DataError: When there is no such column.
+        """
         super().__init__()
+        if stream.column_names is not None:
+            _require_columns(name, columns, stream.column_names)
+            # Decoding comes first: `datasets` may have put it before the columns are chosen.
+            stream = stream.decode(False).select_columns(list(columns))
         self._stream = stream
         self._name = name
         self.identity = repr([name, BLOCK_ROWS])
         self.version = ""
 
-    def start(self, num_skipped: int) -> Iterator[BlockRow]:
-        """Yields the rows after the first ones."""
-        rows: Iterable[Any] = self._stream.skip(num_skipped)
-        for number, row in enumerate(rows, start=num_skipped + 1):
+    def rows(self) -> Iterator[BlockRow]:
+        """Yields all rows."""
+        rows: Iterable[Any] = self._stream
+        for number, row in enumerate(rows, start=1):
             yield BlockRow(f"{self._name}, row {number}", row)
-
-
-def _is_folder_of_files(source: Path) -> bool:
-    """Returns whether a folder is not a dataset that `datasets` saved."""
-    saved = ("dataset_info.json", "dataset_dict.json")
-    return source.is_dir() and not any((source / name).exists() for name in saved)
 
 
 def _bad_rows(errors: list[DataError]) -> Iterator[BlockRow]:
@@ -349,11 +363,8 @@ def _parse_line(line: bytes, file: Path, position: int) -> BlockRow:
     """Returns the row of a line of JSONL that begins at a byte of a file."""
     where = _LinePlace(file, position)
     try:
-        text = line.decode("utf-8-sig" if position == 0 else "utf-8")
-        values = parse_json_object(text, where=where, advice="Repair the line.", nan=True)
+        values = parse_json_object(line, where=where, advice="Repair the line.", nan=True)
         return BlockRow(where, values)
-    except UnicodeDecodeError:
-        return BlockRow(where, {}, DataError(f"{where}: the line is not UTF-8. Repair the line."))
     except DataError as error:
         return BlockRow(where, {}, error)
 
@@ -368,17 +379,18 @@ def _rows_of_groups(file: Path, columns: Sequence[str]) -> list[int]:
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{file} cannot be read as Parquet: {error}. Restore it.") from error
     names = metadata.schema.to_arrow_schema().names
-    _check_columns(str(file), columns, names)
+    _require_columns(str(file), columns, names)
     return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
 
-def _check_columns(source: str, columns: Sequence[str], names: Sequence[str]) -> None:
-    """Raises a DataError when a table lacks a column."""
-    missing = [column for column in columns if column not in names]
+def _require_columns(source: str, columns: Sequence[str], names: Sequence[str]) -> None:
+    """Raises a DataError when a table lacks a column, or has it twice."""
+    advice = "Name the column of texts by --column, or those of pairs by --columns."
+    present = check_columns(source, names, columns, advice)
+    missing = [column for column in columns if column not in present]
     if missing:
         raise DataError(
-            f"{source} has no column {missing[0]!r}; it has {', '.join(names)}. Name the column of texts by --column, "
-            "or those of pairs by --columns."
+            f"{source} has no column {missing[0]!r}; it has {', '.join(names)}. {advice}"
         )
 
 
@@ -411,6 +423,16 @@ def _consecutive(counts: Iterable[int]) -> list[range]:
             ranges.append(range(start, start + count))
         start += count
     return ranges
+
+
+def _ratio(part_sizes: Sequence[int], block_size: int) -> float:
+    """Returns the size of a table as a multiple of its first block, which ends with the first part."""
+    first_part = next(filter(None, part_sizes), 0)
+    return sum(part_sizes) / max(1, min(block_size, first_part))
+
+
+def _smaller(file: Path) -> DataError:
+    return DataError(f"{file} is smaller than when the run began. Restore it, then start again.")
 
 
 def _size(file: Path) -> int:

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from moe.data.documents import Document, printable
+from moe.data.documents import Document
+from moe.data.folders import printable
 from moe.data.prose import prose_paragraphs
 from moe.errors import DataError
 

@@ -3,24 +3,24 @@
 Comes after `prose` and `rows`, before `docstrings`, which reads another source.
 """
 
-import logging
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from moe.data.folders import (
+    MARKUP_SUFFIXES,
+    SUFFIXES,
+    TABLE_SUFFIXES,
+    files_of,
+    parse_folder,
+    printable,
+)
 from moe.data.prose import prose_paragraphs
-from moe.data.rows import TABLE_SUFFIXES, read_rows, text_of
+from moe.data.rows import read_rows, text_of
 from moe.errors import DataError
-from moe.parsing import read_text
-
-logger = logging.getLogger(__name__)
+from moe.parsing import read_text, suffix_of
 
 OWN_LICENCE = "not stated"
-MARKUP_SUFFIXES = (".rst",)
-"""Endings of files of which only the prose is read."""
-
-SUFFIXES = (".txt", ".md", *MARKUP_SUFFIXES, *TABLE_SUFFIXES)
 TEXT_COLUMN = "text"
 
 
@@ -67,10 +67,11 @@ def read_files(paths: Iterable[Path | str], column: str = TEXT_COLUMN) -> list[D
 
 def _read_path(path: Path, column: str) -> Iterator[Document]:
     """Yields the documents of a file or folder."""
-    if path.is_dir():
-        name = path.resolve().name
-        for file in files_below(path):
-            source = f"{name}/{file.relative_to(path).as_posix()}"
+    folder = parse_folder(path)
+    if folder is not None:
+        name = folder.path.resolve().name
+        for file in files_of(path):
+            source = f"{name}/{file.relative_to(folder.path).as_posix()}"
             yield from _read_file(file, column, source=source, package=name)
         return
 
@@ -81,48 +82,11 @@ def _read_path(path: Path, column: str) -> Iterator[Document]:
             f"{printable(str(path))} does not exist. Give a file ending in {endings}, or a folder "
             "of them."
         )
-    if path.suffix.lower() not in SUFFIXES:
+    if suffix_of(path) not in SUFFIXES:
         raise DataError(
             f"{path} ends in {path.suffix!r}; expected one of {endings}. Convert it first."
         )
     yield from _read_file(path, column, source=path.name, package=path.stem)
-
-
-def files_below(folder: Path) -> list[Path]:
-    """Returns the files of texts and tables below a folder, sorted; warns about its other files."""
-    readable: list[Path] = []
-    num_others = 0
-    other_suffixes: set[str] = set()
-    links: list[Path] = []
-    for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
-        for name in names:
-            file = Path(parent, name)
-            if file.suffix.lower() in SUFFIXES:
-                readable.append(file)
-            else:
-                num_others += 1
-                other_suffixes.add(file.suffix)
-        links += [Path(parent, name) for name in folders if Path(parent, name).is_symlink()]
-
-    # Say which files are not read.
-    if num_others:
-        suffixes = [printable(suffix) or "no suffix" for suffix in sorted(other_suffixes)]
-        if len(suffixes) > 10:
-            suffixes[10:] = ["others"]
-        logger.warning(
-            "%s: %d files ending in %s are left out.", folder, num_others, ", ".join(suffixes)
-        )
-    if links:
-        example = printable(str(min(links)))
-        logger.warning("%s: links to folders are not followed, e.g. %s.", folder, example)
-    return sorted(readable)
-
-
-def _refuse_folder(error: OSError) -> None:
-    """Raises for a folder that cannot be read, which `os.walk` would pass over."""
-    raise DataError(
-        f"{error.filename} cannot be read: {error.strerror}. Make it readable, or leave it out."
-    ) from error
 
 
 def _read_file(path: Path, column: str, *, source: str, package: str) -> Iterator[Document]:
@@ -131,7 +95,7 @@ def _read_file(path: Path, column: str, *, source: str, package: str) -> Iterato
     package = printable(package)
 
     # Tables: a document each row.
-    if path.suffix.lower() in TABLE_SUFFIXES:
+    if suffix_of(path) in TABLE_SUFFIXES:
         advice = f"Expected a text in the column {column!r} of each row."
         for where, row in read_rows(path, advice=advice, columns=[column]):
             _, _, number = where.rpartition(" ")  # of the line or row
@@ -154,21 +118,9 @@ def read_document(path: Path) -> str:
     """
     text = read_text(path, advice="Make it a readable file, or leave it out.")
     if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        raise DataError(
-            f"{path} holds the character NUL in line {line}: it is binary or UTF-16. Leave it out, "
-            f"or convert it, e.g. `iconv -f utf-16 -t utf-8 {path.name}`."
-        )
-    is_markup = path.suffix.lower() in MARKUP_SUFFIXES
+        raise DataError(f"{path} holds the character NUL: it is not text. Leave it out.")
+    is_markup = suffix_of(path) in MARKUP_SUFFIXES
     return "\n\n".join(prose_paragraphs(text)) if is_markup else join_lines(text)
-
-
-def printable(name: str) -> str:
-    """Returns the name of a file with its unprintable characters escaped."""
-    characters = []
-    for character in name:
-        characters.append(character if character.isprintable() else repr(character)[1:-1])
-    return "".join(characters)
 
 
 def join_lines(text: str) -> str:

@@ -1,28 +1,28 @@
 """Rows of tables as people have them: JSONL, CSV, Parquet, datasets saved to disk, and datasets of the hub.
 
-Comes before `documents` and `pair_files`, which read texts from the rows.
+Comes after `folders`, before `documents` and `pair_files`, which read texts from the rows.
 """
 
 import csv
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from moe.checks import shown
+from moe.data.folders import PARQUET, SEPARATORS, TABLE_SUFFIXES, files_of, parse_folder
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.opening import open_to_read
-from moe.parsing import read_json_lines, refuse
+from moe.parsing import not_utf8, open_data, read_json_lines, refuse, suffix_of
 
 if TYPE_CHECKING:
     import datasets
 
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
-PARQUET = ".parquet"
-TABLE_SUFFIXES = (".jsonl", *SEPARATORS, PARQUET)
-
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){1,2}")
 _LONGEST_FIELD = 2**31 - 1
+_BATCH_ROWS = 1000
 
 Row = Mapping[str, Any]
 
@@ -37,29 +37,38 @@ def read_rows(
 ) -> Iterator[tuple[str, Row]]:
     """Yields the place, e.g. `a.csv, line 7`, and the values by column of each row of a table.
 
-    A `.csv` or `.tsv` file begins with the names of its columns. A folder is a dataset that `datasets`
-    saved, or holds Parquet files; `FOLDER:SPLIT` is a split of a saved one. `NAME:SPLIT` and
-    `NAME:CONFIG:SPLIT` are datasets of the Hugging Face hub. Any other file is JSONL.
+    A `.csv` or `.tsv` file begins with the names of its columns; TSV has no quotation marks. A folder is
+    a dataset that `datasets` saved, or holds such files; `FOLDER:SPLIT` is a split of it, see `files_of`.
+    `NAME:SPLIT` and `NAME:CONFIG:SPLIT` are datasets of the Hugging Face hub. Any other file is JSONL.
+    A file whose name also ends in `.gz` is decompressed.
 
     Args:
         source: The table.
         advice: What a row should be, for messages.
         columns: Columns that are needed; files that allow it are read no further. None for all.
-        pipe: Whether JSONL may come from a pipe; see `read_text`.
+        pipe: Whether JSONL may come from a pipe; see `open_data`.
         bad: Called with the error of each row that is not one; rows after it are read unless it raises.
 
     Raises:
         DataError: When the table does not exist or cannot be read; the message says where.
     """
-    suffix = source.suffix.lower()
-    if suffix in SEPARATORS:
-        yield from _read_csv(source, SEPARATORS[suffix], advice, bad)
+    suffix = suffix_of(source)
+    folder = parse_folder(source)
+    if folder is not None:
+        files = [] if folder.is_saved else files_of(source)
+        tables = [file for file in files if suffix_of(file) in TABLE_SUFFIXES]
+        for file in tables:
+            yield from read_rows(file, advice=advice, columns=columns, bad=bad)
+        if not tables:
+            dataset = load_saved_dataset(source, advice=advice)
+            yield from _rows_of(dataset, str(source), columns, advice)
+    elif suffix in SEPARATORS:
+        yield from _read_csv(source, SEPARATORS[suffix], columns, advice, bad)
     elif suffix == PARQUET:
         yield from read_parquet(source, advice=advice, columns=columns)
-    elif source.is_dir() or _split_of_folder(source):
-        yield from _read_folder(source, columns, advice)
     elif is_hub_name(source):
-        yield from _rows_of(_load_from_hub(str(source), streaming=False), str(source))
+        dataset = _load_from_hub(str(source), streaming=False)
+        yield from _rows_of(dataset, str(source), columns, advice)
     else:
         for number, row in read_json_lines(source, advice=advice, nan=True, pipe=pipe, bad=bad):
             yield f"{source}, line {number}", row
@@ -101,31 +110,69 @@ def text_of(row: Row, column: str, *, where: object, advice: str) -> str:
 
 
 def _read_csv(
-    path: Path, separator: str, advice: str, bad: Callable[[DataError], None]
+    path: Path,
+    separator: str,
+    columns: Collection[str] | None,
+    advice: str,
+    bad: Callable[[DataError], None],
 ) -> Iterator[tuple[str, Row]]:
-    """Yields the rows of a CSV file with a header."""
-    csv.field_size_limit(
-        _LONGEST_FIELD
-    )  # a document may be longer than the 128 KiB of Python's default
+    """Yields the rows of a CSV or TSV file with a header."""
+    # A document may be longer than the 128 KiB of Python's default.
+    csv.field_size_limit(_LONGEST_FIELD)
+    quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
     where = str(path)
-    try:
-        with open(path, encoding="utf-8-sig", newline="", opener=open_to_read) as file:
-            rows = csv.DictReader(file, delimiter=separator, strict=True)
+    with open_data(path, advice=advice) as file:
+        # Bytes that are not UTF-8 become surrogates, and belong to one row.
+        text = TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+        rows = csv.DictReader(text, delimiter=separator, strict=True, quoting=quoting)
+        try:
+            names = rows.fieldnames or ()
+            _check_utf8(names, f"{path}, line 1")
+            check_columns(str(path), names, columns, advice)
+            form = f"the row does not have the columns {', '.join(names)}. {advice}"
             for row in rows:
                 where = f"{path}, line {rows.line_num}"
-                if None in row or None in row.values():
-                    names = ", ".join(rows.fieldnames or ())
-                    bad(DataError(f"{where}: the row does not have the columns {names}. {advice}"))
+                try:
+                    if None in row or None in row.values():
+                        raise DataError(f"{where}: {form}")
+                    _check_utf8(row.values(), where)
+                except DataError as error:
+                    bad(error)
                     continue
                 yield where, row
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{where}: the text after it is not UTF-8. Convert it, e.g. `iconv -f latin1 -t utf-8`."
-        ) from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}. {advice}") from error
-    except csv.Error as error:
-        raise DataError(f"{where}: the row after it is not CSV: {error}. {advice}") from error
+        except csv.Error as error:
+            raise DataError(f"{where}: the row after it is not CSV: {error}. {advice}") from error
+
+
+def _check_utf8(texts: Iterable[str], where: str) -> None:
+    """Raises a DataError when a text has bytes that were not UTF-8."""
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(not_utf8(where, ord(error.object[error.start]) & 0xFF)) from None
+
+
+def check_columns(
+    source: str, names: Sequence[str], columns: Collection[str] | None, advice: str
+) -> list[str]:
+    """Returns the columns to read from a table.
+
+    Args:
+        source: The table, for messages.
+        names: Names of its columns.
+        columns: Columns that are needed; None for all.
+        advice: What a row should be, for messages.
+
+    Raises:
+        DataError: When it has none of them, or one more than once.
+    """
+    present = [name for name in names if columns is None or name in columns]
+    if names and not present:
+        raise DataError(f"{source} has the columns {', '.join(names)}. {advice}")
+    repeated = [name for name in present if present.count(name) > 1]
+    if repeated:
+        raise DataError(f"{source} repeats the column {repeated[0]!r}. Keep one of them.")
+    return present
 
 
 def read_parquet(
@@ -143,35 +190,19 @@ def read_parquet(
     """
     import pyarrow.parquet  # takes 0.2 s
 
-    number = 0
     try:
         with open(path, "rb", opener=open_to_read) as file:
             table = pyarrow.parquet.ParquetFile(file)
             names = table.schema_arrow.names
-            chosen = None if columns is None else [name for name in columns if name in names]
-            if chosen == []:
-                raise DataError(f"{path} has the columns {', '.join(names)}. {advice}")
-            for batch in table.iter_batches(columns=chosen):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row
+            chosen = check_columns(str(path), names, columns, advice)
+            batches = table.iter_batches(columns=chosen)
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, start=1):
+                yield f"{path}, row {number}", row
     except DataError:
         raise
     except (OSError, ValueError, pyarrow.ArrowException) as error:  # not UTF-8 is a ValueError
         raise DataError(f"{path} cannot be read as Parquet: {error}. {advice}") from error
-
-
-def _read_folder(
-    source: Path, columns: Collection[str] | None, advice: str
-) -> Iterator[tuple[str, Row]]:
-    """Yields the rows of a dataset that was saved to a folder, or of the Parquet files in it."""
-    files = sorted(source.glob(f"*{PARQUET}"))
-    if files:
-        for file in files:
-            yield from read_parquet(file, advice=advice, columns=columns)
-        return
-
-    yield from _rows_of(load_saved_dataset(source, advice=advice), str(source))
 
 
 def load_saved_dataset(source: Path, *, advice: str) -> "datasets.Dataset":
@@ -183,13 +214,12 @@ def load_saved_dataset(source: Path, *, advice: str) -> "datasets.Dataset":
     import datasets
     import pyarrow
 
-    split = _split_of_folder(source)
-    folder = str(source).removesuffix(f":{split}")
+    folder, _, split = parse_folder(source) or (source, None, None)
     try:
-        saved = datasets.load_from_disk(folder)
+        saved = datasets.load_from_disk(str(folder))
     except (FileNotFoundError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(
-            f"{folder} holds no Parquet files and no dataset saved by `datasets`. {advice}"
+            f"{folder} holds no tables and no dataset saved by `datasets`. {advice}"
         ) from error
     if isinstance(saved, datasets.DatasetDict):
         names = list(map(str, saved))
@@ -203,17 +233,9 @@ def load_saved_dataset(source: Path, *, advice: str) -> "datasets.Dataset":
     return saved
 
 
-def _split_of_folder(source: Path) -> str:
-    """Returns SPLIT of FOLDER:SPLIT; empty if the source is something else."""
-    folder, separator, split = str(source).rpartition(":")
-    return split if separator and not source.exists() and Path(folder).is_dir() else ""
-
-
 def is_hub_name(source: Path) -> bool:
     """Returns whether a source is `NAME:SPLIT` or `NAME:CONFIG:SPLIT`, and no file or folder."""
-    is_other = (
-        source.exists() or source.suffix.lower() in TABLE_SUFFIXES or _split_of_folder(source)
-    )
+    is_other = source.exists() or suffix_of(source) in TABLE_SUFFIXES or parse_folder(source)
     return not is_other and _HUB_NAME.fullmatch(str(source)) is not None
 
 
@@ -241,7 +263,15 @@ def _load_from_hub(name: str, *, streaming: bool) -> Any:
         ) from error
 
 
-def _rows_of(dataset: "datasets.Dataset", name: str) -> Iterator[tuple[str, Row]]:
-    """Yields the rows of a dataset in memory-mapped files."""
-    for number, row in enumerate(cast("Iterable[Row]", dataset), start=1):
+def _rows_of(
+    dataset: "datasets.Dataset", name: str, columns: Collection[str] | None, advice: str
+) -> Iterator[tuple[str, Row]]:
+    """Yields the rows of a dataset in memory-mapped files.
+
+    Only the columns that are needed are read, as Arrow: images and sounds are neither decoded nor fetched.
+    """
+    chosen = check_columns(name, dataset.column_names, columns, advice)
+    batches: Any = dataset.select_columns(chosen).with_format("arrow").iter(_BATCH_ROWS)
+    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, row in enumerate(rows, start=1):
         yield f"{name}, row {number}", row

@@ -65,10 +65,12 @@ class TokenStream(BlockStream):
 
     @property
     def estimated_tokens(self) -> int | None:
-        """Tokens of the first block times the number of blocks; None for what is read from its beginning."""
+        """Tokens of the first block times the size of the table in such blocks; None for what is read from
+        its beginning.
+        """
         if self.shards is None:
             return None
-        return self.num_tokens(HELD_OUT_BLOCK) * sum(map(len, self.shards))
+        return round(self.num_tokens(HELD_OUT_BLOCK) * self.num_first_blocks)
 
     def held_out(self) -> NDArray[np.int32]:
         """Returns <int32>[N] tokens that training never sees: those of the first block.

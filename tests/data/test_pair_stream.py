@@ -1,5 +1,6 @@
 """Pairs that are streamed are the pairs in memory, whatever was read before."""
 
+import gzip
 from collections import Counter
 from typing import Any
 
@@ -117,6 +118,24 @@ def test_bad_rows_are_named_or_skipped_in_a_stream_and_in_memory(tmp_path, token
     stream.prepare(blocks)
     assert sum(map(stream.num_pairs, blocks)) == NUM_PAIRS
     assert num_rows(stream) == (NUM_PAIRS + 1, 1)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl", "a.jsonl.gz"])
+def test_a_row_that_is_not_utf8_is_skipped_in_a_stream_and_in_memory(tmp_path, tokenizer, name):
+    rows = [{**row, "n": "0"} for row in ROWS]
+    rows[50:50] = [{"question": "w1", "answer": "BAD", "n": "0"}]
+    path = tmp_path / name
+    plain = write(path.with_suffix("") if path.suffix == ".gz" else path, rows)
+    content = plain.read_bytes().replace(b"BAD", b"caf\xe9")
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+    with pytest.raises(DataError, match=r"line 5[12] is not UTF-8: byte 0xe9"):
+        read_pairs(path, COLUMNS)
+    pairs = read_pairs(path, COLUMNS, skip_bad_rows=True)
+    assert pairs == [Pair(row["question"], row["answer"]) for row in ROWS]
+    stream = stream_of(path, tokenizer, tmp_path / "cache", skip_bad_rows=True)
+    shards = stream.shards or [range(1)]
+    assert sum(stream.num_pairs(block) for shard in shards for block in shard) == NUM_PAIRS
 
 
 def test_a_missing_column_is_named(tmp_path, tokenizer):

@@ -1,17 +1,21 @@
 """Tables in every format hold the same rows, and a bad row is named by its place."""
 
 import csv
+import gzip
 import json
 import random
+from pathlib import Path
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from datasets.table import InMemoryTable
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe import ConfigError, DataError
+from moe.data.blocks import open_blocks
 from moe.data.documents import read_files
 from moe.data.pair_files import Pair, read_pairs
 from moe.data.rows import parse_columns, read_rows
@@ -30,10 +34,15 @@ def write(path, rows):
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         case ".csv" | ".tsv":
             with path.open("w", encoding="utf-8", newline="") as file:
-                separator = "," if path.suffix == ".csv" else "\t"
-                writer = csv.DictWriter(file, list(rows[0]), delimiter=separator)
-                writer.writeheader()
-                writer.writerows(rows)
+                lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+                if path.suffix == ".csv":
+                    csv.writer(file).writerows(lines)
+                else:
+                    file.writelines("\t".join(line) + "\n" for line in lines)
+        case ".gz":
+            plain = write(path.with_suffix(""), rows)
+            path.write_bytes(gzip.compress(plain.read_bytes()))
+            plain.unlink()
         case ".parquet":
             table = pyarrow.Table.from_pylist(rows)
             pyarrow.parquet.write_table(table, path, row_group_size=2)
@@ -42,7 +51,10 @@ def write(path, rows):
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.tsv", "a.parquet", "saved", "A.CSV"])
+FORMATS = ["a.jsonl", "a.csv", "a.parquet", "saved", "A.CSV", "a.jsonl.gz", "A.csv.gz"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_pairs(tmp_path, name):
     path = tmp_path / name
     if name == "A.CSV":
@@ -50,6 +62,89 @@ def test_every_format_gives_the_same_pairs(tmp_path, name):
     else:
         write(path, PAIRS)
     assert read_pairs(path) == [Pair(**pair) for pair in PAIRS]
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
+def test_quotation_marks_of_tsv_are_part_of_the_text(tmp_path, name):
+    rows = [
+        {"inputs": '"Never', "targets": '"'},
+        {"inputs": 'a ""b""', "targets": '"c"'},
+        {"inputs": 'say "', "targets": "d,e"},
+    ]
+    assert read_pairs(write(tmp_path / name, rows)) == [Pair(**row) for row in rows]
+
+
+def test_a_column_that_occurs_twice_is_refused_if_it_is_read(tmp_path):
+    (tmp_path / "a.csv").write_text("inputs,targets,x,x,inputs\na,b,,,c\n")
+    twice = pyarrow.table([["a"], ["b"], ["c"]], names=["inputs", "targets", "inputs"])
+    pyarrow.parquet.write_table(twice, tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        with pytest.raises(DataError, match=f"{name} repeats the column 'inputs'"):
+            read_pairs(tmp_path / name)
+        with pytest.raises(DataError, match="repeats the column 'inputs'"):
+            list(open_blocks(tmp_path / name, ["inputs", "targets"]).read(0))
+    (document,) = read_files([tmp_path / "a.csv"], "targets")
+    assert document.text == "b"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.txt"])
+def test_a_file_that_is_not_utf8_text_says_what_it_is(tmp_path, name):
+    path = tmp_path / name
+    text = "inputs,targets\na,b\n"
+    for content, format_name in (
+        (text.encode("utf-16"), "UTF-16.*iconv -f utf-16"),
+        (b"\xfe\xff" + text.encode("utf-16-be"), "UTF-16"),
+        (text.encode("utf-16-be"), "UTF-16"),
+        (text.encode("utf-16-le"), "UTF-16"),
+        (gzip.compress(text.encode()), r"gzip.*\.gz"),
+        (b"PAR1 and more", "Parquet"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=format_name):
+            _ = read_files([path]) if name == "a.txt" else read_pairs(path)
+        with pytest.raises(DataError, match=format_name):
+            list(open_blocks(path, ["inputs"]).read(0))
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    path = write(tmp_path / "a.jsonl.gz", PAIRS)
+    whole = path.read_bytes()
+    for content in (b"no archive", whole[:-9]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read"):
+            read_pairs(path)
+
+
+def test_columns_that_are_not_needed_are_neither_decoded_nor_fetched(tmp_path, monkeypatch):
+    """An image is a URL that does not answer or bytes that are none, and a sound has no decoder."""
+    features = {name: datasets.Value("string") for name in PAIRS[0]}
+    features |= {"image": datasets.Image(), "sound": datasets.Audio()}
+    schema = datasets.Features(features).arrow_schema
+    url = {"bytes": None, "path": "http://127.0.0.1:9/a.png"}
+    no_media = {"bytes": b"no", "path": None}
+    remote = [{**pair, "image": url, "sound": url} for pair in PAIRS]
+    local = [{**pair, "image": no_media, "sound": no_media} for pair in PAIRS]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(remote, schema), path)
+    table = pyarrow.Table.from_pylist(local, schema)
+    datasets.Dataset(InMemoryTable(table)).save_to_disk(tmp_path / "saved")
+
+    load = datasets.load_dataset
+
+    def load_from_hub(name, **options):
+        return load("parquet", data_files=str(path), cache_dir=str(tmp_path / "hf"), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_from_hub)
+    for source in (path, tmp_path / "saved", Path("org/name:train")):
+        rows = local if source.name == "saved" else remote
+        assert read_pairs(source) == [Pair(**pair) for pair in PAIRS]
+        with pytest.raises(DataError, match="row 1: image is"):
+            read_pairs(source, {"inputs": "image"})
+        for columns in (["inputs", "group"], ["image", "targets"]):
+            expected = [{column: row[column] for column in columns} for row in rows]
+            values = [dict(row.values) for row in open_blocks(source, columns).read(0)]
+            assert values
+            assert values == expected[: len(values)]
 
 
 def test_a_folder_of_parquet_files_is_one_table_in_their_order(tmp_path):
@@ -150,7 +245,7 @@ def test_a_corpus_reads_the_column_of_a_table(tmp_path):
     assert documents[1].source == f"{tmp_path.name}/a.parquet:3"
     with pytest.raises(DataError, match=r"a\.parquet has the columns body\..*'text'"):
         read_files([tmp_path])
-    with pytest.raises(DataError, match=r"b\.csv, line 2: text is missing"):
+    with pytest.raises(DataError, match=r"b\.csv has the columns body\."):
         read_files([tmp_path / "b.csv"])
 
 

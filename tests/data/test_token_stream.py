@@ -142,7 +142,9 @@ def test_a_stream_of_datasets_holds_the_rows_of_its_table(tmp_path, tokenizer):
         streaming=True,
         cache_dir=str(tmp_path / "hf"),
     )
-    stream = stream_of(StreamBlocks(dataset, "a"), tokenizer, tmp_path / "cache", shuffle_rows=50)
+    stream = stream_of(
+        StreamBlocks(dataset, "a", ["text"]), tokenizer, tmp_path / "cache", shuffle_rows=50
+    )
     whole = [stream.tokens(block) for block in blocks_of(stream)]
     assert np.concatenate(whole).tolist() == expected_tokens(tokenizer)
     assert stream.window(0, 0, 9) == []
@@ -298,3 +300,32 @@ def test_texts_are_mixed_by_their_rates(tmp_path, tokenizer):
     assert (
         chunks.at(5000) == MixedText([whole, stream], [1.0, 3.0]).chunks(LENGTH, 0).at(5000)
     ).all()
+
+
+@pytest.mark.parametrize("kind", ["a.parquet", "files.jsonl", "saved"])
+def test_the_estimated_size_of_a_stream_follows_its_rows_or_bytes(tmp_path, tokenizer, kind):
+    """Row groups of one row more than a block have two blocks each, and the second one has one row."""
+    rows = [{"text": "w1 w2 w3"}] * 5130
+    path = tmp_path / kind
+    if kind == "a.parquet":
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, path, row_group_size=513)
+    elif kind == "files.jsonl":
+        path.mkdir()
+        for number in range(30):
+            write(path / f"{number:02}.jsonl", rows[: 340 if number else 2])
+        rows = rows[:2] + rows[:340] * 29
+    else:
+        write(path, rows)
+    stream = stream_of(path, tokenizer, tmp_path / "cache")
+    assert stream.estimated_tokens == pytest.approx(3 * len(rows), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_file_that_shrinks_while_it_is_streamed_is_refused(tmp_path, tokenizer, name):
+    path = write(tmp_path / name, ROWS)
+    stream = stream_of(path, tokenizer, tmp_path / "cache")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2].rpartition(b"\n")[0] + b"\n")
+    with pytest.raises(DataError, match="is smaller than"):
+        stream.prepare(blocks_of(stream))

@@ -220,7 +220,7 @@ def test_a_value_of_another_kind_is_named_with_its_place_and_what_was_expected(
 @pytest.mark.parametrize("line", [b"[1, 2]", b"7", b"[" * 100_000, b'{"premise": "Te', b"\xff"])
 def test_a_line_that_is_no_object_is_named(tmp_path, line):
     (tmp_path / "validation.jsonl").write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line + b"\n")
-    with pytest.raises(DataError, match=r"dation\.jsonl(, line 2: | is not UTF-8: .*\(line 2\))"):
+    with pytest.raises(DataError, match=r"dation\.jsonl, line 2( is not UTF-8)?: "):
         read(tmp_path)
 
 
@@ -241,7 +241,7 @@ def test_a_parquet_file_of_other_types_is_one_message(tmp_path):
             read(tmp_path)
     doubled = table.append_column("idx", table["idx"])
     pyarrow.parquet.write_table(doubled, tmp_path / "validation.parquet")
-    with pytest.raises(DataError, match="has the column 'idx' 2 times"):
+    with pytest.raises(DataError, match="repeats the column 'idx'"):
         read(tmp_path)
 
 
