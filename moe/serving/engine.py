@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from moe.checks import check_integer, shown
-from moe.errors import ConfigError
+from moe.errors import ConfigError, MoEError
 from moe.serving.sampling import Draws, Sampling, choose_tokens
 from moe.serving.slots import Slots
 from moe.sparse.capacity import slots_of_expert
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
     Attributes:
         number: Number of the request.
-        token: The token.
+        token: The token; -1 if the request failed.
         text: Text that became certain with it; empty unless the request streams.
         answer: The whole answer, with its last token.
     """
@@ -75,8 +75,8 @@ class Answer:
         tokens: Its tokens after the decoder's start, the end token included.
         log_probs: Log-probability of each token under the model; empty unless requested.
         finish: Whether an end token, a stop string or the maximum length ended it; None if the
-            request was refused.
-        error: Why the request was refused.
+            request has no answer.
+        error: Why the request was refused, or how the model failed on it.
     """
 
     number: int
@@ -88,19 +88,33 @@ class Answer:
 
 
 class _Request(NamedTuple):
+    """A request that waits.
+
+    Attributes:
+        number: Its number.
+        tokens: Encoder tokens.
+        sampling: Settings of the answer.
+        stream: Whether its pieces have texts.
+        num_sent: Pieces that were returned before a step failed.
+        trial: Requests of one trial run without others, since a step with them failed; 0 for none.
+    """
+
     number: int
     tokens: list[int]
     sampling: Sampling
     stream: bool = False
+    num_sent: int = 0
+    trial: int = 0
 
 
 class _Row:
     """A running request: its answer so far."""
 
     def __init__(self, request: _Request, tokenizer: Any) -> None:
+        self.request = request
         self.number = request.number
         self.sampling = request.sampling
-        self.stream = request.stream
+        self.num_sent = request.num_sent
         self.draws = Draws(request.sampling.seed)
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
@@ -168,10 +182,8 @@ class Engine:
         self.max_batch = max_batch
         self.group = group
         self.waiting: list[_Request] = []
-        self._rows: list[_Row] = []
-        self._slots = Slots(max_batch, model.device)
-        # Inputs of the next step.  [N, 1]
-        self._tokens = torch.zeros(0, 1, dtype=torch.long, device=model.device)
+        self._num_trials = 0
+        self._clear()
 
         settings: Any = model.generation_config
         self._start = start_tokens(model)
@@ -221,21 +233,60 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Piece]:
-        """Returns the next token of every running request; admits waiting ones before."""
+        """Returns the next token of every running request; admits waiting ones before.
+
+        When it fails, its requests are computed again in two halves, and so on, until the request
+        that fails alone has an answer with the error.
+
+        Raises:
+            Exception: When the device fails, or a step of ranks that share experts.
+        """
         pieces: list[Piece] = []
-        chosen = self._choose()
-        if self.anywhere(bool(chosen)):
-            if chosen:
-                num_running = len(self._rows)
-                pieces += self._take(self._encode(chosen), num_running)
-            else:
-                self._prefill([[self._pad]], [0])
-        if self.anywhere(bool(self._rows)):
-            if self._rows:
-                pieces += self._take(self._decode(), 0)
-            else:
-                self._decode_padding()
+        try:
+            chosen = self._choose()
+            if self.anywhere(bool(chosen)):
+                if chosen:
+                    num_running = len(self._rows)
+                    pieces += self._take(self._encode(chosen), num_running)
+                else:
+                    self._prefill([[self._pad]], [0])
+            if self.anywhere(bool(self._rows)):
+                if self._rows:
+                    pieces += self._take(self._decode(), 0)
+                else:
+                    self._decode_padding()
+        except Exception as error:
+            device_failed = isinstance(error, torch.AcceleratorError)
+            if not self._rows or self.group is not None or device_failed:
+                raise
+            pieces += self._try_again(error)
         return pieces
+
+    def _try_again(self, error: Exception) -> list[Piece]:
+        """Queues the requests of a failed step in two halves; one alone has failed itself."""
+        rows = self._rows
+        self._clear()
+        if len(rows) == 1:
+            message = str(error)
+            if not isinstance(error, MoEError):
+                message = f"The model failed on it: {type(error).__name__}: {error}"
+            return [Piece(rows[0].number, -1, "", Answer(rows[0].number, error=message))]
+        half = (len(rows) + 1) // 2
+        trials = [self._num_trials + 1] * half + [self._num_trials + 2] * (len(rows) - half)
+        self._num_trials += 2
+        self.waiting[:0] = [
+            row.request._replace(num_sent=row.num_sent, trial=trial)
+            for row, trial in zip(rows, trials, strict=True)
+        ]
+        return []
+
+    def _clear(self) -> None:
+        """Removes all rows."""
+        device = self.model.device
+        self._rows: list[_Row] = []
+        self._slots = Slots(self.max_batch, device)
+        # Inputs of the next step.  [N, 1]
+        self._tokens = torch.zeros(0, 1, dtype=torch.long, device=device)
 
     def anywhere(self, here: bool) -> bool:
         """Returns whether something holds on any rank of the group; without one, here."""
@@ -249,12 +300,15 @@ class Engine:
         """Removes from the queue the requests that start now, and returns them."""
         free = self.max_batch - len(self._rows)
         enough = free >= max(1, self.max_batch // _REFILL) and self._mixes_ages
-        if not self.waiting or (self._rows and not enough):
+        trial = self.waiting[0].trial if self.waiting else 0
+        is_apart = trial > 0 or any(row.request.trial for row in self._rows)
+        if not self.waiting or (self._rows and (is_apart or not enough)):
             return []
 
         # The oldest, so that none waits forever, and those closest to it in length.
         oldest = len(self.waiting[0].tokens)
-        by_length = sorted(self.waiting, key=lambda request: abs(len(request.tokens) - oldest))
+        candidates = [request for request in self.waiting if request.trial == trial]
+        by_length = sorted(candidates, key=lambda request: abs(len(request.tokens) - oldest))
         chosen = by_length[:free]
         numbers = {request.number for request in chosen}
         self.waiting = [request for request in self.waiting if request.number not in numbers]
@@ -262,10 +316,10 @@ class Engine:
 
     def _encode(self, requests: list[_Request]) -> Tensor:
         """Adds rows for requests, and returns the logits of their first tokens <float>[R, V]."""
+        self._rows += [_Row(request, self.tokenizer) for request in requests]
         lengths = [len(request.tokens) for request in requests]
         cache, logits = self._prefill([request.tokens for request in requests], lengths)
         self._slots.add(cache, lengths)
-        self._rows += [_Row(request, self.tokenizer) for request in requests]
         last = torch.full((len(requests), 1), self._start[-1], device=logits.device)
         self._tokens = torch.cat([self._tokens, last])
         return logits
@@ -365,8 +419,11 @@ class Engine:
             if finish is not None:
                 ended.append(first + index)
                 answer = Answer(row.number, row.text, row.tokens, row.log_probs, finish)
-            text = row.read_new(ended=finish is not None) if row.stream else ""
-            pieces.append(Piece(row.number, token, text, answer))
+            text = row.read_new(ended=finish is not None) if row.request.stream else ""
+            if len(row.tokens) > row.num_sent or answer is not None:
+                pieces.append(Piece(row.number, token, text, answer))
+        for row in rows:
+            row.num_sent = max(row.num_sent, len(row.tokens))
         self._leave(ended)
         return pieces
 
@@ -377,7 +434,7 @@ class Engine:
             finish = "end"
         elif len(row.tokens) == row.sampling.max_new_tokens:
             finish = "length"
-        if (finish or row.sampling.stop or row.stream) and row.decode():
+        if (finish or row.sampling.stop or row.request.stream) and row.decode():
             finish = "stop"
         return finish
 

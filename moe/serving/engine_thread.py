@@ -20,6 +20,10 @@ class BusyError(MoEError):
     """More requests are open than the queue holds."""
 
 
+class FailedError(RuntimeError):
+    """The model failed on a request."""
+
+
 class Submission(NamedTuple):
     """A request to the engine; the arguments of `Engine.submit`."""
 
@@ -39,11 +43,13 @@ class Pieces:
         """Returns the number of a request, from 0, and the next piece of an answer.
 
         Raises:
-            RuntimeError: When the engine failed.
+            FailedError: When the model failed on one of them.
         """
         piece = await self._arrived.get()
         if isinstance(piece, Exception):
-            raise RuntimeError("The model failed.") from piece
+            raise FailedError("The model failed.") from piece
+        if piece.answer is not None and piece.answer.error is not None:
+            raise FailedError(piece.answer.error)
         return piece.number - self._first, piece
 
     def put(self, piece: Piece | Exception) -> None:

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe.checks import check, check_integer, check_number
+from moe.checks import check, check_flag, check_integer, check_number
 
 MAX_SEED = (1 << 64) - 1
+_MOST_TOKENS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,19 @@ class Sampling:
     scores: bool = False
 
     def __post_init__(self) -> None:
-        check_integer("max_new_tokens", self.max_new_tokens, least=1)
+        reason = "no vocabulary and no answer is larger"
+        check_integer(
+            "max_new_tokens", self.max_new_tokens, least=1, most=_MOST_TOKENS, reason=reason
+        )
         check_number("temperature", self.temperature, least=0)
-        check_integer("top_k", self.top_k, least=0)
+        check_integer("top_k", self.top_k, least=0, most=_MOST_TOKENS, reason=reason)
         check_number("top_p", self.top_p, above=0, most=1)
         check_integer("seed", self.seed, least=0, most=MAX_SEED, reason="it has 64 bits")
         stops = isinstance(self.stop, tuple) and all(
             isinstance(text, str) and text for text in self.stop
         )
         check(stops, "stop", self.stop, "a tuple of texts that are not empty")
+        check_flag("scores", self.scores)
 
 
 class Draws:
@@ -125,14 +130,15 @@ def kept_probs(logits: Tensor, settings: Sequence[Sampling]) -> tuple[Tensor, Te
         values = [float(getattr(sampling, name)) for sampling in settings]
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
-    scaled = logits.double() / column("temperature")
-    sorted_logits, tokens = scaled.sort(dim=-1, descending=True, stable=True)
+    # Below the largest logit, so that a temperature near 0 gives it the probability 1.
+    sorted_logits, tokens = logits.double().sort(dim=-1, descending=True, stable=True)
+    scaled = (sorted_logits - sorted_logits[:, :1]) / column("temperature")
 
     # The k likeliest; 0 means all.
     top_k = column("top_k")
     rank = torch.arange(logits.shape[-1], device=logits.device)
     outside = (rank >= top_k) & (top_k > 0)  # [N, V]
-    probs = sorted_logits.masked_fill(outside, -torch.inf).softmax(dim=-1)
+    probs = scaled.masked_fill(outside, -torch.inf).softmax(dim=-1)
 
     # A token is kept as long as those before it sum to less than top_p.
     before = probs.cumsum(dim=-1) - probs

@@ -5,6 +5,7 @@ Starlette routes the requests, uvicorn speaks HTTP, and engine_thread.py compute
 
 import asyncio
 import json
+import logging
 import math
 import signal
 import socket
@@ -30,13 +31,15 @@ from moe.errors import ConfigError, DataError
 from moe.parsing import parse_json
 from moe.serving.completions import Completion, Envelope, Prompt, parse_completion
 from moe.serving.engine import Answer, Engine, Piece
-from moe.serving.engine_thread import BusyError, EngineThread, Pieces, Submission
+from moe.serving.engine_thread import BusyError, EngineThread, FailedError, Pieces, Submission
 from moe.serving.routes import routes_of
 from moe.serving.sampling import Sampling
 
 _PAGE = Path(__file__).with_name("page.html")
 _MOST_BYTES = 4 << 20
 """Longest body of a request."""
+
+_FAILED = "The server failed; its log says why."
 
 
 @dataclass(frozen=True)
@@ -275,6 +278,10 @@ class CompletionServer:
         except RefusedError as error:
             yield _event(_error_body(error.status, str(error)))
             return
+        except FailedError:
+            logging.getLogger("uvicorn.error").exception("A stream failed.")
+            yield _event(_error_body(500, _FAILED))
+            return
         if completion.has_usage:
             yield _event(envelope.wrap([], num_tokens))
         yield "data: [DONE]\n\n"
@@ -309,7 +316,7 @@ def _error_body(status: int, message: str) -> dict[str, Any]:
 
 async def _error(status: int, request: Request, error: Exception) -> Response:
     headers = {"retry-after": "1"} if status == 503 else {}
-    message = str(error) if status != 500 else "The server failed; its log says why."
+    message = str(error) if status != 500 else _FAILED
     return JSONResponse(_error_body(status, message), status, headers)
 
 

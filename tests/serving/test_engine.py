@@ -1,5 +1,6 @@
 """Continuous batching: every answer is that of the request alone, whatever else runs."""
 
+import dataclasses
 import random
 
 import pytest
@@ -190,6 +191,57 @@ def test_what_cannot_be_answered_is_refused_alone():
     assert list(BatchGenerator(ours(), TOKENIZER).map([])) == []
 
 
+def broken(sampling):
+    """Returns settings with which every step fails, as if the door had let them in."""
+    sampling = dataclasses.replace(sampling)
+    object.__setattr__(sampling, "top_k" if sampling.temperature else "stop", 10**309)
+    return sampling
+
+
+def test_a_request_that_fails_fails_alone_and_the_others_lose_and_repeat_no_token():
+    model = ours()
+    drawn = Sampling(max_new_tokens=LONGEST, temperature=1.5)
+    greedy = Sampling(max_new_tokens=LONGEST)
+    settings = [dataclasses.replace(drawn, seed=number) for number in range(5)] + [greedy] * 5
+    asked = [Request(*pair) for pair in zip(texts(10), settings, strict=True)]
+    expected = [answer.tokens for answer in BatchGenerator(model, TOKENIZER).map(asked)]
+
+    engine = Engine(model, TOKENIZER, max_batch=12)
+    tokens = {number: [] for number in range(10)}
+    errors = {}
+    for number, request in enumerate(asked):
+        engine.submit(number, TOKENIZER(request.text)["input_ids"], request.sampling, stream=True)
+    for step in range(1000):
+        # Three come when the others are in the middle of their answers.
+        if step == 5:
+            engine.submit(10, [3, 1], broken(drawn))
+            engine.submit(11, [V + 7, 1], greedy)
+            engine.submit(12, [3, 1], broken(greedy))
+        for piece in engine.step():
+            if piece.number < 10:
+                tokens[piece.number].append(piece.token)
+            if piece.answer is not None and piece.answer.error is not None:
+                errors[piece.number] = piece.answer.error
+        if engine.is_idle:
+            break
+    assert list(tokens.values()) == expected
+    assert sorted(errors) == [10, 11, 12]
+    assert "OverflowError" in errors[10] and "138" in errors[11]
+
+
+def test_a_generator_returns_the_error_of_a_request_in_its_place():
+    asked = [Request("w3"), Request("w4", broken(Sampling(temperature=1.0))), Request("w5")]
+    answers = list(BatchGenerator(ours(), TOKENIZER).map(asked))
+    assert [answer.error is None for answer in answers] == [True, False, True]
+    assert answers[2].tokens == alone(ours(), "w5", 64)
+
+
+def test_a_temperature_near_0_takes_the_likeliest_token():
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(0))
+    uniform = torch.full([3], 0.999)
+    assert sample(logits, [Sampling(temperature=5e-324)] * 3, uniform).equal(logits.argmax(-1))
+
+
 def test_an_endless_source_is_read_as_it_is_needed():
     read = 0
 
@@ -225,6 +277,8 @@ def test_a_model_whose_experts_drop_tokens_is_refused_with_the_remedy():
 
     with pytest.raises(ConfigError, match="eval_capacity_factor=None"):
         Engine(tiny_model(), TOKENIZER)
-    for fields in ({"temperature": -1}, {"top_p": 0}, {"stop": ("",)}, {"max_new_tokens": 0}):
+    wrong = [{"temperature": -1}, {"top_p": 0}, {"stop": ("",)}, {"max_new_tokens": 0}]
+    wrong += [{"top_k": 10**309}, {"max_new_tokens": 10**309}, {"seed": 10**309}, {"scores": "no"}]
+    for fields in wrong:
         with pytest.raises(ConfigError, match=next(iter(fields))):
             Sampling(**fields)

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from urllib.error import HTTPError
 
@@ -140,6 +141,7 @@ def test_prompts_are_texts_or_tokens_and_have_n_answers_of_their_own_seeds(addre
         ({"prompt": [131]}, "between 0 and 130"),
         ({"prompt": "w2", "max_tokens": 13}, "from 1 to 12"),
         ({"prompt": "w2", "top_p": 0}, "top_p is 0"),
+        ({"prompt": "w2", "top_k": 10**309}, "top_k"),
         ({"prompt": "w2", "echo": True}, "echo is not supported"),
         ({"prompt": "w2", "logprobs": 2}, "logprobs is 2"),
         ({"prompt": "w2", "stop": ["a"] * 5}, "up to 4"),
@@ -293,19 +295,21 @@ def test_clients_that_send_half_a_request_or_read_nothing_are_cut_off():
         assert b" 408 " in half_body
 
 
-def test_a_model_that_fails_fails_alone(monkeypatch):
-    step = Engine.step
-    failures = [RuntimeError("no memory")]
+def test_a_request_on_which_the_model_fails_gets_500_and_a_stream_an_event(monkeypatch):
+    prefill = Engine._prefill
 
-    def step_or_fail(engine):
-        if failures:
-            raise failures.pop()
-        return step(engine)
+    def prefill_or_fail(engine, inputs, lengths):
+        if [13, 1] in inputs:
+            raise RuntimeError("no memory")
+        return prefill(engine, inputs, lengths)
 
-    with serving() as address:
-        monkeypatch.setattr(Engine, "step", step_or_fail)
-        assert refusal(address, {"prompt": "w2"})[0] == 500
-        assert complete(address, prompt="w2")["choices"][0]["text"]
+    with serving() as address, ThreadPoolExecutor() as pool:
+        monkeypatch.setattr(Engine, "_prefill", prefill_or_fail)
+        others = [pool.submit(complete, address, prompt=f"w{2 + index}") for index in range(8)]
+        assert refusal(address, {"prompt": "w13"})[0] == 500
+        assert '"code": 500' in post(address, {"prompt": "w13", "stream": True})
+        found = [other.result()["choices"][0]["text"] for other in others]
+        assert found == [answer.text for answer in expected(f"w{2 + index}" for index in range(8))]
 
 
 def test_an_answer_that_takes_too_long_is_ended(monkeypatch):
