@@ -12,9 +12,9 @@ A line of answers.jsonl has the keys of its request, and the answer as `targets`
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from moe.checkpoint.loading import load_model_on_mesh
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real
 from moe.commands.served_model import add_model_options, load_served_model
+from moe.data.pair_files import COLUMNS
+from moe.data.rows import parse_columns
 from moe.data.tokenizer import load_tokenizer
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.launch import World, launch
@@ -34,9 +36,11 @@ from moe.errors import ConfigError, DataError
 from moe.files import output_path
 from moe.models.configuration import STMoEConfig
 from moe.models.parallelize import mesh_limits
-from moe.serving.answer_file import Line, answer_record, open_answers, parse_request, with_line
+from moe.parsing import open_data
+from moe.serving.answer_file import answer_record, open_answers, with_line
 from moe.serving.batch_generator import BatchGenerator, Item, Request, encode_items
 from moe.serving.engine import Answer
+from moe.serving.request_file import Line, is_table, read_lines, read_requests
 from moe.serving.sampling import Sampling
 from moe.serving.workers import map_over_workers
 
@@ -56,7 +60,10 @@ def build_parser() -> Parser:
         "--in",
         dest="input",
         type=path,
-        help="file of requests: .jsonl with the key inputs, or a text a line",
+        help="requests: JSONL or a table with the column inputs, or a file with a text a line",
+    )
+    parser.add_argument(
+        "--columns", nargs="+", default=[], help="columns of --in, e.g. inputs=question"
     )
     parser.add_argument("--out", help="JSONL file to write (answers are printed)")
     parser.add_argument("--resume", action="store_true", help="continue --out where it ends")
@@ -91,7 +98,7 @@ def build_parser() -> Parser:
     )
     speed.add_argument(
         "--workers",
-        type=integer(least=1, most=256, reason="each loads the model"),
+        type=integer(least=1),
         default=1,
         help="processes, each with the whole model (1)",
     )
@@ -111,22 +118,13 @@ def main(argv: list[str]) -> None:
     """
     options = build_parser().parse_args(argv)
     _check_options(options)
-    sampling = Sampling(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop=tuple(options.stop),
-        scores=options.scores,
-    )
+    options.stop = tuple(options.stop)
+    sampling = Sampling(**{field.name: getattr(options, field.name) for field in fields(Sampling)})
     with launch() as world:
-        if options.workers > 1 and world.size > 1:
-            raise ConfigError("--workers cannot be combined with torchrun. Leave one of them out.")
-        is_stream = options.input is None or options.input.is_fifo()
-        if world.size > 1 and not options.texts and is_stream:
+        is_stream = not options.texts and (options.input is None or options.input.is_fifo())
+        if world.size > 1 and (options.workers > 1 or is_stream):
             raise ConfigError(
-                f"--in is {options.input or 'missing'}; expected a file, since each of the {world.size} ranks reads it."
+                "torchrun cannot be combined with --workers, and every rank reads the requests: give --in a file."
             )
         lines = _read_lines(options, sampling)
         if options.out is None:
@@ -141,7 +139,7 @@ def main(argv: list[str]) -> None:
                 pass
 
 
-def _print(answers: Iterator[tuple[int, dict[str, Any], Answer]], *, is_printer: bool) -> None:
+def _print(answers: Iterator[Answered], *, is_printer: bool) -> None:
     """Prints answers, one a line, and raises at the end if a text was refused."""
     refused: list[str] = []
     for line, _, answer in answers:
@@ -159,6 +157,8 @@ def _check_options(options: Any) -> None:
     """Raises a ConfigError for options that cannot be combined."""
     if options.texts and options.input:
         raise ConfigError("Texts and --in were both given. Leave one of them out.")
+    if options.columns and not options.input:
+        raise ConfigError("--columns names columns of --in, which is missing. Leave it out.")
     if options.resume and not options.out:
         raise ConfigError("--resume continues the file of --out, which is missing. Add --out.")
     if options.mmap and options.ep > 1:
@@ -178,25 +178,18 @@ def _check_options(options: Any) -> None:
 
 
 def _read_lines(options: Any, sampling: Sampling) -> Iterator[Line]:
-    """Yields the requests; empty lines of JSONL are skipped."""
-    is_json = options.input is not None and options.input.suffix.lower() == ".jsonl"
-    has_text = False
-    for number, line in enumerate(_open_lines(options), start=1):
-        has_text = True
-        if line.strip() or not is_json:
-            yield number, *parse_request(number, line, sampling, is_json=is_json)
-    if not has_text:
-        raise DataError("There is no text to answer. Give texts, --in, or lines on standard input.")
-
-
-def _open_lines(options: Any) -> Iterator[bytes]:
-    if options.texts:
-        yield from map(os.fsencode, options.texts)
-    elif options.input is None:
-        yield from sys.stdin.buffer
+    """Returns the requests; the first has been read."""
+    if options.input is not None:
+        columns = parse_columns(options.columns, COLUMNS)
+        lines = read_requests(options.input, columns, sampling)
+    elif options.texts:
+        lines = read_lines(map(os.fsencode, options.texts), {}, sampling)
     else:
-        with options.input.open("rb") as lines:
-            yield from lines
+        lines = read_lines(sys.stdin.buffer, {}, sampling)
+    head = list(islice(lines, 1))
+    if not head:
+        raise DataError("There is no text to answer. Give texts, --in, or lines on standard input.")
+    return chain(head, lines)
 
 
 def _write(options: Any, sampling: Sampling, world: World, lines: Iterator[Line]) -> None:
@@ -213,9 +206,7 @@ def _write(options: Any, sampling: Sampling, world: World, lines: Iterator[Line]
     num_tokens = 0
     refused: list[str] = []
     with open_answers(out, settings, resume=options.resume) as file:
-        num_before = file.skip_answered(lines)
-        if world.size > 1:
-            gather_or_raise(lambda: num_before)
+        num_before = gather_or_raise(lambda: file.skip_answered(lines))[0]
         answer_lines = _answerer(options, sampling, world)
         with tqdm(total=total, initial=num_before, desc="generate", mininterval=1.0) as progress:
             for line, record, answer in answer_lines(lines):
@@ -233,10 +224,10 @@ def _write(options: Any, sampling: Sampling, world: World, lines: Iterator[Line]
 
 
 def _count_lines(file: Path | None) -> int | None:
-    """Returns the number of lines of a file; None for a pipe, which can be read only once."""
-    if file is None or not file.is_file():
+    """Returns the number of lines of a file; None for a table, and for a pipe, which is read once."""
+    if file is None or is_table(file) or file.is_fifo():
         return None
-    with file.open("rb") as lines:
+    with open_data(file) as lines:
         return sum(1 for _ in lines)
 
 
@@ -257,15 +248,10 @@ def _answerer(
         answer_all = _load_generator(options, sampling).map_numbered
 
     def answer_lines(lines: Iterator[Line]) -> Iterator[Answered]:
-        records: dict[int, dict[str, Any]] = {}
-
-        def numbered() -> Iterator[tuple[int, Item]]:
-            for number, record, item in lines:
-                records[number] = record
-                yield number, item
-
-        for answer in answer_all(numbered()):
-            yield answer.number, records.pop(answer.number), answer
+        lines, sent = tee(lines)
+        answers = answer_all((number, item) for number, _, item in sent)
+        for (number, record, _), answer in zip(lines, answers, strict=True):
+            yield number, record, answer
 
     return answer_lines
 
@@ -291,8 +277,7 @@ def _load_on_ranks(options: Any, sampling: Sampling, world: World) -> BatchGener
     config = STMoEConfig.from_pretrained(
         options.model, dispatch="ragged", eval_capacity_factor=None, expert_capacity=None
     )
-    replicas = max(1, world.size // options.ep)
-    mesh_config = MeshConfig(ep=options.ep, dp_replicate=replicas)
+    mesh_config = MeshConfig(ep=options.ep, dp_replicate=max(1, world.size // options.ep))
     check_mesh(mesh_config, mesh_limits(config, world.size))
     mesh = build_mesh(mesh_config, world.device_type)
     model, _ = load_model_on_mesh(options.model, mesh, config=config, gather=False)
@@ -307,8 +292,7 @@ def _map_over_ranks(
     while chunk := list(islice(numbered, size)):
         part = list(generator.map_numbered(chunk[world.rank :: world.size]))
         parts = gather_or_raise(lambda part=part: part)
-        answers = list(chain.from_iterable(parts))
-        yield from sorted(answers, key=lambda answer: answer.number)
+        yield from sorted(chain.from_iterable(parts), key=lambda answer: answer.number)
 
 
 def _search_beams(

@@ -1,86 +1,32 @@
-"""Requests and answers as JSONL; a run that was killed continues where its file ends."""
+"""Answers as JSONL, beside request_file.py; a run that was killed continues where its file ends."""
 
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from moe.checks import shown
-from moe.data.rows import text_of
-from moe.errors import ConfigError, DataError, MoEError, did_you_mean
+from moe.errors import ConfigError
 from moe.files import write_text
-from moe.parsing import parse_json_object, read_json
-from moe.serving.batch_generator import Item, Request
+from moe.parsing import read_json
 from moe.serving.engine import Answer
-from moe.serving.sampling import Sampling
+from moe.serving.request_file import Line
 from moe.work_folder import work_folder
-
-_ADVICE = 'Expected an object like {"inputs": "..."} a line.'
 
 _SETTINGS = ".settings.json"
 """Ending of the file beside the answers that holds the settings of the run."""
 
+_ADVICE = "Choose another name for the answers."
+
 _NAMES = ("line", "targets", "finish", "log_probs", "error", "request")
 """Keys of an answer, besides those of its request."""
-
-Line = tuple[int, dict[str, Any], Item]
-"""Number of a line from 1, its object, and its request or the error that refuses it."""
-
-
-def parse_request(
-    number: int, line: bytes, defaults: Sampling, *, is_json: bool
-) -> tuple[dict[str, Any], Item]:
-    """Returns the object of a line, and its request or the error that refuses it.
-
-    Args:
-        number: Number of the line.
-        line: JSON with `inputs`, and `sampling` with fields of Sampling if it needs its own; or a text.
-        defaults: Settings that the line does not have.
-        is_json: Whether the line is JSON.
-    """
-    record: dict[str, Any] = {"inputs": line.decode(errors="backslashreplace").rstrip("\r\n")}
-    try:
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        if not is_json:
-            return {"inputs": text}, Request(text)
-        record = parse_json_object(text, where=f"line {number}", advice=_ADVICE, nan=True)
-        inputs = text_of(record, "inputs", where=f"line {number}", advice=_ADVICE)
-        return record, Request(inputs, _sampling(record, defaults))
-    except UnicodeDecodeError as error:
-        return record, DataError(
-            f"line {number}: byte 0x{line[error.start]:02x} at offset {error.start} is not UTF-8. Convert the "
-            "requests, e.g. `iconv -f latin1 -t utf-8`."
-        )
-    except MoEError as error:
-        return record, DataError(with_line(number, str(error)))
 
 
 def with_line(number: int, message: str) -> str:
     """Returns a message that begins with the number of its line."""
     return message if message.startswith("line ") else f"line {number}: {message}"
-
-
-def _sampling(record: dict[str, Any], defaults: Sampling) -> Sampling | None:
-    """Returns the settings of a line; None for the defaults."""
-    sampling = record.get("sampling")
-    if sampling is None:
-        return None
-    names = [field.name for field in fields(Sampling)]
-    if not isinstance(sampling, dict):
-        raise DataError(
-            f"sampling is {shown(sampling)}; expected an object with {', '.join(names)}."
-        )
-    for name in sampling:
-        if name not in names:
-            raise DataError(
-                f"sampling has {shown(name)}; expected {', '.join(names)}.{did_you_mean(name, names)}"
-            )
-    if isinstance(sampling.get("stop"), list):
-        sampling = {**sampling, "stop": tuple(sampling["stop"])}
-    return Sampling(**{**vars(defaults), **sampling})
 
 
 def answer_record(number: int, record: dict[str, Any], answer: Answer) -> dict[str, Any]:
@@ -133,9 +79,8 @@ class AnswerFile:
             number, record, _ = next(lines, (last + 1, {}, None))
             request = _to_bytes(request_record(number, record)).removesuffix(b"}")
             if not answered.startswith((request + b', "targets": ', request + b', "error": ')):
-                text = answered.decode(errors="backslashreplace").rstrip()
                 raise ConfigError(
-                    f"{self._path} cannot be resumed: its answer {shown(text)} is not to line {number}, which is "
+                    f"{self._path} cannot be resumed: {shown(answered)} does not answer line {number}, "
                     f"{shown(record)}. Give the same requests, or choose another name."
                 )
             last = number
@@ -151,7 +96,8 @@ class AnswerFile:
 
 
 def _to_bytes(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")
+    # A column may hold dates.
+    return json.dumps(record, ensure_ascii=False, default=str).encode(errors="backslashreplace")
 
 
 @contextmanager
@@ -190,25 +136,18 @@ def _keep_settings(path: Path, settings: dict[str, Any]) -> None:
         ConfigError: When the earlier ones differ, or the file beside the answers is something else.
     """
     settings_path = path.with_name(path.name + _SETTINGS)
-    saved = None
-    if os.path.lexists(settings_path):
-        saved = read_json(settings_path, advice="Choose another name.")
+    exists = path.exists()
+    if exists or os.path.lexists(settings_path):
+        saved = read_json(settings_path, advice=_ADVICE, error=ConfigError)
         if not isinstance(saved, dict) or saved.keys() != settings.keys():
             raise ConfigError(
-                f"{settings_path} holds {shown(saved)}; expected the settings of a run. Move it away, or choose "
-                "another name."
+                f"{settings_path} holds {shown(saved)}; expected the settings of a run. {_ADVICE}"
             )
-    if not path.exists():
+        for name, value in settings.items():
+            if exists and saved[name] != value:
+                raise ConfigError(
+                    f"{path} cannot be resumed: its answers were made with {name} {shown(saved[name])}, not "
+                    f"{shown(value)}. Give the same settings, or choose another name."
+                )
+    if not exists:
         write_text(settings_path, json.dumps(settings, indent=2) + "\n")
-        return
-    if saved is None:
-        raise ConfigError(
-            f"{path} cannot be resumed: {settings_path} is missing, which holds the settings of its "
-            "run. Choose another name."
-        )
-    for name, value in settings.items():
-        if saved[name] != value:
-            raise ConfigError(
-                f"{path} cannot be resumed: its answers were made with {name} {shown(saved[name])}, not "
-                f"{shown(value)}. Give the same settings, or choose another name."
-            )

@@ -1,14 +1,18 @@
 """`stmoe generate` with files: one line for each request, in order, whatever happens to the process."""
 
+import gzip
 import io
 import json
 import os
 import random
 import resource
 import signal
+from datetime import date
 from functools import partial
 from threading import Thread
 
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 
 from moe import ConfigError, DataError
@@ -194,13 +198,64 @@ def test_settings_are_written_beside_the_answers_and_never_over_other_files(fold
 
 
 def test_a_pipe_is_read_once(folder, tmp_path):
-    pipe = tmp_path / "in.jsonl"
+    pipe = tmp_path / "pipe"  # JSON without a suffix
     os.mkfifo(pipe)
     writer = Thread(target=pipe.write_bytes, args=[(folder / "in.jsonl").read_bytes()])
     writer.start()
     whole = (folder / "whole.jsonl").read_bytes()
     assert run(folder, tmp_path / "out.jsonl", "--in", pipe) == whole
     writer.join()
+
+
+def test_tables_are_read_by_their_columns(folder, tmp_path):
+    questions, marks = texts(9), [f"a{number}, or more" for number in range(9)]
+    days = [date(2026, 1, 1 + number) for number in range(9)]
+    table = pyarrow.table(
+        {"question": questions, "answer": marks, "group": days, "id": [*range(9)]}
+    )
+    lines = [json.dumps(row, default=str) + "\n" for row in table.to_pylist()]
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
+    pyarrow.csv.write_csv(table, tmp_path / "in.CSV")
+    (tmp_path / "in.JSONL").write_text("\ufeff" + "".join(lines))
+    (tmp_path / "in.json").write_text("".join(lines))
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    out = tmp_path / "out.jsonl"
+    (tmp_path / "in.txt").write_text("\ufeff" + "\n".join(questions))
+    expected = [
+        json.loads(line) for line in run(folder, out, "--in", tmp_path / "in.txt").splitlines()
+    ]
+    for record, mark, day in zip(expected, marks, days, strict=True):
+        record |= {"references": mark, "group": str(day)}
+
+    columns = ["--columns", "inputs=question", "targets=answer"]
+    for name in ("in.parquet", "in.CSV", "in.JSONL", "in.json", "in.jsonl.gz"):
+        out.unlink()
+        records = run(folder, out, "--in", tmp_path / name, *columns).splitlines()
+        for line, record in zip(records, expected, strict=True):
+            answer = json.loads(line)
+            answer.pop("id", None)
+            assert answer == record, name
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "noun"),
+    [
+        ("in.csv", b"question,targets\nw3,w4\n", "inputs is missing"),
+        ("in.txt", "w3 w4\n".encode("utf-16"), "UTF-16"),
+        ("in.jsonl", gzip.compress(b'{"inputs": "w3"}'), "gzip"),
+        ("in.txt", b"PAR1\0\0", "Parquet"),
+        ("in.txt", b"", "no text"),
+        ("missing.jsonl", None, "missing.jsonl"),
+    ],
+)
+def test_a_file_that_is_something_else_is_refused_before_anything_is_written(
+    folder, tmp_path, name, content, noun
+):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=noun):
+        run(folder, tmp_path / "out" / "out.jsonl", "--in", tmp_path / name)
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_lines_are_refused_alone_with_their_numbers(folder, tmp_path, capsys):
@@ -213,18 +268,21 @@ def test_bad_lines_are_refused_alone_with_their_numbers(folder, tmp_path, capsys
         b'{"inputs": "w3", "sampling": {"temprature": 1}}',
         b'{"inputs": "w3", "sampling": {"temperature": -1}}',
         b'{"inputs": "w\xe9"}',
+        b'{"inputs": "w3", "sampling": {"temperature": 1, "top_k": ' + b"9" * 309 + b"}}",
+        b'{"inputs": "w3", "sampling": {"max_new_tokens": ' + b"9" * 309 + b"}}",
     ]
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"\n".join([b"", b'{"inputs": "w3"}', *bad, b'{"inputs": "w4"}', b""]))
     out = tmp_path / "out.jsonl"
     whole = run(folder, out, "--in", source, "--max-input", 13)
     first, *refused, last = [json.loads(line) for line in out.read_text().splitlines()]
-    assert first["line"] == 2 and last["line"] == 11 and first["targets"] and last["targets"]
+    assert first["line"] == 2 and last["line"] == 13 and first["targets"] and last["targets"]
     assert len(refused) == len(bad)
     for number, record in enumerate(refused, start=3):
-        assert record["error"].startswith(f"line {number}: ") and "targets" not in record
-    assert "temperature" in refused[5]["error"] and "0xe9" in refused[7]["error"]
-    assert "8 requests were refused" in capsys.readouterr().err
+        assert record["error"].startswith(f"line {number}") and "targets" not in record
+    assert "temperature" in refused[5]["error"] and "xe9" in refused[7]["error"]
+    assert "top_k" in refused[8]["error"] and "max_new_tokens" in refused[9]["error"]
+    assert "10 requests were refused" in capsys.readouterr().err
 
     # A line that was repaired since then is not taken for the one that was refused.
     source.write_bytes(source.read_bytes().replace(b"no JSON", b'{"inputs": "w5"}'))
@@ -243,11 +301,11 @@ def test_texts_come_from_arguments_a_text_file_or_standard_input(
     assert expected.count("\n") == 2
     main([*options, "--in", str(tmp_path / "in.txt")])
     assert capsys.readouterr().out == expected
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w3 w4\nw5\n")))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfw3 w4\nw5\n")))
     main(options)
     assert capsys.readouterr().out == expected
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w3 w4\nw\xe9\nw5\n")))
-    with pytest.raises(DataError, match="line 2: byte 0xe9"):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w3 w4\nw\xe9\nw5\nw\0\n")))
+    with pytest.raises(DataError, match=r"2 texts .*line 2.*xe9"):
         main(options)
     assert [*capsys.readouterr().out.splitlines()[::2]] == expected.splitlines()
     with pytest.raises(DataError, match="line 2: The text is ''"):
