@@ -6,6 +6,7 @@ sampling.py chooses the tokens; batch_generator.py and server.py drive the engin
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -95,6 +96,7 @@ class _Request(NamedTuple):
         tokens: Encoder tokens.
         sampling: Settings of the answer.
         stream: Whether its pieces have texts.
+        client: Requests of one client take turns with those of others.
         num_sent: Pieces that were returned before a step failed.
         trial: Requests of one trial run without others, since a step with them failed; 0 for none.
     """
@@ -103,6 +105,7 @@ class _Request(NamedTuple):
     tokens: list[int]
     sampling: Sampling
     stream: bool = False
+    client: int = 0
     num_sent: int = 0
     trial: int = 0
 
@@ -202,7 +205,13 @@ class Engine:
         self._mixes_ages = max_batch > 1 and self._ignores_age()
 
     def submit(
-        self, number: int, tokens: Sequence[int], sampling: Sampling, *, stream: bool = False
+        self,
+        number: int,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        client: int | None = None,
     ) -> None:
         """Queues a request.
 
@@ -211,9 +220,12 @@ class Engine:
             tokens: Encoder tokens, at least one.
             sampling: Settings of the answer.
             stream: Whether its pieces have texts.
+            client: Number of the client, whose requests take turns with those of others; None for
+                a client of its own.
         """
         assert tokens, "a request without tokens"
-        self.waiting.append(_Request(number, list(tokens), sampling, stream))
+        client = number if client is None else client
+        self.waiting.append(_Request(number, list(tokens), sampling, stream, client))
 
     @torch.inference_mode()
     def cancel(self, number: int) -> None:
@@ -305,14 +317,29 @@ class Engine:
         if not self.waiting or (self._rows and (is_apart or not enough)):
             return []
 
-        # The oldest, so that none waits forever, and those closest to it in length.
-        oldest = len(self.waiting[0].tokens)
         candidates = [request for request in self.waiting if request.trial == trial]
-        by_length = sorted(candidates, key=lambda request: abs(len(request.tokens) - oldest))
-        chosen = by_length[:free]
+        chosen = self._in_turn(candidates)[:free]
         numbers = {request.number for request in chosen}
         self.waiting = [request for request in self.waiting if request.number not in numbers]
         return chosen
+
+    def _in_turn(self, candidates: list[_Request]) -> list[_Request]:
+        """Returns requests in the order in which they start.
+
+        Clients take turns, and a running request counts as a turn. The oldest of those whose turn
+        it is comes first, so that none waits forever, and then those closest to it in length.
+        """
+        turns = Counter(row.request.client for row in self._rows)
+        by_client: dict[int, list[_Request]] = {}
+        for request in candidates:
+            by_client.setdefault(request.client, []).append(request)
+        turn_of: dict[int, int] = {}
+        for client, requests in by_client.items():
+            ordered = _by_length(requests, requests[0])
+            turn_of |= {each.number: turn for turn, each in enumerate(ordered, turns[client])}
+        oldest = min(candidates, key=lambda request: turn_of[request.number])
+        by_length = _by_length(candidates, oldest)
+        return sorted(by_length, key=lambda request: turn_of[request.number])
 
     def _encode(self, requests: list[_Request]) -> Tensor:
         """Adds rows for requests, and returns the logits of their first tokens <float>[R, V]."""
@@ -470,6 +497,12 @@ class Engine:
         spread = rows[0].std()
         rounding = 1e-3 if self.model.dtype == torch.float32 else 0.1
         return bool((rows[0] - rows[1]).abs().max() <= rounding * spread)
+
+
+def _by_length(requests: list[_Request], first: _Request) -> list[_Request]:
+    """Returns requests by the distance of their lengths from that of one."""
+    length = len(first.tokens)
+    return sorted(requests, key=lambda request: abs(len(request.tokens) - length))
 
 
 def start_tokens(model: PreTrainedModel) -> list[int]:

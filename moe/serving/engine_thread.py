@@ -1,13 +1,15 @@
 """An engine in a thread of its own, for requests that come from an event loop."""
 
 import asyncio
+import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from moe.errors import MoEError
 from moe.serving.engine import Engine, Piece
@@ -17,7 +19,7 @@ T = TypeVar("T")
 
 
 class BusyError(MoEError):
-    """More requests are open than the queue holds."""
+    """The engine takes no more requests."""
 
 
 class FailedError(RuntimeError):
@@ -36,8 +38,8 @@ class Pieces:
     """Pieces of the answers to some requests, in the order in which they are generated."""
 
     def __init__(self, first: int) -> None:
-        self._first = first
-        self._arrived: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self.first = first
+        self._arrived: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
 
     async def next(self) -> tuple[int, Piece]:
         """Returns the number of a request, from 0, and the next piece of an answer.
@@ -46,13 +48,13 @@ class Pieces:
             FailedError: When the model failed on one of them.
         """
         piece = await self._arrived.get()
-        if isinstance(piece, Exception):
+        if isinstance(piece, BaseException):
             raise FailedError("The model failed.") from piece
         if piece.answer is not None and piece.answer.error is not None:
             raise FailedError(piece.answer.error)
-        return piece.number - self._first, piece
+        return piece.number - self.first, piece
 
-    def put(self, piece: Piece | Exception) -> None:
+    def put(self, piece: Piece | BaseException) -> None:
         """Adds a piece, or why there are no more."""
         self._arrived.put_nowait(piece)
 
@@ -60,22 +62,23 @@ class Pieces:
 class EngineThread:
     """Answers the requests of an event loop, all of whose calls come from there."""
 
-    def __init__(
-        self, engine: Engine, build_engine: Callable[[], Engine], *, max_open: int
-    ) -> None:
+    def __init__(self, engine: Engine, *, max_open: int, timeout: float) -> None:
         """Starts the thread.
 
         Args:
             engine: Engine that answers the requests.
-            build_engine: Returns a different one after an error.
             max_open: Most open requests.
+            timeout: Seconds after which a step counts as stuck.
         """
-        self._build_engine = build_engine
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._max_open = max_open
+        self._timeout = timeout
+        self._failure: BaseException | None = None
+        self._busy_since: float | None = None
         self._next_number = 0
         self._pieces: dict[int, Pieces] = {}
+        self._futures: set[Future[Any]] = set()  # of calls
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -83,26 +86,33 @@ class EngineThread:
     @property
     def num_open(self) -> int:
         """Requests that wait, run, or whose answers are being read."""
-        return len(self._pieces)
+        return len(self._pieces) + len(self._futures)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the engine takes no requests; None if it does."""
+        if self._failure is not None:
+            return f"The engine has failed: {self._failure!r}. Start the server again."
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > self._timeout:
+            return f"The engine has computed one step for more than {self._timeout:g} seconds."
+        return None
 
     @contextmanager
     def answering(self, submissions: Sequence[Submission]) -> Iterator[Pieces]:
         """Yields the pieces of answers; requests that did not end in the block are cancelled.
 
         Raises:
-            BusyError: When too many requests are open.
+            BusyError: When too many requests are open, or the engine failed.
         """
-        if self.num_open + len(submissions) > self._max_open:
-            raise BusyError(
-                f"{self.num_open} requests are open, of {self._max_open}. Try again later."
-            )
+        self._check_room(len(submissions))
         pieces = Pieces(self._next_number)
         numbered = dict(enumerate(submissions, start=self._next_number))
         self._next_number += len(submissions)
         self._pieces |= dict.fromkeys(numbered, pieces)
 
         for number, submission in numbered.items():
-            self._work.put(partial(self._submit, number, submission))
+            self._work.put(partial(self._submit, number, submission, pieces.first))
         try:
             yield pieces
         finally:
@@ -111,7 +121,12 @@ class EngineThread:
                 self._work.put(partial(self._cancel, number))
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Returns the result of a function that uses the model, which runs between two steps."""
+        """Returns the result of a function that uses the model, which runs between two steps.
+
+        Raises:
+            BusyError: When too many requests are open, or the engine failed.
+        """
+        self._check_room(1)
         future: Future[T] = Future()
 
         def work() -> None:
@@ -122,43 +137,66 @@ class EngineThread:
             except Exception as error:
                 future.set_exception(error)
 
+        self._futures.add(future)
         self._work.put(work)
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._futures.discard(future)
 
     def stop(self) -> None:
-        """Ends the thread after the step that it computes."""
+        """Ends the thread after the step that it computes, unless that is stuck."""
         self._work.put(None)
-        self._thread.join()
+        self._thread.join(self._timeout)
 
-    def _submit(self, number: int, submission: Submission) -> None:
+    def _check_room(self, number: int) -> None:
+        if self.problem is not None:
+            raise BusyError(self.problem)
+        if self.num_open + number > self._max_open:
+            raise BusyError(
+                f"{self.num_open} requests are open, of {self._max_open}. Try again later."
+            )
+
+    def _submit(self, number: int, submission: Submission, client: int) -> None:
         tokens, sampling, stream = submission
-        self._engine.submit(number, tokens, sampling, stream=stream)
+        self._engine.submit(number, tokens, sampling, stream=stream, client=client)
 
     def _cancel(self, number: int) -> None:
         self._engine.cancel(number)
 
     def _run(self) -> None:
-        """Works until it is stopped: what was asked for, then a step."""
+        """Works until it is stopped, or the engine fails."""
+        try:
+            self._work_until_stopped()
+        except BaseException as error:
+            logging.getLogger("uvicorn.error").critical("The engine failed.", exc_info=error)
+            self._failure = error
+            self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _work_until_stopped(self) -> None:
+        """Does what was asked for, then a step, again and again."""
         while True:
-            try:
-                while self._engine.is_idle or not self._work.empty():
-                    work = self._work.get()
-                    if work is None:
-                        return
-                    work()
-                pieces = self._engine.step()
-            except Exception as error:
-                # Its state is unknown.
-                self._engine = self._build_engine()
-                self._loop.call_soon_threadsafe(self._fail, error)
-            else:
-                self._loop.call_soon_threadsafe(self._deliver, pieces)
+            while self._engine.is_idle or not self._work.empty():
+                self._busy_since = None
+                work = self._work.get()
+                self._busy_since = time.monotonic()
+                if work is None:
+                    return
+                work()
+            self._busy_since = time.monotonic()
+            pieces = self._engine.step()
+            if self._loop.is_closed():  # the step was stuck when the server ended
+                return
+            self._loop.call_soon_threadsafe(self._deliver, pieces)
 
     def _deliver(self, pieces: list[Piece]) -> None:
         for piece in pieces:
             if piece.number in self._pieces:
                 self._pieces[piece.number].put(piece)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         for pieces in set(self._pieces.values()):
             pieces.put(error)
+        for future in self._futures:
+            if not future.done():
+                future.set_exception(FailedError("The model failed."))

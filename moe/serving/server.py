@@ -98,8 +98,7 @@ class CompletionServer:
         self._name = name
         self._defaults = defaults
         self._limits = limits
-        self._build_engine = partial(Engine, model, tokenizer, max_batch=limits.max_batch)
-        self._engine = self._build_engine()
+        self._engine = Engine(model, tokenizer, max_batch=limits.max_batch)
         self._thread: EngineThread
 
     def app(self) -> ASGIApp:
@@ -137,9 +136,8 @@ class CompletionServer:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._thread = EngineThread(
-            self._engine, self._build_engine, max_open=self._limits.max_open
-        )
+        limits = self._limits
+        self._thread = EngineThread(self._engine, max_open=limits.max_open, timeout=limits.timeout)
         yield
         self._thread.stop()
 
@@ -150,7 +148,9 @@ class CompletionServer:
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"))
 
     async def _health(self, request: Request) -> Response:
-        return JSONResponse({"open": self._thread.num_open, "max_open": self._limits.max_open})
+        state = {"open": self._thread.num_open, "max_open": self._limits.max_open}
+        problem = self._thread.problem
+        return JSONResponse({**state, "problem": problem}, 200 if problem is None else 503)
 
     async def _models(self, request: Request) -> Response:
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "stmoe"}

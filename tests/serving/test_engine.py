@@ -191,6 +191,27 @@ def test_what_cannot_be_answered_is_refused_alone():
     assert list(BatchGenerator(ours(), TOKENIZER).map([])) == []
 
 
+def test_small_requests_take_turns_with_the_answers_of_a_large_one():
+    model = ours()
+    engine = Engine(model, TOKENIZER, max_batch=4)
+    sampling = Sampling(max_new_tokens=3)
+    for number in range(80):
+        engine.submit(number, [2 + number, 1], sampling, client=0)
+    ended = []
+    for step in range(100):
+        if step == 3:
+            for number in range(80, 85):
+                engine.submit(number, [2 + number] * (number - 79) + [1], sampling)
+        ended += [piece.number for piece in engine.step() if piece.answer]
+        if engine.is_idle:
+            break
+    assert sorted(ended) == list(range(85))
+    # Eight were running or had ended when the small ones came; then all of these, before the rest.
+    assert max(ended.index(number) for number in range(80, 85)) < 16
+    # The large one keeps a row.
+    assert ended[:80] != sorted(ended[:80]) and ended.index(8) < 20
+
+
 def broken(sampling):
     """Returns settings with which every step fails, as if the door had let them in."""
     sampling = dataclasses.replace(sampling)

@@ -312,6 +312,61 @@ def test_a_request_on_which_the_model_fails_gets_500_and_a_stream_an_event(monke
         assert found == [answer.text for answer in expected(f"w{2 + index}" for index in range(8))]
 
 
+def status(address, path="/health", body=None):
+    """Returns the status of a response, and its seconds."""
+    start = time.monotonic()
+    try:
+        _ = get(address, path) if body is None else post(address, body, path)
+        code = 200
+    except HTTPError as error:
+        error.close()
+        code = error.code
+    return code, time.monotonic() - start
+
+
+def test_an_engine_that_ends_is_seen_at_once_by_open_and_new_requests(monkeypatch):
+    may_fail = threading.Event()
+
+    def failing_step(engine):
+        may_fail.wait()
+        raise SystemExit
+
+    with serving(timeout=60.0) as address, ThreadPoolExecutor() as pool:
+        monkeypatch.setattr(Engine, "step", failing_step)
+        whole = pool.submit(status, address, "/v1/completions", {"prompt": "w2"})
+        stream = pool.submit(post, address, {"prompt": "w2", "stream": True})
+        routes = pool.submit(status, address, "/routes", {"prompt": "w2", "token_ids": [2]})
+        while json.loads(get(address, "/health"))["open"] < 3:
+            time.sleep(0.01)
+        may_fail.set()
+        assert whole.result()[0] == routes.result()[0] == 500
+        assert '"code": 500' in stream.result()
+        assert status(address)[0] == 503
+        code, seconds = status(address, "/v1/completions", {"prompt": "w2"})
+        assert (code, seconds < 10) == (503, True)
+
+
+def test_a_step_that_hangs_is_seen_and_does_not_keep_the_server_from_ending(monkeypatch):
+    step = Engine.step
+    may_continue = threading.Event()
+
+    def hanging_step(engine):
+        may_continue.wait()
+        return step(engine)
+
+    with serving(timeout=0.5) as address:
+        monkeypatch.setattr(Engine, "step", hanging_step)
+        assert status(address, "/v1/completions", {"prompt": "w2"})[0] == 504
+        assert status(address)[0] == status(address, "/v1/completions", {"prompt": "w2"})[0] == 503
+        may_continue.set()
+        while status(address)[0] != 200:
+            time.sleep(0.01)
+        assert complete(address, prompt="w2")["choices"]
+        may_continue.clear()
+        assert status(address, "/v1/completions", {"prompt": "w2"})[0] == 504
+    may_continue.set()
+
+
 def test_an_answer_that_takes_too_long_is_ended(monkeypatch):
     step = Engine.step
 
