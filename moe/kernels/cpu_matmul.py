@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe.kernels.expert_rows import rounded_count
 from moe.kernels.product_choice import ProductKind, copies_expert_gradient, is_onednn_chosen
 from moe.kernels.torch_private import is_plain, onednn_linear
 
@@ -38,8 +39,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
 
     rows = x.flatten(0, -2)
-    product = _Linear.apply(rows, weight) if needs_graph else onednn_linear(rows, weight)
-    return product.unflatten(0, x.shape[:-1])
+    if needs_graph:
+        return _Linear.apply(rows, weight).unflatten(0, x.shape[:-1])
+    # oneDNN keeps memory for every number of rows, so requests of any length use only a few.
+    num_added = rounded_count(num_tokens) - num_tokens
+    rows = F.pad(rows, (0, 0, 0, num_added)) if num_added else rows
+    return onednn_linear(rows, weight)[:num_tokens].unflatten(0, x.shape[:-1])
 
 
 def multiply(

@@ -48,6 +48,22 @@ def test_a_large_product_and_its_gradients_are_those_of_float64(shape, library):
         close(a, b)
 
 
+def test_products_of_any_number_of_rows_have_a_few_sizes_for_which_onednn_keeps_memory(library):
+    x, weight = large(300, 131), large(103, 131, seed=1)
+    with torch.no_grad(), torch.profiler.profile(record_shapes=True) as profile:
+        for number in range(65, 300):
+            product = linear(x[:number], weight)
+            assert product.shape == (number, 103)
+            close(product[-1:], F.linear(x[number - 1 :][:1].double(), weight.double()))
+    sizes = {
+        event.input_shapes[0][0]
+        for event in profile.events()
+        if event.name == "mkldnn::_linear_pointwise"
+    }
+    rounded = {*range(68, 129, 4), *range(136, 257, 8), *range(272, 305, 16)}
+    assert sizes == (rounded if library == "onednn" else set())
+
+
 def test_gradients_have_gradients():
     x, weight = large(67, 131).requires_grad_(), large(103, 131, seed=1).requires_grad_()
 
