@@ -4,6 +4,7 @@
     python -m scripts.benchmark exchange [--json exchange.json] [--ranks 2 4]
     python -m scripts.benchmark model [--json model.json] [--experts 8]
     python -m scripts.benchmark serve [--json serve.json] [--batches 1 8 32]
+    python -m scripts.benchmark soak [--json soak.json] [--requests 20000]
     python -m scripts.benchmark gpu [--json gpu.json] [--cases 4] [--batches 1 8]
     python -m scripts.benchmark busy [--json busy.json] [--threads 2]
     python -m scripts.benchmark two_nodes [--bandwidth 25] [--latency 2] [--json two_nodes.json]
@@ -32,6 +33,7 @@ from benchmarks.models.busy import BusyBenchmark, run_busy
 from benchmarks.models.gpu import GpuBenchmark, run_gpu
 from benchmarks.models.model import PARTS, ModelBenchmark, ModelCase, run_model
 from benchmarks.models.serving import ServingBenchmark, run_serving
+from benchmarks.models.soak import SoakBenchmark, run_soak
 from benchmarks.ranks.exchange import ExchangeBenchmark, run_exchange
 from benchmarks.ranks.scaling import ScalingCase
 from benchmarks.ranks.two_nodes_times import TwoNodesBenchmark, run_two_nodes
@@ -88,6 +90,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "nargs": "+",
         "default": [1, 8],
         "help": "sequences to decode at once (1 and 8)",
+    },
+    "requests": {
+        "type": integer(least=2, most=1_000_000, reason="a thousand take half a minute"),
+        "default": 20_000,
+        "help": "how many clients send (20000)",
     },
     "bandwidth": {
         "type": real(above=0),
@@ -196,6 +203,11 @@ BENCHMARKS = {
         "continuous and static batches beside Switch, T5 and CTranslate2, on a CPU",
         "json rounds threads batches",
         lambda options: run_serving(ServingBenchmark(**options)),
+    ),
+    "soak": Benchmark(
+        "answers of a server under thousands of mixed requests and a restart, beside each alone",
+        "json requests",
+        lambda options: run_soak(SoakBenchmark(**options)),
     ),
     "gpu": Benchmark(
         "layers, training, optimizers and decoding on a GPU; continues where it was interrupted",
