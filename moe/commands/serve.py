@@ -6,8 +6,10 @@ curl localhost:8000/v1/completions -H 'content-type: application/json' \
 """
 
 import socket
+from ipaddress import ip_address
 from pathlib import Path
 
+from moe.checks import check
 from moe.cli import Parser, integer, real
 from moe.commands.served_model import add_model_options, load_served_model
 from moe.data.tokenizer import load_tokenizer
@@ -55,15 +57,19 @@ def main(argv: list[str]) -> None:
         ) from error
 
     # The address first: it is refused at once, not after the model was loaded.
+    check(bool(options.host), "--host", options.host, "an address, e.g. 0.0.0.0 for all of them")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
+    host, port = listener.getsockname()[:2]
+    # A page on the web cannot reach a local server by a name of its own.
+    hosts = ("localhost", "127.0.0.1", "[::1]", options.host)
     server = CompletionServer(
         load_served_model(options),
         load_tokenizer(options.model),
         Path(options.model).resolve().name,
         defaults=Sampling(max_new_tokens=options.max_new_tokens),
         limits=Limits(options.max_batch, options.queue, options.max_input, options.timeout),
+        hosts=hosts if ip_address(host).is_loopback else ("*",),
     )
-    host, port = listener.getsockname()[:2]
     print(f"Serving {options.model} at http://{host}:{port}. Ctrl-C ends it.", flush=True)
     run_server(server, listener)

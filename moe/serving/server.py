@@ -9,16 +9,20 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Sequence, Sized
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
-from h11 import IDLE
+from h11 import SEND_BODY
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -35,7 +39,11 @@ from moe.serving.engine_thread import BusyError, EngineThread, FailedError, Piec
 from moe.serving.routes import routes_of
 from moe.serving.sampling import Sampling
 
-_PAGE = Path(__file__).with_name("page.html")
+T = TypeVar("T")
+
+_log = logging.getLogger("uvicorn.error")
+
+_PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 _MOST_BYTES = 4 << 20
 """Longest body of a request."""
 
@@ -79,6 +87,7 @@ class CompletionServer:
         *,
         defaults: Sampling,
         limits: Limits,
+        hosts: Sequence[str] = ("*",),
     ) -> None:
         """Prepares a model, which must not drop tokens.
 
@@ -88,6 +97,7 @@ class CompletionServer:
             name: Its name in the API.
             defaults: Settings of requests without their own; no answer is longer.
             limits: Limits of a request.
+            hosts: Names of the server in the header `Host`; `*` for any.
 
         Raises:
             ConfigError: When the model is not supported.
@@ -98,6 +108,7 @@ class CompletionServer:
         self._name = name
         self._defaults = defaults
         self._limits = limits
+        self._hosts = hosts
         self._engine = Engine(model, tokenizer, max_batch=limits.max_batch)
         self._thread: EngineThread
 
@@ -119,6 +130,9 @@ class CompletionServer:
                 ClientDisconnect: partial(_error, 499),
                 Exception: partial(_error, 500),
             },
+            middleware=[
+                Middleware(TrustedHostMiddleware, allowed_hosts=self._hosts, www_redirect=False)
+            ],
             lifespan=self._lifespan,
         )
 
@@ -136,6 +150,7 @@ class CompletionServer:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_exception_handler(_handle_loop_error)
         limits = self._limits
         self._thread = EngineThread(self._engine, max_open=limits.max_open, timeout=limits.timeout)
         yield
@@ -145,7 +160,7 @@ class CompletionServer:
     # Routes
 
     async def _page(self, request: Request) -> Response:
-        return HTMLResponse(_PAGE.read_text(encoding="utf-8"))
+        return HTMLResponse(_PAGE)
 
     async def _health(self, request: Request) -> Response:
         state = {"open": self._thread.num_open, "max_open": self._limits.max_open}
@@ -330,10 +345,14 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 class _TimedProtocol(H11Protocol):
-    """Closes connections whose client does not finish its headers, or does not read, in time."""
+    """Closes connections that wait for their client, except for a body to answer, for too long.
+
+    The client has to finish its headers, read its answer, and finish a body that was refused.
+    """
 
     timeout: float
     _deadline: asyncio.TimerHandle | None = None
+    _num_ignored = 0  # bytes of a body that arrived after its answer
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -341,6 +360,14 @@ class _TimedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._watch()
+        if self._deadline is not None and self.conn.their_state is SEND_BODY:
+            self._num_ignored += len(data)
+            if self._num_ignored > 4 * _MOST_BYTES:
+                self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
         self._watch()
 
     def pause_writing(self) -> None:
@@ -352,20 +379,36 @@ class _TimedProtocol(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_clock()
         super().connection_lost(exc)
+        self._stop_clock()
 
     def _watch(self) -> None:
         """Starts the clock when the server waits for the client, and stops it when it does not."""
-        if self.conn.their_state is not IDLE and not self.flow.write_paused:
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering and not self.flow.write_paused:
             self._stop_clock()
         elif self._deadline is None:
             self._deadline = self.loop.call_later(self.timeout, self.transport.abort)
 
     def _stop_clock(self) -> None:
+        self._num_ignored = 0
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+
+def _handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs an error of the event loop. When no descriptor is left, asyncio has 2,048 a second."""
+    if "accept" in context["message"]:
+        _log_waiting_clients(int(loop.time()) // 60)
+    else:
+        loop.default_exception_handler(context)
+
+
+@lru_cache(maxsize=1)
+def _log_waiting_clients(minute: int) -> None:
+    """Logs once a minute that new clients wait."""
+    _log.warning("New clients wait until connections are closed: too many are open (ulimit -n).")
 
 
 def run_server(server: CompletionServer, listener: socket.socket) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import signal
 import socket
 import threading
@@ -9,14 +10,18 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
 import torch
 import uvicorn
 
+from moe.commands import serve
+from moe.errors import ConfigError
 from moe.serving.batch_generator import BatchGenerator
 from moe.serving.engine import Engine
+from moe.serving.engine_thread import BusyError, EngineThread, Submission
 from moe.serving.sampling import Sampling
 from moe.serving.server import CompletionServer, Limits
 from tests.models.tiny import tiny_model
@@ -27,14 +32,15 @@ LONGEST = 12
 
 
 @contextmanager
-def serving(model=None, **limits):
+def serving(model=None, tokenizer=None, hosts=("*",), **limits):
     """Yields the address of a server in another thread."""
     server = CompletionServer(
         model or ours(),
-        word_tokenizer(),
+        tokenizer or word_tokenizer(),
         "tiny",
         defaults=Sampling(max_new_tokens=LONGEST),
         limits=Limits(**{"max_batch": 5, "timeout": 20.0, **limits}),
+        hosts=hosts,
     )
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     runner = uvicorn.Server(server.uvicorn_config())
@@ -53,9 +59,11 @@ def address():
         yield found
 
 
-def post(address, body, path="/v1/completions"):
+def post(address, body, path="/v1/completions", **headers):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(address + path, data)) as response:
+    headers = {"content-type": "application/json", **headers}
+    request = urllib.request.Request(address + path, data, headers)
+    with urllib.request.urlopen(request) as response:
         return response.read().decode()
 
 
@@ -79,9 +87,12 @@ def expected(inputs, **options):
     return list(generator.map(inputs))
 
 
-def refusal(address, body, path="/v1/completions"):
+def refusal(address, body, path="/v1/completions", **headers):
     with pytest.raises(HTTPError) as caught:
-        post(address, body, path)
+        if body is None:
+            get(address, path)
+        else:
+            post(address, body, path, **headers)
     with caught.value as response:
         return response.code, json.loads(response.read())["error"]["message"]
 
@@ -222,7 +233,10 @@ def test_more_requests_than_the_queue_holds_are_sent_away_at_once(monkeypatch):
 async def talk(address, body, *, pause=0.0, sent=1.0):
     """Returns the bytes of a response to a client that sends and reads as slowly as it likes."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    )
     message = head.encode() + data
     reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
     try:
@@ -244,6 +258,66 @@ def body_of(response):
         chunks = body.split(b"\r\n")
         body = b"".join(chunks[1::2])
     return body.decode()
+
+
+def test_a_body_that_was_refused_is_not_read_forever():
+    """Neither for long, byte by byte, nor by the gigabyte."""
+
+    async def drip(address, path, length):
+        head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+        writer.write(f"{head}content-length: {length}\r\n\r\n".encode())
+        response = asyncio.create_task(reader.read())
+        while not response.done():
+            writer.write(b" ")
+            await asyncio.wait([response], timeout=0.1)
+        writer.close()
+        return (await response)[9:12]
+
+    async def flood(address):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            b"content-length: 999999999\r\n\r\n"
+        )
+        writer.write(b" " * (5 << 20))
+        assert await reader.read(12) == b"HTTP/1.1 413"
+        with pytest.raises(ConnectionError):
+            for _ in range(100):
+                writer.write(b" " * (1 << 20))
+                await writer.drain()
+
+    async def clients(address):
+        paths = ["/nothing", "/health", "/v1/completions", "/routes"]
+        async with asyncio.timeout(10):
+            return await asyncio.gather(*(drip(address, path, 1000) for path in paths))
+
+    with serving(timeout=0.5) as address:
+        assert asyncio.run(clients(address)) == [b"404", b"405", b"408", b"408"]
+    with serving() as address:
+        asyncio.run(flood(address))
+
+
+def test_clients_wait_when_no_descriptor_is_left(capfd):
+    with serving(timeout=0.5) as address:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        taken = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 12, hard))
+        connections = []
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    connections.append(
+                        socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))
+                    )
+            time.sleep(1.5)
+        finally:
+            for connection in connections:
+                connection.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert get(address, "/health")
+    lines = capfd.readouterr().err.splitlines()
+    assert 1 <= len(lines) <= 2 and "New clients wait" in lines[0]
 
 
 @pytest.mark.slow
@@ -381,6 +455,11 @@ def test_an_answer_that_takes_too_long_is_ended(monkeypatch):
         assert json.loads(get(address, "/health"))["open"] == 0
 
 
+def test_an_empty_host_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--host is ''"):
+        serve.main(["--model", str(tmp_path), "--host", ""])
+
+
 @pytest.mark.slow
 def test_a_server_that_is_told_to_end_answers_first(tmp_path):
     tiny_model(num_experts=6).save_pretrained(tmp_path / "model")
@@ -403,9 +482,14 @@ def test_a_server_that_is_told_to_end_answers_first(tmp_path):
                 return False
 
         command.wait_for(answers)
+        with pytest.raises(HTTPError, match="400"):
+            post(address, {"prompt": "w2"}, host="evil.example")
         body = {"prompt": "w2", "max_tokens": 200, "temperature": 3, "stream": True}
         data = json.dumps(body).encode()
-        with urllib.request.urlopen(address + "/v1/completions", data) as stream:
+        request = urllib.request.Request(
+            address + "/v1/completions", data, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as stream:
             assert stream.readline().startswith(b"data:")
             command.send_signal(number)
             assert stream.read().endswith(b"[DONE]\n\n")
