@@ -70,5 +70,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     It never suggests private names or `name` itself.
     """
     others = [other for other in known if not other.startswith("_") and other != name]
-    matches = difflib.get_close_matches(str(name), others, n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(str(name)[:80], others, n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""

@@ -9,12 +9,12 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
-from moe.checks import check, check_flag, check_integer, check_number, is_kind
+from moe.checks import check, check_flag, check_integer, is_kind
 from moe.errors import ConfigError, did_you_mean
 from moe.serving.engine import Answer
-from moe.serving.sampling import MAX_SEED, Sampling, sampling_of
+from moe.serving.sampling import Sampling, sampling_of
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (None, 1),
@@ -67,13 +67,14 @@ class Completion:
         return [sampling_of(self.sampling, choice) for choice in range(number)]
 
 
-def parse_completion(body: object, defaults: Sampling) -> Completion:
-    """Returns the request in a JSON value.
+def parse_completion(body: object, defaults: Sampling, max_answers: int) -> Completion:
+    """Returns the request in a JSON value. The tokens of its prompts are not checked.
 
     Args:
         body: The value.
         defaults: Settings that it does not have; `max_new_tokens` is also the most that it may
             ask for.
+        max_answers: Most answers to all its prompts.
 
     Raises:
         ConfigError: When a field is missing, unknown, not supported or out of range.
@@ -83,7 +84,7 @@ def parse_completion(body: object, defaults: Sampling) -> Completion:
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
         if name not in _FIELDS:
-            raise ConfigError(f"{name} is not supported.{did_you_mean(name, _FIELDS)}")
+            raise ConfigError(f"{name[:80]} is not supported.{did_you_mean(name, _FIELDS)}")
         if name in _NEUTRAL and value not in _NEUTRAL[name]:
             raise ConfigError(f"{name} is not supported. Leave it out.")
 
@@ -96,11 +97,9 @@ def parse_completion(body: object, defaults: Sampling) -> Completion:
     check(isinstance(stream_options, dict), "stream_options", stream_options, "an object")
     has_usage = stream_options.get("include_usage", False)
     check_flag("stream_options.include_usage", has_usage)
-    model = fields.get("model")
-    check(model is None or isinstance(model, str), "model", model, "a name")
     return Completion(
-        model=model,
-        prompts=_prompts(fields.get("prompt")),
+        model=fields.get("model"),
+        prompts=_prompts(fields.get("prompt"), num_choices, max_answers),
         num_choices=num_choices,
         sampling=_sampling(fields, defaults),
         stream=flags["stream"],
@@ -109,20 +108,18 @@ def parse_completion(body: object, defaults: Sampling) -> Completion:
     )
 
 
-def _prompts(prompt: object) -> list[Prompt]:
+def _prompts(prompt: object, num_choices: int, max_answers: int) -> list[Prompt]:
     """Returns the prompts in one of the four forms: a text or its tokens, or a list of either."""
-
-    def is_tokens(value: object) -> bool:
-        return isinstance(value, list) and all(is_kind(token, int) for token in value)
-
-    if isinstance(prompt, str) or (prompt and is_tokens(prompt)):
-        prompt = [prompt]
-    holds = isinstance(prompt, list) and all(
-        item and (isinstance(item, str) or is_tokens(item)) for item in prompt
-    )
-    check(bool(prompt) and holds, "prompt", prompt, "a text, a list of tokens, or a list of either")
-    assert isinstance(prompt, list)
-    return cast(list[Prompt], prompt)
+    prompts: list[Any] = [prompt]
+    if isinstance(prompt, list) and prompt and not is_kind(prompt[0], int):
+        prompts = prompt
+    if len(prompts) * num_choices > max_answers:
+        raise ConfigError(
+            f"prompt and n make {len(prompts) * num_choices} answers; expected at most {max_answers}."
+        )
+    holds = all(item and isinstance(item, str | list) for item in prompts)
+    check(holds, "prompt", prompt, "a text, a list of tokens, or a list of either")
+    return prompts
 
 
 def _sampling(fields: Mapping[str, Any], defaults: Sampling) -> Sampling:
@@ -130,10 +127,6 @@ def _sampling(fields: Mapping[str, Any], defaults: Sampling) -> Sampling:
     most = defaults.max_new_tokens
     max_tokens = fields.get("max_tokens", most)
     check_integer("max_tokens", max_tokens, least=1, most=most, reason="the server's limit")
-    temperature = fields.get("temperature", defaults.temperature)
-    check_number("temperature", temperature, least=0)
-    seed = fields.get("seed", secrets.randbits(63))
-    check_integer("seed", seed, least=0, most=MAX_SEED, reason="it has 64 bits")
     if "logprobs" in fields:
         check(fields["logprobs"] == 0, "logprobs", fields["logprobs"], "0, the chosen tokens alone")
     stop = fields.get("stop", [])
@@ -143,10 +136,10 @@ def _sampling(fields: Mapping[str, Any], defaults: Sampling) -> Sampling:
     return replace(
         defaults,
         max_new_tokens=max_tokens,
-        temperature=float(temperature),
+        temperature=fields.get("temperature", defaults.temperature),
         top_p=fields.get("top_p", defaults.top_p),
         top_k=fields.get("top_k", defaults.top_k),
-        seed=seed,
+        seed=fields.get("seed", secrets.randbits(63)),
         stop=tuple(stop),
         scores="logprobs" in fields,
     )

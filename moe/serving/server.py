@@ -30,8 +30,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedModel
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from moe.checks import check, is_kind
-from moe.errors import ConfigError, DataError
+from moe.checks import check, is_kind, shown
+from moe.errors import ConfigError, MoEError
 from moe.parsing import parse_json
 from moe.serving.completions import Completion, Envelope, Prompt, parse_completion
 from moe.serving.engine import Answer, Engine, Piece
@@ -48,6 +48,9 @@ _MOST_BYTES = 4 << 20
 """Longest body of a request."""
 
 _FAILED = "The server failed; its log says why."
+
+# Of a prompt, for each token that it may have. Tokenizing takes seconds a megabyte.
+_MOST_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,6 @@ class Limits:
     max_open: int = 1024
     max_input: int = 512
     timeout: float = 120.0
-
-
-class RefusedError(Exception):
-    """A request that is refused with a status of HTTP."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class CompletionServer:
@@ -106,6 +101,7 @@ class CompletionServer:
         self._embeddings: Any = model.get_input_embeddings()
         self._tokenizer = tokenizer
         self._name = name
+        self._description = {"id": name, "object": "model", "created": 0, "owned_by": "stmoe"}
         self._defaults = defaults
         self._limits = limits
         self._hosts = hosts
@@ -119,14 +115,14 @@ class CompletionServer:
                 Route("/", self._page),
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
+                Route("/v1/models/{name}", self._one_model),
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/routes", self._routes, methods=["POST"]),
             ],
             exception_handlers={
-                ConfigError: partial(_error, 400),
-                DataError: partial(_error, 400),
+                MoEError: partial(_error, 400),
                 BusyError: partial(_error, 503),
-                RefusedError: _refuse,
+                HTTPException: _refuse,
                 ClientDisconnect: partial(_error, 499),
                 Exception: partial(_error, 500),
             },
@@ -168,19 +164,22 @@ class CompletionServer:
         return JSONResponse({**state, "problem": problem}, 200 if problem is None else 503)
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "stmoe"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._description]})
+
+    async def _one_model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._description)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._name):
+            raise HTTPException(404, f"model is {shown(name)}; expected {self._name!r}.")
 
     async def _complete(self, request: Request) -> ASGIApp:
-        completion = parse_completion(await self._read(request), self._defaults)
-        if completion.model not in (None, self._name):
-            raise RefusedError(404, f"model is {completion.model!r}; expected {self._name!r}.")
-        prompts = [self._tokens(prompt) for prompt in completion.prompts]
+        body = await self._read(request)
+        completion = parse_completion(body, self._defaults, self._limits.max_open)
+        self._check_model(completion.model)
+        prompts = await self._finish(self._tokenize(completion.prompts), request.receive)
         of_choices = [tokens for tokens in prompts for _ in range(completion.num_choices)]
-        if len(of_choices) > self._limits.max_open:
-            raise ConfigError(
-                f"prompt and n make {len(of_choices)} answers; expected at most {self._limits.max_open}."
-            )
         submissions = [
             Submission(tokens, sampling, completion.stream)
             for tokens, sampling in zip(of_choices, completion.samplings(), strict=True)
@@ -194,7 +193,7 @@ class CompletionServer:
                     response: Response = StreamingResponse(events, media_type="text/event-stream")
                 else:
                     whole = self._whole(envelope, len(submissions), pieces)
-                    response = JSONResponse(await _unless_disconnected(whole, receive))
+                    response = JSONResponse(await self._finish(whole, receive))
                 await response(scope, receive, send)
 
         return respond
@@ -205,50 +204,60 @@ class CompletionServer:
         assert isinstance(body, dict)
         prompt = body.get("prompt")
         check(isinstance(prompt, str), "prompt", prompt, "a text")
-        inputs = self._tokens(str(prompt))
+        assert isinstance(prompt, str)
         longest = max(self._limits.max_input, self._defaults.max_new_tokens)
         answer = self._checked_tokens("token_ids", body.get("token_ids"), longest)
+        (inputs,) = await self._finish(self._tokenize([prompt]), request.receive)
         routes = partial(routes_of, self._model, self._tokenizer, inputs, answer)
-        return JSONResponse({"stacks": await self._thread.call(routes)})
+        stacks = await self._finish(self._thread.call(routes), request.receive)
+        return JSONResponse({"stacks": stacks})
 
     # -----------------------------------------------------------------------
     # Requests
 
     async def _read(self, request: Request) -> object:
         """Returns the JSON of a body."""
+        # Pages of other sites may post any other type without asking this server.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise HTTPException(415, f"content-type is {shown(kind)}; expected application/json.")
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.timeout):
                 async for chunk in request.stream():
                     body += chunk
                     if len(body) > _MOST_BYTES:
-                        raise RefusedError(413, f"The body is longer than {_MOST_BYTES} bytes.")
+                        raise HTTPException(413, f"The body is longer than {_MOST_BYTES} bytes.")
         except TimeoutError as error:
-            raise RefusedError(408, "The body did not arrive in time.") from error
+            raise HTTPException(408, "The body came too late.", {"connection": "close"}) from error
         try:
             text = body.decode()
         except UnicodeDecodeError as error:
             raise ConfigError("The body is not UTF-8.") from error
         return parse_json(text, where="The body", advice="Send JSON.")
 
+    async def _tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Returns the tokens of prompts; the prompts of all requests take turns."""
+        return [await asyncio.to_thread(self._tokens, prompt) for prompt in prompts]
+
     def _tokens(self, prompt: Prompt) -> list[int]:
         """Returns the tokens of a prompt."""
         tokens = prompt
         if isinstance(prompt, str):
             check(bool(prompt.strip()), "prompt", prompt, "a text that is not empty")
+            _check_length("prompt", prompt, self._limits.max_input * _MOST_CHARACTERS, "characters")
             tokens = self._tokenizer(prompt, verbose=False)["input_ids"]
         return self._checked_tokens("prompt", tokens, self._limits.max_input)
 
     def _checked_tokens(self, name: str, tokens: object, longest: int) -> list[int]:
         """Returns tokens, or raises a ConfigError that names them."""
         most = self._embeddings.weight.shape[0]
-        holds = isinstance(tokens, list) and all(
-            is_kind(token, int) and 0 <= token < most for token in tokens
-        )
-        check(bool(tokens) and holds, name, tokens, f"a list of tokens between 0 and {most - 1}")
+        expected = f"a list of tokens between 0 and {most - 1}"
+        check(isinstance(tokens, list) and bool(tokens), name, tokens, expected)
         assert isinstance(tokens, list)
-        if len(tokens) > longest:
-            raise ConfigError(f"{name} has {len(tokens)} tokens; expected at most {longest}.")
+        _check_length(name, tokens, longest, "tokens")
+        holds = all(is_kind(token, int) and 0 <= token < most for token in tokens)
+        check(holds, name, tokens, expected)
         return tokens
 
     # -----------------------------------------------------------------------
@@ -263,9 +272,31 @@ class CompletionServer:
                 async with asyncio.timeout_at(deadline):
                     index, piece = await pieces.next()
             except TimeoutError as error:
-                raise RefusedError(504, "The answer took too long.") from error
+                raise HTTPException(504, "The answer took too long.") from error
             num_ended += piece.answer is not None
             yield index, piece
+
+    async def _finish(self, work: Coroutine[Any, Any, T], receive: Receive) -> T:
+        """Returns the result of work, which is cancelled when it takes too long or the client leaves.
+
+        Raises:
+            ClientDisconnect: When it left.
+            HTTPException: When it took too long.
+        """
+        task = asyncio.ensure_future(work)
+        left = asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait(
+                [task, left], timeout=self._limits.timeout, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not task.done() and left.done():
+                raise ClientDisconnect
+            if not task.done():
+                raise HTTPException(504, "The answer took too long.")
+            return task.result()
+        finally:
+            task.cancel()
+            left.cancel()
 
     async def _whole(self, envelope: Envelope, number: int, pieces: Pieces) -> dict[str, Any]:
         """Returns all answers."""
@@ -290,11 +321,11 @@ class CompletionServer:
                 if piece.text or piece.answer is not None or completion.has_tokens:
                     part = envelope.choice(index, piece.text, [piece.token], piece.answer)
                     yield _event(envelope.wrap([part]))
-        except RefusedError as error:
-            yield _event(_error_body(error.status, str(error)))
+        except HTTPException as error:
+            yield _event(_error_body(error.status_code, error.detail))
             return
         except FailedError:
-            logging.getLogger("uvicorn.error").exception("A stream failed.")
+            _log.exception("A stream failed.")
             yield _event(_error_body(500, _FAILED))
             return
         if completion.has_usage:
@@ -302,22 +333,10 @@ class CompletionServer:
         yield "data: [DONE]\n\n"
 
 
-async def _unless_disconnected(work: Any, receive: Receive) -> Any:
-    """Returns the result of a coroutine, which is cancelled when the client leaves.
-
-    Raises:
-        ClientDisconnect: When it left.
-    """
-    task = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(receive())
-    try:
-        await asyncio.wait([task, left], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        left.cancel()
+def _check_length(name: str, value: Sized, most: int, unit: str) -> None:
+    """Raises a ConfigError when a text or a list is too long."""
+    if len(value) > most:
+        raise ConfigError(f"{name} has {len(value)} {unit}; expected at most {most}.")
 
 
 def _event(value: dict[str, Any]) -> str:
@@ -336,8 +355,11 @@ async def _error(status: int, request: Request, error: Exception) -> Response:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RefusedError)
-    return await _error(error.status, request, error)
+    assert isinstance(error, HTTPException)
+    message = error.detail
+    if message == HTTPStatus(error.status_code).phrase:
+        message = f"{message}: {request.method} {request.url.path}. Post to /v1/completions."
+    return JSONResponse(_error_body(error.status_code, message), error.status_code, error.headers)
 
 
 # ---------------------------------------------------------------------------

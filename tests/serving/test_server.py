@@ -175,6 +175,27 @@ def test_other_models_and_long_bodies_have_their_own_status(address):
     )
     assert refusal(address, b" " * (5 << 20))[0] == 413
     assert json.loads(get(address, "/v1/models"))["data"][0]["id"] == "tiny"
+    assert json.loads(get(address, "/v1/models/tiny"))["id"] == "tiny"
+    assert refusal(address, None, "/v1/models/gpt")[0] == 404
+
+
+def test_wrong_paths_methods_and_types_are_refused_as_json(address):
+    status, message = refusal(address, {}, "/v1/chat/completions")
+    assert status == 404 and "POST /v1/chat/completions" in message
+    assert refusal(address, None, "/v1/completions")[0] == 405
+    # A page of another site may post these types without asking first.
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        status, message = refusal(address, {"prompt": "w2"}, **{"content-type": kind})
+        assert status == 415 and f"'{kind}'" in message
+    assert post(address, {"prompt": "w2"}, **{"content-type": "Application/JSON; charset=utf-8"})
+
+
+def test_hosts_that_are_not_the_server_are_refused():
+    with serving(hosts=["127.0.0.1", "[::1]"]) as address:
+        assert post(address, {"prompt": "w2"})
+        assert post(address, {"prompt": "w2"}, host="[::1]:8000")
+        with pytest.raises(HTTPError, match="400"):
+            post(address, {"prompt": "w2"}, host="evil.example")
 
 
 def test_the_page_gets_the_experts_of_every_token(address):
@@ -228,6 +249,69 @@ def test_more_requests_than_the_queue_holds_are_sent_away_at_once(monkeypatch):
         client.join()
         assert len(answers[0]["choices"]) == 3
         assert complete(address, prompt="w2")["choices"]
+
+
+class WaitingTokenizer:
+    """A tokenizer that does not encode before it may."""
+
+    def __init__(self):
+        self.may_continue = threading.Event()
+        self.num_asked = 0
+        self._tokenizer = word_tokenizer()
+
+    def __call__(self, *texts, **options):
+        self.num_asked += 1
+        self.may_continue.wait(timeout=10)
+        return self._tokenizer(*texts, **options)
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+
+def test_the_server_answers_while_it_tokenizes():
+    tokenizer = WaitingTokenizer()
+    with serving(tokenizer=tokenizer, timeout=0.5) as address:
+        # Sizes are checked before.
+        text = "w2" * (32 * 512) + " "
+        for prompt, size in ((text, "32769"), ([text, [2]], "32769"), ([2] * 513, "513")):
+            status, message = refusal(address, {"prompt": prompt})
+            assert status == 400 and size in message
+        assert "32769" in refusal(address, {"prompt": text, "token_ids": [2]}, "/routes")[1]
+        body = {"prompt": "w2", "token_ids": [2] * 513}
+        assert "513" in refusal(address, body, "/routes")[1]
+        assert "128128 answers" in refusal(address, {"prompt": [[2]] * 1001, "n": 128})[1]
+        assert tokenizer.num_asked == 0
+
+        # A request that waits for the tokenizer is ended, and others are served.
+        assert refusal(address, {"prompt": "w2"})[0] == 504
+        assert refusal(address, {"prompt": "w2", "token_ids": [2]}, "/routes")[0] == 504
+        assert json.loads(get(address, "/health"))["open"] == 0
+        tokenizer.may_continue.set()
+
+
+def test_calls_leave_half_of_the_time_to_steps():
+    times = []
+
+    def call():
+        began = time.monotonic()
+        time.sleep(0.05)
+        times.append((began, time.monotonic()))
+
+    async def work():
+        thread = EngineThread(Engine(ours(), word_tokenizer()), max_open=10, timeout=20)
+        with thread.answering([Submission([2, 1], Sampling(), stream=False)] * 2):
+            calls = [asyncio.create_task(thread.call(call)) for _ in range(8)]
+            await asyncio.sleep(0)
+            with pytest.raises(BusyError, match="10 requests are open"):
+                await thread.call(call)
+            calls.pop().cancel()
+            await asyncio.gather(*calls)
+        thread.stop()
+
+    asyncio.run(work())
+    assert len(times) == 7
+    (began, ended), (next_began, _) = times[:2]
+    assert next_began - ended >= ended - began
 
 
 async def talk(address, body, *, pause=0.0, sent=1.0):
