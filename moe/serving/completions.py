@@ -1,20 +1,21 @@
 """OpenAI's completions API: a request's JSON as settings, and answers as JSON.
 
 Source: "Create completion" in OpenAI's API reference. Differs: prompts are inputs of the encoder;
-`temperature` and `max_tokens` default to the server's; `top_k` and `return_token_ids` are vLLM's.
+`temperature` and `max_tokens` default to the server's; `top_k` and `return_token_ids` are vLLM's, and
+so are up to 20 `logprobs`.
 """
 
 import secrets
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moe.checks import check, check_flag, check_integer, is_kind
+from moe.checks import check, check_field_types, check_integer, is_kind
 from moe.errors import ConfigError, did_you_mean
-from moe.serving.engine import Answer
-from moe.serving.sampling import Sampling, sampling_of
+from moe.serving.engine import Piece
+from moe.serving.sampling import Sampling
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (None, 1),
@@ -32,8 +33,9 @@ _FIELDS = (
     *_NEUTRAL,
 )
 
+_ECHO = "The encoder reads prompts without scoring them: use lm_eval --model hf, backend=seq2seq."
 _MOST_STOPS = 4
-_MOST_CHOICES = 128
+_MOST_LOGPROBS = 20
 
 Prompt = str | list[int]
 """A text, or its tokens."""
@@ -48,30 +50,27 @@ class Completion:
         prompts: Inputs of the encoder.
         num_choices: Answers to each prompt.
         sampling: Settings of all answers.
+        num_likeliest: Number of the likeliest tokens whose log-probabilities are returned, too.
         stream: Whether the client reads the answers as they are generated.
-        has_usage: Whether a stream ends with the numbers of tokens.
-        has_tokens: Whether answers have the ids of their tokens.
+        include_usage: Whether a stream ends with the numbers of tokens.
+        return_token_ids: Whether answers have the ids of their tokens.
     """
 
     model: str | None
     prompts: list[Prompt]
     num_choices: int
     sampling: Sampling
+    num_likeliest: int
     stream: bool
-    has_usage: bool
-    has_tokens: bool
-
-    def samplings(self) -> list[Sampling]:
-        """Returns the settings of each answer, the answers to the first prompt first."""
-        number = len(self.prompts) * self.num_choices
-        return [sampling_of(self.sampling, choice) for choice in range(number)]
+    include_usage: bool
+    return_token_ids: bool
 
 
-def parse_completion(body: object, defaults: Sampling, max_answers: int) -> Completion:
-    """Returns the request in a JSON value. The tokens of its prompts are not checked.
+def parse_completion(body: Mapping[str, Any], defaults: Sampling, max_answers: int) -> Completion:
+    """Returns the request in a JSON object. The tokens of its prompts are not checked.
 
     Args:
-        body: The value.
+        body: Its JSON.
         defaults: Settings that it does not have; `max_new_tokens` is also the most that it may
             ask for.
         max_answers: Most answers to all its prompts.
@@ -79,33 +78,30 @@ def parse_completion(body: object, defaults: Sampling, max_answers: int) -> Comp
     Raises:
         ConfigError: When a field is missing, unknown, not supported or out of range.
     """
-    check(isinstance(body, dict), "The body", body, 'an object like {"prompt": "..."}')
-    assert isinstance(body, dict)
     fields = {name: value for name, value in body.items() if value is not None}
     for name, value in fields.items():
         if name not in _FIELDS:
             raise ConfigError(f"{name[:80]} is not supported.{did_you_mean(name, _FIELDS)}")
         if name in _NEUTRAL and value not in _NEUTRAL[name]:
-            raise ConfigError(f"{name} is not supported. Leave it out.")
+            advice = _ECHO if name == "echo" else "Leave it out."
+            raise ConfigError(f"{name} is not supported. {advice}")
 
     num_choices = fields.get("n", 1)
-    check_integer("n", num_choices, least=1, most=_MOST_CHOICES, reason="each is an answer")
-    flags = {name: fields.get(name, False) for name in ("stream", "return_token_ids")}
-    for name, flag in flags.items():
-        check_flag(name, flag)
+    check_integer("n", num_choices, least=1, most=max_answers, reason="each is an answer")
     stream_options = fields.get("stream_options", {})
     check(isinstance(stream_options, dict), "stream_options", stream_options, "an object")
-    has_usage = stream_options.get("include_usage", False)
-    check_flag("stream_options.include_usage", has_usage)
-    return Completion(
+    completion = Completion(
         model=fields.get("model"),
         prompts=_prompts(fields.get("prompt"), num_choices, max_answers),
         num_choices=num_choices,
         sampling=_sampling(fields, defaults),
-        stream=flags["stream"],
-        has_usage=has_usage,
-        has_tokens=flags["return_token_ids"],
+        num_likeliest=int(fields.get("logprobs", 0)),
+        stream=fields.get("stream", False),
+        include_usage=stream_options.get("include_usage", False),
+        return_token_ids=fields.get("return_token_ids", False),
     )
+    check_field_types(completion)
+    return completion
 
 
 def _prompts(prompt: object, num_choices: int, max_answers: int) -> list[Prompt]:
@@ -127,8 +123,10 @@ def _sampling(fields: Mapping[str, Any], defaults: Sampling) -> Sampling:
     most = defaults.max_new_tokens
     max_tokens = fields.get("max_tokens", most)
     check_integer("max_tokens", max_tokens, least=1, most=most, reason="the server's limit")
-    if "logprobs" in fields:
-        check(fields["logprobs"] == 0, "logprobs", fields["logprobs"], "0, the chosen tokens alone")
+    logprobs = fields.get("logprobs", False)
+    if logprobs is not False:
+        check_integer("logprobs", logprobs, least=0, most=_MOST_LOGPROBS, reason="false for none")
+    top_k = fields.get("top_k", defaults.top_k)
     stop = fields.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     holds = isinstance(stop, list) and len(stop) <= _MOST_STOPS
@@ -138,10 +136,10 @@ def _sampling(fields: Mapping[str, Any], defaults: Sampling) -> Sampling:
         max_new_tokens=max_tokens,
         temperature=fields.get("temperature", defaults.temperature),
         top_p=fields.get("top_p", defaults.top_p),
-        top_k=fields.get("top_k", defaults.top_k),
+        top_k=0 if top_k == -1 else top_k,
         seed=fields.get("seed", secrets.randbits(63)),
         stop=tuple(stop),
-        scores="logprobs" in fields,
+        scores=logprobs is not False,
     )
 
 
@@ -161,30 +159,33 @@ class Envelope:
             "model": model,
         }
 
-    def choice(
-        self, index: int, text: str, tokens: list[int], answer: Answer | None
-    ) -> dict[str, Any]:
-        """Returns one answer, or a piece of it.
+    def choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Returns one answer, or a part of it.
 
         Args:
             index: Number of the answer.
-            text: Its text.
-            tokens: Its tokens.
-            answer: The whole answer, once it has ended.
+            pieces: Its tokens, at least one; of a stream, a single one.
         """
-        log_probs = None
-        finish = None
-        if answer is not None:
-            finish = "length" if answer.finish == "length" else "stop"
-            if answer.log_probs:
-                log_probs = {
-                    "tokens": self._tokenizer.convert_ids_to_tokens(answer.tokens),
-                    "token_logprobs": answer.log_probs,
-                    "top_logprobs": None,
-                    "text_offset": None,
-                }
+        tokens = [piece.token for piece in pieces]
+        answer = pieces[-1].answer
+        text = pieces[0].text if answer is None or self._completion.stream else answer.text
+        finish = answer and ("length" if answer.finish == "length" else "stop")
+        log_probs = self._log_probs(tokens, pieces) if self._completion.sampling.scores else None
         choice = {"index": index, "text": text, "logprobs": log_probs, "finish_reason": finish}
-        return choice | ({"token_ids": tokens} if self._completion.has_tokens else {})
+        return choice | ({"token_ids": tokens} if self._completion.return_token_ids else {})
+
+    def _log_probs(self, tokens: list[int], pieces: Sequence[Piece]) -> dict[str, Any]:
+        name = self._tokenizer.convert_ids_to_tokens
+        top = []
+        for piece in pieces:
+            log_probs = {**piece.likeliest, piece.token: piece.log_prob}
+            top.append({name(token): log_prob for token, log_prob in log_probs.items()})
+        return {
+            "tokens": name(tokens),
+            "token_logprobs": [piece.log_prob for piece in pieces],
+            "top_logprobs": top if self._completion.num_likeliest else None,
+            "text_offset": None,
+        }
 
     def wrap(self, choices: list[dict[str, Any]], num_tokens: int | None = None) -> dict[str, Any]:
         """Returns a response; with the number of generated tokens it has the usage."""

@@ -7,7 +7,7 @@ sampling.py chooses the tokens; batch_generator.py and server.py drive the engin
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +20,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from moe.checks import check_integer, shown
 from moe.errors import ConfigError, MoEError
-from moe.serving.sampling import Draws, Sampling, choose_tokens
+from moe.serving.sampling import Draws, Sampling, choose_tokens, likeliest_tokens
 from moe.serving.slots import Slots
 from moe.sparse.capacity import slots_of_expert
 from moe.sparse.editing import sparse_layers
@@ -58,12 +58,16 @@ class Piece(NamedTuple):
         token: The token; -1 if the request failed.
         text: Text that became certain with it; empty unless the request streams.
         answer: The whole answer, with its last token.
+        log_prob: Log-probability of the token under the model, if its request has scores.
+        likeliest: Log-probabilities of the likeliest tokens in its place, as many as requested.
     """
 
     number: int
     token: int
     text: str
     answer: "Answer | None"
+    log_prob: float = 0.0
+    likeliest: Mapping[int, float] = {}
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class _Request(NamedTuple):
         sampling: Settings of the answer.
         stream: Whether its pieces have texts.
         client: Requests of one client take turns with those of others.
+        num_likeliest: Number of the likeliest tokens in each of its pieces.
         num_sent: Pieces that were returned before a step failed.
         trial: Requests of one trial run without others, since a step with them failed; 0 for none.
     """
@@ -106,6 +111,7 @@ class _Request(NamedTuple):
     sampling: Sampling
     stream: bool = False
     client: int = 0
+    num_likeliest: int = 0
     num_sent: int = 0
     trial: int = 0
 
@@ -212,6 +218,7 @@ class Engine:
         *,
         stream: bool = False,
         client: int | None = None,
+        num_likeliest: int = 0,
     ) -> None:
         """Queues a request.
 
@@ -222,10 +229,11 @@ class Engine:
             stream: Whether its pieces have texts.
             client: Number of the client, whose requests take turns with those of others; None for
                 a client of its own.
+            num_likeliest: Number of the likeliest tokens in each of its pieces, if it has scores.
         """
         assert tokens, "a request without tokens"
         client = number if client is None else client
-        self.waiting.append(_Request(number, list(tokens), sampling, stream, client))
+        self.waiting.append(_Request(number, list(tokens), sampling, stream, client, num_likeliest))
 
     @torch.inference_mode()
     def cancel(self, number: int) -> None:
@@ -431,10 +439,11 @@ class Engine:
         tokens = chosen.tolist()
 
         log_probs = [0.0] * len(rows)
+        likeliest: list[dict[int, float]] = [{}] * len(rows)
         if any(row.sampling.scores for row in rows):
-            wide = logits.float()
-            picked = wide.gather(1, chosen[:, None])[:, 0] - wide.logsumexp(dim=-1)
-            log_probs = picked.tolist()
+            wide = logits.float().log_softmax(dim=-1)  # [N, V]
+            log_probs = wide.gather(1, chosen[:, None])[:, 0].tolist()
+            likeliest = likeliest_tokens(wide, [row.request.num_likeliest for row in rows])
 
         pieces, ended = [], []
         for index, (row, token, log_prob) in enumerate(zip(rows, tokens, log_probs, strict=True)):
@@ -448,7 +457,7 @@ class Engine:
                 answer = Answer(row.number, row.text, row.tokens, row.log_probs, finish)
             text = row.read_new(ended=finish is not None) if row.request.stream else ""
             if len(row.tokens) > row.num_sent or answer is not None:
-                pieces.append(Piece(row.number, token, text, answer))
+                pieces.append(Piece(row.number, token, text, answer, log_prob, likeliest[index]))
         for row in rows:
             row.num_sent = max(row.num_sent, len(row.tokens))
         self._leave(ended)

@@ -33,6 +33,7 @@ class Submission(NamedTuple):
     tokens: Sequence[int]
     sampling: Sampling
     stream: bool
+    num_likeliest: int = 0
 
 
 class Pieces:
@@ -114,13 +115,15 @@ class EngineThread:
         self._pieces |= dict.fromkeys(numbered, pieces)
 
         for number, submission in numbered.items():
-            self._work.put(partial(self._submit, number, submission, pieces.first))
+            options = submission._asdict()
+            submit = partial(self._engine.submit, number, client=pieces.first, **options)
+            self._work.put(submit)
         try:
             yield pieces
         finally:
             for number in numbered:
                 del self._pieces[number]
-                self._work.put(partial(self._cancel, number))
+                self._work.put(partial(self._engine.cancel, number))
 
     async def call(self, function: Callable[[], T]) -> T:
         """Returns the result of a function that uses the model, which runs between two steps.
@@ -158,13 +161,6 @@ class EngineThread:
             raise BusyError(
                 f"{self.num_open} requests are open, of {self._max_open}. Try again later."
             )
-
-    def _submit(self, number: int, submission: Submission, client: int) -> None:
-        tokens, sampling, stream = submission
-        self._engine.submit(number, tokens, sampling, stream=stream, client=client)
-
-    def _cancel(self, number: int) -> None:
-        self._engine.cancel(number)
 
     def _run(self) -> None:
         """Works until it is stopped, or the engine fails."""

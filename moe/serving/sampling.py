@@ -94,6 +94,18 @@ def choose_tokens(logits: Tensor, settings: Sequence[Sampling], draws: Sequence[
     return tokens
 
 
+def likeliest_tokens(log_probs: Tensor, numbers: Sequence[int]) -> list[dict[int, float]]:
+    """Returns the log-probabilities of the likeliest tokens of each request, likeliest first.
+
+    Args:
+        log_probs: <float32>[N, V].
+        numbers: How many tokens each of the N requests wants.
+    """
+    values, tokens = log_probs.topk(min(max(numbers), log_probs.shape[1]))
+    rows = zip(tokens.tolist(), values.tolist(), numbers, strict=True)
+    return [dict(zip(ids[:number], row[:number], strict=True)) for ids, row, number in rows]
+
+
 def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Tensor) -> Tensor:
     """Returns a token of each row, drawn from the distribution that its settings leave.
 

@@ -13,9 +13,8 @@ from collections.abc import AsyncIterator, Coroutine, Sequence, Sized
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 from h11 import SEND_BODY
@@ -34,12 +33,10 @@ from moe.checks import check, is_kind, shown
 from moe.errors import ConfigError, MoEError
 from moe.parsing import parse_json
 from moe.serving.completions import Completion, Envelope, Prompt, parse_completion
-from moe.serving.engine import Answer, Engine, Piece
+from moe.serving.engine import Engine, Piece
 from moe.serving.engine_thread import BusyError, EngineThread, FailedError, Pieces, Submission
 from moe.serving.routes import routes_of
-from moe.serving.sampling import Sampling
-
-T = TypeVar("T")
+from moe.serving.sampling import Sampling, sampling_of
 
 _log = logging.getLogger("uvicorn.error")
 
@@ -47,6 +44,7 @@ _PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 _MOST_BYTES = 4 << 20
 """Longest body of a request."""
 
+_LATE = "The answer took too long."
 _FAILED = "The server failed; its log says why."
 
 # Of a prompt, for each token that it may have. Tokenizing takes seconds a megabyte.
@@ -110,11 +108,12 @@ class CompletionServer:
 
     def app(self) -> ASGIApp:
         """Returns the ASGI application."""
+        models = {"object": "list", "data": [self._description]}
         return Starlette(
             routes=[
-                Route("/", self._page),
+                Route("/", HTMLResponse(_PAGE), methods=["GET"]),
                 Route("/health", self._health),
-                Route("/v1/models", self._models),
+                Route("/v1/models", JSONResponse(models), methods=["GET"]),
                 Route("/v1/models/{name}", self._one_model),
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/routes", self._routes, methods=["POST"]),
@@ -126,9 +125,7 @@ class CompletionServer:
                 ClientDisconnect: partial(_error, 499),
                 Exception: partial(_error, 500),
             },
-            middleware=[
-                Middleware(TrustedHostMiddleware, allowed_hosts=self._hosts, www_redirect=False)
-            ],
+            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=self._hosts)],
             lifespan=self._lifespan,
         )
 
@@ -155,16 +152,10 @@ class CompletionServer:
     # -----------------------------------------------------------------------
     # Routes
 
-    async def _page(self, request: Request) -> Response:
-        return HTMLResponse(_PAGE)
-
     async def _health(self, request: Request) -> Response:
         state = {"open": self._thread.num_open, "max_open": self._limits.max_open}
         problem = self._thread.problem
         return JSONResponse({**state, "problem": problem}, 200 if problem is None else 503)
-
-    async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._description]})
 
     async def _one_model(self, request: Request) -> Response:
         self._check_model(request.path_params["name"])
@@ -180,9 +171,10 @@ class CompletionServer:
         self._check_model(completion.model)
         prompts = await self._finish(self._tokenize(completion.prompts), request.receive)
         of_choices = [tokens for tokens in prompts for _ in range(completion.num_choices)]
+        options = completion.stream, completion.num_likeliest
         submissions = [
-            Submission(tokens, sampling, completion.stream)
-            for tokens, sampling in zip(of_choices, completion.samplings(), strict=True)
+            Submission(tokens, sampling_of(completion.sampling, choice), *options)
+            for choice, tokens in enumerate(of_choices)
         ]
         envelope = Envelope(completion, self._name, self._tokenizer, sum(map(len, prompts)))
 
@@ -200,14 +192,9 @@ class CompletionServer:
 
     async def _routes(self, request: Request) -> Response:
         body = await self._read(request)
-        check(isinstance(body, dict), "The body", body, "an object with prompt and token_ids")
-        assert isinstance(body, dict)
-        prompt = body.get("prompt")
-        check(isinstance(prompt, str), "prompt", prompt, "a text")
-        assert isinstance(prompt, str)
         longest = max(self._limits.max_input, self._defaults.max_new_tokens)
         answer = self._checked_tokens("token_ids", body.get("token_ids"), longest)
-        (inputs,) = await self._finish(self._tokenize([prompt]), request.receive)
+        (inputs,) = await self._finish(self._tokenize([body.get("prompt", "")]), request.receive)
         routes = partial(routes_of, self._model, self._tokenizer, inputs, answer)
         stacks = await self._finish(self._thread.call(routes), request.receive)
         return JSONResponse({"stacks": stacks})
@@ -215,8 +202,8 @@ class CompletionServer:
     # -----------------------------------------------------------------------
     # Requests
 
-    async def _read(self, request: Request) -> object:
-        """Returns the JSON of a body."""
+    async def _read(self, request: Request) -> dict[str, Any]:
+        """Returns the JSON object of a body."""
         # Pages of other sites may post any other type without asking this server.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -234,7 +221,9 @@ class CompletionServer:
             text = body.decode()
         except UnicodeDecodeError as error:
             raise ConfigError("The body is not UTF-8.") from error
-        return parse_json(text, where="The body", advice="Send JSON.")
+        value = parse_json(text, where="The body", advice="Send JSON.")
+        check(isinstance(value, dict), "The body", value, 'an object like {"prompt": "..."}')
+        return value
 
     async def _tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Returns the tokens of prompts; the prompts of all requests take turns."""
@@ -252,12 +241,13 @@ class CompletionServer:
     def _checked_tokens(self, name: str, tokens: object, longest: int) -> list[int]:
         """Returns tokens, or raises a ConfigError that names them."""
         most = self._embeddings.weight.shape[0]
-        expected = f"a list of tokens between 0 and {most - 1}"
-        check(isinstance(tokens, list) and bool(tokens), name, tokens, expected)
+        if isinstance(tokens, list):
+            _check_length(name, tokens, longest, "tokens")
+        holds = isinstance(tokens, list) and all(
+            is_kind(token, int) and 0 <= token < most for token in tokens
+        )
+        check(bool(tokens) and holds, name, tokens, f"a list of tokens between 0 and {most - 1}")
         assert isinstance(tokens, list)
-        _check_length(name, tokens, longest, "tokens")
-        holds = all(is_kind(token, int) and 0 <= token < most for token in tokens)
-        check(holds, name, tokens, expected)
         return tokens
 
     # -----------------------------------------------------------------------
@@ -272,11 +262,11 @@ class CompletionServer:
                 async with asyncio.timeout_at(deadline):
                     index, piece = await pieces.next()
             except TimeoutError as error:
-                raise HTTPException(504, "The answer took too long.") from error
+                raise HTTPException(504, _LATE) from error
             num_ended += piece.answer is not None
             yield index, piece
 
-    async def _finish(self, work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    async def _finish(self, work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
         """Returns the result of work, which is cancelled when it takes too long or the client leaves.
 
         Raises:
@@ -289,10 +279,8 @@ class CompletionServer:
             await asyncio.wait(
                 [task, left], timeout=self._limits.timeout, return_when=asyncio.FIRST_COMPLETED
             )
-            if not task.done() and left.done():
-                raise ClientDisconnect
             if not task.done():
-                raise HTTPException(504, "The answer took too long.")
+                raise ClientDisconnect if left.done() else HTTPException(504, _LATE)
             return task.result()
         finally:
             task.cancel()
@@ -300,15 +288,11 @@ class CompletionServer:
 
     async def _whole(self, envelope: Envelope, number: int, pieces: Pieces) -> dict[str, Any]:
         """Returns all answers."""
-        answers: dict[int, Answer] = {}
+        by_answer: list[list[Piece]] = [[] for _ in range(number)]
         async for index, piece in self._until_ended(number, pieces):
-            if piece.answer is not None:
-                answers[index] = piece.answer
-        choices = [
-            envelope.choice(index, answer.text, answer.tokens, answer)
-            for index, answer in sorted(answers.items())
-        ]
-        return envelope.wrap(choices, sum(len(answer.tokens) for answer in answers.values()))
+            by_answer[index].append(piece)
+        choices = [envelope.choice(index, parts) for index, parts in enumerate(by_answer)]
+        return envelope.wrap(choices, sum(map(len, by_answer)))
 
     async def _events(
         self, completion: Completion, envelope: Envelope, number: int, pieces: Pieces
@@ -318,9 +302,9 @@ class CompletionServer:
         try:
             async for index, piece in self._until_ended(number, pieces):
                 num_tokens += 1
-                if piece.text or piece.answer is not None or completion.has_tokens:
-                    part = envelope.choice(index, piece.text, [piece.token], piece.answer)
-                    yield _event(envelope.wrap([part]))
+                has_each = completion.return_token_ids or completion.sampling.scores
+                if piece.text or piece.answer is not None or has_each:
+                    yield _event(envelope.wrap([envelope.choice(index, [piece])]))
         except HTTPException as error:
             yield _event(_error_body(error.status_code, error.detail))
             return
@@ -328,7 +312,7 @@ class CompletionServer:
             _log.exception("A stream failed.")
             yield _event(_error_body(500, _FAILED))
             return
-        if completion.has_usage:
+        if completion.include_usage:
             yield _event(envelope.wrap([], num_tokens))
         yield "data: [DONE]\n\n"
 
@@ -356,9 +340,7 @@ async def _error(status: int, request: Request, error: Exception) -> Response:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = error.detail
-    if message == HTTPStatus(error.status_code).phrase:
-        message = f"{message}: {request.method} {request.url.path}. Post to /v1/completions."
+    message = f"{request.method} {request.url.path}: {error.detail}"
     return JSONResponse(_error_body(error.status_code, message), error.status_code, error.headers)
 
 

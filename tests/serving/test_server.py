@@ -125,6 +125,35 @@ def test_a_stream_has_the_same_text_and_tokens(address):
     assert usage["usage"]["completion_tokens"] == len(tokens)
 
 
+def test_log_probabilities_are_those_of_a_whole_pass_and_in_every_event(address):
+    (text,) = texts(1)
+    (answer,) = expected([text])
+    tokenizer = word_tokenizer()
+    log_probs = complete(address, prompt=text, logprobs=3)["choices"][0]["logprobs"]
+    inputs = torch.tensor([tokenizer(text)["input_ids"]])
+    logits = ours()(input_ids=inputs, labels=torch.tensor([answer.tokens])).logits[0]
+    values, tokens = logits.log_softmax(-1).topk(3)
+    assert len(log_probs["top_logprobs"]) == len(answer.tokens)
+    for index, likeliest in enumerate(log_probs["top_logprobs"]):
+        assert list(likeliest) == tokenizer.convert_ids_to_tokens(tokens[index].tolist())
+        assert list(likeliest.values()) == pytest.approx(values[index].tolist(), abs=1e-5)
+        assert log_probs["token_logprobs"][index] == max(likeliest.values())
+
+    events = read_events(post(address, {"prompt": text, "logprobs": 3, "stream": True}))
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    for key in ("tokens", "token_logprobs", "top_logprobs"):
+        assert [value for part in parts for value in part[key]] == log_probs[key]
+
+    # A token that was drawn is there beside the likeliest.
+    drawn = complete(address, prompt=text, logprobs=1, temperature=9, seed=7, top_k=-1)
+    log_probs = drawn["choices"][0]["logprobs"]
+    assert max(map(len, log_probs["top_logprobs"])) == 2
+    for token, likeliest in zip(log_probs["tokens"], log_probs["top_logprobs"], strict=True):
+        assert token in likeliest
+    plain = complete(address, prompt=text, logprobs=False, temperature=9, seed=7)["choices"][0]
+    assert (plain["logprobs"], plain["text"]) == (None, drawn["choices"][0]["text"])
+
+
 def test_prompts_are_texts_or_tokens_and_have_n_answers_of_their_own_seeds(address):
     inputs = texts(2)
     tokens = word_tokenizer()(inputs)["input_ids"]
@@ -153,8 +182,10 @@ def test_prompts_are_texts_or_tokens_and_have_n_answers_of_their_own_seeds(addre
         ({"prompt": "w2", "max_tokens": 13}, "from 1 to 12"),
         ({"prompt": "w2", "top_p": 0}, "top_p is 0"),
         ({"prompt": "w2", "top_k": 10**309}, "top_k"),
-        ({"prompt": "w2", "echo": True}, "echo is not supported"),
-        ({"prompt": "w2", "logprobs": 2}, "logprobs is 2"),
+        ({"prompt": "w2", "echo": True, "logprobs": 1, "max_tokens": 1}, "backend=seq2seq"),
+        ({"prompt": "w2", "suffix": "w3"}, "suffix is not supported"),
+        ({"prompt": "w2", "logprobs": 21}, "logprobs is 21"),
+        ({"prompt": "w2", "logprobs": True}, "logprobs is True"),
         ({"prompt": "w2", "stop": ["a"] * 5}, "up to 4"),
         ({"prompt": "w2", "stop": [""]}, "stop"),
         ({"prompt": "w2", "stream": "no"}, "stream"),
@@ -169,10 +200,8 @@ def test_a_request_that_is_wrong_is_refused_with_the_field_and_its_value(address
 
 
 def test_other_models_and_long_bodies_have_their_own_status(address):
-    assert refusal(address, {"prompt": "w2", "model": "gpt"}) == (
-        404,
-        "model is 'gpt'; expected 'tiny'.",
-    )
+    status, message = refusal(address, {"prompt": "w2", "model": "gpt"})
+    assert status == 404 and "model is 'gpt'; expected 'tiny'." in message
     assert refusal(address, b" " * (5 << 20))[0] == 413
     assert json.loads(get(address, "/v1/models"))["data"][0]["id"] == "tiny"
     assert json.loads(get(address, "/v1/models/tiny"))["id"] == "tiny"
@@ -534,7 +563,7 @@ def test_an_answer_that_takes_too_long_is_ended(monkeypatch):
 
     with serving(timeout=0.5) as address:
         monkeypatch.setattr(Engine, "step", slow_step)
-        assert refusal(address, {"prompt": "w2"}) == (504, "The answer took too long.")
+        assert refusal(address, {"prompt": "w2"})[0] == 504
         assert '"code": 504' in post(address, {"prompt": "w2", "stream": True})
         assert json.loads(get(address, "/health"))["open"] == 0
 
