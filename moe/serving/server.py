@@ -9,7 +9,7 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import AsyncIterator, Coroutine, Sequence, Sized
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -30,8 +30,9 @@ from transformers import PreTrainedModel
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moe.checks import check, is_kind, shown
-from moe.errors import ConfigError, MoEError
+from moe.errors import ConfigError, DataError, MoEError
 from moe.parsing import parse_json
+from moe.serving.batch_generator import encode_items
 from moe.serving.completions import Completion, Envelope, Prompt, parse_completion
 from moe.serving.engine import Engine, Piece
 from moe.serving.engine_thread import BusyError, EngineThread, FailedError, Pieces, Submission
@@ -46,9 +47,6 @@ _MOST_BYTES = 4 << 20
 
 _LATE = "The answer took too long."
 _FAILED = "The server failed; its log says why."
-
-# Of a prompt, for each token that it may have. Tokenizing takes seconds a megabyte.
-_MOST_CHARACTERS = 64
 
 
 @dataclass(frozen=True)
@@ -231,18 +229,18 @@ class CompletionServer:
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         """Returns the tokens of a prompt."""
-        tokens = prompt
+        tokens: object = prompt
         if isinstance(prompt, str):
-            check(bool(prompt.strip()), "prompt", prompt, "a text that is not empty")
-            _check_length("prompt", prompt, self._limits.max_input * _MOST_CHARACTERS, "characters")
-            tokens = self._tokenizer(prompt, verbose=False)["input_ids"]
+            (tokens,) = encode_items(self._tokenizer, [prompt], self._limits.max_input)
+        if isinstance(tokens, DataError):
+            raise tokens
         return self._checked_tokens("prompt", tokens, self._limits.max_input)
 
     def _checked_tokens(self, name: str, tokens: object, longest: int) -> list[int]:
         """Returns tokens, or raises a ConfigError that names them."""
         most = self._embeddings.weight.shape[0]
-        if isinstance(tokens, list):
-            _check_length(name, tokens, longest, "tokens")
+        if isinstance(tokens, list) and len(tokens) > longest:
+            raise ConfigError(f"{name} has {len(tokens)} tokens; expected at most {longest}.")
         holds = isinstance(tokens, list) and all(
             is_kind(token, int) and 0 <= token < most for token in tokens
         )
@@ -315,12 +313,6 @@ class CompletionServer:
         if completion.include_usage:
             yield _event(envelope.wrap([], num_tokens))
         yield "data: [DONE]\n\n"
-
-
-def _check_length(name: str, value: Sized, most: int, unit: str) -> None:
-    """Raises a ConfigError when a text or a list is too long."""
-    if len(value) > most:
-        raise ConfigError(f"{name} has {len(value)} {unit}; expected at most {most}.")
 
 
 def _event(value: dict[str, Any]) -> str:
