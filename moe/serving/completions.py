@@ -36,6 +36,7 @@ _FIELDS = (
 _ECHO = "The encoder reads prompts without scoring them: use lm_eval --model hf, backend=seq2seq."
 _MOST_STOPS = 4
 _MOST_LOGPROBS = 20
+_MOST_CHOICES = 128
 
 Prompt = str | list[int]
 """A text, or its tokens."""
@@ -87,7 +88,7 @@ def parse_completion(body: Mapping[str, Any], defaults: Sampling, max_answers: i
             raise ConfigError(f"{name} is not supported. {advice}")
 
     num_choices = fields.get("n", 1)
-    check_integer("n", num_choices, least=1, most=max_answers, reason="each is an answer")
+    check_integer("n", num_choices, least=1, most=_MOST_CHOICES, reason="each is an answer")
     stream_options = fields.get("stream_options", {})
     check(isinstance(stream_options, dict), "stream_options", stream_options, "an object")
     completion = Completion(

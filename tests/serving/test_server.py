@@ -189,6 +189,7 @@ def test_prompts_are_texts_or_tokens_and_have_n_answers_of_their_own_seeds(addre
         ({"prompt": "w2", "stop": ["a"] * 5}, "up to 4"),
         ({"prompt": "w2", "stop": [""]}, "stop"),
         ({"prompt": "w2", "stream": "no"}, "stream"),
+        ({"prompt": "w2", "n": 129}, "n is 129"),
         ({"prompt": "w2 " * 600}, "601 tokens; expected at most max_input, 512"),
         ({"prompt": ["w2"] * 100, "n": 11}, "1100 answers; expected at most 1024"),
     ],
