@@ -175,6 +175,13 @@ def load_mapped(folder: Path | str, **fields: Any) -> STMoEForConditionalGenerat
     with _open_weights(Path(folder)) as saved:
         _check_weights_fit(folder, model, saved, _no_tensor)
         weights = {name: piece[...] for name, piece in saved.items()}  # without a copy
+
+    # from_pretrained converts all down projections of float16; here experts are, one at a time.
+    for name, weight in weights.items():
+        if weight.dtype == torch.float16 and name.endswith(".feed_forward.down_proj.weight"):
+            weights[name] = weight.float()
+    for layer in model.sparse_layers():
+        layer.experts.widens_float16 = True
     model.load_state_dict(weights, assign=True, strict=False)
     model.tie_weights()
     return _finished(model, folder).requires_grad_(False)

@@ -43,9 +43,11 @@ def expert_weight(stacked: Tensor, expert: int, like: Tensor) -> Tensor:
     """Returns the weight <dtype of like>[O, I] of one expert; a quantised one is unpacked here.
 
     Args:
-        stacked: <float>[E, O, I], plain or quantised.
+        stacked: <float>[E, O, I], plain or quantised, of any dtype.
         expert: Its index.
         like: <float>[...] of the dtype of the products.
     """
     weight = stacked[expert]
-    return dequantized(weight).to(like.dtype) if is_quantized(weight) else weight
+    if is_quantized(weight) or weight.dtype != like.dtype:
+        return dequantized(weight).to(like.dtype)
+    return weight

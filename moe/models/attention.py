@@ -42,6 +42,8 @@ class Projection(nn.Linear):
         """Returns <float>[..., d_out of this rank] from <float>[..., d_in of this rank]."""
         # On a mesh the gate and the up projection of a gated layer are packed as [2, F, D].
         weight = local_shard(self.weight).flatten(0, -2)  # [d_out, d_in]
+        if weight.dtype == torch.float16:  # the residual stream is wider, see Stack
+            input = input.to(weight.dtype)
         return linear(input, weight)
 
     def reset_parameters(self) -> None:

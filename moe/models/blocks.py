@@ -43,6 +43,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns <float>[B, L, D] of <float>[B, L, D]."""
         hidden = self.up_proj(copy_to_tp_region(x, self.tp))  # [B, L, F], or [B, L, 2F] with a gate
+        if self.up_proj.weight.dtype == torch.float16:
+            hidden = hidden.float()  # the product with the gate, and the next, may overflow
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)
             hidden = F.gelu(gate, approximate="tanh") * up  # [B, L, F]
@@ -161,7 +163,7 @@ class Block(GradientCheckpointingLayer):
         # Each layer reads the normalised residual stream and adds to it.
         y = self.self_attention_norm(x)
         y, self_weights = self.self_attention(y, context.self_bias, **attention)
-        x = x + self.dropout(y)
+        x = self._add(x, y)
 
         # In a decoder: attention to the encoder's output.
         if context.memory is not None:
@@ -169,7 +171,7 @@ class Block(GradientCheckpointingLayer):
             y, cross_weights = self.cross_attention(
                 y, context.memory_bias, context.memory, **attention
             )
-            x = x + self.dropout(y)
+            x = self._add(x, y)
 
         # The sparse layer; appendix C of the paper adds a dense one after it.
         if self.sparse:
@@ -181,17 +183,29 @@ class Block(GradientCheckpointingLayer):
                 drop_tokens=context.drop_tokens,
                 report=context.report,
             )
-            x = x + self.dropout(y)
+            x = self._add(x, y)
 
         if not self.sparse or self.stacked:
             y = self.feed_forward(self.feed_forward_norm(x))
-            x = x + self.dropout(y)
+            x = self._add(x, y)
 
         return BlockOutput(x, router, self_weights, cross_weights)
 
+    def _add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Returns the residual stream <float>[B, L, D] plus the output <float>[B, L, D] of a layer."""
+        if y.dtype == torch.float16:
+            largest = torch.finfo(y.dtype).max
+            y = y.clamp(-largest, largest)
+        return x + self.dropout(y)
+
 
 class Stack(nn.Module):
-    """Encoder or decoder: blocks over embedded tokens, one relative position bias, a final norm."""
+    """Encoder or decoder: blocks over embedded tokens, one relative position bias, a final norm.
+
+    Sums of T5's layers exceed float16's largest number. As in transformers, down projections of a
+    model that is loaded in float16 stay float32, and with them the residual stream; attention,
+    which has no such projection, is clamped.
+    """
 
     def __init__(self, config: STMoEConfig, *, decoder: bool) -> None:
         super().__init__()
@@ -320,7 +334,10 @@ class Stack(nn.Module):
         attentions: list[Tensor] = []
         cross_attentions: list[Tensor] = []
 
+        dtype = x.dtype
         x = self.dropout(x)
+        if dtype == torch.float16:
+            x = x.float()
         for block in self.blocks:
             if output_hidden_states:
                 hidden_states.append(x)
@@ -334,6 +351,8 @@ class Stack(nn.Module):
 
         # The last hidden state is the one after the norm.
         x = self.dropout(self.final_norm(x))
+        if dtype == torch.float16:
+            x = x.to(dtype)
         has_cross_attention = context.memory is not None
         return StackOutput(
             hidden=x,

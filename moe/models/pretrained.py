@@ -116,8 +116,8 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = ["Block"]
 
-    # In a model loaded in float16, routers still compute in float32.
-    _keep_in_fp32_modules = ["router"]
+    # In a model loaded in float16, routers and what leads back to D still compute in float32.
+    _keep_in_fp32_modules = ["router", "down_proj"]
 
     # False on a mesh whose ranks hold different experts; see shard_model.
     _can_compile_fullgraph = True

@@ -63,6 +63,9 @@ class Experts(nn.Module):
         if config.expert_quantization is not None:
             self._quantize(Quantization(**config.expert_quantization))
 
+        # For weights that cannot be stored as float32, see `load_mapped`.
+        self.widens_float16 = False
+
     def _quantize(self, quantization: Quantization) -> None:
         """Replaces the weights of the products by quantized ones, which do not train."""
         for name in PROJECTIONS & self._parameters.keys():
@@ -96,7 +99,7 @@ class Experts(nn.Module):
                 of them.
 
         Returns:
-            <dtype of the products> of the inputs' shape: rows [N, D] or slots [E, n, D]. Rows that
+            <dtype of the second product> of the inputs' shape: rows [N, D] or slots [E, n, D]. Rows that
             were not gathered come back combined, [T, D]: the CPU's kernel does everything.
         """
         # Work for the backward pass that overlaps with the exchange of row gradients is set up
@@ -126,9 +129,9 @@ class Experts(nn.Module):
             late: Where gradients of the weights are left for later; None computes them at once.
 
         Returns:
-            <dtype of the products>[T, D].
+            <dtype of the second product>[T, D].
         """
-        tokens = inputs.tokens.to(self.product_dtype())
+        tokens = inputs.tokens.to(self.output_dtype())
         if torch.compiler.is_compiling():
             return compiled_feed_forward(tokens, inputs.rows, weights, self.form())
         return fused_feed_forward(tokens, inputs.rows, weights, self.form(), late)
@@ -139,14 +142,16 @@ class Experts(nn.Module):
         Args:
             x: <float>[N, D] rows.
             counts: <int64>[E] rows of each expert.
-            weights: The experts' weights, in the dtype of the rows.
+            weights: The experts' weights, the first in the dtype of the rows.
 
         Returns:
             <float>[N, D].
         """
-        # Inputs and weights have the dtype of the products already.
+        # Inputs and weights have the dtypes of the products already.
         with torch.autocast(x.device.type, enabled=False):
-            product = grouped_linear(x, weights.first, counts)  # [N, 2F or F]
+            product = grouped_linear(x, weights.first, counts).to(
+                weights.down.dtype
+            )  # [N, 2F or F]
             hidden = hidden_rows(product, weights.bias, counts, self.form())  # [N, F]
             return grouped_linear(hidden, weights.down, counts)
 
@@ -158,7 +163,7 @@ class Experts(nn.Module):
 
         Args:
             slots: <float>[E, n, D].
-            weights: The experts' weights, in the dtype of the slots.
+            weights: The experts' weights, the first in the dtype of the slots.
 
         Returns:
             <float>[E, n, D].
@@ -170,6 +175,7 @@ class Experts(nn.Module):
             product = torch.bmm(
                 weights.first, rearrange(slots, "e n d -> e d n")
             )  # [E, 2F or F, n]
+            product = product.to(weights.down.dtype)
             hidden = hidden_units(product, bias, self.form(), dim=1)  # [E, F, n]
             outputs = torch.bmm(weights.down, hidden)  # [E, D, n]
             return rearrange(outputs, "e d n -> e n d").contiguous()
@@ -184,40 +190,55 @@ class Experts(nn.Module):
         )
 
     def product_dtype(self) -> torch.dtype:
-        """Returns the dtype of the products: the model's, or autocast's if enabled."""
+        """Returns the dtype of the first product: that of the second, or float16 before float32."""
+        dtype = self.output_dtype()
+        first = self._parameters.get("gate_up_proj" if self.config.gated else "up_proj")
+        is_float16 = first is not None and first.dtype == torch.float16
+        return torch.float16 if is_float16 and dtype == torch.float32 else dtype
+
+    def output_dtype(self) -> torch.dtype:
+        """Returns the dtype of the second product: the model's, or autocast's if enabled."""
         device = self.down_proj.device.type
         # Weights that wait on a disk are on the meta device, which has no autocast.
         if device != "meta" and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
-        return self.down_proj.dtype
+        dtype = self.down_proj.dtype
+        return torch.float32 if dtype == torch.float16 and self.widens_float16 else dtype
 
-    def product_weights(self, *, keep_quantized: bool = False) -> ExpertWeights:
-        """Returns this rank's weights in the dtype of the products, gate and up side by side.
+    def product_weights(self, *, fused: bool = False) -> ExpertWeights:
+        """Returns this rank's weights in the dtypes of the products, gate and up side by side.
 
         Args:
-            keep_quantized: Whether quantised weights stay quantised where experts are read one by
-                one; otherwise they are dequantised.
+            fused: Whether for a CPU's kernel, which computes in one dtype and converts the weights
+                of one expert at a time: quantized ones, and those in float16, stay as they are.
         """
         first = local_shard(self.first_proj)
         if first.dim() == 4:  # packed for a mesh: [E, 2, F, D]
             first = first.flatten(1, 2)  # [E, 2F, D]
-        bias = None if self.bias is None else local_shard(self.bias).to(self.product_dtype())
+        dtype = self.output_dtype()
+        bias = None if self.bias is None else local_shard(self.bias).to(dtype)
         return ExpertWeights(
-            first=self._product_weight(first, keep_quantized),
-            down=self._product_weight(local_shard(self.down_proj), keep_quantized),
+            first=_product_weight(first, dtype if fused else self.product_dtype(), fused),
+            down=_product_weight(local_shard(self.down_proj), dtype, fused),
             bias=bias,
         )
 
     def _fused_weights(self) -> ExpertWeights:
-        return self.product_weights(keep_quantized=not torch.compiler.is_compiling())
+        return self.product_weights(fused=True)
 
-    def _product_weight(self, weight: Tensor, keep_quantized: bool) -> Tensor:
-        """Returns a stacked weight <dtype of the products>[E, O, I], or a quantized one."""
-        if is_quantized(weight) and weight.requires_grad and torch.is_grad_enabled():
+
+def _product_weight(weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
+    """Returns a stacked weight <dtype>[E, O, I], or one to be converted expert by expert."""
+    needs_graph = weight.requires_grad and torch.is_grad_enabled()
+    is_converted_later = fused and not needs_graph and not torch.compiler.is_compiling()
+    if is_quantized(weight):
+        if needs_graph:
             raise ConfigError(f"A quantized weight requires a gradient. {FIXED}")
-        if keep_quantized and is_quantized(weight) and can_select_experts(weight):
+        if is_converted_later and can_select_experts(weight):
             return weight
-        return dequantized(weight).to(self.product_dtype())
+    elif is_converted_later and weight.dtype == torch.float16:
+        return weight
+    return dequantized(weight).to(dtype)
 
 
 def truncated_normal_(tensor: Tensor, std: float) -> Tensor:
