@@ -157,11 +157,12 @@ def from_hf_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     check_number("initializer_factor", factor, above=0, most=1e15)
     fields["initializer_scale"] = float(factor) ** 2
 
-    # In a T5, another field says whether the head is the embedding.
+    # The class of T5 ties every head. One that is not scaled has a weight of its own here.
+    fields["tie_word_embeddings"] = hf_config.tie_word_embeddings
     if family == "t5":
-        fields["tie_word_embeddings"] = hf_config.scale_decoder_outputs
-    else:
-        fields["tie_word_embeddings"] = hf_config.tie_word_embeddings
+        is_scaled = hf_config.scale_decoder_outputs
+        fields["scale_decoder_outputs"] = is_scaled
+        fields["tie_word_embeddings"] = is_scaled and raw.get("tie_word_embeddings") is not False
 
     # Special tokens; the end token may be in a list.
     ends = hf_config.eos_token_id
@@ -328,6 +329,8 @@ def to_hf_config(config: STMoEConfig, family: Family) -> dict[str, Any]:
 
     if family == "switch_transformers":
         fields |= _hf_sparse_fields(config)
+    elif config.scale_decoder_outputs != config.tie_word_embeddings:
+        fields["scale_decoder_outputs"] = config.scale_decoder_outputs
     return fields
 
 
@@ -377,6 +380,7 @@ def _switch_obstacles(config: STMoEConfig) -> list[str]:
         "expert_bias": "none",
         "capacity_scope": "sequence",
         "expert_d_ff": None,
+        "scale_decoder_outputs": config.tie_word_embeddings,
         "encoder_experts": None,
         "decoder_experts": None,
     }

@@ -153,9 +153,8 @@ def open_hf_checkpoint(
     paths = find_weight_files(source, use_safetensors=use_safetensors, **download)
     stored = open_weights(paths)
 
-    # transformers 5 writes an untied T5 as tied and unscaled, and its head only when that is
-    # another tensor.
-    written_tied = family == "t5" and raw_config.get("scale_decoder_outputs") is False
+    # transformers 5 writes every T5 as tied, and its head only when that is another tensor.
+    written_tied = family == "t5" and "scale_decoder_outputs" in raw_config
     embeddings = _resolve_embeddings(
         stored, config, source=str(source), head_is_embedding=written_tied
     )

@@ -68,8 +68,9 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         num_decoder_layers: Blocks of the decoder; None for as many as the encoder has.
         num_heads: Attention heads, H.
         feed_forward_proj: `gated-gelu` (GEGLU, T5-1.1 and ST-MoE) or `relu` (T5-1.0 and Switch).
-        tie_word_embeddings: Whether the head is the embedding; its input is then scaled by
-            d_model^-0.5.
+        tie_word_embeddings: Whether the head is the embedding.
+        scale_decoder_outputs: Whether the head's input is scaled by d_model^-0.5; None for as
+            `tie_word_embeddings` says. It stays when a tied head is untied, as PEFT does.
         relative_attention_num_buckets: Buckets of the relative position bias.
         relative_attention_max_distance: Distance in tokens from which all positions share a bucket.
         layer_norm_epsilon: Added to the mean square of RMSNorm.
@@ -146,6 +147,7 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
     num_heads: int = 12
     feed_forward_proj: FeedForward = "gated-gelu"
     tie_word_embeddings: bool = False
+    scale_decoder_outputs: bool | None = None
     relative_attention_num_buckets: int = 32
     relative_attention_max_distance: int = 128
     layer_norm_epsilon: float | int = 1e-6
@@ -219,6 +221,8 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         kwargs.pop("auto_map", None)
         if self.num_decoder_layers is None:
             self.num_decoder_layers = self.num_layers
+        if self.scale_decoder_outputs is None:
+            self.scale_decoder_outputs = self.tie_word_embeddings
         for stack, decoder in (("encoder", False), ("decoder", True)):
             self._leave_out_defaults(stack, decoder=decoder)
         try:

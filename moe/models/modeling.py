@@ -496,8 +496,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
 
-        # T5 scales the input of a head that is the embedding.
-        if self.config.tie_word_embeddings:
+        if self.config.scale_decoder_outputs:
             hidden = hidden * self.config.d_model**-0.5
         return self.lm_head(hidden)
 

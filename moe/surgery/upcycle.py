@@ -54,6 +54,7 @@ _FROM_DENSE = {
     "model_type",
     "feed_forward_proj",
     "tie_word_embeddings",
+    "scale_decoder_outputs",
     "layer_norm_epsilon",
     "is_encoder_decoder",
     "pad_token_id",

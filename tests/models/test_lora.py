@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from peft import AutoPeftModelForSeq2SeqLM, LoraConfig, PeftModel, get_peft_model
+from transformers import T5ForConditionalGeneration
 
 from moe import (
     ConfigError,
@@ -16,6 +17,7 @@ from moe import (
     STMoEForConditionalGeneration,
     lora_config,
 )
+from moe.convert.formats import convert_checkpoint
 from moe.models.pretrained import enable_activation_checkpointing
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
@@ -86,6 +88,34 @@ def test_adapters_change_nothing_at_first_then_learn_and_merge_into_a_plain_mode
     loaded, info = STMoEForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values())
     close(logits(loaded), unmerged, 1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word|Input and output embeddings:UserWarning")
+@pytest.mark.parametrize("whole", ["lm_head", "embed_tokens"])
+def test_a_tied_head_that_a_merge_unties_is_scaled_as_before(tmp_path, whole):
+    model = tiny_model(**DENSE, tie_word_embeddings=True).double()
+    expected = logits(model)
+    config = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=[whole])
+    merged = get_peft_model(model, config).merge_and_unload()
+    assert not merged.config.tie_word_embeddings and merged.config.scale_decoder_outputs
+    close(logits(merged), expected, 1e-12)
+
+    # So is one that has learned something else, when it is saved, resized, or written for transformers' T5.
+    merged.lm_head.weight.data[7:] += 0.5
+    expected = logits(merged)
+    merged.save_pretrained(tmp_path / "saved")
+    for form in ("t5", "ours"):
+        (tmp_path / form).mkdir()
+    convert_checkpoint(tmp_path / "saved", tmp_path / "t5", form="t5")
+    convert_checkpoint(tmp_path / "t5", tmp_path / "ours")
+    from_pretrained = STMoEForConditionalGeneration.from_pretrained
+    for name in ("saved", "t5", "ours"):
+        close(logits(from_pretrained(tmp_path / name)), expected, 1e-10)
+    theirs = T5ForConditionalGeneration.from_pretrained(tmp_path / "t5")
+    theirs_logits = theirs(**tiny_batch(seed=5)).logits
+    close(theirs_logits, expected, 1e-5)  # their norms are float32
+    merged.resize_token_embeddings(139)
+    close(logits(merged)[..., :131], expected, 1e-10)
 
 
 def test_saved_adapters_name_their_base_give_the_same_model_and_learn_further(tmp_path):
