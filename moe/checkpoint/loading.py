@@ -2,13 +2,12 @@
 
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -27,13 +26,14 @@ from moe.models.parallelize import shard_model
 from moe.models.pretrained import STMoEPreTrainedModel, refuse_not_finite
 from moe.models.transformers_private import load_generation_config
 from moe.models.weight_files import (
-    DTYPES,
+    LazyTensor,
     check_weights,
     check_weights_together,
     describe_misfits,
     describe_reshaped,
     find_weight_files,
     incomplete,
+    open_weights,
     refuse_integers,
 )
 
@@ -67,8 +67,11 @@ def load_complete(
     """
     # Our own classes check sums in `from_pretrained`.
     is_ours = check_model_folder(folder) == STMoEConfig.model_type
+    stored: dict[str, LazyTensor] = {}
     if not is_ours and not issubclass(model_class, STMoEPreTrainedModel):
         check_weights(Path(folder))
+        choice = {name: options.get(name) for name in ("use_safetensors", "variant")}
+        stored = open_weights(find_weight_files(folder, **choice))
     options["output_loading_info"] = True
     options["ignore_mismatched_sizes"] = True
     try:
@@ -90,6 +93,8 @@ def load_complete(
     )
     if misfits:
         raise CheckpointError(incomplete(folder, type(model).__name__, misfits))
+    if getattr(model, "hf_quantizer", None) is None:
+        refuse_integers(folder, model.state_dict(), stored)
     return model
 
 
@@ -127,26 +132,26 @@ def load_model_on_mesh(
     refuse_quantized(config, "sharded over ranks", folder)
     check_weights_together(Path(folder))
 
-    with _open_weights(Path(folder)) as saved:
-        with torch.device("meta"):
-            model = STMoEForConditionalGeneration(config)
-        _check_weights_fit(folder, model, saved, begins_anew)
+    saved = open_weights(find_weight_files(folder, use_safetensors=True))
+    with torch.device("meta"):
+        model = STMoEForConditionalGeneration(config)
+    _check_weights_fit(folder, model, saved, begins_anew)
 
-        # Sharded before it has memory, so that a rank allocates only its shards.
-        torch.nn.Module.to(model, dtype=_float_dtype(config, saved))
-        layouts = shard_model(model, mesh, bfloat16=bfloat16, gather=gather)
-        model.to_empty(device=local_device(mesh.device_mesh.device_type))
-        model.tie_weights()
+    # Sharded before it has memory, so that a rank allocates only its shards.
+    torch.nn.Module.to(model, dtype=_float_dtype(config, saved))
+    layouts = shard_model(model, mesh, bfloat16=bfloat16, gather=gather)
+    model.to_empty(device=local_device(mesh.device_mesh.device_type))
+    model.tie_weights()
 
-        coordinate = MeshCoordinate.of(mesh)
-        for name, tensor in stored_tensors(model).items():
-            if name not in saved:
-                tensor.zero_()
-                continue
-            slices = whole_slices(tensor.shape)
-            if name in layouts:
-                slices = shard_slices(layouts[name], mesh.config, coordinate)
-            _read_slices(saved[name], slices, local_shard(tensor))
+    coordinate = MeshCoordinate.of(mesh)
+    for name, tensor in stored_tensors(model).items():
+        if name not in saved:
+            tensor.zero_()
+            continue
+        slices = whole_slices(tensor.shape)
+        if name in layouts:
+            slices = shard_slices(layouts[name], mesh.config, coordinate)
+        _read_slices(saved[name].read(), slices, local_shard(tensor))
 
     gather_or_raise(lambda: refuse_not_finite(model, folder))
     return _finished(model, folder), layouts
@@ -172,9 +177,9 @@ def load_mapped(folder: Path | str, **fields: Any) -> STMoEForConditionalGenerat
     refuse_quantized(config, "mapped", folder)
     with torch.device("meta"):
         model = STMoEForConditionalGeneration(config)
-    with _open_weights(Path(folder)) as saved:
-        _check_weights_fit(folder, model, saved, _no_tensor)
-        weights = {name: piece[...] for name, piece in saved.items()}  # without a copy
+    saved = open_weights(find_weight_files(folder, use_safetensors=True))
+    _check_weights_fit(folder, model, saved, _no_tensor)
+    weights = {name: tensor.read() for name, tensor in saved.items()}  # without a copy
 
     # from_pretrained converts all down projections of float16; here experts are, one at a time.
     for name, weight in weights.items():
@@ -258,7 +263,7 @@ def _check_is_ours(folder: Path | str, limit: str) -> None:
 def _check_weights_fit(
     folder: Path | str,
     model: STMoEForConditionalGeneration,
-    saved: dict[str, Any],
+    saved: Mapping[str, LazyTensor],
     begins_anew: Callable[[str], bool],
 ) -> None:
     """Raises unless the files hold exactly the tensors of a model, with floating-point weights.
@@ -267,14 +272,10 @@ def _check_weights_fit(
         CheckpointError: Lists what does not fit.
     """
     expected = whole_tensors(model.config, stored_tensors(model))
-    dtypes: dict[str, torch.dtype | None] = {}
-    shapes: dict[str, list[int]] = {}
-    for name, piece in saved.items():
-        dtypes[name] = DTYPES.get(piece.get_dtype())
-        shapes[name] = piece.get_shape()
+    shapes = {name: tensor.shape for name, tensor in saved.items()}
 
     # Integers would be read as if they were the weights.
-    refuse_integers(folder, expected, dtypes)
+    refuse_integers(folder, expected, saved)
     for name in expected.keys() ^ shapes.keys():
         if begins_anew(name):
             expected.pop(name, None)
@@ -291,58 +292,23 @@ def local_device(device_type: str) -> torch.device:
     return torch.device(device_type)
 
 
-@contextmanager
-def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yields the tensors of a folder by name, as safetensors' slices that are not read yet.
-
-    Raises:
-        CheckpointError: When files are missing or torn.
-    """
-    with ExitStack() as stack:
-        # The files stay open inside the block, since slices read from them.
-        saved: dict[str, Any] = {}
-        try:
-            for path in find_weight_files(folder, use_safetensors=True):
-                file = stack.enter_context(safe_open(path, framework="pt"))
-                for name in file.keys():  # noqa: SIM118  no mapping
-                    saved[name] = file.get_slice(name)
-        except (OSError, ValueError, LookupError, SafetensorError) as error:
-            raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
-        yield saved
-
-
-def _float_dtype(config: STMoEConfig, saved: dict[str, Any]) -> torch.dtype:
+def _float_dtype(config: STMoEConfig, saved: Mapping[str, LazyTensor]) -> torch.dtype:
     """Returns the dtype of floating-point weights: the config's, or else the files'."""
     if config.dtype is not None:
         return getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
-    for piece in saved.values():
-        dtype = DTYPES.get(piece.get_dtype())
-        if dtype is not None and dtype.is_floating_point:
-            return dtype
-    return torch.float32
+    dtypes = (tensor.dtype for tensor in saved.values() if tensor.is_floating_point())
+    return next(dtypes, torch.float32)
 
 
 @torch.no_grad()
-def _read_slices(saved: Any, slices: ShardSlices, target: Tensor) -> None:
-    """Fills a tensor with a part of a saved one.
+def _read_slices(saved: Tensor, slices: ShardSlices, target: Tensor) -> None:
+    """Fills a tensor with a part of a saved one, of which only that part is read.
 
     Args:
-        saved: The saved tensor; gate and up may share one dimension, [..., 2F, D].
+        saved: The saved tensor <any>[...]; gate and up may share one dimension, [..., 2F, D].
         slices: The part; with gate and up apart, [..., 2, F, D], it has one dimension more.
         target: <any>[...] of the shape of the part.
     """
-    if len(slices) == len(saved.get_shape()):
-        target.copy_(_read_part(saved, slices))
-        return
-
-    # Gate and up in turn: each is one half of the saved rows.
-    *outer, halves, rows, columns = slices
-    num_rows = saved.get_shape()[-2] // 2
-    for half in range(*halves):
-        saved_rows = (half * num_rows + rows[0], half * num_rows + rows[1])
-        part = _read_part(saved, (*outer, saved_rows, columns))
-        target.select(-3, half - halves[0]).copy_(part)
-
-
-def _read_part(saved: Any, slices: ShardSlices) -> Tensor:
-    return saved[tuple(slice(start, end) for start, end in slices)]
+    if len(slices) > saved.dim():
+        saved = saved.unflatten(-2, (2, -1))  # [..., 2F, D] -> [..., 2, F, D]
+    target.copy_(saved[tuple(slice(start, end) for start, end in slices)])

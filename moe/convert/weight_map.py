@@ -253,7 +253,7 @@ def _join_parts(
     for name, part, piece in zip(mapping.parts, parts, pieces, strict=True):
         if part.shape != tuple(piece.shape):
             report.reshaped.append(describe_reshaped(name, part.shape, piece.shape))
-        refuse_integers(report.source, {name: expected}, {name: part.dtype})
+        refuse_integers(report.source, {name: expected}, stored)
 
     shape = tuple(expected.shape)
     dtype = parts[0].dtype

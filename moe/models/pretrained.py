@@ -3,7 +3,7 @@
 import copy
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import CommitInfo, HfApi
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
@@ -43,9 +43,12 @@ from moe.models.model_warnings import warn_of_plain_experts
 from moe.models.quantized_checkpoint import QUANTIZED, stored_state
 from moe.models.transformers_private import PrivateModelHooks, load_generation_config
 from moe.models.weight_files import (
+    check_files,
     check_finite,
     checking_weights,
     forget_weight_sums,
+    open_weights,
+    refuse_integers,
     remove_replaced_weights,
     saved_weights,
     write_weight_sums,
@@ -168,6 +171,35 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
                 module.set_parallel_axes(ep, tp)
             elif isinstance(module, Attention | FeedForward | Stack):
                 module.tp = tp
+
+    def check_stored(
+        self, source: Any, weights: Any, files: Sequence[str] | None, *, quantized: bool
+    ) -> None:
+        """Raises for weights that transformers would read as something else, or wait for.
+
+        Args:
+            source: The folder or hub name.
+            weights: Tensors <any>[...] by name; None for those of the files.
+            files: Files with weights.
+            quantized: Whether a quantizer of transformers reads them.
+
+        Raises:
+            CheckpointError: When a file is missing or outside of the folder, or a weight is stored
+                as integers.
+        """
+        if weights is None:
+            paths = [Path(file) for file in files or ()]
+            check_files(source, paths)
+            weights = open_weights(paths)
+
+        # A file may hold a larger or smaller part of the model than this class.
+        prefix = f"{self.base_model_prefix}."
+        expected: dict[str, Tensor] = {}
+        for name, weight in self.state_dict().items():
+            for alias in (name, prefix + name, name.removeprefix(prefix)):
+                expected[alias] = weight
+        if not quantized:
+            refuse_integers(source, expected, weights)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

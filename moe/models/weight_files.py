@@ -3,6 +3,7 @@
 They are safetensors or torch's .bin files, in a folder or on the hub.
 """
 
+import os
 import pickle
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -230,10 +231,27 @@ def _find_shards_of_index(
         raise CheckpointError(
             f"The index of weights {path} cannot be used: {_first_line(error)}. {COPY_AGAIN}"
         ) from error
-    for file in paths:
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing, but the index {path} lists it. {COPY_AGAIN}")
+    check_files(source, paths)
     return paths
+
+
+def check_files(source: Path | str, paths: Iterable[Path]) -> None:
+    """Raises unless the files of a model exist, and those of a folder are inside of it.
+
+    Raises:
+        CheckpointError: Names the first that is not.
+    """
+    folder = os.path.realpath(source) if Path(source).is_dir() else None
+    for path in paths:
+        parent = os.path.realpath(path.parent)
+        if folder is not None and os.path.commonpath([folder, parent]) != folder:
+            raise CheckpointError(
+                f"{path} is not in {source}, but its index lists it. {COPY_AGAIN}"
+            )
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing, or no file, but an index lists it. {COPY_AGAIN}"
+            )
 
 
 def find_shards(folder: Path, variant: str | None = None) -> list[str]:
@@ -284,25 +302,25 @@ def _with_variant(name: str, variant: str | None) -> str:
 
 
 def refuse_integers(
-    source: Path | str, expected: Mapping[str, Tensor], stored: Mapping[str, torch.dtype | None]
+    source: Path | str, expected: Mapping[str, Tensor], stored: Mapping[str, Any]
 ) -> None:
     """Raises when a floating-point weight is stored as integers.
 
     Args:
         source: The folder or hub name.
         expected: Tensors <any>[...] of a model by name; they need no memory.
-        stored: Dtype of each stored tensor by name; None for one unknown to torch.
+        stored: The stored tensors <any>[...] by name, e.g. LazyTensors.
 
     Raises:
         CheckpointError: Names the first.
     """
     # Quantised weights come with a config that says so, and are not checked here.
     for name, tensor in expected.items():
-        dtype = stored.get(name)
-        if tensor.is_floating_point() and dtype is not None and not dtype.is_floating_point:
+        is_read = name in stored and tensor.is_floating_point()
+        if is_read and not stored[name].dtype.is_floating_point:
             raise CheckpointError(
-                f"{name} in {source} holds numbers of type {dtype}; expected floating-point "
-                f"ones. {COPY_AGAIN}"
+                f"{name} in {source} holds numbers of type {stored[name].dtype}; expected "
+                f"floating-point ones. {COPY_AGAIN}"
             )
 
 

@@ -22,13 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe import DataError, STMoEForConditionalGeneration, load_complete
-from moe.checkpoint import loading
 from moe.checkpoint.final_model import export_model
 from moe.checkpoint.loading import load_model_on_mesh
 from moe.checkpoint.sharded_weights import stored_tensors, whole_tensors, write_model
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.distributed.sharding import local_shard
+from moe.models import weight_files
 from tests.distributed.ranks import run_ranks, whole
 from tests.distributed.stages import FIELDS, batch
 from tests.distributed.test_checkpoints_on_a_mesh import say
@@ -113,16 +113,24 @@ class CountedFile:
         return self.file.keys()
 
     def get_slice(self, name):
-        return CountedSlice(self.file.get_slice(name), self.read)
+        return self.file.get_slice(name)
+
+    def get_tensor(self, name):
+        return CountedTensor(self.file.get_tensor(name), self.read)
 
 
-class CountedSlice:
-    def __init__(self, piece, read):
-        self.piece, self.read = piece, read
-        self.get_shape, self.get_dtype = piece.get_shape, piece.get_dtype
+class CountedTensor:
+    """The pages of a tensor, of which a rank reads the parts that it indexes."""
+
+    def __init__(self, tensor, read):
+        self.tensor, self.read = tensor, read
+        self.dim = tensor.dim
+
+    def unflatten(self, *shape):
+        return CountedTensor(self.tensor.unflatten(*shape), self.read)
 
     def __getitem__(self, place):
-        part = self.piece[place]
+        part = self.tensor[place]
         self.read.append(part.numel())
         return part
 
@@ -133,13 +141,13 @@ def counted():
     tensor.
     """
     read, written, pwrite, largest = [], [], os.pwrite, Largest()
-    loading.safe_open = lambda *arguments, **options: CountedFile(read, *arguments, **options)
+    weight_files.safe_open = lambda *arguments, **options: CountedFile(read, *arguments, **options)
     os.pwrite = lambda file, data, place: (written.append(len(data)), pwrite(file, data, place))[1]
     try:
         with largest:
             yield read, written, largest
     finally:
-        loading.safe_open, os.pwrite = safe_open, pwrite
+        weight_files.safe_open, os.pwrite = safe_open, pwrite
 
 
 def differences(ours, theirs):
@@ -317,7 +325,7 @@ def test_what_cannot_be_read_or_written_is_one_message_on_every_rank(tmp_path):
         assert "Weights 1 missing: lm_head.weight. Copy the whole folder" in said["missing"][0]
         assert "is damaged: model.safetensors has another SHA-256" in said["flipped"][0]
         assert "lm_head.weight (3, 5) instead of (53, 13)" in said["another shape"][0]
-        assert f"The model in {tmp_path / 'torn'} cannot be loaded: " in said["torn"][0]
+        assert f"The weights in {torn} cannot be read: " in said["torn"][0]
         assert said["torn index"][0].startswith("CheckpointError: ")
         assert str(tmp_path / "torn index/model.safetensors.index.json") in said["torn index"][0]
         assert said["disk"].startswith("OSError: [Errno 27] File too large: ")

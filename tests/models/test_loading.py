@@ -12,11 +12,21 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 
 import stmoe
 from eval.answers.seq2seq import load_seq2seq
-from moe import CheckpointError, DataError, STMoEForConditionalGeneration, load_complete
+from moe import (
+    CheckpointError,
+    DataError,
+    STMoEConfig,
+    STMoEEncoderModel,
+    STMoEForConditionalGeneration,
+    STMoEModel,
+    load_complete,
+)
 from moe.checksums import read_sums
+from moe.hosts.all_hosts import load_model
 from moe.training.build import BuiltModel
 from moe.training.finetuning import finetuning_config, load_for_finetuning
 from moe.training.recipe import FinetuneRecipe
+from tests.hosts.tiny_hosts import dense_host
 from tests.models.tiny import tiny_model
 
 
@@ -51,10 +61,74 @@ def change_weights(folder: Path, change) -> None:
     (folder / "SHA256SUMS").unlink(missing_ok=True)
 
 
+def make_int8(folder: Path, name: str) -> None:
+    change_weights(folder, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
+
+
 @pytest.fixture
 def folder(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     return tmp_path
+
+
+def tiny_t5() -> T5ForConditionalGeneration:
+    sizes = {"vocab_size": 131, "d_model": 29, "d_kv": 5, "d_ff": 31, "num_layers": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, num_heads=3, decoder_start_token_id=0))
+
+
+CLASSES = (STMoEForConditionalGeneration, STMoEModel, STMoEEncoderModel, AutoModelForSeq2SeqLM)
+LOADERS = (
+    *(each.from_pretrained for each in CLASSES),
+    lambda folder: load_model(folder, mmap=True),
+    *DOORS.values(),
+)
+
+
+def test_integers_in_place_of_weights_are_refused_at_every_door(folder):
+    name = "model.encoder.stack.blocks.0.self_attention.q_proj.weight"
+    make_int8(folder, name)
+    for load in LOADERS:
+        with pytest.raises(CheckpointError, match=rf"{name} in .* type torch\.int8"):
+            load(folder)
+
+    # In the file of a part, and in one of torch.
+    part = STMoEModel(STMoEConfig.from_pretrained(folder))
+    weights = part.state_dict()
+    weights[name.removeprefix("model.")] = weights[name.removeprefix("model.")].to(torch.int16)
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    for load in (each.from_pretrained for each in CLASSES):
+        with pytest.raises(CheckpointError, match=r"q_proj\.weight in .* type torch\.int16"):
+            load(folder)
+
+
+def test_integers_in_a_host_or_a_t5_are_refused(tmp_path):
+    for model, loader in ((dense_host("t5gemma"), load_model), (tiny_t5(), DOORS["eval"])):
+        model.save_pretrained(tmp_path)
+        name = next(name for name in model.state_dict() if "q" in name.split(".")[-2])
+        make_int8(tmp_path, name)
+        with pytest.raises(CheckpointError, match=r"type torch\.int8"):
+            loader(tmp_path)
+
+
+def test_a_shard_that_is_a_pipe_or_outside_of_the_folder_is_refused(tmp_path):
+    folder = tmp_path / "model"
+    tiny_model().save_pretrained(folder, max_shard_size="40KB")
+    (folder / "SHA256SUMS").unlink()
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name, file = next(iter(content["weight_map"].items()))
+    (folder / file).rename(tmp_path / file)
+    os.mkfifo(folder / file)
+    for load in LOADERS:
+        with pytest.raises(CheckpointError, match=rf"{file} is missing, or no file"):
+            load(folder)
+    for outside in (f"../{file}", str(tmp_path / file)):
+        content["weight_map"][name] = outside
+        index.write_text(json.dumps(content))
+        for load in LOADERS:
+            with pytest.raises(CheckpointError, match=rf"{file} is not in .*model"):
+                load(folder)
 
 
 def test_missing_weights_are_refused_by_name_at_every_door(folder):
@@ -89,7 +163,7 @@ def test_torn_weights_are_one_message_at_every_door(folder):
             door(folder)
     (folder / "SHA256SUMS").unlink()
     for door in DOORS.values():
-        with pytest.raises(CheckpointError, match=r"cannot be loaded: .*header"):
+        with pytest.raises(CheckpointError, match=r"cannot be read: .*header"):
             door(folder)
 
 
@@ -175,9 +249,7 @@ def test_starting_from_scratch_needs_no_weights(folder):
 
 
 def test_another_librarys_model_with_a_tied_head_is_whole(tmp_path):
-    sizes = {"vocab_size": 131, "d_model": 29, "d_kv": 5, "d_ff": 31, "num_layers": 2}
-    config = T5Config(**sizes, num_heads=3, decoder_start_token_id=0)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    tiny_t5().save_pretrained(tmp_path)
     assert load_complete(AutoModelForSeq2SeqLM, tmp_path).config.d_model == 29
     change_weights(tmp_path, lambda weights: weights.pop("encoder.final_layer_norm.weight"))
     with pytest.raises(CheckpointError, match=r"1 missing: encoder\.final_layer_norm\.weight"):
