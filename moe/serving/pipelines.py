@@ -9,11 +9,12 @@
 They work with any encoder-decoder, dense or sparse, and answer by continuous batching.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
-from transformers import AutoModelForSeq2SeqLM, Pipeline, pipelines
+from transformers import AutoModelForSeq2SeqLM, GenerationConfig, Pipeline, pipelines
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from moe.errors import ConfigError, DataError, did_you_mean
@@ -28,14 +29,17 @@ TEXT_KEYS = {
 """Key of the text in a result, by task, as in transformers 4."""
 
 _DEFAULT_BATCH = 32
+_OF_BATCH_GENERATOR = ("max_input", *(field.name for field in fields(Sampling)))
 
 
 class TextToTextPipeline(Pipeline):
     """Texts in, texts out.
 
     A list returns a list of results, a generator or dataset yields them, a text returns one. A
-    result is a dict with one text. Options of a call, or of the pipeline: the fields of Sampling,
-    `batch_size`, `max_input`, and `prefix`, which is put before each text.
+    result is a dict with one text, or a list of them with `num_return_sequences`. Options of a
+    call, or of the pipeline: the fields of Sampling, `batch_size`, `max_input`, and `prefix`, which
+    is put before each text; by default that of the task in the model's config. Other options of
+    `generate`, such as `num_beams`, are answered by it, one padded batch after the other.
     """
 
     _load_processor = False
@@ -44,41 +48,36 @@ class TextToTextPipeline(Pipeline):
     _load_tokenizer = True
 
     def _sanitize_parameters(
-        self, **options: Any
+        self, prefix: str | None = None, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        known = ["prefix", "max_input", *(field.name for field in fields(Sampling))]
+        known = {"prefix", *_OF_BATCH_GENERATOR, *vars(GenerationConfig())}
         for name in options:
             if name not in known:
                 raise ConfigError(
-                    f"The pipeline has no option {name!r}; expected {', '.join(known)}."
+                    f"The pipeline has no option {name!r}; expected prefix, "
+                    f"{', '.join(_OF_BATCH_GENERATOR)}, or one of generate()."
                     f"{did_you_mean(name, known)}"
                 )
-        prefix = {"prefix": options.pop("prefix")} if "prefix" in options else {}
-        return prefix, options, {}
+        return {} if prefix is None else {"prefix": prefix}, options, {}
 
-    def preprocess(self, input_: Any, prefix: str = "", **_: Any) -> Any:
+    def preprocess(self, input_: Any, prefix: str | None = None, **_: Any) -> Any:
         """Returns the text with its prefix."""
+        if prefix is None:
+            config: Any = self.model.config
+            of_task = (getattr(config, "task_specific_params", None) or {}).get(self.task, {})
+            prefix = of_task.get("prefix") or getattr(config, "prefix", None) or ""
         return prefix + input_ if isinstance(input_, str) else input_
 
     def forward(self, model_inputs: Any, **options: Any) -> Any:
-        """Returns the answer to one text."""
+        """Returns the result of one text."""
         return self._forward(model_inputs, **options)
 
     def _forward(self, input_tensors: Any, **options: Any) -> Any:
-        (answer,) = BatchGenerator(self.model, self.tokenizer, max_batch=1, **options).map(
-            [input_tensors]
-        )
-        return answer
+        return next(self._results([input_tensors], 1, options))
 
-    def postprocess(self, model_outputs: Any, **_: Any) -> dict[str, str]:
-        """Returns the text of an answer.
-
-        Raises:
-            DataError: When the text was refused.
-        """
-        if model_outputs.error is not None:
-            raise DataError(f"Text {model_outputs.number}: {model_outputs.error}")
-        return {TEXT_KEYS[self.task]: model_outputs.text}
+    def postprocess(self, model_outputs: Any, **_: Any) -> Any:
+        """Returns the result as it is."""
+        return model_outputs
 
     def get_iterator(
         self,
@@ -90,13 +89,44 @@ class TextToTextPipeline(Pipeline):
         postprocess_params: dict[str, Any],
     ) -> Any:
         """Yields the results of many texts; transformers' default of `batch_size`, 1, stands for 32."""
-        max_batch = batch_size if batch_size > 1 else _DEFAULT_BATCH
-        generator = BatchGenerator(
-            self.model, self.tokenizer, max_batch=max_batch, **forward_params
-        )
         texts = (self.preprocess(text, **preprocess_params) for text in inputs)
-        for answer in generator.map(texts):
-            yield self.postprocess(answer, **postprocess_params)
+        max_batch = batch_size if batch_size > 1 else _DEFAULT_BATCH
+        return self._results(texts, max_batch, forward_params)
+
+    def _results(
+        self, texts: Iterable[Any], max_batch: int, options: dict[str, Any]
+    ) -> Iterator[Any]:
+        """Yields the result of each text: one dict, or a list of several.
+
+        Raises:
+            ConfigError: When options of both ways to generate are given.
+            DataError: When a text was refused.
+        """
+        key = TEXT_KEYS[self.task]
+        others = sorted(options.keys() - set(_OF_BATCH_GENERATOR))
+        if not others:
+            generator = BatchGenerator(self.model, self.tokenizer, max_batch=max_batch, **options)
+            for answer in generator.map(texts):
+                if answer.error is not None:
+                    raise DataError(f"Text {answer.number}: {answer.error}")
+                yield {key: answer.text}
+            return
+
+        for name in options.keys() - vars(GenerationConfig()).keys():
+            raise ConfigError(f"{name} cannot be combined with {', '.join(others)}. Leave one out.")
+        tokenizer: Any = self.tokenizer
+        source = iter(texts)
+        while batch := list(islice(source, max_batch)):
+            inputs = tokenizer(batch, return_tensors="pt", padding=True).to(self.device)
+            tokens = self.model.generate(
+                inputs["input_ids"], attention_mask=inputs["attention_mask"], **options
+            )
+            answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            results = [{key: answer} for answer in answers]
+            num_answers = len(results) // len(batch)
+            for first in range(0, len(results), num_answers):
+                several = results[first : first + num_answers]
+                yield several if num_answers > 1 else several[0]
 
 
 def register_pipelines() -> None:
