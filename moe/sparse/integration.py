@@ -6,6 +6,7 @@ Comes after layer.py.
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -150,7 +151,8 @@ def collect_routers(
 ) -> Iterator[list[RouterOutput]]:
     """Yields a list that collects the RouterOutput of every sparse layer inside `module`.
 
-    The outputs are in the order of the calls. Run the backward pass inside the context.
+    The outputs are in the order of the calls, of which only those of this thread (or context of
+    `contextvars`) count. Run the backward pass inside the context.
     Activation checkpointing calls the layers again there: that is not recorded, but needs the same
     token mask. Only without a mask, or without checkpointing, may the backward pass come later.
 
@@ -188,6 +190,8 @@ def collect_routers(
             )
             hooks.enter_context(give_mask)
             hooks.enter_context(layer.register_forward_hook(collector.record))
+        outer = _OPEN.set((*_OPEN.get(), collector))
+        hooks.callback(_OPEN.reset, outer)
         yield collector.routers
     collector.check_backward()
 
@@ -290,7 +294,10 @@ def _checked_routers(routers: Any) -> list[RouterOutput]:
 
 
 class _Collector:
-    """The hooks of one context, and the collected outputs."""
+    """The hooks of one context, and the collected outputs.
+
+    Hooks of a layer run in every thread that calls it.
+    """
 
     def __init__(self, token_mask: Tensor | None) -> None:
         self.token_mask = token_mask
@@ -298,12 +305,18 @@ class _Collector:
         self.wants_gradient = torch.is_grad_enabled()
         self.recomputation = Recomputation()
 
+    def is_for_this_call(self) -> bool:
+        """Returns whether a layer is called inside of this context, and by its thread."""
+        # A backward pass runs in a thread of torch; a compiler traces one call for all.
+        anywhere = torch.compiler.is_compiling() or in_backward()
+        return anywhere or any(collector is self for collector in _OPEN.get())
+
     def give_mask(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Returns the layer's arguments with the mask, unless the caller gave one."""
         callers_mask = args[1] if len(args) > 1 else kwargs.get("token_mask")
-        if self.token_mask is None or callers_mask is not None:
+        if self.token_mask is None or callers_mask is not None or not self.is_for_this_call():
             return None
 
         # A recomputation needs the mask, too: see `check_backward`.
@@ -314,7 +327,7 @@ class _Collector:
         self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, RouterOutput]
     ) -> None:
         """Appends the router's output, unless activation checkpointing only calls the layer again."""
-        if in_backward():
+        if in_backward() or not self.is_for_this_call():
             return
 
         # Reentrant checkpointing runs the forward pass without gradient, and records it later.
@@ -334,3 +347,7 @@ class _Collector:
                 "layers again there, and then without their token_mask. Call loss.backward() inside the context, or "
                 "open torch.no_grad() around it if no gradient is wanted."
             )
+
+
+_OPEN: ContextVar[tuple[_Collector, ...]] = ContextVar("_OPEN", default=())
+"""Contexts that are open in this thread."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moe.checks import check_integer
+from moe.checks import check, check_integer
 from moe.data.pipeline import Batch
 from moe.errors import DataError
 from moe.sparse.editing import Stack, sparse_layers
@@ -225,8 +225,11 @@ class Recording:
         """Returns the rows of one batch by name, e.g. `encoder.0.expert`, on the CPU.
 
         Raises:
+            ConfigError: When it is not a TracedBatch.
             DataError: When the batch has no labels, or is packed.
         """
+        expected = "a TracedBatch; traced_batches(...) makes them of batches"
+        check(isinstance(traced, TracedBatch), "A batch to record", traced, expected)
         batch = unpacked(traced.batch)
         inputs = stack_inputs(self._model, batch)
 

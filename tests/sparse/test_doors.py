@@ -174,6 +174,14 @@ def test_additive_masks_and_other_numbers_are_no_mask(values):
         build_layer()(zeros(1, 2, 7), torch.tensor([values]))
 
 
+def test_ids_of_any_integers_have_the_experts_of_int64():
+    layer, ids = build_layer("hash"), torch.tensor([[5, 99, 0], [127, 1, 64]])
+    expected = layer(zeros(2, 3, 7), token_ids=ids)[1].plan.expert_index
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        router = layer(zeros(2, 3, 7), token_ids=ids.to(dtype))[1]
+        assert torch.equal(router.plan.expert_index, expected)
+
+
 def test_padding_may_have_a_negative_id_and_be_all_there_is():
     nothing = torch.zeros(1, 3, dtype=torch.int64)
     assert not build_layer()(zeros(1, 3, 7), nothing)[1].plan.token_mask.any()

@@ -7,6 +7,8 @@ parts marked `guide` hold the lines that docs/guides/layer.md shows.
 
 import copy
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -406,6 +408,22 @@ def test_of_nested_masks_the_innermost_holds_and_the_callers_own_comes_first():
     for routers in (outer_routers, middle_routers, inner_routers):
         lengths = [int(router.stats.num_tokens) // B for router in routers]
         assert lengths == expected[: 4 if routers is inner_routers else 5]
+
+
+def test_a_context_collects_the_calls_of_its_own_thread_alone():
+    layer = SparseFeedForward(SparseConfig(d_model=D, d_ff=F, num_experts=E))
+    both_are_open, both_have_run = threading.Barrier(2), threading.Barrier(2)
+
+    def lengths_in_thread(length):
+        mask = torch.arange(L).expand(B, L) < length
+        with collect_routers(layer, mask) as routers:
+            both_are_open.wait()
+            layer(torch.randn(B, L, D))
+            both_have_run.wait()
+        return [int(router.stats.num_tokens) // B for router in routers]
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lengths_in_thread, (2, 5))) == [[2], [5]]
 
 
 def test_a_slot_takes_a_sparse_layer_that_something_wraps():

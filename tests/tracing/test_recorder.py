@@ -232,3 +232,8 @@ def test_facts_that_do_not_fit_are_refused(unsummed):
 def test_experts_have_the_smallest_numbers_that_hold_them():
     assert expert_dtype(128) == torch.int8
     assert expert_dtype(129) == torch.int16
+
+
+def test_a_batch_without_its_documents_is_refused_with_what_adds_them():
+    with pytest.raises(ConfigError, match=r"batch to record is .*traced_batches"):
+        record_routing(build_model(), [build_batch()])

@@ -116,7 +116,7 @@ def hash_expert(token_ids: Tensor, num_experts: int, seed: int) -> Tensor:
     """Returns the expert of each token id: an even, fixed, random-looking function.
 
     Args:
-        token_ids: <int64>[...] vocabulary ids.
+        token_ids: <any integer>[...] vocabulary ids.
         num_experts: Experts, E.
         seed: Chooses the function.
 
@@ -128,7 +128,7 @@ def hash_expert(token_ids: Tensor, num_experts: int, seed: int) -> Tensor:
         are signed.
     """
     seed_offset = seed * 0x9E3779B1 & _31_BITS
-    mixed = (token_ids * 2 + 1 + seed_offset) & _31_BITS
+    mixed = (token_ids.long() * 2 + 1 + seed_offset) & _31_BITS
 
     # Each round carries high bits into low ones, then multiplies.
     for factor in (0x45D9F3B, 0x119DE1F3):
