@@ -29,7 +29,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Returns:
         <float>[N, O].
     """
-    is_compiling = torch.compiler.is_compiling()
+    is_compiling = torch.compiler.is_compiling() or x.is_meta
     if not _is_one_call(x, weight):
         return _grouped_linear_op(x, weight, counts) if is_compiling else _loop(x, weight, counts)
 

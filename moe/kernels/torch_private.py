@@ -6,11 +6,13 @@ alternative, if anything; tests/kernels/test_torch_private.py shows what breaks 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -52,6 +54,20 @@ def is_plain(*tensors: Tensor) -> bool:
     if torch.compiler.is_compiling() or is_in_functorch() or is_jit_tracing():
         return False
     return all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+
+
+def is_shape_only(x: Tensor) -> bool:
+    """Returns whether nothing may depend on the values of <any>[...].
+
+    It is in a graph that is being compiled, on the meta device, or fake; there is no public name of
+    the class of fake tensors.
+    """
+    return torch.compiler.is_compiling() or x.is_meta or isinstance(x, FakeTensor)
+
+
+def autocast_disabled(device_type: str) -> AbstractContextManager[Any]:
+    """Returns a context without autocast; torch has none of either kind on the meta device."""
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
 
 
 def is_in_checkpoint() -> bool:

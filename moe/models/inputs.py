@@ -16,6 +16,8 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 
 from moe.checks import is_kind, shown
 from moe.errors import ConfigError, DataError, did_you_mean
+from moe.kernels.torch_private import is_plain
+from moe.sparse.inputs import can_read_values
 
 IGNORED_LABEL = -100
 """Label of a position that has no target, as everywhere in transformers."""
@@ -107,7 +109,7 @@ def check_token_ids(name: str, ids: Tensor, vocab_size: int, *, ignored: int | N
         _refuse(name, ids, f"{meaning} of the shape [batch, length]")
     if ids.shape[0] == 0 or ids.shape[1] == 0:
         _refuse_empty(name, ids)
-    if not _values_are_free(ids):
+    if not can_read_values(ids):
         return
 
     # One pass over the values shows whether a search is needed.
@@ -238,7 +240,7 @@ def _check_ones_and_zeros(name: str, mask: Tensor) -> None:
         return
 
     # For the same reason a mask of floats is checked on any device with values.
-    if _values_are_free(mask) or (floating and mask.device.type != "meta"):
+    if can_read_values(mask) or (floating and is_plain(mask) and not mask.is_meta):
         invalid = (mask != 0) & (mask != 1)
         if bool(invalid.any()):
             expected = (
@@ -330,7 +332,7 @@ def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
     if isinstance(num_items, Tensor):
         is_real = not num_items.is_complex() and num_items.dtype != torch.bool
         is_number = num_items.numel() == 1 and is_real
-        is_known = is_number and _values_are_free(num_items)
+        is_known = is_number and can_read_values(num_items)
     else:
         is_number = is_kind(num_items, int)
         is_known = is_number
@@ -340,7 +342,7 @@ def check_num_items(num_items: Any, labels: Tensor) -> Tensor:
     # The losses are divided by it.
     if is_known:
         value = float(num_items)
-        without_target = _values_are_free(labels) and not (labels != IGNORED_LABEL).any()
+        without_target = can_read_values(labels) and not (labels != IGNORED_LABEL).any()
         is_divisor = value > 0 or (value == 0 and without_target)
         if not math.isfinite(value) or not is_divisor:
             raise DataError(
@@ -376,12 +378,6 @@ def check_logits_to_keep(logits_to_keep: Any, labels: Tensor | None) -> None:
 
 # ---------------------------------------------------------------------------
 # Shared by the checks
-
-
-def _values_are_free(tensor: Tensor) -> bool:
-    """Returns whether reading the values of a tensor is free and safe."""
-    is_plain = type(tensor) is Tensor and tensor.device.type == "cpu"
-    return is_plain and not torch.compiler.is_compiling()
 
 
 def _refuse_values(name: str, tensor: Tensor, invalid: Tensor, expected: str) -> NoReturn:

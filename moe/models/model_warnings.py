@@ -12,6 +12,7 @@ from transformers.utils.logging import get_logger, warning_once
 
 from moe.distributed.collectives import is_rank_zero
 from moe.kernels.expert_weights import is_quantized
+from moe.kernels.torch_private import is_plain
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
 from moe.sparse.experts import Experts
@@ -67,6 +68,8 @@ def warn_of_drops(
     for router in routers:
         rows.append(torch.stack([router.stats.dropped_tokens, router.stats.num_tokens]))
     counts = torch.stack(rows)  # [layers, 2]
+    if counts.is_meta or not is_plain(counts):
+        return
 
     # Dropped tokens as a fraction of the real ones, in the layer that drops most.
     worst_fraction = 0.0

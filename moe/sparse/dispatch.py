@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from moe.kernels.expert_rows import ChoiceRows, ExpertRows, combine_choices, gather_choices
+from moe.kernels.torch_private import is_shape_only
 from moe.sparse.plan import DispatchPlan, token_slots
 
 # ---- what travels ----
@@ -220,8 +221,8 @@ def local_row_dispatcher(plan: DispatchPlan, num_experts: int) -> Dispatcher:
         return ChoiceDispatcher(sort_choices(plan, num_experts))
 
     # A graph has a fixed number of rows, and the CPU's kernel skips the unused ones.
-    is_compiling = torch.compiler.is_compiling()
-    rows = pad_rows(plan, num_experts) if is_compiling else sort_rows(plan, num_experts)
+    is_graph = is_shape_only(plan.accepted)
+    rows = pad_rows(plan, num_experts) if is_graph else sort_rows(plan, num_experts)
     return FusedDispatcher(rows)
 
 
@@ -343,7 +344,7 @@ def fill_slots(plan: DispatchPlan, num_experts: int) -> Slots:
     token_of_choice = token[:, None].expand(-1, num_choices).flatten()  # [T * K]
     weight_of_choice = plan.combine_weight.flatten()  # [T * K]
     slot_token = token.new_full((num_slots + 1,), num_tokens)
-    slot_token = slot_token.scatter_(0, slot, token_of_choice)
+    slot_token = slot_token.scatter(0, slot, token_of_choice)  # in place vmap could not
     slot_weight = weight_of_choice.new_zeros(num_slots + 1)
     slot_weight = slot_weight.scatter_add(0, slot, weight_of_choice)
 

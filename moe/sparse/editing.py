@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from moe.checks import check, shown
@@ -156,7 +155,7 @@ def _check_plan(key: LayerKey, edited: DispatchPlan, plan: DispatchPlan, num_exp
         )
 
     # Values are read only where this does not wait for a device.
-    if torch.compiler.is_compiling() or not can_read_values(edited.expert_index):
+    if not can_read_values(edited.expert_index):
         return
     accepted = edited.accepted
     experts = edited.expert_index[accepted]

@@ -19,6 +19,7 @@ from moe.kernels.grouped_matmul import grouped_linear
 from moe.kernels.hidden_units import ExpertForm, hidden_rows, hidden_units
 from moe.kernels.late_gradients import LateGradients, pass_weights
 from moe.kernels.quantized_weight import FIXED, Quantization, quantize
+from moe.kernels.torch_private import autocast_disabled, is_shape_only
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import InFlight, SortedRows, UngatheredRows
 
@@ -132,7 +133,7 @@ class Experts(nn.Module):
             <dtype of the second product>[T, D].
         """
         tokens = inputs.tokens.to(self.output_dtype())
-        if torch.compiler.is_compiling():
+        if is_shape_only(tokens):
             return compiled_feed_forward(tokens, inputs.rows, weights, self.form())
         return fused_feed_forward(tokens, inputs.rows, weights, self.form(), late)
 
@@ -148,7 +149,7 @@ class Experts(nn.Module):
             <float>[N, D].
         """
         # Inputs and weights have the dtypes of the products already.
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast_disabled(x.device.type):
             product = grouped_linear(x, weights.first, counts).to(
                 weights.down.dtype
             )  # [N, 2F or F]
@@ -168,7 +169,7 @@ class Experts(nn.Module):
         Returns:
             <float>[E, n, D].
         """
-        with torch.autocast(slots.device.type, enabled=False):
+        with autocast_disabled(slots.device.type):
             # All experts in one batched product, since all have as many slots.
             bias = None if weights.bias is None else weights.bias[..., None]  # [E, F, 1]
 
@@ -230,7 +231,7 @@ class Experts(nn.Module):
 def _product_weight(weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
     """Returns a stacked weight <dtype>[E, O, I], or one to be converted expert by expert."""
     needs_graph = weight.requires_grad and torch.is_grad_enabled()
-    is_converted_later = fused and not needs_graph and not torch.compiler.is_compiling()
+    is_converted_later = fused and not needs_graph and not is_shape_only(weight)
     if is_quantized(weight):
         if needs_graph:
             raise ConfigError(f"A quantized weight requires a gradient. {FIXED}")
@@ -255,5 +256,7 @@ def truncated_normal_(tensor: Tensor, std: float) -> Tensor:
         flax `variance_scaling(..., "truncated_normal")`, as Flaxformer's ST-MoE configurations use
         it: the truncated normal has a deviation of 0.8796.
     """
+    if is_shape_only(tensor):  # torch would read numbers
+        return tensor
     std = std / _TRUNCATED_STD
     return nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe.checks import shown
 from moe.errors import DataError
+from moe.kernels.torch_private import is_plain
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -101,7 +102,7 @@ def _refuse_additive_mask(token_mask: Tensor) -> None:
 
 def can_read_values(x: Tensor) -> bool:
     """Returns whether values <any>[...] can be read without waiting for a device or breaking a graph."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and is_plain(x)
 
 
 def _check_tensor(name: str, value: Any) -> None:

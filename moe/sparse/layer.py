@@ -11,7 +11,8 @@ from moe.checks import check
 from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.distributed.mesh import ExpertAxis
 from moe.distributed.random_numbers import tp_random_numbers
-from moe.kernels.torch_private import is_exporting
+from moe.errors import ConfigError
+from moe.kernels.torch_private import is_exporting, is_in_functorch
 from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
 from moe.sparse.dispatch import (
@@ -169,6 +170,11 @@ class SparseFeedForward(nn.Module):
 
         # Rows or slots, here or over the ep axis.
         if self.config.dispatch == "ragged" and not is_exporting():
+            if not torch.compiler.is_compiling() and is_in_functorch():
+                raise ConfigError(
+                    "Transforms of torch.func (grad, jvp, vmap, ...) cannot see into the kernels of dispatch 'ragged'. "
+                    'Build the sparse layer with dispatch="static".'
+                )
             if self.ep is not None:
                 return exchange_rows(sort_rows(plan, num_experts), self.ep)
             return local_row_dispatcher(plan, num_experts)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.errors import DataError, NonFiniteError
-from moe.kernels.torch_private import assert_on_device
+from moe.kernels.torch_private import assert_on_device, autocast_disabled, is_in_functorch
 from moe.registry import Registry
 from moe.sparse.capacity import slots_of_expert
 from moe.sparse.config import SparseConfig
@@ -119,7 +119,7 @@ class Router(nn.Module):
         # Selective precision: the router computes in float32 at least, regardless of its
         # surroundings.
         dtype = torch.promote_types(inputs.tokens.dtype, torch.float32)
-        with torch.autocast(inputs.tokens.device.type, enabled=False):
+        with autocast_disabled(inputs.tokens.device.type):
             gate_input = self.gate_input(inputs)  # [G, S, D or 2D]
 
             # Padding must not reach the gate: it may hold NaN, and it has no scores.
@@ -309,7 +309,8 @@ def _refuse_not_finite(logits: Tensor) -> None:
 
     On an accelerator the error appears later, since the host does not wait for it.
     """
-    if torch.compiler.is_compiling() or not logits.numel():
+    is_abstract = torch.compiler.is_compiling() or is_in_functorch() or logits.is_meta
+    if is_abstract or not logits.numel():
         return
 
     message = (
@@ -319,7 +320,7 @@ def _refuse_not_finite(logits: Tensor) -> None:
     # Largest less least is below infinity only if all are finite, and takes one pass.
     least, largest = logits.aminmax()
     spread = largest - least
-    if not can_read_values(logits):
+    if logits.device.type != "cpu":
         assert_on_device(spread < math.inf, message)
-    elif not math.isfinite(spread.item()):
+    elif can_read_values(logits) and not math.isfinite(spread.item()):
         raise NonFiniteError(message)
