@@ -1,7 +1,6 @@
 """Loads models completely: every weight comes from the folder, or loading fails."""
 
 import itertools
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,11 +77,6 @@ def load_complete(
         model, info = model_class.from_pretrained(folder, **options)
     except MoEError:
         raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"The weights in {folder} cannot be read: a .bin file holds more than tensors, which could run code, or "
-            "is incomplete. Give a folder with .safetensors files."
-        ) from error
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"The model in {folder} cannot be loaded: {error}") from error
 

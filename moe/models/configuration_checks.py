@@ -141,6 +141,10 @@ def check_keywords(config: PreTrainedConfig, keywords: Mapping[str, Any]) -> Non
             "attributes but have no effect.",
             stacklevel=2,
         )
+    quantization = keywords.get("quantization_config")
+    is_record = quantization is None or isinstance(quantization, Mapping)
+    is_record = is_record or hasattr(quantization, "to_dict")
+    check(is_record, "quantization_config", quantization, "a mapping of a quantizer's settings")
     check_integer(
         "num_labels", keywords.get("num_labels"), least=1, most=_MAX_LABELS, optional="None for two"
     )

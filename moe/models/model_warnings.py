@@ -13,6 +13,7 @@ from transformers.utils.logging import get_logger, warning_once
 from moe.distributed.collectives import is_rank_zero
 from moe.kernels.expert_weights import is_quantized
 from moe.kernels.torch_private import is_plain
+from moe.models.attention import Attention, Projection
 from moe.models.blocks import Block, Stack
 from moe.models.configuration import STMoEConfig
 from moe.sparse.experts import Experts
@@ -20,6 +21,10 @@ from moe.sparse.layer import RouterOutput, SparseFeedForward
 
 _LOGGER = get_logger(__name__)
 _TOLERATED_FRACTION = 0.01
+_BY_TORCHAO = (
+    "FqnToConfig({'re:.*_proj': config}), inside TorchAoConfig for from_pretrained, or with filter_fn=None for "
+    "quantize_."
+)
 
 
 @dataclass(frozen=True)
@@ -107,20 +112,35 @@ def _is_edited(stack: Stack) -> bool:
 
 
 def warn_of_plain_experts(model: PreTrainedModel) -> None:
-    """Warns when a quantised model has stacked experts that its quantiser skipped.
+    """Warns of what a quantiser left as it was in a newly loaded model.
 
     Quantisers replace linear modules, but experts are stacked parameters: nearly all of a large
-    model.
+    model. Some replace modules of the class nn.Linear alone, of which there are none.
 
     Args:
-        model: A newly loaded model; unquantised models are ignored.
+        model: Unquantised models are ignored.
     """
-    if getattr(model, "hf_quantizer", None) is not None:
+    if getattr(model, "hf_quantizer", None) is None:
+        return
+    attention = next(module for module in model.modules() if isinstance(module, Attention))
+    if isinstance(attention.q_proj, Projection) and _is_plain(attention.q_proj.weight):
+        warn_of_no_quantization()
+    else:
         _warn_of_plain_experts(model)
 
 
+def warn_of_no_quantization() -> None:
+    """Warns that a quantiser changes nothing in any of our models."""
+    warnings.warn(
+        "Nothing was quantized: 100 % of the parameters are floats. This quantizer replaces modules of the class "
+        "nn.Linear alone, and projections here are of a subclass, experts stacked parameters. Quantize the experts "
+        f"with `stmoe quantize`, or all of the model with torchao: {_BY_TORCHAO}",
+        stacklevel=3,
+    )
+
+
 def warn_of_quantized_projections(model: PreTrainedModel, block: Block) -> None:
-    """Warns likewise in a forward, for models that were quantised by hand after they were loaded.
+    """Warns of plain experts in a forward, for models that were quantised by hand after loading.
 
     Args:
         model: Whose forward it is.
@@ -141,9 +161,8 @@ def _warn_of_plain_experts(model: PreTrainedModel) -> None:
             plain += sum(weight.numel() for weight in module.parameters() if _is_plain(weight))
     if plain:
         warnings.warn(
-            f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%}). "
-            "torchao reaches them by name, with the linear modules: FqnToConfig({'re:.*_proj': config}), inside "
-            "TorchAoConfig for from_pretrained, or with filter_fn=None for quantize_.",
+            f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%}). Use "
+            f"`stmoe quantize` before, or torchao, with the linear modules: {_BY_TORCHAO}",
             stacklevel=3,
         )
 

@@ -17,10 +17,12 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from moe.checks import check
 from moe.distributed.mesh import ExpertAxis
 from moe.distributed.sharding import local_shard
 from moe.errors import CheckpointError, ConfigError, MoEError
 from moe.files import refuse_links, register_folder_kind
+from moe.kernels.expert_weights import is_quantized
 from moe.kernels.quantized_weight import QuantizedWeight
 from moe.models.attention import Attention, Projection, RelativePositionBias, RMSNorm
 from moe.models.blocks import FeedForward, Stack
@@ -39,7 +41,7 @@ from moe.models.checkpoint_formats import (
     read_json_object,
 )
 from moe.models.configuration import STMoEConfig
-from moe.models.model_warnings import warn_of_plain_experts
+from moe.models.model_warnings import warn_of_no_quantization, warn_of_plain_experts
 from moe.models.quantized_checkpoint import QUANTIZED, stored_state
 from moe.models.transformers_private import PrivateModelHooks, load_generation_config
 from moe.models.weight_files import (
@@ -124,6 +126,19 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
 
     # False on a mesh whose ranks hold different experts; see shard_model.
     _can_compile_fullgraph = True
+
+    @property
+    def qconfig(self) -> None:
+        """None; torch.ao sets it before it replaces modules of the class nn.Linear by dynamic ones."""
+
+    @qconfig.setter
+    def qconfig(self, qconfig: object) -> None:
+        """Warns that torch.ao will replace nothing here."""
+        warn_of_no_quantization()
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        """Does nothing: torch.ao removes it at its end."""
 
     def argument_or_config(self, name: str, argument: bool | None) -> bool:
         """Returns an argument of `forward`, or when it is None the config's field of that name."""
@@ -244,7 +259,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
                             "generation_config", load_generation_config(source, download)
                         )
                     result = super().from_pretrained(source, *args, **kwargs)
-            except (MoEError, OSError, ImportError):
+            except (MoEError, OSError):
                 raise
             except Exception as error:
                 reason = " ".join(str(error).split())
@@ -254,8 +269,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         model = result[0] if isinstance(result, tuple) else result
         warn_of_plain_experts(model)
         refuse_not_finite(model, source)
-        if checkpoint_format is QUANTIZED:
-            _freeze_quantized_experts(model, source)
+        freeze_quantized_experts(model, source if checkpoint_format is QUANTIZED else None)
         align_weights(model)
         model.source_model = None if source is None else find_source_model(source)
         return result
@@ -411,6 +425,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
 
     def _card_text(self, card: Mapping[str, Any]) -> str:
         """Returns the model card from the given arguments and the facts of the model."""
+        check(isinstance(card, Mapping), "card", card, "a mapping of arguments of model_card")
         # A token uses K of the E experts of each layer.
         num_parameters = self.num_parameters()
         num_idle = 0
@@ -438,8 +453,13 @@ def refuse_not_finite(model: nn.Module, source: Any) -> None:
             check_finite(name, weight, source)
 
 
-def _freeze_quantized_experts(model: nn.Module, source: Any) -> None:
+def freeze_quantized_experts(model: nn.Module, source: Any) -> None:
     """Makes quantized weights constants again; transformers lets every float parameter train.
+
+    Args:
+        model: A newly loaded model.
+        source: Folder or hub name whose experts must all be QuantizedWeights; None for a model
+            that torchao may have quantized.
 
     Raises:
         CheckpointError: When one was not in the file.
@@ -448,9 +468,10 @@ def _freeze_quantized_experts(model: nn.Module, source: Any) -> None:
         if isinstance(module, Experts):
             for name in PROJECTIONS & module._parameters.keys():
                 weight = module.get_parameter(name)
-                if not isinstance(weight, QuantizedWeight):
+                if source is not None and not isinstance(weight, QuantizedWeight):
                     raise CheckpointError(f"{source} has no {module_name}.{name}_q. {COPY_AGAIN}")
-                weight.requires_grad_(False)
+                if is_quantized(weight):
+                    weight.requires_grad_(False)
 
 
 def align_weights(model: nn.Module) -> None:

@@ -62,11 +62,13 @@ class TextToTextPipeline(Pipeline):
 
     def preprocess(self, input_: Any, prefix: str | None = None, **_: Any) -> Any:
         """Returns the text with its prefix."""
-        if prefix is None:
-            config: Any = self.model.config
-            of_task = (getattr(config, "task_specific_params", None) or {}).get(self.task, {})
-            prefix = of_task.get("prefix") or getattr(config, "prefix", None) or ""
-        return prefix + input_ if isinstance(input_, str) else input_
+        if not isinstance(input_, str):
+            return input_
+        if prefix is not None:
+            return prefix + input_
+        config: Any = self.model.config
+        of_task = (getattr(config, "task_specific_params", None) or {}).get(self.task, {})
+        return (of_task.get("prefix") or getattr(config, "prefix", None) or "") + input_
 
     def forward(self, model_inputs: Any, **options: Any) -> Any:
         """Returns the result of one text."""
@@ -114,11 +116,12 @@ class TextToTextPipeline(Pipeline):
 
         for name in options.keys() - vars(GenerationConfig()).keys():
             raise ConfigError(f"{name} cannot be combined with {', '.join(others)}. Leave one out.")
+        model: Any = self.model
         tokenizer: Any = self.tokenizer
         source = iter(texts)
         while batch := list(islice(source, max_batch)):
             inputs = tokenizer(batch, return_tensors="pt", padding=True).to(self.device)
-            tokens = self.model.generate(
+            tokens = model.generate(
                 inputs["input_ids"], attention_mask=inputs["attention_mask"], **options
             )
             answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)

@@ -130,8 +130,8 @@ def _check_by_token(
 
 
 def _check_floating(name: str, value: Tensor) -> None:
-    if not value.is_floating_point():
+    if value.dtype not in _FLOATS:
         raise DataError(
-            f"{name} has dtype {value.dtype}; expected floating-point numbers. Give hidden states or embeddings, not "
-            "token ids, and convert whole numbers with .float()."
+            f"{name} has dtype {value.dtype}; expected floats of 16 bits or more. Give hidden states or embeddings, "
+            "not token ids, and convert whole numbers with .float()."
         )

@@ -11,7 +11,7 @@ from moe.checks import check
 from moe.distributed.collectives import copy_to_tp_region, reduce_from_tp_region
 from moe.distributed.mesh import ExpertAxis
 from moe.distributed.random_numbers import tp_random_numbers
-from moe.errors import ConfigError
+from moe.errors import ConfigError, DataError
 from moe.kernels.torch_private import is_exporting, is_in_functorch
 from moe.sparse.all_routers import build_router
 from moe.sparse.config import SparseConfig
@@ -133,6 +133,11 @@ class SparseFeedForward(nn.Module):
         """
         # Tokens of whole sequences, side by side in groups.
         check_inputs(x, token_mask, token_ids, word_embeddings, d_model=self.config.d_model)
+        gate = self.router._parameters.get("gate")
+        if gate is not None and gate.device != x.device and not gate.is_meta:
+            raise DataError(
+                f"x is on {x.device}, but the sparse layer on {gate.device}. Move one: layer.to(x.device)."
+            )
         batch, length, _ = x.shape
         sequences = sequences_per_group(batch, length, tokens_per_group(self.config))
         inputs = group_inputs(x, token_mask, token_ids, word_embeddings, sequences)

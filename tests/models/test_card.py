@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 import moe.models.card
 from moe import (
+    ConfigError,
     STMoEConfig,
     STMoEEncoderModel,
     STMoEForConditionalGeneration,
@@ -293,6 +294,9 @@ def test_a_card_that_was_written_stays_and_is_uploaded_where_there_is_none(
 def test_a_misspelt_entry_of_a_card_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(TypeError, match="licence"):
         tiny_model().save_pretrained(tmp_path / "a", card={"licence": "mit"})
+    for other in ("mit", ["mit"]):
+        with pytest.raises(ConfigError, match=r"card is .*expected a mapping"):
+            tiny_model().save_pretrained(tmp_path / "a", card=other)
     assert not list(tmp_path.iterdir())
     tiny_model().save_pretrained(tmp_path, card={"tags": "mine"})
     assert card_of(tmp_path).data.tags[-1] == "mine"

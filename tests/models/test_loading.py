@@ -15,6 +15,7 @@ from eval.answers.seq2seq import load_seq2seq
 from moe import (
     CheckpointError,
     DataError,
+    MoEError,
     STMoEConfig,
     STMoEEncoderModel,
     STMoEForConditionalGeneration,
@@ -129,6 +130,31 @@ def test_a_shard_that_is_a_pipe_or_outside_of_the_folder_is_refused(tmp_path):
         for load in LOADERS:
             with pytest.raises(CheckpointError, match=rf"{file} is not in .*model"):
                 load(folder)
+
+
+def change_json(file: Path, **fields) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.mark.parametrize("ids", [[[1]], {"a": 1}, "1", [1.5]])
+def test_token_ids_of_generation_that_are_none_are_refused(folder, ids):
+    change_json(folder / "generation_config.json", eos_token_id=ids)
+    for load in (STMoEForConditionalGeneration.from_pretrained, *LOADERS[4:]):
+        with pytest.raises(CheckpointError, match=r"eos_token_id is .*; expected an id, or a list"):
+            load(folder)
+
+
+def test_settings_of_a_quantizer_that_are_no_mapping_are_refused(folder):
+    change_json(folder / "config.json", quantization_config=[1])
+    for load in LOADERS:
+        with pytest.raises(MoEError, match=r"quantization_config is \[1\]; expected a mapping"):
+            load(folder)
+
+
+def test_a_quantizer_that_is_not_installed_is_named(folder):
+    change_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*pip install optimum"):
+        STMoEForConditionalGeneration.from_pretrained(folder)
 
 
 def test_missing_weights_are_refused_by_name_at_every_door(folder):

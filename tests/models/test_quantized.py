@@ -10,7 +10,7 @@ from torch import nn
 
 from moe import CheckpointError, STMoEForConditionalGeneration
 from moe.models.model_warnings import warn_of_plain_experts
-from moe.models.pretrained import refuse_not_finite
+from moe.models.pretrained import freeze_quantized_experts, refuse_not_finite
 from moe.sparse.experts import Experts
 from tests.models.int8 import Int8Weight, PackedInt8Weight
 from tests.models.tiny import tiny_batch, tiny_model
@@ -21,11 +21,41 @@ def test_experts_that_a_quantiser_left_are_counted(recwarn):
     warn_of_plain_experts(model)
     assert not recwarn
     model.hf_quantizer = SimpleNamespace()
+    quantize_by_hand(model, Int8Weight, {"weight"})
     experts = 2 * 7 * (62 * 29 + 29 * 31)
     total = model.num_parameters()
     message = f"{experts:,} of {total:,}.*parameters .{experts / total:.0%}"
     with pytest.warns(UserWarning, match=message):
         warn_of_plain_experts(model)
+
+
+def test_a_quantiser_that_changes_nothing_is_told_apart():
+    """bitsandbytes replaces modules of the class nn.Linear itself, and so does torch.ao."""
+    model = tiny_model()
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    model.hf_quantizer = SimpleNamespace()
+    message = "Nothing was quantized: 100 %.*`stmoe quantize`"
+    with pytest.warns(UserWarning, match=message):
+        warn_of_plain_experts(model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+def test_dynamic_quantization_of_torch_says_that_it_changes_nothing():
+    model = tiny_model()
+    with pytest.warns(UserWarning, match="Nothing was quantized: 100 %.*`stmoe quantize`"):
+        left = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    assert torch.equal(left(**tiny_batch()).logits, model(**tiny_batch()).logits)
+
+
+def test_quantised_experts_that_transformers_lets_train_are_constants_after_loading():
+    model = quantize_by_hand(tiny_model(), Int8Weight, {"gate_up_proj", "down_proj"})
+    weights = [layer.experts.down_proj for layer in model.sparse_layers()]
+    for weight in weights:
+        weight.requires_grad_(True)
+    freeze_quantized_experts(model, None)
+    model(**tiny_batch()).loss.backward()
+    assert not any(weight.requires_grad for weight in weights)
+    assert all(layer.router.gate.grad is not None for layer in model.sparse_layers())
 
 
 def quantize_by_hand(model, kind, names):

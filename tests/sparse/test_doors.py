@@ -130,6 +130,8 @@ FLOAT8 = torch.float8_e4m3fn
         ({"x": zeros(13, 7)}, r"x of shape \[13, 7\]; expected \[B, L, 7\]"),
         ({"x": None}, "x is None; expected a tensor"),
         ({"x": zeros(2, 3, 7).long()}, "x has dtype torch.int64"),
+        ({"x": zeros(2, 3, 7).to(FLOAT8)}, "x has dtype torch.float8_e4m3fn"),
+        ({"x": zeros(2, 3, 7).to("meta")}, "x is on meta, but the sparse layer on cpu"),
         ({"token_mask": torch.ones(2, 11)}, r"token_mask has shape \[2, 11\], but x has 2 seq"),
         ({"token_mask": [[1]]}, r"token_mask is \[\[1\]\]; expected a tensor"),
         ({"token_mask": torch.ones(2, 3).to(FLOAT8)}, "token_mask has dtype torch.float8_e4m3fn"),
