@@ -34,16 +34,8 @@ class LateGradients:
         self._is_used = False
 
     def use(self) -> None:
-        """Records that experts will leave gradients here.
-
-        Raises:
-            RuntimeError: At the second call: the gradients of one would replace those of the other.
-        """
-        if self._is_used:
-            raise RuntimeError(
-                "The weights of one pass_weights call were given to two calls of the experts, so the gradients of "
-                "one call would be lost. Call pass_weights once for each."
-            )
+        """Records that experts will leave gradients here, once."""
+        assert not self._is_used, "the gradients of one call would replace those of the other"
         self._is_used = True
 
     def leave(self, compute: ComputeGradients, weights: ExpertWeights) -> tuple[Tensor, Tensor]:

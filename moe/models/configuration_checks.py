@@ -52,8 +52,6 @@ CARRIED_KEYWORDS = (
 """Keywords that pipelines, tokenizers and quantizers read from a config, but no class declares."""
 
 _REMOVED_FIELDS = ("encoder_expert_maps", "decoder_expert_maps")
-_MAX_LABELS = 2**20
-_MAX_PARAMETERS = 10**14
 _MAX_WEIGHT = 1e30
 
 
@@ -145,9 +143,6 @@ def check_keywords(config: PreTrainedConfig, keywords: Mapping[str, Any]) -> Non
     is_record = quantization is None or isinstance(quantization, Mapping)
     is_record = is_record or hasattr(quantization, "to_dict")
     check(is_record, "quantization_config", quantization, "a mapping of a quantizer's settings")
-    check_integer(
-        "num_labels", keywords.get("num_labels"), least=1, most=_MAX_LABELS, optional="None for two"
-    )
 
 
 def check_settings(config: PreTrainedConfig, settings: Iterable[str]) -> None:
@@ -295,15 +290,8 @@ def check_sparse_layers(config: PreTrainedConfig) -> None:
 
     _check_layer_experts(config)
 
-    # Counting the parameters validates the settings of sparse layers. Sizes that are valid alone
-    # may be too large together.
-    num_parameters = config.num_parameters()
-    if num_parameters > _MAX_PARAMETERS:
-        raise ConfigError(
-            f"The model has {num_parameters:,} parameters; expected at most "
-            f"{_MAX_PARAMETERS:,} (400 TB in float32). Lower vocab_size, d_model, d_ff, "
-            "num_layers or num_experts."
-        )
+    # Counting the parameters validates the settings of sparse layers.
+    config.num_parameters()
 
 
 def _check_layer_experts(config: PreTrainedConfig) -> None:

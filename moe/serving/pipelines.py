@@ -51,13 +51,11 @@ class TextToTextPipeline(Pipeline):
         self, prefix: str | None = None, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         known = {"prefix", *_OF_BATCH_GENERATOR, *vars(GenerationConfig())}
-        for name in options:
-            if name not in known:
-                raise ConfigError(
-                    f"The pipeline has no option {name!r}; expected prefix, "
-                    f"{', '.join(_OF_BATCH_GENERATOR)}, or one of generate()."
-                    f"{did_you_mean(name, known)}"
-                )
+        for name in options.keys() - known:
+            raise ConfigError(
+                f"The pipeline has no option {name!r}; expected prefix, "
+                f"{', '.join(_OF_BATCH_GENERATOR)}, or one of generate().{did_you_mean(name, known)}"
+            )
         return {} if prefix is None else {"prefix": prefix}, options, {}
 
     def preprocess(self, input_: Any, prefix: str | None = None, **_: Any) -> Any:

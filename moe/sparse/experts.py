@@ -107,12 +107,12 @@ class Experts(nn.Module):
         # before the wait.
         remote_weights = None
         if in_flight.delays_weight_gradients:
-            remote_weights = pass_weights(self._fused_weights())
+            remote_weights = pass_weights(self.product_weights(fused=True))
         inputs = in_flight.wait()
 
         # One form of the products for each form of dispatch.
         if isinstance(inputs, UngatheredRows):
-            weights, late = remote_weights or (self._fused_weights(), None)
+            weights, late = remote_weights or (self.product_weights(fused=True), None)
             return self.run_fused(inputs, weights, late)
         if isinstance(inputs, SortedRows):
             x = inputs.x.to(self.product_dtype())
@@ -223,9 +223,6 @@ class Experts(nn.Module):
             down=_product_weight(local_shard(self.down_proj), dtype, fused),
             bias=bias,
         )
-
-    def _fused_weights(self) -> ExpertWeights:
-        return self.product_weights(fused=True)
 
 
 def _product_weight(weight: Tensor, dtype: torch.dtype, fused: bool) -> Tensor:
