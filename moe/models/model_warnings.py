@@ -21,10 +21,6 @@ from moe.sparse.layer import RouterOutput, SparseFeedForward
 
 _LOGGER = get_logger(__name__)
 _TOLERATED_FRACTION = 0.01
-_BY_TORCHAO = (
-    "FqnToConfig({'re:.*_proj': config}), inside TorchAoConfig for from_pretrained, or with filter_fn=None for "
-    "quantize_."
-)
 
 
 @dataclass(frozen=True)
@@ -112,35 +108,13 @@ def _is_edited(stack: Stack) -> bool:
 
 
 def warn_of_plain_experts(model: PreTrainedModel) -> None:
-    """Warns of what a quantiser left as it was in a newly loaded model.
-
-    Quantisers replace linear modules, but experts are stacked parameters: nearly all of a large
-    model. Some replace modules of the class nn.Linear alone, of which there are none.
-
-    Args:
-        model: Unquantised models are ignored.
-    """
-    if getattr(model, "hf_quantizer", None) is None:
-        return
-    attention = next(module for module in model.modules() if isinstance(module, Attention))
-    if isinstance(attention.q_proj, Projection) and _is_plain(attention.q_proj.weight):
-        warn_of_no_quantization()
-    else:
-        _warn_of_plain_experts(model)
-
-
-def warn_of_no_quantization() -> None:
-    """Warns that a quantiser changes nothing in any of our models."""
-    warnings.warn(
-        "Nothing was quantized: 100 % of the parameters are floats. This quantizer replaces modules of the class "
-        "nn.Linear alone, and projections here are of a subclass, experts stacked parameters. Quantize the experts "
-        f"with `stmoe quantize`, or all of the model with torchao: {_BY_TORCHAO}",
-        stacklevel=3,
-    )
+    """Warns when a quantiser of transformers skipped weights of a newly loaded model."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        warn_of_plain_weights(model)
 
 
 def warn_of_quantized_projections(model: PreTrainedModel, block: Block) -> None:
-    """Warns of plain experts in a forward, for models that were quantised by hand after loading.
+    """Warns likewise in a forward, for models that were quantised by hand after they were loaded.
 
     Args:
         model: Whose forward it is.
@@ -149,22 +123,36 @@ def warn_of_quantized_projections(model: PreTrainedModel, block: Block) -> None:
     if torch.compiler.is_compiling() or _is_plain(block.self_attention.q_proj.weight):
         return
     if getattr(model, "hf_quantizer", None) is None:
-        _warn_of_plain_experts(model)
+        warn_of_plain_weights(model)
 
 
-def _warn_of_plain_experts(model: PreTrainedModel) -> None:
-    """Warns with the number of parameters of plain experts, if there are any."""
+def warn_of_plain_weights(model: PreTrainedModel) -> None:
+    """Warns of the weights that a quantiser skipped, if any.
+
+    Quantisers replace linear modules, but experts are stacked parameters: nearly all of a large
+    model. Some replace modules of the class nn.Linear alone, of which there are none.
+    """
+    attention = next(module for module in model.modules() if isinstance(module, Attention))
     total = sum(parameter.numel() for parameter in model.parameters())
     plain = 0
     for module in model.modules():
         if isinstance(module, Experts):
             plain += sum(weight.numel() for weight in module.parameters() if _is_plain(weight))
-    if plain:
-        warnings.warn(
-            f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%}). Use "
-            f"`stmoe quantize` before, or torchao, with the linear modules: {_BY_TORCHAO}",
-            stacklevel=3,
+
+    skipped = f"The stacked experts were not quantized: {plain:,} of {total:,} parameters ({plain / total:.0%})."
+    if isinstance(attention.q_proj, Projection) and _is_plain(attention.q_proj.weight):
+        skipped = (
+            "Nothing was quantized: 100 % of the parameters are floats. This quantizer replaces modules of the "
+            "class nn.Linear alone; projections here are of a subclass, and experts are stacked parameters."
         )
+    elif not plain:
+        return
+    warnings.warn(
+        f"{skipped} `stmoe quantize` quantizes the experts. torchao reaches them by name, with the linear modules: "
+        "FqnToConfig({'re:.*_proj': config}), inside TorchAoConfig for from_pretrained, or with filter_fn=None for "
+        "quantize_.",
+        stacklevel=3,
+    )
 
 
 def _is_plain(weight: Tensor) -> bool:

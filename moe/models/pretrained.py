@@ -3,7 +3,7 @@
 import copy
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from moe.models.checkpoint_formats import (
     read_json_object,
 )
 from moe.models.configuration import STMoEConfig
-from moe.models.model_warnings import warn_of_no_quantization, warn_of_plain_experts
+from moe.models.model_warnings import warn_of_plain_experts, warn_of_plain_weights
 from moe.models.quantized_checkpoint import QUANTIZED, stored_state
 from moe.models.transformers_private import PrivateModelHooks, load_generation_config
 from moe.models.weight_files import (
@@ -134,7 +134,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     @qconfig.setter
     def qconfig(self, qconfig: object) -> None:
         """Warns that torch.ao will replace nothing here."""
-        warn_of_no_quantization()
+        warn_of_plain_weights(self)
 
     @qconfig.deleter
     def qconfig(self) -> None:
@@ -187,34 +187,38 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
             elif isinstance(module, Attention | FeedForward | Stack):
                 module.tp = tp
 
-    def check_stored(
-        self, source: Any, weights: Any, files: Sequence[str] | None, *, quantized: bool
-    ) -> None:
-        """Raises for weights that transformers would read as something else, or wait for.
-
-        Args:
-            source: The folder or hub name.
-            weights: Tensors <any>[...] by name; None for those of the files.
-            files: Files with weights.
-            quantized: Whether a quantizer of transformers reads them.
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any,
+        state_dict: Any,
+        checkpoint_files: Any,
+        load_config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Loads weights by name, or from files; every loading of transformers comes through here.
 
         Raises:
-            CheckpointError: When a file is missing or outside of the folder, or a weight is stored
-                as integers.
+            CheckpointError: When a file is missing or outside of the folder, or a weight that no
+                quantizer reads is stored as integers.
         """
-        if weights is None:
-            paths = [Path(file) for file in files or ()]
+        source = load_config.pretrained_model_name_or_path
+        stored = state_dict
+        if stored is None:
+            paths = [Path(file) for file in checkpoint_files or ()]
             check_files(source, paths)
-            weights = open_weights(paths)
+            stored = open_weights(paths)
 
         # A file may hold a larger or smaller part of the model than this class.
-        prefix = f"{self.base_model_prefix}."
+        prefix = f"{model.base_model_prefix}."
         expected: dict[str, Tensor] = {}
-        for name, weight in self.state_dict().items():
+        for name, weight in model.state_dict().items():
             for alias in (name, prefix + name, name.removeprefix(prefix)):
                 expected[alias] = weight
-        if not quantized:
-            refuse_integers(source, expected, weights)
+        if not load_config.is_quantized:
+            refuse_integers(source, expected, stored)
+        load = PreTrainedModel._load_pretrained_model
+        return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils.hub import cached_file
 
@@ -119,21 +119,6 @@ class PrivateConfigHooks:
 
 class PrivateModelHooks:
     """The private methods of transformers' models that ours override."""
-
-    @staticmethod
-    def _load_pretrained_model(
-        model: Any,
-        state_dict: Any,
-        checkpoint_files: Any,
-        load_config: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Loads weights by name, or from files; every loading of transformers comes through here."""
-        source = load_config.pretrained_model_name_or_path
-        model.check_stored(source, state_dict, checkpoint_files, quantized=load_config.is_quantized)
-        private: Any = PreTrainedModel._load_pretrained_model
-        return private(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *args: Any, **kwargs: Any

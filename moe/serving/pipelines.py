@@ -99,12 +99,10 @@ class TextToTextPipeline(Pipeline):
         """Yields the result of each text: one dict, or a list of several.
 
         Raises:
-            ConfigError: When options of both ways to generate are given.
             DataError: When a text was refused.
         """
         key = TEXT_KEYS[self.task]
-        others = sorted(options.keys() - set(_OF_BATCH_GENERATOR))
-        if not others:
+        if options.keys() <= set(_OF_BATCH_GENERATOR):
             generator = BatchGenerator(self.model, self.tokenizer, max_batch=max_batch, **options)
             for answer in generator.map(texts):
                 if answer.error is not None:
@@ -112,8 +110,6 @@ class TextToTextPipeline(Pipeline):
                 yield {key: answer.text}
             return
 
-        for name in options.keys() - vars(GenerationConfig()).keys():
-            raise ConfigError(f"{name} cannot be combined with {', '.join(others)}. Leave one out.")
         model: Any = self.model
         tokenizer: Any = self.tokenizer
         source = iter(texts)
