@@ -8,7 +8,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from eval.reports.run_folder import REPORT
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
@@ -65,7 +67,7 @@ class RunOutcome(NamedTuple):
     initial: float | None
     has_diverged: bool
     curve: list[Point]
-    steps: int
+    steps: Annotated[int, Field(ge=1)]
     tokens: int | None
     seconds: float
     cpu_seconds: float

@@ -40,6 +40,7 @@ STYLE: dict[Any, Any] = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "legend.frameon": False,
+    "text.parse_math": False,  # names and units are no formulas
     "svg.fonttype": "none",
     "svg.hashsalt": "moe",
     "font.family": "sans-serif",
@@ -403,7 +404,6 @@ def draw_curves(
     x_label: str,
     y_label: str,
     y_limits: tuple[float, float | None] | None = None,
-    log_x: bool = False,
 ) -> Drawing:
     """Returns curves.
 
@@ -412,7 +412,6 @@ def draw_curves(
         x_label: Label of the horizontal axis, with its unit.
         y_label: Label of the vertical axis, with its unit.
         y_limits: Ends of the vertical axis; None to fit either or both.
-        log_x: Whether the horizontal axis is logarithmic.
 
     Raises:
         ConfigError: When there is no panel.
@@ -429,8 +428,6 @@ def draw_curves(
         # All panels have the same axes.
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
-        if log_x:
-            axes.set_xscale("log")
         if y_limits is not None:
             axes.set_ylim(*y_limits)
 
@@ -483,7 +480,6 @@ def _draw_panels(
             handles, labels = axes.get_legend_handles_labels()
             names |= dict(zip(labels, handles, strict=True))
         if names:
-            labels = [name.replace("$", r"\$") for name in names]  # no formula
             place = "outside lower center"
-            figure.legend(list(names.values()), labels, loc=place, ncols=4, fontsize=8)
+            figure.legend(list(names.values()), list(names), loc=place, ncols=4, fontsize=8)
     return figure

@@ -20,6 +20,7 @@ from eval.studies.report import (
 )
 from eval.studies.results_page import measured_page
 from eval.studies.study import Contrast, Measure, Study, Sweep
+from moe.errors import DataError
 from tests.eval.studies.results import TOKENS_PER_STEP, build, result_of, run, runs_of
 
 
@@ -195,6 +196,9 @@ def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     text = (tmp_path / "study.md").read_text()
 
     assert read_result(tmp_path / "study.json") == result
+    with pytest.raises(DataError, match=r"outcomes\.0\.steps is 0"):
+        write_report(result._replace(outcomes=[run("a", 0, 1.0, steps=0)]), tmp_path)
+        read_result(tmp_path / "study.json")
     for part in ("Diverged: b, seed 0", "Missing runs (1): c, seed 0", "training.steps = 7"):
         assert part in text
 
@@ -219,6 +223,8 @@ def test_axes_of_a_study_have_units() -> None:
         "first arm better by (nats), with 95 % interval",
     ):
         assert f">{label}<" in page
+    formula = result_of(build(measure=Measure("eval/$x", unit=r"$\nope$")), outcomes)
+    assert r">eval/$x ($\nope$)<" in study_html(formula)
     for header in ("better by (nats)", "margin (nats)", "95 % interval (nats)"):
         assert re.search(rf"<th[^>]*>{re.escape(header)}</th>", page)
 
