@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import pyarrow
 import pyarrow.parquet
 from huggingface_hub.errors import HfHubHTTPError
 
@@ -24,7 +23,7 @@ from eval.row_schema import (
 from eval.task import SPLITS, Row
 from moe.data.rows import read_parquet
 from moe.errors import DataError
-from moe.parsing import read_json_lines
+from moe.parsing import read_json_lines, reading
 
 if TYPE_CHECKING:
     import datasets
@@ -465,10 +464,8 @@ def _read_parquet(
         columns: Columns that are read, where they are there.
     """
     advice = "Write or download it again."
-    try:
+    with reading(path, advice=advice, kind=" as Parquet"):
         names = pyarrow.parquet.read_schema(path).names
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}. {advice}") from error
     require_columns(names, required, str(path))
     for where, row in read_parquet(path, advice=advice, columns=columns):
         yield _FileRow(dict(row), where)

@@ -7,7 +7,6 @@ error of this library.
 import gzip
 import math
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -23,7 +22,7 @@ from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
 from moe.checks import shown
-from moe.errors import ConfigError, DataError, MoEError
+from moe.errors import ConfigError, DataError, MoEError, is_panic
 from moe.opening import open_to_read
 
 T = TypeVar("T")
@@ -35,6 +34,34 @@ _FORMATS = {
     rb"\xff\xfe|\xfe\xff|.?\0": "UTF-16. Convert it, e.g. `iconv -f utf-16 -t utf-8`",
 }
 """Formats by patterns of the first bytes of a file, and what to do about a file that is not UTF-8 text."""
+
+
+@contextmanager
+def reading(
+    path: object, *, advice: str, kind: str = "", error: type[MoEError] = DataError
+) -> Iterator[None]:
+    """Turns whatever a library raises while it reads a file into one error that names the file.
+
+    Errors of this library pass unchanged.
+
+    Args:
+        path: The file or folder.
+        advice: Advice for the user.
+        kind: What the file is read as, e.g. ` as Parquet`.
+        error: Class of the error.
+    """
+    try:
+        yield
+    except BaseException as failure:
+        if isinstance(failure, MoEError) or not (
+            isinstance(failure, Exception) or is_panic(failure)
+        ):
+            raise
+        reason = getattr(failure, "strerror", None) or failure
+        if isinstance(failure, KeyError):
+            reason = f"it has no {failure}"
+        text = " ".join(str(reason).split())[:300].rstrip(".") or type(failure).__name__
+        raise error(f"{path} cannot be read{kind}: {text}. {advice}") from failure
 
 
 @contextmanager
@@ -56,21 +83,18 @@ def open_data(
     Raises:
         MoEError: When the file is missing, a device, damaged, or of a format that is not UTF-8 text.
     """
-    try:
-        with open(path, "rb", opener=None if pipe and path.is_fifo() else open_to_read) as file:
-            data = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
-            head = data.peek(4)
-            for pattern, kind in _FORMATS.items():
-                if re.match(pattern, head, re.DOTALL):
-                    raise error(f"{path} is {kind}.")
-            if head.startswith(b"\xef\xbb\xbf"):
-                data.read(3)
-            yield data
-    except MoEError:
-        raise
-    except (OSError, EOFError, zlib.error, ValueError) as failure:  # ValueError: NUL in the path
-        reason = getattr(failure, "strerror", None) or failure
-        raise error(f"{path} cannot be read: {reason}. {advice}") from failure
+    with (
+        reading(path, advice=advice, error=error),
+        open(path, "rb", opener=None if pipe and path.is_fifo() else open_to_read) as file,
+    ):
+        data = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
+        head = data.peek(4)
+        for pattern, kind in _FORMATS.items():
+            if re.match(pattern, head, re.DOTALL):
+                raise error(f"{path} is {kind}.")
+        if head.startswith(b"\xef\xbb\xbf"):
+            data.read(3)
+        yield data
 
 
 def suffix_of(path: Path) -> str:
@@ -336,6 +360,12 @@ class PlainLoader(yaml.SafeLoader):
 
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: Any) -> int:
+        """Returns an integer; Python raises if it has too many digits to be printed."""
+        number = super().construct_yaml_int(node)
+        str(number)
+        return number
+
 
 def _plain_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     """Returns the patterns of numbers, booleans and null by first character.
@@ -350,6 +380,7 @@ def _plain_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 
 PlainLoader.yaml_implicit_resolvers = _plain_resolvers()
+PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_yaml_int)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import zipfile
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -13,7 +14,15 @@ from pydantic import Field
 from moe import CheckpointError, ConfigError, DataError
 from moe.checksums import SUMS_FILE, find_damage, sha256_of
 from moe.data.pair_files import read_pairs
-from moe.parsing import parse_json, read_json, read_json_lines, read_text, read_yaml, to_record
+from moe.parsing import (
+    parse_json,
+    read_json,
+    read_json_lines,
+    read_text,
+    read_yaml,
+    reading,
+    to_record,
+)
 from moe.training.recipe_files import read_recipe_files
 
 
@@ -55,6 +64,22 @@ def test_a_missing_file_says_what_to_do(tmp_path):
         read_json(tmp_path / "none.json", advice="Copy it again.", error=CheckpointError)
     with pytest.raises(DataError, match="Is a directory"):
         read_text(tmp_path)
+
+
+def test_whatever_a_library_raises_names_the_file():
+    panic = type("PanicException", (BaseException,), {})
+    failures = (zipfile.BadZipFile("no\nzip"), KeyError("x"), RecursionError(), panic("no regex"))
+    for failure in failures:
+        with (
+            pytest.raises(
+                CheckpointError, match=r"^a\.npz cannot be read as routes: .+ Restore it\.$"
+            ),
+            reading("a.npz", kind=" as routes", advice="Restore it.", error=CheckpointError),
+        ):
+            raise failure
+    for failure in (KeyboardInterrupt(), ConfigError("x is 1.")):
+        with pytest.raises(type(failure)), reading("a.npz", advice="Restore it."):
+            raise failure
 
 
 def test_json_lines_lose_only_a_torn_end_and_only_where_that_may_be(tmp_path):
@@ -105,6 +130,7 @@ def test_a_record_is_typed():
         ("1: 2", "is not a text"),
         ("[" * 20_000, "recursion depth"),
         ("a: " + "1" * 5_000, "is not YAML of plain values"),
+        ("a: 0x" + "f" * 5_000, "is not YAML of plain values"),
         ("- a", "holds a list"),
         ("", "holds nothing"),
         ("a: !!python/object/apply:os.getcwd []", "tag '.*os.getcwd' is not supported"),

@@ -11,7 +11,6 @@ Source:
 
 import gzip
 import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from moe.data.documents import OWN_LICENCE, Document
 from moe.data.folders import printable
 from moe.data.prose import is_prose
 from moe.errors import DataError
-from moe.parsing import read_text
+from moe.parsing import read_text, reading
 
 SYSTEM_DICTIONARY = Path("/usr/share/dictd/gcide.index")
 _TEXT_SUFFIXES = (".dict", ".dict.dz")
@@ -160,10 +159,8 @@ def _read_definitions(index: Path) -> bytes:
         path = index.with_name(name)
         if not path.is_file():
             continue
-        try:
+        with reading(path, advice="Install it again."):
             return gzip.open(path).read() if path.suffix == ".dz" else path.read_bytes()
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} cannot be read: {error}. Install it again.") from error
     raise DataError(f"Beside {index} lies neither {' nor '.join(names)}. Put it there.")
 
 

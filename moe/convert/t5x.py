@@ -21,6 +21,7 @@ from moe.convert.weight_map import (
 from moe.errors import CheckpointError, ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.models.weight_files import LazyTensor
+from moe.parsing import reading
 from moe.sparse.router_options import ROUTER_REQUIREMENTS
 
 _FILE = "checkpoint"
@@ -28,17 +29,7 @@ _FILE = "checkpoint"
 # Kinds of msgpack extension that flax writes for arrays.
 _NDARRAY = 1
 _SCALAR = 3
-
-_DAMAGE = (
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    OverflowError,
-    MemoryError,
-)
-"""Exceptions of msgpack, tensorstore and torch for files that are torn or hold something else."""
+_ADVICE = "Copy the checkpoint again."
 
 _SCANNED = r"subblock_|^(en|de)coder/((en|de)coder|layers)/"
 
@@ -98,14 +89,10 @@ def _read_tree(path: Path) -> object:
     """
     msgpack: Any = _import_optional("msgpack")
     read_array = partial(_read_array, msgpack)
-    try:
+    with reading(path, kind=" as msgpack", advice=_ADVICE, error=CheckpointError):
         return msgpack.unpackb(
             path.read_bytes(), ext_hook=read_array, raw=False, strict_map_key=False
         )
-    except (*_DAMAGE, msgpack.exceptions.UnpackException) as error:
-        raise CheckpointError(
-            f"{path} is not a complete msgpack file: {error}. Copy the checkpoint again."
-        ) from error
 
 
 def _import_optional(name: str) -> Any:
@@ -188,14 +175,11 @@ def _lazy_tensor(folder: Path, name: str, leaf: Any) -> LazyTensor:
 
 def _join_chunks(folder: Path, name: str, leaf: Mapping[str, Any]) -> Tensor:
     """Returns an array <any>[...] larger than 2 GB, which flax writes in chunks."""
-    try:
+    where = f"target/{name} in {folder / _FILE}"
+    with reading(where, kind=" as chunks of an array", advice=_ADVICE, error=CheckpointError):
         shape = _list_of(leaf["shape"])
         chunks = map(torch.flatten, _list_of(leaf["chunks"]))
         return torch.cat(list(chunks)).reshape(shape)
-    except _DAMAGE as error:
-        raise CheckpointError(
-            f"target/{name} in {folder / _FILE} is not a complete chunked array: {error}"
-        ) from error
 
 
 def _list_of(tree: Mapping[str, Any]) -> list[Any]:
@@ -214,11 +198,10 @@ def _open_zarr(folder: Path, name: str, spec: Mapping[str, Any]) -> LazyTensor:
         "driver": spec.get("driver", "zarr"),
         "kvstore": {"driver": "file", "path": f"{path}/"},
     }
-    try:
+    where = f"target/{name} in {path}"
+    with reading(where, advice=_ADVICE, error=CheckpointError):
         store = tensorstore.open(local_spec, open=True, read=True).result()
         dtype = _find_dtype(store.dtype.name)
-    except _DAMAGE as error:
-        raise CheckpointError(f"target/{name} cannot be read from {path}: {error}") from error
 
     def read() -> Tensor:
         array = store.read().result()

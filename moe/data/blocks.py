@@ -25,8 +25,8 @@ from moe.data.rows import (
     text_of,
 )
 from moe.errors import DataError
-from moe.opening import open_to_read
-from moe.parsing import open_data, parse_json_object, suffix_of
+from moe.opening import check_regular
+from moe.parsing import open_data, parse_json_object, reading, suffix_of
 
 if TYPE_CHECKING:
     import datasets
@@ -173,24 +173,20 @@ class ParquetBlocks:
 
     def read(self, block: int) -> Iterator[BlockRow]:
         """Yields the rows of a block."""
-        import pyarrow
-
         shard = bisect_right(self._starts, block) - 1
         file, group, first_row = self._groups[shard]
         offset = block - self._starts[shard]
-        try:
+        with reading(file, advice="Restore it.", kind=" as Parquet"):
             # A file that this process has open is read on; it must not share the file of another.
             if self._position != (os.getpid(), block):
                 batches = _read_group(file, group, self._columns, self._block_rows)
                 self._batches = islice(batches, offset, None)
-            batch = next(self._batches)
-        except (OSError, ValueError, StopIteration, pyarrow.ArrowException) as error:
-            raise DataError(f"{file} cannot be read as Parquet: {error}. Restore it.") from error
+            rows = next(self._batches).to_pylist()
 
         is_last = block + 1 == self.shards[shard].stop
         self._position = (-1, -1) if is_last else (os.getpid(), block + 1)
         first_row += offset * self._block_rows + 1
-        for number, row in enumerate(batch.to_pylist(), start=first_row):
+        for number, row in enumerate(rows, start=first_row):
             yield BlockRow(f"{file}, row {number}", row)
 
 
@@ -251,8 +247,10 @@ class DatasetBlocks:
     def read(self, block: int) -> Iterator[BlockRow]:
         """Yields the rows of a block."""
         start = block * self._block_rows
-        batch: Any = self._dataset[start : start + self._block_rows]
-        for number, row in enumerate(batch.to_pylist(), start=start + 1):
+        with reading(self._name, advice="Restore it."):
+            batch: Any = self._dataset[start : start + self._block_rows]
+            rows = batch.to_pylist()
+        for number, row in enumerate(rows, start=start + 1):
             yield BlockRow(f"{self._name}, row {number}", row)
 
 
@@ -373,11 +371,9 @@ def _rows_of_groups(file: Path, columns: Sequence[str]) -> list[int]:
     """Returns the rows of each row group of a Parquet file."""
     import pyarrow.parquet
 
-    try:
-        with open(file, "rb", opener=open_to_read):
-            metadata = pyarrow.parquet.read_metadata(file)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file} cannot be read as Parquet: {error}. Restore it.") from error
+    with reading(file, advice="Restore it.", kind=" as Parquet"):
+        check_regular(file)
+        metadata = pyarrow.parquet.read_metadata(file)
     names = metadata.schema.to_arrow_schema().names
     _require_columns(str(file), columns, names)
     return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]

@@ -15,7 +15,7 @@ from moe.checks import shown
 from moe.data.folders import PARQUET, SEPARATORS, TABLE_SUFFIXES, files_of, parse_folder
 from moe.errors import ConfigError, DataError, did_you_mean
 from moe.opening import open_to_read
-from moe.parsing import not_utf8, open_data, read_json_lines, refuse, suffix_of
+from moe.parsing import not_utf8, open_data, read_json_lines, reading, refuse, suffix_of
 
 if TYPE_CHECKING:
     import datasets
@@ -190,19 +190,17 @@ def read_parquet(
     """
     import pyarrow.parquet  # takes 0.2 s
 
-    try:
-        with open(path, "rb", opener=open_to_read) as file:
-            table = pyarrow.parquet.ParquetFile(file)
-            names = table.schema_arrow.names
-            chosen = check_columns(str(path), names, columns, advice)
-            batches = table.iter_batches(columns=chosen)
-            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, row in enumerate(rows, start=1):
-                yield f"{path}, row {number}", row
-    except DataError:
-        raise
-    except (OSError, ValueError, pyarrow.ArrowException) as error:  # not UTF-8 is a ValueError
-        raise DataError(f"{path} cannot be read as Parquet: {error}. {advice}") from error
+    with (
+        reading(path, advice=advice, kind=" as Parquet"),
+        open(path, "rb", opener=open_to_read) as file,
+    ):
+        table = pyarrow.parquet.ParquetFile(file)
+        names = table.schema_arrow.names
+        chosen = check_columns(str(path), names, columns, advice)
+        batches = table.iter_batches(columns=chosen)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows, start=1):
+            yield f"{path}, row {number}", row
 
 
 def load_saved_dataset(source: Path, *, advice: str) -> "datasets.Dataset":
@@ -212,15 +210,11 @@ def load_saved_dataset(source: Path, *, advice: str) -> "datasets.Dataset":
         DataError: When the dataset or the split does not exist.
     """
     import datasets
-    import pyarrow
 
     folder, _, split = parse_folder(source) or (source, None, None)
-    try:
+    kind = " as tables or a dataset saved by `datasets`"
+    with reading(folder, advice=advice, kind=kind):
         saved = datasets.load_from_disk(str(folder))
-    except (FileNotFoundError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(
-            f"{folder} holds no tables and no dataset saved by `datasets`. {advice}"
-        ) from error
     if isinstance(saved, datasets.DatasetDict):
         names = list(map(str, saved))
         if split not in names:
@@ -250,17 +244,12 @@ def open_hub_stream(name: str) -> "datasets.IterableDataset":
 
 def _load_from_hub(name: str, *, streaming: bool) -> Any:
     import datasets
-    from datasets.exceptions import DatasetsError
 
     repository, *config, split = name.split(":")
     load: Any = datasets.load_dataset  # whose overloads want a literal
-    try:
+    advice = "Check NAME:CONFIG:SPLIT and the connection, or give a file."
+    with reading(f"The dataset {name} of the hub", advice=advice):
         return load(repository, *config, split=split, streaming=streaming)
-    except (DatasetsError, OSError, RuntimeError, ValueError) as error:
-        raise DataError(
-            f"The dataset {name} of the hub cannot be read: {error}. Check NAME:CONFIG:SPLIT and the connection, or "
-            "give a file."
-        ) from error
 
 
 def _rows_of(
@@ -273,5 +262,6 @@ def _rows_of(
     chosen = check_columns(name, dataset.column_names, columns, advice)
     batches: Any = dataset.select_columns(chosen).with_format("arrow").iter(_BATCH_ROWS)
     rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-    for number, row in enumerate(rows, start=1):
-        yield f"{name}, row {number}", row
+    with reading(name, advice=advice):
+        for number, row in enumerate(rows, start=1):
+            yield f"{name}, row {number}", row

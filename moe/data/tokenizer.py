@@ -9,7 +9,6 @@ import io
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +20,9 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_integer, shown
 from moe.checksums import read_sums, refuse_damage, write_sums
-from moe.errors import DataError, MoEError, is_panic
+from moe.errors import DataError
 from moe.files import check_replaceable, kind_of, register_folder_kind, whole_folder
-from moe.parsing import read_json
+from moe.parsing import read_json, reading
 
 PAD = "<pad>"
 EOS = "</s>"
@@ -174,8 +173,16 @@ def train_tokenizer(
     tokenizer = to_transformers(model)
 
     with whole_folder(Path(out_dir), kind=TOKENIZER) as partial:
-        with _failures_of_tokenizers(partial / TOKENIZER_FILE, advice="Try another --out."):
+        try:
             tokenizer.save_pretrained(str(partial))
+        except (
+            Exception
+        ) as error:  # plain, with the number of the system's error, e.g. of a full disk
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise
+            name = str(partial / TOKENIZER_FILE)
+            raise OSError(int(number[1]), os.strerror(int(number[1])), name) from error
         (partial / SENTENCEPIECE_FILE).write_bytes(model.SerializeToString(deterministic=True))
         write_sums(partial)
     return load_tokenizer(out_dir)
@@ -206,7 +213,7 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
 
     # Files that do not fit together, e.g. a missing unknown token, show when the tokenizer is used.
     read_last = settings_files[0] if settings_files else TOKENIZER_FILE
-    with _failures_of_tokenizers(folder / read_last, advice):
+    with reading(folder / read_last, advice=advice):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
         tokenizer("a \U0010fffe")
     return tokenizer
@@ -225,7 +232,7 @@ def check_tokenizer_files(folder: Path, *, advice: str) -> None:
     path = folder / TOKENIZER_FILE
     if path.is_file():
         read_json(path, advice=advice, nan=True)
-        with _failures_of_tokenizers(path, advice):
+        with reading(path, advice=advice):
             tokenizers.Tokenizer.from_file(str(path))
 
     # The settings next to it are objects.
@@ -237,34 +244,6 @@ def check_tokenizer_files(folder: Path, *, advice: str) -> None:
             raise DataError(
                 f"{folder / name}: its content is {shown(content)}; expected an object. {advice}"
             )
-
-
-@contextmanager
-def _failures_of_tokenizers(path: Path, advice: str) -> Iterator[None]:
-    """Turns errors of the tokenizers library into an OSError or a DataError that names the file.
-
-    It raises plain `Exception`, and panics where its Rust code gives up.
-    """
-    try:
-        yield
-    except BaseException as error:
-        is_of_tokenizers = type(error) is Exception or is_panic(error)
-        is_expected = is_of_tokenizers or isinstance(error, _READING_ERRORS)
-        if isinstance(error, MoEError) or not is_expected:
-            raise
-
-        # Its text contains the errors of the operating system.
-        refused_by_system = re.search(r"\(os error (\d+)\)", str(error))
-        if refused_by_system:
-            number = int(refused_by_system[1])
-            raise OSError(number, os.strerror(number), str(path)) from error
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(f"{path} cannot be used: {reason}. {advice}") from error
-
-
-_READING_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError)
 
 
 def end_with_sentinel(

@@ -28,7 +28,7 @@ from moe.files import whole_file, write_text
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.opening import check_regular
-from moe.parsing import read_record, to_json
+from moe.parsing import read_record, reading, to_json
 from moe.sparse.editing import LayerKey, Stack
 from moe.tracing.recorder import layer_facts, stack_inputs, unpacked
 from moe.tracing.trace import STACKS, LayerFacts, StackTrace, expert_dtype
@@ -347,14 +347,12 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         DataError: When it is missing or damaged.
     """
     tensors = {}
-    try:
+    with reading(path, advice=_ADVICE):
         check_regular(path)
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             for name in file.keys():  # noqa: SIM118  a file has no iterator
                 tensors[name] = file.get_tensor(name)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise DataError(f"{path} cannot be read: {error}. {_ADVICE}") from error
     return tensors, metadata
 
 

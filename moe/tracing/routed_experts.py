@@ -7,7 +7,6 @@ Source:
     vLLM's `CompletionOutput.routed_experts`. Differs: -1 is a choice that was not requested, as a second expert may be.
 """
 
-import zipfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 from moe.errors import DataError
 from moe.files import whole_file
 from moe.opening import open_to_read
+from moe.parsing import reading
 from moe.sparse.editing import Stack
 from moe.tracing.trace import ACCEPTED, NOT_REQUESTED, STACKS, LayerTrace, StackTrace, Trace
 
@@ -77,7 +77,9 @@ def with_routed_experts(trace: Trace, stack: Stack, experts: list[NDArray[np.int
                 f"expected integers {list(shape)}."
             )
 
-    chosen = torch.from_numpy(np.concatenate(experts))  # [N, layers, K]
+    # Other engines write unsigned integers, with which torch does not compute.
+    signed = [array.astype(np.int64) for array in experts]
+    chosen = torch.from_numpy(np.concatenate(signed))  # [N, layers, K]
     layers = tuple(
         _with_choices(layer, chosen[:, number]) for number, layer in enumerate(part.layers)
     )
@@ -97,6 +99,12 @@ def _with_choices(layer: LayerTrace, chosen: Tensor) -> LayerTrace:
     if smallest < NO_EXPERT or largest >= num_experts:
         raise DataError(
             f"The routed experts of {layer.key} are from {smallest} to {largest}; expected 0 to {num_experts - 1}, or "
+            "-1 for none."
+        )
+    in_order = chosen.sort(dim=1).values
+    if ((in_order.diff(dim=1) == 0) & (in_order[:, 1:] != NO_EXPERT)).any():
+        raise DataError(
+            f"The routed experts of {layer.key} name the same expert twice for a token; expected different experts, or "
             "-1 for none."
         )
     is_chosen = chosen != NO_EXPERT
@@ -126,17 +134,15 @@ def read_routed_experts(path: Path, trace: Trace) -> Trace:
     Raises:
         DataError: When the file is missing or damaged, or belongs to other examples.
     """
-    try:
-        with open(path, "rb", opener=open_to_read) as file:
-            archive = np.load(file, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("it holds a single array")
-            arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise DataError(
-            f"{path} cannot be read as routed experts: {error}. Give a file that `stmoe inspect record "
-            "--routed-experts` wrote."
-        ) from error
+    advice = "Give a file that `stmoe inspect record --routed-experts` wrote."
+    with (
+        reading(path, advice=advice, kind=" as routed experts"),
+        open(path, "rb", opener=open_to_read) as file,
+    ):
+        archive = np.load(file, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError("it holds a single array")
+        arrays = {name: archive[name] for name in archive.files}
 
     for stack in STACKS:
         if trace.stack(stack).layers:

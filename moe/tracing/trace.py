@@ -217,6 +217,7 @@ def trace_from(facts: TraceFacts, tensors: Mapping[str, Tensor]) -> Trace:
 
     Raises:
         KeyError: When one is missing.
+        ValueError: When one names an expert that the layer does not have.
     """
     parts = {}
     for stack in STACKS:
@@ -234,4 +235,7 @@ def _layer_from(facts: LayerFacts, tensors: Mapping[str, Tensor]) -> LayerTrace:
     prefix = f"{facts.stack}.{facts.layer}"
     stats = RouterStats(*(tensors[f"{prefix}.stats.{name}"] for name in RouterStats._fields))
     choices = {name: tensors[f"{prefix}.{name}"] for name in _CHOICE_TENSORS}
+    for name in ("expert", "first", "best_expert"):
+        if ((choices[name] < -1) | (choices[name] >= facts.num_experts)).any():
+            raise ValueError(f"{prefix}.{name} names an expert beyond {facts.num_experts - 1}")
     return LayerTrace(facts, **choices, stats=stats)

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,7 +19,7 @@ from moe.checksums import refuse_damage, write_sums
 from moe.errors import DataError
 from moe.files import register_folder_kind, whole_folder
 from moe.opening import check_regular
-from moe.parsing import read_record, to_json
+from moe.parsing import read_record, reading, to_json
 from moe.tracing.recorder import (
     FORMAT_VERSION,
     Provenance,
@@ -176,15 +175,9 @@ def read_trace(folder: Path) -> Trace:
             f"{FORMAT_VERSION}. {advice}"
         )
 
-    # Read the tensors.
-    try:
+    with reading(path, advice=advice):
         check_regular(path)
-        tensors = load_file(path)
-        trace = trace_from(facts, tensors)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise DataError(f"{path} cannot be read: {error}. {advice}") from error
-    except KeyError as error:
-        raise DataError(f"{path} has no tensor {error}. {advice}") from error
+        trace = trace_from(facts, load_file(path))
 
     # Checksums found other damage; this finds the tensors of another trace.
     if inputs_fingerprint(trace) != facts.inputs_fingerprint:

@@ -229,6 +229,28 @@ def test_numbers_in_a_parquet_file_are_refused_with_their_row(tmp_path):
         read_pairs(path)
 
 
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(2**60, pyarrow.timestamp("ms")), (0, pyarrow.timestamp("s", tz="No/Zone"))],
+)
+def test_a_date_that_python_does_not_have_is_one_error(tmp_path, number, kind):
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": ["a"], "when": pyarrow.array([number]).cast(kind)})
+    pyarrow.parquet.write_table(table, path)
+    datasets.Dataset(table).save_to_disk(tmp_path / "saved")
+    for source in (path, tmp_path / "saved"):
+        with pytest.raises(DataError, match=rf"{source.name} cannot be read.*: .+ Restore it\."):
+            list(read_rows(source, advice="Restore it."))
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "null", "7", '{"_data_files": [7]}'])
+def test_a_saved_dataset_with_another_state_is_one_error(tmp_path, content):
+    folder = write(tmp_path / "saved", PAIRS)
+    (folder / "state.json").write_text(content)
+    with pytest.raises(DataError, match=r"saved cannot be read as .* dataset"):
+        read_pairs(folder)
+
+
 def test_a_field_may_be_longer_than_pythons_default(tmp_path):
     long = "".join(random.Random(0).choices("abc ", k=200_000))
     path = write(tmp_path / "a.csv", [{"inputs": long, "targets": "b"}])

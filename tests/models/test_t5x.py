@@ -260,11 +260,11 @@ def test_torn_files_are_one_message(tmp_path):
     folder = write(tmp_path / "t5x", t5x_tree(tiny_model(**SWITCH)))
     for file in (folder / "target.token_embedder.embedding").iterdir():
         file.unlink()
-    with pytest.raises(CheckpointError, match=r"token_embedder/embedding cannot be read"):
+    with pytest.raises(CheckpointError, match=r"token_embedder/embedding in .* cannot be read"):
         open_t5x(folder)
     packed = folder / "checkpoint"
     packed.write_bytes(packed.read_bytes()[:-5])
-    with pytest.raises(CheckpointError, match=r"checkpoint is not a complete msgpack file"):
+    with pytest.raises(CheckpointError, match=r"checkpoint cannot be read as msgpack"):
         open_t5x(folder)
 
 

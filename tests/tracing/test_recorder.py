@@ -210,9 +210,13 @@ def test_tensors_that_do_not_fit_are_refused(unsummed):
         save_file({**whole, name: changed}, unsummed / TENSORS_FILE)
         with pytest.raises(DataError, match="different token ids"):
             read_trace(unsummed)
+    for name in ("encoder.0.expert", "decoder.0.first"):
+        save_file({**whole, name: torch.full_like(whole[name], 77)}, unsummed / TENSORS_FILE)
+        with pytest.raises(DataError, match=f"{name} names an expert beyond"):
+            read_trace(unsummed)
     del whole["encoder.0.first"]
     save_file(whole, unsummed / TENSORS_FILE)
-    with pytest.raises(DataError, match=r"no tensor 'encoder.0.first'"):
+    with pytest.raises(DataError, match=r"it has no 'encoder.0.first'"):
         read_trace(unsummed)
 
 

@@ -69,9 +69,25 @@ def test_other_experts_are_replayed():
     assert index[is_real].tolist() == np.concatenate(swapped)[:, 0].tolist()
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.uint64])
+def test_experts_may_be_of_any_integer_dtype(dtype):
+    _, _, trace = recorded()
+    swapped = [(array + 1) % 7 for array in routed_experts(trace, "encoder")]
+    other = with_routed_experts(trace, "encoder", [array.astype(dtype) for array in swapped])
+    for array, again in zip(swapped, routed_experts(other, "encoder"), strict=True):
+        assert np.array_equal(array, again)
+
+
 def test_files_and_arrays_that_do_not_fit_are_refused(tmp_path):
     _, _, trace = recorded()
     arrays = routed_experts(trace, "encoder")
+    with pytest.raises(DataError, match="same expert twice"):
+        with_routed_experts(
+            trace, "encoder", [array[..., :1].repeat(2, axis=2) for array in arrays]
+        )
+    with pytest.raises(DataError, match="65535"):
+        none = [np.full_like(array, -1).astype(np.uint16) for array in arrays]
+        with_routed_experts(trace, "encoder", none)
     for wrong in (
         arrays[:-1],
         [array[:, :, :1] for array in arrays],
@@ -88,7 +104,12 @@ def test_files_and_arrays_that_do_not_fit_are_refused(tmp_path):
         routed_experts(recorded(num_sparse_encoder_layers=0)[2], "encoder")
 
     path = tmp_path / "a.npz"
-    for content in (b"", b"PK\x03\x04 cut off", b"\x93NUMPY"):
+    write_routed_experts(trace, path)
+    whole = path.read_bytes()
+    flags = whole.index(b"PK\x01\x02") + 8
+    encrypted = whole[:flags] + b"\1" + whole[flags + 1 :]
+    torn = whole[:104] + bytes(50) + whole[154:]
+    for content in (b"", b"PK\x03\x04 cut off", b"\x93NUMPY", encrypted, torn):
         path.write_bytes(content)
         with pytest.raises(DataError, match="cannot be read as routed experts"):
             read_routed_experts(path, trace)
