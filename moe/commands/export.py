@@ -79,10 +79,15 @@ def _write_ctranslate2(options: Any, folder: Path) -> str:
         raise ConfigError(
             f"The export to CTranslate2 needs it: pip install 'stmoe[ct2]'. ({error})"
         ) from error
+    source = options.model
+    is_ours = issubclass(find_class(source), STMoEForConditionalGeneration)
+    if not find_tokenizer_files(source, {}):
+        raise ConfigError(
+            f"{source} has no tokenizer, whose vocabulary CTranslate2 needs. Save the model's tokenizer there."
+        )
     with tempfile.TemporaryDirectory() as temporary:
         # Ours is written as transformers' T5, which the converter reads.
-        source = options.model
-        if issubclass(find_class(source), STMoEForConditionalGeneration):
+        if is_ours:
             _refuse_sparse(source)
             source = temporary
             convert_checkpoint(options.model, Path(source), form="t5", dtype=torch.float32)

@@ -78,10 +78,6 @@ def open_checkpoint(
         dequantize: Whether quantized experts are read as floats; otherwise they are refused.
         settings: Fields of STMoEConfig that differ, and where the hub's files are.
     """
-    if str(source).startswith(("/", ".", "~")) and not Path(source).exists():
-        raise CheckpointError(
-            f"There is no folder {source}. Give one with a checkpoint, or a name of the hub."
-        )
     if is_t5x(source):
         return open_t5x(source, **settings)
 

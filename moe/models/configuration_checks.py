@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from huggingface_hub.errors import (
 from transformers import GenerationConfig, PreTrainedConfig
 
 from moe.checks import check, check_integer, check_number, describe_type, shown
-from moe.errors import ConfigError, did_you_mean
+from moe.errors import CheckpointError, ConfigError, did_you_mean
 from moe.sparse.all_routers import load_routers
 from moe.sparse.router_options import check_causal, router_options_by_name
 
@@ -186,10 +187,20 @@ def _field_names(config: PreTrainedConfig) -> list[str]:
 
 
 def check_source(source: object) -> None:
-    """Raises a ConfigError for a value that is neither a folder nor a hub name."""
+    """Raises for a value that is neither a folder nor a hub name.
+
+    Raises:
+        ConfigError: When it is no text, or empty.
+        CheckpointError: When it is the path of a folder that does not exist.
+    """
     text = str(source) if isinstance(source, str | os.PathLike) else ""
     is_name = bool(text.strip()) and "\0" not in text
     check(is_name, "The source of the model", source, "a folder, or a name of the hub without NUL")
+    is_path = text.startswith(("/", ".", "~")) or text.count("/") > 1
+    if is_path and not Path(text).exists():
+        raise CheckpointError(
+            f"There is no folder {text}. Give one with a checkpoint, or a name of the hub."
+        )
 
 
 def check_sizes(config: PreTrainedConfig) -> None:

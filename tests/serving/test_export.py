@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 import torch
 
-from moe import ConfigError
+from moe import ConfigError, MoEError
 from moe.commands.export import main
 from tests.models.tiny import DENSE, tiny_model
 from tests.serving.tiny_words import texts, word_tokenizer
@@ -127,6 +127,10 @@ def test_what_has_no_graph_is_refused_with_the_reason(tmp_path):
     with pytest.raises(ConfigError, match="sparse"):
         export(tmp_path / "d", "--format", "ctranslate2", **GEGLU)
     assert not (tmp_path / "d/out").exists()
+    tiny_model(**DENSE).save_pretrained(tmp_path / "e")
+    for source, error in ((tmp_path / "e", "no tokenizer"), (tmp_path / "f", "There is no folder")):
+        with pytest.raises(MoEError, match=error):
+            main(["--model", str(source), "--to", str(tmp_path / "o"), "--format", "ctranslate2"])
 
 
 @pytest.mark.parametrize("tied", [True, False])
