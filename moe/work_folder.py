@@ -14,7 +14,6 @@ from pathlib import Path
 
 from moe.checks import check
 from moe.errors import DataError
-from moe.opening import NoRegularFileError, open_to_write
 
 # The new file or folder in a work folder, and the earlier one that it replaces.
 PARTIAL = "partial"
@@ -100,10 +99,7 @@ def _open_marker(work: Path) -> int | None:
     """
     if not stat.S_ISDIR(work.lstat().st_mode) or _is_users(work):
         return None
-    try:
-        return open_to_write(work / _MARKER, os.O_RDWR | os.O_CREAT)
-    except NoRegularFileError:
-        return None
+    return os.open(work / _MARKER, os.O_RDWR | os.O_CREAT, 0o666)
 
 
 def _is_users(work: Path) -> bool:

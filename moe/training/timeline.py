@@ -16,7 +16,6 @@ from pydantic import Field
 
 from moe.distributed.replica_groups import ReplicaSeconds
 from moe.errors import DataError
-from moe.opening import open_to_write
 from moe.parsing import read_json_lines, to_record
 
 TIMELINE_FILE = "timeline.jsonl"
@@ -134,13 +133,13 @@ class Timeline:
         values = {}
         for name, value in event._asdict().items():
             values[name] = round(value, _DIGITS) if isinstance(value, float) else value
-        with open(self._path, "a", encoding="utf-8", opener=open_to_write) as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
 
 
 def _drop_torn_end(path: Path) -> None:
     """Removes an incomplete last line, e.g. after a full disk."""
-    with open(path, "r+b", opener=open_to_write) as file:
+    with path.open("r+b") as file:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
