@@ -464,7 +464,7 @@ def _read_parquet(
         columns: Columns that are read, where they are there.
     """
     advice = "Write or download it again."
-    with reading(path, advice=advice, kind=" as Parquet"):
+    with reading(path, advice=advice, problem="cannot be read as Parquet"):
         names = pyarrow.parquet.read_schema(path).names
     require_columns(names, required, str(path))
     for where, row in read_parquet(path, advice=advice, columns=columns):

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
-from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
 from moe.checks import shown
@@ -38,7 +37,7 @@ _FORMATS = {
 
 @contextmanager
 def reading(
-    path: object, *, advice: str, kind: str = "", error: type[MoEError] = DataError
+    path: object, *, advice: str, problem: str = "cannot be read", error: type[MoEError] = DataError
 ) -> Iterator[None]:
     """Turns whatever a library raises while it reads a file into one error that names the file.
 
@@ -47,7 +46,7 @@ def reading(
     Args:
         path: The file or folder.
         advice: Advice for the user.
-        kind: What the file is read as, e.g. ` as Parquet`.
+        problem: What is wrong with it, e.g. `is not YAML`.
         error: Class of the error.
     """
     try:
@@ -61,7 +60,7 @@ def reading(
         if isinstance(failure, KeyError):
             reason = f"it has no {failure}"
         text = " ".join(str(reason).split())[:300].rstrip(".") or type(failure).__name__
-        raise error(f"{path} cannot be read{kind}: {text}. {advice}") from failure
+        raise error(f"{path} {problem}: {text}. {advice}") from failure
 
 
 @contextmanager
@@ -315,31 +314,14 @@ def parse_yaml(text: str, *, where: str, advice: str) -> Any:
         advice: Advice for the user.
 
     Raises:
-        ConfigError: When the text is not YAML, gives a key twice, or has a tag or an alias.
+        ConfigError: When the text is not YAML, or gives a key twice.
     """
-    try:
+    with reading(where, problem="is not YAML of plain values", advice=advice, error=ConfigError):
         return yaml.load(text, Loader=PlainLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as failure:
-        reason = " ".join(str(failure).split())
-        raise ConfigError(f"{where} is not YAML of plain values: {reason}. {advice}") from failure
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML of plain scalars, lists and mappings: no tags, dates, aliases or repeated keys."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Reads one node.
-
-        Raises:
-            ComposerError: When it is an alias, or has a tag.
-        """
-        event = self.peek_event()
-        mark = event.start_mark
-        if isinstance(event, yaml.AliasEvent):
-            raise ComposerError(None, None, f"the alias *{event.anchor} is not supported", mark)
-        if event.tag is not None:
-            raise ComposerError(None, None, f"the tag {shown(event.tag)} is not supported", mark)
-        return super().compose_node(parent, index)
+    """YAML of plain scalars, lists and mappings: no dates, merge keys or repeated keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Returns the mapping of a node.

@@ -89,7 +89,7 @@ def _read_tree(path: Path) -> object:
     """
     msgpack: Any = _import_optional("msgpack")
     read_array = partial(_read_array, msgpack)
-    with reading(path, kind=" as msgpack", advice=_ADVICE, error=CheckpointError):
+    with reading(path, problem="cannot be read as msgpack", advice=_ADVICE, error=CheckpointError):
         return msgpack.unpackb(
             path.read_bytes(), ext_hook=read_array, raw=False, strict_map_key=False
         )
@@ -176,7 +176,9 @@ def _lazy_tensor(folder: Path, name: str, leaf: Any) -> LazyTensor:
 def _join_chunks(folder: Path, name: str, leaf: Mapping[str, Any]) -> Tensor:
     """Returns an array <any>[...] larger than 2 GB, which flax writes in chunks."""
     where = f"target/{name} in {folder / _FILE}"
-    with reading(where, kind=" as chunks of an array", advice=_ADVICE, error=CheckpointError):
+    with reading(
+        where, problem="cannot be read as chunks of an array", advice=_ADVICE, error=CheckpointError
+    ):
         shape = _list_of(leaf["shape"])
         chunks = map(torch.flatten, _list_of(leaf["chunks"]))
         return torch.cat(list(chunks)).reshape(shape)

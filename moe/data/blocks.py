@@ -176,7 +176,7 @@ class ParquetBlocks:
         shard = bisect_right(self._starts, block) - 1
         file, group, first_row = self._groups[shard]
         offset = block - self._starts[shard]
-        with reading(file, advice="Restore it.", kind=" as Parquet"):
+        with reading(file, advice="Restore it.", problem="cannot be read as Parquet"):
             # A file that this process has open is read on; it must not share the file of another.
             if self._position != (os.getpid(), block):
                 batches = _read_group(file, group, self._columns, self._block_rows)
@@ -371,7 +371,7 @@ def _rows_of_groups(file: Path, columns: Sequence[str]) -> list[int]:
     """Returns the rows of each row group of a Parquet file."""
     import pyarrow.parquet
 
-    with reading(file, advice="Restore it.", kind=" as Parquet"):
+    with reading(file, advice="Restore it.", problem="cannot be read as Parquet"):
         check_regular(file)
         metadata = pyarrow.parquet.read_metadata(file)
     names = metadata.schema.to_arrow_schema().names

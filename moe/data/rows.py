@@ -191,7 +191,7 @@ def read_parquet(
     import pyarrow.parquet  # takes 0.2 s
 
     with (
-        reading(path, advice=advice, kind=" as Parquet"),
+        reading(path, advice=advice, problem="cannot be read as Parquet"),
         open(path, "rb", opener=open_to_read) as file,
     ):
         table = pyarrow.parquet.ParquetFile(file)
@@ -212,8 +212,8 @@ def load_saved_dataset(source: Path, *, advice: str) -> "datasets.Dataset":
     import datasets
 
     folder, _, split = parse_folder(source) or (source, None, None)
-    kind = " as tables or a dataset saved by `datasets`"
-    with reading(folder, advice=advice, kind=kind):
+    problem = "cannot be read as tables or a dataset saved by `datasets`"
+    with reading(folder, advice=advice, problem=problem):
         saved = datasets.load_from_disk(str(folder))
     if isinstance(saved, datasets.DatasetDict):
         names = list(map(str, saved))

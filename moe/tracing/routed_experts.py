@@ -136,7 +136,7 @@ def read_routed_experts(path: Path, trace: Trace) -> Trace:
     """
     advice = "Give a file that `stmoe inspect record --routed-experts` wrote."
     with (
-        reading(path, advice=advice, kind=" as routed experts"),
+        reading(path, advice=advice, problem="cannot be read as routed experts"),
         open(path, "rb", opener=open_to_read) as file,
     ):
         archive = np.load(file, allow_pickle=False)

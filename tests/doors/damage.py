@@ -183,17 +183,6 @@ def repeated_key(path: Path) -> None:
     path.write_text(f"{text}\nseed: 1\nseed: 2\n", encoding="utf-8")
 
 
-def holds_itself(path: Path) -> None:
-    path.write_text("model: &model\n  router_options: *model\n", encoding="utf-8")
-
-
-def many_aliases(path: Path) -> None:
-    """Writes YAML of a few lines that stands for a billion values."""
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def python_tag(path: Path) -> None:
     path.write_text(
         f"seed: !!python/object/apply:builtins.open ['{MARKER}', 'w']\n", encoding="utf-8"
@@ -260,8 +249,6 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
         a_text,
         other_letters,
         repeated_key,
-        holds_itself,
-        many_aliases,
         python_tag,
         torch_list,
         torch_number,

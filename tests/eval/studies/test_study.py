@@ -174,9 +174,7 @@ def test_overrides_are_yaml_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    ["{", "!!binary AAAA", "!!set {a}", "!!bool x", "9" * 5000, "[" * 20_000, "&a [*a]", "{a: 2}"],
-    ids=lambda value: value[:16],
+    "value", ["{", "!!bool x", "9" * 5000, "[" * 20_000, "{a: 2}"], ids=lambda value: value[:16]
 )
 def test_an_override_that_is_no_plain_yaml_value_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"--set a\.b is .*Give a number") as error:
