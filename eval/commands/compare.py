@@ -138,7 +138,7 @@ def _read_side(text: str) -> Side:
     is_named = "=" in text and not Path(text).exists()
     if is_named:
         name, _, folder = text.partition("=")
-    if not text or "\0" in text or (is_named and not name):
+    if not text or (is_named and not name):
         raise ConfigError(
             f"{text!r} is empty, or names no run with a report.json. Give FOLDER or NAME=FOLDER."
         )

@@ -215,7 +215,7 @@ def _check_sweep(study: Study, sweep: Sweep) -> None:
     folders: set[str] = set()
     for value in sweep.values:
         folder = sweep_folder(sweep, value)
-        is_name = len(folder) <= _FOLDER_CHARACTERS and not {"/", "\0"} & set(folder)
+        is_name = len(folder) <= _FOLDER_CHARACTERS and "/" not in folder
         expected = (
             f"text without '/' that fits into a folder name of {_FOLDER_CHARACTERS} characters"
         )

@@ -194,8 +194,7 @@ def check_source(source: object) -> None:
         CheckpointError: When it is the path of a folder that does not exist.
     """
     text = str(source) if isinstance(source, str | os.PathLike) else ""
-    is_name = bool(text.strip()) and "\0" not in text
-    check(is_name, "The source of the model", source, "a folder, or a name of the hub without NUL")
+    check(bool(text.strip()), "The source of the model", source, "a folder, or a name of the hub")
     is_path = text.startswith(("/", ".", "~")) or text.count("/") > 1
     if is_path and not Path(text).exists():
         raise CheckpointError(

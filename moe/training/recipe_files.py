@@ -47,7 +47,7 @@ def find_recipe(name: str) -> Path:
             file that is called like one of them.
     """
     path = Path(name)
-    is_name = path.name == name.strip() and not path.suffix and "\0" not in name
+    is_name = path.name == name.strip() and not path.suffix
     names = {file.stem for file in recipes_folder().glob("*.yaml")}
     if not is_name and path.stem in names and not path.exists():
         raise ConfigError(f"There is no file {path}. Did you mean the recipe {path.stem!r}?")
