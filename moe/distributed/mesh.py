@@ -82,10 +82,6 @@ class MeshConfig:
             value = getattr(self, name)
             check_integer(f"mesh.{name}", value, least=1, most=_MAX_RANKS, reason=_WHY_MAX_RANKS)
 
-        # The product of valid axes may be too large.
-        at_most = f"at most {_MAX_RANKS:,} ranks in all ({_WHY_MAX_RANKS})"
-        check(self.num_ranks <= _MAX_RANKS, "mesh", self, at_most)
-
         if self.ep % self.ep_nodes:
             raise ConfigError(
                 f"mesh.ep_nodes is {self.ep_nodes}, which does not divide mesh.ep, {self.ep}. "
