@@ -86,8 +86,6 @@ def check_kind(folder: Path, kind: str) -> None:
             f"{folder} is a file and holds something else; expected a folder for {_a(kind)}. "
             "Choose another --out."
         )
-    if folder.is_symlink() and not folder.exists():
-        raise DataError(f"{folder} is a broken link. Remove the link, or choose another --out.")
 
     present_kind = kind_of(folder)
     if present_kind is None and (folder / SUMS_FILE).exists():
@@ -324,13 +322,6 @@ def output_path(
 
     # Links are followed: the final location counts.
     resolved = Path(os.path.realpath(path))
-    if not resolved.name:
-        raise ConfigError(
-            f"{option} is {path}, the root of all files. Give a folder of its own, e.g. runs/mine."
-        )
-    for folder in resolved.parents:
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"{option} {path} lies below {folder}, a file. Choose another place.")
     for source in inputs:
         if source is not None:
             _check_apart(path, resolved, source, option)
