@@ -16,6 +16,7 @@ from moe.cli import Parser, word
 from moe.commands.convert import new_model_folder
 from moe.convert.formats import convert_checkpoint, find_tokenizer_files
 from moe.convert.graphs import export_onnx, export_torch
+from moe.data.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from moe.errors import ConfigError
 from moe.files import whole_folder
 from moe.hosts.all_hosts import find_class, load_model
@@ -81,7 +82,7 @@ def _write_ctranslate2(options: Any, folder: Path) -> str:
         ) from error
     source = options.model
     is_ours = issubclass(find_class(source), STMoEForConditionalGeneration)
-    if not find_tokenizer_files(source, {}):
+    if not {TOKENIZER_FILE, SENTENCEPIECE_FILE} & find_tokenizer_files(source, {}).keys():
         raise ConfigError(
             f"{source} has no tokenizer, whose vocabulary CTranslate2 needs. Save the model's tokenizer there."
         )

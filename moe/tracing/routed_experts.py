@@ -153,5 +153,8 @@ def read_routed_experts(path: Path, trace: Trace) -> Trace:
                     f"{path} has no array {missing[0]!r}. Give the routed experts of the {trace.facts.num_examples} "
                     "examples of the trace."
                 )
-            trace = with_routed_experts(trace, stack, [arrays[name] for name in names])
+            try:
+                trace = with_routed_experts(trace, stack, [arrays[name] for name in names])
+            except DataError as error:
+                raise DataError(f"{path}: {error}") from error
     return trace
