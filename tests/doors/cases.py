@@ -9,8 +9,6 @@ there stand
 - `damage`, `harmless` and `unsure`: by file what is wrong with it (names of damage.py), which must
   be refused, be accepted, or either; `edits`, `harmless_edits` and `unsure_edits`: by file and key
   the values that are put there;
-- `planted`: names beside or in its output at which something of the user's lies, in each of the
-  ways of PLANTED; the command does its work or refuses, and never touches that;
 - `drawn`, `drawn_bytes` and `drawn_arguments`: how many cases hypothesis draws;
 - `changes`: what the door may change of its copies when it accepts; `rewrites`: what it makes anew
   whatever happens;
@@ -28,7 +26,7 @@ from typing import Any
 import yaml
 
 from tests.doors import knocks
-from tests.doors.damage import PLANTED, VALUES, plant, value_of
+from tests.doors.damage import VALUES, value_of
 from tests.doors.drawn import drawn_bytes, drawn_edits, drawn_values, shortened
 from tests.doors.driver import Case, Place, command, spoiler
 
@@ -46,7 +44,6 @@ _KEYS = {
         "calls",
         "changes",
         "rewrites",
-        "planted",
         "says",
         "any_words",
         "drawn_arguments",
@@ -86,19 +83,7 @@ def _cases(door: Door, workspace: Path) -> Iterator[Case]:
     yield from _value_cases(door)
     yield from _call_cases(door)
     yield from _file_cases(door)
-    yield from _planted_cases(door)
     yield from _drawn_cases(door, workspace)
-
-
-def _planted_cases(door: Door) -> Iterator[Case]:
-    """Yields a case for each name at which something of the user's lies, and each kind of that."""
-    for name in door.get("planted") or ():
-        for kind in PLANTED:
-
-            def spoil(place: Place, name: str = name, kind: str = kind) -> None:
-                plant(place.own, name, kind)
-
-            yield _case(door, f"{name} planted {kind}", {}, expect="either", spoil=spoil)
 
 
 def _value_cases(door: Door) -> Iterator[Case]:

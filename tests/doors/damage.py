@@ -2,6 +2,8 @@
 in DAMAGE.
 """
 
+import gzip
+import inspect
 import json
 import math
 import os
@@ -11,8 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 MARKER = "code-of-a-data-file-ran"
 """File that appears in the working folder when a data file's code was run."""
@@ -217,82 +223,75 @@ def torch_code(path: Path) -> None:
     torch.save({"shared.weight": _Code()}, path)
 
 
-DAMAGE: dict[str, Callable[[Path], None]] = {
-    function.__name__: function
-    for function in (
-        missing,
-        empty,
-        half,
-        flipped,
-        flipped_first,
-        binary,
-        not_utf8,
-        nul,
-        folder,
-        dangling,
-        loop,
-        pipe,
-        zeros,
-        file,
-        gone,
-        emptied,
-        code,
-        twice,
-        digits,
-        nested,
-        surrogates,
-        not_a_number,
-        a_list,
-        an_object,
-        a_null,
-        a_number,
-        a_text,
-        other_letters,
-        repeated_key,
-        python_tag,
-        torch_list,
-        torch_number,
-        torch_texts,
-        torch_nested,
-        torch_integers,
-        torch_nan,
-        torch_code,
+def gzipped(path: Path) -> None:
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+def utf16(path: Path) -> None:
+    path.write_text(path.read_text(encoding="utf-8"), encoding="utf-16")
+
+
+def quoted(path: Path) -> None:
+    """Puts a quotation mark before each line, which TSV does not have."""
+    path.write_text(path.read_text(encoding="utf-8").replace("\n", '\n"'), encoding="utf-8")
+
+
+def repeated_column(path: Path) -> None:
+    """Gives the first column of a table of tabs a second time."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text(
+        "".join(f"{line.split(chr(9))[0]}\t{line}\n" for line in lines), encoding="utf-8"
     )
-}
 
 
-def plant(root: Path, name: str, kind: str) -> None:
-    """Puts something of the user's under a name that the library uses for itself.
-
-    Args:
-        root: Folder in which the user's folder `mine` is made.
-        name: Where it is put, below `root`.
-        kind: What is put there, one of PLANTED.
-    """
-    mine = root / "mine"
-    mine.mkdir()
-    (mine / "thesis.txt").write_text("years of work", encoding="utf-8")
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "file":
-        path.write_text("years of work", encoding="utf-8")
-    elif kind == "folder":
-        shutil.copytree(mine, path)
-    else:
-        path.symlink_to(root / PLANTED[kind])
+def far_dates(path: Path) -> None:
+    """Puts dates beyond Python's into the first column of a Parquet file."""
+    _first_column(path, pyarrow.timestamp("ms"), 2**60)
 
 
-PLANTED = {
-    "pipe": "",
-    "file": "",
-    "folder": "",
-    "folder_link": "mine",
-    "file_link": "mine/thesis.txt",
-    "dangling_link": "mine/nowhere",
-    "null_link": "/dev/null",
-}
+def unknown_zone(path: Path) -> None:
+    _first_column(path, pyarrow.timestamp("s", tz="No/Zone"), 0)
+
+
+def _first_column(path: Path, kind: pyarrow.DataType, value: int) -> None:
+    table = pyarrow.parquet.read_table(path)
+    column = pyarrow.array([value] * len(table)).cast(kind)
+    pyarrow.parquet.write_table(table.set_column(0, table.column_names[0], column), path)
+
+
+def encrypted(path: Path) -> None:
+    """Says of the first member of a zip archive that it is encrypted."""
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\1\2") + 8] |= 1
+    path.write_bytes(content)
+
+
+def unsigned(path: Path) -> None:
+    _change_arrays(path, lambda array: array.astype(np.uint64))
+
+
+def floats(path: Path) -> None:
+    _change_arrays(path, lambda array: array * 0.5)
+
+
+def same_expert(path: Path) -> None:
+    _change_arrays(path, np.zeros_like)
+
+
+def _change_arrays(path: Path, change: Callable[[Any], Any]) -> None:
+    arrays = {name: change(array) for name, array in np.load(path).items()}
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def expert_77(path: Path) -> None:
+    """Lets a trace without checksums name an expert that no layer has."""
+    tensors = {
+        name: torch.full_like(value, 77) if name.endswith("expert") else value
+        for name, value in load_file(path).items()
+    }
+    save_file(tensors, path)
+    (path.parent / "SHA256SUMS").unlink()
 
 
 def edit(path: Path, key: str, value: Any) -> None:
@@ -344,6 +343,8 @@ def _fill_in(text: str) -> str:
         "$surrogate": '"\\ud800"',
         "$nul": '"a\\u0000b"',
         "$long": json.dumps(VALUES["$long"]),
+        "$huge": "9" * 309,
+        "$hex": f"0x{'f' * 5000}",
         "$nan": "NaN",
         "$inf": "Infinity",
     }
@@ -360,4 +361,8 @@ def names_that_are_not_utf8(path: Path) -> None:
     )
 
 
-DAMAGE["names_that_are_not_utf8"] = names_that_are_not_utf8
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    name: function
+    for name, function in globals().items()
+    if inspect.isfunction(function) and list(inspect.signature(function).parameters) == ["path"]
+}

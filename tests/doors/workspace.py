@@ -7,11 +7,14 @@ from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import torch
 import yaml
 from safetensors.torch import load_file
 
 import eval.__main__ as evaluation
+import stmoe
 from moe.commands import finetune, pretrain
 from moe.data.tokenizer import load_tokenizer
 from tests.eval.rows import FIXTURES
@@ -74,6 +77,10 @@ def _write_texts(root: Path) -> None:
         (root / name).write_text(
             "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
         )
+    pairs = pyarrow.Table.from_pylist(PAIRS)
+    pyarrow.parquet.write_table(pairs, root / "pairs.parquet")
+    lines = ["\t".join(row.values()) for row in ({"i": "inputs", "t": "targets"}, *PAIRS)]
+    (root / "pairs.tsv").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     (root / "cases.json").write_text(json.dumps({"cases": [_ROW_CASE]}), encoding="utf-8")
     (root / "job/tokenizer").mkdir(parents=True)  # a job that has begun
     names = ("pretrain_config", "finetune_config", "vocab_size", "data")
@@ -111,6 +118,9 @@ def _write_runs(root: Path) -> None:
         root / "pairs.jsonl",
     ]
     _run(finetune, *start, "--out", root / "finetuned")
+    routes = ["--routed-experts", root / "routes.npz", "--examples", 4, "--inputs-length", 16]
+    traced = ["--model", root / "run/model", "--corpus", root / "corpus", "--out", root / "trace"]
+    _run(stmoe, "inspect", "record", *traced, *routes)
     for name, unfinished in (("run", "unfinished"), ("finetuned", "unfinished-finetuning")):
         shutil.copytree(root / name, root / unfinished, ignore=shutil.ignore_patterns("model"))
 
