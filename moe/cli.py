@@ -81,9 +81,7 @@ def real(
 
 def path(text: str) -> Path:
     """Converts the text of an option to a path; the `type` of such an option."""
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected a path")
-    return Path(text)
+    return Path(word(text))
 
 
 def file_size(text: str) -> int | str:

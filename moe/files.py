@@ -155,7 +155,7 @@ def whole_folder(target: Path, *, kind: str) -> Iterator[Path]:
         DataError: When `target` is something else or contains other files, or another process is
             writing it.
     """
-    target = _absolute(target)
+    target = Path(os.path.abspath(target))  # noqa: PTH100
     target.parent.mkdir(parents=True, exist_ok=True)
     with work_folder(target, wait=False) as work:
         # From now on, no other process renames the target.
@@ -377,7 +377,3 @@ def _check_not_inside_a_whole(path: Path, resolved: Path, option: str) -> None:
 
 def _a(kind: str) -> str:
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
-
-
-def _absolute(path: Path) -> Path:
-    return Path(os.path.abspath(path))  # noqa: PTH100

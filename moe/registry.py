@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from moe.checks import check, shown
+from moe.checks import shown
 from moe.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
@@ -30,8 +30,6 @@ class Registry(Generic[T]):
             ConfigError: When the name is taken, or the value is not a class of this kind.
         """
         self._check_class(name, value)
-        is_name = isinstance(name, str) and name.strip() != ""
-        check(is_name, f"the name of a {self.kind}", name, "a text that is not empty")
         if name in self._entries:
             raise ConfigError(
                 f"There is already a {self.kind} called {name!r}. Choose another name."

@@ -31,8 +31,6 @@ LostReplicaPolicy = Literal["constant_work", "shrink"]
 _MAX_RANKS = 1_000_000
 """Most ranks of a mesh."""
 
-_WHY_MAX_RANKS = "no cluster has more devices"
-
 _NUM_SUGGESTIONS = 3
 
 _UNITS_OF_PAIR = 2520
@@ -80,7 +78,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         for name in (*AXES, "ep_nodes"):
             value = getattr(self, name)
-            check_integer(f"mesh.{name}", value, least=1, most=_MAX_RANKS, reason=_WHY_MAX_RANKS)
+            check_integer(f"mesh.{name}", value, least=1, most=_MAX_RANKS)
 
         if self.ep % self.ep_nodes:
             raise ConfigError(
@@ -215,7 +213,7 @@ def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) ->
     """
     target = nearest_to or MeshConfig()
     num_ranks = limits.num_ranks
-    check_integer("The number of ranks", num_ranks, least=1, most=_MAX_RANKS, reason=_WHY_MAX_RANKS)
+    check_integer("The number of ranks", num_ranks, least=1, most=_MAX_RANKS)
 
     # A size that an axis cannot have alone is also impossible in combination.
     ep_sizes = [ep for ep in divisors(num_ranks) if _experts_divide(limits, ep)]

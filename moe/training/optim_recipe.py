@@ -15,7 +15,6 @@ MOST_STEPS = 99_999_999
 WHY_MOST_STEPS = "checkpoints are numbered with eight digits"
 _HIGHEST_RATE = 1e6
 _WHY_HIGHEST_RATE = "a step of adafactor changes a parameter by this share of itself"
-_LARGEST_DECAY = 100
 
 # Keywords of schedules for which recipes have their own keys.
 _SCHEDULE_KEYS = frozenset({"lr", "warmup_steps", "total_steps"})
@@ -74,9 +73,7 @@ class OptimRecipe:
             steps = getattr(self, name)
             check_integer(f"optim.{name}", steps, least=0, most=MOST_STEPS, reason=WHY_MOST_STEPS)
         check_number("optim.clipping_threshold", self.clipping_threshold, above=0)
-        decay = self.weight_decay
-        why = "weights shrink by lr times this share in a step"
-        check_number("optim.weight_decay", decay, least=0, most=_LARGEST_DECAY, reason=why)
+        check_number("optim.weight_decay", self.weight_decay, least=0)
         unclipped = "null to leave gradients as they are"
         check_number("optim.max_grad_norm", self.max_grad_norm, above=0, optional=unclipped)
 

@@ -47,7 +47,7 @@ def test_durations_are_read_and_shown_in_the_units_that_people_use():
     texts = ("3h", "18min", "18 m", "0.5s", "2d")
     read = [parse_duration("--mtbf", text) for text in texts]
     assert read == [10_800, 1080, 1080, 0.5, 172_800]
-    for text in ("3", "0s", "-1h", "3 weeks", "1e3s", "9999999d", "", "\u0663h", "3 h 5 min"):
+    for text in ("3", "0s", "-1h", "3 weeks", "1e3s", "", "\u0663h", "3 h 5 min"):
         with pytest.raises(ConfigError, match=r"--mtbf is .*a time above 0 with a unit"):
             parse_duration("--mtbf", text)
     shown = [show_duration(seconds) for seconds in (0.0, 59.999, 61, 3599.9, 7500, 1e7)]
