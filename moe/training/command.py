@@ -21,6 +21,7 @@ from moe.distributed.launch import DEFAULT_TIMEOUT, World, launch
 from moe.errors import ConfigError, MoEError, did_you_mean
 from moe.files import write_text
 from moe.models.configuration import STMoEConfig
+from moe.parsing import reading
 from moe.sparse.config import SparseConfig
 from moe.sparse.router_options import router_options_by_name
 from moe.training.command_help import Setting, short_help
@@ -167,11 +168,13 @@ class RecipeCommand(Generic[R]):
                     f"--{name} is empty; expected a path. Give one, or leave the option out."
                 )
 
-        try:
-            parsed = self._parser.parse_args(arguments.argv)
-        except argparse.ArgumentError as error:
-            text = self._describe_wrong_type(str(error), arguments.values)
-            raise ConfigError(_name_source(text, arguments.sources)) from error
+        advice = "--help-all explains all settings."
+        with reading("The command line", advice=advice, error=ConfigError):
+            try:
+                parsed = self._parser.parse_args(arguments.argv)
+            except argparse.ArgumentError as error:
+                text = self._describe_wrong_type(str(error), arguments.values)
+                raise ConfigError(_name_source(text, arguments.sources)) from error
 
         try:
             self._refuse_nulls(parsed)
