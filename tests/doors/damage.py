@@ -232,8 +232,9 @@ def utf16(path: Path) -> None:
 
 
 def quoted(path: Path) -> None:
-    """Puts a quotation mark before each line, which TSV does not have."""
-    path.write_text(path.read_text(encoding="utf-8").replace("\n", '\n"'), encoding="utf-8")
+    """Puts a quotation mark before the last line, which TSV does not have."""
+    before, line = path.read_text(encoding="utf-8").rstrip("\n").rsplit("\n", 1)
+    path.write_text(f'{before}\n"{line}\n', encoding="utf-8")
 
 
 def repeated_column(path: Path) -> None:
