@@ -7,6 +7,7 @@ compared without the file.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from eval.source import BuiltIn
 from eval.task import TASKS, Decoding, Features, Row, Task
 from eval.text.postprocess import unchanged
 from moe.checksums import sha256_of
+from moe.data.folders import files_of
 from moe.data.pair_files import Pair, read_pairs
 from moe.errors import DataError
 from moe.training.pair_scores import ANSWER_TOKENS, PAIR_METRICS, Scorer, kind_of_targets
@@ -91,12 +93,15 @@ def read_pairs_task(
     Raises:
         DataError: When a file is missing, or a row is not a pair.
     """
-    for file in filter(None, (path, train)):
-        if not file.is_file():
+    for source in filter(None, (path, train)):
+        files = files_of(source)
+        if not files or not all(file.is_file() for file in files):
             raise DataError(
-                f"{file} is not a file. Give a .jsonl, .csv, .tsv or .parquet file with inputs and targets."
+                f"{source} is not a file. Give a .jsonl, .csv, .tsv or .parquet file with inputs and targets, or a "
+                "folder of them."
             )
-    digest = sha256_of(path)[:16]
+    digests = [sha256_of(file) for file in files_of(path)]
+    digest = digests[0] if len(digests) == 1 else sha256("".join(digests).encode()).hexdigest()
     dev = read_pairs(path, columns)
 
     # A run holds a part of its file out: no baseline may use that part.
@@ -120,6 +125,6 @@ def read_pairs_task(
             f"{', except those with a `group`' if has_groups else ''}. Inputs are truncated at "
             f"{task.inputs_length} tokens."
         ),
-        source=_source(f"{path} (SHA-256 {digest})", dev, train_pairs),
+        source=_source(f"{path} (SHA-256 {digest[:16]})", dev, train_pairs),
         choices=tuple(labels) if len(labels) <= _MOST_CHOICES else (),
     )

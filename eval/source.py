@@ -5,6 +5,7 @@ Files replace the hub's dataset and the database. Every row is checked (row_sche
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ from eval.row_schema import (
     require_label,
 )
 from eval.task import SPLITS, Row
+from moe.data.folders import files_of
 from moe.data.rows import read_parquet
 from moe.errors import DataError
 from moe.parsing import read_json_lines, reading
@@ -388,7 +390,8 @@ def _checked(
 def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
     """Returns the files of a split in `folder`, in order.
 
-    They are SPLIT.jsonl, SPLIT.parquet, or those in the folder SPLIT.
+    They are SPLIT.jsonl, SPLIT.parquet, those in the folder SPLIT, or those of the split of a downloaded
+    dataset.
 
     Args:
         folder: Folder of a task.
@@ -418,12 +421,12 @@ def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
             f"Expected {expected}."
         )
     if len(forms) > 1:
-        names = [str(path.relative_to(folder)) for path in forms]
+        names = [str(files[0].relative_to(folder)) for files in forms]
         raise DataError(
             f"{folder} has the split {split!r} more than once: {' and '.join(names)}. Keep one of "
             "them."
         )
-    return sorted(forms[0].parent.glob(forms[0].name))
+    return forms[0]
 
 
 def has_files(folder: Path, split: str) -> bool:
@@ -434,15 +437,20 @@ def has_files(folder: Path, split: str) -> bool:
         return False
 
 
-def _file_forms(folder: Path, split: str) -> list[Path]:
-    """Returns the forms in which a split is there; one of several files as a pattern."""
-    forms: list[Path] = []
+def _file_forms(folder: Path, split: str) -> list[list[Path]]:
+    """Returns the files of each form in which a split is there."""
+    forms: list[list[Path]] = []
     for path in (folder / f"{split}.jsonl", folder / f"{split}.parquet"):
         if path.is_file():
-            forms.append(path)
+            forms.append([path])
     for pattern in ("*.jsonl", "*.parquet"):
-        if any((folder / split).glob(pattern)):
-            forms.append(folder / split / pattern)
+        files = sorted((folder / split).glob(pattern))
+        if files:
+            forms.append(files)
+    if not forms and folder.is_dir():
+        with suppress(DataError):  # no such split
+            files = files_of(Path(f"{folder}:{split}"))
+            forms += [files] if all(path.suffix in (".jsonl", ".parquet") for path in files) else []
     return forms
 
 

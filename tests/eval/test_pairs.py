@@ -103,6 +103,20 @@ def test_two_runs_are_compared_and_runs_on_other_files_are_refused(
             evaluation.main(["compare", sides["b"], sides[name], "--out", str(tmp_path / "x")])
 
 
+def test_a_split_of_a_downloaded_dataset_is_evaluated(tmp_path):
+    for split, rows in (("train", PAIRS), ("test", PAIRS[:2])):
+        write(tmp_path / f"{split}.jsonl", rows)
+    task = read_pairs_task(tmp_path.with_name(f"{tmp_path.name}:test"), tmp_path)
+    assert [example.inputs for example in task.examples("validation")] == [
+        pair["inputs"] for pair in PAIRS[:2]
+    ]
+    assert len(task.examples("train")) == len(PAIRS) - 2
+    assert (
+        hashlib.sha256((tmp_path / "test.jsonl").read_bytes()).hexdigest()[:16]
+        in task.source.origin
+    )
+
+
 def test_baselines_see_no_pair_that_is_evaluated(folders, pairs, tmp_path):
     more = [{"inputs": f"colour of {thing}", "targets": colour} for thing, colour in THINGS.items()]
     train = write(tmp_path / "train.jsonl", [*PAIRS, *more])

@@ -289,7 +289,7 @@ def test_a_torn_parquet_file_is_named(tmp_path):
 def test_two_forms_of_a_split_are_refused(tmp_path):
     write_form(tmp_path, "jsonl", ROWS)
     write_form(tmp_path, "shards of parquet", ROWS)
-    with pytest.raises(DataError, match=r"once: validation.jsonl and validation/\*.parquet. Keep"):
+    with pytest.raises(DataError, match=r"once: validation.jsonl and validation/0.parquet. Keep"):
         read(tmp_path)
 
 
@@ -315,6 +315,17 @@ def test_rows_of_a_database_are_read_from_it_or_from_files_which_are_checked(tmp
         database().rows("test", tmp_path)
     with pytest.raises(DataError, match="has no rows of split 'train'"):
         database().rows("train", tmp_path)
+
+
+def test_a_split_of_a_downloaded_dataset_is_read_from_its_files(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "README.md").write_text("# Teas")
+    for split, rows in (("train", WANTED), ("validation", WANTED[:2])):
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, tmp_path / f"data/{split}-00000-of-00001.parquet")
+    assert database().rows("validation", tmp_path) == WANTED[:2]
+    assert database().is_local("train", tmp_path)
+    assert not database().is_local("test", tmp_path)
 
 
 def test_rows_are_local_when_no_network_is_needed(tmp_path):
