@@ -275,7 +275,8 @@ class _Sequential(ABC):
         if process != os.getpid() or next_block > block:
             self._rows = self.rows()
             next_block = 0
-        self._rows = islice(self._rows, (block - next_block) * BLOCK_ROWS, None)
+        for _ in islice(self._rows, (block - next_block) * BLOCK_ROWS):
+            pass
         self._position = (-1, -1)  # until the whole block is read
         yield from islice(self._rows, BLOCK_ROWS)
         self._position = (os.getpid(), block + 1)

@@ -127,6 +127,14 @@ def test_files_without_names_of_splits_are_all_read(tmp_path):
     assert len(files_of(pages)) == 6
 
 
+@pytest.mark.parametrize("configs", ["5", "[5]", "[{config_name: x, data_files: 5}]", "{"])
+def test_a_damaged_card_is_one_message(tmp_path, configs):
+    write(tmp_path / "train.jsonl", [row("train")])
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    with pytest.raises(DataError, match="cannot be read as a dataset"):
+        read_pairs(tmp_path)
+
+
 def test_a_card_cannot_name_files_outside_its_folder(tmp_path):
     write(tmp_path / "secret.jsonl", [row("secret")])
     folder = tmp_path / "snapshot"
