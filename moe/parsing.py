@@ -26,13 +26,13 @@ from moe.opening import open_to_read
 
 T = TypeVar("T")
 
+# Formats by patterns of the first bytes of a file, and what to do about a file that is not UTF-8 text.
 _FORMATS = {
     rb"\x1f\x8b": "compressed by gzip. Give it a name that ends in .gz",
     rb"PAR1": "Parquet. Give it a name that ends in .parquet",
     rb"PK\x03\x04": "a zip archive or a spreadsheet. Unpack it, or export it as CSV",
     rb"\xff\xfe|\xfe\xff|.?\0": "UTF-16. Convert it, e.g. `iconv -f utf-16 -t utf-8`",
 }
-"""Formats by patterns of the first bytes of a file, and what to do about a file that is not UTF-8 text."""
 
 
 @contextmanager

@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from moe.checks import shown
 from moe.data.documents import OWN_LICENCE, Document
-from moe.data.folders import printable
 from moe.data.prose import is_prose
 from moe.errors import DataError
-from moe.parsing import read_text, reading
+from moe.parsing import printable, read_text, reading
 
 SYSTEM_DICTIONARY = Path("/usr/share/dictd/gcide.index")
 _TEXT_SUFFIXES = (".dict", ".dict.dz")

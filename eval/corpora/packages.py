@@ -25,10 +25,9 @@ from moe.data.docstrings import (
     topic_documents,
 )
 from moe.data.documents import OWN_LICENCE, Document
-from moe.data.folders import printable
 from moe.data.prose import prose_paragraphs
 from moe.errors import DataError, did_you_mean
-from moe.parsing import read_text
+from moe.parsing import printable, read_text
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,14 @@
 
 Comes after `rows` and `documents`, before `token_stream`. Parquet files, JSONL files and datasets on
 disk are read from any block on; of everything else the blocks before are read and thrown away.
+
+Blocks of every kind have:
+- `identity`: text that is equal for tables of the same rows in the same blocks: names, sizes, numbers;
+- `version`: text that changes when a file is written again, e.g. its time;
+- `shards`: numbers of all blocks, in ranges that are fast to read in order; None for a table that is only
+  read from its beginning, until a block has no rows;
+- `num_first_blocks`: size of the table as a multiple of its first block, for a table with shards;
+- `read`: yields the rows of a block; a DataError names a file that cannot be read, or is smaller than before.
 """
 
 import math
@@ -11,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe.data.documents import read_document
 from moe.data.folders import PARQUET, SUFFIXES, TABLE_SUFFIXES, files_of, parse_folder
@@ -19,8 +27,8 @@ from moe.data.rows import (
     Row,
     check_columns,
     is_hub_name,
+    load_from_hub,
     load_saved_dataset,
-    open_hub_stream,
     read_rows,
     text_of,
 )
@@ -68,35 +76,7 @@ class BlockRow(NamedTuple):
         return text_of(self.values, column, where=self.where, advice=advice)
 
 
-class Blocks(Protocol):
-    """A table in blocks."""
-
-    identity: str
-    """Text that is equal for tables of the same rows in the same blocks: names, sizes, numbers."""
-
-    version: str
-    """Text that changes when a file is written again, e.g. its time."""
-
-    num_first_blocks: float
-    """Size of the table as a multiple of its first block; only for a table with shards."""
-
-    @property
-    def shards(self) -> Sequence[range] | None:
-        """Numbers of all blocks, in ranges that are fast to read in order; None for a table that is
-        only read from its beginning, until a block has no rows.
-        """
-        ...
-
-    def read(self, block: int) -> Iterator[BlockRow]:
-        """Yields the rows of a block.
-
-        Raises:
-            DataError: When a file cannot be read, or is smaller than before.
-        """
-        ...
-
-
-def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
+def open_blocks(source: Path, columns: Sequence[str]) -> "Blocks":
     """Returns the blocks of a table larger than memory.
 
     Args:
@@ -109,7 +89,7 @@ def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
         DataError: When there is no such source.
     """
     if is_hub_name(source):
-        return StreamBlocks(open_hub_stream(str(source)), str(source), columns)
+        return StreamBlocks(load_from_hub(str(source), streaming=True), str(source), columns)
     folder = parse_folder(source)
     is_files = not folder.is_saved if folder else suffix_of(source) in SUFFIXES
     if not is_files:
@@ -133,14 +113,6 @@ def open_blocks(source: Path, columns: Sequence[str]) -> Blocks:
     return FileBlocks(files, columns)
 
 
-class _RowGroup(NamedTuple):
-    """A part of a Parquet file, and the number of rows before it in the file."""
-
-    file: Path
-    number: int
-    first_row: int
-
-
 class ParquetBlocks:
     """Blocks of the row groups of Parquet files: each row group is a shard."""
 
@@ -151,14 +123,16 @@ class ParquetBlocks:
             DataError: When a file is no Parquet file, or has no such column.
         """
         self._columns = list(columns)
-        self._groups: list[_RowGroup] = []
+        self._groups: list[
+            tuple[Path, int, int]
+        ] = []  # file, row group, rows before it in the file
         group_rows: list[int] = []
         for file in files:
             first_row = 0
             for group, num_rows in enumerate(_rows_of_groups(file, columns)):
                 if not num_rows:
                     continue
-                self._groups.append(_RowGroup(file, group, first_row))
+                self._groups.append((file, group, first_row))
                 group_rows.append(num_rows)
                 first_row += num_rows
 
@@ -335,6 +309,9 @@ class StreamBlocks(_Sequential):
         rows: Iterable[Any] = self._stream
         for number, row in enumerate(rows, start=1):
             yield BlockRow(f"{self._name}, row {number}", row)
+
+
+Blocks = ParquetBlocks | JsonlBlocks | DatasetBlocks | FileBlocks | StreamBlocks
 
 
 def _bad_rows(errors: list[DataError]) -> Iterator[BlockRow]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe.data.documents import Document
-from moe.data.folders import printable
 from moe.data.prose import prose_paragraphs
 from moe.errors import DataError
+from moe.parsing import printable
 
 logger = logging.getLogger(__name__)
 

@@ -7,32 +7,29 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moe.data.folders import (
-    MARKUP_SUFFIXES,
-    SUFFIXES,
-    TABLE_SUFFIXES,
-    files_of,
-    parse_folder,
-    printable,
-)
+from moe.data.folders import MARKUP_SUFFIXES, SUFFIXES, TABLE_SUFFIXES, files_of, parse_folder
 from moe.data.prose import prose_paragraphs
 from moe.data.rows import read_rows, text_of
 from moe.errors import DataError
-from moe.parsing import read_text, suffix_of
+from moe.parsing import printable, read_text, suffix_of
 
 OWN_LICENCE = "not stated"
 TEXT_COLUMN = "text"
 
 
 class Document(NamedTuple):
-    """A text that is never divided between training and held-out."""
+    """A text that is never divided between training and held-out.
+
+    Attributes:
+        text: Paragraphs, with a blank line between two.
+        source: File and line, the same on every machine, e.g. "torch/nn/functional.py"; decides the split.
+        package: Origin of the text: "stdlib", "torch", "numpy", or the name of the user's folder.
+        licence: Licence of the text.
+    """
 
     text: str
-    """Paragraphs, with a blank line between two."""
     source: str
-    """File and line, the same on every machine, e.g. "torch/nn/functional.py"; decides the split."""
     package: str
-    """Origin of the text: "stdlib", "torch", "numpy", or the name of the user's folder."""
     licence: str
 
 
@@ -91,6 +88,7 @@ def _read_path(path: Path, column: str) -> Iterator[Document]:
 
 def _read_file(path: Path, column: str, *, source: str, package: str) -> Iterator[Document]:
     """Yields the documents of one file."""
+    # Names whose bytes are not UTF-8 cannot be written.
     source = printable(source)
     package = printable(package)
 

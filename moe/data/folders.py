@@ -12,16 +12,14 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from moe.errors import DataError
-from moe.parsing import suffix_of
+from moe.parsing import printable, suffix_of
 
 logger = logging.getLogger(__name__)
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 PARQUET = ".parquet"
 TABLE_SUFFIXES = (".jsonl", *SEPARATORS, PARQUET)
-MARKUP_SUFFIXES = (".rst",)
-"""Endings of files of which only the prose is read."""
-
+MARKUP_SUFFIXES = (".rst",)  # of which only the prose is read
 SUFFIXES = (".txt", ".md", *MARKUP_SUFFIXES, *TABLE_SUFFIXES)
 
 _TRAIN = "train"
@@ -119,27 +117,19 @@ def _files_by_split(folder: Folder, files: Sequence[Path]) -> dict[str, list[Pat
 def files_below(folder: Path) -> list[Path]:
     """Returns the files of texts and tables below a folder, sorted; warns about its other files."""
     readable: list[Path] = []
-    num_others = 0
-    other_suffixes: set[str] = set()
+    others: list[Path] = []
     links: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=_refuse_folder):
         for name in names:
             file = Path(parent, name)
-            if suffix_of(file) in SUFFIXES:
-                readable.append(file)
-            else:
-                num_others += 1
-                other_suffixes.add(file.suffix)
+            (readable if suffix_of(file) in SUFFIXES else others).append(file)
         links += [Path(parent, name) for name in folders if Path(parent, name).is_symlink()]
 
     # Say which files are not read.
-    if num_others:
-        suffixes = [printable(suffix) or "no suffix" for suffix in sorted(other_suffixes)]
-        if len(suffixes) > 10:
-            suffixes[10:] = ["others"]
-        logger.warning(
-            "%s: %d files ending in %s are left out.", folder, num_others, ", ".join(suffixes)
-        )
+    if others:
+        suffixes = sorted({printable(file.suffix) or "no suffix" for file in others})
+        listed = ", ".join(suffixes)
+        logger.warning("%s: %d files ending in %s are left out.", folder, len(others), listed)
     if links:
         example = printable(str(min(links)))
         logger.warning("%s: links to folders are not followed, e.g. %s.", folder, example)
@@ -151,11 +141,3 @@ def _refuse_folder(error: OSError) -> None:
     raise DataError(
         f"{error.filename} cannot be read: {error.strerror}. Make it readable, or leave it out."
     ) from error
-
-
-def printable(name: str) -> str:
-    """Returns the name of a file with its unprintable characters escaped."""
-    characters = []
-    for character in name:
-        characters.append(character if character.isprintable() else repr(character)[1:-1])
-    return "".join(characters)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){1,2}")
 _LONGEST_FIELD = 2**31 - 1
-_BATCH_ROWS = 1000
 
 Row = Mapping[str, Any]
 
@@ -63,11 +62,11 @@ def read_rows(
             dataset = load_saved_dataset(source, advice=advice)
             yield from _rows_of(dataset, str(source), columns, advice)
     elif suffix in SEPARATORS:
-        yield from _read_csv(source, SEPARATORS[suffix], columns, advice, bad)
+        yield from _read_csv(source, columns, advice, bad)
     elif suffix == PARQUET:
         yield from read_parquet(source, advice=advice, columns=columns)
     elif is_hub_name(source):
-        dataset = _load_from_hub(str(source), streaming=False)
+        dataset = load_from_hub(str(source), streaming=False)
         yield from _rows_of(dataset, str(source), columns, advice)
     else:
         for number, row in read_json_lines(source, advice=advice, nan=True, pipe=pipe, bad=bad):
@@ -110,15 +109,12 @@ def text_of(row: Row, column: str, *, where: object, advice: str) -> str:
 
 
 def _read_csv(
-    path: Path,
-    separator: str,
-    columns: Collection[str] | None,
-    advice: str,
-    bad: Callable[[DataError], None],
+    path: Path, columns: Collection[str] | None, advice: str, bad: Callable[[DataError], None]
 ) -> Iterator[tuple[str, Row]]:
     """Yields the rows of a CSV or TSV file with a header."""
     # A document may be longer than the 128 KiB of Python's default.
     csv.field_size_limit(_LONGEST_FIELD)
+    separator = SEPARATORS[suffix_of(path)]
     quoting = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
     where = str(path)
     with open_data(path, advice=advice) as file:
@@ -233,16 +229,12 @@ def is_hub_name(source: Path) -> bool:
     return not is_other and _HUB_NAME.fullmatch(str(source)) is not None
 
 
-def open_hub_stream(name: str) -> "datasets.IterableDataset":
-    """Returns a split of a dataset of the hub, whose rows are fetched as they are read.
+def load_from_hub(name: str, *, streaming: bool) -> Any:
+    """Returns a split of a dataset of the hub; the rows of a stream are fetched as they are read.
 
     Raises:
         DataError: When there is none.
     """
-    return _load_from_hub(name, streaming=True)
-
-
-def _load_from_hub(name: str, *, streaming: bool) -> Any:
     import datasets
 
     repository, *config, split = name.split(":")
@@ -260,7 +252,7 @@ def _rows_of(
     Only the columns that are needed are read, as Arrow: images and sounds are neither decoded nor fetched.
     """
     chosen = check_columns(name, dataset.column_names, columns, advice)
-    batches: Any = dataset.select_columns(chosen).with_format("arrow").iter(_BATCH_ROWS)
+    batches: Any = dataset.select_columns(chosen).with_format("arrow").iter(1000)
     rows = chain.from_iterable(batch.to_pylist() for batch in batches)
     with reading(name, advice=advice):
         for number, row in enumerate(rows, start=1):
