@@ -126,10 +126,8 @@ def read_text(
 
 def not_utf8(where: object, byte: int, place: str = "in it") -> str:
     """Returns the message about a text that is not UTF-8, which names its first invalid byte."""
-    return (
-        f"{where} is not UTF-8: byte 0x{byte:02x} {place}. Convert the file from its encoding, e.g. "
-        "`iconv -f latin1 -t utf-8`, or repair the line."
-    )
+    advice = "Convert the file, e.g. `iconv -f latin1 -t utf-8`, or repair the line."
+    return f"{where} is not UTF-8: byte 0x{byte:02x} {place}. {advice}"
 
 
 def parse_json(
@@ -229,7 +227,7 @@ def read_json_lines(
             try:
                 value = parse_json_object(line, where=where, advice=advice, nan=nan)
             except DataError as error:
-                if torn_end and not any(map(bytes.strip, file)):
+                if torn_end and not line.endswith(b"\n"):
                     return
                 bad(error)
                 continue
