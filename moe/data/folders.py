@@ -5,6 +5,7 @@ Comes before `rows`, `documents` and `blocks`, which read them.
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -23,6 +24,9 @@ MARKUP_SUFFIXES = (".rst",)  # of which only the prose is read
 SUFFIXES = (".txt", ".md", *MARKUP_SUFFIXES, *TABLE_SUFFIXES)
 
 _TRAIN = "train"
+_NO_SPLITS = {_TRAIN: ["**"]}  # as `datasets` describes a folder whose names tell nothing
+_SPLIT_WORD = re.compile("train|val|dev|test|eval|-of-")  # part of every name of a split's files
+_TEXTS = (".txt", *TABLE_SUFFIXES)
 _CARD = "README.md"
 _SAVED = ("dataset_info.json", "dataset_dict.json")  # written by `Dataset.save_to_disk`
 
@@ -82,19 +86,23 @@ def _files_by_split(folder: Folder, files: Sequence[Path]) -> dict[str, list[Pat
     """Returns the files of each split, as `datasets` finds them; empty for a folder without splits."""
     tables = {file for file in files if suffix_of(file) in TABLE_SUFFIXES}
     pages = {file for file in files if file not in tables and file.name != _CARD}
-    if not any(suffix_of(file) in (".txt", *TABLE_SUFFIXES) for file in files):
-        return {}
-
-    import datasets  # takes seconds
-    from datasets.data_files import get_data_patterns
-
     path = folder.path.resolve()
     card = path / _CARD
-    has_configs = card.is_file() and b"\nconfigs:" in card.read_bytes()
+    header = card.read_bytes().partition(b"\n---")[0] if card.is_file() else b""
+    has_configs = header.startswith(b"---") and b"\nconfigs:" in header
+
+    # `datasets` takes seconds to import, and milliseconds for each file.
+    texts = [
+        file.relative_to(folder.path).as_posix() for file in files if suffix_of(file) in _TEXTS
+    ]
+    if not has_configs and not any(map(_SPLIT_WORD.search, texts)):
+        return {}
+
+    import datasets
+    from datasets.data_files import get_data_patterns
+
     splits: dict[str, list[Path]] = {}
     try:
-        if not has_configs and get_data_patterns(str(path)) == {_TRAIN: ["**"]}:
-            return {}
         with TemporaryDirectory() as cache:
             builder = datasets.load_dataset_builder(str(path), folder.config, cache_dir=cache)
         for split, names in (builder.config.data_files or {}).items():
@@ -102,6 +110,8 @@ def _files_by_split(folder: Folder, files: Sequence[Path]) -> dict[str, list[Pat
         split_files = set(chain.from_iterable(splits.values()))
         if not split_files <= set(files):
             raise DataError(f"{min(split_files - set(files))} is no text or table below it")
+        if not has_configs and len(splits) == 1 and get_data_patterns(str(path)) == _NO_SPLITS:
+            return {}
     except Exception as error:  # whatever a card's YAML makes `datasets` raise
         if len(pages) > len(tables) and not has_configs and folder.split is None:
             return {}

@@ -1,11 +1,14 @@
 """A folder in the layout of a downloaded dataset gives one split, as `datasets.load_dataset` does."""
 
 import json
+from itertools import chain
 
 import datasets
 import pytest
+from datasets.data_files import SPLIT_KEYWORDS, SPLIT_PATTERN_SHARDED
 
 from moe import DataError
+from moe.data import folders
 from moe.data.blocks import open_blocks
 from moe.data.documents import read_files
 from moe.data.folders import files_of
@@ -125,6 +128,17 @@ def test_files_without_names_of_splits_are_all_read(tmp_path):
     for name in (*names, "requirements.txt"):
         (pages / name).write_text(name)
     assert len(files_of(pages)) == 6
+
+
+def test_a_folder_that_only_mentions_a_split_word_is_read_whole(tmp_path):
+    for name in ("trainer.jsonl", "devices.csv"):
+        write(tmp_path / name, [row(name)])
+    assert texts_of(tmp_path) == [["devices.csv", "trainer.jsonl"]] * 3
+
+
+def test_every_name_of_a_split_in_datasets_is_noticed():
+    for keyword in chain(*SPLIT_KEYWORDS.values(), [SPLIT_PATTERN_SHARDED]):
+        assert folders._SPLIT_WORD.search(keyword.replace("[0-9]", "0"))
 
 
 @pytest.mark.parametrize("configs", ["5", "[5]", "[{config_name: x, data_files: 5}]", "{"])
