@@ -12,6 +12,7 @@ from torch import nn
 
 from eval.answers.batches import TokenizedRequest
 from eval.answers.predictions_file import Prediction
+from moe.data.tokenizer import text_ids
 from moe.errors import DataError
 from moe.models.configuration import STMoEConfig
 from moe.parsing import read_json, to_record
@@ -117,7 +118,7 @@ def count_tokens(
 
     # A generated answer is counted in the tokens of its text, plus the end token.
     if texts:
-        for tokens in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+        for tokens in text_ids(tokenizer, texts, markers=True):
             num_outputs += (len(tokens) + 1) * num_beams
     num_inputs = sum(len(request.tokens) for request in requests)
     return Tokens(len(predictions), num_inputs, num_outputs)

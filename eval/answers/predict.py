@@ -35,6 +35,7 @@ from eval.answers.predictions_file import (
 from eval.answers.seq2seq import Seq2Seq
 from eval.task import Task
 from moe.checks import shown
+from moe.data.tokenizer import text_ids
 from moe.distributed.collectives import gather_or_raise
 from moe.errors import CheckpointError, ConfigError
 from moe.sparse.integration import total_stats
@@ -433,7 +434,7 @@ def _tokens_of_choices(system: Seq2Seq, choices: Sequence[Sequence[str]]) -> dic
     texts: dict[str, None] = {}
     for texts_of_request in choices:
         texts.update(dict.fromkeys(texts_of_request))
-    tokens = system.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    tokens = text_ids(system.tokenizer, list(texts), markers=True)
     return dict(zip(texts, tokens, strict=True))
 
 

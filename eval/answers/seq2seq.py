@@ -19,7 +19,7 @@ from eval.answers.inference import (
 )
 from moe.checkpoint.loading import load_complete, load_model_on_mesh
 from moe.checksums import model_fingerprint
-from moe.data.tokenizer import check_tokenizer_files
+from moe.data.tokenizer import check_tokenizer_files, prompt_ids
 from moe.errors import CheckpointError, is_panic
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -100,7 +100,7 @@ class Seq2Seq(NamedTuple):
         max_tokens = min(max_tokens, self.tokenizer.model_max_length)
         texts = [request.inputs for request in requests]
         try:
-            all_tokens = self.tokenizer(texts, verbose=False)["input_ids"]
+            all_tokens = prompt_ids(self.tokenizer, texts)
         except BaseException as error:
             # tokenizers panics when a regular expression backtracks for too long.
             if not is_panic(error):
@@ -114,8 +114,7 @@ class Seq2Seq(NamedTuple):
         for request, tokens in zip(requests, all_tokens, strict=True):
             truncated = len(tokens) > max_tokens
             if truncated:
-                encoding = self.tokenizer(request.inputs, truncation=True, max_length=max_tokens)
-                tokens = encoding["input_ids"]
+                (tokens,) = prompt_ids(self.tokenizer, [request.inputs], max_tokens)
             tokens = tokens or [self.tokenizer.eos_token_id]
             tokenized.append(TokenizedRequest(request, tokens, truncated))
         return tokenized

@@ -28,6 +28,7 @@ from eval.run import check_tasks
 from eval.scores.intervals import score_answers, score_metrics, task_seed
 from eval.task import Example, Task
 from moe.cli import Parser, integer, path, word
+from moe.data.tokenizer import prompt_ids
 from moe.errors import ConfigError
 from moe.inspection.formatting import format_interval, format_score
 from moe.inspection.tables import format_table
@@ -70,13 +71,9 @@ class EncoderVectors:
         means: list[NDArray[np.float32]] = []
         maxima: list[NDArray[np.float32]] = []
         for start in range(0, len(texts), _BATCH_SIZE):
-            batch = self._system.tokenizer(
-                list(texts[start : start + _BATCH_SIZE]),
-                padding=True,
-                truncation=True,
-                max_length=self._max_tokens,
-                return_tensors="pt",
-            )
+            tokenizer = self._system.tokenizer
+            rows = prompt_ids(tokenizer, texts[start : start + _BATCH_SIZE], self._max_tokens)
+            batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
             mask = batch["attention_mask"]
             x = encoder(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state.float()
             is_token = mask[..., None].bool()  # [B, L, 1]

@@ -38,6 +38,7 @@ from eval.scores.superglue import SUPERGLUE, superglue_average
 from eval.submission import Submission
 from eval.task import TASKS, Example, Task
 from eval.text.preprocess import HIDDEN_TARGET
+from moe.data.tokenizer import prompt_ids
 
 _WORST_ANSWERS = 10
 _KEPT_CHARACTERS = 1000
@@ -381,8 +382,7 @@ def input_lengths(examples: Sequence[Example], tokenizer: Any, limit: int) -> In
     """
     limit = min(limit, tokenizer.model_max_length)
     texts = [example.inputs for example in examples]
-    encoded = tokenizer(texts, truncation=False, verbose=False)["input_ids"]
-    lengths = np.asarray([len(ids) for ids in encoded])
+    lengths = np.asarray([len(ids) for ids in prompt_ids(tokenizer, texts)])
 
     # Bins of one width, a whole number, from 0 to the longest input.
     longest = int(lengths.max())

@@ -40,8 +40,6 @@ HELD_OUT_BLOCK = 0
 ROWS = "rows"
 """Name of the array with the number of rows of a block, and the number of them that were skipped."""
 
-_FORMAT = 1  # increase when the same rows give other tokens
-
 
 class StreamSettings(NamedTuple):
     """How a table is streamed.
@@ -91,7 +89,7 @@ class BlockStream(ABC):
         self._blocks_of_window = max(1, settings.shuffle_rows // BLOCK_ROWS)
 
         # Files may have other times and folders on another machine.
-        identity = (_FORMAT, blocks.identity, details, settings.skip_bad_rows)
+        identity = (blocks.identity, details, settings.skip_bad_rows)
         name = tokens_name((), tokenizer, repr((*identity, blocks.version)))
         self._folder = settings.folder / Path(name).stem
         name = tokens_name((), tokenizer, repr((*identity, self._blocks_of_window)))

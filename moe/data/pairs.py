@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from moe.data.packing import Example
-from moe.data.tokenizer import SpecialIds, input_frame, pad_and_eos
+from moe.data.tokenizer import SpecialIds, enclose, input_frame, pad_and_eos, text_ids
 from moe.data.tokens import Arrays, kept_arrays, tokens_name
 from moe.errors import ConfigError
 
@@ -24,7 +24,6 @@ Sentinels = Literal["none", "one"]
 """Sentinels of a pair of texts: none, or one at the end of the input and at the front of the target."""
 
 _NAMES = ("tokens", "lengths", "num_truncated")
-_FORMAT = 1  # increase when the same texts give other tokens
 _WORTH_KEEPING = 2**17  # characters; fewer are tokenized in a tenth of a second
 _TEXTS_AT_ONCE = 4096  # lists of Python's integers take ten times the memory of arrays
 
@@ -106,8 +105,7 @@ def _encode(
     path = None
     if keep_in is not None:
         # Besides texts and tokenizer, these determine the tokens.
-        settings = (_FORMAT, side, tokenizer.split_special_tokens)
-        name = tokens_name(texts, tokenizer, repr(settings))
+        name = tokens_name(texts, tokenizer, repr((side, tokenizer.split_special_tokens)))
         path = keep_in / name
     arrays = kept_arrays(path, _NAMES, partial(tokenize_side, texts, tokenizer, side))
 
@@ -141,8 +139,7 @@ def tokenize_side(texts: list[str], tokenizer: PreTrainedTokenizerFast, side: Si
     # A few thousand texts at once: the tokenizer's lists are large.
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
         chunk = texts[first : first + _TEXTS_AT_ONCE]
-        batch = tokenizer(chunk, add_special_tokens=False, verbose=False)
-        for ids in batch["input_ids"]:
+        for ids in text_ids(tokenizer, chunk, markers=True):
             num_truncated += len(ids) > room
             enclosed = enclose(ids, side.length, start=side.start, end=side.end)
             encoded.append(np.asarray(enclosed, dtype=np.int32))
@@ -154,22 +151,3 @@ def tokenize_side(texts: list[str], tokenizer: PreTrainedTokenizerFast, side: Si
         "lengths": np.array(lengths, dtype=np.int32),
         "num_truncated": np.array([num_truncated], dtype=np.int32),
     }
-
-
-def enclose(
-    ids: Sequence[int], length: int | None, *, start: Sequence[int] = (), end: Sequence[int] = ()
-) -> list[int]:
-    """Returns tokens between `start` and `end`, truncated so that there are `length` in all.
-
-    Args:
-        ids: Tokens of a text; they alone are truncated.
-        length: Most tokens with both ends; None for any number.
-        start: Tokens in front, e.g. a sentinel.
-        end: Tokens to append, e.g. the end token.
-
-    Source:
-        seqio `preprocessors.append_eos_after_trim` and `experimental.add_task_with_sentinels` at
-        b898b9f. Differs: no.
-    """
-    room = len(ids) if length is None else max(0, length - len(start) - len(end))
-    return [*start, *ids[:room], *end]

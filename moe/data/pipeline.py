@@ -87,15 +87,13 @@ class SpanCorruptionSource:
             noise: How much is masked.
 
         Raises:
-            DataError: When the text is shorter than one chunk, or has ids that are not text.
+            DataError: When the text is shorter than one chunk.
             ConfigError: When a number is out of range, or `inputs_length` does not fit the
                 noise and the sentinels.
         """
         check_source_numbers(seed, batch_size=batch_size)
         if isinstance(text, np.ndarray):
             text = WholeText(text)
-        if isinstance(text, WholeText):
-            _check_text(text.tokens, ids)
         self.batch_size = batch_size
         self.padding = ids.pad
         self._ids = ids
@@ -379,20 +377,6 @@ def check_source_numbers(seed: int, *, batch_size: int, **lengths: int) -> None:
     check_integer("batch_size", batch_size, least=1, most=LARGEST_BATCH, reason=WHY_LARGEST_BATCH)
     for name, length in lengths.items():
         check_integer(name, length, least=1, most=LONGEST_ROW, reason=WHY_LONGEST_ROW)
-
-
-def _check_text(tokens: NDArray[np.int32], ids: SpecialIds) -> None:
-    """Raises if a token could be confused with a sentinel, padding or the end token."""
-    if not tokens.size:
-        return
-    highest_special = max(ids.pad, ids.eos)
-    lowest_sentinel = ids.first_sentinel - ids.num_sentinels + 1
-    if tokens.min() <= highest_special or tokens.max() >= lowest_sentinel:
-        raise DataError(
-            f"The tokens range from {tokens.min()} to {tokens.max()}; expected text only, between "
-            f"the special tokens (up to {highest_special}) and the sentinels (from "
-            f"{lowest_sentinel}). Tokenize the corpus again with this tokenizer."
-        )
 
 
 def fingerprint(*parts: bytes | memoryview) -> str:

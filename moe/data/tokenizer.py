@@ -6,11 +6,14 @@ then the sentinels `<extra_id_99>` ... `<extra_id_0>`, so that `<extra_id_0>` ha
 
 import copy
 import io
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sentencepiece
 import tokenizers
@@ -64,6 +67,8 @@ _SCORE_GRID = 2.0**-6
 # Below the score of any segmentation of the same letters, so that text which happens to say
 # "</s>" is not read as the end of a sequence.
 _NEVER_CHOSEN = -1000.0
+
+_CONTROL_TOKENS = ("pad_token", "bos_token", "eos_token", "unk_token", "sep_token", "cls_token")
 
 
 class SpecialIds(NamedTuple):
@@ -133,10 +138,114 @@ def input_frame(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int
     adds to any text: Gemma's adds `<bos>` before and nothing after.
     """
     _, eos = pad_and_eos(tokenizer)
-    if has_sentinels(tokenizer):
-        return [], [eos]
-    added = tokenizer("")["input_ids"]
-    return [token for token in added if token != eos], [token for token in added if token == eos]
+    return ([], [eos]) if has_sentinels(tokenizer) else _added_tokens(tokenizer)
+
+
+def _added_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Returns the special tokens that a tokenizer adds before and after any text."""
+    (text,) = text_ids(tokenizer, ["a"])
+    framed = tokenizer("a", split_special_tokens=True)["input_ids"]
+    start = framed.index(text[0])
+    return framed[:start], framed[start + len(text) :]
+
+
+def prompt_ids(
+    tokenizer: Any, texts: Sequence[str], max_length: int | None = None
+) -> list[list[int]]:
+    """Returns the tokens of each text between those that the tokenizer adds to any text.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        texts: What users wrote; their markers are tokens, see `text_ids`.
+        max_length: Most tokens of a text; longer ones lose their end. None for any number.
+    """
+    start, end = _added_tokens(tokenizer)
+    all_ids = text_ids(tokenizer, texts, markers=True)
+    return [enclose(ids, max_length, start=start, end=end) for ids in all_ids]
+
+
+def enclose(
+    ids: Sequence[int], length: int | None, *, start: Sequence[int] = (), end: Sequence[int] = ()
+) -> list[int]:
+    """Returns tokens between `start` and `end`, truncated so that there are `length` in all.
+
+    Args:
+        ids: Tokens of a text; they alone are truncated.
+        length: Most tokens with both ends; None for any number.
+        start: Tokens in front, e.g. a sentinel.
+        end: Tokens to append, e.g. the end token.
+
+    Source:
+        seqio `preprocessors.append_eos_after_trim` and `experimental.add_task_with_sentinels` at
+        b898b9f. Differs: no.
+    """
+    room = len(ids) if length is None else max(0, length - len(start) - len(end))
+    return [*start, *ids[:room], *end]
+
+
+def text_ids(tokenizer: Any, texts: Sequence[str], *, markers: bool = False) -> list[list[int]]:
+    """Returns the tokens of each text, without those that the tokenizer adds to any text.
+
+    No text can write a control token, as in sentencepiece: `</s>` and `<pad>` are read as letters.
+
+    Args:
+        tokenizer: Tokenizer of transformers.
+        texts: What users wrote.
+        markers: Whether the other special tokens, such as `<extra_id_0>`, are tokens where a text
+            has them, unless the tokenizer's `split_special_tokens` is set; else they are letters.
+    """
+    if not texts:
+        return []
+    markers = markers and not tokenizer.split_special_tokens
+    reader, pattern = _text_reader(tokenizer, len(tokenizer))
+
+    # Every second part of a text is a marker.
+    parts = [pattern.split(text) if markers else [text] for text in texts]
+    letters = list(chain.from_iterable(of_text[::2] for of_text in parts))
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    encoded = iter(reader(letters, **options)["input_ids"])
+
+    all_ids: list[list[int]] = []
+    for of_text in parts:
+        ids = list(next(encoded))
+        for marker in of_text[1::2]:
+            ids += [tokenizer.convert_tokens_to_ids(marker.strip()), *next(encoded)]
+        all_ids.append(ids)
+    return all_ids
+
+
+@lru_cache(maxsize=8)
+def _text_reader(tokenizer: Any, num_tokens: int) -> tuple[Any, re.Pattern[str]]:
+    """Returns a tokenizer whose model writes no special token, and a pattern that finds markers.
+
+    Args:
+        tokenizer: Any tokenizer of transformers.
+        num_tokens: Its size, so that a tokenizer that has grown is read again.
+    """
+    # A marker may take the white space around it, as BART's <mask> does.
+    names = {getattr(tokenizer, name) for name in _CONTROL_TOKENS}
+    patterns = []
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and token.content not in names:
+            patterns.append(
+                token.lstrip * r"\s*" + re.escape(token.content) + token.rstrip * r"\s*"
+            )
+            names.add(token.content)
+    patterns.sort(key=len, reverse=True)
+    pattern = re.compile(f"({'|'.join(patterns)})" if patterns else "(?!)")
+
+    # A unigram model finds special tokens in a text if they are among its pieces. No text has a
+    # piece with a space.
+    if not (tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.model, models.Unigram)):
+        return tokenizer, pattern
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    for piece in model["vocab"]:
+        if piece[0] in names:
+            piece[:] = [f" {piece[0]}", 0.0]
+    pieces = list(map(tuple, model["vocab"]))
+    reader = copy.deepcopy(tokenizer)
+    reader.backend_tokenizer.model = models.Unigram(pieces, model["unk_id"], model["byte_fallback"])
+    return reader, pattern
 
 
 def sentinel(number: int) -> str:

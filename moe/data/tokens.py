@@ -20,6 +20,7 @@ from safetensors.numpy import save
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from moe.data.tokenizer import text_ids
 from moe.errors import DataError
 from moe.files import only_writer
 
@@ -34,6 +35,7 @@ Arrays = dict[str, NDArray[Any]]
 _TOKENS = "tokens"
 _DIGEST = "sha256"  # of the arrays' bytes
 _BATCH = 1_000  # documents
+_FORMAT = 2  # increase when the same texts give other tokens
 
 
 def tokenize_corpus(
@@ -81,12 +83,7 @@ def encode_texts(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerFast
 ) -> list[NDArray[np.int32]]:
     """Returns the tokens <int32>[N] of each text, none of them special."""
-    if not texts:
-        return []
-    encoded = tokenizer(
-        list(texts), add_special_tokens=False, split_special_tokens=True, verbose=False
-    )
-    return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+    return [np.asarray(ids, dtype=np.int32) for ids in text_ids(tokenizer, texts)]
 
 
 def tokens_name(
@@ -104,7 +101,7 @@ def tokens_name(
     backend.no_truncation()
     backend.no_padding()
 
-    digest = hashlib.sha256(tokenizers.__version__.encode())
+    digest = hashlib.sha256(f"{_FORMAT} {tokenizers.__version__}".encode())
     digest.update(backend.to_str().encode())
     digest.update(settings.encode())
     for text in texts:

@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from moe.checks import check_integer, shown
+from moe.data.tokenizer import prompt_ids
 from moe.errors import DataError
 from moe.serving.engine import Answer, Engine, Piece
 from moe.serving.sampling import Sampling, sampling_of
@@ -146,7 +147,7 @@ def encode_items(
     """
     texts = [_text_of(item, max_input) for item in items]
     valid = [text for text in texts if isinstance(text, str)]
-    encoded = iter(tokenizer(valid, verbose=False)["input_ids"] if valid else [])
+    encoded = iter(prompt_ids(tokenizer, valid))
 
     results: list[list[int] | DataError] = []
     for text in texts:

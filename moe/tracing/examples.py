@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from moe.checks import check_integer
 from moe.data.pairs import Sentinels, encode_pairs
 from moe.data.span_corruption import Noise, corrupt, noise_mask, tokens_length
-from moe.data.tokenizer import SpecialIds, input_frame, pad_and_eos
+from moe.data.tokenizer import SpecialIds, input_frame, pad_and_eos, text_ids
 from moe.errors import DataError
 from moe.models.configuration import STMoEConfig
 from moe.tracing.recorder import TracedBatch, evaluation_mode
@@ -179,10 +179,8 @@ def _chunks(
     """
     chunks = []
     for source in texts:
-        encoded = tokenizer(
-            source.text, add_special_tokens=False, split_special_tokens=True, verbose=False
-        )
-        tokens = np.asarray([*encoded["input_ids"], *end], dtype=np.int32)
+        (ids,) = text_ids(tokenizer, [source.text])
+        tokens = np.asarray([*ids, *end], dtype=np.int32)
         for start in range(0, tokens.size, length):
             chunk = tokens[start : start + length]
             if chunk.size >= _SHORTEST:

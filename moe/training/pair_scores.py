@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moe.checkpoint.best_model import DEV_FOLDER, DevEvaluation
 from moe.checkpoint.loading import load_complete, load_model_on_mesh
 from moe.data.pair_files import Pair
-from moe.data.tokenizer import load_tokenizer
+from moe.data.tokenizer import load_tokenizer, prompt_ids
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.mesh import Mesh
 from moe.errors import DataError
@@ -225,8 +224,7 @@ def _generate(
 ) -> list[str]:
     """Returns the answer to each text, in order."""
     tokenizer = load_tokenizer(folder)
-    options: dict[str, Any] = {"truncation": True, "max_length": inputs_length}
-    encoded = tokenizer(list(texts), **options)["input_ids"]
+    encoded = prompt_ids(tokenizer, texts, inputs_length)
 
     # Inputs of similar length share a batch.
     order = sorted(range(len(texts)), key=lambda number: -len(encoded[number]))

@@ -14,7 +14,6 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[
 
 from moe.data.mixture import mixing_rate
 from moe.data.packing import fill_row, pack_rows
-from moe.data.pairs import enclose
 from moe.data.span_corruption import (
     Noise,
     corrupt,
@@ -23,7 +22,7 @@ from moe.data.span_corruption import (
     random_spans_masks,
     tokens_length,
 )
-from moe.data.tokenizer import EOS, PAD, UNK, SpecialIds, to_transformers
+from moe.data.tokenizer import EOS, PAD, UNK, SpecialIds, enclose, to_transformers
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from tests.conformance.case import CaseFunctions, CaseInput, Deviation
