@@ -21,13 +21,12 @@ from moe.commands.routing_inputs import (
     with_tokenizer,
 )
 from moe.commands.surgery_report import SurgeryReport, SurgeryResult, compare, measure, size_rows
+from moe.convert.formats import find_tokenizer_files
 from moe.convert.t5x import is_t5x
-from moe.data.tokenizer import TOKENIZER_FILE
 from moe.errors import ConfigError
 from moe.files import whole_folder
 from moe.hosts.all_hosts import load_model
 from moe.models.configuration import STMoEConfig
-from moe.models.transformers_private import find_file
 from moe.tracing.recorder import TracedBatch
 
 Operate = Callable[[Path, Sequence[TracedBatch]], SurgeryResult]
@@ -96,19 +95,13 @@ def perform_surgery(
         text = ""
         batches: list[TracedBatch] = []
         if has_text(options):
-            tokenizer = find_file(options.source, TOKENIZER_FILE)
-            if tokenizer is None:
-                raise ConfigError(
-                    f"--from {options.source} has no {TOKENIZER_FILE}, which is needed to read the text. "
-                    "Save one beside the model (AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER) "
-                    "makes one from a spiece.model), or leave the text out."
-                )
-            model = load_model(options.source)
-            inspected = with_tokenizer(tokenizer.parent, model, options.source)
+            files = find_tokenizer_files(options.source, {}).values()
+            tokenizer = next((path.parent for path in files), Path(options.source))
+            inspected = with_tokenizer(tokenizer, load_model(options.source), options.source)
             text = describe_inputs(options, inspected)
             batches = list(read_batches(options, inspected, read_task))
-            before = measure(model, batches)
-            del model, inspected
+            before = measure(inspected.model, batches)
+            del inspected
 
         result = operate(folder, batches)
 

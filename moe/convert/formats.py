@@ -27,6 +27,7 @@ from moe.convert.weight_map import (
     convert_weights,
     empty_weights,
 )
+from moe.data.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_FILE, load_tokenizer
 from moe.errors import CheckpointError
 from moe.models.checkpoint_formats import find_format, read_json_object
 from moe.models.configuration import STMoEConfig
@@ -235,6 +236,11 @@ def write_checkpoint(
     generation_config.save_pretrained(folder)
     for name, path in tokenizer_files.items():
         shutil.copyfile(path, folder / name)
+
+    # AutoTokenizer reads spiece.model by the class of the model, and knows none for ours.
+    names = tokenizer_files.keys()
+    if form == "ours" and SENTENCEPIECE_FILE in names and TOKENIZER_FILE not in names:
+        load_tokenizer(folder).save_pretrained(str(folder))
 
 
 def find_tokenizer_files(source: Path | str, download: Mapping[str, Any]) -> dict[str, Path]:

@@ -19,7 +19,7 @@ import sentencepiece
 import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, T5Tokenizer
 
 from moe.checks import check_integer, shown
 from moe.checksums import read_sums, refuse_damage, write_sums
@@ -301,29 +301,31 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """Returns the tokenizer in `folder`: made by `train_tokenizer`, or saved with a model.
 
     Raises:
-        DataError: When the folder has no tokenizer.json, or a file of it is damaged; names the
-            file.
+        DataError: When the folder has neither tokenizer.json nor T5's spiece.model, or a file is
+            damaged; names the file.
     """
     folder = Path(folder)
     advice = f"Make one with `stmoe tokenizer --corpus CORPUS --out {folder}`."
-    if not (folder / TOKENIZER_FILE).is_file():
-        raise DataError(
-            f"{folder} has no readable {TOKENIZER_FILE} (there is no such file). {advice}"
-        )
+    if (folder / "config.json").is_file():
+        advice = "Copy the files of the model's tokenizer there, from where the model comes from."
+    present = [name for name in (TOKENIZER_FILE, SENTENCEPIECE_FILE) if (folder / name).is_file()]
+    if not present:
+        raise DataError(f"{folder} has no {TOKENIZER_FILE} and no {SENTENCEPIECE_FILE}. {advice}")
 
     # Its files are unchanged. A user may have saved a tokenizer to a model's folder, whose
     # checksums do not include it.
     settings_files = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
-    checked_files = {TOKENIZER_FILE, *settings_files}
+    checked_files = {present[0], *settings_files}
     if kind_of(folder) != TOKENIZER:
         checked_files &= (read_sums(folder) or {}).keys()
     refuse_damage(folder, checked_files, advice=advice)
     check_tokenizer_files(folder, advice=advice)
 
     # Files that do not fit together, e.g. a missing unknown token, show when the tokenizer is used.
-    read_last = settings_files[0] if settings_files else TOKENIZER_FILE
+    read_last = settings_files[0] if settings_files else present[0]
+    tokenizer_class = PreTrainedTokenizerFast if TOKENIZER_FILE in present else T5Tokenizer
     with reading(folder / read_last, advice=advice):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder))
+        tokenizer = tokenizer_class.from_pretrained(str(folder))
         tokenizer("a \U0010fffe")
     return tokenizer
 

@@ -3,14 +3,18 @@ with every reason.
 """
 
 import json
+import shutil
 
 import pytest
+import sentencepiece
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSeq2SeqLM, T5Config
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5Config
 
 from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration, conversion_report
 from moe.commands.convert import main
+from moe.data.tokenizer import load_tokenizer, prompt_ids, train_tokenizer
+from moe.errors import DataError
 from tests.models.hf_models import (
     SIZES,
     SPARSE,
@@ -55,12 +59,13 @@ def assert_same(a, b):
 def test_there_and_back_is_bit_exact_and_loads_in_transformers(tmp_path, kind):
     theirs, inputs = their_model(kind), their_inputs()
     theirs.save_pretrained(tmp_path / "theirs")
-    (tmp_path / "theirs" / "spiece.model").write_bytes(b"pieces")
+    for name in ("spiece.model", "tokenizer.json"):
+        (tmp_path / "theirs" / name).write_bytes(b'{"pieces": []}')
     form = "t5" if kind.startswith("T5") else "switch"
     convert(tmp_path / "theirs", tmp_path / "ours", "--max-shard-size", "50KB")
     convert(tmp_path / "ours", tmp_path / "back", "--format", form)
     assert_same(weights_of(tmp_path / "back"), weights_of(tmp_path / "theirs"))
-    assert (tmp_path / "back" / "spiece.model").read_bytes() == b"pieces"
+    assert (tmp_path / "back" / "spiece.model").read_bytes() == b'{"pieces": []}'
 
     # The weights of the copy may lie at other addresses.
     back = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
@@ -73,6 +78,29 @@ def test_there_and_back_is_bit_exact_and_loads_in_transformers(tmp_path, kind):
     other = {"architectures": 0, "_name_or_path": 0}
     assert ours.config.to_dict() | other == direct.config.to_dict() | other
     assert ours.generation_config.to_dict() == direct.generation_config.to_dict()
+
+
+def test_a_folder_with_only_a_spiece_model_has_a_tokenizer_that_every_door_reads(tmp_path):
+    # Four letters and the sentinels of T5; sentencepiece reads the same file.
+    their_model("T5 1.1").save_pretrained(tmp_path / "theirs")
+    train_tokenizer(["ab cd", "abcd", "dc ba"], 109, tmp_path / "vocabulary")
+    shutil.copy(tmp_path / "vocabulary" / "spiece.model", tmp_path / "theirs")
+    pieces = str(tmp_path / "theirs" / "spiece.model")
+    expected = [*sentencepiece.SentencePieceProcessor(model_file=pieces).encode("ab</s>"), 1]
+
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    for folder in (tmp_path / "theirs", tmp_path / "ours"):
+        for tokenizer in (load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)):
+            assert prompt_ids(tokenizer, ["ab</s>"]) == [expected]
+            assert tokenizer.convert_tokens_to_ids("<extra_id_0>") == 108
+
+
+def test_a_damaged_spiece_model_is_named(tmp_path):
+    their_model("T5 1.1").save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "spiece.model").write_bytes(b"pieces")
+    with pytest.raises(DataError, match=r"spiece[.]model cannot be used"):
+        convert(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
 
 
 @pytest.mark.parametrize(

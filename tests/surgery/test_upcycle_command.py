@@ -8,7 +8,7 @@ import yaml
 
 from moe import STMoEConfig, STMoEForConditionalGeneration
 from moe.commands import pretrain, upcycle
-from moe.errors import ConfigError
+from moe.errors import ConfigError, DataError
 from tests.training.tiny_run import MODEL, pretrain_arguments, write_inputs
 
 DENSE = {
@@ -113,7 +113,7 @@ def test_a_source_that_cannot_be_measured_is_named(inputs, tmp_path):
     source = tmp_path / "bare"
     shutil.copytree(inputs["dense"] / "model", source)
     (source / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=f"--from {source} has no tokenizer.json"):
+    with pytest.raises(DataError, match=f"{source} has no tokenizer.json"):
         upcycle_to(inputs, tmp_path / "a", "--corpus", inputs["corpus"], source=source)
     (tmp_path / "t5x").mkdir()
     (tmp_path / "t5x/checkpoint").touch()
