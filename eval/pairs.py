@@ -60,7 +60,7 @@ PAIR_TASKS: dict[str, Task] = {}
 for _kind, _scorers in PAIR_METRICS.items():
     PAIR_TASKS[f"pairs_{_kind}"] = Task(
         name=f"pairs_{_kind}",
-        version=1,
+        version=2,
         description="Pairs of texts of a user.",
         licence="not stated",
         source=_source("a file of pairs"),

@@ -38,7 +38,8 @@ from eval.scores.superglue import SUPERGLUE, superglue_average
 from eval.submission import Submission
 from eval.task import TASKS, Example, Task
 from eval.text.preprocess import HIDDEN_TARGET
-from moe.data.tokenizer import prompt_ids
+from moe.checks import shown
+from moe.data.tokenizer import prompt_ids, text_ids, written
 
 _WORST_ANSWERS = 10
 _KEPT_CHARACTERS = 1000
@@ -178,6 +179,7 @@ def summarize_task(
     notes = comparability_notes(result, models)
     if has_baselines(task) and asked.baselines is None and result.data.folder:
         notes.append(f"No baselines: {result.data.folder} has no rows of the split 'train'.")
+    notes += _notes_on_unknown_targets(examples, tokenizer)
     return replace(result, notes=notes), draws
 
 
@@ -316,6 +318,10 @@ def class_counts(
     if not task.is_classification:
         return []
 
+    # An answer is the choice that the vocabulary writes like it.
+    choices = {written(choice): choice for choice in examples[0].choices}
+    outputs = [choices.get(written(output), output) for output in outputs]
+
     num_examples: Counter[str] = Counter()
     num_right: Counter[str] = Counter()
     for example, output in zip(examples, outputs, strict=True):
@@ -451,6 +457,18 @@ def comparability_notes(result: TaskResult, models: Mapping[str, ModelInfo]) -> 
                 "The paper reports such peaks too."
             )
     return notes
+
+
+def _notes_on_unknown_targets(examples: Sequence[Example], tokenizer: Any) -> list[str]:
+    """Returns a note on targets that a vocabulary cannot write, if there are any."""
+    targets = [example.targets for example in examples if example.targets != HIDDEN_TARGET]
+    unknown = [tokenizer.unk_token_id in ids for ids in text_ids(tokenizer, targets, markers=True)]
+    if not any(unknown):
+        return []
+    return [
+        f"{sum(unknown):,} targets have characters that the vocabulary lacks, the first is "
+        f"{shown(targets[unknown.index(True)])}: no generated answer can be equal to them."
+    ]
 
 
 def _submission_notes(result: TaskResult) -> list[str]:

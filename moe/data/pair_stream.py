@@ -3,10 +3,8 @@
 Comes after `block_stream` and `pairs`; `pipeline` and `mixture` have batches of pairs in memory.
 """
 
-import logging
 from collections.abc import Mapping
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -15,12 +13,10 @@ from moe.data.block_stream import HELD_OUT_BLOCK, BlockStream, StreamSettings, W
 from moe.data.blocks import BlockRow, Blocks
 from moe.data.packing import Example, example_rows
 from moe.data.pair_files import ADVICE, Pair
-from moe.data.pairs import Sentinels, pair_sides, tokenize_side
+from moe.data.pairs import Sentinels, pair_sides, tokenize_side, warn_of_losses
 from moe.data.pipeline import ALL_ROWS, Batch, check_source_numbers, fingerprint, stack_rows
 from moe.data.tokenizer import SpecialIds
 from moe.data.tokens import Arrays
-
-logger = logging.getLogger(__name__)
 
 
 class PairStream(BlockStream):
@@ -47,9 +43,6 @@ class PairStream(BlockStream):
             columns: Names of the columns for `inputs` and `targets`.
             lengths: Maximum number of tokens of an input and of a target.
             sentinels: See `PairSource`.
-
-        Raises:
-            ConfigError: When a row has no room for a sentinel and an end token.
         """
         self._sides = pair_sides(tokenizer, lengths, sentinels)
         self._columns = (columns["inputs"], columns["targets"])
@@ -64,22 +57,15 @@ class PairStream(BlockStream):
     def encode(self, rows: list[tuple[str, ...]]) -> Arrays:
         """Returns the tokens of both sides, and where each text ends."""
         arrays: Arrays = {}
-        num_truncated = 0
+        has_warned = self._has_warned
         for index, side in enumerate(self._sides):
-            encoded = tokenize_side([row[index] for row in rows], self.tokenizer, side)
+            texts = [row[index] for row in rows]
+            encoded = tokenize_side(texts, self.tokenizer, side)
             arrays[side.name] = encoded["tokens"]
             arrays[f"{side.name}_ends"] = np.cumsum(encoded["lengths"], dtype=np.int64)
-            num_truncated += encoded["num_truncated"].item()
-
-        if num_truncated and not self._has_warned:
-            self._has_warned = True
-            lengths = " and ".join(f"{side.length} ({side.name})" for side in self._sides)
-            logger.warning(
-                "%d texts of %d pairs are longer than %s tokens and are truncated, and so are later ones.",
-                num_truncated,
-                len(rows),
-                lengths,
-            )
+            if not has_warned:
+                block_side = side._replace(name=f"{side.name} of a block")
+                self._has_warned |= warn_of_losses(texts, self.tokenizer, block_side, encoded)
         return arrays
 
     def held_out(self) -> list[Pair]:
@@ -99,11 +85,9 @@ class PairStream(BlockStream):
     def examples(self, block: int) -> list[Example]:
         """Returns the tokens <int32>[N] of both texts of each pair of a block."""
         arrays = self.arrays(block)
-        sides = []
-        for name in ("inputs", "targets"):
-            ends = [0, *arrays[f"{name}_ends"].tolist()]
-            sides.append([arrays[name][start:end] for start, end in pairwise(ends)])
-        return list(zip(*sides, strict=True))
+        inputs = np.split(arrays["inputs"], arrays["inputs_ends"])[:-1]
+        targets = np.split(arrays["targets"], arrays["targets_ends"])[:-1]
+        return list(zip(inputs, targets, strict=True))
 
 
 class StreamedPairSource:

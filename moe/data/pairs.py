@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from moe.data.packing import Example
 from moe.data.tokenizer import SpecialIds, enclose, input_frame, pad_and_eos, text_ids
 from moe.data.tokens import Arrays, kept_arrays, tokens_name
-from moe.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +58,11 @@ def encode_pairs(
         lengths: Maximum number of tokens of an input and of a target.
         sentinels: See `PairSource`.
         keep_in: Folder that keeps the tokens of many texts for the next run; None for none.
-
-    Raises:
-        ConfigError: When a row has no room for a sentinel and an end token.
     """
     inputs_side, targets_side = pair_sides(tokenizer, lengths, sentinels)
 
     # For few texts, a file costs more time than it saves.
-    num_characters = 0
-    for pair in pairs:
-        num_characters += sum(map(len, pair))
-    if num_characters < _WORTH_KEEPING:
+    if sum(len(inputs) + len(targets) for inputs, targets in pairs) < _WORTH_KEEPING:
         keep_in = None
 
     inputs = _encode([pair[0] for pair in pairs], tokenizer, inputs_side, keep_in)
@@ -80,17 +73,9 @@ def encode_pairs(
 def pair_sides(
     tokenizer: PreTrainedTokenizerFast, lengths: tuple[int, int], sentinels: Sentinels
 ) -> tuple[Side, Side]:
-    """Returns how inputs and targets become tokens; see `encode_pairs`.
-
-    Raises:
-        ConfigError: When a row has no room for a sentinel and an end token.
-    """
+    """Returns how inputs and targets become tokens; see `encode_pairs`."""
     _, eos = pad_and_eos(tokenizer)
     sentinel = [SpecialIds.of(tokenizer).first_sentinel] if sentinels == "one" else []
-    if min(lengths) <= len(sentinel):
-        raise ConfigError(
-            f"Rows of {lengths} tokens are too short for a sentinel and an end token; expected at least 2 tokens."
-        )
 
     # An input ends with the sentinel, and a target begins with it.
     start, end = input_frame(tokenizer)
@@ -110,24 +95,39 @@ def _encode(
     arrays = kept_arrays(path, _NAMES, partial(tokenize_side, texts, tokenizer, side))
 
     # Warn in every run, also when the tokens were read from disk.
-    num_truncated = arrays["num_truncated"].item()
-    if num_truncated:
-        logger.warning(
-            "%d of %d %s are longer than %d tokens and are truncated.",
-            num_truncated,
-            len(texts),
-            side.name,
-            side.length,
-        )
+    warn_of_losses(texts, tokenizer, side, arrays)
 
     # Views, so that a rank reads only the texts of its rows.
-    tokens = arrays["tokens"]
-    encoded: list[NDArray[np.int32]] = []
-    start = 0
-    for length in arrays["lengths"].tolist():
-        encoded.append(tokens[start : start + length])
-        start += length
-    return encoded
+    starts = np.cumsum(arrays["lengths"]) - arrays["lengths"]
+    return np.split(arrays["tokens"], starts)[1:]
+
+
+def warn_of_losses(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, side: Side, arrays: Arrays
+) -> bool:
+    """Warns of texts that lose tokens or characters, and returns whether there are any.
+
+    Args:
+        texts: N texts.
+        tokenizer: Their tokenizer.
+        side: Their side.
+        arrays: Result of `tokenize_side`.
+    """
+    texts_of_side = f"of {len(texts)} {side.name}"
+    num_truncated = arrays["num_truncated"].item()
+    if num_truncated:
+        message = "%d %s are longer than %d tokens and are truncated."
+        logger.warning(message, num_truncated, texts_of_side, side.length)
+
+    # The number of the text of each unknown token.
+    unknown = tokenizer.unk_token_id
+    numbers = np.repeat(np.arange(len(texts)), arrays["lengths"])[arrays["tokens"] == unknown]
+    if numbers.size:
+        text = texts[numbers[0]]
+        lost = "".join(letter for letter in text if unknown in text_ids(tokenizer, [letter])[0])
+        message = "%d %s have characters that the vocabulary lacks, such as %r: all are one token."
+        logger.warning(message, np.unique(numbers).size, texts_of_side, lost[:1])
+    return num_truncated + numbers.size > 0
 
 
 def tokenize_side(texts: list[str], tokenizer: PreTrainedTokenizerFast, side: Side) -> Arrays:

@@ -58,6 +58,13 @@ _TRAINING_SETTINGS = {
     "minloglevel": 2,
 }
 
+_NORMALIZER = sentencepiece.SentencePieceNormalizer(  # pyright: ignore[reportAttributeAccessIssue]
+    rule_name=_TRAINING_SETTINGS["normalization_rule_name"],
+    add_dummy_prefix=False,
+    escape_whitespaces=False,
+    remove_extra_whitespaces=True,
+)
+
 # Scores are rounded to this grid, so that two libraries choose the same pieces. sentencepiece adds
 # up the scores of a whole text in float32, tokenizers those of a word in float64; on the grid both
 # are exact up to 2**18 (tens of thousands of tokens). Without it the two read 4 of 2,376 whole
@@ -212,6 +219,11 @@ def text_ids(tokenizer: Any, texts: Sequence[str], *, markers: bool = False) -> 
             ids += [tokenizer.convert_tokens_to_ids(marker.strip()), *next(encoded)]
         all_ids.append(ids)
     return all_ids
+
+
+def written(text: str) -> str:
+    """Returns a text in the form that T5's vocabulary and ours write: NFKC, with single spaces."""
+    return _NORMALIZER.Normalize(text)
 
 
 @lru_cache(maxsize=8)

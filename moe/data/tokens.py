@@ -54,20 +54,15 @@ def tokenize_corpus(
         document whole and once per epoch, where T5 takes a random chunk of 65,536 tokens.
     """
     encode = partial(_encode, documents, tokenizer)
-    path = _kept_file(documents, tokenizer)
+    path = None
+    if documents.cache_files:  # others are in memory
+        folder = Path(documents.cache_files[0]["filename"]).parent
+        path = folder / tokens_name(documents["text"], tokenizer)
     tokens = kept_arrays(path, (_TOKENS,), encode)[_TOKENS]
 
     if tokens.size == 0:
         raise DataError("The corpus has no tokens. Give documents with text.")
     return tokens
-
-
-def _kept_file(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -> Path | None:
-    """Returns the path of the cached tokens; None for documents in memory."""
-    if not documents.cache_files:
-        return None
-    folder = Path(documents.cache_files[0]["filename"]).parent
-    return folder / tokens_name(documents["text"], tokenizer)
 
 
 def _encode(documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerFast) -> Arrays:

@@ -16,7 +16,7 @@ import torch
 from moe.checkpoint.best_model import DEV_FOLDER, DevEvaluation
 from moe.checkpoint.loading import load_complete, load_model_on_mesh
 from moe.data.pair_files import Pair
-from moe.data.tokenizer import load_tokenizer, prompt_ids
+from moe.data.tokenizer import load_tokenizer, prompt_ids, written
 from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.mesh import Mesh
 from moe.errors import DataError
@@ -43,15 +43,15 @@ Scorer = Callable[[Sequence[str], Sequence[str]], list[float]]
 
 
 def exact_matches(targets: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Returns 1 where an answer equals its target, but for white space, and 0 elsewhere."""
+    """Returns 1 where an answer equals its target in written form, and 0 elsewhere."""
     pairs = zip(targets, answers, strict=True)
-    return [float(target.split() == answer.split()) for target, answer in pairs]
+    return [float(written(target).split() == written(answer).split()) for target, answer in pairs]
 
 
 def word_f1(target: str, answer: str) -> float:
     """Returns the F1 of the words of an answer, as bags; 0 when either is empty."""
-    target_words = target.split()
-    answer_words = answer.split()
+    target_words = written(target).split()
+    answer_words = written(answer).split()
     num_shared = sum((Counter(target_words) & Counter(answer_words)).values())
     if num_shared == 0:
         return 0.0
@@ -84,9 +84,14 @@ def rouge_fmeasures(kind: str, targets: Sequence[str], answers: Sequence[str]) -
     scorer = RougeScorer([kind])
     scores = []
     for target, answer in zip(targets, answers, strict=True):
-        rouge = scorer.score(target.replace(" . ", " .\n"), answer.replace(" . ", " .\n"))
+        rouge = scorer.score(_sentences(target), _sentences(answer))
         scores.append(rouge[kind].fmeasure)
     return scores
+
+
+def _sentences(text: str) -> str:
+    """Returns a text with a sentence on each line."""
+    return "\n".join(map(written, text.replace(" . ", " .\n").split("\n")))
 
 
 PAIR_METRICS: dict[str, dict[str, Scorer]] = {

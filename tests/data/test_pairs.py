@@ -55,6 +55,17 @@ def test_the_next_run_reads_what_the_first_has_tokenized(tokenizer, folder, monk
     assert "damaged" not in caplog.text
 
 
+def test_characters_that_the_vocabulary_lacks_are_told_of_in_every_run(tokenizer, folder, caplog):
+    pairs = [("the price", f"{number} {sign}") for number, sign in enumerate("€£a€€")]
+    for _ in range(2):
+        caplog.clear()
+        encode(tokenizer, folder, pairs=pairs)
+        assert (
+            "4 of 5 targets have characters that the vocabulary lacks, such as '€'" in caplog.text
+        )
+        assert "inputs" not in caplog.text
+
+
 def test_batches_and_fingerprint_are_those_of_texts_that_are_not_kept(tokenizer, folder):
     settings = {"inputs_length": 61, "targets_length": 29, "batch_size": 5, "seed": 0, "pack": True}
     tasks = {"first": PAIRS[:7], "second": PAIRS[7:]}

@@ -327,8 +327,6 @@ def test_a_long_text_is_cut_before_its_sentinel(tokenizer):
     the = tokenizer("the the the and and and")["input_ids"]
     assert batch["input_ids"][0][:7].tolist() == [*[the[0]] * 5, first, 1]
     assert batch["labels"][0][:5].tolist() == [first, *[the[3]] * 3, 1]
-    with pytest.raises(ConfigError, match="are too short for a sentinel and an end token"):
-        pair_source(tokenizer, pairs, targets_length=1, sentinels="one")
 
 
 def test_the_fingerprint_of_pairs_tells_data_and_settings_apart(tokenizer):

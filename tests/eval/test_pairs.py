@@ -67,6 +67,35 @@ def test_any_model_is_scored_with_intervals_and_the_report_names_the_file(
     assert "pairs_labels" in capsys.readouterr().out
 
 
+def test_labels_in_wide_letters_are_answered_like_narrow_ones(folders, pairs, tmp_path):
+    # The labels are the model's own answers, so that it is right; its vocabulary writes narrow letters.
+    run("--model", folders["moe"], "--pairs", pairs, "--modes", "generate", "--out", tmp_path / "a")
+    (task,) = report_of(tmp_path / "a")["tasks"]
+    wide = {number: number + 0xFEE0 for number in range(33, 127)}
+    systems, right = [], []
+    for name, table in (("narrow", {}), ("wide", wide)):
+        answered = []
+        for answer in task["worst"]:
+            label = answer["output"].translate(table)
+            answered += [{"inputs": answer["inputs"], "targets": label}] * 2
+        path = write(tmp_path / f"{name}.jsonl", answered)
+        run("--model", folders["moe"], "--pairs", path, "--out", tmp_path / name)
+        (labels,) = report_of(tmp_path / name)["tasks"]
+        systems.append({row["mode"]: row["scores"][0]["value"] for row in labels["systems"]})
+        right.append(sum(row["right"] for row in labels["by_class"]))
+    assert systems[0] == systems[1] and systems[1]["generate"] == 100
+    assert right == [2 * len(task["worst"])] * 2
+
+
+def test_targets_with_unknown_characters_are_counted(folders, tmp_path):
+    signs = [{"inputs": f"price {number}", "targets": sign} for number, sign in enumerate("€£€")]
+    path = write(tmp_path / "signs.jsonl", signs)
+    run("--model", folders["t5"], "--pairs", path, "--modes", "generate", "--out", tmp_path / "out")
+    (task,) = report_of(tmp_path / "out")["tasks"]
+    (note,) = task["notes"]
+    assert note.startswith("3 targets have characters that the vocabulary lacks")
+
+
 def test_groups_are_those_of_the_file(pairs, tmp_path):
     grouped = [{**pair, "group": number // 2} for number, pair in enumerate(PAIRS)]
     task = read_pairs_task(write(tmp_path / "grouped.jsonl", grouped))

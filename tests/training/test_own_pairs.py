@@ -17,7 +17,14 @@ from moe.commands import finetune
 from moe.data.pair_files import Pair, hold_out, num_shared_inputs, read_pairs
 from moe.data.tokenizer import train_tokenizer
 from moe.training.command import typed_settings
-from moe.training.pair_scores import dev_scorer, kind_of_targets, scorers_for, word_f1s
+from moe.training.pair_scores import (
+    dev_scorer,
+    exact_matches,
+    kind_of_targets,
+    rouge_fmeasures,
+    scorers_for,
+    word_f1s,
+)
 from tests.models.tiny import tiny_model
 from tests.processes import start_torchrun
 from tests.training.test_finetune_command import losses
@@ -112,6 +119,21 @@ def test_the_targets_decide_the_metrics():
     assert kind_of_targets(["only one"]) == "answers"
     russian = [f"{'Лист ' * 11}{word}" for word in WORDS]
     assert kind_of_targets(russian) == "answers", "ROUGE would read none of their letters"
+
+
+def test_targets_are_compared_in_the_form_that_a_vocabulary_writes():
+    # The third character is unknown: no answer has it.
+    targets = ["m²", "m³", "five €", "\ufb01ne\u200bday"]
+    answers = ["m2", "m3", "five", "fine day"]
+    assert exact_matches(targets, answers) == [1, 1, 0, 1]
+    assert word_f1s(targets, answers) == [1, 1, pytest.approx(2 / 3), 1]
+    assert exact_matches(answers, ["m2", "m3", "five", "fine  day "]) == [1, 1, 1, 1]
+
+
+def test_rouge_reads_sentences_line_by_line():
+    pytest.importorskip("rouge_score")
+    text = "a b c\nd e f"
+    assert rouge_fmeasures("rougeLsum", [text], ["d e \uff46 . a b c"]) == [1]
 
 
 def test_the_f1_counts_shared_words():
