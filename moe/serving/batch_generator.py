@@ -9,8 +9,8 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from moe.checks import check_integer, shown
-from moe.data.tokenizer import prompt_ids
+from moe.checks import check, check_integer, shown
+from moe.data.tokenizer import prompt_ids, text_ids
 from moe.errors import DataError
 from moe.serving.engine import Answer, Engine, Piece
 from moe.serving.sampling import Sampling, sampling_of
@@ -80,6 +80,10 @@ class BatchGenerator:
         self.max_input = max_input
         self.sampling = replace(default_sampling(model), **sampling)
         self.on_piece = on_piece
+        for stop in self.sampling.stop:
+            written = tokenizer.decode(text_ids(tokenizer, [stop])[0], skip_special_tokens=True)
+            is_possible = set(stop) <= {*written, " "}
+            check(is_possible, "stop", stop, "a text of characters that the vocabulary writes")
 
     def map(self, texts: Iterable[Item]) -> Iterator[Answer]:
         """Yields the answer to each text, in order.

@@ -168,6 +168,8 @@ def test_a_stop_string_ends_an_answer_before_it_and_streamed_pieces_never_show_i
     assert stopped.finish == "stop" and stopped.text == plain.text.split(stop)[0]
     assert "".join(piece.text for piece in pieces) == stopped.text
     assert [piece.token for piece in pieces] == stopped.tokens
+    with pytest.raises(ConfigError, match=r"stop is '\\n\\n'.*vocabulary"):
+        BatchGenerator(model, TOKENIZER, stop=("\n\n",))
 
 
 def test_scores_are_the_log_probabilities_of_a_whole_pass():
