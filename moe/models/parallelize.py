@@ -138,12 +138,10 @@ def shard_model(
     # The ranks with which each module computes.
     model.set_parallel_axes(mesh.ep, mesh.tp)
 
-    # The graph breaks where rows for other ranks are counted, and where ranks of tp draw their own
-    # random numbers.
+    # The graph breaks where ranks of ep exchange, and where those of tp draw their own random numbers.
     config = model.config
-    counts_rows = mesh.ep is not None and config.dispatch == "ragged"
     drops_shards = mesh.tp is not None and (config.dropout_rate or config.expert_dropout_rate)
-    if counts_rows or drops_shards:
+    if mesh.ep is not None or drops_shards:
         model._can_compile_fullgraph = False
 
     if gather and mesh.config.num_data_ranks > 1:

@@ -22,7 +22,7 @@ from moe.sparse.dispatch import (
     local_row_dispatcher,
     sort_rows,
 )
-from moe.sparse.expert_parallel import SlotExchange, exchange_rows
+from moe.sparse.expert_parallel import exchange_rows, exchange_slots
 from moe.sparse.experts import Experts
 from moe.sparse.groups import from_groups, sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.inputs import check_inputs, to_bool_mask
@@ -183,14 +183,8 @@ class SparseFeedForward(nn.Module):
             if self.ep is not None:
                 return exchange_rows(sort_rows(plan, num_experts), self.ep)
             return local_row_dispatcher(plan, num_experts)
-        if self.ep is None:
-            return SlotDispatcher(fill_slots(plan, num_experts))
-
-        # An edit may change the capacity, and ranks exchange the same number of slots: one for each
-        # token.
-        if self.plan_edits:
-            plan = plan._replace(capacity=None)
-        return SlotExchange(fill_slots(plan, num_experts), self.ep)
+        slots = fill_slots(plan, num_experts)
+        return SlotDispatcher(slots) if self.ep is None else exchange_slots(slots, self.ep)
 
     def expert_tokens(self, tokens: Tensor) -> Tensor:
         """Returns tokens <any float>[G, S, D] as the experts take them.
