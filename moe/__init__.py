@@ -7,10 +7,12 @@ them, e.g. `from moe.sparse.losses import RouterLosses`.
 
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoModelForTextEncoding
 
+from moe.checkpoint.final_model import save_model_on_mesh
 from moe.checkpoint.loading import load_complete, load_model_on_mesh
 from moe.convert.formats import conversion_report
 from moe.distributed.launch import launch
 from moe.distributed.mesh import MeshConfig, build_mesh
+from moe.distributed.sharding import clip_gradient
 from moe.errors import CheckpointError, ConfigError, DataError, DistributedError, MoEError
 from moe.models.configuration import STMoEConfig
 from moe.models.encoder import STMoEEncoderModel
@@ -69,6 +71,7 @@ __all__ = [
     "add_stats",
     "assign_slots",
     "build_mesh",
+    "clip_gradient",
     "collect_routers",
     "conversion_report",
     "edit_routing",
@@ -80,6 +83,7 @@ __all__ = [
     "replace_feed_forward",
     "replay_routing",
     "router_loss",
+    "save_model_on_mesh",
     "select_parameters",
     "shard_model",
     "summarize",

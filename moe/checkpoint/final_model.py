@@ -52,29 +52,32 @@ def _missing_part(folder: Path) -> str | None:
     return None
 
 
-def export_model(
+def save_model_on_mesh(
     model: STMoEForConditionalGeneration,
     layouts: Mapping[str, Layout],
     mesh: Mesh | None,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerFast,
+    folder: Path | str,
+    tokenizer: PreTrainedTokenizerFast | None = None,
     *,
     sections: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes model and tokenizer to a folder; every rank must call it.
+    """Writes a folder as `save_pretrained` does; every rank must call it, and none holds the whole model.
+
+    The folder appears when it is complete, and replaces an earlier model there.
 
     Args:
-        model: Whole model, or sharded by `shard_model`.
+        model: Whole model, or sharded by `shard_model` or `shard_host`.
         layouts: Layout of each parameter.
         mesh: Mesh that the model is sharded over; None for one process.
         folder: Folder on a file system that all ranks share.
-        tokenizer: Saved next to the model.
+        tokenizer: Saved next to the model; None for no tokenizer.
         sections: Sections of the model card, see `model_card`; those of rank zero count.
 
     Raises:
         DataError: When something else is there.
         OSError: When the disk is full or fails on any rank.
     """
-    with enter_on_rank_zero(lambda: whole_folder(folder, kind="model")) as partial:
+    with enter_on_rank_zero(lambda: whole_folder(Path(folder), kind="model")) as partial:
         write_model(model, layouts, partial, mesh, sections=sections)
-        broadcast_from_rank_zero(lambda: tokenizer.save_pretrained(str(partial)))
+        if tokenizer is not None:
+            broadcast_from_rank_zero(lambda: tokenizer.save_pretrained(str(partial)))

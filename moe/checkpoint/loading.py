@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from moe.checkpoint.sharded_weights import stored_tensors, whole_slices, whole_tensors
+from moe.checkpoint.sharded_weights import stored_tensors, whole_slices
 from moe.checks import shown
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import Mesh
@@ -265,7 +265,7 @@ def _check_weights_fit(
     Raises:
         CheckpointError: Lists what does not fit.
     """
-    expected = whole_tensors(model.config, stored_tensors(model))
+    expected = stored_tensors(model)
     shapes = {name: tensor.shape for name, tensor in saved.items()}
 
     # Integers would be read as if they were the weights.

@@ -62,19 +62,25 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name in first_names}
 
 
-def whole_tensors(config: object, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def whole_tensors(
+    tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]
+) -> dict[str, Tensor]:
     """Returns tensors <any>[...] without memory, with their shapes in a single process.
 
     Args:
-        config: Configuration of the model.
         tensors: Result of `stored_tensors`, <any>[...].
+        layouts: Layout of each parameter.
     """
-    with torch.device("meta"):
-        whole = STMoEForConditionalGeneration(config).state_dict()  # pyright: ignore[reportArgumentType]
-    shapes = {}
+    whole = {}
     for name, tensor in tensors.items():
-        shapes[name] = torch.empty_like(whole[name], dtype=tensor.dtype)
-    return shapes
+        shape = list(tensor.shape)
+        layout = layouts.get(name)
+
+        # Gate and up projection share a dimension again.
+        if layout is not None and layout.packed and tensor.shape == layout.shape:
+            shape[-3:-1] = [shape[-3] * shape[-2]]
+        whole[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return whole
 
 
 def whole_slices(shape: Sequence[int]) -> ShardSlices:
@@ -108,7 +114,7 @@ def write_model(
         OSError: When the disk is full or fails.
     """
     tensors = stored_tensors(model)
-    whole = whole_tensors(model.config, tensors)
+    whole = whole_tensors(tensors, layouts)
     parameters = {name for name, _ in model.named_parameters()}
     files, index = plan_files(whole, max_shard_size, parameters=parameters)
 
@@ -319,9 +325,12 @@ def _write_config(
     """Writes config.json, generation_config.json and the model card as `save_pretrained` does."""
     # Same as `save_pretrained`: the dtype of the weights, and the model's class.
     model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [STMoEForConditionalGeneration.__name__]
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    card = model_card(model.config, base_model=model.source_model, sections=sections)
-    write_card(folder, card)
+
+    # Hosts of sparse layers have no card.
+    if isinstance(model, STMoEForConditionalGeneration):
+        card = model_card(model.config, base_model=model.source_model, sections=sections)
+        write_card(folder, card)

@@ -79,6 +79,7 @@ class Layout(NamedTuple):
         num_shards: Ranks over which FSDP shards it; 1 if FSDP does not shard it.
         shard_dim: Dimension that FSDP shards.
         num_replicas: Data ranks that hold each shard.
+        packed: See Rule.
     """
 
     rule: str
@@ -88,6 +89,7 @@ class Layout(NamedTuple):
     num_shards: int
     shard_dim: int
     num_replicas: int
+    packed: bool
 
     @property
     def fsdp_axes(self) -> tuple[str, ...]:
@@ -168,6 +170,7 @@ def find_layout(
         num_shards=num_shards,
         shard_dim=0,
         num_replicas=config.dp_replicate,
+        packed=rule.packed,
     )
     return layout._replace(shard_dim=_choose_shard_dim(layout, config))
 
@@ -204,11 +207,6 @@ def chunk_range(size: int, num_chunks: int, index: int) -> tuple[int, int]:
     return start, end
 
 
-def pack(x: Tensor, layout: Layout) -> Tensor:
-    """Returns <any>[...] in its shape on a mesh, gate and up apart; a view."""
-    return x.view(layout.shape)
-
-
 def shard_over_ep_tp(
     whole: Tensor, layout: Layout, config: MeshConfig, coordinate: MeshCoordinate
 ) -> Tensor:
@@ -224,7 +222,7 @@ def shard_over_ep_tp(
         <any>[...] of the layout's gathered shape.
     """
     # Both axes divide their dimension, as `check_mesh` ensures.
-    part = pack(whole, layout)
+    part = whole.view(layout.shape)
     if layout.expert:
         num_local_experts = layout.shape[0] // config.ep
         part = part.narrow(0, coordinate.ep * num_local_experts, num_local_experts)
@@ -365,6 +363,31 @@ def _has_one_data_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:
     return "ep" in axes and mesh.experts.size() == 1
 
 
+def refuse_to_save(mesh: MeshConfig | None) -> None:
+    """Raises a ConfigError for `save_pretrained` of a model on a mesh; None is a whole model."""
+    if mesh is not None:
+        raise ConfigError(
+            f"save_pretrained is not supported on a mesh ({mesh}), where a rank has a part of the "
+            "model. Call moe.save_model_on_mesh(model, layouts, mesh, folder) on every rank."
+        )
+
+
+def refuse_loss_of_a_rank(model: Any) -> None:
+    """Raises a ConfigError for a loss with the counts of one rank, where gradients are summed over ranks.
+
+    Args:
+        model: The model; its `mesh_config` is None when it is whole.
+    """
+    mesh = model.mesh_config
+    is_trained = model.training and torch.is_grad_enabled()
+    if is_trained and mesh is not None and mesh.num_data_ranks > 1:
+        raise ConfigError(
+            f"The loss got no counts of the whole batch, but gradients are summed over {mesh.num_data_ranks} data "
+            "ranks. Pass num_items_in_batch, the targets of all ranks, or to an STMoE model "
+            "loss_counts=model.loss_counts(batch, mesh); to evaluate, use torch.no_grad()."
+        )
+
+
 def sum_gradients_now(module: nn.Module, is_last: bool) -> None:
     """Tells FSDP whether the next backward pass is the last of an update.
 
@@ -376,11 +399,16 @@ def sum_gradients_now(module: nn.Module, is_last: bool) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Returns the norm of all gradients <float>[], the same on every rank.
+def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
+    """Returns the norm of all gradients <float>[] before they are scaled down to `max_norm`.
 
-    Parameters may be on different meshes. Every shard is counted once: its sum of squares is
-    divided by the number of ranks that hold it.
+    It is what `torch.nn.utils.clip_grad_norm_` does in one process. Parameters may be on different
+    meshes. Every shard is counted once: its sum of squares is divided by the number of ranks that
+    hold it. Every rank must call it, and gets the same norm.
+
+    Args:
+        parameters: Parameters whose gradients are clipped.
+        max_norm: Largest norm afterwards; None scales nothing.
     """
     parameters = list(parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -401,8 +429,12 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     if num_ranks > 1:
         dist.all_reduce(total)
 
-    dtype = _at_least_float32(grads[0].dtype) if grads else torch.float32
-    return total.sqrt().to(dtype)
+    norm = total.sqrt().to(_at_least_float32(grads[0].dtype) if grads else torch.float32)
+    if max_norm is not None:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch has the same 1e-6
+        for grad in grads:
+            local_shard(grad).mul_(scale)
+    return norm
 
 
 def _num_shards(x: Tensor) -> int:
@@ -414,27 +446,6 @@ def _num_shards(x: Tensor) -> int:
         if not placement.is_replicate():
             num_shards *= x.device_mesh.size(axis)
     return num_shards
-
-
-@torch.no_grad()
-def clip_gradient(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Returns the norm of the gradient <float>[] before it is scaled down to `max_norm`.
-
-    Args:
-        parameters: Parameters whose gradients are clipped as in torch.
-        max_norm: Largest norm afterwards; None scales nothing.
-    """
-    parameters = list(parameters)
-    norm = gradient_norm(parameters)
-    if max_norm is None:
-        return norm
-
-    # torch.nn.utils.clip_grad_norm_ has the same 1e-6.
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local_shard(parameter.grad).mul_(scale)
-    return norm
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -14,6 +14,8 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils.generic import can_return_tuple
 
+from moe.distributed.mesh import MeshConfig
+from moe.distributed.sharding import refuse_loss_of_a_rank, refuse_to_save
 from moe.errors import ConfigError
 from moe.hosts.blocks import HostFeedForward, Site, prepare_blocks, sparse_sites
 from moe.hosts.host import Host
@@ -67,10 +69,12 @@ class SparseHost:
     Attributes:
         host: Describes the host.
         settings: Settings of the sparse layers.
+        mesh_config: Sizes of the mesh that `shard_host` has sharded it over; None for a whole model.
     """
 
     host: ClassVar[Host]
     settings: HostSettings
+    mesh_config: MeshConfig | None = None
     config_class: Any
 
     # In a model loaded in float16, routers still compute in float32.
@@ -108,6 +112,15 @@ class SparseHost:
     def sparse_type(cls) -> str:
         """Returns the `model_type` of the host with sparse layers."""
         return cls.config_class.model_type
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Saves the model as the host does.
+
+        Raises:
+            ConfigError: On a mesh, where `save_model_on_mesh` saves it.
+        """
+        refuse_to_save(self.mesh_config)
+        cast(Any, super()).save_pretrained(*args, **kwargs)
 
     def become_sparse(self, settings: HostSettings) -> list[Site]:
         """Prepares the blocks of a host, and returns where its sparse layers belong."""
@@ -154,7 +167,9 @@ class SparseHost:
             kwargs["num_items_in_batch"] = num_items_in_batch
         if labels is None:
             self._refuse_missing_labels(num_items_in_batch)
-        elif kwargs.get("decoder_attention_mask") is None:
+        elif num_items_in_batch is None:
+            refuse_loss_of_a_rank(self)
+        if labels is not None and kwargs.get("decoder_attention_mask") is None:
             kwargs["decoder_routing_mask"] = until_last_label(labels)
 
         # Records of the layers that run; an encoder whose output was given does not.

@@ -1,20 +1,14 @@
 """A host on a mesh: experts over `ep`, everything else sharded by FSDP or whole."""
 
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
-
-from moe.checkpoint.sharded_weights import stored_tensors
 from moe.checks import check
-from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero
 from moe.distributed.mesh import Mesh
-from moe.distributed.sharding import Layout, Rule, distribute_parameters, find_layout, shard_unit
+from moe.distributed.sharding import Layout, Rule, distribute_parameters, find_layout
 from moe.errors import ConfigError
+from moe.hosts.blocks import SparseBlock
 from moe.hosts.model import SparseHost
-from moe.models.parallelize import shard_block
-from moe.models.weight_files import write_weight_sums
+from moe.models.parallelize import shard_over_data_ranks
 from moe.sparse.layer import SparseFeedForward
 
 
@@ -67,53 +61,11 @@ def shard_host(
         layout = find_layout(name, parameter.shape, rules, sizes)
         layouts[name] = layout if gather else layout._replace(num_shards=1)
     distribute_parameters(model, layouts, mesh)
+    model.mesh_config = sizes
     for module in model.modules():
         if isinstance(module, SparseFeedForward):
             module.set_parallel_axes(mesh.ep, None)
 
     if gather and sizes.num_data_ranks > 1:
-        _shard_over_data_ranks(model, mesh, layouts, bfloat16=bfloat16)
+        shard_over_data_ranks(model, SparseBlock, mesh, layouts, bfloat16=bfloat16)
     return layouts
-
-
-def _shard_over_data_ranks(
-    model: SparseHost, mesh: Mesh, layouts: dict[str, Layout], *, bfloat16: bool
-) -> None:
-    """Makes the model, its blocks, and their experts and routers units of FSDP."""
-    module = cast(nn.Module, model)
-    dims: dict[nn.Parameter, int] = {}
-    for name, parameter in module.named_parameters():
-        dims[parameter] = layouts[name].shard_dim
-
-    for decoder in (False, True):
-        stack = model.host.stack_module(module, decoder=decoder)
-        for block in getattr(stack, model.host.stack(decoder=decoder).blocks):
-            layers = [part for part in block.modules() if isinstance(part, SparseFeedForward)]
-            layer = layers[0] if layers else None
-            shard_block(block, layer, mesh, dims, bfloat16=bfloat16)
-    shard_unit(module, mesh, dims, experts=False, bfloat16=False)
-
-
-def save_host(model: Any, layouts: dict[str, Layout], folder: Path | str) -> None:
-    """Saves a host on a mesh for `load_model`; every rank must call it.
-
-    Rank 0 gathers the whole model in the memory of its CPU.
-
-    Args:
-        model: A result of `shard_host`.
-        layouts: Layouts of its parameters.
-        folder: Exists.
-    """
-    weights = {}
-    for name, tensor in stored_tensors(model).items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if is_rank_zero():
-            # Gate and up projection are one parameter again.
-            is_apart = name in layouts and layouts[name].rule == "experts in" and whole.dim() == 4
-            weights[name] = (whole.flatten(1, 2) if is_apart else whole).cpu()
-
-    def write() -> None:
-        model.save_pretrained(folder, state_dict=weights)
-        write_weight_sums(Path(folder))
-
-    broadcast_from_rank_zero(write)

@@ -4,19 +4,23 @@ Each is a sum over tokens or groups, divided by a count of the whole batch.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from einops import reduce
 from torch import Tensor
 
+from moe.checks import check
+from moe.distributed.collectives import sum_each_over_ranks
+from moe.distributed.mesh import Mesh
 from moe.errors import ConfigError
 from moe.kernels.cross_entropy import vocabulary_losses
 from moe.models.configuration import STMoEConfig
 from moe.models.inputs import IGNORED_LABEL
 from moe.sparse.groups import sequences_per_group, to_groups, tokens_per_group
 from moe.sparse.layer import RouterOutput
-from moe.sparse.losses import BalanceTotals
+from moe.sparse.losses import BalanceTotals, num_scope_ranks
 
 
 class StackCounts(NamedTuple):
@@ -79,7 +83,11 @@ class Losses(NamedTuple):
 
 
 def count_losses(
-    config: STMoEConfig, encoder_mask: Tensor, decoder_mask: Tensor, labels: Tensor
+    config: STMoEConfig,
+    encoder_mask: Tensor,
+    decoder_mask: Tensor,
+    labels: Tensor,
+    mesh: Mesh | None = None,
 ) -> LossCounts:
     """Returns the counts of a batch.
 
@@ -88,12 +96,23 @@ def count_losses(
         encoder_mask: <bool>[B, L] real tokens.
         decoder_mask: <bool>[B, T] real tokens.
         labels: <int64>[B, T], -100 for positions without a target.
+        mesh: Mesh over whose data ranks the batch is split; None when this is all of it.
+
+    Raises:
+        ConfigError: When the balance loss on the mesh needs other ranks' choices, not counts alone.
     """
-    return LossCounts(
+    counts = LossCounts(
         target_tokens=(labels != IGNORED_LABEL).sum(),
         encoder=_count_stack(config, encoder_mask),
         decoder=_count_stack(config, decoder_mask),
     )
+    if mesh is None:
+        return counts
+
+    scope = config.balance_scope
+    is_local = num_scope_ranks(scope, mesh.config) == 1
+    check(is_local, "balance_scope", scope, "group or micro_batch on a mesh, except in recipes")
+    return sum_counts(counts, partial(sum_each_over_ranks, group=mesh.data))
 
 
 def sum_counts(

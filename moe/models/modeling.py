@@ -10,6 +10,8 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
 from transformers.utils.generic import can_return_tuple
 
 from moe.checks import check, shown
+from moe.distributed.mesh import Mesh
+from moe.distributed.sharding import refuse_loss_of_a_rank
 from moe.errors import ConfigError, DataError
 from moe.kernels.torch_private import is_exporting
 from moe.models.attention import Projection
@@ -290,12 +292,18 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
                     layers.append(block.sparse_feed_forward)
         return tuple(layers)
 
-    def loss_counts(self, batch: dict[str, Tensor]) -> LossCounts:
+    def loss_counts(self, batch: dict[str, Tensor], mesh: Mesh | None = None) -> LossCounts:
         """Returns the divisors of the losses of a whole batch, for `forward` on its parts.
 
         Args:
             batch: Keyword arguments of `forward`: `input_ids` and `labels`, and masks or segment
                 ids.
+            mesh: Mesh over whose ranks the batch is split, all of which call this: each gives its
+                rows. None when `batch` is all of it.
+
+        Raises:
+            ConfigError: When the balance loss is over tokens of several ranks: their choices would
+                be needed as well, which only a recipe's run exchanges.
         """
         inputs = batch["input_ids"]
         labels = batch["labels"]
@@ -308,7 +316,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         # In the decoder a position without a target is padding, unless a mask says otherwise.
         decoder_mask = batch.get("decoder_attention_mask", labels != IGNORED_LABEL)
         decoder_mask = cast(Tensor, pad_decoder_mask(decoder_mask, labels.shape[1]))
-        return count_losses(self.config, encoder_mask != 0, decoder_mask != 0, labels)
+        return count_losses(self.config, encoder_mask != 0, decoder_mask != 0, labels, mesh)
 
     @can_return_tuple
     def forward(
@@ -444,6 +452,7 @@ class STMoEForConditionalGeneration(STMoEPreTrainedModel, GenerationMixin):
         losses: dict[str, Any] = {}
         if labels is not None:
             if divisors is None:
+                refuse_loss_of_a_rank(self)
                 given = {
                     "attention_mask": attention_mask,
                     "segment_ids": segment_ids,

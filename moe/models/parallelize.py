@@ -7,10 +7,10 @@ import hashlib
 import math
 import warnings
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from moe.checks import check
 from moe.distributed.mesh import Mesh, MeshConfig, MeshLimits
@@ -27,7 +27,7 @@ from moe.distributed.sharding import (
     shard_over_fsdp,
     shard_unit,
 )
-from moe.models.blocks import Block, Stack
+from moe.models.blocks import Block
 from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
@@ -136,6 +136,7 @@ def shard_model(
     distribute_parameters(model, layouts, mesh)
 
     # The ranks with which each module computes.
+    model.mesh_config = mesh.config
     model.set_parallel_axes(mesh.ep, mesh.tp)
 
     # The graph breaks where ranks of ep exchange, and where those of tp draw their own random numbers.
@@ -145,60 +146,53 @@ def shard_model(
         model._can_compile_fullgraph = False
 
     if gather and mesh.config.num_data_ranks > 1:
-        _shard_over_data_ranks(model, mesh, layouts, bfloat16)
+        shard_over_data_ranks(model, Block, mesh, layouts, bfloat16=bfloat16)
     return layouts
 
 
-def _shard_over_data_ranks(
-    model: STMoEForConditionalGeneration, mesh: Mesh, layouts: dict[str, Layout], bfloat16: bool
+def shard_over_data_ranks(
+    model: nn.Module,
+    block_class: type,
+    mesh: Mesh,
+    layouts: Mapping[str, Layout],
+    *,
+    bfloat16: bool,
 ) -> None:
-    """Makes the model, its blocks, and their experts and routers units of FSDP."""
+    """Makes a model, its blocks, and their experts and routers units of FSDP.
+
+    Args:
+        model: Any Transformer; what is outside of its blocks is one unit, for `generate` too.
+        block_class: Class of its blocks.
+        mesh: The ranks.
+        layouts: Layout of each parameter.
+        bfloat16: See `shard_model`.
+    """
     dims: dict[nn.Parameter, int] = {}
     for name, parameter in model.named_parameters():
         dims[parameter] = layouts[name].shard_dim
 
     # From the inside out: FSDP skips parameters that already belong to a unit.
-    for module in model.modules():
-        if isinstance(module, Stack):
-            for block in module.blocks:
-                layer = (
-                    cast(Block, block).sparse_feed_forward if cast(Block, block).sparse else None
-                )
-                shard_block(block, layer, mesh, dims, bfloat16=bfloat16)
+    blocks = [module for module in model.modules() if isinstance(module, block_class)]
+    for block in blocks:
+        for layer in block.modules():
+            if not isinstance(layer, SparseFeedForward):
+                continue
+            if mesh.experts.size() > 1:
+                shard_unit(layer.experts, mesh, dims, experts=True, bfloat16=bfloat16)
+
+            # A router is a separate unit only if it must stay wider than its block.
+            has_gate = next(layer.router.parameters(), None) is not None
+            if bfloat16 and has_gate:
+                shard_unit(layer.router, mesh, dims, experts=False, bfloat16=False)
+        shard_unit(block, mesh, dims, experts=False, bfloat16=bfloat16)
     shard_unit(model, mesh, dims, experts=False, bfloat16=False)
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")
 
     # The router's logits by sequence are views of a tensor with a gradient. FSDP2 warns that writing
     # into them before the backward pass is an error, which nothing here does.
     message = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view tensor"
     warnings.filterwarnings("ignore", message, UserWarning)
-
-
-def shard_block(
-    block: nn.Module,
-    layer: SparseFeedForward | None,
-    mesh: Mesh,
-    dims: Mapping[nn.Parameter, int],
-    *,
-    bfloat16: bool,
-) -> None:
-    """Makes a block, its experts and its router units of FSDP.
-
-    Args:
-        block: Any block of a Transformer.
-        layer: The sparse layer in it, if there is one.
-        mesh: The ranks.
-        dims: Dimension in which each parameter is sharded.
-        bfloat16: See `shard_model`.
-    """
-    if layer is not None:
-        if mesh.experts.size() > 1:
-            shard_unit(layer.experts, mesh, dims, experts=True, bfloat16=bfloat16)
-
-        # A router is a separate unit only if it must stay wider than its block.
-        has_gate = next(layer.router.parameters(), None) is not None
-        if bfloat16 and has_gate:
-            shard_unit(layer.router, mesh, dims, experts=False, bfloat16=False)
-    shard_unit(block, mesh, dims, experts=False, bfloat16=bfloat16)
 
 
 @torch.no_grad()

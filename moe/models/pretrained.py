@@ -18,8 +18,8 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from moe.checks import check
-from moe.distributed.mesh import ExpertAxis
-from moe.distributed.sharding import local_shard
+from moe.distributed.mesh import ExpertAxis, MeshConfig
+from moe.distributed.sharding import local_shard, refuse_to_save
 from moe.errors import CheckpointError, ConfigError, MoEError
 from moe.files import refuse_links, register_folder_kind
 from moe.kernels.expert_weights import is_quantized
@@ -111,9 +111,11 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     Attributes:
         source_model: Hub name of the model that this one was loaded from, or of the base model in
             its folder's card.
+        mesh_config: Sizes of the mesh that `shard_model` has sharded it over; None for a whole model.
     """
 
     source_model: str | None = None
+    mesh_config: MeshConfig | None = None
     config: STMoEConfig
     config_class = STMoEConfig
     base_model_prefix = "model"
@@ -351,6 +353,9 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
                 `push_to_hub`.
             card: Arguments of `model_card`: `license`, `datasets`, `metrics`, `stats` and others.
             kwargs: As in transformers.
+
+        Raises:
+            ConfigError: On a mesh, where `save_model_on_mesh` saves the model.
         """
         folder = Path(save_directory)
         if push_to_hub:
@@ -358,6 +363,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
             return
 
         # Reject invalid arguments before writing anything.
+        refuse_to_save(self.mesh_config)
         text = self._card_text(card or {})
         self.config.validate()
         refuse_links(folder, kind=MODEL)
@@ -402,6 +408,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         kwargs: dict[str, Any],
     ) -> CommitInfo | None:
         """Saves into a folder and uploads its new files; transformers would upload an empty card."""
+        refuse_to_save(self.mesh_config)
         commit = {name: kwargs.pop(name) for name in _COMMIT_OPTIONS if name in kwargs}
         repo_id = kwargs.pop("repo_id", folder.name)
         private = kwargs.pop("private", None)

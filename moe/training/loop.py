@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from moe.checkpoint.best_model import remove_scores
-from moe.checkpoint.final_model import damage_of_model, export_model
+from moe.checkpoint.final_model import damage_of_model, save_model_on_mesh
 from moe.checkpoint.integrity import latest_checkpoint, newest_whole_checkpoint
 from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.run_state import RunState, check_same_run, load_state
@@ -118,7 +118,7 @@ def train(
 
         # The model's folder marks a run as complete.
         sections = {"Training": _training_text(run, quality)} if quality else None
-        export_model(model, layouts, mesh, model_folder, run.tokenizer, sections=sections)
+        save_model_on_mesh(model, layouts, mesh, model_folder, run.tokenizer, sections=sections)
         reporter.end()
     return model_folder
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from moe.checkpoint.best_model import format_scores, score_model
-from moe.checkpoint.final_model import export_model
+from moe.checkpoint.final_model import save_model_on_mesh
 from moe.distributed.collectives import is_rank_zero
 from moe.distributed.replica_groups import ReplicaSeconds
 from moe.training.heldout_loss import evaluate_held_out
@@ -143,7 +143,7 @@ class Reporter:
             return
 
         def export(folder: Path) -> None:
-            export_model(*run.built, folder, run.tokenizer)
+            save_model_on_mesh(*run.built, folder, run.tokenizer)
 
         with self._evaluation(step):
             scores = score_model(run.folder, step, export, run.dev)

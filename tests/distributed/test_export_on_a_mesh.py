@@ -22,13 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe import DataError, STMoEForConditionalGeneration, load_complete
-from moe.checkpoint.final_model import export_model
+from moe.checkpoint.final_model import save_model_on_mesh
 from moe.checkpoint.loading import load_model_on_mesh
 from moe.checkpoint.sharded_weights import stored_tensors, whole_tensors, write_model
 from moe.distributed.collectives import gather_or_raise
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.distributed.sharding import local_shard
 from moe.models import weight_files
+from moe.models.parallelize import model_layouts
 from tests.distributed.ranks import run_ranks, whole
 from tests.distributed.stages import FIELDS, batch
 from tests.distributed.test_checkpoints_on_a_mesh import say
@@ -246,11 +247,15 @@ def test_one_process_writes_what_save_pretrained_writes(tmp_path):
 
 def test_shapes_of_the_whole_model_need_no_memory():
     model = tiny_model(**FIELDS)
-    shapes = whole_tensors(model.config, stored_tensors(model))
-    assert {name: x.shape for name, x in shapes.items()} == {
-        name: x.shape for name, x in stored_tensors(model).items()
-    }
-    assert all(x.is_meta for x in shapes.values())
+    layouts = model_layouts(model, model.config, MeshConfig())
+    tensors = stored_tensors(model)
+    apart = {name: x.view(layouts[name].shape) for name, x in tensors.items()}
+    for stored in (tensors, apart):
+        shapes = whole_tensors(stored, layouts)
+        assert {name: x.shape for name, x in shapes.items()} == {
+            name: x.shape for name, x in tensors.items()
+        }
+        assert all(x.is_meta for x in shapes.values())
 
 
 # ---- what goes wrong ----
@@ -283,13 +288,15 @@ def refuse(rank, num_ranks, folder):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    said["disk"] = say(lambda: export_model(model, layouts, mesh, target, Tokenizer()))
+    said["disk"] = say(lambda: save_model_on_mesh(model, layouts, mesh, target, Tokenizer()))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     gather_or_raise(lambda: None)
     said["after the disk"] = [path.name for path in folder.iterdir() if "exported" in path.name]
     gather_or_raise(lambda: None)
-    said["taken"] = say(lambda: export_model(model, layouts, mesh, folder / "ranks", Tokenizer()))
-    export_model(model, layouts, mesh, target, Tokenizer())
+    said["taken"] = say(
+        lambda: save_model_on_mesh(model, layouts, mesh, folder / "ranks", Tokenizer())
+    )
+    save_model_on_mesh(model, layouts, mesh, target, Tokenizer())
     return said
 
 

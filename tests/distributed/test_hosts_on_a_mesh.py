@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from moe.checkpoint.final_model import save_model_on_mesh
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import ConfigError
 from moe.hosts.all_hosts import load_hosts, load_model
-from moe.hosts.parallelize import save_host, shard_host
+from moe.hosts.parallelize import shard_host
 from tests.distributed.ranks import run_ranks, whole
 from tests.hosts.tiny_hosts import sparse_host
 from tests.models.tiny import tiny_batch
@@ -65,7 +66,9 @@ def differences(rank, num_ranks, name, sizes, folder):
         worst = max(worst, float((gradient - theirs[key]).abs().max()))
         num_gradients += 1
 
-    save_host(model, layouts, folder)
+    with pytest.raises(ConfigError, match="save_model_on_mesh"):
+        model.save_pretrained(folder)
+    save_model_on_mesh(model, layouts, mesh, folder)
     loaded = load_model(folder, dtype=torch.float64)
     same = all(
         torch.equal(value, loaded.state_dict()[key]) for key, value in oracle.state_dict().items()
@@ -84,7 +87,6 @@ def differences(rank, num_ranks, name, sizes, folder):
 @pytest.mark.parametrize("name", load_hosts().names())
 def test_a_host_on_a_mesh_computes_and_saves_what_one_process_does(name, mesh, tmp_path):
     folder = tmp_path / "saved"
-    folder.mkdir()
     sizes, shard = MESHES[mesh]
     num_ranks = MeshConfig(**sizes).num_ranks
     for result in run_ranks(differences, num_ranks, tmp_path, name, sizes, str(folder)):
