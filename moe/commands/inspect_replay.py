@@ -33,7 +33,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--routed-experts",
         type=path,
-        help="an .npz file of experts for the examples of the trace, in vLLM's layout, to replay instead of its own",
+        help="experts of the trace's examples to replay instead: an .npz file in vLLM's layout, of any integer dtype",
     )
     add_batches(parser)
     return parser

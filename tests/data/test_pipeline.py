@@ -139,6 +139,12 @@ def test_the_fingerprint_tells_short_examples_apart():
 def test_as_many_short_examples_are_in_a_row_as_fit_on_both_sides():
     assert source().lengths == (32, 8)
     assert source().shorter(9).batch_size == 2 * 5
+
+    # The guide's: half of the row's inputs stay padding, since only two fit into its targets.
+    long = source(inputs_length=64)
+    assert long.lengths == (64, 14)
+    assert long.shorter(16).lengths == (16, 5)
+    assert long.shorter(16).batch_size == 2 * 5
     with pytest.raises(ConfigError, match="short_inputs_length is 17"):
         source().shorter(17)
 
