@@ -237,21 +237,16 @@ def valid_meshes(limits: MeshLimits, *, nearest_to: MeshConfig | None = None) ->
             if not _mesh_problems(mesh, limits):
                 meshes.append(mesh)
 
-    def distance(mesh: MeshConfig) -> float:
+    # Of equally near meshes, the smaller one comes first.
+    def distance_and_size(mesh: MeshConfig) -> tuple[float, int, int, int]:
         total = 0.0
         for axis in AXES:
             factor = getattr(mesh, axis) / getattr(target, axis)
             total += abs(math.log(factor))
-        return total
+        return total, mesh.dp_replicate, mesh.dp_shard, mesh.ep
 
-    # The second sort is stable: of equally near meshes, the smaller one comes first.
-    meshes.sort(key=_size_order)
-    meshes.sort(key=distance)
+    meshes.sort(key=distance_and_size)
     return meshes
-
-
-def _size_order(mesh: MeshConfig) -> tuple[int, ...]:
-    return mesh.dp_replicate, mesh.dp_shard, mesh.ep
 
 
 def divisors(number: int) -> list[int]:

@@ -278,9 +278,7 @@ def distribute_parameters(module: nn.Module, layouts: Mapping[str, Layout], mesh
 
 def _as_dtensor(part: Tensor, layout: Layout, device_mesh: DeviceMesh) -> DTensor:
     """Returns a copy of a rank's shard <any>[...] as a DTensor on `tp`, an expert's on `ep` too."""
-    on_tp: Placement = Replicate()
-    if layout.tp_dim is not None:
-        on_tp = Shard(layout.tp_dim)
+    on_tp: Placement = Replicate() if layout.tp_dim is None else Shard(layout.tp_dim)
 
     # Experts are sharded on both axes, dense parameters are equal on all ranks of `ep`.
     axes: tuple[str, ...] = ("tp",)
@@ -328,11 +326,11 @@ def shard_unit(
     unit_mesh = whole_mesh if has_replicas else shards
 
     # Inputs keep their dtype: autocast casts where a product needs it.
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if bfloat16:
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bfloat16 else None,
+        reduce_dtype=torch.float32 if bfloat16 else None,
+        cast_forward_inputs=False,
+    )
 
     # Experts held by no other data rank need no gathering.
     ignored: set[nn.Parameter] = set()

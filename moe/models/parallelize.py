@@ -7,10 +7,11 @@ import hashlib
 import math
 import warnings
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from moe.checks import check
 from moe.distributed.mesh import Mesh, MeshConfig, MeshLimits
@@ -186,6 +187,7 @@ def shard_over_data_ranks(
                 shard_unit(layer.router, mesh, dims, experts=False, bfloat16=False)
         shard_unit(block, mesh, dims, experts=False, bfloat16=bfloat16)
     shard_unit(model, mesh, dims, experts=False, bfloat16=False)
+    model.register_forward_hook(_free_without_gradient)
     if hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")
 
@@ -193,6 +195,15 @@ def shard_over_data_ranks(
     # into them before the backward pass is an error, which nothing here does.
     message = rf"FSDP2-wrapped module \({type(model).__name__}\) returned a view tensor"
     warnings.filterwarnings("ignore", message, UserWarning)
+
+
+def _free_without_gradient(model: nn.Module, *_: object) -> None:
+    """Frees what FSDP keeps for a backward pass, if there is none.
+
+    An update between an evaluation and the next forward pass would otherwise leave it stale.
+    """
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, model).reshard()
 
 
 @torch.no_grad()

@@ -192,12 +192,11 @@ class SlotExchange(Dispatcher):
 
     def __init__(self, slots: Slots, axis: ExpertAxis) -> None:
         # Every rank sends as many rows to every other: the route is known without communication.
-        num_experts, slots_per_expert = slots.token.shape
-        num_rows = num_experts * slots_per_expert
+        num_experts = slots.token.shape[0]
         self._local = SlotDispatcher(slots)
         self._num_experts = num_experts
         self._sizes = {"p": axis.size, "e": num_experts // axis.size}
-        self._route = equal_route(axis, num_rows, slots.token.device)
+        self._route = equal_route(axis, slots.token.numel(), slots.token.device)
 
     def dispatch(self, tokens: Tensor) -> InFlight:
         """Sends the slots of all experts for tokens <float>[T, D]."""

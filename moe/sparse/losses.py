@@ -1,7 +1,7 @@
 """The two auxiliary losses of a router, as sums and counts.
 
 Comes after plan.py; layer.py returns them. The balance loss may be taken over more tokens than one
-call has: see `balance_totals` and `balance_within` at the end.
+call has: see `BalanceTotals` and `balance_within` at the end.
 """
 
 from typing import NamedTuple

@@ -20,7 +20,7 @@ from moe import (
     shard_model,
 )
 from moe.data.tokenizer import train_tokenizer
-from tests.distributed.ranks import whole
+from tests.distributed.ranks import run_ranks, whole
 from tests.hosts.tiny_hosts import sparse_host
 from tests.models.tiny import tiny_batch, tiny_model
 from tests.processes import start_torchrun
@@ -95,6 +95,37 @@ def test_the_loop_of_the_guide_on_two_ranks_equals_one_process(tmp_path):
         torch.testing.assert_close(saved.state_dict()[name], weight, rtol=0, atol=1e-9)
     assert ended.stdout.count("step 2: loss") == 1
     assert AutoTokenizer.from_pretrained(tmp_path / SAVED)("digit one").input_ids
+
+
+def losses_with_evaluations(rank, num_ranks):
+    """Returns the losses of some updates, with an evaluation before each update, after it, or none."""
+    mesh = build_mesh(MeshConfig(dp_shard=num_ranks), "cpu")
+    rows = {name: x[mesh.rows(4)] for name, x in tiny_batch().items()}
+    losses = {}
+    for moment in ("never", "before", "after"):
+        model = tiny_model(eval_capacity_factor=None).double()
+        shard_model(model, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses[moment] = []
+        for _ in range(2):
+            loss = model.train()(**rows, loss_counts=model.loss_counts(rows, mesh)).loss
+            loss.backward()
+            losses[moment].append(loss.item())
+            for step in ("before", "update", "after"):
+                if step == "update":
+                    optimizer.step()
+                    optimizer.zero_grad()
+                elif step == moment:
+                    with torch.no_grad():
+                        model.eval()(**rows)
+    return losses
+
+
+@pytest.mark.slow
+def test_an_evaluation_between_gradients_and_update_leaves_no_old_weights(tmp_path):
+    for losses in run_ranks(losses_with_evaluations, 2, tmp_path):
+        assert losses["never"][0] != losses["never"][1]
+        assert losses["before"] == losses["after"] == losses["never"]
 
 
 def test_a_mesh_of_one_rank_is_saved_by_its_own_function(tmp_path):
