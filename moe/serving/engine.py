@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from moe.checks import check_integer, shown
-from moe.errors import ConfigError, MoEError
-from moe.serving.sampling import Draws, Sampling, choose_tokens, likeliest_tokens
+from moe.errors import ConfigError
+from moe.serving.sampling import Sampling, choose_tokens, draws_of, likeliest_tokens
 from moe.serving.slots import Slots
 from moe.sparse.capacity import slots_of_expert
 from moe.sparse.editing import sparse_layers
@@ -124,7 +124,7 @@ class _Row:
         self.number = request.number
         self.sampling = request.sampling
         self.num_sent = request.num_sent
-        self.draws = Draws(request.sampling.seed)
+        self.draws = draws_of(request.sampling.seed)
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.text = ""
@@ -242,11 +242,6 @@ class Engine:
         self._leave([row for row, state in enumerate(self._rows) if state.number == number])
 
     @property
-    def num_running(self) -> int:
-        """Requests that run."""
-        return len(self._rows)
-
-    @property
     def is_idle(self) -> bool:
         """Whether no request waits or runs."""
         return not self.waiting and not self._rows
@@ -276,8 +271,7 @@ class Engine:
                 else:
                     self._decode_padding()
         except Exception as error:
-            device_failed = isinstance(error, torch.AcceleratorError)
-            if not self._rows or self.group is not None or device_failed:
+            if not self._rows or self.group or isinstance(error, torch.AcceleratorError):
                 raise
             pieces += self._try_again(error)
         return pieces
@@ -287,17 +281,13 @@ class Engine:
         rows = self._rows
         self._clear()
         if len(rows) == 1:
-            message = str(error)
-            if not isinstance(error, MoEError):
-                message = f"The model failed on it: {type(error).__name__}: {error}"
+            message = f"The model failed on it: {type(error).__name__}: {error}"
             return [Piece(rows[0].number, -1, "", Answer(rows[0].number, error=message))]
-        half = (len(rows) + 1) // 2
-        trials = [self._num_trials + 1] * half + [self._num_trials + 2] * (len(rows) - half)
         self._num_trials += 2
-        self.waiting[:0] = [
-            row.request._replace(num_sent=row.num_sent, trial=trial)
-            for row, trial in zip(rows, trials, strict=True)
-        ]
+        for index, row in enumerate(rows):
+            trial = self._num_trials + 2 * index // len(rows)
+            again = row.request._replace(num_sent=row.num_sent, trial=trial)
+            self.waiting.insert(index, again)
         return []
 
     def _clear(self) -> None:
@@ -337,17 +327,16 @@ class Engine:
         Clients take turns, and a running request counts as a turn. The oldest of those whose turn
         it is comes first, so that none waits forever, and then those closest to it in length.
         """
-        turns = Counter(row.request.client for row in self._rows)
-        by_client: dict[int, list[_Request]] = {}
+        oldest_of: dict[int, _Request] = {}
         for request in candidates:
-            by_client.setdefault(request.client, []).append(request)
+            oldest_of.setdefault(request.client, request)
+        turns = Counter(row.request.client for row in self._rows)
         turn_of: dict[int, int] = {}
-        for client, requests in by_client.items():
-            ordered = _by_length(requests, requests[0])
-            turn_of |= {each.number: turn for turn, each in enumerate(ordered, turns[client])}
-        oldest = min(candidates, key=lambda request: turn_of[request.number])
-        by_length = _by_length(candidates, oldest)
-        return sorted(by_length, key=lambda request: turn_of[request.number])
+        for request in sorted(candidates, key=lambda each: _gap(each, oldest_of[each.client])):
+            turn_of[request.number] = turns[request.client]
+            turns[request.client] += 1
+        oldest = min(candidates, key=lambda each: turn_of[each.number])
+        return sorted(candidates, key=lambda each: (turn_of[each.number], _gap(each, oldest)))
 
     def _encode(self, requests: list[_Request]) -> Tensor:
         """Adds rows for requests, and returns the logits of their first tokens <float>[R, V]."""
@@ -508,10 +497,8 @@ class Engine:
         return bool((rows[0] - rows[1]).abs().max() <= rounding * spread)
 
 
-def _by_length(requests: list[_Request], first: _Request) -> list[_Request]:
-    """Returns requests by the distance of their lengths from that of one."""
-    length = len(first.tokens)
-    return sorted(requests, key=lambda request: abs(len(request.tokens) - length))
+def _gap(request: _Request, other: _Request) -> int:
+    return abs(len(request.tokens) - len(other.tokens))
 
 
 def start_tokens(model: PreTrainedModel) -> list[int]:

@@ -39,12 +39,10 @@ class Sampling:
     scores: bool = False
 
     def __post_init__(self) -> None:
-        reason = "no vocabulary and no answer is larger"
-        check_integer(
-            "max_new_tokens", self.max_new_tokens, least=1, most=_MOST_TOKENS, reason=reason
-        )
+        for name, least in (("max_new_tokens", 1), ("top_k", 0)):
+            value = getattr(self, name)
+            check_integer(name, value, least=least, most=_MOST_TOKENS, reason="no text is longer")
         check_number("temperature", self.temperature, least=0)
-        check_integer("top_k", self.top_k, least=0, most=_MOST_TOKENS, reason=reason)
         check_number("top_p", self.top_p, above=0, most=1)
         check_integer("seed", self.seed, least=0, most=MAX_SEED, reason="it has 64 bits")
         stops = isinstance(self.stop, tuple) and all(
@@ -54,15 +52,9 @@ class Sampling:
         check_flag("scores", self.scores)
 
 
-class Draws:
-    """Random numbers of one request: the same for any batch and any order of arrival."""
-
-    def __init__(self, seed: int) -> None:
-        self._numbers = np.random.Generator(np.random.Philox(key=seed))
-
-    def next(self) -> float:
-        """Returns a number in [0, 1)."""
-        return self._numbers.random()
+def draws_of(seed: int) -> np.random.Generator:
+    """Returns the random numbers of one request: the same for any batch and order of arrival."""
+    return np.random.Generator(np.random.Philox(key=seed))
 
 
 def sampling_of(sampling: Sampling, number: int) -> Sampling:
@@ -73,7 +65,9 @@ def sampling_of(sampling: Sampling, number: int) -> Sampling:
     return replace(sampling, seed=int(seed))
 
 
-def choose_tokens(logits: Tensor, settings: Sequence[Sampling], draws: Sequence[Draws]) -> Tensor:
+def choose_tokens(
+    logits: Tensor, settings: Sequence[Sampling], draws: Sequence[np.random.Generator]
+) -> Tensor:
     """Returns the next token of each request.
 
     Args:
@@ -89,7 +83,7 @@ def choose_tokens(logits: Tensor, settings: Sequence[Sampling], draws: Sequence[
     if sampled:
         rows = torch.tensor(sampled, device=logits.device)
         chosen = [settings[row] for row in sampled]
-        uniform = torch.tensor([draws[row].next() for row in sampled], device=logits.device)
+        uniform = torch.tensor([draws[row].random() for row in sampled], device=logits.device)
         tokens[rows] = sample(logits[rows], chosen, uniform)
     return tokens
 

@@ -67,7 +67,6 @@ class Slots:
 
     Attributes:
         cache: Cache that the model reads, and extends by one column in each step.
-        num_rows: Rows in use.
         memory_length: Largest number of encoder tokens in a row.
     """
 
@@ -83,11 +82,6 @@ class Slots:
         self._cross_mask: Tensor | None = None
         self._self: list[_SelfLayer] = []
         self._cross: list[tuple[Tensor, Tensor]] = []  # <float>[rows, H, M, d]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows in use."""
-        return self._columns.num_rows
 
     def positions(self) -> Tensor:
         """Returns the position of each row's next token <int64>[N, 1], counted from its first."""
@@ -125,12 +119,12 @@ class Slots:
         columns = self._columns
         if not self._self:
             self._allocate(new_self, new_cross)
-        if self.num_rows == 0:
+        if columns.num_rows == 0:
             columns.first = columns.end = 0
         columns.end = max(columns.end, num_tokens)
         self._make_room()
         begin = columns.end - num_tokens
-        rows = slice(self.num_rows, self.num_rows + len(lengths))
+        rows = slice(columns.num_rows, columns.num_rows + len(lengths))
         for layer, new in zip(self._self, new_self, strict=True):
             layer.keys[rows, :, begin : columns.end] = new.keys
             layer.values[rows, :, begin : columns.end] = new.values
