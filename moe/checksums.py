@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe.errors import DataError
-from moe.opening import open_to_read, read_regular
+from moe.opening import open_to_read, open_to_write, read_regular
 
 SUMS_FILE = "SHA256SUMS"
 _CHUNK = 2**20  # bytes read at once
@@ -50,7 +50,8 @@ def write_sums(folder: Path, digests: Mapping[str, str] | None = None) -> None:
 
     # coreutils' format: the digest, two spaces, the name.
     lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
-    (folder / SUMS_FILE).write_text("".join(lines), encoding="utf-8")
+    with open(folder / SUMS_FILE, "w", encoding="utf-8", opener=open_to_write) as file:
+        file.writelines(lines)
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
-from moe.opening import read_regular
+from moe.opening import open_to_write, read_regular
 from moe.work_folder import PARTIAL, REPLACED, TakenError, closed_at_the_end, lock_file, work_folder
 
 KIND_FILE = ".stmoe-folder"
@@ -114,6 +114,7 @@ def claim_folder(folder: Path, kind: str, *, in_use: str) -> Iterator[None]:
     check_kind(folder, kind)
     with locked_folder(folder, in_use):
         check_kind(folder, kind)  # it may have changed before the lock
+        refuse_links(folder, kind=kind)
         kind_file = folder / KIND_FILE
         if not kind_file.exists():
             write_text(kind_file, kind + "\n")
@@ -126,10 +127,11 @@ def locked_folder(folder: Path, in_use: str) -> Iterator[None]:
 
     Raises:
         DataError: When another process holds the lock; `in_use` is the message.
+        OSError: When the lock file is a link, a pipe or a device.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # The lock file may be the user's: it is neither truncated nor removed.
-    lock = os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    lock = open_to_write(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
     with closed_at_the_end(lock):
         if not lock_file(lock, wait=False):
             raise DataError(in_use)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from moe.errors import DataError
+from moe.opening import NoRegularFileError, open_to_write
 
 # The new file or folder in a work folder, and the earlier one that it replaces.
 PARTIAL = "partial"
@@ -92,7 +93,10 @@ def _open_marker(work: Path) -> int | None:
     """
     if not stat.S_ISDIR(work.lstat().st_mode) or _is_users(work):
         return None
-    return os.open(work / _MARKER, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        return open_to_write(work / _MARKER, os.O_RDWR | os.O_CREAT)
+    except NoRegularFileError:
+        return None
 
 
 def _is_users(work: Path) -> bool:

@@ -235,7 +235,7 @@ def write_file(target):
 
 LINKS = {"link to a folder": "mine", "link to a file": "mine/thesis.txt"}
 LINKS |= {"link to nothing": "mine/nowhere", "link to a device": "/dev/null"}
-PLANTED = ("file", "folder", "pipe", *LINKS, "link to itself")
+PLANTED = ("file", "folder", "pipe", "folder whose marker is a link", *LINKS, "link to itself")
 
 
 def plant(path, kind, mine):
@@ -248,6 +248,8 @@ def plant(path, kind, mine):
         path.symlink_to(mine.parent / LINKS[kind] if kind in LINKS else path)
     else:
         shutil.copytree(mine, path)
+        if "marker" in kind:
+            (path / ".stmoe-partial").symlink_to(mine / "thesis.txt")
 
 
 def content_below(folder):
@@ -279,6 +281,17 @@ def test_what_has_the_name_of_a_work_folder_and_is_not_ours_is_left_alone(
         assert write(tmp_path / "thing").read_text() == "ours"
         remove_leftovers(tmp_path)
     remove_folder(tmp_path / "thing")
+    assert content_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", PLANTED[1:])
+def test_a_lock_is_never_taken_through_a_link_or_a_pipe(tmp_path, mine, kind):
+    (tmp_path / "run").mkdir()
+    plant(tmp_path / "run/.lock", kind, mine)
+    before = content_below(tmp_path)
+    refused = pytest.raises(OSError, match=r"\.lock")
+    with refused, claim_folder(tmp_path / "run", "training run", in_use="taken"):
+        pass
     assert content_below(tmp_path) == before
 
 

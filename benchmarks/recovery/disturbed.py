@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.recovery import small_run
 from moe.cli import run_main
+from moe.opening import open_to_write
 from moe.parsing import read_json_lines
 from moe.training.metrics import METRICS_FILE
 
@@ -132,7 +133,7 @@ def _meeting_place(num_ranks: int) -> dict[str, str]:
 
 def _run(arguments: list[str], log: Path, variables: dict[str, str]) -> None:
     """Runs a rank in its own process."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    file = open_to_write(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(variables)

@@ -19,7 +19,7 @@ from eval.task import Decoding
 from moe.checks import shown
 from moe.errors import DataError
 from moe.files import whole_file
-from moe.opening import open_to_read
+from moe.opening import open_to_read, open_to_write
 from moe.parsing import parse_json, read_text, to_record
 
 _MAX_COUNT = 1 << 53
@@ -216,7 +216,7 @@ class PredictionsFile:
         if self.path is None:
             return
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", opener=open_to_write) as file:
                 for batch in batches:
                     file.write(self._lines_of(batch))
         except OSError as error:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
 from moe.errors import DataError, DivergenceError, MoEError
 from moe.files import locked_folder, write_text
-from moe.opening import open_to_read
+from moe.opening import open_to_read, open_to_write
 from moe.parsing import read_record
 from moe.training.metrics import METRICS_FILE
 
@@ -252,7 +252,7 @@ def _run_forked(cores: set[int], target: Callable[..., None], arguments: Sequenc
 
 def _run_module(folder: Path, command: list[str], threads: int) -> None:
     """Runs a module as a program, in a process that has already imported its modules."""
-    log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    log = open_to_write(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
 

@@ -53,6 +53,7 @@ CARRIED_KEYWORDS = (
 """Keywords that pipelines, tokenizers and quantizers read from a config, but no class declares."""
 
 _REMOVED_FIELDS = ("encoder_expert_maps", "decoder_expert_maps")
+_MAX_LABELS = 2**20
 _MAX_WEIGHT = 1e30
 
 
@@ -140,6 +141,10 @@ def check_keywords(config: PreTrainedConfig, keywords: Mapping[str, Any]) -> Non
             "attributes but have no effect.",
             stacklevel=2,
         )
+    # transformers names each label, so that a wrong number would fill the memory.
+    check_integer(
+        "num_labels", keywords.get("num_labels"), least=1, most=_MAX_LABELS, optional="None for two"
+    )
     quantization = keywords.get("quantization_config")
     is_record = quantization is None or isinstance(quantization, Mapping)
     is_record = is_record or hasattr(quantization, "to_dict")

@@ -27,6 +27,7 @@ from moe.errors import DataError
 from moe.files import whole_file, write_text
 from moe.models.inputs import IGNORED_LABEL
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.opening import check_regular
 from moe.parsing import read_record, reading, to_json
 from moe.sparse.editing import LayerKey, Stack
 from moe.tracing.recorder import layer_facts, stack_inputs, unpacked
@@ -346,10 +347,12 @@ def _read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         DataError: When it is missing or damaged.
     """
     tensors = {}
-    with reading(path, advice=_ADVICE), safetensors.safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        for name in file.keys():  # noqa: SIM118  a file has no iterator
-            tensors[name] = file.get_tensor(name)
+    with reading(path, advice=_ADVICE):
+        check_regular(path)
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118  a file has no iterator
+                tensors[name] = file.get_tensor(name)
     return tensors, metadata
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from moe.checksums import refuse_damage, write_sums
 from moe.errors import DataError
 from moe.files import register_folder_kind, whole_folder
+from moe.opening import check_regular
 from moe.parsing import read_record, reading, to_json
 from moe.tracing.recorder import (
     FORMAT_VERSION,
@@ -175,6 +176,7 @@ def read_trace(folder: Path) -> Trace:
         )
 
     with reading(path, advice=advice):
+        check_regular(path)
         trace = trace_from(facts, load_file(path))
 
     # Checksums found other damage; this finds the tensors of another trace.

@@ -18,6 +18,7 @@ from moe.checks import is_kind, shown
 from moe.distributed.replica_groups import ReplicaSeconds
 from moe.errors import DataError
 from moe.files import write_text
+from moe.opening import open_to_write
 from moe.parsing import read_json_lines
 from moe.sparse.stats import max_violations, router_values
 from moe.training.step import StepMetrics
@@ -221,7 +222,7 @@ class _GrowingFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = open(path, "ab", buffering=0, opener=open_to_write)  # noqa: SIM115
 
     def write(self, data: bytes) -> None:
         """Appends all of `data`."""

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from moe.distributed.replica_groups import ReplicaSeconds
 from moe.errors import DataError
+from moe.opening import open_to_write
 from moe.parsing import read_json_lines, to_record
 
 TIMELINE_FILE = "timeline.jsonl"
@@ -133,13 +134,13 @@ class Timeline:
         values = {}
         for name, value in event._asdict().items():
             values[name] = round(value, _DIGITS) if isinstance(value, float) else value
-        with self._path.open("a", encoding="utf-8") as file:
+        with open(self._path, "a", encoding="utf-8", opener=open_to_write) as file:
             file.write(json.dumps(values) + "\n")
 
 
 def _drop_torn_end(path: Path) -> None:
     """Removes an incomplete last line, e.g. after a full disk."""
-    with path.open("r+b") as file:
+    with open(path, "r+b", opener=open_to_write) as file:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 

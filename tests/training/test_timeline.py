@@ -190,3 +190,11 @@ def test_what_is_no_timeline_is_named(tmp_path):
         (tmp_path / TIMELINE_FILE).write_text(text)
         with pytest.raises(DataError, match=message):
             read_timeline(tmp_path)
+
+
+def test_lines_are_never_appended_to_a_file_behind_a_link(tmp_path):
+    (tmp_path / "mine").write_text("half a line")
+    (tmp_path / TIMELINE_FILE).symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="it is a link, and the file behind it would be changed"):
+        Timeline(tmp_path / TIMELINE_FILE, 0)
+    assert (tmp_path / "mine").read_text() == "half a line"
