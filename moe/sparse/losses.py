@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from moe.distributed.collectives import sum_over_ranks
 from moe.distributed.mesh import MeshConfig
 from moe.sparse.config import BalanceScope, Positions, SparseConfig
 from moe.sparse.plan import DispatchPlan, RouterScores
@@ -182,6 +184,24 @@ def num_scope_ranks(scope: BalanceScope, mesh: MeshConfig) -> int:
     if scope == "global":
         return mesh.num_data_ranks
     return mesh.dp_shard * mesh.ep if scope == "ranks" else 1
+
+
+def balance_totals(losses: RouterLosses, group: ProcessGroup | None = None) -> BalanceTotals:
+    """Returns the totals of the shares over the ranks of `group`, without gradient.
+
+    A collective of E + 1 numbers. Add the totals of several calls with `add_totals` when the scope
+    spans micro-batches.
+
+    Args:
+        losses: Losses of this rank's call.
+        group: Ranks of the scope; None for all of them. Without torch.distributed there is one
+            rank.
+    """
+    with torch.no_grad():
+        # One collective for both.
+        numbers = torch.cat([losses.choices, losses.num_share_tokens[None]])  # [E + 1]
+        totals = sum_over_ranks(numbers, group)
+        return BalanceTotals(choices=totals[:-1], num_share_tokens=totals[-1])
 
 
 def add_totals(a: BalanceTotals, b: BalanceTotals) -> BalanceTotals:

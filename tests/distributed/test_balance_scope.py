@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe.distributed.collectives import sum_over_ranks
-from moe.sparse.losses import BalanceTotals, add_totals, balance_within
+from moe.sparse.losses import BalanceTotals, add_totals, balance_totals, balance_within
 from moe.sparse.stats import RouterStats, add_stats, sum_stats
 from tests.distributed.ranks import run_ranks
 from tests.sparse.layers import DROPLESS, assert_all_close, build_layer
@@ -110,11 +110,6 @@ def test_wide_scopes_do_not_depend_on_the_cut_into_micro_batches(fields, cut):
     assert_same(means(numbers, grads), means(*whole))
 
 
-def balance_totals(losses):
-    """Returns the totals of a call over all ranks."""
-    return BalanceTotals(sum_over_ranks(losses.choices), sum_over_ranks(losses.num_share_tokens))
-
-
 def part_losses(layer, start, count):
     x, mask = (value[start : start + count] for value in batch())
     return layer(x, mask)[1].losses
@@ -137,9 +132,12 @@ def test_the_scope_of_a_group_does_not_depend_on_the_cut_and_needs_no_totals():
     assert_same(means(*add(list(first), list(second))), means(*whole))
 
 
-def test_totals_of_one_process_change_nothing():
+def test_totals_of_one_process_are_its_own():
     losses = part_losses(build("global"), 0, BATCH)
-    assert_all_close(balance_within(losses, balance_totals(losses)), losses, atol=1e-12)
+    totals = balance_totals(losses)
+    assert_all_close(totals, (losses.choices, losses.num_share_tokens), atol=0)
+    assert not any(total.requires_grad for total in totals)
+    assert_all_close(balance_within(losses, totals), losses, atol=1e-12)
 
 
 # ---- ranks ----

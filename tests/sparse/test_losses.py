@@ -11,7 +11,7 @@ import torch
 
 from moe import SparseConfig
 from moe.sparse.config import REFERENCES, reference_fields
-from moe.sparse.losses import BalanceTotals, add_totals, balance_within
+from moe.sparse.losses import add_totals, balance_totals, balance_within
 from tests.sparse.by_hand import assert_close, layer_with_logits, logits_of, tokens
 from tests.sparse.layers import build_layer
 
@@ -75,8 +75,7 @@ def test_the_losses_of_a_group_are_those_of_the_layer_on_that_group_alone(router
 def test_in_a_wider_scope_every_group_has_the_balance_loss_of_the_scope(scope):
     losses = build_layer(balance_scope=scope, group_size=13)(tokens(3, 13, 7))[1].losses
     assert_close(losses.group_load_balance, losses.load_balance_loss.expand(3))
-    totals = BalanceTotals(losses.choices, losses.num_share_tokens)
-    parted = balance_within(losses, add_totals(totals, totals))
+    parted = balance_within(losses, add_totals(balance_totals(losses), balance_totals(losses)))
     assert_close(parted.group_load_balance, parted.load_balance_loss.expand(3))
 
 
@@ -98,7 +97,7 @@ def test_a_global_scope_in_parts_is_the_scope_at_once_in_loss_and_gradient(over,
     gradient = torch.autograd.grad(whole.load_balance_loss, layer.router.gate)[0]
 
     parts = [layer(x[rows], mask[rows])[1].losses for rows in (slice(0, 2), slice(2, 5))]
-    totals = add_totals(*[BalanceTotals(part.choices, part.num_share_tokens) for part in parts])
+    totals = add_totals(*[balance_totals(part) for part in parts])
     parts = [balance_within(part, totals) for part in parts]
     count = sum(part.load_balance_count for part in parts)
     loss = sum(part.load_balance_sum for part in parts) / count
