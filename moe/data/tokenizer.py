@@ -166,6 +166,8 @@ def prompt_ids(
         texts: What users wrote; their markers are tokens, see `text_ids`.
         max_length: Most tokens of a text; longer ones lose their end. None for any number.
     """
+    if not texts:
+        return []
     start, end = _added_tokens(tokenizer)
     all_ids = text_ids(tokenizer, texts, markers=True)
     return [enclose(ids, max_length, start=start, end=end) for ids in all_ids]

@@ -397,7 +397,9 @@ def _handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any])
     """Logs an error of the event loop. When no descriptor is left, asyncio has 2,048 a second."""
     if "accept" in context["message"]:
         _log_waiting_clients(int(loop.time()) // 60)
-    else:
+    elif (
+        "_start_serving" not in context["message"]
+    ):  # it tries again, also once the server is closed
         loop.default_exception_handler(context)
 
 
