@@ -73,7 +73,7 @@ def test_generate_answers_every_text_in_order_whatever_the_batch(model_folder, c
     assert answers(capsys, *options, "--batch-size", "2", *TEXTS) == alone
     assert all(alone)
 
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(TEXTS)))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(TEXTS).encode())))
     assert answers(capsys, *options) == alone
 
 
@@ -89,7 +89,7 @@ def test_answers_of_a_teacher_become_pairs_to_train_on(model_folder, capsys, tmp
 
 
 def test_generate_refuses_what_it_cannot_answer(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(DataError, match="no text to answer"):
         generate.main(["--model", str(model_folder)])
     with pytest.raises(DataError, match=r"line 2: The text is .*not empty"):

@@ -212,7 +212,7 @@ def test_damaged_and_missing_tokens_are_made_again(tmp_path, tokenizer):
         source_of(stream_of(path, tokenizer, tmp_path / "cache"), tokenizer).batch(step)
         for step in range(3)
     ]
-    files = sorted((tmp_path / "cache").rglob("*.safetensors"))
+    files = sorted((tmp_path / "cache").glob("*/*.safetensors"))
     files[3].write_bytes(files[3].read_bytes()[:-4] + b"\1\0\0\0")
     files[5].unlink()
     again = source_of(stream_of(path, tokenizer, tmp_path / "cache"), tokenizer)

@@ -80,7 +80,7 @@ RUN = ["run", "--model", "no", "--tasks", "unicode_category"]
         ([*RUN, "--modes", "rank,"], "--modes is 'rank,'"),
         ([*RUN, "--limit", "0"], "--limit is 0; expected an integer of at least 1"),
         ([*RUN, "--timeout", "nan"], "--timeout is nan; expected a"),
-        ([*RUN, "--data", ""], "--data is ''; expected a path"),
+        ([*RUN, "--data", ""], "--data is empty"),
         ([*RUN, "--model", "=no"], "'=no' names no model"),
         ([*RUN, "--model", "runs/lr=3/model"], "runs/lr=3/model holds no model"),
         ([*RUN, "--model", "a", "--also", "model=b"], "Two models have the name 'model'"),

@@ -242,7 +242,7 @@ def test_weights_that_pickle_code_are_refused_and_the_code_never_runs(copied_mod
     torch.save({**weights, "code": Code(tmp_path / "ran")}, copied_model / "pytorch_model.bin")
     (copied_model / "model.safetensors").unlink()
 
-    with pytest.raises(CheckpointError, match=r"model cannot be read: a \.bin file .* run code"):
+    with pytest.raises(CheckpointError, match=r"model\.bin cannot be read: .* run code"):
         load_seq2seq(copied_model)
     assert not (tmp_path / "ran").exists()
 

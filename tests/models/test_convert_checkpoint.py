@@ -98,7 +98,7 @@ def test_a_folder_with_only_a_spiece_model_has_a_tokenizer_that_every_door_reads
 def test_a_damaged_spiece_model_is_named(tmp_path):
     their_model("T5 1.1").save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs" / "spiece.model").write_bytes(b"pieces")
-    with pytest.raises(DataError, match=r"spiece[.]model cannot be used"):
+    with pytest.raises(DataError, match=r"spiece[.]model cannot be read"):
         convert(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 

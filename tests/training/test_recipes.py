@@ -395,7 +395,7 @@ def test_missing_binary_and_unknown_arguments_are_one_message(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     for argv, message in (
         (["--config", tmp_path / "none.yaml"], "No such file"),
-        (["--config", tmp_path / "binary.yaml"], "is not UTF-8"),
+        (["--config", tmp_path / "binary.yaml"], "is UTF-16"),
         (["--optim.lrr", 1], "no option --optim.lrr. Did you mean 'optim.lr'"),
     ):
         with pytest.raises(ConfigError, match=message):
