@@ -322,22 +322,29 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     advice = f"Make one with `stmoe tokenizer --corpus CORPUS --out {folder}`."
     if (folder / "config.json").is_file():
         advice = "Copy the files of the model's tokenizer there, from where the model comes from."
-    present = [name for name in (TOKENIZER_FILE, SENTENCEPIECE_FILE) if (folder / name).is_file()]
-    if not present:
-        raise DataError(f"{folder} has no {TOKENIZER_FILE} and no {SENTENCEPIECE_FILE}. {advice}")
+
+    # T5's checkpoints may have a spiece.model alone; ours always have a tokenizer.json.
+    sums = read_sums(folder) or {}
+    has_json = TOKENIZER_FILE in sums or os.path.lexists(folder / TOKENIZER_FILE)
+    vocabulary = TOKENIZER_FILE if has_json else SENTENCEPIECE_FILE
+    if not (folder / vocabulary).is_file():
+        files = f"{TOKENIZER_FILE} and no {SENTENCEPIECE_FILE}"
+        raise DataError(
+            f"{folder} has no readable {TOKENIZER_FILE if has_json else files}. {advice}"
+        )
 
     # Its files are unchanged. A user may have saved a tokenizer to a model's folder, whose
     # checksums do not include it.
     settings_files = [name for name in _SETTINGS_FILES if (folder / name).is_file()]
-    checked_files = {present[0], *settings_files}
+    checked_files = {vocabulary, *settings_files}
     if kind_of(folder) != TOKENIZER:
-        checked_files &= (read_sums(folder) or {}).keys()
+        checked_files &= sums.keys()
     refuse_damage(folder, checked_files, advice=advice)
     check_tokenizer_files(folder, advice=advice)
 
     # Files that do not fit together, e.g. a missing unknown token, show when the tokenizer is used.
-    read_last = settings_files[0] if settings_files else present[0]
-    tokenizer_class = PreTrainedTokenizerFast if TOKENIZER_FILE in present else T5Tokenizer
+    read_last = settings_files[0] if settings_files else vocabulary
+    tokenizer_class = PreTrainedTokenizerFast if has_json else T5Tokenizer
     with reading(folder / read_last, advice=advice):
         tokenizer = tokenizer_class.from_pretrained(str(folder))
         tokenizer("a \U0010fffe")

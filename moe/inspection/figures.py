@@ -404,6 +404,7 @@ def draw_curves(
     x_label: str,
     y_label: str,
     y_limits: tuple[float, float | None] | None = None,
+    log_x: bool = False,
 ) -> Drawing:
     """Returns curves.
 
@@ -412,6 +413,7 @@ def draw_curves(
         x_label: Label of the horizontal axis, with its unit.
         y_label: Label of the vertical axis, with its unit.
         y_limits: Ends of the vertical axis; None to fit either or both.
+        log_x: Whether the horizontal axis is logarithmic.
 
     Raises:
         ConfigError: When there is no panel.
@@ -428,6 +430,8 @@ def draw_curves(
         # All panels have the same axes.
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
+        if log_x:
+            axes.set_xscale("log")
         if y_limits is not None:
             axes.set_ylim(*y_limits)
 

@@ -187,9 +187,9 @@ def _fsdp_collectives(
 
         # A unit is gathered for each forward and each backward pass, which includes what activation
         # checkpointing runs again; the root stays from one to the other.
-        num_gathers = passes.backward
+        num_gathers = passes.forward
         if not unit.is_root:
-            num_gathers += passes.forward
+            num_gathers += passes.backward
         gathered_bytes = numel * unit.gathered_bytes
         yield Collective("parameter gathers", axis, Kind.ALL_GATHER, gathered_bytes, num_gathers)
 
@@ -207,6 +207,13 @@ def _expert_collectives(
     num_forward = passes.forward + passes.recomputed
     num_row_exchanges = 2 * (num_forward + passes.backward)
 
+    # Ranks with fixed slots tell each other how many they have.
+    counts = "counts of rows"
+    number_bytes = group_size("ep", mesh) ** 2 * _LONG_BYTES
+    for layer in stack.sparse_layers:
+        if layer.config.dispatch == "static":
+            yield Collective(counts, "ep", Kind.ALL_TO_ALL, number_bytes, num_forward)
+
     # On several nodes every row crosses both levels.
     levels = ("ep",)
     if mesh.ep_nodes > 1:
@@ -222,7 +229,6 @@ def _expert_collectives(
         rows = "rows to experts and back"
         yield Collective(rows, axis, Kind.ALL_TO_ALL, size * row_bytes, num_row_exchanges)
         if config.dispatch == "ragged":
-            counts = "counts of rows"
             yield Collective(counts, axis, Kind.ALL_TO_ALL, size * count_bytes, num_forward)
 
 

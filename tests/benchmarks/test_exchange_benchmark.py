@@ -36,7 +36,8 @@ def test_two_ranks_send_the_fewest_bytes_and_the_saved_tables_have_every_row(tmp
         assert rows[name]["count_bytes"] == 2 * 4 * 8
     slots = 8 * 5 * 2  # E x C x ranks: C is 1.25 x 32 tokens / 8 experts
     assert rows["static"]["row_bytes"] == 4 * slots // 2 * 32 * 4
-    assert rows["static"]["count_bytes"] == 0
+    # And the number of its slots, since batches may differ in shape.
+    assert rows["static"]["count_bytes"] == 2 * 8
     assert rows["static"]["bytes_ratio"] >= 1
     for name in ("dropless", "capacity", "static"):
         assert all(rows[name][key] > 0 for key in ("ms", "one_process_ms", "bare_ms", "over_ideal"))

@@ -50,9 +50,10 @@ def masks_of_a_step(rank, num_ranks):
             masks.get(kind, []).append(saved.clone())
         return saved
 
+    counts = model.loss_counts(batch, mesh)
     torch.manual_seed(5 + mesh.data_rank)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
-        model(**batch)
+        model(**batch, loss_counts=counts)
     return masks, torch.rand(7)
 
 

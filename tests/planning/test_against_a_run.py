@@ -138,8 +138,10 @@ def count_run(case):
         "gradients": (plan.gradients, grads[0]),
         "optimizer": (plan.optimizer, local_bytes(value for value in state if value.ndim)),
     }
+    part = {name: value[: workload.rows_of_pass(mesh.config)] for name, value in here.items()}
+    counts = model.loss_counts(part)  # of this rank: memory alone is measured
     with SavedBytes(model) as saved, torch.autocast("cpu", torch.bfloat16, enabled=case.bfloat16):
-        model(**{name: value[: workload.rows_of_pass(mesh.config)] for name, value in here.items()})
+        model(**part, loss_counts=counts)
     planned = activations(model, workload, mesh.config, cpu=True).saved
     held["activations"] = (planned, saved.activations)
     return planned_bytes(plan.transfers, mesh), sent.found, held
