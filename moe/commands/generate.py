@@ -240,7 +240,7 @@ def _answerer(
     elif options.workers > 1:
         load = partial(_load_generator, options, sampling)
         answer_all = partial(map_over_workers, load, num_workers=options.workers)
-    elif world.size > 1:
+    elif world.size > 1 or options.ep > 1:
         answer_all = partial(
             _map_over_ranks, options, _load_on_ranks(options, sampling, world), world
         )

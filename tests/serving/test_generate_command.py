@@ -88,6 +88,11 @@ def test_a_killed_process_loses_and_repeats_nothing(folder, tmp_path):
     assert run(folder, out, "--resume") == (folder / "whole.jsonl").read_bytes()
 
 
+def test_experts_shared_by_ranks_need_the_ranks(folder, tmp_path):
+    with pytest.raises(ConfigError, match="ep"):
+        run(folder, tmp_path / "out.jsonl", "--ep", 2)
+
+
 @pytest.mark.slow
 def test_workers_and_ranks_write_the_file_of_one_process(folder, tmp_path):
     whole = (folder / "whole.jsonl").read_bytes()
