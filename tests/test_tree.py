@@ -19,19 +19,19 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 36604,
+    "moe": 36616,
     "moe/checkpoint": 1179,
     "moe/commands": 3212,
     "moe/convert": 1388,
-    "moe/data": 2924,
+    "moe/data": 2929,
     "moe/distributed": 1841,
     "moe/hosts": 666,
-    "moe/inspection": 3867,
+    "moe/inspection": 3870,
     "moe/kernels": 1444,
     "moe/models": 3714,
     "moe/network": 2166,
     "moe/optim": 1146,
-    "moe/planning": 2512,
+    "moe/planning": 2516,
     "moe/serving": 1692,
     "moe/sparse": 2175,
     "moe/surgery": 1299,
@@ -40,7 +40,7 @@ CODE_LINES = {
     "eval": 10766,
     "scripts": 1550,
     "benchmarks": 3854,
-    "tests": 41491,
+    "tests": 41503,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 
