@@ -19,11 +19,11 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 36616,
+    "moe": 36615,
     "moe/checkpoint": 1179,
     "moe/commands": 3212,
     "moe/convert": 1388,
-    "moe/data": 2929,
+    "moe/data": 2928,
     "moe/distributed": 1841,
     "moe/hosts": 666,
     "moe/inspection": 3870,

@@ -328,10 +328,9 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     has_json = TOKENIZER_FILE in sums or os.path.lexists(folder / TOKENIZER_FILE)
     vocabulary = TOKENIZER_FILE if has_json else SENTENCEPIECE_FILE
     if not (folder / vocabulary).is_file():
-        files = f"{TOKENIZER_FILE} and no {SENTENCEPIECE_FILE}"
-        raise DataError(
-            f"{folder} has no readable {TOKENIZER_FILE if has_json else files}. {advice}"
-        )
+        both = f"no {TOKENIZER_FILE} and no {SENTENCEPIECE_FILE}"
+        lacking = f"no readable {TOKENIZER_FILE}" if has_json else both
+        raise DataError(f"{folder} has {lacking}. {advice}")
 
     # Its files are unchanged. A user may have saved a tokenizer to a model's folder, whose
     # checksums do not include it.
