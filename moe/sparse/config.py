@@ -96,7 +96,7 @@ class SparseConfig:
             that groups of padding lower it.
         balance_scope: Tokens over which the shares are taken: one `group` (paper), a `micro_batch`
             (one call), the tokens of the `ranks` that share one copy of the model (all but
-            `dp_replicate` in a mesh), or the `global` batch; for the last two see `BalanceTotals`.
+            `dp_replicate` in a mesh), or the `global` batch; for the last two see `balance_totals`.
         router_z_loss_over: Positions in the mean of the z-loss: `real_tokens`, or `all_positions`
             (Flaxformer).
         dispatch: `ragged` moves exactly the accepted rows; `static` has fixed slots for each
