@@ -13,6 +13,8 @@ from tests.serving.test_server import get, serving
 def main() -> None:
     """Asks the server once there are descriptors again."""
     with serving(timeout=0.5) as address:
+        assert get(address, "/health")  # uvicorn has imported all of itself
+
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         taken = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
         resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 12, hard))

@@ -23,7 +23,7 @@ from moe.serving.engine_thread import BusyError, EngineThread, Submission
 from moe.serving.sampling import Sampling
 from moe.serving.server import CompletionServer, Limits
 from tests.models.tiny import tiny_model
-from tests.processes import Command, run_command
+from tests.processes import TIMEOUT, Command, run_command
 from tests.serving.tiny_words import ours, t5, texts, word_tokenizer
 
 LONGEST = 12
@@ -66,7 +66,7 @@ def post(address, body, path="/v1/completions", **headers):
 
 
 def get(address, path):
-    with urllib.request.urlopen(address + path) as response:
+    with urllib.request.urlopen(address + path, timeout=TIMEOUT) as response:
         return response.read().decode()
 
 
