@@ -1,4 +1,4 @@
-"""The tokenizer: trained by SentencePiece, with T5's layout, used as a transformers tokenizer.
+"""The tokenizer, trained by SentencePiece or of bytes, with T5's layout, used as transformers' tokenizer.
 
 Comes after `corpus`, before `pipeline`. Layout: `<pad>` 0, `</s>` 1, `<unk>` 2, the learnt pieces,
 then the sentinels `<extra_id_99>` ... `<extra_id_0>`, so that `<extra_id_0>` has the highest id.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import sentencepiece
 import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, T5Tokenizer
 
 from moe.checks import check_integer, shown
@@ -311,6 +311,47 @@ def train_tokenizer(
     return load_tokenizer(out_dir)
 
 
+def train_byte_tokenizer(
+    texts: Iterable[str], vocab_size: int, out_dir: Path | str
+) -> PreTrainedTokenizerFast:
+    """Trains a byte-level BPE, writes it to `out_dir` (whole or not at all), and returns it.
+
+    Every text of every script is tokens and comes back unchanged: no character is unknown.
+
+    Args:
+        texts: Texts of any length.
+        vocab_size: Size of the embedding that the vocabulary needs: 256 bytes, pieces, 3 special
+            tokens and 100 sentinels. Few texts give fewer pieces.
+        out_dir: Receives tokenizer.json and tokenizer_config.json; an earlier tokenizer is replaced.
+
+    Raises:
+        ConfigError: When `vocab_size` leaves no room for bytes.
+
+    Source:
+        Language Models are Unsupervised Multitask Learners (GPT-2) section 2.2.
+    """
+    check_replaceable(Path(out_dir), kind=TOKENIZER)  # before the work, not after
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    least = len(alphabet) + NUM_SENTINELS + 3
+    reason = f"{len(alphabet)} bytes, {NUM_SENTINELS} sentinels and 3 special tokens are part of it"
+    check_integer("vocab_size", vocab_size, least=least, most=_MOST_PIECES, reason=reason)
+
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - NUM_SENTINELS,
+        special_tokens=[PAD, EOS, UNK],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    with whole_folder(Path(out_dir), kind=TOKENIZER) as partial:
+        _wrap(backend, NUM_SENTINELS).save_pretrained(str(partial))
+        write_sums(partial)
+    return load_tokenizer(out_dir)
+
+
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """Returns the tokenizer in `folder`: made by `train_tokenizer`, or saved with a model.
 
@@ -496,6 +537,11 @@ def to_transformers(
 
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
     backend.decoder = decoders.Metaspace(prepend_scheme="always", split=True)
+    return _wrap(backend, num_sentinels)
+
+
+def _wrap(backend: tokenizers.Tokenizer, num_sentinels: int) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer for transformers, with sentinels, and `</s>` after every text."""
     backend.post_processor = _end_with((EOS, 1))
 
     # Ids grow in this order, so that <extra_id_0> has the highest.

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checkpoint.loading import check_model_folder
 from moe.data.pairs import Sentinels
-from moe.data.tokenizer import SpecialIds, end_with_sentinel
+from moe.data.tokenizer import TOKENIZER, SpecialIds, end_with_sentinel, load_tokenizer
 from moe.errors import CheckpointError, ConfigError
+from moe.files import kind_of
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.training.build import BuiltModel, build_new_model, load_pretrained_model
@@ -95,10 +96,14 @@ def choose_data(recipe: R, task: str | None, train: Path | None, typed: Collecti
 def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
     """Returns the configuration of a folder's model with the recipe's dropout and routing settings.
 
+    For fresh weights a tokenizer is enough: the recipe then gives the architecture.
+
     Raises:
         CheckpointError: When there is no model in the folder.
         ConfigError: When a capacity factor has no effect because of the model's absolute capacity.
     """
+    if recipe.init == "scratch" and kind_of(folder) == TOKENIZER:
+        return STMoEConfig(**recipe.model, vocab_size=len(load_tokenizer(folder)))
     try:
         check_model_folder(folder)
     except CheckpointError as error:
