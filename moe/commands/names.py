@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moe.cli import Parser, integer
 from moe.data.names import (
-    FORTY,
+    LANGUAGES,
     NEW,
     Name,
     all_names,
@@ -44,7 +44,10 @@ def build_parser() -> Parser:
     parser.add_argument("--out", help="folder to write")
     parser.add_argument("--list", action="store_true", help="list the languages, and write nothing")
     parser.add_argument(
-        "--languages", nargs="+", default=FORTY, help="CLDR's codes, or `all` (forty of them)"
+        "--languages",
+        nargs="+",
+        default=LANGUAGES,
+        help="CLDR's codes, or `all` (24 of 13 families)",
     )
     parser.add_argument(
         "--new", nargs="*", default=NEW, help=f"languages that are held out whole ({' '.join(NEW)})"
