@@ -3,9 +3,9 @@
 stmoe names --out runs/names
 stmoe names --out runs/names --languages el bg uk --new ast mk
 
-A pair is `el: Ivory Coast` and `Ακτή Ελεφαντοστού`. Files: `train.jsonl`, `dev.jsonl` and `test.jsonl`; for each
-language of `--new`, which those leave out, `new-LANGUAGE-train.jsonl` and `new-LANGUAGE-test.jsonl`; `languages.json`;
-and LICENSE, Unicode's licence.
+A pair is `el: Ivory Coast` and `Ακτή Ελεφαντοστού`. Files: `train.jsonl`, `dev.jsonl` and `test.jsonl`; `seen.jsonl`,
+2,000 names of `train.jsonl`; for each language of `--new`, which those leave out, `new-LANGUAGE-train.jsonl` and
+`new-LANGUAGE-test.jsonl`; `languages.json`; and LICENSE, Unicode's licence.
 """
 
 import json
@@ -30,11 +30,20 @@ from moe.files import output_path, register_folder_kind, whole_folder, write_tex
 
 LANGUAGES_FILE = "languages.json"
 FEW = 250
+SEEN = 2_000
 
 NAMES = register_folder_kind(
     "names",
     markers=["train.jsonl", LANGUAGES_FILE],
-    parts=["train.jsonl", "dev.jsonl", "test.jsonl", "new-*.jsonl", LANGUAGES_FILE, "LICENSE"],
+    parts=[
+        "train.jsonl",
+        "dev.jsonl",
+        "test.jsonl",
+        "seen.jsonl",
+        "new-*.jsonl",
+        LANGUAGES_FILE,
+        "LICENSE",
+    ],
 )
 
 
@@ -82,9 +91,15 @@ def main(argv: list[str]) -> None:
     with whole_folder(out, kind=NAMES) as partial:
         names = read_names(languages)
         for file, split in (("train", "train"), ("dev", "validation"), ("test", "test")):
-            write_names(partial / f"{file}.jsonl", (name for name in names if name.split == split))
+            of_split = (name for name in names if name.split == split)
+            write_names(partial / f"{file}.jsonl", of_split)
+
+        # Where a name lies in [0, 1) is as good as a random draw.
+        train = sorted(
+            (name for name in names if name.split == "train"), key=lambda name: name.place
+        )
+        write_names(partial / "seen.jsonl", train[:SEEN])
         for language in options.new:
-            # The hash of a name is as good as a random draw.
             train = sorted(read_names([language], "train"), key=lambda name: name.place)
             write_names(partial / f"new-{language}-train.jsonl", train[: options.few])
             write_names(partial / f"new-{language}-test.jsonl", train[options.few :])
