@@ -3,7 +3,6 @@
     python -m eval list
     python -m eval run --model DIR --tasks NAME[,NAME]
     python -m eval compare A B
-    python -m eval probe --model DIR --tasks NAME
 
 Each command is a file of eval/commands. Under torchrun, e.g. `torchrun --standalone
 --nproc-per-node 4 -m eval run ... --ep 2`, ranks share the work.
@@ -20,7 +19,6 @@ VERBS: Mapping[str, Verb] = {
     "list": Verb("list the tasks", "tasks"),
     "run": Verb("evaluate models on tasks, or on your own pairs", "run"),
     "compare": Verb("compare two runs on the same examples", "compare"),
-    "probe": Verb("fit linear classifiers to frozen encoders", "probe"),
 }
 
 

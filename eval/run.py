@@ -16,7 +16,6 @@ from eval.answers.predict import MODES, Predicted, modes_of, predict
 from eval.answers.predictions_file import check_inference_of_file
 from eval.answers.seq2seq import Seq2Seq, load_seq2seq
 from eval.baselines.data import BaselineSettings, check_baselines, read_baseline_data
-from eval.baselines.word_vectors import read_word_vectors
 from eval.reports.contamination import load_training_text, task_contamination
 from eval.reports.records import DataInfo, FailedTask, Report, RunSettings, SystemResult, TaskResult
 from eval.reports.report_files import device_name, library_versions, model_info, save_report
@@ -77,8 +76,7 @@ def evaluate(
         data: Holds a folder TASK with files in place of the hub's rows. None for the hub.
         revision: Branch or commit of the hub's data; None for each task's own.
         scoring: How choices are ranked; None for the log-probability with the end token.
-        baselines: Data that the baselines may use; None for all training examples and no other
-            text.
+        baselines: Data that the baselines may use; None for all training examples.
         contamination: Folder of a corpus to search for the examples; None for none.
         out: Receives examples/, predictions/ and the reports. An existing report with results that
             the new one lacks is kept as report.1.json.
@@ -95,7 +93,7 @@ def evaluate(
         CheckpointError: When a model cannot be loaded.
         DataError: When `out` cannot be created or is not the folder of an evaluation, another
             evaluation writes there, it has answers of these models with another `inference`, or
-            `contamination` or the baselines' text is not a corpus.
+            `contamination` is not a corpus.
     """
     # Reject invalid requests before loading anything.
     chosen = check_tasks(tasks, modes, split)
@@ -107,8 +105,6 @@ def evaluate(
 
     # Rank 0 alone fits baselines and scores.
     is_first = world.rank == 0
-    read_text = partial(read_word_vectors, Path(baselines.text)) if baselines.text else _nothing
-    vectors = _together(read_text if is_first else _nothing)
     training_text = load_training_text(contamination) if contamination else None
     check_inference(inference, models.values())
 
@@ -153,7 +149,7 @@ def evaluate(
             with _reporting_failure(task.name, failed, single_process=world.size == 1):
                 folder = None if isinstance(task.source, BuiltIn) else data
                 asked = read_task(task, split or task.split, limit, folder, revision)
-                fit = partial(read_baseline_data, task, asked.split, baselines, folder, vectors)
+                fit = partial(read_baseline_data, task, baselines, folder)
                 asked = asked._replace(baselines=_together(fit if is_first else _nothing))
                 answers = _answer_task(systems, asked, modes, scoring, out)
                 if is_first:

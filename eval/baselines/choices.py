@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from eval.baselines.word_vectors import WordVectors
 from eval.task import Example
 
 _ROWS = 256  # questions that are compared with all training examples at a time
@@ -41,26 +39,9 @@ def choose_words(train: Sequence[Example], test: Sequence[Example]) -> dict[str,
     }
 
 
-def choose_by_vectors(vectors: WordVectors, test: Sequence[Example]) -> ChoiceScores:
-    """Returns the similarity of each choice's words to the input's words, by their vectors.
-
-    A choice that the text of the vectors lacks has similarity 0.
-    """
-    means = _unit(vectors.mean([example.inputs for example in test]))  # [N, D]
-    scores = []
-    for example, mean in zip(test, means, strict=True):
-        similarity = _unit(vectors.mean(example.choices)) @ mean
-        scores.append(_by_choice(example, similarity))
-    return scores
-
-
 def best_choices(scores: ChoiceScores) -> list[str]:
     """Returns the choice with the highest score for each question; ties go to the first."""
     return [max(by_choice, key=lambda choice: by_choice[choice]) for by_choice in scores]
-
-
-def _by_choice(example: Example, values: NDArray[np.floating]) -> dict[str, float]:
-    return dict(zip(example.choices, map(float, values), strict=True))
 
 
 def _most_like(texts: Sequence[str], test: Sequence[Example]) -> ChoiceScores:
@@ -82,7 +63,8 @@ def _most_like(texts: Sequence[str], test: Sequence[Example]) -> ChoiceScores:
     start = 0
     for example in test:
         end = start + len(example.choices)
-        scores.append(_by_choice(example, similarity[start:end]))
+        values = map(float, similarity[start:end])
+        scores.append(dict(zip(example.choices, values, strict=True)))
         start = end
     return scores
 
@@ -103,9 +85,3 @@ def _nearest_targets(train: Sequence[Example], inputs: Sequence[str]) -> list[st
         similarity = (rows[start : start + _ROWS] @ train_rows.T).toarray()
         targets += [train[number].targets for number in similarity.argmax(axis=1)]
     return targets
-
-
-def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns <float32>[N, D] vectors of length 1; zeros stay."""
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / np.maximum(lengths, 1e-9)

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.baselines.choices import ChoiceScores, best_choices, choose_by_vectors, choose_words
-from eval.baselines.vector_classifier import classify_by_vectors
-from eval.baselines.word_vectors import WordVectors
+from eval.baselines.choices import ChoiceScores, best_choices, choose_words
 from eval.task import Example, Task
 
 if TYPE_CHECKING:
@@ -31,16 +29,11 @@ class BaselineData(NamedTuple):
 
     Attributes:
         train: Examples with their targets.
-        dev: Examples for choosing settings, different from the evaluated ones; if empty, a part of
-            `train` is used.
         fitted_to: Description of `train`.
-        vectors: Vectors of words; None omits these baselines.
     """
 
     train: Sequence[Example]
-    dev: Sequence[Example] = ()
     fitted_to: str = "all training examples"
-    vectors: WordVectors | None = None
 
 
 class Baseline(NamedTuple):
@@ -62,12 +55,7 @@ def has_baselines(task: Task) -> bool:
 
     True for classification, summarization and choices of words.
     """
-    return uses_vectors(task) or _is_summarization(task)
-
-
-def uses_vectors(task: Task) -> bool:
-    """Returns whether a task has a baseline by vectors of words."""
-    return task.is_classification or task.has_lexical_choices
+    return task.is_classification or task.has_lexical_choices or _is_summarization(task)
 
 
 def baseline_outputs(
@@ -76,10 +64,9 @@ def baseline_outputs(
     """Returns the answers of baselines to `test`, by name.
 
     A classification has `majority` (the most frequent target), `naive Bayes` and `logistic
-    regression` on counts of words, and with vectors of words `word vectors`, logistic regression on
-    those. A summarization has `majority` (the most frequent summary; of equals the one with the
-    highest mean ROUGE-1 against the others), `lead` (the first sentence), and the two classifiers
-    as pickers of a sentence. Baselines for choices of words are in `choice_baselines`.
+    regression` on counts of words. A summarization has `majority` (the most frequent summary; of
+    equals the one with the highest mean ROUGE-1 against the others), `lead` (the first sentence),
+    and the two classifiers as pickers of a sentence. A choice of words has those of `choose_words`.
 
     Args:
         task: The task.
@@ -101,14 +88,7 @@ def baseline_outputs(
         outputs = _classify(data.train, test)
     elif _is_summarization(task):
         outputs = _summarize(data.train, test)
-    baselines = {name: Baseline(texts, data.fitted_to) for name, texts in outputs.items()}
-
-    # What unlabelled text adds.
-    if task.is_classification and data.vectors is not None:
-        answers = classify_by_vectors(data.vectors, data.train, data.dev, test)
-        fitted_to = f"{data.fitted_to} and {answers.features}"
-        baselines["word vectors"] = Baseline(answers.outputs, fitted_to)
-    return baselines
+    return {name: Baseline(texts, data.fitted_to) for name, texts in outputs.items()}
 
 
 def _choose(data: BaselineData, test: Sequence[Example]) -> dict[str, Baseline]:
@@ -116,10 +96,6 @@ def _choose(data: BaselineData, test: Sequence[Example]) -> dict[str, Baseline]:
     baselines = {}
     for name, scores in choose_words(data.train, test).items():
         baselines[name] = Baseline(best_choices(scores), data.fitted_to, scores)
-    if data.vectors is not None:
-        scores = choose_by_vectors(data.vectors, test)
-        fitted_to = f"no example, but {data.vectors.source}"
-        baselines["word vectors"] = Baseline(best_choices(scores), fitted_to, scores)
     return baselines
 
 

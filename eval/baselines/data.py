@@ -1,12 +1,11 @@
-"""The data that baselines are fitted to: labels of a task, and word vectors of a corpus."""
+"""The labels of a task that baselines are fitted to."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.baselines.classifiers import BaselineData, has_baselines, uses_vectors
-from eval.baselines.word_vectors import WordVectors
-from eval.task import Example, Task
+from eval.baselines.classifiers import BaselineData, has_baselines
+from eval.task import Task
 from moe.checks import check_integer
 from moe.data.mixture import choose_examples, format_choice
 from moe.errors import ConfigError
@@ -20,12 +19,10 @@ class BaselineSettings:
         train_examples: Largest number of training examples of a task; with the same seed, the same
             ones as fine-tuning with `mixture.train_examples`. None for all.
         train_seed: Seed of the choice.
-        text: Folder of a corpus for word vectors; None omits the word-vector baseline.
     """
 
     train_examples: int | None = None
     train_seed: int = 0
-    text: str | None = None
 
 
 def check_baselines(settings: BaselineSettings, tasks: Iterable[Task]) -> None:
@@ -40,26 +37,16 @@ def check_baselines(settings: BaselineSettings, tasks: Iterable[Task]) -> None:
         )
 
     # No task would use them.
-    tasks = list(tasks)
     if settings.train_examples is not None and not any(map(has_baselines, tasks)):
         raise ConfigError(
             f"--train-examples {settings.train_examples} would change nothing: no task has "
             "baselines; they exist for classification, choices of words and summarization. Remove the "
             "option."
         )
-    if settings.text is not None and not any(map(uses_vectors, tasks)):
-        raise ConfigError(
-            f"--baseline-text {settings.text} would change nothing: no task is a classification or "
-            "a choice of words. Leave it out."
-        )
 
 
 def read_baseline_data(
-    task: Task,
-    split: str,
-    settings: BaselineSettings,
-    folder: Path | None,
-    vectors: WordVectors | None,
+    task: Task, settings: BaselineSettings, folder: Path | None
 ) -> BaselineData | None:
     """Returns the training data of a task's baselines; None where it has none, or no labels.
 
@@ -67,10 +54,8 @@ def read_baseline_data(
 
     Args:
         task: The task.
-        split: The evaluated split, on which no settings are chosen.
         settings: Data that the baselines may use.
         folder: Holds a folder TASK with files in place of the task's own rows; None for those.
-        vectors: Vectors of the words of `settings.text`.
 
     Raises:
         DataError: When the training rows are not what the task expects.
@@ -86,11 +71,4 @@ def read_baseline_data(
     size = settings.train_examples
     train = choose_examples(examples, size, settings.train_seed)
     fitted_to = format_choice(len(train), len(examples), size, settings.train_seed)
-
-    # Only the word-vector classifier has tuned settings, and they are never tuned on evaluated
-    # examples.
-    dev: Sequence[Example] = ()
-    has_dev = split != "validation" and task.source.is_local("validation", rows_folder)
-    if vectors is not None and task.is_classification and has_dev:
-        dev = task.examples("validation", folder)
-    return BaselineData(train, dev, fitted_to, vectors)
+    return BaselineData(train, fitted_to)

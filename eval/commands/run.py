@@ -106,12 +106,6 @@ def build_parser() -> Parser:
         default=0,
         help="seed of their choice, the fine-tuning's (default: 0)",
     )
-    parser.add_argument(
-        "--baseline-text",
-        type=path,
-        metavar="CORPUS",
-        help="corpus of whose words a further baseline has vectors (default: none)",
-    )
 
     # How choices are scored.
     parser.add_argument("--no-eos", action="store_true", help="rank choices without the end token")
@@ -154,8 +148,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Evaluates, prints the scores and where the reports are; exits with 1 when a task failed."""
     models = parse_models([arguments.model, *arguments.also])
     files = [arguments.data, arguments.pairs, arguments.train_pairs]
-    corpora = [arguments.baseline_text, arguments.contamination]
-    inputs = [*files, *corpora, *models.values()]
+    inputs = [*files, arguments.contamination, *models.values()]
     out = output_path(arguments.out, inputs=inputs)
     logging.disable_progress_bar()
     if arguments.train_pairs is not None and arguments.pairs is None:
@@ -177,9 +170,7 @@ def run(arguments: argparse.Namespace) -> None:
             revision=arguments.revision,
             scoring=Scoring(include_eos=not arguments.no_eos, normalize=arguments.normalize),
             baselines=BaselineSettings(
-                train_examples=arguments.train_examples,
-                train_seed=arguments.train_seed,
-                text=arguments.baseline_text and str(arguments.baseline_text),
+                train_examples=arguments.train_examples, train_seed=arguments.train_seed
             ),
             contamination=arguments.contamination,
             out=out,

@@ -15,7 +15,6 @@ def example(number, inputs, targets):
 
 
 def answers(task, train, test):
-    """The answers of each baseline without vectors."""
     made = baseline_outputs(task, BaselineData(train), test)
     return {name: baseline.outputs for name, baseline in made.items()}
 

@@ -2,15 +2,9 @@
 
 import dataclasses
 
-import numpy as np
-import pytest
-
-from eval.baselines.choices import best_choices, choose_by_vectors, choose_words
-from eval.baselines.classifiers import BaselineData, baseline_outputs, has_baselines
-from eval.baselines.data import BaselineSettings, check_baselines
-from eval.baselines.word_vectors import build_word_vectors
+from eval.baselines.choices import best_choices, choose_words
+from eval.baselines.classifiers import has_baselines
 from eval.task import TASKS, Example
-from moe.errors import ConfigError
 
 TASK = TASKS.get("wordnet_word")
 
@@ -48,28 +42,6 @@ def test_the_majority_prefers_what_is_often_trained():
     assert answers_of([example("y", "z")], test)["majority"] == ["a"]
 
 
-def test_vectors_choose_the_word_that_stands_near_the_definition_in_the_text():
-    text = []
-    for _ in range(30):
-        text.append("whale swims in the deep sea\nbread comes from the hot oven")
-    vectors = build_word_vectors(text, "a text")
-    test = [
-        example("deep sea", "whale", "bread", "whale"),
-        example("hot oven", "bread", "bread", "whale"),
-        example("hot oven", "bread", "unheard", "bread"),
-        example("unheard", "bread", "whale", "bread"),
-    ]
-    assert best_choices(choose_by_vectors(vectors, test)) == ["whale", "bread", "bread", "whale"]
-    assert not np.isnan(vectors.mean(["unheard"])).any()
-
-    # They stand beside the others, and say what they were made of.
-    data = BaselineData(TRAIN, vectors=vectors)
-    baselines = baseline_outputs(TASK, data, test)
-    assert list(baselines) == ["majority", "spelling", "nearest example", "word vectors"]
-    assert baselines["word vectors"].fitted_to == "no example, but a text"
-    assert baselines["majority"].fitted_to == "all training examples"
-
-
 def test_many_questions_are_compared_in_parts():
     train = [example(f"thing number {i}", f"word{i}x") for i in range(40)]
     test = [
@@ -83,6 +55,3 @@ def test_only_tasks_that_say_so_have_them():
     assert has_baselines(TASK)
     other = dataclasses.replace(TASK, has_lexical_choices=False)
     assert not has_baselines(other)
-    check_baselines(BaselineSettings(text="corpus"), [TASK])
-    with pytest.raises(ConfigError, match="a classification or a choice of words"):
-        check_baselines(BaselineSettings(text="corpus"), [other])

@@ -26,8 +26,6 @@ from eval.run import check_tasks, evaluate, read_task
 from eval.scores.superglue import SUPERGLUE
 from eval.task import TASKS
 from moe import ConfigError, DataError
-from moe.data.corpus import build_corpus, save_corpus
-from moe.data.documents import Document
 from moe.data.mixture import choose_examples
 from moe.parsing import to_json
 
@@ -235,7 +233,7 @@ def test_a_label_budget_is_that_of_fine_tuning_and_is_said(folders, tmp_path):
     whole = read_tasks(["boolq"], str(data)).train["boolq"]
     for size, seed in ((7, 3), (11, 3), (7, 4)):
         settings = BaselineSettings(train_examples=size, train_seed=seed)
-        read = read_baseline_data(asked.task, "validation", settings, data, None)
+        read = read_baseline_data(asked.task, settings, data)
         chosen = [(example.inputs, example.targets) for example in read.train]
         assert chosen == choose_examples(whole, size, seed)
 
@@ -251,28 +249,6 @@ def test_a_label_budget_is_that_of_fine_tuning_and_is_said(folders, tmp_path):
     assert "7 of 20 training examples" in (tmp_path / "out/report.1.json").read_text()
 
 
-def test_word_vectors_of_a_corpus_are_one_more_baseline_that_dev_examples_choose(folders, tmp_path):
-    documents = []
-    for number in range(23):
-        text = f"It is true and right. It is false and wrong, number {number}."
-        documents.append(Document(text, f"{number}.txt", "own", "none"))
-    save_corpus(build_corpus(documents), tmp_path / "corpus")
-    for split, number in (("train", 20), ("validation", 13), ("test", 11)):
-        write_rows(tmp_path / "data", split, number)
-
-    settings = BaselineSettings(text=str(tmp_path / "corpus"))
-    options = {"modes": ["rank"], "data": tmp_path / "data", "baselines": settings}
-    chosen_on = {"test": "13 dev examples", "validation": "4 of the training examples"}
-    for split, examples in chosen_on.items():
-        report = run(folders, ["boolq"], tmp_path / split, split=split, **options)
-        assert report.failed == []
-        system = baselines_of(report)["word vectors"]
-        assert system.fitted_to.startswith("all 20 training examples and ")
-        assert f"{tmp_path / 'corpus'} (0.0 million characters)" in system.fitted_to
-        assert system.fitted_to.endswith(f"chosen on {examples}")
-        assert system.scores[0].value == 100
-
-
 @pytest.mark.parametrize(
     ("settings", "tasks", "message"),
     [
@@ -280,7 +256,6 @@ def test_word_vectors_of_a_corpus_are_one_more_baseline_that_dev_examples_choose
         ({"train_seed": -1}, ["boolq"], "--train-seed is -1; expected an integer from 0"),
         ({"train_seed": 3}, ["boolq"], "--train-seed 3 would change nothing.*Give both"),
         ({"train_examples": 5}, ["squad"], "--train-examples 5 would change nothing: no task has"),
-        ({"text": "runs"}, ["xsum"], "--baseline-text runs would change nothing: no task is a"),
     ],
 )
 def test_settings_of_baselines_that_cannot_be_or_change_nothing_are_refused(
