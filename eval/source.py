@@ -1,6 +1,6 @@
-"""Sources of a task's rows: Python, a database of this system, the hub, or files of the user.
+"""Sources of a task's rows: Python, the hub, or files of the user.
 
-Files replace the hub's dataset and the database. Every row is checked (row_schema.py).
+Files replace the hub's dataset, and are checked row by row like it (row_schema.py).
 """
 
 import hashlib
@@ -113,65 +113,6 @@ def split_by_hash(text: str, *, test: float, validation: float) -> str:
     if fraction < test + validation:
         return "validation"
     return "train"
-
-
-# ---------------------------------------------------------------------------
-# Rows of a database
-
-
-@dataclass(frozen=True)
-class SystemData:
-    """Rows that are built from a database, which may be installed on this system.
-
-    Attributes:
-        read: Returns the rows of a split; raises a DataError that says what to install.
-        task: Name of the task: custom rows are in a folder of that name.
-        origin: Name of the database, for a list of tasks.
-        columns: Kinds of the columns.
-        labels: By column, the values that a label may have.
-        splits: Splits that have rows.
-        hidden: Splits whose labels are not public.
-    """
-
-    read: Callable[[str], list[Row]]
-    task: str
-    origin: str
-    columns: ColumnKinds
-    labels: Mapping[str, Collection[Any]]
-    splits: Sequence[str] = SPLITS
-    hidden: Sequence[str] = ()
-
-    def expected(self, split: str) -> int | None:
-        """Returns None: the number of rows depends on the version of the database."""
-        return None
-
-    def is_local(self, split: str, folder: Path | None = None) -> bool:
-        """Returns whether the rows of a split are in the database, or in the files of `folder`."""
-        return split in self.splits and (folder is None or has_files(folder, split))
-
-    def rows(
-        self, split: str, folder: Path | None = None, revision: str | None = None
-    ) -> list[Row]:
-        """Returns the rows of a split.
-
-        Args:
-            split: One of `splits`.
-            folder: Holds SPLIT.jsonl, SPLIT.parquet or a folder SPLIT of such files, with the
-                columns of `columns`; None for the database.
-            revision: Unused; applies to data on the hub.
-
-        Raises:
-            DataError: When the database is not installed, or a row of a file does not fit.
-        """
-        if folder is not None:
-            return read_files(folder, split, self.columns, self.labels)
-        try:
-            return list(self.read(split))
-        except DataError as error:
-            raise DataError(
-                f"{error} Or give rows of your own: --data FOLDER (in fine-tuning, mixture.folder) "
-                f"with FOLDER/{self.task}/{split}.jsonl."
-            ) from error
 
 
 # ---------------------------------------------------------------------------

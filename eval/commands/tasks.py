@@ -9,8 +9,7 @@ from moe.cli import Parser
 LEGEND = """\
 train/validation/test: rows of the splits that there are; * is the one that is reported on, (labels are hidden) in ().
 scores: the first is the headline. prompt: where inputs and targets are from.
---data FOLDER with FOLDER/TASK/SPLIT.jsonl or .parquet takes the place of the hub, or of WordNet; a variant reads its
-task's folder."""
+--data FOLDER with FOLDER/TASK/SPLIT.jsonl or .parquet takes the place of the hub; a variant reads its task's folder."""
 
 _HEADER = ("task", "version", "scores", "train/validation/test", "prompt", "data", "licence")
 

@@ -3,7 +3,7 @@
 To add a task:
 
 1. Write a file here, or add to that of its family: `register_task(Task(...))` with a `HubData`
-   that names the repository, config, counts and columns (or a `SystemData` or `BuiltIn` of
+   that names the repository, config, counts and columns (or a `BuiltIn` of
    eval/source.py), and with functions of eval/text/ and eval/scores/metrics.py, or with new ones
    beside the task. Text of T5 goes to those files, with its source; a prompt that nobody published
    says `prompt_source="this library"`, and one that varies another task's prompt has `variant_of`

@@ -43,17 +43,6 @@ def label_index(labels: Sequence[str], default: int = -1) -> Callable[[str, Feat
     return postprocess
 
 
-def choices_of(fields: Features) -> tuple[str, ...]:
-    """Returns the choices of an example that has its own."""
-    return tuple(fields["choices"])
-
-
-def number_of_choice(text: str, fields: Features, is_target: bool) -> int:
-    """Returns the number of the example's own choice that equals the text; -1 for none."""
-    choices = fields["choices"]
-    return choices.index(text) if text in choices else -1
-
-
 def string_to_float(default: float = -1.0) -> Callable[[str, Features, bool], float]:
     """Returns a postprocessor: the number that a text says, else `default`."""
 

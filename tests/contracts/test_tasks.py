@@ -149,12 +149,3 @@ def test_offline_splits_share_no_group_no_id_and_no_input_and_test_every_choice(
     if isinstance(choices, tuple) and choices:
         for split in {"train", "test"} & splits.keys():
             assert {example.targets for example in splits[split]} == set(choices)
-
-
-def test_unicode_category_has_the_words_of_the_standard():
-    examples = {}
-    for made in examples_by_split("unicode_category").values():
-        examples |= {example.id: example for example in made}
-    assert len(examples) > 9000
-    assert examples["U+0028"].inputs == "unicode category name: left parenthesis"
-    assert examples["U+0028"].targets == "open punctuation"

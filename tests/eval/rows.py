@@ -1,7 +1,4 @@
-"""Examples of any task: from Python where its rows come with it, else from the fixtures.
-
-What a database of the system holds, as WordNet, has fixtures too: tests need no installation.
-"""
+"""Examples of any task: from Python where its rows come with it, else from the fixtures."""
 
 from pathlib import Path
 
@@ -11,7 +8,6 @@ from eval.task import TASKS, Example, Task
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OFFLINE = [name for name in TASKS.names() if isinstance(TASKS.get(name).source, BuiltIn)]
-FROM_FILES = [name for name in TASKS.names() if name not in OFFLINE]
 ON_THE_HUB = [name for name in TASKS.names() if isinstance(TASKS.get(name).source, HubData)]
 
 

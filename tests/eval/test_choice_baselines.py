@@ -4,9 +4,7 @@ import dataclasses
 
 from eval.baselines.choices import best_choices, choose_words
 from eval.baselines.classifiers import has_baselines
-from eval.task import TASKS, Example
-
-TASK = TASKS.get("wordnet_word")
+from eval.task import Example
 
 
 def example(inputs: str, targets: str, *choices: str) -> Example:
@@ -51,7 +49,7 @@ def test_many_questions_are_compared_in_parts():
     assert answers_of(train, test)["nearest example"] == [item.targets for item in test]
 
 
-def test_only_tasks_that_say_so_have_them():
-    assert has_baselines(TASK)
-    other = dataclasses.replace(TASK, has_lexical_choices=False)
-    assert not has_baselines(other)
+def test_only_tasks_that_say_so_have_them(task):
+    free = dataclasses.replace(task, choices=())
+    assert not has_baselines(free)
+    assert has_baselines(dataclasses.replace(free, has_lexical_choices=True))

@@ -13,6 +13,8 @@ import pytest
 from eval.__main__ import advice_after_interrupt, main
 from moe.cli import run_main
 from moe.files import KIND_FILE
+from tests.eval.conftest import THINGS
+from tests.eval.rows import FIXTURES
 from tests.models.tiny import tiny_model
 from tests.processes import Command, run_command, start_torchrun
 
@@ -21,13 +23,29 @@ def call(*arguments):
     return run_command("eval", *arguments)
 
 
+def write_pairs(path, numbers):
+    """Writes a pair for each thing and number, whose words tell its colour."""
+    pairs = []
+    for number in numbers:
+        for thing, colour in THINGS.items():
+            pairs.append({"inputs": f"name {'the ' * number}{thing}", "targets": colour})
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    return write_pairs(tmp_path / "pairs.jsonl", range(5))
+
+
 @pytest.mark.slow
 def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(
-    folders, tmp_path, capsys
+    folders, pairs, tmp_path, capsys
 ):
     run = tmp_path / "run"
     models = ["--model", f"ours={folders['moe']}", "--also", f"t5={folders['t5']}"]
-    done = call("run", *models, "--tasks", "unicode_category", "--limit", "61", "--out", run)
+    data = ["--pairs", pairs, "--train-pairs", write_pairs(tmp_path / "train.jsonl", range(5, 9))]
+    done = call("run", *models, *data, "--limit", "19", "--out", run)
     assert done.returncode == 0, done.stderr
     report = json.loads((run / "report.json").read_text())
     rows = report["tasks"][0]["systems"]
@@ -35,13 +53,13 @@ def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(
         *((name, mode) for name in ("ours", "t5") for mode in ("generate", "rank")),
         *((name, "baseline") for name in ("majority", "naive Bayes", "logistic regression")),
     ]
-    assert all(30 < row["num_examples"] <= 61 for row in rows)
+    assert all(row["num_examples"] == 19 for row in rows)
     assert rows[5]["scores"][0]["value"] > rows[4]["scores"][0]["value"]
     assert {"encoder", "decoder"} == set(rows[0]["router"])
     assert rows[2]["router"] is None
     for kind in ("json", "md", "html"):
         assert str(run / f"report.{kind}") in done.stdout
-    assert report["settings"]["limit"] == 61
+    assert report["settings"]["limit"] == 19
     assert report["models"]["t5"]["parameters"] > 0
 
     main(["compare", f"ours={run}", f"t5={run}", "--mode", "rank", "--out", str(tmp_path / "c")])
@@ -49,33 +67,35 @@ def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(
     compared = json.loads((tmp_path / "c/compare.json").read_text())
     (metric,) = compared["tasks"][0]["metrics"]
     line, *_, place = printed.splitlines()
-    assert line.startswith(f"unicode_category by rank, accuracy: ours {metric['a']:.1f}, t5 ")
+    assert line.startswith(f"pairs_labels by rank, accuracy: ours {metric['a']:.1f}, t5 ")
     assert f"{metric['wins']:,} wins" in line and str(tmp_path / "c/compare.md") in place
-    assert "## unicode_category by rank" in (tmp_path / "c/compare.md").read_text()
+    assert "## pairs_labels by rank" in (tmp_path / "c/compare.md").read_text()
     assert compared["tasks"][0]["num_examples"] == rows[0]["num_examples"]
 
 
 @pytest.mark.slow
 def test_a_task_that_fails_is_said_at_the_end_and_the_exit_code_is_1(folders, tmp_path):
-    asked = ["--model", folders["t5"], "--tasks", "rte,unicode_category", "--limit", "5"]
-    asked += ["--modes", "rank", "--data", tmp_path / "nowhere", "--out", tmp_path / "run"]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/boolq").symlink_to(FIXTURES / "boolq")
+    asked = ["--model", folders["t5"], "--tasks", "rte,boolq", "--limit", "5"]
+    asked += ["--modes", "rank", "--data", tmp_path / "rows", "--out", tmp_path / "run"]
     done = call("run", *asked)
     assert done.returncode == 1, done.stderr
-    assert re.search(r"error: rte failed: There is no folder .*nowhere/rte", done.stderr)
+    assert re.search(r"error: rte failed: There is no folder .*rows/rte", done.stderr)
     assert "Traceback" not in done.stderr
     report = json.loads((tmp_path / "run/report.json").read_text())
-    assert [task["task"] for task in report["tasks"]] == ["unicode_category"]
+    assert [task["task"] for task in report["tasks"]] == ["boolq"]
     assert [one["task"] for one in report["failed"]] == ["rte"]
 
 
-RUN = ["run", "--model", "no", "--tasks", "unicode_category"]
+RUN = ["run", "--model", "no", "--tasks", "boolq"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (RUN, "no holds no model"),
-        ([*RUN[:-1], "unicode_categry"], "Did you mean 'unicode_category'"),
+        ([*RUN[:-1], "bolq"], "Did you mean 'boolq'"),
         ([*RUN[:-1], ""], "--tasks is '', in which a name is empty"),
         ([*RUN, "--modes", "guess"], "no mode 'guess'"),
         ([*RUN, "--modes", "rank,"], "--modes is 'rank,'"),
@@ -128,15 +148,11 @@ def test_only_a_run_goes_on_after_it_was_stopped():
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_one_line_at_any_moment_of_a_command(folders, tmp_path):
+def test_ctrl_c_is_one_line_at_any_moment_of_a_command(folders, pairs, tmp_path):
     """While it starts, and while it works: the exit code says that it was interrupted."""
     codes = []
     for seconds in (0.1, 0.7):
-        options = {
-            "--tasks": "unicode_category",
-            "--model": folders["moe"],
-            "--out": tmp_path / "x",
-        }
+        options = {"--pairs": pairs, "--model": folders["moe"], "--out": tmp_path / "x"}
         arguments = ["run", *chain.from_iterable(options.items())]
         command = Command("eval", arguments)
         end = time.monotonic() + seconds
@@ -167,19 +183,18 @@ def take_calibration(report):
 
 
 @pytest.mark.slow
-def test_four_ranks_report_what_one_process_reports(folders, tokenizer, tmp_path):
+def test_four_ranks_report_what_one_process_reports(pairs, tokenizer, tmp_path):
     model = tiny_model(num_experts=8, num_heads=4, d_ff=34, eval_capacity_factor=0.5)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    asked = ["run", "--model", tmp_path / "model", "--tasks", "unicode_category"]
-    asked += ["--limit", "37", "--capacity-factor", "0.75"]
+    asked = ["run", "--model", tmp_path / "model", "--pairs", pairs, "--capacity-factor", "0.75"]
     mesh = ["--ep", "2", "--tp", "2", "--timeout", "60"]
     one = call(*asked, "--out", tmp_path / "one")
     four = start_torchrun(4, "eval", *asked, *mesh, "--out", tmp_path / "four").finish()
     reports = []
     for done, name in ((one, "one"), (four, "four")):
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("unicode_category  model") == 2
+        assert done.stdout.count("pairs_labels  model") == 2
         reports.append(json.loads((tmp_path / name / "report.json").read_text()))
 
     # Ranks add in another order, which moves the last digits of probabilities.
@@ -187,13 +202,13 @@ def test_four_ranks_report_what_one_process_reports(folders, tokenizer, tmp_path
     assert together == pytest.approx(alone, rel=1e-4)
     assert reports[1]["tasks"] == reports[0]["tasks"]
     assert reports[1]["command"].startswith("torchrun --nproc-per-node 4 -m eval run")
-    file = "predictions/unicode_category.model.generate.jsonl"
+    file = "predictions/pairs_labels.model.generate.jsonl"
     assert (tmp_path / "four" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
 
 
 @pytest.mark.slow
-def test_a_mesh_that_does_not_fit_is_one_message_for_all_ranks(folders, tmp_path):
-    model = ["--model", str(folders["moe"]), "--tasks", "unicode_category", "--out", str(tmp_path)]
+def test_a_mesh_that_does_not_fit_is_one_message_for_all_ranks(folders, pairs, tmp_path):
+    model = ["--model", folders["moe"], "--pairs", pairs, "--out", tmp_path / "out"]
     done = real_torchrun(2, "run", *model, "--ep", "2")
     assert done.returncode != 0
     assert done.stderr.count("7 experts cannot be spread evenly over ep 2") == 1

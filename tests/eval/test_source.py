@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.scores.metrics import ACCURACY
-from eval.source import EXPORT, MAIN, BuiltIn, HubData, SystemData
+from eval.source import EXPORT, MAIN, BuiltIn, HubData
 from eval.task import TASKS, Task
 from eval.text.postprocess import label_index
 from moe import DataError
@@ -293,39 +293,15 @@ def test_two_forms_of_a_split_are_refused(tmp_path):
         read(tmp_path)
 
 
-# ---- a database of the system ----
-
-
-def database() -> SystemData:
-    return SystemData(
-        lambda split: WANTED, "teas", "a tea house", COLUMNS, labels={"label": range(2)}
-    )
-
-
-def test_rows_of_a_database_are_read_from_it_or_from_files_which_are_checked(tmp_path):
-    assert database().rows("validation") == WANTED
-    assert database().expected("validation") is None
-    write_jsonl(tmp_path / "validation.jsonl", ROWS[:2])
-    assert database().rows("validation", tmp_path) == WANTED[:2]
-
-    write_jsonl(tmp_path / "test.jsonl", [{**ROWS[0], "label": -1}])
-    with pytest.raises(
-        DataError, match=r"Line 1 of .*test\.jsonl has label -1\. Expected one of 0"
-    ):
-        database().rows("test", tmp_path)
-    with pytest.raises(DataError, match="has no rows of split 'train'"):
-        database().rows("train", tmp_path)
-
-
 def test_a_split_of_a_downloaded_dataset_is_read_from_its_files(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "README.md").write_text("# Teas")
     for split, rows in (("train", WANTED), ("validation", WANTED[:2])):
         table = pyarrow.Table.from_pylist(rows)
         pyarrow.parquet.write_table(table, tmp_path / f"data/{split}-00000-of-00001.parquet")
-    assert database().rows("validation", tmp_path) == WANTED[:2]
-    assert database().is_local("train", tmp_path)
-    assert not database().is_local("test", tmp_path)
+    assert read(tmp_path) == WANTED[:2]
+    assert source("owner/none").is_local("validation", tmp_path)
+    assert not source("owner/none").is_local("test", tmp_path)
 
 
 def test_rows_are_local_when_no_network_is_needed(tmp_path):
@@ -335,17 +311,14 @@ def test_rows_are_local_when_no_network_is_needed(tmp_path):
     assert not source("owner/none").is_local("test", tmp_path)
     assert not source("owner/none").is_local("train", tmp_path)  # not published
 
-    assert database().is_local("train")
-    assert database().is_local("validation", tmp_path)
-    assert not database().is_local("train", tmp_path)
     assert BuiltIn(lambda split: WANTED).is_local("train", tmp_path)
     assert not BuiltIn(lambda split: WANTED, splits=("test",)).is_local("train")
 
     # So are the files of a shard folder, if it has any.
     write_jsonl(tmp_path / "shards/validation/part-1.jsonl", ROWS[:2])
-    assert database().is_local("validation", tmp_path / "shards")
+    assert source("owner/none").is_local("validation", tmp_path / "shards")
     (tmp_path / "shards/test").mkdir()
-    assert not database().is_local("test", tmp_path / "shards")
+    assert not source("owner/none").is_local("test", tmp_path / "shards")
 
 
 # ---- tasks ----

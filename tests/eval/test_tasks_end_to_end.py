@@ -29,17 +29,17 @@ from eval.scores.metrics import GENDER_PARITY, MATTHEWS, PEARSON, SPEARMAN
 from eval.source import EXPORT, HubData
 from eval.task import TASKS, Example, Task
 from moe.data.tokenizer import train_tokenizer
-from tests.eval.rows import FIXTURES, FROM_FILES, ON_THE_HUB, examples_of
+from tests.eval.rows import FIXTURES, ON_THE_HUB, examples_of
 
 CORRELATIONS = {metric.name for metric in (MATTHEWS, PEARSON, SPEARMAN)}
 
-by_name = pytest.mark.parametrize("name", FROM_FILES)
+by_name = pytest.mark.parametrize("name", ON_THE_HUB)
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory):
     texts = []
-    for task in map(TASKS.get, FROM_FILES):
+    for task in map(TASKS.get, ON_THE_HUB):
         texts += [f"{made.inputs} {made.targets}" for made in examples_of(task, task.split)]
     folder = tmp_path_factory.mktemp("model")
     train_tokenizer(texts, 331, folder)
