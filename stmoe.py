@@ -42,7 +42,7 @@ class Verb(NamedTuple):
         summary: Line of --help that says what it does.
         module: Module in moe.commands whose `main` it runs.
         trains: Whether it is a training run, which can be resumed and counts its seconds.
-        tasks: Name in `eval.task_readers` by which it reads the tasks and texts of the repository.
+        tasks: Name in `eval.task_readers` by which it reads the tasks of the repository.
         verbs: Its own verbs, instead of a module.
     """
 
@@ -71,11 +71,7 @@ INSPECT_VERBS = {
 }
 
 VERBS = {
-    "corpus": Verb(
-        "build a corpus from your text, or from installed packages",
-        "build_corpus",
-        tasks="CORPUS_READERS",
-    ),
+    "corpus": Verb("build a corpus from your text", "build_corpus"),
     "names": Verb("write names of places and languages in 157 languages, as pairs", "names"),
     "tokenizer": Verb("train a vocabulary on a corpus or on pairs", "train_tokenizer"),
     "recipes": Verb("list the recipes that --config knows by name"),

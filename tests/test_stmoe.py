@@ -164,5 +164,3 @@ def test_the_wheel_has_the_recipes_and_no_tasks(tmp_path):
     assert "stmoe pretrain --config st_moe_tiny_pretrain --corpus" in without.stderr
     printed = run("pretrain", "--config", "st_moe_tiny_pretrain", "--print_config").stdout
     assert yaml.safe_load(printed)["model"]["num_experts"] == 8
-    refused = run("corpus", "--out", "corpus", "--unseen", "docstring_topic")
-    assert "no option --unseen" in refused.stderr

@@ -1,26 +1,24 @@
 """The corpus: documents without repetitions, divided into training and held-out, kept on disk.
 
-Comes after `documents` and `overlap`, before `tokenizer` and `pipeline`.
+Comes after `documents`, before `tokenizer` and `pipeline`.
 """
 
 import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import pyarrow
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from moe.checks import check_integer, check_number, shown
 from moe.checksums import refuse_damage, write_sums
 from moe.data.documents import Document
-from moe.data.overlap import SplitOverlap, quoting_paragraphs
-from moe.data.prose import letters
-from moe.errors import ConfigError, DataError
+from moe.errors import DataError
 from moe.files import register_folder_kind, whole_folder
 from moe.parsing import read_record
 
@@ -28,38 +26,28 @@ if TYPE_CHECKING:
     import datasets
 
 FACTS_FILE = "corpus.json"
-OVERLAP_FILE = "overlap.json"
 SPLITS = ("train", "held_out")
-CORPUS = register_folder_kind(
-    "corpus", markers=[FACTS_FILE], parts=[FACTS_FILE, OVERLAP_FILE, *SPLITS]
-)
+CORPUS = register_folder_kind("corpus", markers=[FACTS_FILE], parts=[FACTS_FILE, *SPLITS])
 _SHARD = re.compile(r"data-(\d{5})-of-(\d{5})\.arrow")
 
 
 class Corpus(NamedTuple):
-    """Two data sets with the columns of `Document`, and statistics of the omitted text."""
+    """Two data sets with the columns of `Document`, and the number of omitted paragraphs."""
 
     train: "datasets.Dataset"
     held_out: "datasets.Dataset"
     num_repeated: int
     """Paragraphs left out because an earlier one has the same words."""
-    num_quoting: int = 0
-    """Paragraphs left out because they quote what must stay unseen."""
 
 
-class _Facts(NamedTuple):
+class _Facts(BaseModel, frozen=True):
     """Content of `FACTS_FILE`."""
 
     num_repeated: Annotated[int, Field(ge=0)]
-    num_quoting: Annotated[int, Field(ge=0)] = 0
 
 
 def build_corpus(
-    documents: Iterable[Document],
-    held_out_fraction: float = 0.05,
-    seed: int = 0,
-    leave_out: Collection[str] = (),
-    unseen_inputs: Collection[Sequence[str]] = (),
+    documents: Iterable[Document], held_out_fraction: float = 0.05, seed: int = 0
 ) -> Corpus:
     """Returns the documents without repeated paragraphs, divided into training and held-out.
 
@@ -72,35 +60,17 @@ def build_corpus(
             source count as one document. If there is only one, its paragraphs are the documents.
         held_out_fraction: Expected share of documents held out, between 0 and 1.
         seed: Another seed holds out other documents.
-        leave_out: Sources of documents that must stay unseen: neither they nor paragraphs that they
-            hold are in the corpus.
-        unseen_inputs: Inputs of test sets. A paragraph that shares 8 words in a row with one is
-            left out, in any document; see `quoting_paragraphs`.
 
     Raises:
-        ConfigError: When the fraction is not between 0 and 1, or a source to leave out is not
-            there.
+        ConfigError: When the fraction is not between 0 and 1.
         DataError: When fewer than two documents have text, or a text cannot be written as UTF-8.
     """
     check_number("held_out_fraction", held_out_fraction, above=0, below=1)
     check_integer("seed", seed)
     documents = list(documents)
-    if len(documents) == 1 and not leave_out:
+    if len(documents) == 1:
         documents = _paragraph_documents(documents[0])
-    sources = {document.source for document in documents}
-    missing = sorted(set(leave_out) - sources)
-    if missing:
-        raise ConfigError(
-            f"{missing[0]!r} is listed in leave_out, but is not a source of the documents. Remove it from leave_out."
-        )
-
-    # Of several equal paragraphs, the first is kept: with the unseen documents in front, no other
-    # document keeps a paragraph that they contain.
-    unseen = [document for document in documents if document.source in leave_out]
-    others = [document for document in documents if document.source not in leave_out]
-    kept, num_repeated = drop_repeated_paragraphs([*unseen, *others])
-    kept = [document for document in kept if document.source not in leave_out]
-    kept, num_quoting = drop_quoting_paragraphs(kept, unseen_inputs)
+    kept, num_repeated = drop_repeated_paragraphs(documents)
 
     # A source is held out when its number, drawn from (seed, source), is below the threshold. Each
     # side has at least one source.
@@ -124,7 +94,7 @@ def build_corpus(
 
     train = [document for document in kept if numbers[document.source] > border]
     held_out = [document for document in kept if numbers[document.source] <= border]
-    return Corpus(_to_dataset(train), _to_dataset(held_out), num_repeated, num_quoting)
+    return Corpus(_to_dataset(train), _to_dataset(held_out), num_repeated)
 
 
 def _paragraph_documents(document: Document) -> list[Document]:
@@ -144,8 +114,7 @@ def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Docume
     """Returns the documents without repeated paragraphs, and the number of those.
 
     Two paragraphs are equal when they have the same letters and digits, ignoring case, spaces and
-    punctuation: otherwise inherited docstrings would be in both training and held-out data. Empty
-    documents are dropped.
+    punctuation. Empty documents are dropped.
     """
     seen: set[str] = set()
     kept: list[Document] = []
@@ -155,7 +124,7 @@ def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Docume
 
         # Letters and digits alone, or the paragraph itself where it has none.
         for paragraph in filter(None, document.text.split("\n\n")):
-            key = letters(paragraph) or paragraph
+            key = "".join(filter(str.isalnum, paragraph.casefold())) or paragraph
             if key in seen:
                 num_repeated += 1
             else:
@@ -167,33 +136,6 @@ def drop_repeated_paragraphs(documents: Iterable[Document]) -> tuple[list[Docume
     return kept, num_repeated
 
 
-def drop_quoting_paragraphs(
-    documents: list[Document], inputs: Collection[Sequence[str]]
-) -> tuple[list[Document], int]:
-    """Returns the documents without paragraphs that quote inputs of tests, and their number.
-
-    A document that becomes empty is dropped.
-    """
-    if not inputs:
-        return documents, 0
-
-    # The answers come in the order of the paragraphs.
-    texts = (document.text.split("\n\n") for document in documents)
-    is_quoting = quoting_paragraphs(inputs, texts)
-    kept: list[Document] = []
-    num_quoting = 0
-    for document in documents:
-        paragraphs = []
-        for paragraph in document.text.split("\n\n"):
-            if next(is_quoting):
-                num_quoting += 1
-            else:
-                paragraphs.append(paragraph)
-        if paragraphs:
-            kept.append(document._replace(text="\n\n".join(paragraphs)))
-    return kept, num_quoting
-
-
 def _to_dataset(documents: list[Document]) -> "datasets.Dataset":
     import datasets
 
@@ -203,17 +145,10 @@ def _to_dataset(documents: list[Document]) -> "datasets.Dataset":
     return datasets.Dataset.from_dict(columns)
 
 
-def save_corpus(
-    corpus: Corpus, folder: Path | str, overlaps: Collection[SplitOverlap] = ()
-) -> None:
+def save_corpus(corpus: Corpus, folder: Path | str) -> None:
     """Writes the corpus and its checksums to `folder`, whole or not at all.
 
     An earlier corpus there is replaced.
-
-    Args:
-        corpus: The corpus.
-        folder: Folder of the corpus.
-        overlaps: Overlaps of test sets with the training text, saved in the same folder if any.
 
     Raises:
         DataError: When the folder holds something that is not a corpus.
@@ -223,15 +158,7 @@ def save_corpus(
             getattr(corpus, split).save_to_disk(str(partial / split))
 
         facts = {"num_repeated": corpus.num_repeated}
-        if corpus.num_quoting:
-            facts["num_quoting"] = corpus.num_quoting
         (partial / FACTS_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
-
-        # The file is for people and for studies; a corpus is complete without it.
-        if overlaps:
-            records = [overlap._asdict() for overlap in overlaps]
-            content = json.dumps(records, indent=1) + "\n"
-            (partial / OVERLAP_FILE).write_text(content, encoding="utf-8")
         write_sums(partial)
 
 
@@ -249,11 +176,11 @@ def load_corpus(folder: Path | str) -> Corpus:
         DataError: When the folder is not a corpus, or a file of it is damaged; names the file.
     """
     folder = Path(folder)
-    advice = f"Make the corpus again: `stmoe corpus --out {folder}`."
+    advice = f"Make the corpus again: `stmoe corpus --data FILES --out {folder}`."
     if not is_corpus(folder):
         raise DataError(
             f"{folder} is not a corpus: it has no {FACTS_FILE}. "
-            f"Make one with `stmoe corpus --out {folder}`."
+            f"Make one with `stmoe corpus --data FILES --out {folder}`."
         )
 
     # Every file exists and is unchanged.
@@ -267,7 +194,7 @@ def load_corpus(folder: Path | str) -> Corpus:
     facts = read_record(folder / FACTS_FILE, _Facts, advice=advice)
     train = _read_split(train_shards, advice, validate=not has_sums)
     held_out = _read_split(held_out_shards, advice, validate=not has_sums)
-    return Corpus(train, held_out, facts.num_repeated, facts.num_quoting)
+    return Corpus(train, held_out, facts.num_repeated)
 
 
 def _find_shards(folder: Path, advice: str) -> list[Path]:

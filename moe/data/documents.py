@@ -1,14 +1,13 @@
 """The document record, and the documents in the user's own files.
 
-Comes after `prose` and `rows`, before `docstrings`, which reads another source.
+Comes after `rows`, before `corpus`.
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moe.data.folders import MARKUP_SUFFIXES, SUFFIXES, TABLE_SUFFIXES, files_of, parse_folder
-from moe.data.prose import prose_paragraphs
+from moe.data.folders import SUFFIXES, TABLE_SUFFIXES, files_of, parse_folder
 from moe.data.rows import read_rows, text_of
 from moe.errors import DataError
 from moe.parsing import printable, read_text, suffix_of
@@ -22,8 +21,8 @@ class Document(NamedTuple):
 
     Attributes:
         text: Paragraphs, with a blank line between two.
-        source: File and line, the same on every machine, e.g. "torch/nn/functional.py"; decides the split.
-        package: Origin of the text: "stdlib", "torch", "numpy", or the name of the user's folder.
+        source: File and line, the same on every machine, e.g. "books/emma.txt"; decides the split.
+        package: Origin of the text: the name of the user's file or folder.
         licence: Licence of the text.
     """
 
@@ -36,9 +35,9 @@ class Document(NamedTuple):
 def read_files(paths: Iterable[Path | str], column: str = TEXT_COLUMN) -> list[Document]:
     """Returns the user's own documents.
 
-    A `.txt` or `.md` file is one document with blank lines between paragraphs, a `.rst` file one
-    without its markup; each row of a `.jsonl`, `.csv`, `.tsv` or `.parquet` file is one, in the column
-    "text". A folder means all such files below it; a warning counts its other files.
+    A `.txt`, `.md` or `.rst` file is one document with blank lines between paragraphs; each row of a
+    `.jsonl`, `.csv`, `.tsv` or `.parquet` file is one, in the column "text". A folder means all such
+    files below it; a warning counts its other files.
 
     Args:
         paths: Files and folders.
@@ -117,8 +116,7 @@ def read_document(path: Path) -> str:
     text = read_text(path, advice="Make it a readable file, or leave it out.")
     if "\0" in text:
         raise DataError(f"{path} holds the character NUL: it is not text. Leave it out.")
-    is_markup = suffix_of(path) in MARKUP_SUFFIXES
-    return "\n\n".join(prose_paragraphs(text)) if is_markup else join_lines(text)
+    return join_lines(text)
 
 
 def join_lines(text: str) -> str:

@@ -20,8 +20,7 @@ logger = logging.getLogger(__name__)
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 PARQUET = ".parquet"
 TABLE_SUFFIXES = (".jsonl", *SEPARATORS, PARQUET)
-MARKUP_SUFFIXES = (".rst",)  # of which only the prose is read
-SUFFIXES = (".txt", ".md", *MARKUP_SUFFIXES, *TABLE_SUFFIXES)
+SUFFIXES = (".txt", ".md", ".rst", *TABLE_SUFFIXES)
 
 _TRAIN = "train"
 _NO_SPLITS = {_TRAIN: ["**"]}  # as `datasets` describes a folder whose names tell nothing

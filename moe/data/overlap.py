@@ -1,7 +1,7 @@
 """How much of a test set occurs in a text: n-grams, runs of n words, that both contain.
 
-Comes after `documents`, before `corpus`, which leaves out matching paragraphs. Words are compared
-without case and punctuation. A text is read once, in batches; memory grows with the test set only.
+Comes after `documents`. Words are compared without case and punctuation. A text is read once, in
+batches; memory grows with the test set only.
 
 Source:
     GPT-3 (arXiv:2005.14165) appendix C, n-grams of 8 to 13 words; PaLM (arXiv:2204.02311) section
@@ -85,20 +85,6 @@ class SplitOverlap(NamedTuple):
         return cls(task, split, **numbers)
 
 
-class Matches(NamedTuple):
-    """Positions of n-grams in texts.
-
-    Attributes:
-        ngrams: <int64>[M] number of the n-gram.
-        first: <int64>[M] number of the paragraph with its first word, counted over all texts.
-        last: <int64>[M] number of the paragraph with its last word.
-    """
-
-    ngrams: NDArray[np.int64]
-    first: NDArray[np.int64]
-    last: NDArray[np.int64]
-
-
 def measure_overlap(
     inputs: Mapping[Any, Sequence[str]], texts: Iterable[str], sizes: Sequence[int] = NGRAM_SIZES
 ) -> dict[Any, list[Overlap]]:
@@ -116,8 +102,8 @@ def measure_overlap(
     # One pass over the text for all test sets.
     index = NgramIndex(words, sizes)
     is_found = np.zeros(index.num_ngrams, dtype=np.bool_)
-    for batch in _batches([text] for text in texts):
-        is_found[index.find(batch).ngrams] = True
+    for batch in _batches(texts):
+        is_found[index.find(batch)] = True
 
     # The inputs of a test set are concatenated.
     overlaps: dict[Any, list[Overlap]] = {}
@@ -127,29 +113,6 @@ def measure_overlap(
         overlaps[name] = [index.overlap(n, is_found, start, end) for n in sizes]
         start = end
     return overlaps
-
-
-def quoting_paragraphs(
-    inputs: Iterable[Sequence[str]], texts: Iterable[Sequence[str]]
-) -> Iterator[bool]:
-    """Yields for each paragraph of each text whether it has a word of an n-gram of the inputs, n = 8.
-
-    Args:
-        inputs: Test sets; see `measure_overlap`.
-        texts: Each a list of its paragraphs, over which an n-gram may run.
-    """
-    words: list[list[str]] = []
-    for test_set in inputs:
-        words += _words_of_inputs(test_set)
-
-    # A match marks all paragraphs that it spans.
-    index = NgramIndex(words, NGRAM_SIZES[:1])
-    for batch in _batches(texts):
-        matches = index.find(batch)
-        is_quoting = np.zeros(sum(map(len, batch)), dtype=np.bool_)
-        for first, last in zip(matches.first, matches.last, strict=True):
-            is_quoting[first : last + 1] = True
-        yield from is_quoting.tolist()
 
 
 def _words_of_inputs(inputs: Sequence[str]) -> list[list[str]]:
@@ -169,13 +132,13 @@ def _words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-def _batches(texts: Iterable[Sequence[str]]) -> Iterator[list[Sequence[str]]]:
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     """Yields lists of texts with few enough characters to be compared at once."""
-    batch: list[Sequence[str]] = []
+    batch: list[str] = []
     num_characters = 0
     for text in texts:
         batch.append(text)
-        num_characters += sum(map(len, text))
+        num_characters += len(text)
         if num_characters >= _BATCH:
             yield batch
             batch = []
@@ -225,36 +188,23 @@ class NgramIndex:
 
         self._tables = {size: _Table(of_size) for size, of_size in numbers.items()}
 
-    def find(self, texts: Sequence[Sequence[str]]) -> Matches:
-        """Returns the positions of the n-grams.
-
-        Args:
-            texts: Each a list of its paragraphs, over which an n-gram may run.
-        """
+    def find(self, texts: Sequence[str]) -> NDArray[np.int64]:
+        """Returns <int64>[M] the numbers of the n-grams that occur in the texts, with repetitions."""
         # An unknown word between two texts, so that no n-gram spans both.
         ids: list[int] = []
-        starts: list[int] = []
         number_of = self._ids.get
         for text in texts:
-            for paragraph in text:
-                starts.append(len(ids))
-                ids += [number_of(word, 0) for word in _words(paragraph)]
+            ids += [number_of(word, 0) for word in _words(text)]
             ids.append(0)
         hashes = self._hashes[np.asarray(ids, dtype=np.int64)]  # [W]
-        first_words = np.asarray(starts, dtype=np.int64)
 
-        # One size of n-grams after the other: number, first and last paragraph of each match.
-        matches = [np.empty((3, 0), dtype=np.int64)]
+        # One size of n-grams after the other.
+        found = [np.empty(0, dtype=np.int64)]
         longest = max(self._tables, default=0)
         for size, windows in enumerate(_rolling_hashes(hashes, longest), start=1):
             if size in self._tables:
-                positions, numbers = self._tables[size].find(windows)
-                first = np.searchsorted(first_words, positions, side="right") - 1
-                last = np.searchsorted(first_words, positions + size - 1, side="right") - 1
-                matches.append(np.stack([numbers, first, last]))
-
-        ngrams, first, last = np.concatenate(matches, axis=1)
-        return Matches(ngrams, first, last)
+                found.append(self._tables[size].find(windows))
+        return np.concatenate(found)
 
     def overlap(self, n: int, is_found: NDArray[np.bool_], start: int, end: int) -> Overlap:
         """Returns how much of the inputs from `start` to `end` was found.
@@ -297,8 +247,8 @@ class _Table:
         self._flags = np.zeros(2**_FLAG_BITS, dtype=np.bool_)
         self._flags[hashes >> self._shift] = True
 
-    def find(self, windows: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the positions of the windows that are n-grams, and the numbers of these."""
+    def find(self, windows: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Returns the numbers of the windows that are n-grams."""
         candidates = np.flatnonzero(self._flags[windows >> self._shift])
         values = windows[candidates]
 
@@ -306,7 +256,7 @@ class _Table:
         places = np.searchsorted(self._hashes, values)
         places = np.minimum(places, len(self._hashes) - 1)
         is_equal = self._hashes[places] == values
-        return candidates[is_equal], self._numbers[places[is_equal]]
+        return self._numbers[places[is_equal]]
 
 
 def _rolling_hashes(hashes: NDArray[np.uint64], longest: int) -> Iterator[NDArray[np.uint64]]:

@@ -1,4 +1,4 @@
-"""Texts to trace: the user's files, held-out text of a corpus, Python's own language reference.
+"""Texts to trace: the user's files, or held-out text of a corpus.
 
 Comes before `examples`, which builds batches from them.
 """
@@ -7,31 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe.data.corpus import load_corpus
-from moe.data.docstrings import topic_documents
 from moe.data.documents import Document, read_files
-from moe.errors import DataError
 from moe.tracing.examples import SourceText
-
-REFERENCE = "language reference"
-"""Domain of the texts that every Python carries."""
 
 
 def find_texts(files: Sequence[str], corpus: Path | str) -> list[SourceText]:
-    """Returns the user's files; without any, held-out text of a corpus, or text that comes with
-    Python.
+    """Returns the user's files; without any, held-out text of a corpus.
 
     Args:
         files: See `file_texts`; empty for none.
-        corpus: Folder made by stmoe corpus, which need not be there.
+        corpus: Folder made by stmoe corpus.
 
     Raises:
-        DataError: When a file is missing or is not text, the corpus is damaged, or no text is left.
+        DataError: When a file is missing or is not text, or the corpus is missing or damaged.
     """
-    if files:
-        return file_texts(files)
-    if Path(corpus).exists():
-        return corpus_texts(Path(corpus))
-    return reference_texts()
+    return file_texts(files) if files else corpus_texts(Path(corpus))
 
 
 def file_texts(items: Sequence[str]) -> list[SourceText]:
@@ -65,15 +55,3 @@ def corpus_texts(folder: Path) -> list[SourceText]:
     held_out = load_corpus(folder).held_out
     rows = zip(held_out["text"], held_out["package"], strict=True)
     return [SourceText(text, "", number, domain) for number, (text, domain) in enumerate(rows)]
-
-
-def reference_texts() -> list[SourceText]:
-    """Returns the language reference that `help("topic")` shows, a document for each topic.
-
-    Raises:
-        DataError: When Python comes without it.
-    """
-    documents = topic_documents()
-    if not documents:
-        raise DataError("This Python does not include its language reference. Give text files.")
-    return [SourceText(each.text, "", number, REFERENCE) for number, each in enumerate(documents)]

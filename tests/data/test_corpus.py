@@ -1,16 +1,11 @@
 """The corpus and its folder. Oracle: set arithmetic on documents written by the test."""
 
-import json
-
 import datasets
 import pytest
 
 import stmoe
-from eval.task import TASKS
 from moe.data.corpus import Corpus, build_corpus, corpus_table, load_corpus, save_corpus
-from moe.data.docstrings import PACKAGE_LICENCES
 from moe.data.documents import Document
-from moe.data.overlap import SplitOverlap
 from moe.data.tokenizer import load_tokenizer, train_tokenizer
 from moe.data.tokens import tokenize_corpus
 from moe.errors import ConfigError, DataError
@@ -67,98 +62,6 @@ def test_a_repeated_paragraph_stays_only_where_it_came_first():
     expected = {"a": "The same words.\n\nOnly here.", "b": "Only there."}
     assert texts_by_source(corpus) == expected
     assert corpus.num_repeated == 2
-
-
-def test_what_is_left_out_is_unseen_wherever_else_it_stands_and_moves_no_other_document():
-    quoting = Document("text 7!\n\nIts own.", "quoting.py", "own", "MIT")
-    some = [quoting, *documents(101)]
-    whole, rest = (
-        build_corpus(some, 0.2, seed=1),
-        build_corpus(some, 0.2, seed=1, leave_out={"file7.py", "file8.py"}),
-    )
-    for before, after in ((whole.train, rest.train), (whole.held_out, rest.held_out)):
-        assert sources(after) == sources(before) - {"file7.py", "file8.py"}
-    assert texts_by_source(rest)["quoting.py"] == "Its own."
-    with pytest.raises(ConfigError, match=r"'gone.py' is listed in leave_out, but is not a source"):
-        build_corpus(some, leave_out={"file7.py", "gone.py"})
-
-
-def test_paragraphs_that_quote_unseen_inputs_are_left_out_and_move_no_other_document():
-    secret = "the seventh sheep jumped over the fence at midnight"
-    quoting = Document(f"As I said: {secret.upper()}.\n\nIts own.", "quoting.py", "own", "MIT")
-    empty = Document(f"{secret}!", "empty.py", "own", "MIT")
-    some = [quoting, empty, *documents(101)]
-    whole = build_corpus(some, 0.2, seed=1)
-    rest = build_corpus(some, 0.2, seed=1, unseen_inputs=[[f"solve: {secret}", "solve: x"]])
-    for before, after in ((whole.train, rest.train), (whole.held_out, rest.held_out)):
-        assert sources(after) == sources(before) - {"empty.py"}
-    assert texts_by_source(rest)["quoting.py"] == "Its own."
-    assert (whole.num_quoting, rest.num_quoting) == (0, 2)
-
-
-def test_what_was_left_out_and_what_overlaps_is_kept_beside_the_corpus(tmp_path):
-    corpus = build_corpus(documents())._replace(num_quoting=3)
-    overlap = SplitOverlap("task", "test", 8, 5, 4, 1, 0.25, 20, 2, 0.1)
-    save_corpus(corpus, tmp_path / "corpus", [overlap])
-    assert load_corpus(tmp_path / "corpus").num_quoting == 3
-    (record,) = json.loads((tmp_path / "corpus/overlap.json").read_text(encoding="utf-8"))
-    assert SplitOverlap(**record) == overlap
-    save_corpus(build_corpus(documents()), tmp_path / "corpus")
-    assert not (tmp_path / "corpus/overlap.json").exists()
-
-
-@pytest.mark.slow
-def test_the_command_combines_sources_and_measures_what_is_left_of_the_tests(tmp_path, capsys):
-    (tmp_path / "sheep").mkdir()
-    (tmp_path / "sheep/sheep.py").write_text('"""Sheep sleep in a heap."""', encoding="utf-8")
-    (tmp_path / "mine.jsonl").write_text('{"text": "Mine alone."}\n', encoding="utf-8")
-    (tmp_path / "dict").mkdir()
-    for name, line in WORDNET.items():
-        (tmp_path / f"dict/data.{name}").write_text(line, encoding="utf-8")
-    (tmp_path / "d.index").write_text("cat\tA\th\n", encoding="utf-8")
-    (tmp_path / "d.dict").write_text("cat\n   An animal that sleeps.\n   ", encoding="utf-8")
-
-    arguments = ["--packages", str(tmp_path / "sheep"), "--wordnet", str(tmp_path / "dict")]
-    arguments += ["--dictionary", str(tmp_path / "d.index"), "--data", str(tmp_path / "mine.jsonl")]
-    arguments += ["--unseen", "unicode_category", "docstring_topic"]
-    stmoe.main(["corpus", "--out", str(tmp_path / "corpus"), *arguments])
-    corpus = load_corpus(tmp_path / "corpus")
-    packages = {*corpus.train["package"], *corpus.held_out["package"]}
-    assert packages == {"sheep", "wordnet", "d", "mine"}
-    printed = capsys.readouterr().out
-    assert "docstring_topic: 0 of its" in printed
-    rows = json.loads((tmp_path / "corpus/overlap.json").read_text(encoding="utf-8"))
-    splits = {(row["task"], row["split"], row["n"]) for row in rows}
-    assert ("unicode_category", "validation", 8) in splits
-    assert len(splits) == 8
-    assert {row["num_shared"] for row in rows} == {0}
-
-
-WORDNET = {
-    "noun": "00000001 05 n 01 dog 0 000 | a member of the genus Canis\n",
-    "verb": "00000002 38 v 01 run 0 000 | move fast by using one's feet\n",
-    "adj": "00000003 00 a 01 able 0 000 | having the necessary means\n",
-    "adv": "00000004 02 r 01 fast 0 000 | quickly or rapidly\n",
-}
-
-
-@pytest.mark.slow
-def test_the_command_leaves_the_tested_files_of_a_task_out(tmp_path, monkeypatch):
-    only_stdlib = {"stdlib": PACKAGE_LICENCES["stdlib"]}  # the package that the task asks about
-    monkeypatch.setattr("moe.data.docstrings.PACKAGE_LICENCES", only_stdlib)
-    stmoe.main(["corpus", "--out", str(tmp_path / "corpus"), "--unseen", "docstring_summary"])
-    corpus = load_corpus(tmp_path / "corpus")
-    texts = [*corpus.train["text"], *corpus.held_out["text"]]
-    seen = {letters(paragraph) for text in texts for paragraph in text.split("\n\n")}
-    task = TASKS.get("docstring_summary")
-    for split in ("validation", "test"):
-        assert not {letters(example.targets) for example in task.examples(split)} & seen
-        assert not {example.group for example in task.examples(split)} & (sources(corpus.train))
-    assert {letters(example.targets) for example in task.examples("train")} & seen
-
-
-def letters(text: str) -> str:
-    return "".join(filter(str.isalnum, text.casefold()))
 
 
 def test_paragraphs_of_symbols_are_told_apart_and_scripts_without_case_are_kept():

@@ -1,6 +1,4 @@
-"""Documents of this Python and of the user. Oracle: files written by the test; for Python, its own
-docstrings.
-"""
+"""Documents of the user. Oracle: files written by the test."""
 
 import pytest
 
@@ -70,13 +68,3 @@ def test_a_path_that_is_missing_or_of_another_kind_is_named(tmp_path):
     (tmp_path / "paper.pdf").write_bytes(b"%PDF")
     with pytest.raises(DataError, match=r"ends in '\.pdf'; expected one of \.txt, \.md"):
         read_files([tmp_path / "paper.pdf"])
-
-
-def test_of_restructured_text_the_prose_is_read(tmp_path):
-    (tmp_path / "page.rst").write_text(
-        "Title\n=====\n\nThe function :func:`open` returns a ``file`` object.\n\n"
-        ".. code-block:: python\n\n   open(name)\n",
-        encoding="utf-8",
-    )
-    (document,) = read_files([tmp_path])
-    assert document.text == "The function open returns a file object."

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from moe.data import overlap as overlap_module
-from moe.data.overlap import SHORTEST, Overlap, measure_overlap, quoting_paragraphs
+from moe.data.overlap import SHORTEST, Overlap, measure_overlap
 
 ALPHABET = [f"w{number}" for number in range(5)]
 """So few words that many n-grams are shared."""
@@ -56,17 +56,6 @@ def test_the_measure_equals_sets_of_tuples(monkeypatch):
             assert overlap.num_shared_ngrams == len(every & in_text)
 
 
-def test_paragraphs_are_found_that_hold_a_word_of_a_shared_run_even_over_their_border():
-    inputs = [["one two three four five six seven eight nine", "zero"]]
-    texts = [
-        ["Nothing here.", "One, two; THREE four-five", "six seven eight?", "The end."],
-        ["one two three four five", "", "six seven nine eight", "..."],
-        ["two three four five six seven eight nine"],
-    ]
-    found = list(quoting_paragraphs(inputs, texts))
-    assert found == [False, True, True, False, *(4 * [False]), True]
-
-
 def test_no_run_goes_from_one_text_to_the_next():
     inputs = ["one two three four five six seven eight", "zero"]
     overlap = measure(inputs, ["one two three four", "five six seven eight"], 8)
@@ -91,7 +80,6 @@ def test_nothing_overlaps_with_nothing(inputs, texts):
     overlap = measure(inputs, texts, 8)
     assert overlap.num_shared == 0
     assert overlap.share_of_inputs == overlap.share_of_ngrams == 0.0
-    assert list(quoting_paragraphs([inputs], [[text] for text in texts])) == [False] * len(texts)
 
 
 def test_the_measure_forgets_case_and_marks_and_knows_other_scripts():

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from pathlib import Path
 
+import numpy
 import pytest
 import sentencepiece
 from hypothesis import example, given, settings
@@ -12,11 +14,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 import moe  # noqa: F401  registers the model type "st_moe"
 from moe.commands import train_tokenizer as train_tokenizer_command
 from moe.data.corpus import build_corpus, load_corpus, save_corpus
-from moe.data.docstrings import docstrings, package_folder, python_files
 from moe.data.documents import Document
 from moe.data.tokenizer import SpecialIds, load_tokenizer, sentinel, train_tokenizer
 from moe.errors import DataError
-from tests.data.conftest import VOCAB_SIZE
+from tests.data.conftest import VOCAB_SIZE, docstrings_of
 
 SENTINELS = [sentinel(number) for number in range(100)]
 
@@ -73,17 +74,16 @@ def test_sentinels_in_a_text_are_single_tokens_and_spaces_around_them_vanish(tok
 
 
 def test_it_agrees_with_sentencepiece_on_raw_lines_and_whole_docstrings(
-    tokenizer, reference, raw_docstrings
+    tokenizer, reference, english
 ):
-    lines = [line for docstring in raw_docstrings for line in docstring.splitlines()]
+    lines = [line for paragraph in english for line in paragraph.splitlines()]
     assert len(lines) > 1_500
     assert as_text(tokenizer, lines) == reference.encode(lines)
-    assert as_text(tokenizer, raw_docstrings) == reference.encode(raw_docstrings)
+    assert as_text(tokenizer, english) == reference.encode(english)
 
 
 def test_it_agrees_with_sentencepiece_on_files_it_was_not_trained_on(tokenizer, reference):
-    folder = package_folder("numpy") / "fft"
-    files = ["\n".join(docstrings(path)) for path in python_files(folder)]
+    files = docstrings_of(Path(numpy.fft.__file__).parent)
     lines = sorted({line for text in files for line in text.splitlines()})
     assert len(lines) > 500 and max(map(len, files)) > 20_000
     assert as_text(tokenizer, lines) == reference.encode(lines)

@@ -1,1 +1,0 @@
-"""English text on this machine, for corpora: packages, WordNet, dictionaries of dictd."""
