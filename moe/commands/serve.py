@@ -2,7 +2,7 @@ r"""stmoe serve: an HTTP server that speaks OpenAI's completions API, with a pag
 
 stmoe serve --model runs/demo/model
 curl localhost:8000/v1/completions -H 'content-type: application/json' \
-  -d '{"prompt": "docstring topic: Parse an email.", "stream": true}'
+  -d '{"prompt": "el: Ivory Coast", "stream": true}'
 """
 
 import socket
