@@ -3,7 +3,6 @@
 Files replace the hub's dataset, and are checked row by row like it (row_schema.py).
 """
 
-import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -91,28 +90,6 @@ class BuiltIn:
                 f"{folder} was given for a task whose rows come with Python. Remove it."
             )
         return list(self.read(split))
-
-
-def hash_fraction(text: str) -> float:
-    """Returns a number in [0, 1) that depends on the text alone, on every machine."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:6], "big") / 2**48
-
-
-def split_by_hash(text: str, *, test: float, validation: float) -> str:
-    """Returns the split of rows that have `text` in common; it depends on the text alone.
-
-    Args:
-        text: Name of a group of rows, with a salt of the task.
-        test: Share of the groups in the test split.
-        validation: Share of the groups in the validation split.
-    """
-    fraction = hash_fraction(text)
-    if fraction < test:
-        return "test"
-    if fraction < test + validation:
-        return "validation"
-    return "train"
 
 
 # ---------------------------------------------------------------------------

@@ -153,7 +153,6 @@ class Task:
         metrics: Metrics for scoring answers.
         headline: Metrics whose mean is the task's score in an average; () for the first metric.
         choices: All targets of a classification, or a function of fields; () for free text.
-        has_lexical_choices: Whether the choices are words, which baselines compare with the input.
         ids: Fields that identify an example; () for its number.
         groups: Fields that identify its group; () if each example is its own group.
         inputs_length: Maximum number of input tokens, end included.
@@ -180,7 +179,6 @@ class Task:
     metrics: tuple[Metric, ...]
     headline: tuple[Metric, ...] = ()
     choices: tuple[str, ...] | Callable[[Features], tuple[str, ...]] = ()
-    has_lexical_choices: bool = False
 
     # Names of features, joined by slashes.
     ids: tuple[str, ...] = ()

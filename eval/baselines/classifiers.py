@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.baselines.choices import ChoiceScores, best_choices, choose_words
 from eval.task import Example, Task
 
 if TYPE_CHECKING:
@@ -36,37 +35,20 @@ class BaselineData(NamedTuple):
     fitted_to: str = "all training examples"
 
 
-class Baseline(NamedTuple):
-    """The answers of a baseline.
-
-    Attributes:
-        outputs: N answers.
-        fitted_to: Description of its training data.
-        scores: For choices of words, the scores of the choices; None for other tasks.
-    """
-
-    outputs: list[str]
-    fitted_to: str
-    scores: ChoiceScores | None = None
-
-
 def has_baselines(task: Task) -> bool:
-    """Returns whether a task has baselines.
-
-    True for classification, summarization and choices of words.
-    """
-    return task.is_classification or task.has_lexical_choices or _is_summarization(task)
+    """Returns whether a task has baselines: true for classification and summarization."""
+    return task.is_classification or _is_summarization(task)
 
 
 def baseline_outputs(
     task: Task, data: BaselineData, test: Sequence[Example]
-) -> dict[str, Baseline]:
+) -> dict[str, list[str]]:
     """Returns the answers of baselines to `test`, by name.
 
     A classification has `majority` (the most frequent target), `naive Bayes` and `logistic
     regression` on counts of words. A summarization has `majority` (the most frequent summary; of
     equals the one with the highest mean ROUGE-1 against the others), `lead` (the first sentence),
-    and the two classifiers as pickers of a sentence. A choice of words has those of `choose_words`.
+    and the two classifiers as pickers of a sentence.
 
     Args:
         task: The task.
@@ -81,22 +63,9 @@ def baseline_outputs(
     if not data.train or num_characters > MAX_CHARACTERS:
         return {}
 
-    if task.has_lexical_choices:
-        return _choose(data, test)
-    outputs: dict[str, list[str]] = {}
     if task.is_classification:
-        outputs = _classify(data.train, test)
-    elif _is_summarization(task):
-        outputs = _summarize(data.train, test)
-    return {name: Baseline(texts, data.fitted_to) for name, texts in outputs.items()}
-
-
-def _choose(data: BaselineData, test: Sequence[Example]) -> dict[str, Baseline]:
-    """Returns the baselines of a choice of words."""
-    baselines = {}
-    for name, scores in choose_words(data.train, test).items():
-        baselines[name] = Baseline(best_choices(scores), data.fitted_to, scores)
-    return baselines
+        return _classify(data.train, test)
+    return _summarize(data.train, test) if _is_summarization(task) else {}
 
 
 def _is_summarization(task: Task) -> bool:

@@ -32,7 +32,6 @@ from eval.reports.records import (
 from eval.reports.run_folder import ExamplesDigest
 from eval.scores.calibration import Calibration, calibration_of_choices
 from eval.scores.intervals import score_answers, score_metrics, task_seed, with_interval
-from eval.scores.matching import MATCHING, matching_scores
 from eval.scores.metrics import Values, exact_matches, unwrap_values
 from eval.scores.superglue import SUPERGLUE, superglue_average
 from eval.submission import Submission
@@ -125,7 +124,6 @@ def summarize_task(
             scored = score_system(
                 *system_examples, router=predicted.router, calibration=calibration
             )
-            scored = with_matching(scored, task, examples, choice_scores(predicted))
             draws[name, mode, task.name] = task.headline_score(scored.draws)
         else:
             scored = count_system(*system_examples, predicted.router)
@@ -135,10 +133,9 @@ def summarize_task(
 
     # Baselines are listed with the models if training rows are available offline.
     if is_scored and asked.baselines is not None:
-        for name, baseline in baseline_outputs(task, asked.baselines, examples).items():
-            scored = score_system(task, examples, baseline.outputs, name, "baseline")
-            scored = with_matching(scored, task, examples, baseline.scores)
-            result = replace(scored.result, fitted_to=baseline.fitted_to)
+        for name, outputs in baseline_outputs(task, asked.baselines, examples).items():
+            scored = score_system(task, examples, outputs, name, "baseline")
+            result = replace(scored.result, fitted_to=asked.baselines.fitted_to)
             systems.append(scored._replace(result=result))
 
     published = []
@@ -233,43 +230,6 @@ def count_system(
         router=router,
     )
     return ScoredSystem(result, {}, np.empty(0))
-
-
-def choice_scores(predicted: Predicted) -> list[Mapping[str, float]] | None:
-    """Returns the scores of the choices of each example; None for generated answers."""
-    scores: list[Mapping[str, float]] = []
-    for prediction in predicted.predictions:
-        if prediction.scores is None:
-            return None
-        scores.append(prediction.scores)
-    return scores
-
-
-def with_matching(
-    scored: ScoredSystem,
-    task: Task,
-    examples: Sequence[Example],
-    scores: Sequence[Mapping[str, float]] | None,
-) -> ScoredSystem:
-    """Returns a system with its score in matching questions and words, where a task is of words.
-
-    Args:
-        scored: The system.
-        task: The task.
-        examples: N examples.
-        scores: Scores of the choices of each; None where there are none.
-    """
-    if scores is None or not task.has_lexical_choices:
-        return scored
-
-    # Questions that share their choices depend on each other.
-    values = matching_scores(scores, [example.targets for example in examples])
-    groups = ["/".join(sorted(example.choices)) for example in examples]
-    answers = score_answers([MATCHING], [0.0] * len(values), list(values))
-    by_metric, _ = score_metrics(answers, groups, task_seed(task.name))
-    matching = MetricScore(MATCHING.name, *by_metric[MATCHING.name])
-    result = replace(scored.result, scores=[*scored.result.scores, matching])
-    return scored._replace(result=result)
 
 
 def ranked_calibration(

@@ -15,8 +15,7 @@ def example(number, inputs, targets):
 
 
 def answers(task, train, test):
-    made = baseline_outputs(task, BaselineData(train), test)
-    return {name: baseline.outputs for name, baseline in made.items()}
+    return baseline_outputs(task, BaselineData(train), test)
 
 
 @pytest.fixture

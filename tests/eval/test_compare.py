@@ -1,6 +1,7 @@
 """Two folders of runs, made without a model, and what comparing them says."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -91,6 +92,13 @@ def test_another_model_of_a_run_is_named(tmp_path):
         compare_runs(a, f"secnd={b}")
     with pytest.raises(ConfigError, match=r"both model 'first' of .*a. Name another: NAME=FOLDER"):
         compare_runs(a, a)
+
+
+def test_runs_on_a_task_that_the_library_no_longer_has_are_refused(tmp_path):
+    task = replace(colour_task(), name="gone")
+    runs = [write_run(tmp_path / name, [name], task=task) for name in "ab"]
+    with pytest.raises(ConfigError, match="There is no task called 'gone'"):
+        compare_runs(*runs)
 
 
 def test_modes_and_tasks_that_one_run_lacks_are_left_out_and_said(tmp_path):
