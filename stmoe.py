@@ -91,7 +91,9 @@ VERBS = {
     ),
     "prune": Verb("remove experts of a sparse model", "prune", tasks="read_pairs"),
     "distill": Verb("train a dense or smaller student of a sparse teacher", "distill", trains=True),
-    "quantize": Verb("store experts in 8 or 4 bits", "quantize", tasks="read_pairs"),
+    "quantize": Verb(
+        "store experts in 8 or 4 bits, or a whole model in 8", "quantize", tasks="read_pairs"
+    ),
 }
 
 _HELP = ("-h", "--help")

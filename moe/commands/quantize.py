@@ -1,7 +1,8 @@
-"""stmoe quantize: stores the experts of a model in 8 or 4 bits.
+"""stmoe quantize: stores the experts of a model in 8 or 4 bits, or all of it in 8.
 
 stmoe quantize --from runs/demo/model --to runs/int8 --corpus runs/demo/corpus
 stmoe quantize --from runs/demo/model --to runs/int4 --bits 4 --group-size 64
+stmoe quantize --from runs/demo/model --to runs/small --all
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,15 @@ _DEFAULT_GROUP = 32
 
 def build_parser() -> Parser:
     """Returns the parser of the command line."""
-    parser = Parser(prog="stmoe quantize", description="Stores experts in 8 or 4 bits.")
-    add_surgery_options(parser, "folder or hub name of a sparse model of ours or a Switch")
+    parser = Parser(prog="stmoe quantize", description="Stores weights in 8 or 4 bits.")
+    add_surgery_options(parser, "folder or hub name of a model of ours or a Switch")
     parser.add_argument(
         "--bits", type=int, choices=(8, 4), default=8, help="bits of a weight of an expert (8)"
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="store every matrix but routers' in 8 bits, and compute in floats (experts alone)",
     )
     parser.add_argument(
         "--group-size",
@@ -35,7 +41,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str], read_task: TaskReader | None = None) -> None:
-    """Quantizes the experts of a model, and prints what it costs.
+    """Quantizes a model, and prints what it costs.
 
     Args:
         argv: The options.
@@ -49,13 +55,15 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
             f"--group-size {group_size} has no effect with --bits 8, which has one scale for each "
             "output. Leave it out, or give --bits 4."
         )
+    if options.bits == 4 and options.all:
+        raise ConfigError("--all cannot be combined with --bits 4. Leave one of them out.")
     if options.bits == 4:
         group_size = group_size or _DEFAULT_GROUP
     quantization = Quantization(options.bits, group_size)
 
     def operate(folder: Path, batches: Sequence[TracedBatch]) -> SurgeryResult:
         """Writes the quantized model."""
-        quantize_checkpoint(options.source, folder, quantization)
+        quantize_checkpoint(options.source, folder, quantization, whole=options.all)
         return SurgeryResult()
 
     perform_surgery("quantize", argv, options, parser, operate, read_task)

@@ -34,7 +34,6 @@ from moe.models.configuration import STMoEConfig
 from moe.models.configuration_checks import refuse_quantized
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.pretrained import DOWNLOAD, TOKENIZER_FILES
-from moe.models.quantized_checkpoint import join_parts
 from moe.models.transformers_private import find_file, load_generation_config
 from moe.models.weight_files import (
     LazyTensor,
@@ -99,9 +98,7 @@ def open_checkpoint(
 
     # Ours: every weight is a tensor of the same name.
     stored = open_weights(find_weight_files(source, **download))
-    if config.expert_quantization is not None:
-        stored = join_parts(stored, source, dequantize=True)
-        config = config.replaced(expert_quantization=None)
+    config = config.replaced(expert_quantization=None)
     weight_map = [WeightMapping(name, (name,)) for name in empty_weights(config)]
     return convert_weights(str(source), config, weight_map, stored, ignored={})
 
@@ -121,7 +118,7 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Writes a checkpoint in another format; holds one tensor in memory at a time.
 
-    Quantized experts are dequantized.
+    Quantized weights are dequantized.
 
     Args:
         source: A folder of T5, Switch, T5X or ours, or a name of the hub.

@@ -42,17 +42,18 @@ from moe.models.checkpoint_formats import (
 )
 from moe.models.configuration import STMoEConfig
 from moe.models.model_warnings import warn_of_plain_experts, warn_of_plain_weights
-from moe.models.quantized_checkpoint import QUANTIZED, stored_state
 from moe.models.transformers_private import PrivateModelHooks, load_generation_config
 from moe.models.weight_files import (
     check_files,
     check_finite,
     checking_weights,
     forget_weight_sums,
+    keep_quantized_experts,
     open_weights,
     refuse_integers,
     remove_replaced_weights,
     saved_weights,
+    stored_state,
     write_weight_sums,
 )
 from moe.sparse.experts import PROJECTIONS, Experts
@@ -210,6 +211,9 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
             paths = [Path(file) for file in checkpoint_files or ()]
             check_files(source, paths)
             stored = open_weights(paths)
+            if any(weight.read_quantized is not None for weight in stored.values()):
+                keeps = model.config.expert_quantization is not None
+                state_dict = stored = keep_quantized_experts(stored) if keeps else stored
 
         # A file may hold a larger or smaller part of the model than this class.
         prefix = f"{model.base_model_prefix}."
@@ -234,7 +238,8 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
 
         A T5 or Switch of transformers is converted as it is read, one shard at a time; loading raises
         unless all of its tensors are accounted for; see `conversion_report`. `save_pretrained` then
-        writes our format.
+        writes our format. Weights stored in 8 bits become floats, except those of experts if the
+        config has `expert_quantization`; see moe.models.weight_files.
 
         Arguments and results are the same as in transformers. Weights read from safetensors may
         start at any address, and matrix products on a CPU round differently by address; each such
@@ -249,8 +254,6 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         download = {name: kwargs[name] for name in DOWNLOAD if name in kwargs}
         raw_config = _read_raw_config(source, download)
         checkpoint_format = None if raw_config is None else find_format(raw_config)
-        if raw_config is not None and raw_config.get("expert_quantization") is not None:
-            checkpoint_format = QUANTIZED
         _refuse_adapter_of_other_library(source, download)
 
         with _checking_local_weights(source, download):
@@ -275,7 +278,9 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
         model = result[0] if isinstance(result, tuple) else result
         warn_of_plain_experts(model)
         refuse_not_finite(model, source)
-        freeze_quantized_experts(model, source if checkpoint_format is QUANTIZED else None)
+        is_quantized_file = (raw_config or {}).get("expert_quantization") is not None
+        keeps_quantized = is_quantized_file and model.config.expert_quantization is not None
+        freeze_quantized_experts(model, source if keeps_quantized else None)
         align_weights(model)
         model.source_model = None if source is None else find_source_model(source)
         return result
@@ -295,7 +300,7 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
             if kwargs.get(name) is not None:
                 raise ConfigError(
                     f"from_pretrained got {name} {kwargs[name]!r} for {source}, a model of another "
-                    f"library or with quantized experts, which is converted. Leave {name} out."
+                    f"library, which is converted. Leave {name} out."
                 )
 
         # The dtype is an argument for the weights, not a field of the config.
@@ -344,7 +349,9 @@ class STMoEPreTrainedModel(PrivateModelHooks, PreTrainedModel):
     ) -> None:
         """Saves config, weights and a model card, README.md.
 
-        A card that the user wrote or changed is kept.
+        A card that the user wrote or changed is kept. Weights are saved as they are in memory: those
+        that were loaded from 8 bits as floats, quantized experts quantized. `stmoe quantize --all`
+        stores them in 8 bits again.
 
         Args:
             save_directory: The folder.

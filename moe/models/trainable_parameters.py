@@ -13,7 +13,7 @@ from moe.kernels.quantized_weight import FIXED
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.parallelize import rule_names
 from moe.models.pretrained import STMoEPreTrainedModel
-from moe.models.quantized_checkpoint import stored_parts
+from moe.models.weight_files import stored_parts
 from moe.sparse.experts import Experts
 
 if TYPE_CHECKING:

@@ -1,6 +1,13 @@
 """Files of a model's weights: found, read one tensor at a time, and checked against checksums.
 
 They are safetensors or torch's .bin files, in a folder or on the hub.
+
+A weight W <float>[..., O, I] may be stored in 8 bits, as two tensors: `NAME_q` <int8>[..., O, I] and
+`NAME_scale` <float>[..., O, 1] in the dtype of the weight. W = scale * q, where scale = max |W| / 127
+over the I numbers of a row (in an embedding, of a token), and q = round(W / scale). In 4 bits there is
+`NAME_zero`, too; see `QuantizedWeight`. NAME is the weight's whole name in the model, e.g.
+`lm_head.weight_q`. Readers get floats; experts stay quantized in memory if the config has
+`expert_quantization`.
 """
 
 import os
@@ -31,6 +38,7 @@ from moe.checksums import SUMS_FILE, Damage, find_damage, read_sums, sha256_of, 
 from moe.distributed.verification import gather_damage
 from moe.errors import CheckpointError
 from moe.kernels.expert_weights import is_quantized
+from moe.kernels.quantized_weight import QuantizedWeight
 from moe.models.checkpoint_formats import COPY_AGAIN
 from moe.models.transformers_private import find_file
 
@@ -77,14 +85,22 @@ class LazyTensor:
 
     It has what transformers needs of the values of a state dict: `dtype`, `is_floating_point` and
     `[...]`.
+
+    Attributes:
+        read_quantized: Reads it as a QuantizedWeight; None for a weight that is stored as it is.
     """
 
     def __init__(
-        self, shape: Iterable[int], dtype: torch.dtype, read: Callable[[], Tensor]
+        self,
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        read: Callable[[], Tensor],
+        read_quantized: Callable[[], QuantizedWeight] | None = None,
     ) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
         self.read = read
+        self.read_quantized = read_quantized
 
     def is_floating_point(self) -> bool:
         """Returns whether its numbers are."""
@@ -127,10 +143,11 @@ def _open_file(path: Path) -> Callable[[str], Tensor]:
 
 
 def open_weights(paths: Iterable[Path]) -> dict[str, LazyTensor]:
-    """Returns the tensors of files by name; only names and shapes are read before they are indexed.
+    """Returns the weights of files by name; only names and shapes are read before they are indexed.
 
     Raises:
-        CheckpointError: When a file is missing, torn, or holds something else.
+        CheckpointError: When a file is missing, torn, or holds something else, or a quantized weight
+            has no scales.
     """
     reader = _FileReader()
     weights: dict[str, LazyTensor] = {}
@@ -147,7 +164,7 @@ def open_weights(paths: Iterable[Path]) -> dict[str, LazyTensor]:
         except _UNREADABLE as error:
             reason = _first_line(error)
             raise CheckpointError(f"The weights in {path} cannot be read: {reason}") from error
-    return weights
+    return _join_parts(weights)
 
 
 def _first_line(error: Exception) -> str:
@@ -176,6 +193,66 @@ def _read_headers(path: Path) -> dict[str, Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
         raise TypeError("it does not hold tensors by name")
     return tensors
+
+
+# ---------------------------------------------------------------------------
+# Quantized weights
+
+
+def stored_parts(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors <any>[...] that are saved for a weight, by name; a float weight is its own."""
+    if not isinstance(weight, QuantizedWeight):
+        return {name: weight}
+    return {f"{name}_{part}": tensor for part, tensor in weight.parts().items()}
+
+
+def stored_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors <any>[...] that are saved for a state dict, by name."""
+    stored: dict[str, Tensor] = {}
+    for name, weight in state.items():
+        stored.update(stored_parts(name, weight))
+    return stored
+
+
+def _join_parts(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Returns the weights of files by the names of the model; see `open_weights`."""
+    weights = dict(stored)
+    for codes_name, codes in stored.items():
+        if not codes_name.endswith("_q") or codes.dtype not in (torch.int8, torch.uint8):
+            continue
+        name = codes_name.removesuffix("_q")
+        del weights[codes_name]
+        scale = weights.pop(f"{name}_scale", None)
+        zero = weights.pop(f"{name}_zero", None)
+        if scale is None:
+            raise CheckpointError(
+                f"The weights hold {codes_name} but no {name}_scale. {COPY_AGAIN}"
+            )
+        codes_per_byte = 1 if zero is None else 2
+        shape = (*codes.shape[:-1], codes_per_byte * codes.shape[-1])
+        parts = [part for part in (codes, scale, zero) if part is not None]
+        read_quantized = partial(_read_parts, parts)
+        read = partial(_read_dequantized, read_quantized)
+        weights[name] = LazyTensor(shape, scale.dtype, read, read_quantized)
+    return weights
+
+
+def _read_parts(parts: Iterable[LazyTensor]) -> QuantizedWeight:
+    """Returns the weight of its parts, which are copied: they may be pages of the file."""
+    return QuantizedWeight(*(part.read().clone() for part in parts))
+
+
+def _read_dequantized(read: Callable[[], QuantizedWeight]) -> Tensor:
+    return read().dequantize()
+
+
+def keep_quantized_experts(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Returns the weights of files with those of experts' products read as they are stored."""
+    weights = dict(stored)
+    for name, weight in stored.items():
+        if weight.read_quantized is not None and re.search(r"\.experts\.\w+_proj$", name):
+            weights[name] = LazyTensor(weight.shape, weight.dtype, weight.read_quantized)
+    return weights
 
 
 # ---------------------------------------------------------------------------

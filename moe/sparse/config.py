@@ -110,8 +110,8 @@ class SparseConfig:
         initializer_scale: s of the truncated normal with variance s / fan_in.
         router_initializer_std: Standard deviation of the gate's normal initialisation (Flaxformer);
             None draws it like the experts (Mesh-TensorFlow).
-        expert_quantization: How the experts' weights are stored: `{"bits": 8}`, or `{"bits": 4,
-            "group_size": 32}` where so many neighbouring inputs share a scale; None for floats.
+        expert_quantization: How the experts' weights are held and saved: `{"bits": 8}`, or `{"bits":
+            4, "group_size": 32}` where so many neighbouring inputs share a scale; None for floats.
             Quantized experts do not train; adapters beside them do.
 
     Source:

@@ -1,10 +1,11 @@
-"""Quantization: a model whose experts are stored in 8 or 4 bits, rounded to nearest.
+"""Quantization: a model stored in 8 or 4 bits, rounded to nearest.
 
-Attention, routers, embeddings and dense layers stay as they are: experts are most of a sparse
-model, and lose least by few bits. `from_pretrained` reads the model without float copies of its
-experts (moe.kernels.quantized_weight).
+Experts alone are most of a large sparse model, and lose least by few bits: they stay quantized in
+memory. A small model is stored in 8 bits whole, for a small file, and computes in floats again.
+moe.models.weight_files describes the stored form.
 """
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,49 +17,65 @@ from moe.convert.weight_map import ConvertedCheckpoint
 from moe.errors import ConfigError
 from moe.kernels.quantized_weight import Quantization, quantize
 from moe.models.configuration import STMoEConfig
-from moe.models.quantized_checkpoint import stored_parts
-from moe.sparse.experts import PROJECTIONS
+from moe.models.weight_files import stored_parts
+
+_EXPERTS = re.compile(r"\.experts\.\w+_proj$")
+_MATRICES = re.compile(r"(_proj|_proj\.weight|embed_tokens\.weight|lm_head\.weight)$")
 
 
 def quantize_checkpoint(
-    source: Path | str, folder: Path, quantization: Quantization, **download: Any
+    source: Path | str,
+    folder: Path,
+    quantization: Quantization,
+    *,
+    whole: bool = False,
+    **download: Any,
 ) -> STMoEConfig:
     """Writes a model with its experts quantized; holds one float tensor in memory at a time.
 
     Args:
-        source: A folder of a sparse model of ours or of transformers' Switch, or a name of the hub.
+        source: A folder of a model of ours or of transformers' Switch, or a name of the hub.
         folder: Exists, and is empty.
         quantization: The bits, and in 4 bits the size of a group.
+        whole: Whether embeddings, attention and dense layers are stored in 8 bits, too, and all of
+            it is read as floats. Norms, biases, routers and tables of relative positions, which are
+            small, stay as they are.
         download: `revision`, `token`, `cache_dir` and the like.
 
     Returns:
         The config of the quantized model.
 
     Raises:
-        ConfigError: When the model is dense or quantized already, or the group's size does not
-            divide its widths.
+        ConfigError: When the experts are quantized already, there are none and `whole` is False, or
+            the group's size does not divide their widths.
         CheckpointError: When a tensor of the source is not accounted for.
 
     Source:
         MoQE (arXiv:2310.02410): only experts, rounded to nearest. Differs: groups in 4 bits.
     """
-    change = partial(quantize_weights, quantization=quantization)
+    change = partial(quantize_weights, quantization=quantization, whole=whole)
     return rewrite_checkpoint(source, folder, change, **download)
 
 
 def quantize_weights(
-    checkpoint: ConvertedCheckpoint, quantization: Quantization
+    checkpoint: ConvertedCheckpoint, quantization: Quantization, *, whole: bool = False
 ) -> ConvertedCheckpoint:
-    """Returns the weights with experts quantized, each of which is computed when it is read."""
+    """Returns the weights quantized, each of which is computed when it is read."""
     config = checkpoint.config
-    if not config.num_experts:
-        raise ConfigError(
-            "The model has no experts to quantize: num_experts is 0. Make it sparse first (stmoe "
-            "upcycle), or quantize its linear modules by torchao."
-        )
-    fields = {name: value for name, value in quantization._asdict().items() if value is not None}
-    config = config.replaced(expert_quantization=fields)
-    parts = [_QuantizedParts(name, quantization) for name in checkpoint.weights]
+    if not whole:
+        if not config.num_experts:
+            raise ConfigError(
+                "The model has no experts to quantize: num_experts is 0. Make it sparse first (stmoe "
+                "upcycle), or store all of it in 8 bits (--all)."
+            )
+        fields = {
+            name: value for name, value in quantization._asdict().items() if value is not None
+        }
+        config = config.replaced(expert_quantization=fields)
+    chosen = _MATRICES if whole else _EXPERTS
+    parts = []
+    for name in checkpoint.weights:
+        parts.append(_QuantizedParts(name, quantization if chosen.search(name) else None))
     return checkpoint._replace(config=config, weights=split_weights(checkpoint.weights, parts))
 
 
@@ -67,15 +84,14 @@ class _QuantizedParts(NamedTuple):
 
     Attributes:
         name: Its name.
-        quantization: How it is quantized, if it belongs to an expert's product.
+        quantization: How it is quantized; None for floats.
     """
 
     name: str
-    quantization: Quantization
+    quantization: Quantization | None
 
     def split(self, tensor: Tensor) -> dict[str, Tensor]:
         """Returns the tensors <any>[...] that are stored for the weight <any>[...], by name."""
-        *_, owner, leaf = self.name.split(".")
-        if owner == "experts" and leaf in PROJECTIONS:
+        if self.quantization is not None:
             tensor = quantize(tensor, self.quantization)
         return stored_parts(self.name, tensor)

@@ -12,23 +12,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe import (
     CheckpointError,
     ConfigError,
     MeshConfig,
+    STMoEEncoderModel,
     STMoEForConditionalGeneration,
     adapter_memory,
     load_model_on_mesh,
     lora_config,
     select_parameters,
 )
+from moe.checkpoint.loading import load_mapped
 from moe.commands import quantize as command
 from moe.convert.formats import convert_checkpoint, open_checkpoint
 from moe.kernels.quantized_weight import Quantization, QuantizedWeight, quantize
 from moe.models.parallelize import model_layouts
-from moe.models.quantized_checkpoint import join_parts
 from moe.surgery.quantize import quantize_checkpoint
 from tests.models.tiny import DENSE, tiny_batch, tiny_model
 
@@ -250,6 +252,71 @@ def test_a_quantized_model_compiles(folder):
     torch.testing.assert_close(logits(torch.compile(model, backend="eager")), expected)
 
 
+# ---- a whole model in 8 bits ----
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """The float model with every matrix in 8 bits, by the command."""
+    target = folder / "whole"
+    command.main(["--from", str(folder / "float"), "--to", str(target), "--all"])
+    return target
+
+
+def test_a_whole_model_in_8_bits_is_the_float_model_with_rounded_rows(folder, whole):
+    stored = load_file(whole / "model.safetensors")
+    kept = {name for name in stored if not name.endswith(("_q", "_scale"))}
+    small = ("norm.weight", "position_bias.table", "router.gate")
+    assert kept and all(name.endswith(small) for name in kept)
+
+    expected = load(folder / "float")
+    for name, weight in expected.named_parameters():
+        if name not in kept:
+            codes, scale = stored[f"{name}_q"], stored[f"{name}_scale"]
+            assert codes.dtype == torch.int8 and codes.shape == weight.shape
+            assert scale.shape == (*weight.shape[:-1], 1)
+            torch.testing.assert_close(scale[..., 0], weight.detach().abs().amax(-1) / 127)
+            weight.data = (weight.detach() / scale).round() * scale
+    model = load(whole)
+    assert model.config.expert_quantization is None
+    torch.testing.assert_close(logits(model), logits(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_read_from_8_bits_trains_saves_and_converts_as_floats(folder, whole, tmp_path):
+    model = load(whole)
+    model(**tiny_batch()).loss.backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "_proj" in name)
+    model.save_pretrained(tmp_path / "saved")
+    (tmp_path / "converted").mkdir()
+    convert_checkpoint(whole, tmp_path / "converted")
+    for other in (load(tmp_path / "saved"), load(tmp_path / "converted"), load_mapped(whole)):
+        assert torch.equal(logits(other), logits(model))
+    assert "model.encoder.embed_tokens.weight" in load_file(tmp_path / "saved/model.safetensors")
+
+    # Encoder alone, and a dense model, which has no experts.
+    encoder = STMoEEncoderModel.from_pretrained(whole)
+    assert torch.equal(encoder.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    tiny_model(**DENSE).save_pretrained(tmp_path / "dense")
+    (tmp_path / "dense8").mkdir()
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "dense8", EIGHT, whole=True)
+    torch.testing.assert_close(
+        logits(load(tmp_path / "dense8")), logits(load(tmp_path / "dense")), rtol=0.1, atol=0.1
+    )
+    with pytest.raises(ConfigError, match=r"--all cannot be combined with --bits 4"):
+        command.main(["--from", "x", "--to", "y", "--all", "--bits", "4"])
+
+
+def test_the_file_of_a_whole_model_in_8_bits_has_a_byte_for_each_weight(tmp_path):
+    layers = {"num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "num_experts": 32}
+    widths = {"vocab_size": 8000, "d_model": 96, "d_kv": 24, "d_ff": 192, "expert_d_ff": 128}
+    model = tiny_model(**widths, **layers, tie_word_embeddings=True)
+    (tmp_path / "small").mkdir()
+    model.save_pretrained(tmp_path / "float")
+    quantize_checkpoint(tmp_path / "float", tmp_path / "small", EIGHT, whole=True)
+    size = (tmp_path / "small/model.safetensors").stat().st_size
+    assert 1 < size / model.num_parameters() < 1.06
+
+
 # ---- adapters ----
 
 
@@ -356,14 +423,15 @@ def test_models_and_settings_that_cannot_be_quantized_are_refused(folder, tmp_pa
     for group_size in (12, 1):
         with pytest.raises(ConfigError, match=rf"group_size is {group_size}"):
             quantize_checkpoint(folder / "float", tmp_path, Quantization(4, group_size))
-    with pytest.raises(ConfigError, match="state_dict"):
-        load(folder / "q8", state_dict={"x": torch.ones(1)})
 
     # A file without scales, and one without a weight.
-    stored = open_checkpoint(folder / "float").weights
-    name = next(name for name in stored if name.endswith("experts.down_proj"))
+    shutil.copytree(folder / "q8", tmp_path / "torn")
+    stored = load_file(folder / "q8/model.safetensors")
+    del stored[next(name for name in stored if name.endswith("experts.down_proj_scale"))]
+    (tmp_path / "torn/SHA256SUMS").unlink()
+    save_file(stored, tmp_path / "torn/model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"no .*down_proj_scale"):
-        join_parts({f"{name}_q": stored[name]}, "here")
+        load(tmp_path / "torn")
     config = load(folder / "q8").config
     config.save_pretrained(folder / "float8")
     shutil.copy(folder / "float/model.safetensors", folder / "float8/model.safetensors")
