@@ -13,6 +13,7 @@ from moe.checks import check, check_integer, shown
 from moe.data.tokenizer import prompt_ids, text_ids
 from moe.errors import DataError
 from moe.serving.engine import Answer, Engine, Piece
+from moe.serving.languages import Languages
 from moe.serving.sampling import Sampling, sampling_of
 
 _AHEAD = 32
@@ -54,6 +55,7 @@ class BatchGenerator:
         *,
         max_batch: int = 32,
         max_input: int = 512,
+        languages: Languages | None = None,
         on_piece: Callable[[Piece], None] | None = None,
         group: ProcessGroup | None = None,
         **sampling: Any,
@@ -65,6 +67,7 @@ class BatchGenerator:
             tokenizer: Its tokenizer.
             max_batch: Most requests that run at a time.
             max_input: Most tokens of a text. A longer one is refused, alone.
+            languages: Those of a model of names, which refuses other texts.
             on_piece: Called with each token of every answer as soon as it is known.
             group: Ranks that share the model's experts. All of them call `map` at the same time, with
                 their own texts, and read it to the end.
@@ -78,12 +81,26 @@ class BatchGenerator:
         self.engine = Engine(model, tokenizer, max_batch=max_batch, group=group)
         self.tokenizer = tokenizer
         self.max_input = max_input
+        self.languages = languages
         self.sampling = replace(default_sampling(model), **sampling)
         self.on_piece = on_piece
         for stop in self.sampling.stop:
             written = tokenizer.decode(text_ids(tokenizer, [stop])[0], skip_special_tokens=True)
             is_possible = set(stop) <= {*written, " "}
             check(is_possible, "stop", stop, "a text of characters that the vocabulary writes")
+
+    def __call__(self, texts: Iterable[str]) -> list[str]:
+        """Returns the answers to texts.
+
+        Raises:
+            DataError: When a text cannot be answered.
+        """
+        answers = []
+        for answer in self.map(texts):
+            if answer.error is not None:
+                raise DataError(answer.error)
+            answers.append(answer.text)
+        return answers
 
     def map(self, texts: Iterable[Item]) -> Iterator[Answer]:
         """Yields the answer to each text, in order.
@@ -127,7 +144,8 @@ class BatchGenerator:
     def submit(self, requests: Iterable[tuple[int, Item]]) -> list[Answer]:
         """Queues numbered requests, and returns refusals of those that cannot be answered."""
         numbered = list(requests)
-        all_tokens = encode_items(self.tokenizer, [item for _, item in numbered], self.max_input)
+        items = [item for _, item in numbered]
+        all_tokens = encode_items(self.tokenizer, items, self.max_input, self.languages)
         refused = []
         for (number, item), tokens in zip(numbered, all_tokens, strict=True):
             if isinstance(tokens, DataError):
@@ -140,7 +158,7 @@ class BatchGenerator:
 
 
 def encode_items(
-    tokenizer: Any, items: Sequence[Item], max_input: int
+    tokenizer: Any, items: Sequence[Item], max_input: int, languages: Languages | None = None
 ) -> list[list[int] | DataError]:
     """Returns the tokens of each request, or the error that refuses it.
 
@@ -148,21 +166,25 @@ def encode_items(
         tokenizer: Tokenizer of the model.
         items: The requests.
         max_input: Most tokens of a text.
+        languages: Those of a model of names.
     """
-    texts = [_text_of(item, max_input) for item in items]
+    texts = [_text_of(item, max_input, languages) for item in items]
     valid = [text for text in texts if isinstance(text, str)]
     encoded = iter(prompt_ids(tokenizer, valid))
 
     results: list[list[int] | DataError] = []
     for text in texts:
         tokens = text if isinstance(text, DataError) else next(encoded)
-        if not isinstance(tokens, DataError) and len(tokens) > max_input:
-            tokens = _too_long(f"{len(tokens)} tokens", f"max_input, {max_input}")
+        if not isinstance(tokens, DataError):
+            if languages is not None and len(tokens) > (languages.longest or max_input):
+                tokens = languages.too_long(len(tokens))
+            elif len(tokens) > max_input:
+                tokens = _too_long(f"{len(tokens)} tokens", f"max_input, {max_input}")
         results.append(tokens)
     return results
 
 
-def _text_of(item: Item, max_input: int) -> str | DataError:
+def _text_of(item: Item, max_input: int, languages: Languages | None) -> str | DataError:
     """Returns the text of a request, or the error that refuses it before it is tokenized."""
     if isinstance(item, DataError):
         return item
@@ -174,7 +196,7 @@ def _text_of(item: Item, max_input: int) -> str | DataError:
         return _too_long(
             f"{len(text)} characters", f"{most}, {_MOST_CHARACTERS} for each token of max_input"
         )
-    return text
+    return text if languages is None else languages.read(text)
 
 
 def _too_long(size: str, most: str) -> DataError:

@@ -36,6 +36,7 @@ from moe.serving.batch_generator import encode_items
 from moe.serving.completions import Completion, Envelope, Prompt, parse_completion
 from moe.serving.engine import Engine, Piece
 from moe.serving.engine_thread import BusyError, EngineThread, FailedError, Pieces, Submission
+from moe.serving.languages import Languages
 from moe.serving.routes import routes_of
 from moe.serving.sampling import Sampling, sampling_of
 
@@ -78,6 +79,7 @@ class CompletionServer:
         *,
         defaults: Sampling,
         limits: Limits,
+        languages: Languages | None = None,
         hosts: Sequence[str] = ("*",),
     ) -> None:
         """Prepares a model, which must not drop tokens.
@@ -88,6 +90,7 @@ class CompletionServer:
             name: Its name in the API.
             defaults: Settings of requests without their own; no answer is longer.
             limits: Limits of a request.
+            languages: Those of a model of names, which refuses other texts.
             hosts: Names of the server in the header `Host`; `*` for any.
 
         Raises:
@@ -100,6 +103,7 @@ class CompletionServer:
         self._description = {"id": name, "object": "model", "created": 0, "owned_by": "stmoe"}
         self._defaults = defaults
         self._limits = limits
+        self._languages = languages
         self._hosts = hosts
         self._engine = Engine(model, tokenizer, max_batch=limits.max_batch)
         self._thread: EngineThread
@@ -231,7 +235,8 @@ class CompletionServer:
         """Returns the tokens of a prompt."""
         tokens: object = prompt
         if isinstance(prompt, str):
-            (tokens,) = encode_items(self._tokenizer, [prompt], self._limits.max_input)
+            most = self._limits.max_input
+            (tokens,) = encode_items(self._tokenizer, [prompt], most, self._languages)
         if isinstance(tokens, DataError):
             raise tokens
         return self._checked_tokens("prompt", tokens, self._limits.max_input)

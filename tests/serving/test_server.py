@@ -30,7 +30,7 @@ LONGEST = 12
 
 
 @contextmanager
-def serving(model=None, tokenizer=None, hosts=("*",), **limits):
+def serving(model=None, tokenizer=None, hosts=("*",), languages=None, **limits):
     """Yields the address of a server in another thread."""
     server = CompletionServer(
         model or ours(),
@@ -38,6 +38,7 @@ def serving(model=None, tokenizer=None, hosts=("*",), **limits):
         "tiny",
         defaults=Sampling(max_new_tokens=LONGEST),
         limits=Limits(**{"max_batch": 5, "timeout": 20.0, **limits}),
+        languages=languages,
         hosts=hosts,
     )
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
