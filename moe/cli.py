@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from moe.checks import check_integer, check_number
 from moe.errors import ConfigError, MoEError, did_you_mean, is_panic
+from moe.files import find_model
 
 RESUME = "The same command with --resume continues from the last checkpoint."
 CONTINUES = "The same command resumes from the last checkpoints."
@@ -82,6 +83,16 @@ def real(
 def path(text: str) -> Path:
     """Converts the text of an option to a path; the `type` of such an option."""
     return Path(word(text))
+
+
+def model_path(text: str) -> Path:
+    """Converts the text of an option to a model's folder; `names` comes with the library."""
+    return find_model(path(text))
+
+
+def model_name(text: str) -> str:
+    """Converts the text of an option to a model's folder or hub name likewise."""
+    return find_model(word(text))
 
 
 def file_size(text: str) -> int | str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from moe.checksums import SUMS_FILE, read_sums
 from moe.errors import ConfigError, DataError
@@ -37,11 +37,27 @@ class FolderKind(NamedTuple):
 
 _KINDS: dict[str, FolderKind] = {}
 
+_SHIPPED = ("names",)
+
+S = TypeVar("S", bound=Path | str)
+
 
 def register_folder_kind(kind: str, *, markers: Sequence[str], parts: Sequence[str]) -> str:
     """Registers a kind of folder, and returns its name; see `FolderKind`."""
     _KINDS[kind] = FolderKind(tuple(markers), tuple(parts))
     return kind
+
+
+# ---------------------------------------------------------------------------
+# Models that come with the library
+
+
+def find_model(source: S) -> S:
+    """Returns where a model is: `names` is the one in the package, unless there is such a folder here."""
+    name = str(source)
+    if name not in _SHIPPED or Path(name).is_dir():
+        return source
+    return type(source)(Path(__file__).with_name(name))
 
 
 # ---------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from moe.data.pair_files import COLUMNS
 from moe.data.rows import parse_columns
 from moe.distributed.launch import World, launch
 from moe.errors import ConfigError
-from moe.files import output_path
+from moe.files import find_model, output_path
 from moe.inspection.formatting import format_score
 
 _MAX_SECONDS = 30 * 24 * 3600
@@ -234,7 +234,7 @@ def parse_models(values: list[str]) -> dict[str, Path]:
             raise ConfigError(f"{value!r} names no model. Give FOLDER or NAME=FOLDER.")
         if name in models:
             raise ConfigError(f"Two models have the name {name!r}. Give them names: NAME=FOLDER.")
-        models[name] = Path(folder)
+        models[name] = find_model(Path(folder))
     return models
 
 

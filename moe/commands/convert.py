@@ -12,7 +12,7 @@ import torch
 
 from moe.checks import shown
 from moe.checksums import write_sums
-from moe.cli import Parser, file_size, word
+from moe.cli import Parser, file_size, model_name
 from moe.convert.formats import conversion_report, convert_checkpoint
 from moe.errors import ConfigError, DataError
 from moe.files import output_path, whole_folder
@@ -28,7 +28,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--from",
         dest="source",
-        type=word,
+        type=model_name,
         required=True,
         help="a folder of T5, Switch, T5X or ours, or hub name",
     )

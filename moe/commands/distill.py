@@ -33,7 +33,7 @@ from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.launch import World
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
-from moe.files import check_kind, output_path, whole_folder
+from moe.files import check_kind, find_model, output_path, whole_folder
 from moe.models.configuration import STMoEConfig
 from moe.surgery.dense_student import (
     dense_obstacles,
@@ -125,6 +125,7 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
     typed = typed_settings(argv)
     with distill_command(is_pairs="train" in typed).launch(argv) as (world, recipe, arguments):
         # Reject invalid options before reading any data.
+        arguments.teacher = find_model(arguments.teacher)
         inputs = [arguments.teacher, arguments.student, arguments.corpus, arguments.train]
         out = output_path(arguments.out, inputs=inputs)
         check_kind(out, TRAINING_RUN)

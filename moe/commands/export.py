@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moe.cli import Parser, word
+from moe.cli import Parser, model_name
 from moe.commands.convert import new_model_folder
 from moe.convert.formats import convert_checkpoint, find_tokenizer_files
 from moe.convert.graphs import export_onnx, export_torch
@@ -29,7 +29,7 @@ def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="stmoe export", description="Writes a model for another engine.")
     parser.add_argument(
-        "--model", type=word, required=True, help="a folder of a model, or hub name"
+        "--model", type=model_name, required=True, help="a folder of a model, or hub name"
     )
     parser.add_argument("--to", required=True, help="the folder to make")
     parser.add_argument(

@@ -33,7 +33,7 @@ from moe.distributed.launch import World
 from moe.distributed.mesh import Mesh, MeshConfig
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
-from moe.files import cache_folder, check_kind, output_path
+from moe.files import cache_folder, check_kind, find_model, output_path
 from moe.models.trainable_parameters import select_parameters
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, typed_settings
@@ -413,7 +413,7 @@ def main(
         recipe = choose_data(recipe, arguments.task, arguments.train, typed_settings(argv))
 
         # Reject invalid options before reading any data.
-        pretrained = arguments.pretrained
+        pretrained = arguments.pretrained = find_model(arguments.pretrained)
         out = output_path(arguments.out, inputs=[pretrained, arguments.train])
         check_kind(out, "training run" if arguments.seeds is None else JOB)
         runs = seed_runs(recipe, arguments.seeds, out)

@@ -1,6 +1,6 @@
 """stmoe generate: answers texts with a model, one or a million.
 
-stmoe generate --model runs/finetune/best/model "LATIN SMALL LETTER A" "DIGIT ONE"
+stmoe generate --model names "el: Ivory Coast" "uk: Euro"
 stmoe generate --model runs/finetune/best/model < questions.txt > answers.txt
 stmoe generate --model runs/finetune/best/model --in questions.jsonl --out answers.jsonl --resume
 torchrun --nproc-per-node 2 -m stmoe generate --model MODEL --ep 2 --in questions.jsonl --out answers.jsonl
@@ -25,7 +25,7 @@ from tqdm import tqdm
 from moe.checkpoint.loading import load_model_on_mesh
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, path, real
-from moe.commands.served_model import add_model_options, load_served_model
+from moe.commands.served_model import add_model_options
 from moe.data.pair_files import COLUMNS
 from moe.data.rows import parse_columns
 from moe.data.tokenizer import load_tokenizer
@@ -34,12 +34,14 @@ from moe.distributed.launch import World, launch
 from moe.distributed.mesh import MeshConfig, build_mesh, check_mesh
 from moe.errors import ConfigError, DataError
 from moe.files import output_path
+from moe.hosts.answering import load_to_answer
 from moe.models.configuration import STMoEConfig
 from moe.models.parallelize import mesh_limits
 from moe.parsing import open_data
 from moe.serving.answer_file import answer_record, open_answers, with_line
 from moe.serving.batch_generator import BatchGenerator, Item, Request, encode_items
 from moe.serving.engine import Answer
+from moe.serving.languages import read_languages
 from moe.serving.request_file import Line, is_table, read_lines, read_requests
 from moe.serving.sampling import Sampling
 from moe.serving.workers import map_over_workers
@@ -236,7 +238,9 @@ def _answerer(
 ) -> Callable[[Iterator[Line]], Iterator[Answered]]:
     """Returns a function that yields each line with its answer, in order; the model is loaded."""
     if options.num_beams > 1:
-        answer_all = partial(_search_beams, options, load_served_model(options))
+        answer_all = partial(
+            _search_beams, options, load_to_answer(options.model, mmap=options.mmap)
+        )
     elif options.workers > 1:
         load = partial(_load_generator, options, sampling)
         answer_all = partial(map_over_workers, load, num_workers=options.workers)
@@ -261,8 +265,9 @@ def _load_generator(
 ) -> BatchGenerator:
     """Returns the generator of a model, which is loaded unless given."""
     return BatchGenerator(
-        model or load_served_model(options),
+        model or load_to_answer(options.model, mmap=options.mmap),
         load_tokenizer(options.model),
+        languages=read_languages(options.model),
         max_batch=options.batch_size,
         max_input=options.max_input,
         group=group,
@@ -300,10 +305,12 @@ def _search_beams(
 ) -> Iterator[Answer]:
     """Yields the answers of a beam search, in static batches of similar lengths."""
     tokenizer = load_tokenizer(options.model)
+    languages = read_languages(options.model)
     while chunk := list(islice(numbered, _ROUND * options.batch_size)):
         answers: dict[int, Answer] = {}
         inputs: list[tuple[int, list[int]]] = []
-        all_tokens = encode_items(tokenizer, [item for _, item in chunk], options.max_input)
+        items = [item for _, item in chunk]
+        all_tokens = encode_items(tokenizer, items, options.max_input, languages)
         for (number, item), tokens in zip(chunk, all_tokens, strict=True):
             if isinstance(tokens, DataError):
                 answers[number] = Answer(number, error=str(tokens))

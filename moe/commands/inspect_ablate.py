@@ -4,7 +4,7 @@ stmoe inspect ablate --trace runs/trace --out runs/ablation.json
 stmoe inspect ablate --trace runs/trace --kind reroute --out runs/reroute.json
 """
 
-from moe.cli import Parser, integer, path
+from moe.cli import Parser, integer, model_path
 from moe.commands.routing_inputs import (
     add_batches,
     add_trace,
@@ -34,7 +34,7 @@ def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect ablate", description="Ablates experts one by one.")
     add_trace(parser)
-    parser.add_argument("--model", type=path, help="folder of the model (that of the trace)")
+    parser.add_argument("--model", type=model_path, help="folder of the model (that of the trace)")
     parser.add_argument("--out", required=True, help="the .json file to write")
     kinds = INTERVENTIONS.names()
     parser.add_argument(

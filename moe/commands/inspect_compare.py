@@ -5,7 +5,7 @@ stmoe inspect compare --trace runs/trace --model runs/finetune/model --out runs/
 
 from collections.abc import Mapping
 
-from moe.cli import Parser, path
+from moe.cli import Parser, model_path
 from moe.commands.routing_inputs import add_batches, add_trace, load_traced, read_again
 from moe.files import output_path
 from moe.inspection.ablation.loss_split import LossSplit, split_loss
@@ -30,12 +30,12 @@ def build_parser() -> Parser:
     add_trace(parser)
     parser.add_argument(
         "--model",
-        type=path,
+        type=model_path,
         required=True,
         help="folder of the model to compare with the traced one",
     )
     parser.add_argument(
-        "--traced-model", type=path, help="folder of the traced model (where it was)"
+        "--traced-model", type=model_path, help="folder of the traced model (where it was)"
     )
     parser.add_argument("--out", required=True, help="the .html file to write")
     add_batches(parser)

@@ -7,7 +7,7 @@ stmoe inspect record --model runs/demo/pretrain/model --text news=a.txt code=b.m
 from tqdm import tqdm
 
 from moe.checksums import model_fingerprint
-from moe.cli import Parser, integer, path
+from moe.cli import Parser, integer, model_path
 from moe.commands.routing_inputs import (
     TaskReader,
     add_inputs,
@@ -36,7 +36,7 @@ def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect record", description="Records the routing of a text.")
     parser.add_argument(
-        "--model", type=path, required=True, help="folder of a model with its tokenizer"
+        "--model", type=model_path, required=True, help="folder of a model with its tokenizer"
     )
     parser.add_argument("--out", required=True, help="folder of the trace to write")
     parser.add_argument(

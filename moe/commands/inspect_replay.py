@@ -5,7 +5,7 @@ stmoe inspect replay --trace runs/trace --model runs/quantised/model
 
 import torch
 
-from moe.cli import Parser, path
+from moe.cli import Parser, model_path, path
 from moe.commands.routing_inputs import add_batches, add_trace, load_traced, read_again
 from moe.errors import ConfigError
 from moe.inspection.ablation.loss_split import token_losses
@@ -22,7 +22,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="stmoe inspect replay", description="Replays the routing of a trace.")
     add_trace(parser)
     parser.add_argument(
-        "--model", type=path, help="folder of the model that replays it (that of the trace)"
+        "--model", type=model_path, help="folder of the model that replays it (that of the trace)"
     )
     parser.add_argument(
         "--weights",

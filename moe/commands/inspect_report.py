@@ -12,7 +12,7 @@ from pathlib import Path
 
 from moe.checks import check_integer
 from moe.checksums import model_fingerprint
-from moe.cli import Parser, integer, path
+from moe.cli import Parser, integer, model_path, path
 from moe.commands.routing_inputs import add_noise_density, command_text, load_inspected
 from moe.data.corpus import corpus_rows, load_corpus
 from moe.data.pipeline import SpanCorruptionSource
@@ -52,7 +52,7 @@ def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect report", description="Explains the routers.")
     parser.add_argument(
-        "--model", type=path, required=True, help="folder of a model with its tokenizer"
+        "--model", type=model_path, required=True, help="folder of a model with its tokenizer"
     )
     parser.add_argument("--corpus", type=path, required=True, help="folder made by stmoe corpus")
     parser.add_argument("--out", required=True, help="the .html file to write")

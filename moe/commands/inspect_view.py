@@ -6,7 +6,7 @@ stmoe inspect view --trace runs/trace --probe runs/pretrain/probe --ablation run
 
 import json
 
-from moe.cli import Parser, integer, path
+from moe.cli import Parser, integer, model_path, path
 from moe.commands.routing_inputs import add_trace, command_text, load_traced
 from moe.files import output_path, write_text
 from moe.inspection.page.panel_data import (
@@ -36,7 +36,9 @@ def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="stmoe inspect view", description="Shows a trace as a page.")
     add_trace(parser)
-    parser.add_argument("--model", type=path, help="folder of the traced model (where it was)")
+    parser.add_argument(
+        "--model", type=model_path, help="folder of the traced model (where it was)"
+    )
     parser.add_argument("--out", required=True, help="the .html file to write")
 
     # Further contents of the page.

@@ -42,7 +42,7 @@ from moe.distributed.collectives import broadcast_from_rank_zero
 from moe.distributed.launch import World
 from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
-from moe.files import cache_folder, check_kind, output_path
+from moe.files import cache_folder, check_kind, find_model, output_path
 from moe.models.configuration import STMoEConfig
 from moe.training.build import (
     MAY_CHANGE,
@@ -357,7 +357,7 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
     with pretrain_command().launch(argv, check_size) as (world, recipe, arguments):
         # Reject invalid options before reading any data.
         corpora, tokenizer = arguments.corpus, arguments.tokenizer
-        pretrained = arguments.pretrained
+        pretrained = arguments.pretrained and find_model(arguments.pretrained)
         out = output_path(arguments.out, inputs=[*corpora, tokenizer, pretrained])
         check_kind(out, "training run")
         find_replica_groups(recipe.mesh, world)

@@ -1,6 +1,6 @@
 r"""stmoe serve: an HTTP server that speaks OpenAI's completions API, with a page to try a model.
 
-stmoe serve --model runs/demo/model
+stmoe serve --model names
 curl localhost:8000/v1/completions -H 'content-type: application/json' \
   -d '{"prompt": "el: Ivory Coast", "stream": true}'
 """
@@ -11,9 +11,11 @@ from pathlib import Path
 
 from moe.checks import check
 from moe.cli import Parser, integer, real
-from moe.commands.served_model import add_model_options, load_served_model
+from moe.commands.served_model import add_model_options
 from moe.data.tokenizer import load_tokenizer
 from moe.errors import ConfigError
+from moe.hosts.answering import load_to_answer
+from moe.serving.languages import read_languages
 from moe.serving.sampling import Sampling
 
 
@@ -64,11 +66,12 @@ def main(argv: list[str]) -> None:
     # A page on the web cannot reach a local server by a name of its own.
     hosts = ("localhost", "127.0.0.1", "[::1]", options.host)
     server = CompletionServer(
-        load_served_model(options),
+        load_to_answer(options.model, mmap=options.mmap),
         load_tokenizer(options.model),
         Path(options.model).resolve().name,
         defaults=Sampling(max_new_tokens=options.max_new_tokens),
         limits=Limits(options.max_batch, options.queue, options.max_input, options.timeout),
+        languages=read_languages(options.model),
         hosts=hosts if ip_address(host).is_loopback else ("*",),
     )
     print(f"Serving {options.model} at http://{host}:{port}. Ctrl-C ends it.", flush=True)

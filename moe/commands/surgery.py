@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe.checksums import write_sums
-from moe.cli import Parser, word
+from moe.cli import Parser, model_name
 from moe.commands.convert import new_model_folder
 from moe.commands.routing_inputs import (
     TaskReader,
@@ -43,7 +43,7 @@ def add_surgery_options(parser: Parser, what: str) -> None:
         parser: The parser.
         what: Description of the model before, for the help text.
     """
-    parser.add_argument("--from", dest="source", type=word, required=True, help=what)
+    parser.add_argument("--from", dest="source", type=model_name, required=True, help=what)
     parser.add_argument("--to", required=True, help="the folder to make")
     add_inputs(parser, required=False)
 
