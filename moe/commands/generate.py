@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 from tqdm import tqdm
+from transformers.utils import logging
 
 from moe.checkpoint.loading import load_model_on_mesh
 from moe.checksums import model_fingerprint
@@ -118,6 +119,7 @@ def main(argv: list[str]) -> None:
         ConfigError: When options cannot be combined, or `--out` exists and is not resumed.
         DataError: When there is no text, or the tokenizer is missing.
     """
+    logging.disable_progress_bar()  # of the model that is loaded
     options = build_parser().parse_args(argv)
     _check_options(options)
     options.stop = tuple(options.stop)
@@ -150,9 +152,8 @@ def _print(answers: Iterator[Answered], *, is_printer: bool) -> None:
         if is_printer:
             print(answer.text.replace("\n", " "), flush=True)
     if refused:
-        raise DataError(
-            f"{len(refused)} texts have no answer, which is an empty line. {refused[0]}"
-        )
+        number = f" {len(refused)} texts have no answer: empty lines." if len(refused) > 1 else ""
+        raise DataError(f"{refused[0]}{number}")
 
 
 def _check_options(options: Any) -> None:
