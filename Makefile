@@ -8,19 +8,10 @@ ifndef OMP_WAIT_POLICY
 export GOMP_SPINCOUNT ?= 10000
 endif
 
-.PHONY: demo gpu models measured test test-fast check docs notebooks format clean
+.PHONY: demo gpu test test-fast check docs notebooks format clean
 
 demo: .venv/installed
 	$(BIN)/python -m scripts.demo --resume $(ARGS)
-
-# The better tiny models, sparse and dense, with their cards: from the study of them where it was run,
-# else trained here (an hour and a half of one core).
-models: .venv/installed
-	$(BIN)/python -m scripts.models $(ARGS)
-
-# Writes docs/measured.md from benchmarks/studies; ARGS="--add runs/studies/NAME" adds results.
-measured: .venv/installed
-	$(BIN)/python -m scripts.measured benchmarks/studies --out docs/measured.md $(ARGS)
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
@@ -30,24 +21,11 @@ test: .venv/installed
 test-fast: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
 
-# On a machine with a GPU, in an environment with '.[dev]' and a build of torch for it: compares it with the CPU, measures
-# it (benchmarks/models/results/gpu_NAME.json), and trains sparse and dense models. It continues where it was interrupted;
-# delete runs/gpu to begin anew.
-gpu: runs/gpu/measured runs/gpu/tokenizer
-	$(PYTHON) -m scripts.study recipes/studies/larger_text.yaml --jobs 6 --out runs/gpu/larger_text
-
-runs/gpu/measured:
+# On a machine with a GPU, in an environment with '.[dev]' and a build of torch for it: compares it with the CPU, then
+# measures it (benchmarks/models/results/gpu_NAME.json).
+gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu
 	$(PYTHON) -m scripts.benchmark gpu $(ARGS)
-	mkdir -p runs/gpu
-	touch $@
-
-runs/gpu/corpus:
-	$(PYTHON) -m stmoe corpus --out $@ --packages stdlib torch numpy scipy sklearn pandas sympy matplotlib networkx nltk \
-	  transformers datasets huggingface_hub accelerate peft
-
-runs/gpu/tokenizer: | runs/gpu/corpus
-	$(PYTHON) -m stmoe tokenizer --corpus runs/gpu/corpus --vocab-size 2048 --out $@
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
