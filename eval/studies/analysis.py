@@ -4,12 +4,10 @@ Comes after `outcomes`, before `report`.
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from eval.studies.outcomes import ArmSize, RunOutcome
-from eval.studies.repeats import Repeat
 from eval.studies.seeds import equivalence_p, holm, paired_difference
 from eval.studies.study import Contrast, SettingValue, Study
 
@@ -84,23 +82,6 @@ class ContrastResult(NamedTuple):
         return self.equivalence_p is not None and self.equivalence_p < _LEVEL
 
 
-class Crossing(NamedTuple):
-    """Number of tokens after which the primary arm stays better.
-
-    Attributes:
-        tokens_by_seed: Tokens at the crossing by seed, linear between two points; None for a seed whose
-            curves end with the other arm ahead.
-        tokens: Geometric mean over the seeds; None unless all of them cross.
-        low: Lower end of the 95 % interval, on the logarithm.
-        high: Upper end of it.
-    """
-
-    tokens_by_seed: dict[str, float | None]
-    tokens: float | None
-    low: float | None
-    high: float | None
-
-
 class StudyResult(NamedTuple):
     """A study with the outcomes of its runs.
 
@@ -114,8 +95,6 @@ class StudyResult(NamedTuple):
         sizes: Parameters of the models of each arm, where they are known.
         numbers: The number of each arm and seed.
         contrasts: The primary comparison first.
-        crossing: Where the curves of the primary arms cross; None if not requested.
-        repeats: Runs that were repeated.
     """
 
     study: Study
@@ -127,8 +106,6 @@ class StudyResult(NamedTuple):
     sizes: dict[str, ArmSize]
     numbers: list[ArmNumber]
     contrasts: list[ContrastResult]
-    crossing: Crossing | None
-    repeats: list[Repeat] = []  # noqa: RUF012  never changed
 
 
 def by_arm_and_value(items: Sequence[A]) -> dict[tuple[str, str], list[A]]:
@@ -145,9 +122,9 @@ def by_arm_and_value(items: Sequence[A]) -> dict[tuple[str, str], list[A]]:
 
 
 def arm_numbers(study: Study, outcomes: Sequence[RunOutcome]) -> list[ArmNumber]:
-    """Returns the number of each arm and seed, over the values of the sweep if requested.
+    """Returns the number of each arm and seed, the best of the sweep if requested.
 
-    A seed with missing values of the sweep has no number over the sweep.
+    A seed with missing values of the sweep has no best number.
     """
     measure = study.measure
     if study.sweep is None or measure.over_sweep == "each":
@@ -165,26 +142,10 @@ def arm_numbers(study: Study, outcomes: Sequence[RunOutcome]) -> list[ArmNumber]
     for (arm, seed), runs in runs_by_arm_seed.items():
         if len(runs) == len(study.sweep.values):
             has_diverged = any(run.has_diverged for run in runs)
-            numbers.append(ArmNumber(arm, None, seed, _over_sweep(study, runs), has_diverged))
+            values = [run.number for run in runs]
+            best = min(values) if measure.better == "lower" else max(values)
+            numbers.append(ArmNumber(arm, None, seed, best, has_diverged))
     return numbers
-
-
-def _over_sweep(study: Study, runs: Sequence[RunOutcome]) -> float:
-    """Returns one number of the runs of an arm and seed at all values of the sweep."""
-    measure = study.measure
-    values = [run.number for run in runs]
-    best = min(values) if measure.better == "lower" else max(values)
-    if measure.over_sweep == "best":
-        return best
-    if measure.over_sweep == "mean":
-        return statistics.fmean(values)
-
-    # Sensitivity: mean of min(loss, loss at initialisation) - best loss.
-    capped = []
-    for run in runs:
-        initial = math.inf if run.initial is None else run.initial
-        capped.append(min(run.number, initial))
-    return statistics.fmean(capped) - best
 
 
 # ---------------------------------------------------------------------------
@@ -290,61 +251,3 @@ def _verdict(result: ContrastResult) -> Verdict:
         return "holds"
     is_refuted = result.is_different or result.is_equal
     return "does not hold at this scale" if is_refuted else "not resolved"
-
-
-# ---------------------------------------------------------------------------
-# Crossing
-
-
-def crossing(study: Study, outcomes: Sequence[RunOutcome]) -> Crossing:
-    """Returns the number of tokens after which the primary arm stays better than its rival."""
-    # The runs of both arms by seed.
-    curves: dict[str, dict[int, RunOutcome]] = {}
-    for run in outcomes:
-        curves.setdefault(run.arm, {})[run.seed] = run
-    first = curves.get(study.primary.arm, {})
-    second = curves.get(study.primary.against, {})
-
-    tokens_by_seed: dict[str, float | None] = {}
-    for seed in sorted(first.keys() & second.keys()):
-        sign = 1 if study.measure.better == "lower" else -1
-        tokens_by_seed[str(seed)] = _crossing_of(first[seed], second[seed], sign)
-
-    # The mean requires a crossing for every seed.
-    logs = [math.log(tokens) for tokens in tokens_by_seed.values() if tokens]
-    if not logs or len(logs) < len(tokens_by_seed):
-        return Crossing(tokens_by_seed, None, None, None)
-    interval = paired_difference(logs, [0.0] * len(logs))
-    low = _known(math.exp(interval.low))
-    high = _known(math.exp(interval.high))
-    return Crossing(tokens_by_seed, math.exp(interval.mean), low, high)
-
-
-def _crossing_of(first: RunOutcome, second: RunOutcome, sign: int) -> float | None:
-    """Returns the tokens after which the first curve stays better; None if the first is not better
-    at the end.
-
-    Args:
-        first: Run of the arm.
-        second: Run of the other arm, with points at the same steps.
-        sign: 1 where a lower metric is better, -1 where a higher one is.
-    """
-    # Advantage of the first one at each step that both have measured.
-    other = {point.step: point.value for point in second.curve}
-    gaps = []
-    for point in first.curve:
-        value = other.get(point.step)
-        if point.value is not None and value is not None:
-            gaps.append((point.step, sign * (value - point.value)))
-    if not gaps or gaps[-1][1] <= 0 or first.tokens is None:
-        return None
-
-    # Search backwards for the last point at which it was not better.
-    tokens_per_step = first.tokens / first.steps
-    later_step, later_gap = gaps[-1]
-    for step, gap in reversed(gaps[:-1]):
-        if gap <= 0:
-            share = -gap / (later_gap - gap)
-            return (step + share * (later_step - step)) * tokens_per_step
-        later_step, later_gap = step, gap
-    return later_step * tokens_per_step

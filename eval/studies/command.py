@@ -4,10 +4,9 @@ import argparse
 import shlex
 
 from eval.reports.report_files import library_versions
-from eval.studies.analysis import StudyResult, arm_numbers, contrast_results, crossing
-from eval.studies.outcomes import arm_size, read_outcome, reuse_outcomes
-from eval.studies.repeats import find_repeats, repeat_runs
-from eval.studies.report import read_result, result_lines, write_report
+from eval.studies.analysis import StudyResult, arm_numbers, contrast_results
+from eval.studies.outcomes import arm_size, read_outcome
+from eval.studies.report import result_lines, write_report
 from eval.studies.runs import StudyRun, chosen_runs, study_runs
 from eval.studies.scheduler import Budget, Progress, find_progress, run_all
 from eval.studies.study import SettingValue, Study, check_setting_name, read_study
@@ -21,7 +20,7 @@ from moe.training.job_folder import JOB
 def build_parser() -> Parser:
     """Returns the parser of the command line."""
     parser = Parser(prog="python -m scripts.study", description="Runs a study.")
-    parser.add_argument("study", type=path, help="YAML file, e.g. recipes/studies/balance.yaml")
+    parser.add_argument("study", type=path, help="YAML file, e.g. recipes/studies/names.yaml")
     parser.add_argument("--out", help="folder of the study (default runs/studies/NAME)")
     parser.add_argument(
         "--jobs",
@@ -43,7 +42,7 @@ def build_parser() -> Parser:
         help="setting that wins over those of the study, e.g. training.steps=50",
     )
 
-    # Which runs to make here; runs of several machines, or of two studies, can be combined.
+    # Which runs to make here: several machines can share those of a study.
     parser.add_argument(
         "--only",
         type=word,
@@ -53,24 +52,7 @@ def build_parser() -> Parser:
         help="run this arm alone, or this seed of it; may be given more than once",
     )
     parser.add_argument(
-        "--take",
-        type=path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="study.json whose runs of the same settings are taken over, not run again",
-    )
-
-    # Options that replace running the study.
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument(
         "--report", action="store_true", help="run nothing; write the report of what is complete"
-    )
-    action.add_argument(
-        "--repeat",
-        type=word,
-        metavar="ARM[:SEED]",
-        help="make the runs of a complete arm a second time, and say whether every bit agrees",
     )
     return parser
 
@@ -87,25 +69,17 @@ def main(argv: list[str]) -> None:
 
     in_use = f"Another process works on the study in {out}. Wait for it, or choose another --out."
     with claim_folder(out, JOB, in_use=in_use):
-        for file in options.take:
-            other = read_result(file)
-            count = reuse_outcomes(runs, other.outcomes, other.sizes, other.command)
-            print(f"{count} of {len(runs)} runs are taken from {file}.")
-        if options.repeat is not None:
-            repeat_runs(study, out, overrides, options.repeat, budget)
-        elif not options.report:
+        if not options.report:
             print(plan_text(study, runs, options.jobs))
             run_all(chosen, budget)
         result = study_result(study, runs, find_progress(runs), overrides, command_text(options))
-        repeats = find_repeats(study, out, overrides, runs)
-        result = result._replace(repeats=repeats)
         write_report(result, out)
     print(*result_lines(result), sep="\n")
     print(f"All numbers are in {out / 'study.md'}. Open {(out / 'study.html').resolve().as_uri()}")
 
 
 def command_text(options: argparse.Namespace) -> str:
-    """Returns the command that makes a study, to run, report or repeat it."""
+    """Returns the command that makes a study, to run or report it."""
     words = [str(options.study)]
     if options.out:
         words += ["--out", options.out]
@@ -146,9 +120,10 @@ def plan_text(study: Study, runs: list[StudyRun], jobs: int) -> str:
     sweep = f" x {len(study.sweep.values)} values of {study.sweep.setting}" if study.sweep else ""
     steps = sum(run.recipe.training.steps for run in runs)
     complete = len(find_progress(runs).complete)
+    cost = f" Cost: {study.cost}." if study.cost else ""
     return (
         f"{study.title}: {arms}{sweep} x {seeds} = {len(runs)} runs, {steps:,} steps, "
-        f"{jobs} at a time; {complete} are complete."
+        f"{jobs} at a time; {complete} are complete.{cost}"
     )
 
 
@@ -187,5 +162,4 @@ def study_result(
         sizes=sizes,
         numbers=numbers,
         contrasts=contrast_results(study, numbers),
-        crossing=crossing(study, outcomes) if study.has_crossing else None,
     )

@@ -3,10 +3,9 @@
 Comes after `scheduler`, before `analysis`, which compares the arms.
 """
 
-import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -14,18 +13,15 @@ from pydantic import Field
 
 from eval.reports.run_folder import REPORT
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
-from eval.studies.scheduler import mark_complete, read_state
+from eval.studies.scheduler import read_state
 from eval.studies.study import Evaluation, Measure, SettingValue, Study
 from moe.checkpoint.best_model import best_and_last
 from moe.commands.plan import read_workload
 from moe.errors import DataError
-from moe.files import write_text
 from moe.models.configuration import STMoEConfig
-from moe.parsing import read_json, read_json_lines, read_record, to_json
+from moe.parsing import read_json, read_json_lines
 from moe.training.metrics import METRICS_FILE
 from moe.training.recipe import PretrainRecipe
-
-TAKEN_FILE = "taken_run.json"
 
 
 class Point(NamedTuple):
@@ -48,7 +44,6 @@ class RunOutcome(NamedTuple):
         value: Value of the sweep; None without one.
         seed: Seed of the run.
         number: The measured number. A diverged run counts with its number before the first update.
-        initial: The metric before the first update; None if not measured.
         has_diverged: Whether training ended because loss or gradient was not finite.
         curve: The metric of the curves during training.
         steps: Updates of the run.
@@ -56,15 +51,12 @@ class RunOutcome(NamedTuple):
         seconds: Duration of the run, including other load on the machine.
         cpu_seconds: Seconds of the processor.
         routers: Last value of each router metric.
-        digest: Digest of the settings (`StudyRun.digest`); empty in some committed results.
-        taken_from: The command of the study that made the run, if different.
     """
 
     arm: str
     value: SettingValue
     seed: int
     number: float
-    initial: float | None
     has_diverged: bool
     curve: list[Point]
     steps: Annotated[int, Field(ge=1)]
@@ -72,8 +64,6 @@ class RunOutcome(NamedTuple):
     seconds: float
     cpu_seconds: float
     routers: dict[str, float]
-    digest: str = ""
-    taken_from: str = ""
 
 
 class ArmSize(NamedTuple):
@@ -88,18 +78,6 @@ class ArmSize(NamedTuple):
     active: int
 
 
-class TakenRun(NamedTuple):
-    """A run that another study has made; taken_run.json in the run's folder, which holds no more.
-
-    Attributes:
-        outcome: Result of the run.
-        size: Parameters of its model, where they are known.
-    """
-
-    outcome: RunOutcome
-    size: ArmSize | None = None
-
-
 def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
     """Returns the outcome of a complete run.
 
@@ -108,9 +86,6 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
     """
     state = read_state(run)
     assert state is not None and state.is_complete, f"{run.name} is not complete"
-    taken = read_taken(run)
-    if taken is not None:
-        return taken.outcome
     path = run.folder / METRICS_FILE
     lines = [line for _, line in read_json_lines(path, torn_end=True, nan=True)]
     measure = study.measure
@@ -148,7 +123,6 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
         value=run.value,
         seed=run.seed,
         number=number,
-        initial=initial,
         has_diverged=state.has_diverged,
         curve=curve,
         steps=run.recipe.training.steps,
@@ -156,57 +130,7 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
         seconds=state.seconds,
         cpu_seconds=state.cpu_seconds,
         routers=routers,
-        digest=run.digest,
     )
-
-
-def read_taken(run: StudyRun) -> TakenRun | None:
-    """Returns the run of another study that replaces this one; None where it was made here."""
-    path = run.folder / TAKEN_FILE
-    if not path.exists():
-        return None
-    return read_record(path, TakenRun, advice=f"Remove {run.folder} to run it here.")
-
-
-def reuse_outcomes(
-    runs: Sequence[StudyRun],
-    outcomes: Sequence[RunOutcome],
-    sizes: Mapping[str, ArmSize],
-    command: str,
-) -> int:
-    """Takes complete runs from another study, and returns their number.
-
-    Several machines can then share the seeds of a study, and two studies can share an arm. Both
-    runs have the same settings. Whether both studies read the same text is not checked. Runs that
-    have begun here are not replaced.
-
-    Args:
-        runs: The runs of this study.
-        outcomes: Outcomes of the other study's runs.
-        sizes: Parameters of the models of its arms, where they are known.
-        command: The command that made it.
-    """
-    by_digest = {outcome.digest: outcome for outcome in outcomes if outcome.digest}
-    num_reused = 0
-    for run in runs:
-        if run.digest not in by_digest or run.folder.exists():
-            continue
-
-        # The names are this study's; a run that was reused before keeps its first command.
-        outcome = by_digest[run.digest]
-        size = sizes.get(outcome.arm)
-        source = outcome.taken_from or command
-        outcome = outcome._replace(arm=run.arm, value=run.value, taken_from=source)
-        content = json.dumps(to_json(TakenRun(outcome, size)), indent=1)
-        write_text(run.folder / TAKEN_FILE, content + "\n")
-        mark_complete(
-            run,
-            has_diverged=outcome.has_diverged,
-            seconds=outcome.seconds,
-            cpu_seconds=outcome.cpu_seconds,
-        )
-        num_reused += 1
-    return num_reused
 
 
 def best_run_on_dev(runs: Sequence[StudyRun], arm: str) -> Path:
@@ -234,8 +158,7 @@ def arm_size(run: StudyRun) -> ArmSize | None:
     elif isinstance(run.recipe, PretrainRecipe):
         config = run.recipe.build_config()
     else:
-        taken = read_taken(run)
-        return None if taken is None else taken.size
+        return None
     return ArmSize(config.num_parameters(), config.num_active_parameters())
 
 

@@ -1,11 +1,10 @@
 """study.json for programs, study.md and study.html for people: three views of one result.
 
-Comes after `analysis`; `measured` puts the results of several studies on one page.
+Comes after `analysis`.
 """
 
 import json
 import statistics
-from collections import Counter
 from pathlib import Path
 
 from eval.reports.formatting import markdown_list, markdown_table
@@ -17,7 +16,6 @@ from eval.studies.charts import (
     setting_chart,
     sweep_chart,
 )
-from eval.studies.repeats import repeat_sentence
 from moe.files import write_text
 from moe.inspection.html_page import render_page
 from moe.parsing import read_record, to_json
@@ -66,18 +64,9 @@ def result_lines(result: StudyResult) -> list[str]:
 
 def study_markdown(result: StudyResult) -> str:
     """Returns the claim, the comparisons and the numbers of all runs as Markdown."""
-    return "\n".join([f"# {result.study.title}", "", *study_body(result), ""])
-
-
-def study_body(result: StudyResult) -> list[str]:
-    """Returns the lines of a study below its title."""
-    return [f"**Claim.** {result.study.claim}", "", *study_details(result)]
-
-
-def study_details(result: StudyResult) -> list[str]:
-    """Returns the lines of a study below its claim."""
     study = result.study
-    lines = [f"**The paper.** {study.paper}", ""]
+    lines = [f"# {study.title}", "", f"**Claim.** {study.claim}", ""]
+    lines += [f"**The paper.** {study.paper}", ""]
     lines += [f"**Expected**, before the first run. {study.expected}", ""]
     lines += [*markdown_table(contrast_header(result), contrast_rows(result)), ""]
     lines += [*markdown_table(arm_header(result), arm_rows(result)), ""]
@@ -87,7 +76,8 @@ def study_details(result: StudyResult) -> list[str]:
     if routers:
         lines += ["Routers at the end of training, mean over seeds:", ""]
         lines += [*markdown_table(_ROUTER_HEADER, routers), ""]
-    return [*lines, *markdown_list(notes(result)), "", "```bash", result.command, "```"]
+    lines += [*markdown_list(notes(result)), "", "```bash", result.command, "```", ""]
+    return "\n".join(lines)
 
 
 def study_html(result: StudyResult) -> str:
@@ -235,7 +225,7 @@ def _p_text(p: float | None) -> str:
 
 
 def notes(result: StudyResult) -> list[str]:
-    """Returns how numbers are computed, which runs are missing or diverged, and where curves cross."""
+    """Returns how numbers are computed, and which runs are missing or diverged."""
     study = result.study
     seeds = len(study.seeds)
     method = "One planned seed, so differences have no interval and are not tested"
@@ -249,7 +239,7 @@ def notes(result: StudyResult) -> list[str]:
 
 
 def run_notes(result: StudyResult) -> list[str]:
-    """Returns the runs that are missing, diverged or made elsewhere, and the crossings of curves."""
+    """Returns the runs that are missing or diverged, and the changed settings."""
     sentences = []
     if result.missing:
         count = len(result.missing)
@@ -261,28 +251,7 @@ def run_notes(result: StudyResult) -> list[str]:
             continue
         place = "" if run.value is None else f" at {run.value}"
         sentences.append(f"Diverged: {run.arm}{place}, seed {run.seed}.")
-    sources = Counter(run.taken_from for run in result.outcomes if run.taken_from)
-    for source, count in sources.items():
-        runs = "1 run is" if count == 1 else f"{count} runs are"
-        sentences.append(f"{runs} from `{source}`.")
     if result.overrides:
         settings = ", ".join(f"{name} = {value}" for name, value in result.overrides.items())
         sentences.append(f"Changed on the command line: {settings}.")
-    return [*sentences, *crossing_sentences(result), *map(repeat_sentence, result.repeats)]
-
-
-def crossing_sentences(result: StudyResult) -> list[str]:
-    """Returns after how many tokens the primary arm stays ahead; nothing where no seed has both arms."""
-    crossing = result.crossing
-    if crossing is None or not crossing.tokens_by_seed:
-        return []
-    seeds = []
-    for seed, tokens in crossing.tokens_by_seed.items():
-        seeds.append(f"seed {seed} {'never' if tokens is None else f'{tokens / 1e6:.1f}M'}")
-    text = f"Training tokens after which the primary arm stays ahead: {', '.join(seeds)}"
-    if crossing.tokens is None:
-        return [text + "."]
-    text += f"; mean {crossing.tokens / 1e6:.1f}M"
-    if crossing.low is not None and crossing.high is not None:
-        text += f" (95 % interval {crossing.low / 1e6:.1f}M to {crossing.high / 1e6:.1f}M)"
-    return [text + "."]
+    return sentences

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.studies.study import SettingValue, Study, Sweep, sweep_folder
+from eval.studies.study import SettingValue, Study, sweep_folder
 from moe.checks import check
 from moe.commands.finetune import finetune_command
 from moe.commands.pretrain import pretrain_command
@@ -38,8 +38,6 @@ class StudyRun:
         folder: Folder of the run.
         recipe: The settings as the command reads them.
         commands: Command lines that make the run, one after the other.
-        digest: SHA-256 of everything that determines its number, except the text: runs with equal
-            digests, in any study, have the same number.
         settings: SHA-256 of the settings that make the run. The location of the study's folder is
             ignored, so that the folder can be moved.
     """
@@ -50,7 +48,6 @@ class StudyRun:
     folder: Path
     recipe: PretrainRecipe | FinetuneRecipe
     commands: list[list[str]]
-    digest: str
     settings: str
 
     @property
@@ -67,23 +64,17 @@ class _Setup(NamedTuple):
         study: The study.
         command: Parser of its command lines.
         out: Its folder.
-        subfolder: Name of the folder in it that holds the runs.
         overrides: Settings that override those of all arms.
     """
 
     study: Study
     command: RecipeCommand[Any]
     out: Path
-    subfolder: str
     overrides: Mapping[str, SettingValue]
 
 
 def study_runs(
-    study: Study,
-    out: Path,
-    overrides: Mapping[str, SettingValue] | None = None,
-    *,
-    subfolder: str = RUNS_FOLDER,
+    study: Study, out: Path, overrides: Mapping[str, SettingValue] | None = None
 ) -> list[StudyRun]:
     """Returns the runs of a study, those of the first seed first.
 
@@ -93,13 +84,12 @@ def study_runs(
         study: The study.
         out: Its folder.
         overrides: Settings that override those of all arms.
-        subfolder: Name of the folder in `out` that holds the runs.
 
     Raises:
         ConfigError: When a setting is unknown or wrong; names the arm.
     """
     # One parser for all runs, since building it takes longer than using it.
-    setup = _Setup(study, _COMMANDS[study.command](), out, subfolder, overrides or {})
+    setup = _Setup(study, _COMMANDS[study.command](), out, overrides or {})
     runs = []
     values: list[SettingValue] = [None] if study.sweep is None else study.sweep.values
     for seed in study.seeds:
@@ -121,30 +111,26 @@ def chosen_runs(study: Study, runs: Sequence[StudyRun], texts: Sequence[str]) ->
     # Without a seed, all of the arm's.
     chosen = set()
     for text in texts:
-        arm, seed = parse_arm_and_seed(study, text, option="--only")
+        arm, seed = _parse_arm_and_seed(study, text)
         for each in study.seeds if seed is None else [seed]:
             chosen.add((arm, each))
     return [run for run in runs if (run.arm, run.seed) in chosen]
 
 
-def parse_arm_and_seed(study: Study, text: str, *, option: str) -> tuple[str, int | None]:
-    """Returns the arm and the seed of ARM:SEED; no seed for ARM alone.
-
-    Raises:
-        ConfigError: When there is no such arm or seed; names the option.
-    """
+def _parse_arm_and_seed(study: Study, text: str) -> tuple[str, int | None]:
+    """Returns the arm and the seed of ARM:SEED; no seed for ARM alone."""
     arm, colon, number = text.partition(":")
     if arm not in study.arms:
         known = ", ".join(study.arms)
         closest = did_you_mean(arm, study.arms)
-        raise ConfigError(f"{option} is {text!r}; there is no such arm.{closest} Known: {known}.")
+        raise ConfigError(f"--only is {text!r}; there is no such arm.{closest} Known: {known}.")
     if not colon:
         return arm, None
 
     seeds = {str(seed): seed for seed in study.seeds}
     if number not in seeds:
         raise ConfigError(
-            f"{option} is {text!r}; expected ARM or ARM:SEED with a seed of {', '.join(seeds)}."
+            f"--only is {text!r}; expected ARM or ARM:SEED with a seed of {', '.join(seeds)}."
         )
     return arm, seeds[number]
 
@@ -163,10 +149,10 @@ def label_budget(run: StudyRun) -> list[str]:
 def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> StudyRun:
     """Returns one run."""
     study = setup.study
-    folder = setup.out / setup.subfolder / arm
+    folder = setup.out / RUNS_FOLDER / arm
     settings = {**study.settings, **study.arms[arm]}
     if study.sweep is not None:
-        settings[study.sweep.setting] = _swept(study.sweep, settings, value)
+        settings[study.sweep.setting] = value
         folder /= sweep_folder(study.sweep, value)
     settings |= setup.overrides
     folder /= f"seed-{seed}"
@@ -186,7 +172,6 @@ def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> Study
 
     # The name of the arm and the location of its files are ignored.
     making = [study.command, _recipe_content(recipe, settings), _options_content(settings), seed]
-    measured = [study.measure.metric, study.measure.at, study.measure.curve, study.evaluate]
     return StudyRun(
         arm=arm,
         value=value,
@@ -194,7 +179,6 @@ def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> Study
         folder=folder,
         recipe=recipe,
         commands=commands,
-        digest=_digest([*making, measured]),
         settings=_digest([*making, study.evaluate]),
     )
 
@@ -217,15 +201,6 @@ def _recipe_content(
 
 def _options_content(settings: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
     return {name: settings[name] for name in settings if "." not in name and name != "config"}
-
-
-def _swept(sweep: Sweep, settings: Mapping[str, SettingValue], value: SettingValue) -> SettingValue:
-    """Returns the value of the sweep; if it is relative, times the arm's own value."""
-    if not sweep.relative:
-        return value
-    of_arm = settings[sweep.setting]
-    assert isinstance(of_arm, int | float) and isinstance(value, int | float), "checked when read"
-    return of_arm * value
 
 
 def _options(settings: Mapping[str, SettingValue], places: Mapping[str, object]) -> Iterator[str]:

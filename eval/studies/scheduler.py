@@ -54,12 +54,10 @@ class Budget(NamedTuple):
     Attributes:
         jobs: Number of runs at a time.
         hours: A run that would probably exceed them is not started; None for no limit.
-        threads: Threads of each run; 0 divides the processor's cores among the jobs.
     """
 
     jobs: int = 1
     hours: float | None = None
-    threads: int = 0
 
 
 class RunState(NamedTuple):
@@ -71,8 +69,7 @@ class RunState(NamedTuple):
         has_diverged: Whether training ended because loss or gradient was not finite.
         seconds: Seconds of all attempts.
         cpu_seconds: Seconds of the processor in all attempts.
-        threads: Threads of the last attempt, which decide the last bits of sums; 0 for a run that
-            was made elsewhere.
+        threads: Threads of the last attempt, which decide the last bits of sums.
         settings: Digest of the settings (`StudyRun.settings`).
     """
 
@@ -125,7 +122,7 @@ def run_all(runs: Sequence[StudyRun], budget: Budget) -> None:
     progress = find_progress(runs)
     waiting = list(progress.left_out)
 
-    threads = budget.threads or max(1, len(os.sched_getaffinity(0)) // budget.jobs)
+    threads = max(1, len(os.sched_getaffinity(0)) // budget.jobs)
 
     # Continue until no run is waiting.
     end = None if budget.hours is None else time.monotonic() + 3600 * budget.hours
@@ -177,19 +174,6 @@ def read_state(run: StudyRun) -> RunState | None:
             f"{run.folder} holds a run with other settings. Choose another --out, or remove the folder."
         )
     return state
-
-
-def mark_complete(run: StudyRun, *, has_diverged: bool, seconds: float, cpu_seconds: float) -> None:
-    """Marks a run that was made elsewhere as complete, with its seconds."""
-    state = RunState(
-        _without_interpreter(run.commands),
-        is_complete=True,
-        has_diverged=has_diverged,
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
-        settings=run.settings,
-    )
-    _write_state(run, state)
 
 
 def _without_interpreter(commands: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -27,13 +27,10 @@ class Sweep(NamedTuple):
     Attributes:
         setting: Name of the setting, e.g. `optim.lr`.
         values: Its values, in the order of the plots.
-        relative: Whether the values are factors of each arm's own setting, so that every arm is
-            swept around its own value.
     """
 
     setting: str
     values: list[SettingValue]
-    relative: bool = False
 
 
 class Evaluation(NamedTuple):
@@ -60,20 +57,16 @@ class Measure(NamedTuple):
         at: `last` or `best` of its values in the run, or the mean of those in the run's
             `last_fifth`.
         better: Whether a `lower` or a `higher` number is better.
-        over_sweep: With a sweep: `each` compares the arms at every value; `best` takes the best
-            number of all values, `mean` their mean, and `sensitivity` their mean above the best.
+        over_sweep: With a sweep: `each` compares the arms at every value, `best` at the best value
+            of each arm and seed.
         curve: Metric of the curves; the metric itself if empty.
         unit: Unit of the number, e.g. nats, printed after differences.
-
-    Source:
-        Small-scale proxies (arXiv:2309.14322) §2.2 for the sensitivity to the learning rate:
-        E[min(loss, loss at initialisation) - best loss] over the rates.
     """
 
     metric: str
     at: Literal["last", "best", "last_fifth"] = "last"
     better: Literal["lower", "higher"] = "lower"
-    over_sweep: Literal["each", "best", "mean", "sensitivity"] = "each"
+    over_sweep: Literal["each", "best"] = "each"
     curve: str = ""
     unit: str = ""
 
@@ -120,11 +113,9 @@ class Study(NamedTuple):
         contrasts: Additional comparisons, whose p-values are corrected together.
         sweep: A setting with several values for every arm.
         evaluate: How a finished run is scored; None where the metric is one of training.
-        has_crossing: Whether to report after how many tokens the primary arm becomes better.
         plot_over: A setting that is a number in every arm, over which the arms are drawn; those
             whose names differ by `-NUMBER` alone are one line. Empty for no figure.
-        cost: Expected cost of the runs, in words.
-        order: Position of the study among others: the lowest first.
+        cost: Expected cost of the runs, in words; printed before they begin.
     """
 
     title: str
@@ -140,10 +131,8 @@ class Study(NamedTuple):
     contrasts: list[Contrast] = []  # noqa: RUF012  never changed
     sweep: Sweep | None = None
     evaluate: Evaluation | None = None
-    has_crossing: bool = False
     plot_over: str = ""
     cost: str = ""
-    order: int = 100
 
 
 def read_study(path: Path) -> Study:
@@ -181,7 +170,7 @@ def _check_study(study: Study) -> None:
         for name in settings:
             check_setting_name(name)
     if study.sweep is not None:
-        _check_sweep(study, study.sweep)
+        _check_sweep(study.sweep)
 
     # The x-axis of the curves must be numeric.
     if study.plot_over:
@@ -208,7 +197,7 @@ def check_setting_name(name: str) -> None:
         raise ConfigError(f"{name} is not a setting: --{name} prints and exits. Remove it.")
 
 
-def _check_sweep(study: Study, sweep: Sweep) -> None:
+def _check_sweep(sweep: Sweep) -> None:
     """Raises unless every value of a sweep gives each run its own folder."""
     check_setting_name(sweep.setting)
     check(bool(sweep.values), "sweep.values", sweep.values, "at least one value")
@@ -223,16 +212,6 @@ def _check_sweep(study: Study, sweep: Sweep) -> None:
         if folder in folders:
             raise ConfigError(f"sweep.values: {shown(value)} occurs twice. Remove one of them.")
         folders.add(folder)
-
-    # A factor needs a number to multiply.
-    if not sweep.relative:
-        return
-    for factor in sweep.values:
-        check(is_kind(factor, float), "sweep.values", factor, "factors: the sweep is relative")
-    for name, settings in study.arms.items():
-        value = settings.get(sweep.setting, study.settings.get(sweep.setting))
-        expected = f"a number in arm {name}, which the relative sweep multiplies"
-        check(is_kind(value, float), sweep.setting, value, expected)
 
 
 def sweep_folder(sweep: Sweep, value: SettingValue) -> str:

@@ -29,7 +29,6 @@ def run(arm: str, seed: int, number: float, **changes: object) -> RunOutcome:
         value=None,
         seed=seed,
         number=number,
-        initial=5.0,
         has_diverged=False,
         curve=[],
         steps=100,
@@ -60,5 +59,4 @@ def result_of(study: Study, outcomes: list[RunOutcome]) -> StudyResult:
         sizes={},
         numbers=numbers,
         contrasts=contrast_results(study, numbers),
-        crossing=None,
     )

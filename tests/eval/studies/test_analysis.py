@@ -1,27 +1,17 @@
 """What a study concludes from its numbers, on numbers of which the conclusion is known."""
 
-import math
 import re
 from pathlib import Path
 
 import pytest
 from scipy import stats
 
-from eval.studies.analysis import ContrastResult, arm_numbers, contrast_results, crossing
+from eval.studies.analysis import ContrastResult, arm_numbers, contrast_results
 from eval.studies.outcomes import Point
-from eval.studies.repeats import Repeat
-from eval.studies.report import (
-    contrast_rows,
-    notes,
-    read_result,
-    study_html,
-    study_markdown,
-    write_report,
-)
-from eval.studies.results_page import measured_page
+from eval.studies.report import contrast_rows, read_result, study_html, study_markdown, write_report
 from eval.studies.study import Contrast, Measure, Study, Sweep
 from moe.errors import DataError
-from tests.eval.studies.results import TOKENS_PER_STEP, build, result_of, run, runs_of
+from tests.eval.studies.results import build, result_of, run, runs_of
 
 
 def contrast_of(study: Study, numbers: dict[str, list[float]]) -> ContrastResult:
@@ -63,6 +53,11 @@ def test_a_claim_holds_is_refuted_or_stays_open(
     assert contrast_of(build(primary=primary), numbers).verdict == verdict
 
 
+def test_without_a_seed_that_both_arms_have_there_is_no_comparison() -> None:
+    study = build()
+    assert contrast_results(study, arm_numbers(study, runs_of({"a": [2.0]}))) == []
+
+
 @pytest.mark.parametrize("expect", ["better", "equal"])
 def test_a_difference_that_is_significant_and_within_the_margin_is_shown_as_both(
     expect: str,
@@ -76,7 +71,7 @@ def test_a_difference_that_is_significant_and_within_the_margin_is_shown_as_both
     (row,) = contrast_rows(result)
     assert row[2] == "0.01"
     assert row[-1] == "holds (significant, but within the margin)"
-    assert f"| {row[-1]} |" in measured_page({"x": result}, {})
+    assert f"| {row[-1]} |" in study_markdown(result)
 
 
 def test_one_seed_or_seeds_without_a_spread_resolve_nothing() -> None:
@@ -99,22 +94,19 @@ def test_secondary_comparisons_are_corrected_together_and_the_primary_is_not() -
     assert found == pytest.approx([2 * low, max(2 * low, high)])
 
 
-def test_sensitivity_is_the_mean_of_capped_losses_above_the_best() -> None:
-    study = build(
-        sweep=Sweep("optim.lr", [0.1, 0.2, 0.4]),
-        measure=Measure("heldout/loss", over_sweep="sensitivity"),
-    )
+def test_an_arm_counts_with_the_best_value_of_the_sweep_once_it_has_all() -> None:
+    measure = Measure("heldout/loss", over_sweep="best")
+    study = build(sweep=Sweep("optim.lr", [0.1, 0.2]), measure=measure)
     outcomes = [
         run("a", 0, 2.0, value=0.1),
-        run("a", 0, 3.0, value=0.2),
-        run("a", 0, 50.0, value=0.4, has_diverged=True),
+        run("a", 0, 5.0, value=0.2, has_diverged=True),
+        run("a", 1, 3.0, value=0.1),
     ]
     (number,) = arm_numbers(study, outcomes)
-    assert number.number == pytest.approx((2 + 3 + 5) / 3 - 2)
-    assert number.has_diverged
+    assert (number.seed, number.number, number.has_diverged) == (0, 2.0, True)
 
-    # A seed without all rates has no sensitivity.
-    assert arm_numbers(study, outcomes[:2]) == []
+    higher = study._replace(measure=measure._replace(better="higher"))
+    assert arm_numbers(higher, outcomes)[0].number == 5.0
 
 
 def test_a_sweep_is_compared_at_each_value_and_the_declared_one_is_the_primary() -> None:
@@ -133,65 +125,13 @@ def curve(*values: float | None) -> list[Point]:
     return [Point(10 * number, value) for number, value in enumerate(values)]
 
 
-def test_curves_cross_where_the_line_between_two_points_does() -> None:
-    study = build(has_crossing=True)
-    outcomes = [
-        run("a", 0, 1.0, curve=curve(9.0, 6.0, 3.0, 1.0)),
-        run("b", 0, 2.0, curve=curve(9.0, 5.0, 4.0, 2.0)),
-    ]
-    # The gap is -1 at step 10 and 1 at step 20: zero at step 15.
-    result = crossing(study, outcomes)
-    assert result.tokens_by_seed == {"0": pytest.approx(15 * TOKENS_PER_STEP)}
-    assert result.low is None
-
-
-def test_an_arm_that_ends_behind_never_crosses_and_there_is_no_mean() -> None:
-    study = build(has_crossing=True)
-    outcomes = [
-        run("a", 0, 1.0, curve=curve(9.0, 3.0)),
-        run("b", 0, 2.0, curve=curve(9.0, 4.0)),
-        run("a", 1, 3.0, curve=curve(9.0, None)),
-        run("b", 1, 2.0, curve=curve(9.0, 2.0)),
-    ]
-    result = crossing(study, outcomes)
-    assert result.tokens_by_seed["1"] is None
-    assert result.tokens is None
-
-
-def test_of_one_arm_alone_no_crossing_is_told() -> None:
-    study = build(has_crossing=True)
-    outcomes = [run("a", 0, 1.0, curve=curve(9.0, 3.0))]
-    result = result_of(study, outcomes)._replace(crossing=crossing(study, outcomes))
-    assert not any("ahead" in sentence for sentence in notes(result))
-
-
-def test_the_interval_of_the_crossing_is_that_of_its_logarithm() -> None:
-    study = build(has_crossing=True)
-    outcomes = []
-    for seed, middle in enumerate((3.5, 4.0, 4.5)):
-        outcomes.append(run("a", seed, 1.0, curve=curve(9.0, 6.0, 3.0, 1.0)))
-        outcomes.append(run("b", seed, 2.0, curve=curve(9.0, 5.0, middle, 2.0)))
-    result = crossing(study, outcomes)
-
-    assert result.tokens is not None and result.low is not None and result.high is not None
-    assert result.low < result.tokens < result.high
-    assert result.tokens**2 == pytest.approx(result.low * result.high)
-    logs = [math.log(tokens) for tokens in result.tokens_by_seed.values() if tokens]
-    assert math.log(result.tokens) == pytest.approx(sum(logs) / 3)
-
-
 def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     outcomes = [
         run("a", 0, 1.0, curve=curve(9.0, 3.0), routers={"router/encoder/entropy": 1.5}),
         run("b", 0, 2.0, curve=curve(9.0, None), has_diverged=True),
     ]
     result = result_of(build(), outcomes)
-    result = result._replace(
-        overrides={"training.steps": 7},
-        missing=["c, seed 0"],
-        crossing=crossing(build(), outcomes),
-        repeats=[Repeat("a", None, 0, 1, 99, None, True)],
-    )
+    result = result._replace(overrides={"training.steps": 7}, missing=["c, seed 0"])
     write_report(result, tmp_path)
     text = (tmp_path / "study.md").read_text()
 

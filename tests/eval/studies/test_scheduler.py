@@ -1,6 +1,7 @@
 """Studies that really train: killed half-way they go on, and come to the same numbers."""
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -11,6 +12,8 @@ from eval.studies.report import read_result
 from eval.studies.runs import study_runs
 from eval.studies.scheduler import StudyError, steps_done
 from eval.studies.study import read_study
+from moe.errors import ConfigError
+from tests.eval.studies.conftest import copy_run
 from tests.eval.studies.tiny_study import run_study
 from tests.processes import Command
 
@@ -69,6 +72,41 @@ def test_a_study_that_was_moved_goes_on_and_reports_its_numbers(
         run_study(studies, out, "--set", "training.steps=7")
 
 
+def test_runs_of_two_machines_come_to_the_whole_in_one_folder(
+    studies: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in ("with/seed-3", "with/seed-5", "without/seed-3"):
+        copy_run(studies, "parts", run)
+    run_study(studies, studies / "parts", "--report")
+    parts = read_result(studies / "parts/study.json")
+    assert [(run.arm, run.seed) for run in parts.outcomes] == [
+        *(("with", 3), ("without", 3), ("with", 5))
+    ]
+    assert parts.missing == ["without, seed 5"]
+
+    copy_run(studies, "parts", "without/seed-5")
+    run_study(studies, studies / "parts", "--only", "without:5")
+    assert "4 are complete" in capsys.readouterr().out
+    whole = read_result(studies / "whole/study.json")
+    parts = read_result(studies / "parts/study.json")
+    assert (parts.outcomes, parts.contrasts) == (whole.outcomes, whole.contrasts)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("wth", "--only is 'wth'; there is no such arm. Did you mean 'with'?"),
+        ("with:4", "--only is 'with:4'; expected ARM or ARM:SEED with a seed of 3, 5."),
+        ("with:", "--only is 'with:'; expected ARM or ARM:SEED with a seed of 3, 5."),
+    ],
+)
+def test_an_arm_or_seed_that_is_not_there_is_named(
+    studies: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run_study(studies, tmp_path / "out", "--only", text)
+
+
 def test_progress_is_read_from_the_end_of_the_metrics(studies: Path) -> None:
     run = study_runs(read_study(studies / "study.yaml"), studies / "out")[0]
     assert steps_done(run) == 0
@@ -110,7 +148,7 @@ def test_a_run_that_diverges_is_counted_with_its_initial_loss(studies: Path) -> 
 
     (diverged,) = read_result(out / "study.json").outcomes
     assert diverged.has_diverged
-    assert diverged.number == diverged.initial
+    assert (diverged.curve[0].step, diverged.curve[0].value) == (0, diverged.number)
 
 
 def test_a_run_that_fails_ends_the_study_with_its_last_words(studies: Path) -> None:

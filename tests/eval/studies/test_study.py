@@ -69,19 +69,6 @@ def test_an_arm_that_continues_a_model_has_the_size_of_that_model(tmp_path: Path
     assert arm_size(without) == ArmSize(*[STMoEConfig(num_layers=1).num_parameters()] * 2)
 
 
-def test_a_relative_sweep_multiplies_what_each_arm_has(tmp_path: Path) -> None:
-    arms = {"with": {"optim.lr": 0.5}, "without": {"optim.lr": 0.01}}
-    sweep = {"setting": "optim.lr", "values": [0.5, 3], "relative": True}
-    content = study(tmp_path, seeds=[3], arms=arms, sweep=sweep, measure=BEST)
-
-    runs = study_runs(content, tmp_path / "out")
-    rates = {(run.arm, run.value): run.recipe.optim.lr for run in runs}
-    expected = {("with", 0.5): 0.25, ("without", 0.5): 0.005}
-    expected |= {("with", 3): 1.5, ("without", 3): 0.03}
-    assert rates == pytest.approx(expected)
-    assert len({run.folder for run in runs}) == 4
-
-
 def test_the_arm_the_sweep_and_the_command_line_win_in_that_order(tmp_path: Path) -> None:
     arms = {"with": {"training.steps": 11, "optim.lr": 0.5}, "without": {}}
     sweep = {"setting": "optim.lr", "values": [0.25]}
@@ -124,29 +111,13 @@ def test_a_study_that_makes_no_sense_is_refused(
     assert "study.yaml" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("values", "without", "message"),
-    [
-        ([0.5], {}, "optim.lr is None; expected a number in"),
-        (["half"], {"optim.lr": 1}, "'half'; expected fac"),
-    ],
-)
-def test_a_relative_sweep_of_no_number_is_refused(
-    tmp_path: Path, values: list[object], without: dict[str, object], message: str
-) -> None:
-    sweep = {"setting": "optim.lr", "values": values, "relative": True}
-    arms = {"with": {"optim.lr": 1}, "without": without}
-    with pytest.raises(ConfigError, match=message):
-        study(tmp_path, arms=arms, sweep=sweep, measure=BEST)
-
-
 def test_the_settings_of_a_run_do_not_depend_on_where_the_study_lies(tmp_path: Path) -> None:
     settings = {"pretrained": "{studies}/model", "mixture.folder": "{out}/rows"}
     arms = {"with": {}, "without": {"training.steps": 11}}
     content = study(tmp_path, command="finetune", settings=settings, arms=arms, seeds=[3])
     here, other = study_runs(content, tmp_path / "here")
     there, _ = study_runs(content, tmp_path / "there/deeper")
-    assert (here.settings, here.digest) == (there.settings, there.digest)
+    assert here.settings == there.settings
     assert here.settings != other.settings
 
 
@@ -186,8 +157,7 @@ def test_an_override_that_is_no_plain_yaml_value_is_refused(value: str) -> None:
 def test_every_study_of_the_repository_has_runs_that_its_command_takes(path: Path) -> None:
     """All arms with the first seed and the first value: other seeds and values change a number."""
     content = read_study(path)
-    one_seed_is_enough = path.stem in ("demo", "demo_facts", "batch_size_rates")  # others compare
-    assert len(content.seeds) >= 3 or one_seed_is_enough
+    assert len(content.seeds) >= 3
 
     first = content._replace(seeds=content.seeds[:1])
     if content.sweep is not None:
