@@ -5,7 +5,7 @@ Comes after `outcomes`, before `report`.
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 from eval.studies.outcomes import ArmSize, RunOutcome
 from eval.studies.seeds import equivalence_p, holm, paired_difference
@@ -14,27 +14,6 @@ from eval.studies.study import Contrast, SettingValue, Study
 Verdict = Literal["holds", "does not hold at this scale", "not resolved"]
 
 _LEVEL = 0.05
-
-
-class ArmNumber(NamedTuple):
-    """The number of one arm, at one value of the sweep or over it, with one seed.
-
-    Attributes:
-        arm: Name of the arm.
-        value: Value of the sweep; None without one, or over all values.
-        seed: The seed.
-        number: The measure.
-        has_diverged: Whether one of its runs has diverged.
-    """
-
-    arm: str
-    value: SettingValue
-    seed: int
-    number: float
-    has_diverged: bool
-
-
-A = TypeVar("A", RunOutcome, ArmNumber)
 
 
 class ContrastResult(NamedTuple):
@@ -93,7 +72,6 @@ class StudyResult(NamedTuple):
         outcomes: Every complete run.
         missing: Names of the runs that are not complete.
         sizes: Parameters of the models of each arm, where they are known.
-        numbers: The number of each arm and seed.
         contrasts: The primary comparison first.
     """
 
@@ -104,63 +82,30 @@ class StudyResult(NamedTuple):
     outcomes: list[RunOutcome]
     missing: list[str]
     sizes: dict[str, ArmSize]
-    numbers: list[ArmNumber]
     contrasts: list[ContrastResult]
 
 
-def by_arm_and_value(items: Sequence[A]) -> dict[tuple[str, str], list[A]]:
-    """Returns runs or numbers by the name of their arm and the text of their value of the sweep."""
-    groups: dict[tuple[str, str], list[A]] = {}
-    for item in items:
-        value = "" if item.value is None else str(item.value)
-        groups.setdefault((item.arm, value), []).append(item)
+def by_arm(outcomes: Sequence[RunOutcome]) -> dict[str, list[RunOutcome]]:
+    """Returns runs by the name of their arm."""
+    groups: dict[str, list[RunOutcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(outcome.arm, []).append(outcome)
     return groups
-
-
-# ---------------------------------------------------------------------------
-# Numbers
-
-
-def arm_numbers(study: Study, outcomes: Sequence[RunOutcome]) -> list[ArmNumber]:
-    """Returns the number of each arm and seed, the best of the sweep if requested.
-
-    A seed with missing values of the sweep has no best number.
-    """
-    measure = study.measure
-    if study.sweep is None or measure.over_sweep == "each":
-        return [
-            ArmNumber(run.arm, run.value, run.seed, run.number, run.has_diverged)
-            for run in outcomes
-        ]
-
-    # All values of an arm and seed together.
-    runs_by_arm_seed: dict[tuple[str, int], list[RunOutcome]] = {}
-    for run in outcomes:
-        runs_by_arm_seed.setdefault((run.arm, run.seed), []).append(run)
-
-    numbers = []
-    for (arm, seed), runs in runs_by_arm_seed.items():
-        if len(runs) == len(study.sweep.values):
-            has_diverged = any(run.has_diverged for run in runs)
-            values = [run.number for run in runs]
-            best = min(values) if measure.better == "lower" else max(values)
-            numbers.append(ArmNumber(arm, None, seed, best, has_diverged))
-    return numbers
 
 
 # ---------------------------------------------------------------------------
 # Differences
 
 
-def contrast_results(study: Study, numbers: Sequence[ArmNumber]) -> list[ContrastResult]:
+def contrast_results(study: Study, outcomes: Sequence[RunOutcome]) -> list[ContrastResult]:
     """Returns the primary comparison and the secondary ones, whose p-values Holm corrects.
 
     A comparison of arms that share no seed yet is omitted.
     """
     # Each comparison by itself.
     results = []
-    for contrast in _all_contrasts(study):
-        result = _contrast_result(study, contrast, numbers, contrast == study.primary)
+    for contrast in (study.primary, *study.contrasts):
+        result = _contrast_result(study, contrast, outcomes)
         if result is not None:
             results.append(result)
 
@@ -174,30 +119,13 @@ def contrast_results(study: Study, numbers: Sequence[ArmNumber]) -> list[Contras
     return [result._replace(verdict=_verdict(result)) for result in results]
 
 
-def _all_contrasts(study: Study) -> list[Contrast]:
-    """Returns the primary contrast and the others, at each value of a sweep if requested."""
-    # The primary one comes first, at its one value of the sweep.
-    contrasts = [study.primary]
-    is_each = study.sweep is not None and study.measure.over_sweep == "each"
-    for contrast in (study.primary, *study.contrasts):
-        if is_each and (contrast.at is None or contrast is study.primary):
-            assert study.sweep is not None
-            for value in study.sweep.values:
-                contrasts.append(contrast._replace(at=value))
-        elif contrast is not study.primary:
-            contrasts.append(contrast)
-
-    # A setting named twice counts once.
-    return [item for number, item in enumerate(contrasts) if item not in contrasts[:number]]
-
-
 def _contrast_result(
-    study: Study, contrast: Contrast, numbers: Sequence[ArmNumber], is_primary: bool
+    study: Study, contrast: Contrast, outcomes: Sequence[RunOutcome]
 ) -> ContrastResult | None:
     """Returns one comparison, before any correction; None if no seed has both arms."""
     # Pairs of numbers, one for each seed that both arms have.
-    first = _number_by_seed(numbers, contrast.arm, contrast.at)
-    second = _number_by_seed(numbers, contrast.against, contrast.at)
+    first = _number_by_seed(outcomes, contrast.arm)
+    second = _number_by_seed(outcomes, contrast.against)
     seeds = sorted(first.keys() & second.keys())
     if not seeds:
         return None
@@ -211,7 +139,7 @@ def _contrast_result(
     paired = paired_difference(arm, against)
     return ContrastResult(
         contrast,
-        is_primary,
+        is_primary=contrast is study.primary,
         num_seeds=len(seeds),
         difference=paired.mean,
         low=_known(paired.low),
@@ -222,10 +150,8 @@ def _contrast_result(
     )
 
 
-def _number_by_seed(
-    numbers: Sequence[ArmNumber], arm: str, value: SettingValue
-) -> dict[int, float]:
-    return {item.seed: item.number for item in numbers if (item.arm, item.value) == (arm, value)}
+def _number_by_seed(outcomes: Sequence[RunOutcome], arm: str) -> dict[int, float]:
+    return {outcome.seed: outcome.number for outcome in outcomes if outcome.arm == arm}
 
 
 def _known(value: float) -> float | None:

@@ -1,11 +1,11 @@
-"""Figures of a study as SVG: curves over training, numbers over a sweep, and differences."""
+"""Figures of a study as SVG: curves over training, numbers over a setting, and differences."""
 
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from eval.studies.analysis import ContrastResult, StudyResult, by_arm_and_value
+from eval.studies.analysis import ContrastResult, StudyResult, by_arm
 from eval.studies.outcomes import RunOutcome
 from eval.studies.study import Measure
 from moe.inspection.figures import COLOURS, GREY, STYLE, figure_svg
@@ -26,30 +26,11 @@ def curves_chart(result: StudyResult) -> str:
     with _axes(4.2) as (figure, axes):
         axes.set_xlabel("training tokens (millions)" if has_tokens else "training step")
         axes.set_ylabel(_label(measure.curve or measure.metric, measure))
-        groups = by_arm_and_value(result.outcomes)
-        for number, ((arm, value), runs) in enumerate(groups.items()):
-            name = f"{arm} at {value}" if value else arm
-            _draw_curves(axes, name, runs, _style(number), has_tokens)
+        groups = by_arm(result.outcomes)
+        for number, (arm, runs) in enumerate(groups.items()):
+            _draw_curves(axes, arm, runs, _style(number), has_tokens)
         if groups:
             axes.legend(fontsize=8)
-    return figure_svg(figure)
-
-
-def sweep_chart(result: StudyResult) -> str:
-    """Returns the number of each arm over the values of the sweep; a cross marks a diverged run."""
-    study = result.study
-    assert study.sweep is not None
-    values = [value for value in study.sweep.values if isinstance(value, int | float)]
-    is_numeric = len(values) == len(study.sweep.values)
-    with _axes(3.6) as (figure, axes):
-        axes.set_xlabel(study.sweep.setting)
-        axes.set_ylabel(_label(study.measure.metric, study.measure))
-        if is_numeric:
-            _set_places(axes, set(values))
-        for number, arm in enumerate(study.arms):
-            runs = [run for run in result.outcomes if run.arm == arm]
-            _draw_sweep(axes, arm, runs, study.sweep.values, _style(number), is_numeric)
-        axes.legend(fontsize=8)
     return figure_svg(figure)
 
 
@@ -61,17 +42,18 @@ def setting_chart(result: StudyResult) -> str:
         axes.set_ylabel(_label(study.measure.metric, study.measure))
 
         # Arms whose names differ only by the setting are one line.
-        lines: dict[str, list[RunOutcome]] = {}
+        runs_by_arm = by_arm(result.outcomes)
+        lines: dict[str, dict[float, list[RunOutcome]]] = {}
         places: set[float] = set()
         for arm, settings in study.arms.items():
             value = settings[study.plot_over]
             assert isinstance(value, int | float), "checked when read"
             places.add(value)
-            line = lines.setdefault(arm.replace(f"-{value}", ""), [])
-            line += [run._replace(value=value) for run in result.outcomes if run.arm == arm]
+            if arm in runs_by_arm:
+                lines.setdefault(arm.replace(f"-{value}", ""), {})[value] = runs_by_arm[arm]
         _set_places(axes, places)
-        for number, (line, runs) in enumerate(lines.items()):
-            _draw_sweep(axes, line, runs, [], _style(number), is_numeric=True)
+        for number, (name, runs_by_value) in enumerate(lines.items()):
+            _draw_line(axes, name, runs_by_value, _style(number))
         axes.legend(fontsize=8)
     return figure_svg(figure)
 
@@ -107,10 +89,8 @@ def _axes(height: float) -> Iterator[tuple["Figure", "Axes"]]:
 
 
 def contrast_name(result: ContrastResult) -> str:
-    """Returns the two arms of a comparison, and where they were compared."""
-    contrast = result.contrast
-    place = "" if contrast.at is None else f" at {contrast.at}"
-    return f"{contrast.arm} vs. {contrast.against}{place}"
+    """Returns the two arms of a comparison."""
+    return f"{result.contrast.arm} vs. {result.contrast.against}"
 
 
 def _label(metric: str, measure: Measure) -> str:
@@ -166,27 +146,18 @@ def _draw_curves(
     axes.plot(xs, means, dash, color=colour, linewidth=1.8, label=name)
 
 
-def _draw_sweep(
-    axes: "Axes",
-    arm: str,
-    runs: Sequence[RunOutcome],
-    values: Sequence[object],
-    style: tuple[str, str],
-    is_numeric: bool,
+def _draw_line(
+    axes: "Axes", name: str, runs_by_value: dict[float, list[RunOutcome]], style: tuple[str, str]
 ) -> None:
-    """Draws the numbers of one arm over the sweep."""
+    """Draws numbers over a setting: dots are runs, the line goes through their means."""
     colour, dash = style
-    # Dots are runs; values that are not numeric are placed side by side.
-    numbers: dict[float, list[float]] = {}
-    for run in runs:
-        x = float(run.value) if is_numeric else float(values.index(run.value))  # type: ignore[arg-type]
-        numbers.setdefault(x, []).append(run.number)
-        marker = "x" if run.has_diverged else "."
-        axes.plot([x], [run.number], marker, color=colour)
+    for value, runs in runs_by_value.items():
+        for run in runs:
+            marker = "x" if run.has_diverged else "."
+            axes.plot([value], [run.number], marker, color=colour)
 
-    # A line through the means.
-    xs = sorted(numbers)
-    means = [statistics.fmean(numbers[x]) for x in xs]
-    axes.plot(xs, means, dash, color=colour, label=arm)
-    if not is_numeric:
-        axes.set_xticks(range(len(values)), [str(value) for value in values])
+    values = sorted(runs_by_value)
+    means = []
+    for value in values:
+        means.append(statistics.fmean(run.number for run in runs_by_value[value]))
+    axes.plot(values, means, dash, color=colour, label=name)

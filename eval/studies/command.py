@@ -4,7 +4,7 @@ import argparse
 import shlex
 
 from eval.reports.report_files import library_versions
-from eval.studies.analysis import StudyResult, arm_numbers, contrast_results
+from eval.studies.analysis import StudyResult, contrast_results
 from eval.studies.outcomes import arm_size, read_outcome
 from eval.studies.report import result_lines, write_report
 from eval.studies.runs import StudyRun, chosen_runs, study_runs
@@ -114,15 +114,13 @@ def read_overrides(texts: list[str]) -> dict[str, SettingValue]:
 
 def plan_text(study: Study, runs: list[StudyRun], jobs: int) -> str:
     """Returns a description of the planned runs."""
-    # Numbers of arms, values and seeds, and total steps of all runs.
     arms = f"{len(study.arms)} arms"
     seeds = f"{len(study.seeds)} seeds"
-    sweep = f" x {len(study.sweep.values)} values of {study.sweep.setting}" if study.sweep else ""
     steps = sum(run.recipe.training.steps for run in runs)
     complete = len(find_progress(runs).complete)
     cost = f" Cost: {study.cost}." if study.cost else ""
     return (
-        f"{study.title}: {arms}{sweep} x {seeds} = {len(runs)} runs, {steps:,} steps, "
+        f"{study.title}: {arms} x {seeds} = {len(runs)} runs, {steps:,} steps, "
         f"{jobs} at a time; {complete} are complete.{cost}"
     )
 
@@ -151,7 +149,6 @@ def study_result(
         size = None if run.arm in sizes else arm_size(run)
         if size is not None:
             sizes[run.arm] = size
-    numbers = arm_numbers(study, outcomes)
     return StudyResult(
         study=study,
         command=command,
@@ -160,6 +157,5 @@ def study_result(
         outcomes=outcomes,
         missing=missing,
         sizes=sizes,
-        numbers=numbers,
-        contrasts=contrast_results(study, numbers),
+        contrasts=contrast_results(study, outcomes),
     )

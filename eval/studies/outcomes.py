@@ -4,7 +4,6 @@ Comes after `scheduler`, before `analysis`, which compares the arms.
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -14,7 +13,7 @@ from pydantic import Field
 from eval.reports.run_folder import REPORT
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
 from eval.studies.scheduler import read_state
-from eval.studies.study import Evaluation, Measure, SettingValue, Study
+from eval.studies.study import Evaluation, Measure, Study
 from moe.checkpoint.best_model import best_and_last
 from moe.commands.plan import read_workload
 from moe.errors import DataError
@@ -41,7 +40,6 @@ class RunOutcome(NamedTuple):
 
     Attributes:
         arm: Name of the arm.
-        value: Value of the sweep; None without one.
         seed: Seed of the run.
         number: The measured number. A diverged run counts with its number before the first update.
         has_diverged: Whether training ended because loss or gradient was not finite.
@@ -54,7 +52,6 @@ class RunOutcome(NamedTuple):
     """
 
     arm: str
-    value: SettingValue
     seed: int
     number: float
     has_diverged: bool
@@ -120,7 +117,6 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
 
     return RunOutcome(
         arm=run.arm,
-        value=run.value,
         seed=run.seed,
         number=number,
         has_diverged=state.has_diverged,
@@ -180,11 +176,6 @@ def _summary(values: Sequence[float], measure: Measure) -> float:
     """Returns the one number of a run."""
     if measure.at == "best":
         return min(values) if measure.better == "lower" else max(values)
-
-    # The mean of the end of a noisy curve.
-    if measure.at == "last_fifth":
-        count = max(1, round(len(values) / 5))
-        return statistics.fmean(values[-count:])
     return values[-1]
 
 

@@ -8,14 +8,9 @@ import statistics
 from pathlib import Path
 
 from eval.reports.formatting import markdown_list, markdown_table
-from eval.studies.analysis import ArmNumber, ContrastResult, StudyResult, by_arm_and_value
-from eval.studies.charts import (
-    contrast_name,
-    contrasts_chart,
-    curves_chart,
-    setting_chart,
-    sweep_chart,
-)
+from eval.studies.analysis import ContrastResult, StudyResult, by_arm
+from eval.studies.charts import contrast_name, contrasts_chart, curves_chart, setting_chart
+from eval.studies.outcomes import RunOutcome
 from moe.files import write_text
 from moe.inspection.html_page import render_page
 from moe.parsing import read_record, to_json
@@ -30,7 +25,7 @@ _ROUTER_METRICS = {
     "entropy": "entropy (nats)",
     "router_z_loss": "router z-loss",
 }
-_ROUTER_HEADER = ("arm", "at", "stack", *_ROUTER_METRICS.values())
+_ROUTER_HEADER = ("arm", "stack", *_ROUTER_METRICS.values())
 
 
 def read_result(path: Path) -> StudyResult:
@@ -98,7 +93,6 @@ def study_html(result: StudyResult) -> str:
         router_header=_ROUTER_HEADER,
         router_rows=router_rows(result),
         curves=curves_chart(result) if any(run.curve for run in result.outcomes) else "",
-        sweep=sweep_chart(result) if result.study.sweep else "",
         over_setting=setting_chart(result) if result.study.plot_over else "",
         command=result.command,
         versions=", ".join(f"{name} {version}" for name, version in result.versions.items()),
@@ -142,25 +136,27 @@ def arm_header(result: StudyResult) -> list[str]:
     unit = result.study.measure.value_unit
     numbers = ["seeds", f"mean ({unit})" if unit else "mean", "each seed"]
     sizes = ["parameters", "active parameters", "million tokens", "CPU minutes"]
-    return ["arm", "at", *numbers, *sizes]
+    return ["arm", *numbers, *sizes]
 
 
 def arm_rows(result: StudyResult) -> list[list[str]]:
-    """Returns a row for each arm and value of the sweep."""
+    """Returns a row for each arm."""
     rows = []
-    for (arm, value), numbers in by_arm_and_value(result.numbers).items():
-        mean = sum(number.number for number in numbers) / len(numbers)
+    for arm, runs in by_arm(result.outcomes).items():
+        mean = statistics.fmean(run.number for run in runs)
         size = result.sizes.get(arm)
+        tokens = max(run.tokens or 0 for run in runs)
+        minutes = sum(run.cpu_seconds for run in runs) / 60
         rows.append(
             [
                 arm,
-                value,
-                str(len(numbers)),
+                str(len(runs)),
                 f"{mean:.4g}",
-                ", ".join(map(_number_text, numbers)),
+                ", ".join(map(_number_text, runs)),
                 f"{size.parameters:,}" if size else "",
                 f"{size.active:,}" if size else "",
-                *_cost(result, arm, value),
+                f"{tokens / 1e6:.1f}" if tokens else "",
+                f"{minutes:.1f}",
             ]
         )
     return rows
@@ -169,7 +165,7 @@ def arm_rows(result: StudyResult) -> list[list[str]]:
 def router_rows(result: StudyResult) -> list[list[str]]:
     """Returns the last logged statistics of each arm's routers, mean over seeds."""
     rows = []
-    for (arm, value), runs in by_arm_and_value(result.outcomes).items():
+    for arm, runs in by_arm(result.outcomes).items():
         for stack in ("encoder", "decoder"):
             cells = []
             for metric in _ROUTER_METRICS:
@@ -182,26 +178,14 @@ def router_rows(result: StudyResult) -> list[list[str]]:
                 if values:
                     cells.append(f"{statistics.fmean(values):.3g}")
             if cells:
-                rows.append([arm, value, stack, *cells])
+                rows.append([arm, stack, *cells])
     return rows
 
 
-def _number_text(number: ArmNumber) -> str:
-    """Returns the number of one seed, marked if one of its runs has diverged."""
-    mark = " (diverged)" if number.has_diverged else ""
-    return f"{number.number:.4g}{mark}"
-
-
-def _cost(result: StudyResult, arm: str, value: str) -> list[str]:
-    """Returns million tokens of a run and minutes of the processor of all runs of an arm."""
-    # Without a value of the sweep the runs at all of them count.
-    tokens = 0
-    seconds = 0.0
-    for run in result.outcomes:
-        if run.arm == arm and value in ("", str(run.value)):
-            tokens = max(tokens, run.tokens or 0)
-            seconds += run.cpu_seconds
-    return [f"{tokens / 1e6:.1f}" if tokens else "", f"{seconds / 60:.1f}"]
+def _number_text(run: RunOutcome) -> str:
+    """Returns the number of a run, marked if it has diverged."""
+    mark = " (diverged)" if run.has_diverged else ""
+    return f"{run.number:.4g}{mark}"
 
 
 def interval_text(item: ContrastResult) -> str:
@@ -247,10 +231,8 @@ def run_notes(result: StudyResult) -> list[str]:
 
     # Omitted runs are always reported.
     for run in result.outcomes:
-        if not run.has_diverged:
-            continue
-        place = "" if run.value is None else f" at {run.value}"
-        sentences.append(f"Diverged: {run.arm}{place}, seed {run.seed}.")
+        if run.has_diverged:
+            sentences.append(f"Diverged: {run.arm}, seed {run.seed}.")
     if result.overrides:
         settings = ", ".join(f"{name} = {value}" for name, value in result.overrides.items())
         sentences.append(f"Changed on the command line: {settings}.")

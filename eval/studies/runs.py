@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.studies.study import SettingValue, Study, sweep_folder
+from eval.studies.study import SettingValue, Study
 from moe.checks import check
 from moe.commands.finetune import finetune_command
 from moe.commands.pretrain import pretrain_command
@@ -33,7 +33,6 @@ class StudyRun:
 
     Attributes:
         arm: Name of the arm.
-        value: Value of the sweep; None without one.
         seed: Seed of the run.
         folder: Folder of the run.
         recipe: The settings as the command reads them.
@@ -43,7 +42,6 @@ class StudyRun:
     """
 
     arm: str
-    value: SettingValue
     seed: int
     folder: Path
     recipe: PretrainRecipe | FinetuneRecipe
@@ -52,9 +50,8 @@ class StudyRun:
 
     @property
     def name(self) -> str:
-        """Arm, value of the sweep and seed, as in messages."""
-        value = "" if self.value is None else f" at {self.value}"
-        return f"{self.arm}{value}, seed {self.seed}"
+        """Arm and seed, as in messages."""
+        return f"{self.arm}, seed {self.seed}"
 
 
 class _Setup(NamedTuple):
@@ -91,16 +88,14 @@ def study_runs(
     # One parser for all runs, since building it takes longer than using it.
     setup = _Setup(study, _COMMANDS[study.command](), out, overrides or {})
     runs = []
-    values: list[SettingValue] = [None] if study.sweep is None else study.sweep.values
     for seed in study.seeds:
-        for value in values:
-            for arm in study.arms:
-                runs.append(_study_run(setup, arm, value, seed))
+        for arm in study.arms:
+            runs.append(_study_run(setup, arm, seed))
     return runs
 
 
 def chosen_runs(study: Study, runs: Sequence[StudyRun], texts: Sequence[str]) -> list[StudyRun]:
-    """Returns the runs that ARM or ARM:SEED name, at every value of a sweep; all, for no text.
+    """Returns the runs that ARM or ARM:SEED name; all, for no text.
 
     Raises:
         ConfigError: When there is no such arm or seed.
@@ -146,16 +141,11 @@ def label_budget(run: StudyRun) -> list[str]:
     return ["--train-examples", str(recipe.mixture.train_examples), *seed]
 
 
-def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> StudyRun:
+def _study_run(setup: _Setup, arm: str, seed: int) -> StudyRun:
     """Returns one run."""
     study = setup.study
-    folder = setup.out / RUNS_FOLDER / arm
-    settings = {**study.settings, **study.arms[arm]}
-    if study.sweep is not None:
-        settings[study.sweep.setting] = value
-        folder /= sweep_folder(study.sweep, value)
-    settings |= setup.overrides
-    folder /= f"seed-{seed}"
+    folder = setup.out / RUNS_FOLDER / arm / f"seed-{seed}"
+    settings = {**study.settings, **study.arms[arm], **setup.overrides}
 
     # Parse the command line once, so that errors are found before any run begins.
     places = {"seed": seed, "out": setup.out, "studies": setup.out.parent}
@@ -174,7 +164,6 @@ def _study_run(setup: _Setup, arm: str, value: SettingValue, seed: int) -> Study
     making = [study.command, _recipe_content(recipe, settings), _options_content(settings), seed]
     return StudyRun(
         arm=arm,
-        value=value,
         seed=seed,
         folder=folder,
         recipe=recipe,

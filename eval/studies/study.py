@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from moe.checks import check, check_number, is_kind, shown
+from moe.checks import check, check_number, is_kind
 from moe.errors import ConfigError, did_you_mean
 from moe.parsing import read_yaml, to_record
 
@@ -15,22 +15,9 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,60}")
 _ADVICE = "See docs/guides/study.md for the keys of a study."
 _OWN_SETTINGS = ("seed", "seeds", "out", "resume")
 _ACTIONS = ("help", "print_config")  # options that print and exit
-_FOLDER_CHARACTERS = 200
 
 SettingValue = str | int | float | bool | None | list[Any]
 """A value of a recipe, or of an option of the command."""
-
-
-class Sweep(NamedTuple):
-    """A setting that is varied over several values for every arm.
-
-    Attributes:
-        setting: Name of the setting, e.g. `optim.lr`.
-        values: Its values, in the order of the plots.
-    """
-
-    setting: str
-    values: list[SettingValue]
 
 
 class Evaluation(NamedTuple):
@@ -54,19 +41,15 @@ class Measure(NamedTuple):
 
     Attributes:
         metric: Name in metrics.jsonl, or with `evaluate`, the name of a task metric.
-        at: `last` or `best` of its values in the run, or the mean of those in the run's
-            `last_fifth`.
+        at: `last` or `best` of its values in the run.
         better: Whether a `lower` or a `higher` number is better.
-        over_sweep: With a sweep: `each` compares the arms at every value, `best` at the best value
-            of each arm and seed.
         curve: Metric of the curves; the metric itself if empty.
         unit: Unit of the number, e.g. nats, printed after differences.
     """
 
     metric: str
-    at: Literal["last", "best", "last_fifth"] = "last"
+    at: Literal["last", "best"] = "last"
     better: Literal["lower", "higher"] = "lower"
-    over_sweep: Literal["each", "best"] = "each"
     curve: str = ""
     unit: str = ""
 
@@ -84,14 +67,12 @@ class Contrast(NamedTuple):
         against: Name of the other arm.
         expect: Expected result of the first arm: `better`, `worse` or `equal`.
         margin: Differences within it count as zero.
-        at: Value of the sweep; None for all of them, or without a sweep.
     """
 
     arm: str
     against: str
     expect: Literal["better", "worse", "equal"] = "better"
     margin: float = 0.01
-    at: SettingValue = None
 
 
 class Study(NamedTuple):
@@ -111,7 +92,6 @@ class Study(NamedTuple):
         measure: The number that is compared.
         primary: The one difference that was declared before the runs.
         contrasts: Additional comparisons, whose p-values are corrected together.
-        sweep: A setting with several values for every arm.
         evaluate: How a finished run is scored; None where the metric is one of training.
         plot_over: A setting that is a number in every arm, over which the arms are drawn; those
             whose names differ by `-NUMBER` alone are one line. Empty for no figure.
@@ -129,7 +109,6 @@ class Study(NamedTuple):
     measure: Measure
     primary: Contrast
     contrasts: list[Contrast] = []  # noqa: RUF012  never changed
-    sweep: Sweep | None = None
     evaluate: Evaluation | None = None
     plot_over: str = ""
     cost: str = ""
@@ -169,8 +148,6 @@ def _check_study(study: Study) -> None:
     for settings in (study.settings, *study.arms.values()):
         for name in settings:
             check_setting_name(name)
-    if study.sweep is not None:
-        _check_sweep(study.sweep)
 
     # The x-axis of the curves must be numeric.
     if study.plot_over:
@@ -179,14 +156,9 @@ def _check_study(study: Study) -> None:
             expected = f"a number in arm {name}: plot_over draws the arms over it"
             check(is_kind(value, float), study.plot_over, value, expected)
 
-    # Compared arms and values must exist.
+    # Compared arms must exist.
     for contrast in (study.primary, *study.contrasts):
         _check_contrast(study, contrast)
-    has_one_number = study.sweep is None or study.measure.over_sweep != "each"
-    if not has_one_number and study.primary.at is None:
-        raise ConfigError(
-            "primary.at is null; expected one value of the sweep: a study has one primary number."
-        )
 
 
 def check_setting_name(name: str) -> None:
@@ -197,30 +169,8 @@ def check_setting_name(name: str) -> None:
         raise ConfigError(f"{name} is not a setting: --{name} prints and exits. Remove it.")
 
 
-def _check_sweep(sweep: Sweep) -> None:
-    """Raises unless every value of a sweep gives each run its own folder."""
-    check_setting_name(sweep.setting)
-    check(bool(sweep.values), "sweep.values", sweep.values, "at least one value")
-    folders: set[str] = set()
-    for value in sweep.values:
-        folder = sweep_folder(sweep, value)
-        is_name = len(folder) <= _FOLDER_CHARACTERS and "/" not in folder
-        expected = (
-            f"text without '/' that fits into a folder name of {_FOLDER_CHARACTERS} characters"
-        )
-        check(is_name, "sweep", folder, expected)
-        if folder in folders:
-            raise ConfigError(f"sweep.values: {shown(value)} occurs twice. Remove one of them.")
-        folders.add(folder)
-
-
-def sweep_folder(sweep: Sweep, value: SettingValue) -> str:
-    """Returns the name of the folder of the runs at one value of a sweep."""
-    return f"{sweep.setting}={value}"
-
-
 def _check_contrast(study: Study, contrast: Contrast) -> None:
-    """Raises unless the arms of a contrast, and its value of the sweep, belong to the study."""
+    """Raises unless the arms of a contrast belong to the study."""
     for name in (contrast.arm, contrast.against):
         if name not in study.arms:
             known = ", ".join(study.arms)
@@ -229,6 +179,3 @@ def _check_contrast(study: Study, contrast: Contrast) -> None:
     if contrast.arm == contrast.against:
         raise ConfigError(f"Arm {contrast.arm!r} is compared with itself. Give two different arms.")
     check_number("margin", contrast.margin, above=0)
-    if contrast.at is not None:
-        values = [] if study.sweep is None else study.sweep.values
-        check(contrast.at in values, "at", contrast.at, f"a value of the sweep, of {values}")

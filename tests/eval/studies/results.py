@@ -1,6 +1,6 @@
 """Results of studies that were never run, made of given numbers."""
 
-from eval.studies.analysis import StudyResult, arm_numbers, contrast_results
+from eval.studies.analysis import StudyResult, contrast_results
 from eval.studies.outcomes import RunOutcome
 from eval.studies.study import Contrast, Measure, Study
 
@@ -26,7 +26,6 @@ def build(**changes: object) -> Study:
 def run(arm: str, seed: int, number: float, **changes: object) -> RunOutcome:
     outcome = RunOutcome(
         arm=arm,
-        value=None,
         seed=seed,
         number=number,
         has_diverged=False,
@@ -48,7 +47,6 @@ def runs_of(numbers: dict[str, list[float]]) -> list[RunOutcome]:
 
 
 def result_of(study: Study, outcomes: list[RunOutcome]) -> StudyResult:
-    numbers = arm_numbers(study, outcomes)
     return StudyResult(
         study=study,
         command="python -m scripts.study mine.yaml",
@@ -57,6 +55,5 @@ def result_of(study: Study, outcomes: list[RunOutcome]) -> StudyResult:
         outcomes=outcomes,
         missing=[],
         sizes={},
-        numbers=numbers,
-        contrasts=contrast_results(study, numbers),
+        contrasts=contrast_results(study, outcomes),
     )

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from eval.studies.analysis import ContrastResult, arm_numbers, contrast_results
+from eval.studies.analysis import ContrastResult, contrast_results
 from eval.studies.outcomes import Point
 from eval.studies.report import contrast_rows, read_result, study_html, study_markdown, write_report
-from eval.studies.study import Contrast, Measure, Study, Sweep
+from eval.studies.study import Contrast, Measure, Study
 from moe.errors import DataError
 from tests.eval.studies.results import build, result_of, run, runs_of
 
 
 def contrast_of(study: Study, numbers: dict[str, list[float]]) -> ContrastResult:
     """Returns the one comparison of a study whose runs came to these numbers."""
-    (result,) = contrast_results(study, arm_numbers(study, runs_of(numbers)))
+    (result,) = contrast_results(study, runs_of(numbers))
     return result
 
 
@@ -55,7 +55,7 @@ def test_a_claim_holds_is_refuted_or_stays_open(
 
 def test_without_a_seed_that_both_arms_have_there_is_no_comparison() -> None:
     study = build()
-    assert contrast_results(study, arm_numbers(study, runs_of({"a": [2.0]}))) == []
+    assert contrast_results(study, runs_of({"a": [2.0]})) == []
 
 
 @pytest.mark.parametrize("expect", ["better", "equal"])
@@ -85,40 +85,13 @@ def test_one_seed_or_seeds_without_a_spread_resolve_nothing() -> None:
 def test_secondary_comparisons_are_corrected_together_and_the_primary_is_not() -> None:
     study = build(contrasts=[Contrast("a", "c"), Contrast("b", "c")])
     numbers = {"a": [2.0, 2.1, 2.2], "b": [2.5, 2.7, 2.6], "c": [3.0, 3.3, 3.5]}
-    primary, first, second = contrast_results(study, arm_numbers(study, runs_of(numbers)))
+    primary, first, second = contrast_results(study, runs_of(numbers))
     assert primary.p_value == pytest.approx(stats.ttest_rel(numbers["b"], numbers["a"]).pvalue)
 
     # Holm: the smaller one times two, the larger one at least as large as that.
     low, high = sorted(stats.ttest_rel(numbers["c"], numbers[arm]).pvalue for arm in ("a", "b"))
     found = sorted([first.p_value, second.p_value])
     assert found == pytest.approx([2 * low, max(2 * low, high)])
-
-
-def test_an_arm_counts_with_the_best_value_of_the_sweep_once_it_has_all() -> None:
-    measure = Measure("heldout/loss", over_sweep="best")
-    study = build(sweep=Sweep("optim.lr", [0.1, 0.2]), measure=measure)
-    outcomes = [
-        run("a", 0, 2.0, value=0.1),
-        run("a", 0, 5.0, value=0.2, has_diverged=True),
-        run("a", 1, 3.0, value=0.1),
-    ]
-    (number,) = arm_numbers(study, outcomes)
-    assert (number.seed, number.number, number.has_diverged) == (0, 2.0, True)
-
-    higher = study._replace(measure=measure._replace(better="higher"))
-    assert arm_numbers(higher, outcomes)[0].number == 5.0
-
-
-def test_a_sweep_is_compared_at_each_value_and_the_declared_one_is_the_primary() -> None:
-    study = build(sweep=Sweep("labels", [250, 1000]), primary=Contrast("a", "b", at=250))
-    outcomes = []
-    for value, gap in ((250, 1.0), (1000, 0.5)):
-        for seed in range(3):
-            outcomes.append(run("a", seed, 2.0 + 0.1 * seed, value=value))
-            outcomes.append(run("b", seed, 2.01 * gap + 2.0 + 0.1 * seed, value=value))
-    results = contrast_results(study, arm_numbers(study, outcomes))
-
-    assert [(item.contrast.at, item.is_primary) for item in results] == [(250, True), (1000, False)]
 
 
 def curve(*values: float | None) -> list[Point]:
@@ -168,13 +141,11 @@ def test_axes_of_a_study_have_units() -> None:
     for header in ("better by (nats)", "margin (nats)", "95 % interval (nats)"):
         assert re.search(rf"<th[^>]*>{re.escape(header)}</th>", page)
 
-    # Curves without tokens, and a sweep of rates.
+    # Curves without tokens, and numbers over a rate.
     measure = Measure("eval/mean", better="higher", unit="points")
-    outcomes = []
-    for value in (0.02, 0.005):
-        for arm in ("a", "b"):
-            outcomes.append(run(arm, 0, 15.0, value=value, tokens=None, curve=points))
-    study = build(measure=measure, seeds=[0], sweep=Sweep("optim.lr", [0.02, 0.005]))
+    arms = {"a": {"optim.lr": 0.02}, "b": {"optim.lr": 0.005}}
+    outcomes = [run(arm, 0, 15.0, tokens=None, curve=points) for arm in arms]
+    study = build(measure=measure, seeds=[0], arms=arms, plot_over="optim.lr")
     page = study_html(result_of(study, outcomes))
     for label in ("eval/mean (%)", "training step", "optim.lr", "0.02", "0.005"):
         assert f">{label}<" in page

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[3]
 STUDIES = sorted((ROOT / "recipes/studies").glob("*.yaml"))
 
 PRIMARY = {"arm": "with", "against": "without"}
-BEST = {"metric": "heldout/loss", "over_sweep": "best"}
 CONTENT = {
     "title": "Balance",
     "claim": "It matters.",
@@ -69,14 +68,12 @@ def test_an_arm_that_continues_a_model_has_the_size_of_that_model(tmp_path: Path
     assert arm_size(without) == ArmSize(*[STMoEConfig(num_layers=1).num_parameters()] * 2)
 
 
-def test_the_arm_the_sweep_and_the_command_line_win_in_that_order(tmp_path: Path) -> None:
-    arms = {"with": {"training.steps": 11, "optim.lr": 0.5}, "without": {}}
-    sweep = {"setting": "optim.lr", "values": [0.25]}
-    content = study(tmp_path, seeds=[3], arms=arms, sweep=sweep, measure=BEST)
+def test_the_arm_and_the_command_line_win_in_that_order(tmp_path: Path) -> None:
+    arms = {"with": {"training.steps": 11}, "without": {}}
+    content = study(tmp_path, seeds=[3], arms=arms)
 
     first, second = study_runs(content, tmp_path / "out")
-    assert (first.recipe.training.steps, first.recipe.optim.lr) == (11, 0.25)
-    assert (second.recipe.training.steps, second.recipe.optim.lr) == (7, 0.25)
+    assert (first.recipe.training.steps, second.recipe.training.steps) == (11, 7)
     first, _ = study_runs(content, tmp_path / "out", {"training.steps": 13})
     assert first.recipe.training.steps == 13
 
@@ -90,17 +87,10 @@ def test_the_arm_the_sweep_and_the_command_line_win_in_that_order(tmp_path: Path
         ({"arms": {"../x": {}}}, "expected names of lower-case letters"),
         ({"primary": {**PRIMARY, "arm": "wiht"}}, "no arm 'wiht'.*Did you mean 'with'"),
         ({"primary": {**PRIMARY, "margin": 0}}, "margin is 0.0; .* above 0"),
-        ({"primary": {**PRIMARY, "at": 3}}, "at is 3; expected a value"),
         ({"primary": {**PRIMARY, "against": "with"}}, "'with' is compared with itself"),
         ({"settings": {"seed": 3}}, "seed is set by the study itself"),
         ({"arms": {"with": {"print_config": ""}, "without": {}}}, "print_config is not a setting"),
-        ({"sweep": {"setting": "seed", "values": [3]}}, "seed is set by the study itself"),
-        ({"sweep": {"setting": "optim.lr", "values": []}}, "sweep.values is \\[\\]"),
-        ({"sweep": {"setting": "optim.lr", "values": [1, 1]}}, "1 occurs twice"),
-        ({"sweep": {"setting": "corpus", "values": ["../x"]}}, "corpus=../x'; .* folder name"),
-        ({"sweep": {"setting": "../../x", "values": [1]}}, "../../x=1'; .* folder name"),
         ({"command": "eval"}, "command is 'eval'"),
-        ({"sweep": {"setting": "optim.lr", "values": [1]}}, "primary.at is null"),
     ],
 )
 def test_a_study_that_makes_no_sense_is_refused(
@@ -155,13 +145,11 @@ def test_an_override_that_is_no_plain_yaml_value_is_refused(value: str) -> None:
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_study_of_the_repository_has_runs_that_its_command_takes(path: Path) -> None:
-    """All arms with the first seed and the first value: other seeds and values change a number."""
+    """All arms with the first seed: other seeds change a number."""
     content = read_study(path)
     assert len(content.seeds) >= 3
 
     first = content._replace(seeds=content.seeds[:1])
-    if content.sweep is not None:
-        first = first._replace(sweep=content.sweep._replace(values=content.sweep.values[:1]))
     runs = study_runs(first, Path("runs/studies") / path.stem)
     assert [run.arm for run in runs] == list(content.arms)
     for run in runs:
