@@ -34,12 +34,13 @@ from moe.checksums import write_sums
 from moe.cli import CONTINUES, RESUME, Parser, path, run_main
 from moe.data.names import by_family, english_name, family_of, source_sentence
 from moe.data.pair_files import Pair, read_pairs
-from moe.data.tokenizer import load_tokenizer
+from moe.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from moe.files import whole_folder, write_text
 from moe.hosts.all_hosts import load_model
 from moe.inspection.statistics.contingency import one_hot_choices
 from moe.models.card import CARD_NAME, model_card
 from moe.models.modeling import STMoEForConditionalGeneration
+from moe.parsing import read_json
 from moe.serving.batch_generator import BatchGenerator
 from moe.sparse.editing import LayerKey
 from moe.tracing.examples import SourceText, paired_batches
@@ -79,6 +80,7 @@ def main(argv: list[str]) -> None:
 
     with whole_folder(out / "model", kind="model") as partial:
         shutil.copytree(out / "quantized", partial, dirs_exist_ok=True)
+        write_json(partial / TOKENIZER_FILE, read_json(partial / TOKENIZER_FILE))  # a third smaller
         write_json(partial / "languages.json", described_languages(sets["test"], right["test"]))
         write_json(partial / "experts.json", experts)
         card = names_card(model[0], sets, right)
@@ -92,11 +94,11 @@ def train(out: Path, *, resume: bool) -> None:
     names = {"out": out, "vocabulary": VOCABULARY, "recipe": RECIPE}
     for line in COMMANDS.replace("\\\n", "").strip().splitlines():
         words = shlex.split(line.format(**names))
-        last_folder = Path(words[words.index("--out" if "--out" in words else "--to") + 1])
+        folder = Path(words[words.index("--out" if "--out" in words else "--to") + 1])
         is_run = words[1] == "finetune"
-        if last_folder.exists() and not is_run:
+        if (folder / "model" if is_run else folder).exists():
             continue
-        if is_run and resume and last_folder.exists():
+        if is_run and resume and folder.exists():
             words.append("--resume")
         print(f"\n   {shlex.join(words)}", flush=True)
         stmoe.main(words[1:])
