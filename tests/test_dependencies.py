@@ -17,7 +17,7 @@ OURS = {"moe", "stmoe", "eval", "benchmarks", "scripts"}
 NOT_INSTALLED = {"torchft": "torchft", "deepspeed": "deepspeed", "st_moe_pytorch": "st-moe-pytorch"}
 """Modules of extras that `make` does not install, and their distributions."""
 
-OPTIONAL = {"peft", "rouge_score", "torchft"}
+OPTIONAL = {"babel", "peft", "rouge_score", "torchft"}
 OPTIONAL |= {"ctranslate2", "onnxruntime", "onnxscript", "h11", "starlette", "uvicorn"}
 """Modules of extras that the wheel imports, in functions, where the user asks for what needs them."""
 

@@ -3,19 +3,21 @@
 stmoe names --out runs/names
 stmoe names --out runs/names --languages el bg uk --new ast mk
 
-A pair is `el: Ivory Coast` and `Ακτή Ελεφαντοστού`. Files: `train.jsonl`, `dev.jsonl` and `test.jsonl`; `seen.jsonl`,
+A pair is `el: Côte d’Ivoire` and `Ακτή Ελεφαντοστού`. Files: `train.jsonl`, `dev.jsonl` and `test.jsonl`; `seen.jsonl`,
 2,000 names of `train.jsonl`; for each language of `--new`, which those leave out, `new-LANGUAGE-train.jsonl` and
-`new-LANGUAGE-test.jsonl`; `languages.json`; and LICENSE, Unicode's licence.
+`new-LANGUAGE-test.jsonl`; `languages.json`, their English names and families; and LICENSE, Unicode's licence.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from moe.cli import Parser, integer
 from moe.data.names import (
     LANGUAGES,
     NEW,
+    SPLITS,
     Name,
     all_names,
     by_family,
@@ -56,7 +58,7 @@ def build_parser() -> Parser:
         "--languages",
         nargs="+",
         default=LANGUAGES,
-        help="CLDR's codes, or `all` (24 of 13 families)",
+        help="CLDR's codes, or `all` (24 languages of 14 families)",
     )
     parser.add_argument(
         "--new", nargs="*", default=NEW, help=f"languages that are held out whole ({' '.join(NEW)})"
@@ -71,50 +73,71 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> None:
-    """Writes the folder."""
-    parser = build_parser()
-    options = parser.parse_args(argv)
+    """Writes the folder, or lists the languages."""
+    options = build_parser().parse_args(argv)
     if options.list:
         for language in by_family(all_names()):
             print(f"{language:10} {english_name(language)}, {family_of(language)}")
         return
     if options.out is None:
-        raise ConfigError("Give --out FOLDER, or --list.")
+        raise ConfigError("--out is missing; expected a folder, or --list for the languages.")
 
-    every = options.languages == ["all"]
-    languages = [
-        code
-        for code in (all_names() if every else dict.fromkeys(options.languages))
-        if code not in options.new
-    ]
+    # Everything is read and checked before the folder is begun.
     out = output_path(options.out)
-    with whole_folder(out, kind=NAMES) as partial:
-        names = read_names(languages)
-        for file, split in (("train", "train"), ("dev", "validation"), ("test", "test")):
-            of_split = (name for name in names if name.split == split)
-            write_names(partial / f"{file}.jsonl", of_split)
+    chosen = all_names() if options.languages == ["all"] else dict.fromkeys(options.languages)
+    languages = [language for language in chosen if language not in options.new]
+    if not languages:
+        raise ConfigError(f"--new {' '.join(options.new)} holds out all of --languages.")
+    names = read_names(languages)
+    parts = {**split_names(names), **split_new_languages(options.new, options.few)}
 
-        # Where a name lies in [0, 1) is as good as a random draw.
-        train = sorted(
-            (name for name in names if name.split == "train"), key=lambda name: name.place
-        )
-        write_names(partial / "seen.jsonl", train[:SEEN])
-        for language in options.new:
-            train = sorted(read_names([language], "train"), key=lambda name: name.place)
-            write_names(partial / f"new-{language}-train.jsonl", train[: options.few])
-            write_names(partial / f"new-{language}-test.jsonl", train[options.few :])
-        described = {
-            code: {"name": english_name(code), "family": family_of(code)}
-            for code in by_family(languages)
-        }
-        write_text(
-            partial / LANGUAGES_FILE,
-            json.dumps({"languages": described}, ensure_ascii=False, indent=1) + "\n",
-        )
+    with whole_folder(out, kind=NAMES) as partial:
+        for file, part in parts.items():
+            write_names(partial / file, part)
+        described = {}
+        for language in by_family(languages):
+            described[language] = {"name": english_name(language), "family": family_of(language)}
+        text = json.dumps({"languages": described}, ensure_ascii=False, indent=1)
+        write_text(partial / LANGUAGES_FILE, f"{text}\n")
         write_text(partial / "LICENSE", licence_text())
     print(
         f"Wrote {len(names):,} names in {len(languages)} languages to {out}: {source_sentence()}."
     )
+
+
+def split_names(names: Sequence[Name]) -> dict[str, list[Name]]:
+    """Returns the names of each split, and some to train on as a test of recall, by file."""
+    by_split: dict[str, list[Name]] = {split: [] for split in SPLITS}
+    for name in names:
+        by_split[name.split].append(name)
+
+    # Where a name lies in [0, 1) is as good as a random draw.
+    train = by_split["train"]
+    seen = sorted(train, key=attrgetter("place"))[:SEEN]
+    return {
+        "train.jsonl": train,
+        "dev.jsonl": by_split["validation"],
+        "test.jsonl": by_split["test"],
+        "seen.jsonl": seen,
+    }
+
+
+def split_new_languages(languages: Sequence[str], few: int) -> dict[str, list[Name]]:
+    """Returns `few` names to train on and the others of each language, by file.
+
+    Raises:
+        ConfigError: When a language is unknown, or `few` leaves no name to test on.
+    """
+    files = {}
+    for language in languages:
+        names = sorted(read_names([language], "train"), key=attrgetter("place"))
+        if few >= len(names):
+            raise ConfigError(
+                f"--few {few} leaves no name of {language} to test on; expected less than {len(names)}."
+            )
+        files[f"new-{language}-train.jsonl"] = names[:few]
+        files[f"new-{language}-test.jsonl"] = names[few:]
+    return files
 
 
 def write_names(path: Path, names: Iterable[Name]) -> None:

@@ -1,7 +1,8 @@
-"""Names of places, languages, scripts and currencies in 157 languages, from Unicode's CLDR by Babel.
+"""Names of places, languages, scripts and currencies in 157 languages, from Unicode's CLDR in Babel.
 
-Comes before `pair_files`: a name is a pair such as `el: Ivory Coast` and `Ακτή Ελεφαντοστού`. The
-names that are held out depend on the text alone, so every subset of languages has the same split.
+Comes before `pair_files`: a name is a pair such as `el: Côte d’Ivoire` and `Ακτή Ελεφαντοστού`. Its
+split depends on the language and the English name alone, so it is the same in every subset of
+languages, and a name that is held out in one language is trained on in most others.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from moe.errors import ConfigError, DataError, did_you_mean
 
 SPLITS = ("train", "validation", "test")
 LEAST_NAMES = 500
-"""Fewer names of a language are not a language to learn."""
+"""Languages with fewer names in CLDR are left out."""
 
 TEST_SHARE = 0.06
 VALIDATION_SHARE = 0.02
@@ -23,7 +24,7 @@ VALIDATION_SHARE = 0.02
 LANGUAGES = (  # noqa: SIM905, codes are easier to read in one line
     "ar az bg de el es fi fr he hi id it ja ka ko ms nl pt ru sv sw tr uk vi"
 ).split()
-"""Languages of the demo and of the study: 13 families in 10 scripts."""
+"""Languages of the demo and of the study: 14 families in 9 writing systems."""
 
 NEW = ("ast", "mk")
 """Asturian and Macedonian, which the demo holds out whole."""
@@ -31,35 +32,47 @@ NEW = ("ast", "mk")
 FAMILIES = {
     "Germanic": "af da de fo frr fy gsw is ksh lb nds nl nn no sv",
     "Celtic": "br cy ga gd",
-    "Romance": "ast ca es fr fur gl ht it kea lij lld oc pt rm ro sc scn vec",
+    "Romance": "ast ca es fr fur gl it lij lld oc pt rm ro sc scn vec",
+    "Creole": "ht kea pcm",
     "Constructed": "eo ia ie",
-    "Slavic": "be bg bs bs_Cyrl cs dsb hr hsb mk pl ru sk sl sr sr_Latn szl uk",
     "Baltic": "lt lv",
+    "Slavic": "be bg bs bs_Cyrl cs dsb hr hsb mk pl ru sk sl sr sr_Latn szl uk",
+    "Albanian": "sq",
     "Greek": "el",
-    "Albanian, Armenian": "hy sq",
+    "Armenian": "hy",
+    "Iranian": "bal_Latn bgn ckb fa ku mzn ps tg",
+    "Indo-Aryan": "as bn ccp gu hi hi_Latn kok ks mai mr ne or pa sd si trw ur xnr",
+    "Dravidian": "kn ml ta te",
     "Basque": "eu",
     "Uralic": "et fi hu smn",
     "Turkic": "az az_Cyrl cv kk kk_Arab ky tk tr tt ug uz uz_Cyrl",
     "Mongolic": "mn",
-    "Caucasian": "ab ce ka",
-    "Iranian": "bal_Latn bgn ckb fa ku mzn ps tg",
-    "Indic": "as bn brx gu hi hi_Latn kok ks mai mr ne or pa sat sd si trw ur xnr",
-    "Dravidian": "kn ml ta te",
+    "Northwest Caucasian": "ab",
+    "Northeast Caucasian": "ce",
+    "Kartvelian": "ka",
     "Semitic": "am ar he mt ti",
-    "Cushitic, Berber, Chadic": "ha kab so",
+    "Berber": "kab",
+    "Chadic": "ha",
+    "Cushitic": "so",
     "Niger-Congo": "ak ee ff_Adlm ig nqo sw wo xh yo zu",
-    "English creole": "pcm",
     "Austronesian": "bew fil id jv mi ms to",
-    "Vietic, Khmer": "km vi",
-    "Tai": "lo th",
-    "Sino-Tibetan": "dz my yue yue_Hans zh zh_Hant ccp",
-    "Japanese, Korean": "ja ko",
-    "American": "chr kgp qu yrl",
+    "Austroasiatic": "km sat vi",
+    "Kra-Dai": "lo th",
+    "Sino-Tibetan": "brx dz my yue yue_Hans zh zh_Hant",
+    "Japonic": "ja",
+    "Koreanic": "ko",
+    "Iroquoian": "chr",
+    "Macro-Jê": "kgp",
+    "Quechuan": "qu",
+    "Tupian": "yrl",
 }
-"""Languages by family, as neighbours in tables and pictures."""
+"""Languages by family, as neighbours in tables and pictures; of Indo-European and Afroasiatic, by branch."""
+
+_OTHER = "Other"  # family of what a later CLDR adds
+_UNNAMED = {"lld": "Ladin"}  # languages without an English name in CLDR
 
 _KINDS = ("territories", "languages", "scripts", "currency_names")
-_SAME_NAMES = 0.95  # two locales with more equal names than this are one language
+_SAME_NAMES = 0.95  # share of equal names from which two locales are one language
 _SALT = "names-1"
 
 
@@ -90,17 +103,18 @@ class Name(NamedTuple):
     @property
     def split(self) -> str:
         """Split to which the name belongs, in every subset of languages."""
-        if self.place < TEST_SHARE:
+        place = self.place
+        if place < TEST_SHARE:
             return "test"
-        return "validation" if self.place < TEST_SHARE + VALIDATION_SHARE else "train"
+        return "validation" if place < TEST_SHARE + VALIDATION_SHARE else "train"
 
 
 @cache
 def all_names() -> Mapping[str, Mapping[str, str]]:
     """Returns the names by language and English name, of languages with `LEAST_NAMES`.
 
-    A locale whose names are those of another, e.g. `nb` and `no`, is left out, and so are the
-    codes that stand for names that a language lacks.
+    A locale that repeats another, as `nb` repeats `no`, is left out. So are names that are a code,
+    which stands where a language has none.
 
     Raises:
         DataError: When Babel is not installed.
@@ -108,7 +122,9 @@ def all_names() -> Mapping[str, Mapping[str, str]]:
     try:
         from babel import localedata
     except ImportError as error:
-        raise DataError("Names need Babel: pip install babel.") from error
+        raise DataError(
+            "Names come from Babel, which is not installed: pip install 'stmoe[eval]'"
+        ) from error
 
     # A language, or a language in another script; territories repeat the names of their language.
     identifiers = sorted(localedata.locale_identifiers(), key=lambda code: (len(code), code))
@@ -159,54 +175,42 @@ def read_names(languages: Sequence[str] | None = None, split: str | None = None)
         DataError: When Babel is not installed.
     """
     by_language = all_names()
-    for language in languages or ():
+    chosen = list(by_language) if languages is None else languages
+    for language in chosen:
         if language not in by_language:
             raise ConfigError(
                 f"{language!r} is not a language with at least {LEAST_NAMES} names in CLDR."
                 f"{did_you_mean(language, by_language)} `stmoe names --list` lists them."
             )
     names = []
-    for language in languages or by_language:
+    for language in chosen:
         for english, name in by_language[language].items():
             names.append(Name(language, english, name))
     return [name for name in names if split in (None, name.split)]
 
 
-@cache
 def family_of(language: str) -> str:
-    """Returns the family of a language, one of FAMILIES."""
-    return next(family for family, codes in FAMILIES.items() if language in codes.split())
+    """Returns the family of a language, one of FAMILIES, or `Other`."""
+    return _families().get(language, _OTHER)
 
 
 def by_family(languages: Iterable[str]) -> list[str]:
-    """Returns languages in the order of FAMILIES."""
-    order = " ".join(FAMILIES.values()).split()
-    return sorted(languages, key=order.index)
+    """Returns languages in the order of FAMILIES; others come last."""
+    order = {language: place for place, language in enumerate(_families())}
+    return sorted(languages, key=lambda language: order.get(language, len(order)))
+
+
+@cache
+def _families() -> dict[str, str]:
+    """Returns the family of each language, in the order of FAMILIES."""
+    return {code: family for family, codes in FAMILIES.items() for code in codes.split()}
 
 
 def english_name(language: str) -> str:
     """Returns the English name of a language, e.g. `Serbian (Latin)`."""
     from babel import Locale
 
-    return str(Locale.parse(language).get_display_name("en"))
-
-
-def nearest_languages(languages: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the other languages by language, those with the largest share of equal training names first."""
-    train = {
-        language: {name.english: name.name for name in read_names([language], "train")}
-        for language in languages
-    }
-    nearest = {}
-    for language, names in train.items():
-
-        def share(other: str, names: Mapping[str, str] = names) -> float:
-            shared = names.keys() & train[other].keys()
-            equal = sum(names[english] == train[other][english] for english in shared)
-            return -equal / max(1, len(shared))
-
-        nearest[language] = sorted((code for code in languages if code != language), key=share)
-    return nearest
+    return Locale.parse(language).get_display_name("en") or _UNNAMED.get(language, language)
 
 
 def source_sentence() -> str:
