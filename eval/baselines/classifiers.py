@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eval.baselines.texts import answer_texts
 from eval.task import Example, Task
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class BaselineData(NamedTuple):
 
 
 def has_baselines(task: Task) -> bool:
-    """Returns whether a task has baselines: true for classification and summarization."""
-    return task.is_classification or _is_summarization(task)
+    """Returns whether a task has baselines: all do unless each example brings its own choices."""
+    return not callable(task.choices)
 
 
 def baseline_outputs(
@@ -48,7 +49,7 @@ def baseline_outputs(
     A classification has `majority` (the most frequent target), `naive Bayes` and `logistic
     regression` on counts of words. A summarization has `majority` (the most frequent summary; of
     equals the one with the highest mean ROUGE-1 against the others), `lead` (the first sentence),
-    and the two classifiers as pickers of a sentence.
+    and the two classifiers as pickers of a sentence. Other texts have those of `answer_texts`.
 
     Args:
         task: The task.
@@ -65,7 +66,11 @@ def baseline_outputs(
 
     if task.is_classification:
         return _classify(data.train, test)
-    return _summarize(data.train, test) if _is_summarization(task) else {}
+    if _is_summarization(task):
+        return _summarize(data.train, test)
+    if callable(task.choices):
+        return {}
+    return answer_texts(data.train, [example.inputs for example in test])
 
 
 def _is_summarization(task: Task) -> bool:

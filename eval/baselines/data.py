@@ -40,7 +40,7 @@ def check_baselines(settings: BaselineSettings, tasks: Iterable[Task]) -> None:
     if settings.train_examples is not None and not any(map(has_baselines, tasks)):
         raise ConfigError(
             f"--train-examples {settings.train_examples} would change nothing: no task has "
-            "baselines; they exist for classification and summarization. Remove the option."
+            "baselines, since each example brings its own choices. Remove the option."
         )
 
 
