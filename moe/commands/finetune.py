@@ -179,7 +179,7 @@ def finetune_command() -> RecipeCommand[FinetuneRecipe]:
         "--pretrained",
         type=Path,
         required=True,
-        help="model to start from, which also gives the architecture",
+        help="model to start from, which also gives the architecture; with --init scratch a tokenizer is enough",
     )
     command.add_argument("--task", type=str, help="single task, instead of mixture.tasks")
     add_pair_options(command, instead="tasks")

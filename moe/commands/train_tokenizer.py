@@ -29,7 +29,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--bytes",
         action="store_true",
-        help="byte-level BPE, for many scripts: no character is unknown (SentencePiece's unigrams)",
+        help="byte-level BPE instead of SentencePiece's unigrams, for many scripts: no character is unknown",
     )
     return parser
 

@@ -224,7 +224,11 @@ def text_ids(tokenizer: Any, texts: Sequence[str], *, markers: bool = False) -> 
 
 
 def written(text: str) -> str:
-    """Returns a text in the form that T5's vocabulary and ours write: NFKC, with single spaces."""
+    """Returns a text in the form that T5's vocabulary and ours of pieces write: NFKC, with single spaces.
+
+    Byte-level vocabularies write any form. Answers and targets are compared in this one, so that a
+    score does not depend on the vocabulary.
+    """
     return _NORMALIZER.Normalize(text)
 
 
@@ -296,16 +300,7 @@ def train_tokenizer(
     tokenizer = to_transformers(model)
 
     with whole_folder(Path(out_dir), kind=TOKENIZER) as partial:
-        try:
-            tokenizer.save_pretrained(str(partial))
-        except (
-            Exception
-        ) as error:  # plain, with the number of the system's error, e.g. of a full disk
-            number = re.search(r"\(os error (\d+)\)", str(error))
-            if number is None:
-                raise
-            name = str(partial / TOKENIZER_FILE)
-            raise OSError(int(number[1]), os.strerror(int(number[1])), name) from error
+        _save(tokenizer, partial)
         (partial / SENTENCEPIECE_FILE).write_bytes(model.SerializeToString(deterministic=True))
         write_sums(partial)
     return load_tokenizer(out_dir)
@@ -316,7 +311,8 @@ def train_byte_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE, writes it to `out_dir` (whole or not at all), and returns it.
 
-    Every text of every script is tokens and comes back unchanged: no character is unknown.
+    It suits many scripts: no character is unknown, and the tokens of a text give the same text
+    back. The same texts in the same order give the same files.
 
     Args:
         texts: Texts of any length.
@@ -336,6 +332,7 @@ def train_byte_tokenizer(
     reason = f"{len(alphabet)} bytes, {NUM_SENTINELS} sentinels and 3 special tokens are part of it"
     check_integer("vocab_size", vocab_size, least=least, most=_MOST_PIECES, reason=reason)
 
+    # Merges stay within words, numbers and punctuation, so none of them writes a special token.
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -347,9 +344,21 @@ def train_byte_tokenizer(
     )
     backend.train_from_iterator(texts, trainer)
     with whole_folder(Path(out_dir), kind=TOKENIZER) as partial:
-        _wrap(backend, NUM_SENTINELS).save_pretrained(str(partial))
+        _save(_wrap(backend, NUM_SENTINELS), partial)
         write_sums(partial)
     return load_tokenizer(out_dir)
+
+
+def _save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Saves a tokenizer; an error of the system, e.g. a full disk, becomes an OSError."""
+    try:
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:  # a plain one, with the system's number in its text
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        name = str(folder / TOKENIZER_FILE)
+        raise OSError(int(number[1]), os.strerror(int(number[1])), name) from error
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:

@@ -100,13 +100,24 @@ def finetuning_config(folder: Path, recipe: FinetuneRecipe) -> STMoEConfig:
 
     Raises:
         CheckpointError: When there is no model in the folder.
-        ConfigError: When a capacity factor has no effect because of the model's absolute capacity.
+        ConfigError: When a capacity factor has no effect because of the model's absolute capacity,
+            or neither folder nor recipe gives the architecture.
     """
-    if recipe.init == "scratch" and kind_of(folder) == TOKENIZER:
+    has_only_tokenizer = kind_of(folder) == TOKENIZER
+    if recipe.init == "scratch" and has_only_tokenizer:
+        if "d_model" not in recipe.model:
+            raise ConfigError(
+                f"{folder} holds a tokenizer and no model, so the recipe must give the architecture, but model.d_model "
+                "is missing. Choose a recipe such as names, or a folder with a model."
+            )
         return STMoEConfig(**recipe.model, vocab_size=len(load_tokenizer(folder)))
     try:
         check_model_folder(folder)
     except CheckpointError as error:
+        if has_only_tokenizer:
+            raise CheckpointError(
+                f"{folder} holds a tokenizer and no model. Give --init scratch for fresh weights, or a model's folder."
+            ) from None
         raise CheckpointError(
             f"{error} To get a model, pre-train one (stmoe pretrain --config st_moe_tiny_pretrain --out "
             f"{folder.parent} leaves it in {folder.parent}/model), or convert a published one (stmoe convert --from "

@@ -417,7 +417,8 @@ class FinetuneRecipe(Recipe):
     """Fine-tuning on pairs of texts; defaults are the paper's.
 
     The architecture comes from the initial model. With its weights only `SETTINGS_WITHOUT_WEIGHTS`
-    can be changed; from scratch every setting except the vocabulary's size.
+    can be changed; from scratch every setting except the vocabulary's size, and with a tokenizer
+    alone the recipe gives the whole architecture.
 
     Attributes:
         init: `pretrained` starts from the model's weights, `scratch` from fresh ones of the same

@@ -13,11 +13,13 @@ from transformers import (
 )
 
 from moe import ConfigError
+from moe.data.tokenizer import train_byte_tokenizer
 from moe.errors import DataError
 from moe.serving.batch_generator import BatchGenerator, Request
 from moe.serving.engine import Engine
 from moe.serving.sampling import Sampling, kept_probs, sample
 from moe.sparse.all_routers import load_routers
+from tests.models.tiny import tiny_model
 from tests.serving.tiny_words import MODELS, V, ours, texts, word_tokenizer
 
 TOKENIZER = word_tokenizer()
@@ -296,7 +298,6 @@ def test_settings_that_would_change_answers_are_refused(change, message):
 
 
 def test_a_model_whose_experts_drop_tokens_is_refused_with_the_remedy():
-    from tests.models.tiny import tiny_model
 
     with pytest.raises(ConfigError, match="eval_capacity_factor=None"):
         Engine(tiny_model(), TOKENIZER)
@@ -305,3 +306,17 @@ def test_a_model_whose_experts_drop_tokens_is_refused_with_the_remedy():
     for fields in wrong:
         with pytest.raises(ConfigError, match=next(iter(fields))):
             Sampling(**fields)
+
+
+def test_a_character_of_several_tokens_is_streamed_whole(tmp_path):
+    """Tokens are bytes here: a character is shown when its last byte is there, as in the whole text."""
+    tokenizer = train_byte_tokenizer(["el: Greece"], 359, tmp_path / "tokenizer")
+    model = tiny_model(vocab_size=359, eval_capacity_factor=None)
+    pieces = []
+    sampling = {"max_new_tokens": 61, "temperature": 3.0}
+    generator = BatchGenerator(model, tokenizer, on_piece=pieces.append, **sampling)
+    answers = list(generator.map(["el: Greece"] * 7))
+    for answer in answers:
+        streamed = [piece.text for piece in pieces if piece.number == answer.number]
+        assert "".join(streamed) == answer.text
+        assert len(streamed) == len(answer.tokens)
