@@ -32,6 +32,7 @@ from eval.reports.formatting import markdown_table
 from eval.scores.interval_methods import mean_interval
 from moe.checksums import write_sums
 from moe.cli import CONTINUES, RESUME, Parser, path, run_main
+from moe.commands.surgery_report import REPORT_FILE
 from moe.data.names import by_family, english_name, family_of, source_sentence
 from moe.data.pair_files import Pair, read_pairs
 from moe.data.tokenizer import TOKENIZER_FILE, load_tokenizer
@@ -80,6 +81,7 @@ def main(argv: list[str]) -> None:
 
     with whole_folder(out / "model", kind="model") as partial:
         shutil.copytree(out / "quantized", partial, dirs_exist_ok=True)
+        (partial / REPORT_FILE).unlink()  # of the quantization, with paths of this machine
         write_json(partial / TOKENIZER_FILE, read_json(partial / TOKENIZER_FILE))  # a third smaller
         write_json(partial / "languages.json", described_languages(sets["test"], right["test"]))
         write_json(partial / "experts.json", experts)
