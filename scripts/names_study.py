@@ -1,6 +1,6 @@
 """What the models of the study of names know of names never seen, and what their experts stay with.
 
-    python -m scripts.names_study --study runs/studies/names --names runs/studies/names24
+    python -m scripts.names_study --study runs/studies/names --names runs/studies/names12
 
 Comes after `python -m scripts.study recipes/studies/names.yaml`, which measures the recall of names seen in training.
 Prints two tables: names never seen by arm, and, for the arm of `--arm`, how much its experts tell about the language,
