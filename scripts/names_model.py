@@ -190,7 +190,7 @@ def names_card(
                 code,
                 english_name(code),
                 family_of(code),
-                f"{100 * num_right / number:.0f}",
+                f"{100 * num_right / number:.1f}",
                 str(number),
             ]
         )

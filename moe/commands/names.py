@@ -58,7 +58,7 @@ def build_parser() -> Parser:
         "--languages",
         nargs="+",
         default=LANGUAGES,
-        help="CLDR's codes, or `all` (12 languages of 9 families)",
+        help="CLDR's codes, or `all` (12 languages of 10 families)",
     )
     parser.add_argument(
         "--new", nargs="*", default=NEW, help=f"languages that are held out whole ({' '.join(NEW)})"
