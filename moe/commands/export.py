@@ -1,7 +1,8 @@
-"""stmoe export: writes a model for another engine.
+"""stmoe export: writes a model for another engine, or for a browser.
 
 stmoe export --model runs/switch --to runs/onnx
 stmoe export --model runs/student/model --to runs/ct2 --format ctranslate2 --quantization int8
+stmoe export --model runs/names/model --to names.html --format html
 """
 
 import shutil
@@ -18,11 +19,12 @@ from moe.convert.formats import convert_checkpoint, find_tokenizer_files
 from moe.convert.graphs import export_onnx, export_torch
 from moe.data.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_FILE
 from moe.errors import ConfigError
-from moe.files import whole_folder
+from moe.files import output_path, whole_folder, write_text
 from moe.hosts.all_hosts import find_class, load_model
 from moe.models.configuration import STMoEConfig
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.transformers_private import find_file
+from moe.serving.model_page import model_page
 
 
 def build_parser() -> Parser:
@@ -31,9 +33,14 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--model", type=model_name, required=True, help="a folder of a model, or hub name"
     )
-    parser.add_argument("--to", required=True, help="the folder to make")
     parser.add_argument(
-        "--format", choices=tuple(FORMATS), default="onnx", help="what to write (onnx)"
+        "--to", required=True, help="the folder to make, or the file with --format html"
+    )
+    parser.add_argument(
+        "--format",
+        choices=(*FORMATS, "html"),
+        default="onnx",
+        help="what to write: html is a page that runs the model in a browser (onnx)",
     )
     parser.add_argument(
         "--quantization",
@@ -55,6 +62,12 @@ def main(argv: list[str]) -> None:
         raise ConfigError(
             f"--quantization cannot be combined with --format {options.format}. Leave it out."
         )
+    if options.format == "html":
+        page = output_path(options.to, suffix=".html", option="--to", inputs=[options.model])
+        write_text(page, model_page(Path(options.model)))
+        print(f"The page is {page}, with {page.stat().st_size / 1e6:.1f} MB. Open it in a browser.")
+        return
+
     target = new_model_folder(options.to, inputs=[options.model])
     with whole_folder(target, kind="model") as folder:
         message = FORMATS[options.format](options, folder)
