@@ -82,6 +82,8 @@ def main(argv: list[str]) -> None:
     with whole_folder(out / "model", kind="model") as partial:
         shutil.copytree(out / "quantized", partial, dirs_exist_ok=True)
         (partial / REPORT_FILE).unlink()  # of the quantization, with paths of this machine
+        settings = partial / "generation_config.json"
+        write_json(settings, {**read_json(settings), "max_new_tokens": LONGEST_ANSWER})
         write_json(partial / TOKENIZER_FILE, read_json(partial / TOKENIZER_FILE))  # a third smaller
         write_json(partial / "languages.json", described_languages(sets["test"], right["test"]))
         write_json(partial / "experts.json", experts)

@@ -3,6 +3,8 @@
 try:  # transformers would advise to install a package called moe, which is another one
     from moe import STMoEConfig, STMoEForConditionalGeneration, STMoEModel
 except ImportError as error:
-    raise ImportError(f"This model needs the library `moe`: pip install stmoe. ({error})") from error
+    raise ImportError(
+        f"This model needs the library `moe`: pip install stmoe. ({error})"
+    ) from error
 
 __all__ = ["STMoEConfig", "STMoEForConditionalGeneration", "STMoEModel"]

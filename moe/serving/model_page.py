@@ -29,7 +29,7 @@ EXPERTS_FILE = "experts.json"
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _TOP_LANGUAGES = 3  # of an expert
-_EXAMPLES = {"el": "Ivory Coast", "de": "Japanese", "ru": "New Zealand", "hi": "Swiss Franc"}
+_EXAMPLES = {"el": "New Zealand", "de": "Japanese", "ru": "Swiss Franc", "hi": "Old Persian"}
 _LEGEND = "Each token with its experts and their weights."
 _LEGEND_OF_LANGUAGES = (
     " Beside an expert: the languages of most of its tokens, with their shares of them."
@@ -61,7 +61,7 @@ def model_page(folder: Path) -> str:
       The model then gets `CODE: TEXT`, and N is the most tokens of that, end token included. Other
       keys are ignored. Without the file the page sends the text as it is typed.
     - experts.json: `{"languages": [CODE, ...], "encoder": {LAYER: [[SHARE, ...], ...]}, "decoder":
-      ...}`, where LAYER is the number of a block in its stack, from 0, and each list of shares
+      ...}`, where LAYER is the number of a sparse layer in its stack, from 0, and each list of shares
       belongs to an expert: the shares of its tokens by language, in the order of the codes.
 
     Args:
@@ -91,7 +91,7 @@ def model_page(folder: Path) -> str:
         "most_new_tokens": generation.max_new_tokens or longest,
         "languages": names,
         "examples": [[code, text] for code, text in _EXAMPLES.items() if code in names],
-        "experts": _languages_of_experts(folder),
+        "experts": _languages_of_experts(folder, config),
     }
     title = f"Names in {len(names)} languages" if names else folder.resolve().name
     return Template(_read("model_page.html")).substitute(
@@ -268,19 +268,29 @@ def _weights(folder: Path, config: STMoEConfig) -> bytes:
     return safetensors.torch.save(tensors)
 
 
-def _languages_of_experts(folder: Path) -> dict[str, dict[str, list[list[list[Any]]]]]:
-    """Returns the languages with the largest shares, [code, share] each, of every expert by layer."""
+def _languages_of_experts(
+    folder: Path, config: STMoEConfig
+) -> dict[str, dict[int, list[list[list[Any]]]]]:
+    """Returns the languages with the largest shares, [code, share] each, of every expert by block."""
     if not (folder / EXPERTS_FILE).is_file():
         return {}
     record = read_record(folder / EXPERTS_FILE, _ExpertShares)
     codes = record["languages"]
-    result: dict[str, dict[str, list[list[list[Any]]]]] = {}
-    for stack in ("encoder", "decoder"):
+    result: dict[str, dict[int, list[list[list[Any]]]]] = {}
+    for stack, num_blocks in (
+        ("encoder", config.num_layers),
+        ("decoder", config.num_decoder_layers),
+    ):
         result[stack] = {}
+        sparse = [
+            block
+            for block in range(num_blocks)
+            if config.is_sparse_block(block, decoder=stack == "decoder")
+        ]
         for layer, experts in record.get(stack, {}).items():
             top = []
             for shares in experts:
                 order = sorted(range(len(codes)), key=shares.__getitem__, reverse=True)
                 top.append([[codes[i], round(shares[i], 4)] for i in order[:_TOP_LANGUAGES]])
-            result[stack][layer] = top
+            result[stack][sparse[int(layer)]] = top
     return result

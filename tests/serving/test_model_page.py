@@ -219,7 +219,7 @@ def text_of(browser, selector):
 
 def test_a_name_is_answered_token_by_token_in_a_browser(browser, tmp_path, tokenizer):
     shares = [[0.1, 0.7, 0.2]] * 11
-    record = {"languages": list(LANGUAGES), "encoder": {"1": shares}, "decoder": {"2": shares}}
+    record = {"languages": list(LANGUAGES), "encoder": {"0": shares}, "decoder": {"0": shares}}
     (tmp_path / "model").mkdir()
     (tmp_path / "model/experts.json").write_text(json.dumps(record))
     page, model = page_of(tmp_path, tokenizer, languages=True)
