@@ -66,7 +66,9 @@ INSPECT_VERBS = {
     "compare": Verb("compare the routing of two models on the text of a trace", "inspect_compare"),
     "replay": Verb("run a model with the routing of a trace", "inspect_replay"),
     "report": Verb(
-        "explain the routers on held-out text, with the training that made them", "inspect_report"
+        "explain the routers on held-out examples, with the training that made them",
+        "inspect_report",
+        tasks="read_pairs",
     ),
 }
 

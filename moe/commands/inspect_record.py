@@ -1,7 +1,7 @@
 r"""stmoe inspect record: records the experts of every token.
 
-stmoe inspect record --model runs/demo/pretrain/model --corpus runs/demo/corpus --out runs/trace
-stmoe inspect record --model runs/demo/pretrain/model --text news=a.txt code=b.md --best 4 --out runs/trace
+stmoe inspect record --model runs/demo/model --pairs runs/demo/names/test.jsonl --by-prefix --out runs/trace
+stmoe inspect record --model runs/pretrain/model --text news=a.txt code=b.md --best 4 --out runs/trace
 """
 
 from tqdm import tqdm

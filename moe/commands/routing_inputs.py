@@ -133,12 +133,17 @@ def add_inputs(parser: Parser, *, required: bool = True) -> None:
     parser.add_argument("--split", default="validation", help="split of the task (validation)")
     if required:
         parser.add_argument(
+            "--by-prefix",
+            action="store_true",
+            help="the kind of a pair is the text before `: ` of its inputs, e.g. a language",
+        )
+        parser.add_argument(
             "--generate",
             action="store_true",
             help="let the decoder read the model's own greedy answers instead of the targets",
         )
     else:
-        parser.set_defaults(generate=False)
+        parser.set_defaults(generate=False, by_prefix=False)
     parser.add_argument(
         "--examples", type=integer(least=1), default=1024, help="most examples, taken evenly (1024)"
     )
@@ -182,7 +187,7 @@ def command_text(verb: str, argv: Sequence[str]) -> str:
 
 
 def check_inputs_options(options: Namespace) -> None:
-    """Raises a ConfigError for --noise-density where nothing is masked, and --columns without a table."""
+    """Raises a ConfigError for --noise-density where nothing is masked, and options of pairs without a table."""
     if options.noise_density is not None and not (options.corpus or options.text):
         raise ConfigError(
             "--noise-density has no effect on pairs, which are not masked. Leave it out, or give "
@@ -190,6 +195,8 @@ def check_inputs_options(options: Namespace) -> None:
         )
     if options.columns and not options.pairs:
         raise ConfigError("--columns has no effect without --pairs. Leave it out.")
+    if options.by_prefix and not options.pairs:
+        raise ConfigError("--by-prefix has no effect without --pairs. Leave it out.")
 
 
 def describe_inputs(options: Namespace, inspected: InspectedModel) -> str:
@@ -267,9 +274,15 @@ def read_batches(
 def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[SourceText]:
     """Returns the pairs of a file or of a task."""
     if options.pairs:
-        name = options.pairs.stem
-        pairs = enumerate(read_pairs(options.pairs, parse_columns(options.columns, COLUMNS)))
-        return [SourceText(*pair.texts, number, name) for number, pair in pairs]
+        sources = []
+        pairs = read_pairs(options.pairs, parse_columns(options.columns, COLUMNS))
+        for number, pair in enumerate(pairs):
+            prefix, separator, _ = pair.inputs.partition(": ")
+            kind = options.pairs.stem
+            if options.by_prefix:
+                kind = prefix if separator else ""
+            sources.append(SourceText(*pair.texts, number, kind))
+        return sources
     if read_task is None:
         raise ConfigError(
             f"--task {options.task} is part of the repository, not of the installed package. Give "

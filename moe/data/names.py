@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -211,6 +212,19 @@ def english_name(language: str) -> str:
     from babel import Locale
 
     return Locale.parse(language).get_display_name("en") or _UNNAMED.get(language, language)
+
+
+def describe_languages(codes: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Returns name and family by code, in the order of FAMILIES.
+
+    Empty where a code is not one of these languages, and without Babel, which has their names.
+    """
+    codes = set(codes)
+    if find_spec("babel") is None or not codes <= _families().keys():
+        return {}
+    return {
+        code: {"name": english_name(code), "family": family_of(code)} for code in by_family(codes)
+    }
 
 
 def source_sentence() -> str:

@@ -8,6 +8,7 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -76,6 +77,7 @@ _MOST_COLUMNS = 10  # of two heat maps side by side
 _LABELLED_COLUMNS = 20
 _MARKED_POINTS = 20
 _STEPS_OF_COLOUR = 21
+_FAINT = 0.01  # share of an expert's tokens below which a cell has no colour
 _DEEP = 0.55  # of the way to either end of the colours, from which text is white
 _MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 
@@ -253,6 +255,73 @@ def _draw_heat_map(axes: "Axes", panel: HeatMap, limits: tuple[float, float], co
                 color="white" if is_deep else "black",
                 fontsize=7,
             )
+
+
+# ---------------------------------------------------------------------------
+# Experts by kind of text
+
+_CELL = (8.0, 13.0)  # width and height, in the units of the figure
+_LETTER = 5.4  # width of a letter of a name
+_GROUP_GAP = 4.0
+
+
+def draw_experts_by_domain(
+    shares: Sequence[Sequence[float]], names: Sequence[str], groups: Sequence[str] = ()
+) -> Drawing:
+    """Returns kinds of text by experts: a cell is the share of an expert's tokens that are of a kind.
+
+    Experts are ordered by the kind that most of their tokens have, so that blocks show. The figure
+    is narrow enough for a phone, and colours follow light and dark mode.
+
+    Args:
+        shares: For each of the E experts, L shares with the sum 1; all 0 for one without tokens.
+        names: Names of the L kinds of text, e.g. languages, the upper one first.
+        groups: Group of each, e.g. its family; neighbours in a group are drawn together.
+    """
+    width, height = _CELL
+    groups = groups or [""] * len(names)
+    left = _LETTER * max(map(len, names)) + 8
+    right = _LETTER * max(map(len, groups)) + 8
+    preferred = [row.index(max(row)) for row in map(list, shares)]
+    order = sorted(range(len(shares)), key=lambda e: (preferred[e], -max(shares[e])))
+    cells_end = left + width * len(shares)
+
+    parts = []
+    y = 0.0
+    group_start = 0.0
+    for number, (name, group) in enumerate(zip(names, groups, strict=True)):
+        middle = y + 0.75 * height
+        parts.append(
+            f'<text x="{left - 5:.1f}" y="{middle:.1f}" text-anchor="end">{escape(name)}</text>'
+        )
+        for column, expert in enumerate(order):
+            share = shares[expert][number]
+            colour = f'fill="{ORANGE}" fill-opacity="{share**0.7:.2f}"'
+            if share < _FAINT:
+                colour = 'fill="currentColor" fill-opacity="0.06"'
+            tip = f"<title>expert {expert + 1}: {100 * share:.0f} % {escape(name)}</title>"
+            x = left + width * column
+            size = f'width="{width - 0.8:.1f}" height="{height - 0.8:.1f}"'
+            parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" {size} {colour}>{tip}</rect>')
+        y += height
+
+        # The name of a group is beside the middle of its rows.
+        if number + 1 == len(names) or groups[number + 1] != group:
+            middle = (group_start + y) / 2 + 3
+            label = f'<text x="{cells_end + 5:.1f}" y="{middle:.1f}" class="soft">{escape(group)}</text>'
+            parts.append(label)
+            y += _GROUP_GAP
+            group_start = y
+
+    for column, expert in enumerate(order):
+        x = left + width * (column + 0.72)
+        place = f'transform="translate({x:.1f} {y + 2:.1f}) rotate(-90)" text-anchor="end"'
+        parts.append(f'<text {place} font-size="7.5">{expert + 1}</text>')
+    box = f"0 0 {cells_end + right:.0f} {y + 16:.0f}"
+    style = 'font-family="sans-serif" font-size="10.5" fill="currentColor"'
+    label = 'role="img" aria-label="Experts by kind of text"'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" {style} {label}>'
+    return Drawing("\n".join([svg, *parts, "</svg>"]))
 
 
 # ---------------------------------------------------------------------------

@@ -78,6 +78,7 @@ MODEL = register_folder_kind(
         "model.safetensors.index*.json",
         "config.json",
         "generation_config.json",
+        "languages.json",
         "README.md",
         "modeling_st_moe.py",
         *TOKENIZER_FILES,

@@ -42,7 +42,7 @@ ROUNDS = {
     ),
     "report.html": (
         "stmoe",
-        "inspect report --model {run/model} --corpus {corpus} --out {out} --batches",
+        "inspect report --model {run/model} --corpus {corpus} --out {out} --examples",
         ("1", "2"),
     ),
 }

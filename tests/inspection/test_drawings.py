@@ -14,6 +14,7 @@ from moe.inspection.figures import (
     IntervalPanel,
     Row,
     draw_curves,
+    draw_experts_by_domain,
     draw_heat_maps,
     draw_intervals,
 )
@@ -46,6 +47,24 @@ def test_of_many_columns_some_are_named_and_no_cell():
     named = [word for word in found if re.fullmatch(r"c\d+", word)]
     assert named[:2] == ["c0", "c3"]
     assert not [word for word in found if ":" in word]
+
+
+def test_experts_are_ordered_by_the_kind_that_they_prefer():
+    shares = [[0.25, 0.0, 0.75], [1.0, 0.0, 0.0], [0.0, 0.9, 0.1], [0.0, 0.0, 0.0]]
+    drawing = draw_experts_by_domain(shares, ["Czech", "<b>", "Thai"], ["Slavic", "Slavic", "Tai"])
+    assert words(drawing) == ["Czech", "<b>", "Slavic", "Thai", "Tai", "2", "4", "3", "1"]
+    root = ElementTree.fromstring(drawing.svg)
+    cells = [cell for cell in root if cell.tag.endswith("rect")]
+    tips = ["".join(cell.itertext()) for cell in cells]
+    assert len(cells) == 12
+    assert tips[:4] == [
+        f"expert {n}: {share} % Czech" for n, share in ((2, 100), (4, 0), (3, 0), (1, 25))
+    ]
+    coloured = [
+        tip for cell, tip in zip(cells, tips, strict=True) if cell.get("fill") != "currentColor"
+    ]
+    assert all(tip.split()[2] != "0" for tip in coloured)
+    assert len(coloured) == 5
 
 
 def interval_panel(*estimates):

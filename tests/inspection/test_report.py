@@ -16,13 +16,13 @@ import stmoe
 from moe import CheckpointError, ConfigError, DataError
 from moe.checksums import model_fingerprint
 from moe.data.corpus import load_corpus
-from moe.data.pipeline import SpanCorruptionSource
 from moe.data.span_corruption import Noise
 from moe.data.tokenizer import SpecialIds, load_tokenizer
-from moe.data.tokens import tokenize_corpus
 from moe.inspection.figures import draw_load
 from moe.inspection.page.report_inputs import find_recipe, read_evaluation, read_stages
 from moe.inspection.page.report_text import loss_sentence, system_comparisons
+from moe.tracing.examples import corrupted_batches
+from moe.tracing.texts import corpus_texts
 from tests.models.tiny import DENSE, tiny_model
 from tests.training.tiny_run import write_inputs
 
@@ -128,7 +128,8 @@ def inputs(tmp_path_factory):
 
 def arguments_of(inputs, out, *more, run="run"):
     arguments = {"--model": inputs / run / "model", "--corpus": inputs / "corpus", "--out": out}
-    arguments |= {"--batches": NUM_BATCHES, "--inputs-length": INPUTS_LENGTH}
+    arguments |= {"--examples": 64 * NUM_BATCHES, "--batch-size": 64}
+    arguments |= {"--inputs-length": INPUTS_LENGTH}
     options = [str(part) for pair in arguments.items() for part in pair]
     return ["report", *options, *map(str, more)]
 
@@ -143,33 +144,48 @@ def everything(inputs):
     return (inputs / "report.html").read_text(encoding="utf-8")
 
 
-A_SUMMARY = {
-    "sentences": ["Recalled of 7 facts: 3 experts 71.4 %, dense 28.6 %."],
-    "panels": [
-        {"title": "7 facts", "bars": [{"name": "3 experts", "value": 71.4}]},
-        {"title": "colour", "bars": [{"name": "mine", "value": 5.0, "low": 1.0, "high": 9.0}]},
-    ],
-}
-
-
-def test_a_summary_opens_the_page(inputs, tmp_path):
-    (tmp_path / "summary.json").write_text(json.dumps(A_SUMMARY))
+def test_a_page_on_pairs_opens_with_the_kinds_of_text_by_expert(inputs, tmp_path):
+    languages = {"ru": "name", "es": "other words", "it": "some more"}
+    pairs = [
+        {"inputs": f"{code}: the {number}", "targets": f"{text} {number}"}
+        for number in range(5)
+        for code, text in languages.items()
+    ]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     out = tmp_path / "page.html"
-    more = ["--summary", tmp_path / "summary.json"]
-    stmoe.main(["inspect", *arguments_of(inputs, out, *more)])
+    model = str(inputs / "run/model")
+    options = ["--pairs", str(path), "--by-prefix", "--out", str(out)]
+    options += ["--evaluation", f"Names={answered(tmp_path / 'run')}"]
+    stmoe.main(["inspect", "report", "--model", model, *options])
     page = out.read_text(encoding="utf-8")
-    panel = page.partition('<section id="summary"')[2].partition("</section>")[0]
-    assert 0 < page.index('id="summary"') < page.index('id="routers"')
-    for text in ("Recalled of 7 facts", "3 experts: 71.4 %", "mine: 5.0 %", "7 facts", "colour"):
-        assert text in panel, text
+    first, second = page.split("<section")[1:3]
+    assert first.index("Spanish") < first.index("Italian") < first.index("Russian")
+    assert first.count("Romance") == first.count("Slavic") == 1
+    assert "Mutual information of kind of text and expert" in first
+    assert "<h3>Names</h3>" in second
+    assert second.count("✓") == 1
+    assert '<td data-label="answered" dir="auto">blue</td>' in second
+    assert 'id="sentinels"' not in page
+
+    with pytest.raises(ConfigError, match="--by-prefix has no effect without --pairs"):
+        stmoe.main(["inspect", *arguments_of(inputs, out, "--by-prefix")])
 
 
-@pytest.mark.parametrize("change", [{"sentences": []}, {"panels": []}, {"panels": [{"bars": 7}]}])
-def test_a_damaged_summary_is_refused_before_the_model_is_read(inputs, tmp_path, change):
-    path = tmp_path / "summary.json"
-    path.write_text(json.dumps(A_SUMMARY | change))
-    with pytest.raises(DataError, match=next(iter(change))):
-        stmoe.main(["inspect", *arguments_of(inputs, tmp_path / "o.html", "--summary", path)])
+def answered(folder):
+    """Returns the folder of an evaluation with two answers, of which one is right."""
+    for name in ("examples", "predictions"):
+        (folder / name).mkdir(parents=True)
+    (folder / "report.json").write_text(json.dumps(an_evaluation(mine="0" * 16)))
+    examples = [{"id": str(n), "inputs": f"sky {n}", "targets": "red"} for n in range(2)]
+    answers = [{"model": "x"}, {"id": "0", "output": "red"}, {"id": "1", "output": "blue"}]
+    for file, rows in (
+        ("examples/colour", examples),
+        ("predictions/colour.mine.generate", answers),
+    ):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{file}.jsonl").write_text(text)
+    return folder
 
 
 def test_without_metrics_evaluation_and_recipe_the_page_does_not_mention_them(inputs, tmp_path):
@@ -187,9 +203,8 @@ def test_the_page_names_what_it_was_made_from(inputs, everything):
     text = " ".join(" ".join(Text(everything).all).split())
     assert f"{inputs}/run/model , fingerprint {model_fingerprint(inputs / 'run/model')}" in text
     assert "seed: 41 optim: lr: 0.75" in text
-    assert f"held-out part of {inputs}/corpus" in text
-    assert f"{NUM_BATCHES} of 64 examples, each of {INPUTS_LENGTH} encoder and" in text
-    assert "45 % of the tokens masked, in spans of 2 on average, as in pre-training; seed 0" in text
+    assert f"held-out text of {inputs}/corpus" in text
+    assert "45 % of the tokens masked, in spans of 2 on average, as in pre-training" in text
     for name in ("stmoe", "torch", "transformers"):
         assert f"{name} {version(name)}" in text
     assert f"stmoe inspect report --model {inputs}/run/model" in text
@@ -207,7 +222,7 @@ def test_every_number_of_the_page_is_computed_again_from_its_inputs(inputs, ever
         "",
         text,
     )
-    text = re.sub(r"cpu \([^)]*\)|Table 14|ln E", "", text)
+    text = re.sub(r"cpu \([^)]*\)|Table 14|ln E|held-out text of \S+", "", text)
     found = Counter(re.findall(r"\d[\d,]*(?:\.\d+)?", text))
 
     explained = {"0", "0.0", "1", "10", "20", "95"}  # in sentences on how to read a number
@@ -282,51 +297,50 @@ def numbers_of_the_model(inputs):
     tokenizer = load_tokenizer(inputs / "run/model")
     model = tiny_model(vocab_size=VOCABULARY)
     corpus = load_corpus(inputs / "corpus")
-    tokens = tokenize_corpus(corpus.held_out, tokenizer)
-    source = SpanCorruptionSource(
-        tokens,
-        SpecialIds.of(tokenizer),
+    batches = corrupted_batches(
+        corpus_texts(inputs / "corpus"),
+        tokenizer,
         inputs_length=INPUTS_LENGTH,
         batch_size=64,
-        seed=0,
         noise=NOISE,
+        most_examples=64 * NUM_BATCHES,
     )
-    numbers = {"2", "3", "7", "1.25", "64", "128", "45"}
+    numbers = {"2", "3", "7", "1.25", "45"}
     config = model.config
     numbers |= {f"{config.num_parameters():,}", f"{config.num_active_parameters():,}"}
-    sizes = (len(corpus.held_out), tokens.size, source.num_examples)
-    numbers |= {f"{size:,}" for size in sizes}
     for split in (corpus.train, corpus.held_out):
         numbers |= {f"{len(split):,}", f"{sum(map(len, split['text'])):,}"}
-    numbers |= {str(length) for length in source.lengths}
-    if source.num_examples < 128:
-        numbers.add(f"{128 / source.num_examples:.1f}")
 
     targets, losses = [], []
     firsts, loads, entropies, dropped, accepted, slots = ([[], []] for _ in range(6))
-    for step in range(NUM_BATCHES):
-        batch = source.batch(step)
+    num_examples = 0
+    for traced in batches:
+        batch = traced.batch
+        is_target = batch["labels"] >= 0  # [B, T]
         with torch.no_grad():
-            output = model(**batch)
+            output = model(**batch, decoder_attention_mask=is_target.long())
+        num_examples += len(is_target)
+        labels = batch["labels"].clamp(min=0)
         log_probs = output.logits.double().log_softmax(-1)
-        losses += (-log_probs.gather(-1, batch["labels"][..., None])).flatten().tolist()
-        targets += batch["labels"].flatten().tolist()
+        losses += (-log_probs.gather(-1, labels[..., None]))[..., 0][is_target].tolist()
+        targets += labels[is_target].tolist()
         decoder_ids = model.prepare_decoder_input_ids_from_labels(batch["labels"])
         sides = (
-            (batch["input_ids"], output.encoder_router_outputs[0]),
-            (decoder_ids, output.decoder_router_outputs[0]),
+            (batch["input_ids"], batch["attention_mask"].bool(), output.encoder_router_outputs[0]),
+            (decoder_ids, is_target, output.decoder_router_outputs[0]),
         )
-        for side, (ids, router) in enumerate(sides):
-            logits = router.router_logits.double().flatten(0, 1)
+        for side, (ids, mask, router) in enumerate(sides):
+            logits = router.router_logits.double().flatten(0, 1)[mask.flatten()]
             probs = logits.softmax(-1)
             plan = router.plan
-            firsts[side] += zip(ids.flatten().tolist(), logits.argmax(-1).tolist(), strict=True)
+            firsts[side] += zip(ids[mask].tolist(), logits.argmax(-1).tolist(), strict=True)
             loads[side] += plan.expert_index[plan.requested].tolist()
             accepted[side].append(int(plan.accepted.sum()))
             slots[side].append(plan.capacity * NUM_EXPERTS * plan.expert_index.shape[0])
             entropies[side] += (-(probs * probs.log()).sum(-1)).tolist()
-            dropped[side] += (~plan.accepted.any(-1)).flatten().tolist()
+            dropped[side] += (~plan.accepted.any(-1)).flatten()[mask.flatten()].tolist()
 
+    numbers |= {f"{num_examples}", *(f"{len(side):,}" for side in firsts)}
     frequencies = [count / len(targets) for count in Counter(targets).values()]
     unigram_entropy = -sum(share * math.log(share) for share in frequencies)
     numbers |= {f"{sum(losses) / len(targets):.2f}", f"{unigram_entropy:.2f}"}
@@ -422,7 +436,7 @@ def test_the_same_inputs_give_the_same_page_with_any_name_of_a_run(inputs, tmp_p
     for _ in range(2):
         name = f"a $x^2$ <run>={metrics}"
         arguments = arguments_of(inputs, tmp_path / "page.html", "--metrics", name)
-        stmoe.main(["inspect", *arguments, "--batches", "1", "--noise-density", "0.25"])
+        stmoe.main(["inspect", *arguments, "--examples", "64", "--noise-density", "0.25"])
         pages.append((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert pages[0] == pages[1]
     text = " ".join(Text(pages[0]).all)

@@ -18,6 +18,9 @@ LOSSES = ("train/ce_loss", "heldout/loss", "heldout/text_loss")
 DEV_SCORE = "eval/mean"
 """Mean score of a fine-tuning on its dev examples, in percent."""
 
+_SHOWN_ANSWERS = 12
+_EVALUATION_ADVICE = "Give the report.json of `python -m eval run`."
+
 _PLOTTED = (
     *LOSSES,
     DEV_SCORE,
@@ -166,7 +169,7 @@ class SystemScores(BaseModel, frozen=True):
 
 
 class TaskScores(BaseModel, frozen=True):
-    """The scores of one task."""
+    """The scores of one task, and some inputs with the first system's answer and the target."""
 
     task: str
     description: str
@@ -174,6 +177,7 @@ class TaskScores(BaseModel, frozen=True):
     num_examples: Count
     num_groups: Count
     systems: list[SystemScores]
+    answers: list[tuple[str, str, str]] = []
 
 
 class EvaluatedModel(BaseModel, frozen=True):
@@ -209,36 +213,53 @@ def read_evaluation(path: Path) -> Evaluation:
         DataError: When it is missing, damaged or something else.
     """
     file = path / "report.json" if path.is_dir() else path
-    return read_record(file, Evaluation, advice="Give the report.json of `python -m eval run`.")
+    evaluation = read_record(file, Evaluation, advice=_EVALUATION_ADVICE)
+    tasks = []
+    for task in evaluation.tasks:
+        answers = _read_answers(file.parent, task)
+        tasks.append(task.model_copy(update={"answers": answers}))
+    return evaluation.model_copy(update={"tasks": tasks})
 
 
-class Bar(BaseModel, frozen=True):
-    """A value of a summary's figure, and its interval; None where there is none."""
+def read_evaluations(arguments: Sequence[str]) -> dict[str, Evaluation]:
+    """Returns evaluations by name, in the order given.
 
-    name: str
-    value: Percent
-    low: Percent | None = None
-    high: Percent | None = None
-
-
-class BarPanel(BaseModel, frozen=True):
-    """Values of a summary's figure under one title."""
-
-    title: str
-    bars: list[Bar] = Field(min_length=1)
-
-
-class Summary(BaseModel, frozen=True):
-    """The beginning of a report: what a job found, in sentences and one figure."""
-
-    sentences: list[str] = Field(min_length=1)
-    panels: list[BarPanel] = Field(min_length=1)
-
-
-def read_summary(path: Path) -> Summary:
-    """Returns the summary in a JSON file.
+    Args:
+        arguments: `NAME=PATH` each, or PATH; see `read_evaluation`.
 
     Raises:
-        DataError: When it is missing, damaged or something else.
+        ConfigError: When two have the same name.
+        DataError: When one is missing, damaged or something else.
     """
-    return read_record(path, Summary, advice="Give the summary.json of a demo.")
+    evaluations: dict[str, Evaluation] = {}
+    for argument in arguments:
+        name, separator, file = argument.partition("=")
+        if not separator:
+            name, file = "", argument
+        if name in evaluations:
+            raise ConfigError(
+                f"--evaluation gives the name {shown(name)} twice. Give each one a name: NAME=PATH."
+            )
+        evaluations[name] = read_evaluation(Path(file))
+    return evaluations
+
+
+def _read_answers(folder: Path, task: TaskScores) -> list[tuple[str, str, str]]:
+    """Returns some inputs, answers of the first system and targets, evenly spaced; none without its files."""
+    system = task.systems[0]
+    examples = folder / f"examples/{task.task}.jsonl"
+    predictions = folder / f"predictions/{task.task}.{system.name}.{system.mode}.jsonl"
+    if not examples.is_file() or not predictions.is_file():
+        return []
+
+    # Lines without an output close a batch.
+    outputs = {}
+    for _, line in read_json_lines(predictions, advice=_EVALUATION_ADVICE):
+        if "output" in line:
+            outputs[line["id"]] = line["output"]
+    rows = []
+    for _, line in read_json_lines(examples, advice=_EVALUATION_ADVICE):
+        if line["id"] in outputs:
+            rows.append((line["inputs"], outputs[line["id"]], line["targets"]))
+    number = min(_SHOWN_ANSWERS, len(rows))
+    return [rows[(2 * index + 1) * len(rows) // (2 * number)] for index in range(number)]

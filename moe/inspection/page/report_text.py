@@ -1,9 +1,12 @@
 """Sentences of the report, from the numbers of a trace, of metrics or of an evaluation."""
 
 import math
+from collections.abc import Sequence
 
+import torch
+
+from moe.data.names import describe_languages
 from moe.data.ngrams import NAMES, compare_with_tables
-from moe.data.pipeline import SpanCorruptionSource
 from moe.inspection.formatting import format_interval, format_score, format_versions
 from moe.inspection.page.report_inputs import (
     DEV_SCORE,
@@ -14,11 +17,14 @@ from moe.inspection.page.report_inputs import (
     SystemScores,
     TaskScores,
 )
+from moe.inspection.statistics.contingency import mutual_information
+from moe.inspection.statistics.specialization import ClassTable, class_table
+from moe.inspection.statistics.token_classes import TokenClasses, domain_classes
 from moe.inspection.tables import LayerCounts, load_shares
 from moe.models.card import experts_range
 from moe.models.configuration import STMoEConfig
 from moe.sparse.stats import summarize
-from moe.tracing.trace import layer_name
+from moe.tracing.trace import Trace, layer_name
 
 _LARGEST_EXPONENT = 700.0  # of e, below the largest float
 
@@ -43,25 +49,6 @@ def _capacity_factor(factor: float | None) -> str:
     return "none" if factor is None else f"{factor:g}"
 
 
-def batches_sentence(source: SpanCorruptionSource, num_batches: int) -> str:
-    """Returns the number of traced batches, and the share of the text that they cover."""
-    # Examples repeat with other masks once all chunks of the text are used.
-    num_examples = num_batches * source.batch_size
-    num_chunks = source.num_examples
-    assert num_chunks is not None, "the report reads a text in memory"
-    coverage = f"{num_examples:,} of the {num_chunks:,} examples that this text gives, each once"
-    if num_examples > num_chunks:
-        coverage = (
-            f"{num_examples:,} drawn from the {num_chunks:,} that this text gives, each about "
-            f"{num_examples / num_chunks:.1f} times, masked anew each time"
-        )
-    inputs_length, targets_length = source.lengths
-    return (
-        f"{num_batches:,} of {source.batch_size} examples, each of {inputs_length} encoder and "
-        f"{targets_length} decoder tokens: {coverage}"
-    )
-
-
 def layer_sentence(layer: LayerCounts) -> str:
     """Returns a description of the load and the entropy of a layer."""
     shares = load_shares(layer)
@@ -75,6 +62,58 @@ def layer_sentence(layer: LayerCounts) -> str:
         f"{num_experts * shares[idlest]:.2f}×. The mean router entropy is {entropy:.2f} nats: "
         f"{math.exp(entropy):.1f} effective experts of {num_experts}."
     )
+
+
+def tables_by_domain(trace: Trace) -> tuple[list[ClassTable], list[str]]:
+    """Returns kinds of text by experts for each layer, and the group of each kind.
+
+    Codes of languages are replaced by their English names and sorted by family, which is the group.
+    """
+    codes = trace.facts.domains
+    languages = describe_languages(codes)
+    order = [codes.index(code) for code in languages] or list(range(len(codes)))
+    tables = []
+    for layer in trace.layers:
+        classes = domain_classes(trace, layer.facts.stack)
+        names = tuple(language["name"] for language in languages.values()) or classes.names
+        classes = TokenClasses(names, classes.members[order])
+        tables.append(class_table(layer, classes))
+    return tables, [language["family"] for language in languages.values()]
+
+
+def expert_shares(table: ClassTable) -> torch.Tensor:
+    """Returns <float64>[E, C]: the share of an expert's tokens in each class; 0 without tokens."""
+    counts = table.counts.T.double()  # [E, C]
+    return counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def domain_sentences(tables: Sequence[ClassTable]) -> list[str]:
+    """Returns which kind of text the most specialized expert of each layer serves, and how much
+    experts tell about kinds.
+
+    Experts with less than half of the mean load are not named.
+    """
+    sentences = []
+    amounts = []
+    for table in tables:
+        tokens = table.counts.sum(dim=0)  # [E]
+        shares = expert_shares(table)  # [E, C]
+        is_busy = tokens >= tokens.double().mean() / 2
+        best = shares.max(dim=1).values.masked_fill(~is_busy, 0)  # [E]
+        expert = int(best.argmax())
+        name = table.names[int(shares[expert].argmax())]
+        where = layer_name(table.layer)
+        sentences.append(
+            f"Expert {expert + 1} of {where}: {100 * best[expert]:.0f} % of its tokens are {name}."
+        )
+        amounts.append(f"{float(mutual_information(table.counts)):.2f} in {where}")
+    of_kinds = tables[0].tokens.double()
+    entropy = float(torch.special.entr(of_kinds / of_kinds.sum()).sum())
+    sentences.append(
+        f"Mutual information of kind of text and expert, in nats: {', '.join(amounts)}; "
+        f"{entropy:.2f} if each expert had one kind."
+    )
+    return sentences
 
 
 def ngram_losses(line: Line) -> dict[str, float]:

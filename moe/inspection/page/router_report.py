@@ -1,4 +1,4 @@
-"""report.html: the evaluation of a model, its training, and its routing of a text.
+"""report.html: which experts serve which kinds of text, the evaluation of a model, and its training.
 
 Panels without data are left out.
 """
@@ -19,21 +19,22 @@ from moe.inspection.figures import (
     IntervalPanel,
     Row,
     draw_curves,
+    draw_experts_by_domain,
     draw_intervals,
     draw_load,
 )
 from moe.inspection.formatting import format_interval, format_score
 from moe.inspection.html_page import render_page
 from moe.inspection.page import report_text
-from moe.inspection.page.report_inputs import DEV_SCORE, Evaluation, Line, Stage, Summary
+from moe.inspection.page.report_inputs import DEV_SCORE, Evaluation, Line, Stage, TaskScores
 from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.tables import (
     HEALTH_HEADER,
     MIN_OCCURRENCES,
     LayerCounts,
-    RoutingCounts,
     TokenCount,
     balance_sentence,
+    count_tokens,
     health_rows,
     load_shares,
     preferred_tokens,
@@ -43,7 +44,7 @@ from moe.inspection.tables import (
 )
 from moe.models.configuration import STMoEConfig
 from moe.parsing import printable
-from moe.tracing.trace import layer_name
+from moe.tracing.trace import Trace, layer_name
 
 GENERATOR = "stmoe inspect_router"
 """Marks a page of this library among HTML files."""
@@ -66,15 +67,14 @@ def write_report(
     *,
     config: STMoEConfig,
     tokenizer: PreTrainedTokenizerFast,
-    counts: RoutingCounts,
+    trace: Trace,
     folder: Path,
     fingerprint: str,
     facts: Sequence[tuple[str, str]],
     recipe_text: str,
-    corpus_rows: Sequence[Sequence[str | int]],
+    corpus_rows: Sequence[Sequence[str | int]] = (),
     stages: Sequence[Stage] = (),
-    evaluation: Evaluation | None = None,
-    summary: Summary | None = None,
+    evaluations: Mapping[str, Evaluation] | None = None,
 ) -> None:
     """Writes the page, whole or not at all.
 
@@ -82,20 +82,29 @@ def write_report(
         path: The .html file.
         config: Config of the traced model, which has a sparse layer.
         tokenizer: Names the tokens.
-        counts: Counts of the tokens of held-out batches.
+        trace: Its routing of held-out examples.
         folder: Folder of the model.
         fingerprint: Identifies the model's files; an evaluation records the same one.
         facts: Names and texts about the trace; `names` in backquotes are set as code.
         recipe_text: The recipe of the model's run; empty where none is known.
         corpus_rows: Documents, characters and licences of the corpus, under CORPUS_HEADER.
         stages: Metrics of runs; may be empty.
-        evaluation: Evaluation of the same or of other models; None omits the panel.
-        summary: Results of a job; None omits the panel.
+        evaluations: Evaluations of the same or of other models by their titles.
     """
-    panels = ["summary"] if summary else []
-    panels += ["evaluation"] if evaluation else []
+    counts = count_tokens(trace, config.vocab_size)
+    experts = None
+    expert_sentences = []
+    if len(trace.facts.domains) > 1:
+        tables, groups = report_text.tables_by_domain(trace)
+        shares = report_text.expert_shares(tables[-1]).tolist()
+        experts = draw_experts_by_domain(shares, tables[-1].names, groups).svg
+        expert_sentences = report_text.domain_sentences(tables)
+    sentinels = [_sentinel_row(tokenizer, layer) for layer in counts] if corpus_rows else []
+    panels = ["experts"] if experts else []
+    panels += ["evaluation"] if evaluations else []
     panels += ["training"] if stages else []
-    panels += ["routers", "sentinels", "tokens"]
+    panels += ["routers", "sentinels", "tokens"] if sentinels else ["routers", "tokens"]
+    panels += ["corpus"] if corpus_rows else []
     load_sentences = [*map(report_text.layer_sentence, counts), balance_sentence(counts)]
     if config.eval_capacity_field is None:
         load_sentences.append("There is no capacity in evaluation, so no token can be dropped.")
@@ -108,7 +117,10 @@ def write_report(
         "inspection.html",
         title=f"Report on {printable(folder)}",
         generator=GENERATOR,
-        panels=[*panels, "corpus", "source"],
+        panels=[*panels, "source"],
+        experts=experts,
+        expert_sentences=expert_sentences,
+        experts_layer=layer_name(trace.layers[-1].key),
         facts=[facts],
         recipe_text=recipe_text,
         sizes=report_text.size_sentence(config),
@@ -116,16 +128,15 @@ def write_report(
         health_header=HEALTH_HEADER,
         health_rows=health_rows(counts),
         load_sentences=load_sentences,
-        sentinel_rows=[_sentinel_row(tokenizer, layer) for layer in counts],
+        sentinel_rows=sentinels,
         layers=[_expert_rows(tokenizer, layer, num_tokens) for layer in counts],
         min_occurrences=MIN_OCCURRENCES,
         runs=[_run(config, folder, stage) for stage in stages],
         dev_scores=_dev_scores(stages),
-        summary=summary,
-        summary_figure=_summary_figure(summary) if summary else None,
-        evaluation=evaluation,
-        scores=_score_figure(evaluation) if evaluation else None,
-        models=report_text.model_sentences(fingerprint, evaluation) if evaluation else [],
+        evaluations=evaluations or {},
+        score_figure=_score_figure,
+        fingerprint=fingerprint,
+        model_sentences=report_text.model_sentences,
         comparisons=report_text.system_comparisons,
         format_score=format_score,
         format_interval=format_interval,
@@ -135,38 +146,19 @@ def write_report(
     write_text(path, page)
 
 
-def _summary_figure(summary: Summary) -> str:
-    """Returns the values of a summary as bars."""
-    panels = []
-    has_interval = False
-    for panel in summary.panels:
-        rows = [_bar(bar.name, bar.value, bar.low, bar.high) for bar in panel.bars]
-        panels.append(IntervalPanel(panel.title, rows))
-        has_interval = has_interval or any(bar.low is not None for bar in panel.bars)
-    label = _PERCENT if has_interval else "%"
-    return draw_intervals(panels, label=label, from_zero=True, narrow=True).svg
-
-
-def _bar(name: str, value: float | None, low: float | None, high: float | None) -> Row:
-    """Returns the row of a value in percent, which has an interval or not."""
-    low = math.nan if low is None else low
-    high = math.nan if high is None else high
-    return Row(f"{name}: {format_score(value)} %", "", Estimate(value or 0.0, low, high))
-
-
-def _score_figure(evaluation: Evaluation) -> str | None:
+def _score_figure(task: TaskScores) -> str | None:
     """Returns the first score of each system that can be compared with the first one; None for no score."""
-    panels = []
-    for task in evaluation.tasks:
-        rows = []
-        for system in report_text.comparable_systems(task):
-            score = system.scores[0]
-            rows.append(_bar(system.name, score.value, score.low, score.high))
-        if rows:
-            panels.append(IntervalPanel(f"{task.task}: {task.systems[0].scores[0].metric}", rows))
-    if not panels:
+    rows = []
+    for system in report_text.comparable_systems(task):
+        score = system.scores[0]
+        low = math.nan if score.low is None else score.low
+        high = math.nan if score.high is None else score.high
+        name = f"{system.name}: {format_score(score.value)} %"
+        rows.append(Row(name, "", Estimate(score.value or 0.0, low, high)))
+    if not rows:
         return None
-    return draw_intervals(panels, label=_PERCENT, from_zero=True, narrow=True).svg
+    panel = IntervalPanel(task.systems[0].scores[0].metric, rows)
+    return draw_intervals([panel], label=_PERCENT, from_zero=True, narrow=True).svg
 
 
 # ---------------------------------------------------------------------------
