@@ -1,11 +1,12 @@
-"""The main job: a small ST-MoE is pre-trained, fine-tuned, evaluated and explained.
+"""The main job: a small ST-MoE learns names in 12 languages, and is tuned, tested and explained.
 
-All text comes with Python. The same model is also fine-tuned from scratch, and both starts choose
-their learning rate on dev examples, so the evaluation shows the benefit of pre-training.
+Greek for `el: Côte d’Ivoire` is `Ακτή Ελεφαντοστού`. A dense model of equal cost per token learns the
+same names, and both are asked for names that they have seen and for names that they have not.
 
-    make demo ARGS="--out runs/demo [--quick] [--resume] [--data my.txt more.jsonl]"
+    make demo ARGS="--out runs/demo [--quick] [--resume] [--data pairs.jsonl]"
 
-Every step is a separate command; this one runs them in turn and prints each.
+Every step is a separate command; this one runs them in turn and prints each. Pairs of your own take the
+place of the names; a model is pre-trained on text of your own.
 """
 
 if __name__ == "__main__":  # before the imports that take seconds
@@ -13,13 +14,13 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     start_command()
 
-import argparse
+import json
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,25 +29,19 @@ from transformers.utils import logging
 
 import eval.__main__ as evaluation
 import stmoe
-from eval.studies.outcomes import best_run_on_dev
-from eval.studies.report import STUDY_JSON
-from eval.studies.runs import label_budget, study_runs
 from eval.studies.scheduler import StudyError, fork_process
-from eval.studies.study import read_study
-from moe.cli import CONTINUES, RESUME, Parser, integer, path, run_main, word
-from moe.commands.finetune import finetune_command
-from moe.commands.pretrain import pretrain_command
-from moe.errors import ConfigError, DataError
-from moe.files import claim_folder, output_path, whole_folder, write_text
-from moe.training.job_folder import keep_settings, merge_metrics
-from moe.training.metrics import METRICS_FILE
-from moe.training.recipe import FinetuneRecipe
-from scripts import facts, study
+from moe.cli import CONTINUES, RESUME, Parser, path, run_main
+from moe.commands.names import LANGUAGES_FILE, NAMES, SEEN
+from moe.data.names import NEW, english_name
+from moe.data.pair_files import hold_out, read_pairs
+from moe.errors import DataError
+from moe.files import claim_folder, output_path, whole_folder
+from moe.parsing import read_text
+from moe.training.job_folder import keep_settings
 from scripts.demo_summary import summarize
 
-TASK = "docstring_topic"
-STUDY = "recipes/studies/demo.yaml"
-FACTS_STUDY = "recipes/studies/demo_facts.yaml"
+DENSE = "--model.num_experts 0 --model.num_sparse_encoder_layers 0 --model.num_sparse_decoder_layers 0 --model.d_ff 192"
+"""The dense model that costs as much per token as the sparse one of recipes/names.yaml."""
 
 QUICK_NOTE = "A quick run shows every step, with models that have learned little."
 
@@ -55,45 +50,30 @@ class Sizes(NamedTuple):
     """Options of the steps in addition to their recipes; --quick makes them smaller.
 
     Attributes:
-        pretrain: Options of `stmoe pretrain`.
-        finetune: Settings of the fine-tunings.
-        evaluate: Options of `python -m eval run`.
-        facts: Options of `scripts.facts`.
-        learn: Settings of the models that learn facts.
+        names: Options of `stmoe names`.
+        train: Options of the training on all languages.
+        tune: Options of the fine-tuning on a new language.
+        limit: Most examples of an evaluation.
+        new: Codes of the new languages.
     """
 
-    pretrain: str = ""
-    finetune: str = ""
-    evaluate: str = ""
-    facts: str = ""
-    learn: str = ""
+    names: str = ""
+    train: str = "--training.evaluate_every 500 --mixture.dev_examples 200"
+    tune: str = ""
+    limit: int = 2000
+    new: Sequence[str] = NEW
 
 
 QUICK = Sizes(
-    pretrain="--training.steps 100 --data.short_steps 40 --training.probe_every 50",
-    finetune="--set training.steps=20 --set mixture.dev_examples=64",
-    evaluate="--limit 64",
-    facts="--facts 1000",
-    learn="--set training.steps=110 --set training.held_out_batches=4",
+    train="--training.steps 60 --optim.cooldown_steps 30 --training.evaluate_every 60 --mixture.dev_examples 20",
+    tune="--training.steps 8 --optim.cooldown_steps 0",
+    limit=50,
 )
 
-_ROOT = Path(__file__).resolve().parents[1]
+_TEXT = "--training.steps 2000 --training.batch_size 24 --optim.cooldown_steps 500"
+_QUICK_TEXT = "--training.steps 100 --training.batch_size 24 --optim.cooldown_steps 50"
 
-
-def repository_file(name: str) -> str:
-    """Returns the path of a file of the repository, regardless of the current folder.
-
-    It stays relative if that leads to a file, since it is printed as part of commands.
-    """
-    return name if Path(name).is_file() else str(_ROOT / name)
-
-
-_MAINS = {
-    "stmoe": stmoe.main,
-    "python -m eval": evaluation.main,
-    "python -m scripts.facts": facts.main,
-    "python -m scripts.study": study.main,
-}
+_MAINS = {"stmoe": stmoe.main, "python -m eval": evaluation.main}
 
 
 def run(title: str, command: str, *arguments: str | Path) -> None:
@@ -111,7 +91,7 @@ def run(title: str, command: str, *arguments: str | Path) -> None:
 
 @contextmanager
 def run_beside(title: str, log: Path, command: str, *arguments: str | Path) -> Iterator[None]:
-    """Runs a step on one core, in a process of its own, while the block runs on the others.
+    """Runs a step on one core, in a process of its own, while the block runs on another.
 
     Args:
         title: What the step does.
@@ -126,13 +106,10 @@ def run_beside(title: str, log: Path, command: str, *arguments: str | Path) -> I
     print(f"\n== {title}, beside the next step (output in {log})", flush=True)
     print(f"   {command} {shlex.join(argv)}", flush=True)
     child = fork_process(_run_on_one_core, log, command, argv)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads - 1))
     try:
         yield
         child.join()
     finally:
-        torch.set_num_threads(threads)
         child.terminate()
         child.join()
     if child.exitcode:
@@ -143,124 +120,12 @@ def run_beside(title: str, log: Path, command: str, *arguments: str | Path) -> I
 def _run_on_one_core(log: Path, command: str, argv: list[str]) -> None:
     """Runs a command with its output in a file."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
     with log.open("a", encoding="utf-8") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
     sys.argv = [command, *argv]
     run_main(_MAINS[command], interrupted=CONTINUES)
-
-
-def job_parser(
-    name: str, description: str, *, pretrain_config: str, finetune_config: str
-) -> Parser:
-    """Returns the parser of a job of several stages, with the options that all of them have.
-
-    Args:
-        name: Name of the command, and of its folder in runs/.
-        description: What it does.
-        pretrain_config: Default recipe of pre-training.
-        finetune_config: Default recipe of fine-tuning.
-    """
-    parser = Parser(prog=f"python -m scripts.{name}", description=description)
-    parser.add_argument("--out", default=f"runs/{name}", help=f"folder of everything (runs/{name})")
-
-    for stage, recipe in (("pretrain", pretrain_config), ("finetune", finetune_config)):
-        parser.add_argument(
-            f"--{stage}-config",
-            type=word,
-            default=recipe,
-            help=f"recipe of the {stage} stage ({recipe})",
-        )
-    parser.add_argument(
-        "--vocab-size", type=integer(), default=2048, help="size of the vocabulary (2048)"
-    )
-    parser.add_argument(
-        "--data", type=path, nargs="+", help="your text or JSONL files instead of Python's own text"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue an earlier run")
-    return parser
-
-
-def check_inputs(options: argparse.Namespace, tokenizer: Path) -> None:
-    """Raises before any stage runs if a later one would reject its inputs.
-
-    Args:
-        options: Options of `job_parser`.
-        tokenizer: Folder of the tokenizer, which may not exist yet.
-
-    Raises:
-        ConfigError: When a recipe is invalid, or its vocab_size is smaller than the vocabulary.
-        DataError: When a file of text is missing.
-    """
-    argv = ["--config", options.pretrain_config, "--out", "run"]
-    recipe, _ = pretrain_command().parse([*argv, "--tokenizer", "tokenizer", "--corpus", "corpus"])
-    argv = ["--config", options.finetune_config, "--out", "run"]
-    finetune_command().parse([*argv, "--pretrained", "model"])
-
-    size = recipe.build_config().vocab_size
-    if options.vocab_size > size and not tokenizer.exists():
-        raise ConfigError(
-            f"--vocab-size is {options.vocab_size}; expected at most {size}, model.vocab_size in "
-            f"{options.pretrain_config}. Choose a smaller vocabulary, or set model.vocab_size."
-        )
-    for text in options.data or ():
-        if not text.exists():
-            raise DataError(f"--data {text} does not exist. Give files, or folders of them.")
-
-
-@contextmanager
-def job_folder(options: argparse.Namespace) -> Iterator[Path]:
-    """Checks the inputs of a job, and locks its folder inside the block."""
-    out = output_path(options.out, inputs=options.data or ())
-    check_inputs(options, out / "tokenizer")
-    in_use = f"Another process works in {out}. Wait for it, or choose another --out."
-    with claim_folder(out, "job", in_use=in_use):
-        settings = {name: str(value) for name, value in vars(options).items()}
-        del settings["resume"], settings["out"]  # a job may be moved
-        has_begun = (out / "tokenizer").exists()
-        keep_settings(out, settings, resume=options.resume, has_begun=has_begun)
-        yield out
-
-
-def build_text(
-    options: argparse.Namespace, out: Path, *corpus_options: str | Path
-) -> list[str | Path]:
-    """Builds corpus and tokenizer unless they exist.
-
-    Args:
-        options: Options of `job_parser`.
-        out: Folder of the job.
-        corpus_options: Options of the corpus if the user gives no text.
-
-    Returns:
-        The options that name the corpus to other commands.
-    """
-    corpus = out / "corpus"
-    text: list[str | Path] = ["--corpus", corpus]
-    tokenizer = out / "tokenizer"
-    # A corpus without a tokenizer may come from other settings.
-    if not tokenizer.exists():
-        if options.data:
-            corpus_options = ("--data", *options.data)
-        run("Corpus", "stmoe", "corpus", "--out", corpus, *corpus_options)
-        size = ["--vocab-size", str(options.vocab_size)]
-        run("Tokenizer", "stmoe", "tokenizer", *text, "--out", tokenizer, *size)
-    return text
-
-
-def pretrain_model(
-    options: argparse.Namespace, out: Path, text: Sequence[str | Path], *settings: str
-) -> None:
-    """Pre-trains a model on the text, into pretrain/model of the job's folder.
-
-    Args:
-        options: Options of `job_parser`.
-        out: Folder of the job.
-        text: Options that name the corpus.
-        settings: Settings beside the recipe.
-    """
-    inputs = ["--config", options.pretrain_config, *text, "--tokenizer", out / "tokenizer"]
-    run("Pre-train", "stmoe", "pretrain", *inputs, *settings, *run_folder(out / "pretrain"))
 
 
 def run_folder(folder: Path) -> list[str | Path]:
@@ -271,18 +136,12 @@ def run_folder(folder: Path) -> list[str | Path]:
 
 def main(argv: list[str]) -> None:
     """Runs the steps; --resume skips finished ones and resumes the interrupted one."""
-    parser = job_parser(
-        "demo",
-        "Runs the main job.",
-        pretrain_config="demo_pretrain",
-        finetune_config="demo_finetune",
-    )
+    parser = Parser(prog="python -m scripts.demo", description="Runs the main job.")
+    parser.add_argument("--out", default="runs/demo", help="folder of everything (runs/demo)")
     parser.add_argument(
-        "--facts-config",
-        type=word,
-        default="finetune_facts",
-        help="recipe of the models that learn facts (finetune_facts)",
+        "--data", type=path, nargs="+", help="your pairs, or your text, instead of names"
     )
+    parser.add_argument("--resume", action="store_true", help="continue an earlier run")
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -291,71 +150,140 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     if options.quick and options.out == parser.get_default("out"):
         options.out = "runs/demo-quick"
-    finetune_command().parse(
-        ["--config", options.facts_config, "--pretrained", "model", "--out", "run"]
-    )
+    data = options.data or []
+    for file in data:
+        if not file.exists():
+            raise DataError(f"--data {file} does not exist. Give files, or folders of them.")
+
+    # The models are tiny: each is trained on one core.
     logging.disable_progress_bar()
-    with job_folder(options) as out:
-        run_stages(options, out)
+    torch.set_num_threads(1)
+    out = output_path(options.out, inputs=data)
+    in_use = f"Another process works in {out}. Wait for it, or choose another --out."
+    with claim_folder(out, "job", in_use=in_use):
+        settings = {"data": " ".join(map(str, data)), "quick": str(options.quick)}
+        has_begun = (out / "tokenizer").exists()
+        keep_settings(out, settings, resume=options.resume, has_begun=has_begun)
+        if data and not _holds_pairs(data[0]):
+            run_text(out, data, *(_QUICK_TEXT if options.quick else _TEXT).split())
+            return
+        lines = run_pairs(out, QUICK if options.quick else Sizes(), data)
+    print("\n== Summary", *([QUICK_NOTE] if options.quick else []), *lines, sep="\n   ")
 
 
-def run_stages(options: argparse.Namespace, out: Path) -> None:
-    """Runs the steps that are not finished."""
-    sizes = QUICK if options.quick else Sizes()
-    text = build_text(options, out, "--unseen", TASK)
+def _holds_pairs(file: Path) -> bool:
+    """Returns whether a file is a table of pairs rather than text."""
+    if file.suffix == ".jsonl":
+        return '"inputs"' in read_text(file).partition("\n")[0]
+    return file.suffix in (".csv", ".tsv", ".parquet")
 
-    # What experts are good for: facts, at equal cost per token.
-    if not (out / "facts").exists():
-        run("Facts", "python -m scripts.facts", *sizes.facts.split(), "--out", out / "facts")
-    settings = ["--set", f"config={options.facts_config}", *sizes.learn.split()]
-    learn = [repository_file(FACTS_STUDY), *settings, "--out", out / "knowledge"]
-    beside = run_beside("Learn", out / "learn.log", "python -m scripts.study", *learn)
-    with nullcontext() if (out / "knowledge" / STUDY_JSON).exists() else beside:
-        pretrain_model(options, out, text, *sizes.pretrain.split())
 
-    # Two starts at two rates, two runs at a time; each start has the rate that is best on dev.
-    settings = ["--set", f"config={options.finetune_config}", *sizes.finetune.split()]
-    settings += ["--jobs", "2", "--out", str(out / "finetune")]
-    study_file = repository_file(STUDY)
-    run("Fine-tune", "python -m scripts.study", study_file, *settings)
-    overrides = {"config": options.finetune_config}
-    runs = study_runs(read_study(Path(study_file)), out / "finetune", overrides)
-    finetuned = best_run_on_dev(runs, "pretrained")
-    scratch = best_run_on_dev(runs, "scratch")
+def run_text(out: Path, data: Sequence[Path], *settings: str) -> None:
+    """Runs the steps on own text that are not finished: pre-training, and the routing of the text."""
+    corpus = out / "corpus"
+    tokenizer = out / "tokenizer"
+    if not tokenizer.exists():
+        run("Corpus", "stmoe", "corpus", "--data", *data, "--out", corpus)
+        run("Tokenizer", "stmoe", "tokenizer", "--corpus", corpus, "--bytes", "--out", tokenizer)
+    inputs = ["--config", "st_moe_mini_pretrain", "--corpus", corpus, "--tokenizer", tokenizer]
+    folder = run_folder(out / "pretrain")
+    run("Pre-train", "stmoe", "pretrain", *inputs, *settings, *folder)
 
-    # One folder with the model to use, and one file with all metrics.
+    model = ["--model", out / "pretrain/model", "--corpus", corpus]
+    metrics = ["--metrics", f"pretrain={out / 'pretrain/metrics.jsonl'}"]
+    run("Explain", "stmoe", "inspect", "report", *model, *metrics, "--out", out / "report.html")
+
+
+def run_pairs(out: Path, sizes: Sizes, data: Sequence[Path] = ()) -> list[str]:
+    """Runs the steps on pairs that are not finished, and returns the summary.
+
+    Args:
+        out: Folder of the job.
+        sizes: Options of the steps.
+        data: Tables of own pairs; empty for names.
+    """
+    names = out / "names"
+    tokenizer = out / "tokenizer"
+    train = names / "train.jsonl"
+    if not names.exists():
+        if data:
+            split_pairs(data, names)
+        else:
+            run("Names", "stmoe", "names", *sizes.names.split(), "--out", names)
+    if not tokenizer.exists():
+        vocabulary = ["--bytes", "--vocab-size", "4000", "--out", tokenizer]
+        run("Tokenizer", "stmoe", "tokenizer", "--pairs", train, *vocabulary)
+
+    # Two models of equal cost per token.
+    inputs = ["--config", "names", "--init", "scratch", "--pretrained", tokenizer]
+    inputs += ["--train", train, "--dev", names / "dev.jsonl", *sizes.train.split()]
+    dense = [*inputs, *DENSE.split(), *run_folder(out / "dense")]
+    with run_beside("Train a dense model", out / "dense.log", "stmoe", "finetune", *dense):
+        sparse = [*inputs, *run_folder(out / "sparse")]
+        run("Train a model with 32 experts", "stmoe", "finetune", *sparse)
     model = out / "model"
     with whole_folder(model, kind="model") as partial:
-        shutil.copytree(finetuned / "best/model", partial, dirs_exist_ok=True)
-    shutil.copyfile(finetuned / "best/scores.json", out / "scores.json")  # how it was chosen
-    stages = {"pretrain": out / "pretrain", "finetune": finetuned, "scratch": scratch}
-    merge_metrics(out, stages)
+        shutil.copytree(out / "sparse/model", partial, dirs_exist_ok=True)
+        if not data:  # texts in other languages are refused
+            shutil.copyfile(names / LANGUAGES_FILE, partial / LANGUAGES_FILE)
 
-    # The baselines classify by words, and by vectors of the words of the same text.
-    models = ["--model", f"fine-tuned={model}", "--also", f"from-scratch={scratch / 'best/model'}"]
-    baselines = [*label_budget(runs[0]), "--baseline-text", out / "corpus"]
-    evaluated = ["--tasks", TASK, *baselines, *sizes.evaluate.split(), "--out", out / "eval"]
-    run("Evaluate", "python -m eval", "run", *models, *evaluated)
+    # Memory and generalization.
+    models = ["--model", f"sparse={model}", "--also", f"dense={out / 'dense/model'}"]
+    models += ["--limit", str(sizes.limit)]
+    seen = ["run", "--pairs", names / "seen.jsonl", *models, "--out", out / "seen"]
+    with run_beside("Names seen", out / "seen.log", "python -m eval", *seen):
+        unseen = ["--pairs", names / "test.jsonl", "--train-pairs", train, *models]
+        run("Names never seen", "python -m eval", "run", *unseen, "--out", out / "unseen")
 
-    # Is pre-training worth it? A paired test over the answers to the same examples.
-    sides = [f"fine-tuned={out / 'eval'}", f"from-scratch={out / 'eval'}"]
-    run("Compare", "python -m eval", "compare", *sides, "--out", out / "compare")
+    new = {} if data else {code: english_name(code) for code in sizes.new}
+    for code, language in new.items():
+        learn_language(out, code, language, sizes)
 
-    # The page opens with the summary.
-    recipe = runs[0].recipe
-    assert isinstance(recipe, FinetuneRecipe), "the study fine-tunes"
-    lines, summary = summarize(out, labels=recipe.mixture.train_examples)
-    if options.quick:
-        lines.insert(0, QUICK_NOTE)
-        summary = summary.model_copy(update={"sentences": [QUICK_NOTE, *summary.sentences]})
-    write_text(out / "summary.json", summary.model_dump_json(indent=1) + "\n")
-
+    # What the experts are for.
+    test = ["--pairs", names / "test.jsonl", "--by-prefix", "--examples", str(sizes.limit)]
+    traced = ["--model", model, *test]
+    run("Record", "stmoe", "inspect", "record", *traced, "--out", out / "trace")
+    titles = {"Seen in training, recalled": "seen", "Never seen": "unseen"}
+    titles |= {f"{language} from 250 names": f"new-{code}/eval" for code, language in new.items()}
+    evaluations = [f"{title}={out / folder}" for title, folder in titles.items()]
+    metrics = [f"{name}={out / name / 'metrics.jsonl'}" for name in ("sparse", "dense")]
+    shown = ["--evaluation", *evaluations, "--metrics", *metrics]
     report = out / "report.html"
-    metrics = [f"{stage}={folder / METRICS_FILE}" for stage, folder in stages.items()]
-    inputs = [*text, "--model", out / "pretrain/model", "--evaluation", out / "eval/report.json"]
-    inputs += ["--summary", out / "summary.json", "--metrics", *metrics]
-    run("Explain", "stmoe", "inspect", "report", *inputs, "--out", report)
-    print("\n== Summary", *lines, f"Report: {report.resolve().as_uri()}", sep="\n   ")
+    run("Explain", "stmoe", "inspect", "report", *traced, *shown, "--out", report)
+    return [*summarize(out, new), f"Report: {report.resolve().as_uri()}"]
+
+
+def split_pairs(data: Sequence[Path], folder: Path) -> None:
+    """Writes own pairs like the names: to train on, to choose by, to test, and some that are seen."""
+    pairs = [pair for file in data for pair in read_pairs(file)]
+    rest, test = hold_out(pairs, 0.1)
+    train, dev = hold_out(rest, 0.05)
+    parts = {"train.jsonl": train, "dev.jsonl": dev, "test.jsonl": test, "seen.jsonl": train[:SEEN]}
+    with whole_folder(folder, kind=NAMES) as partial:
+        for name, part in parts.items():
+            lines = [json.dumps(pair._asdict(), ensure_ascii=False) + "\n" for pair in part]
+            (partial / name).write_text("".join(lines), encoding="utf-8")
+
+
+def learn_language(out: Path, code: str, language: str, sizes: Sizes) -> None:
+    """Fine-tunes on 250 names of a new language from two starts, and compares their answers."""
+    folder = out / f"new-{code}"
+    folder.mkdir(exist_ok=True)
+    inputs = ["--config", "names_new_language", "--pretrained", out / "model"]
+    few = out / f"names/new-{code}-train.jsonl"
+    inputs += ["--train", few, "--dev_share", "0", *sizes.tune.split()]
+    scratch = [*inputs, "--init", "scratch", *run_folder(folder / "scratch")]
+    log = folder / "scratch.log"
+    with run_beside(f"{language} from scratch", log, "stmoe", "finetune", *scratch):
+        tuned = run_folder(folder / "tuned")
+        run(f"{language} from the trained model", "stmoe", "finetune", *inputs, *tuned)
+
+    tested = ["--pairs", out / f"names/new-{code}-test.jsonl", "--limit", str(sizes.limit)]
+    models = ["--model", f"tuned={folder / 'tuned/model'}"]
+    models += ["--also", f"scratch={folder / 'scratch/model'}"]
+    run(f"Test {language}", "python -m eval", "run", *tested, *models, "--out", folder / "eval")
+    sides = [f"{side}={folder / 'eval'}" for side in ("tuned", "scratch")]
+    run(f"Compare {language}", "python -m eval", "compare", *sides, "--out", folder / "compare")
 
 
 if __name__ == "__main__":

@@ -1,190 +1,113 @@
-"""The main job from end to end, at a small size, as a user starts it."""
+"""The main job from end to end, at a small size."""
 
 import json
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 from transformers import AutoTokenizer
 
-from eval.studies.runs import study_runs
 from eval.studies.scheduler import StudyError
-from eval.studies.study import read_study
 from moe import STMoEForConditionalGeneration
-from moe.commands.pretrain import pretrain_command
-from moe.data.tokenizer import SpecialIds
-from moe.errors import ConfigError, DataError
-from moe.inspection.tables import LayerCounts
-from scripts import demo, models, transfer
-from scripts.demo_summary import most_specialized
-from tests.processes import run_command
-from tests.training.tiny_run import MODEL, write_inputs
+from moe.commands.finetune import finetune_command
+from moe.data.pair_files import read_pairs
+from moe.errors import DataError
+from scripts import demo
+from tests.training.tiny_run import write_inputs
+
+_FEW_STEPS = (
+    "--training.steps 2 --training.batch_size 4 --training.held_out_batches 1 "
+    "--optim.warmup_steps 0 --optim.cooldown_steps 0"
+)
+TINY = demo.Sizes(
+    names="--languages el ru it --new mk --few 50",
+    train=f"{_FEW_STEPS} --training.evaluate_every 2 --mixture.dev_examples 3",
+    tune=f"{_FEW_STEPS} --training.evaluate_every 2",
+    limit=20,
+    new=("mk",),
+)
 
 
-def call(*arguments):
-    return run_command("scripts.demo", *arguments)
+@pytest.mark.slow
+def test_the_demo_makes_everything_it_says_and_continues(tmp_path, capfd):
+    out = tmp_path / "demo"
+    lines = demo.run_pairs(out, TINY)
+    assert len(lines) <= 9
+    beginnings = ["Names seen in training", "Names never seen in that language: 32 experts"]
+    beginnings += ["Macedonian from 250 names", "Expert", "Mutual information"]
+    beginnings += ["Try: stmoe generate", "Report: file://"]
+    for line, beginning in zip(lines, beginnings, strict=True):
+        assert line.startswith(beginning)
+
+    # The model answers, and the page opens with the languages of its experts.
+    model = STMoEForConditionalGeneration.from_pretrained(out / "model")
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    model.generate(**tokenizer(["el: Cyprus"], return_tensors="pt"), max_new_tokens=3)
+    page = (out / "report.html").read_text()
+    places = [
+        page.index(word) for word in ("Slavic", "Seen in training, recalled", "routers-heading")
+    ]
+    assert places == sorted(places)
+    assert page.count('data-label="asked"') == 36
+
+    # Finished steps are skipped, and the others give the same.
+    capfd.readouterr()
+    assert demo.run_pairs(out, TINY) == lines
+    assert "== Tokenizer" not in (again := capfd.readouterr().out)
+    assert again.count("is complete") == 2
 
 
-class Page(HTMLParser):
-    """Collects text and references, and checks that every tag is closed."""
-
-    EMPTY = frozenset({"meta", "br", "path", "use"})
-
-    def __init__(self, page):
-        super().__init__()
-        self.open, self.text, self.references = [], [], []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.handle_startendtag(tag, attributes)
-        if tag not in self.EMPTY:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        for name, value in attributes:
-            if name in ("src", "href") and value:
-                self.references.append(value)
-
-    def handle_endtag(self, tag):
-        if tag not in self.EMPTY:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
+def test_own_pairs_are_split_without_a_pair_in_two_parts(tmp_path):
+    pairs = [{"inputs": f"input {n}", "targets": f"target {n}"} for n in range(100)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    demo.split_pairs([tmp_path / "mine.jsonl"], tmp_path / "names")
+    parts = {path.stem: set(read_pairs(path)) for path in (tmp_path / "names").iterdir()}
+    assert len(parts["test"]) == 10
+    assert parts["seen"] == parts["train"]
+    assert len(parts["train"] | parts["dev"] | parts["test"]) == 100
+    assert sum(len(parts[name]) for name in ("train", "dev", "test")) == 100
 
 
-@pytest.mark.parametrize("job", [demo, transfer])
-def test_a_job_finds_its_recipes_from_any_folder(job, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"99999; .*, model.vocab_size in \w+_pretrain\."):
-        job.main(["--vocab-size", "99999", "--out", str(tmp_path / "out")])
-    for study in (demo.STUDY, demo.FACTS_STUDY, models.STUDY):
-        assert Path(demo.repository_file(study)).is_file()
+@pytest.mark.slow
+def test_own_text_is_pretrained_on(tmp_path):
+    inputs = write_inputs(tmp_path)
+    texts = sorted(inputs["texts"].iterdir())
+    demo.run_text(tmp_path / "demo", texts, *_FEW_STEPS.split(), "--training.evaluate_every", "2")
+    page = (tmp_path / "demo/report.html").read_text()
+    assert "pretrain: the run of the traced model" in page
+    assert "&lt;extra_id_0&gt;" in page
 
 
-def test_experts_are_numbered_from_one_as_on_the_pages():
-    ids = SpecialIds(pad=0, eos=1, first_sentinel=9, num_sentinels=3)
-    first_choice = torch.full((10, 3), 3)  # too rare to be preferred
-    first_choice[4] = torch.tensor([0, 0, 90])
-    first_choice[9] = torch.tensor([900, 0, 0])  # a sentinel, which is not text
-    expert, tokens, _ = most_specialized(LayerCounts(("encoder", 0), first_choice, None), ids)
-    assert (expert, tokens) == (3, [4])
+def test_a_job_is_continued_with_its_settings_alone(tmp_path):
+    (tmp_path / "demo/tokenizer").mkdir(parents=True)
+    (tmp_path / "demo/settings.json").write_text('{"data": "", "quick": "True"}')
+    with pytest.raises(DataError, match=r"holds a run already\. Give --resume"):
+        demo.main(["--out", str(tmp_path / "demo"), "--quick"])
+    with pytest.raises(DataError, match="quick is 'False', was 'True'"):
+        demo.main(["--out", str(tmp_path / "demo"), "--resume"])
+    with pytest.raises(DataError, match="does not exist"):
+        demo.main(["--out", str(tmp_path / "demo"), "--data", str(tmp_path / "nothing.txt")])
 
 
-def test_the_options_of_a_quick_run_are_those_of_its_commands():
-    sizes = demo.QUICK
-    folders = ["--corpus", "corpus", "--tokenizer", "tokenizer", "--out", "run"]
-    argv = ["--config", "demo_pretrain", *folders, *sizes.pretrain.split()]
-    recipe, _ = pretrain_command().parse(argv)
-    assert recipe.training.steps == 100
-    for study, settings in ((demo.STUDY, sizes.finetune), (demo.FACTS_STUDY, sizes.learn)):
-        changes = dict(pair.split("=") for pair in settings.split() if pair != "--set")
-        overrides = {name: int(value) for name, value in changes.items()}
-        for run in study_runs(read_study(Path(demo.repository_file(study))), Path("x"), overrides):
-            assert run.recipe.training.steps == overrides["training.steps"]
+def test_the_options_of_all_sizes_are_those_of_the_commands():
+    for sizes in (demo.Sizes(), demo.QUICK):
+        for config, options in (("names", sizes.train), ("names_new_language", sizes.tune)):
+            argv = ["--config", config, "--pretrained", "model", "--out", "run", *options.split()]
+            finetune_command().parse(argv)
 
 
 @pytest.mark.slow
 def test_a_step_beside_another_fails_with_the_end_of_its_output(tmp_path):
-    log = tmp_path / "log"
-    threads = torch.get_num_threads()
-    argv = ["--facts", "0", "--out", str(tmp_path / "facts")]
+    argv = ["--languages", "xx", "--out", str(tmp_path / "names")]
     with (
-        pytest.raises(StudyError, match=r"Learn failed with exit code 2: .*--facts"),
-        demo.run_beside("Learn", log, "python -m scripts.facts", *argv),
+        pytest.raises(StudyError, match=r"Names failed with exit code 2: .*'xx' is not a language"),
+        demo.run_beside("Names", tmp_path / "log", "stmoe", "names", *argv),
     ):
         pass
-    assert torch.get_num_threads() == threads
 
     # An error in the block ends the step at once.
     with (
         pytest.raises(KeyError),
-        demo.run_beside("Learn", log, "python -m scripts.facts", "--out", str(tmp_path / "facts")),
+        demo.run_beside("Names", tmp_path / "log", "stmoe", "names", "--out", tmp_path / "names"),
     ):
         raise KeyError
-    assert not (tmp_path / "facts").exists()
-
-
-@pytest.mark.slow
-def test_the_demo_makes_everything_it_says(tmp_path):
-    inputs, out = write_inputs(tmp_path), tmp_path / "demo"
-    recipe = yaml.safe_load(inputs["finetune.yaml"].read_text())
-    recipe["mixture"] = {"train_examples": 61, "dev_examples": 7}
-    inputs["finetune.yaml"].write_text(yaml.safe_dump(recipe))
-    recipe = yaml.safe_load(inputs["pretrain.yaml"].read_text())
-    recipe["data"] |= {"noise_density": 0.5, "short_steps": 5, "short_inputs_length": 8}
-    inputs["pretrain.yaml"].write_text(yaml.safe_dump(recipe))
-    facts = yaml.safe_load(Path(demo.repository_file("recipes/finetune_facts.yaml")).read_text())
-    facts["optim"]["cooldown_steps"] = 0
-    facts["training"] |= {"steps": 3, "batch_size": 2, "held_out_batches": 1}
-    (tmp_path / "facts.yaml").write_text(yaml.safe_dump(facts))
-    texts = sorted(inputs["texts"].iterdir())
-    own_text = tmp_path / "my.txt"
-    own_text.write_text("\n\n".join(path.read_text() for path in texts))
-    options = ["--pretrain-config", inputs["pretrain.yaml"]]
-    options += ["--finetune-config", inputs["finetune.yaml"], "--vocab-size", MODEL["vocab_size"]]
-    options += ["--facts-config", tmp_path / "facts.yaml", "--quick"]
-
-    # A mistake in the first stage fixes no settings.
-    one_document = ["--out", str(out), "--data", str(texts[0]), *map(str, options)]
-    with pytest.raises(DataError, match="1 document"):
-        demo.main(one_document)
-
-    options += ["--out", out, "--data", own_text]
-    done = call(*options, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "no checkpoint yet" not in done.stderr
-    assert "| --- |" not in done.stdout
-    end = done.stdout.partition("\n== Summary\n")[2].splitlines()
-    assert 8 <= len(end) <= 12
-    assert (out / "report.html").resolve().as_uri() in end[-1]
-    for part in (
-        "parameters",
-        "bigram",
-        "docstring_topic, 61 labels",
-        "majority",
-        "Expert",
-        "1,000 random facts",
-    ):
-        assert any(part in line for line in end), part
-
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    stages = {json.loads(line)["stage"] for line in lines}
-    assert stages == {"pretrain", "finetune", "scratch"}
-    systems = json.loads((out / "eval/report.json").read_text())["tasks"][0]["systems"]
-    names = {row["name"] for row in systems}
-    assert names >= {"fine-tuned", "from-scratch", "majority", "naive Bayes", "word vectors"}
-    assert "| fine-tuned | generate |" in (out / "eval/report.md").read_text()
-    assert "chosen by the best mean score" in (out / "eval/report.md").read_text().split("- `")[1]
-    assert "fitted to 61 of" in (out / "eval/report.md").read_text().lower()
-
-    # Each start takes the rate that is best on dev, and the two are compared in pairs.
-    assert done.stdout.count("% on dev") == 4
-    (compared,) = json.loads((out / "compare/compare.json").read_text())["tasks"][:1]
-    assert compared["task"] == "docstring_topic"
-
-    model = STMoEForConditionalGeneration.from_pretrained(out / "model")
-    tokenizer = AutoTokenizer.from_pretrained(out / "model")
-    inputs = tokenizer(["docstring topic: Read a file."], return_tensors="pt")
-    model.generate(**inputs, max_new_tokens=3)
-
-    page = Page((out / "report.html").read_text())
-    assert page.open == []
-    assert all(reference.startswith("#") for reference in page.references)
-    text = " ".join(page.text)
-    assert "1,000 random facts recalled" in text
-    for word in ("Summary", "Training", "Routers", "Sentinels", "Tokens by expert", "Corpus"):
-        assert word in text, word
-    assert "unigram" in text and "<extra_id_0>" in text
-
-    refused = call(*options)
-    assert refused.returncode == 2
-    assert "holds a run already. Give --resume" in refused.stderr
-    other = call("--out", out, "--data", tmp_path / "corpus", "--resume")
-    assert other.returncode == 2
-    assert "holds a run with other settings" in other.stderr
-    resumed = call(*options, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "is complete" in resumed.stdout
+    assert not Path(tmp_path / "names").exists()

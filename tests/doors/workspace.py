@@ -83,10 +83,8 @@ def _write_texts(root: Path) -> None:
     (root / "pairs.tsv").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     (root / "cases.json").write_text(json.dumps({"cases": [_ROW_CASE]}), encoding="utf-8")
     (root / "job/tokenizer").mkdir(parents=True)  # a job that has begun
-    names = ("pretrain_config", "finetune_config", "vocab_size", "data")
-    (root / "job/settings.json").write_text(
-        json.dumps(dict.fromkeys(names, "other")), encoding="utf-8"
-    )
+    settings = dict.fromkeys(("data", "quick"), "other")
+    (root / "job/settings.json").write_text(json.dumps(settings), encoding="utf-8")
     (root / "t5x").mkdir()
     (root / "t5x/checkpoint").write_bytes(b"\x80")
 

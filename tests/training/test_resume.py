@@ -22,7 +22,7 @@ from moe.commands import pretrain
 from moe.kernels.product_choice import CHOICE_VARIABLE, fixed_choice
 from moe.training.job_folder import claim_job
 from moe.training.timeline import measure_goodput, read_timeline
-from scripts import demo, transfer
+from scripts import demo
 from tests.processes import Command, run_command
 from tests.training.tiny_checkpoints import content_of, flip_a_bit
 from tests.training.tiny_run import pretrain_arguments, write_inputs
@@ -319,11 +319,7 @@ def test_a_run_is_not_mixed_with_what_is_something_else(inputs, unstopped, tmp_p
 def test_a_job_is_not_mixed_with_a_run(unstopped):
     before = content_of(unstopped)
     options = ["--out", str(unstopped), "--resume"]
-    for begin in (
-        lambda: claim_job(unstopped),
-        lambda: demo.main(options),
-        lambda: transfer.main(options),
-    ):
+    for begin in (lambda: claim_job(unstopped), lambda: demo.main(options)):
         with pytest.raises(DataError, match="run holds a training run, and a job would be mixed"):
             begin()
     assert content_of(unstopped) == before
