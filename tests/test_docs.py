@@ -69,9 +69,9 @@ def workspace(tmp_path_factory):
     """Returns a folder with the models that the pages load: small and random, under their names."""
     folder = tmp_path_factory.mktemp("docs")
     texts = [file.read_text() for file in sorted(write_texts(folder / "texts").iterdir())]
-    for name in ("runs/demo/model", "runs/demo/pretrain/model"):
-        train_tokenizer(texts, 230, folder / name)
-        tiny_model(vocab_size=230).save_pretrained(folder / name)
+    demo = folder / "runs/demo/model"
+    train_tokenizer(texts, 230, demo)
+    tiny_model(vocab_size=230).save_pretrained(demo)
     their_model("Switch").save_pretrained(folder / "google/switch-base-8")
     return folder
 

@@ -1,6 +1,6 @@
 """stmoe quantize: stores the experts of a model in 8 or 4 bits, or all of it in 8.
 
-stmoe quantize --from runs/demo/model --to runs/int8 --corpus runs/demo/corpus
+stmoe quantize --from runs/demo/model --to runs/int8 --pairs runs/demo/names/test.jsonl
 stmoe quantize --from runs/demo/model --to runs/int4 --bits 4 --group-size 64
 stmoe quantize --from runs/demo/model --to runs/small --all
 """
