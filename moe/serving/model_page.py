@@ -277,16 +277,11 @@ def _languages_of_experts(
     record = read_record(folder / EXPERTS_FILE, _ExpertShares)
     codes = record["languages"]
     result: dict[str, dict[int, list[list[list[Any]]]]] = {}
-    for stack, num_blocks in (
-        ("encoder", config.num_layers),
-        ("decoder", config.num_decoder_layers),
-    ):
+    blocks = {"encoder": config.num_layers, "decoder": config.num_decoder_layers or 0}
+    for stack, num_blocks in blocks.items():
         result[stack] = {}
-        sparse = [
-            block
-            for block in range(num_blocks)
-            if config.is_sparse_block(block, decoder=stack == "decoder")
-        ]
+        decoder = stack == "decoder"
+        sparse = [n for n in range(num_blocks) if config.is_sparse_block(n, decoder=decoder)]
         for layer, experts in record.get(stack, {}).items():
             top = []
             for shares in experts:
