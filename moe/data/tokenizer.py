@@ -20,6 +20,7 @@ import tokenizers
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # pyright: ignore[reportAttributeAccessIssue]
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, T5Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from moe.checks import check_integer, shown
 from moe.checksums import read_sums, refuse_damage, write_sums
@@ -30,6 +31,9 @@ from moe.parsing import read_json, reading
 PAD = "<pad>"
 EOS = "</s>"
 UNK = "<unk>"
+SPACE = "\u2581"
+"""SentencePiece's mark of a space: the first character of a piece that starts a word."""
+
 NUM_SENTINELS = 100
 MODEL_MAX_LENGTH = 512
 
@@ -74,6 +78,9 @@ _SCORE_GRID = 2.0**-6
 # Below the score of any segmentation of the same letters, so that text which happens to say
 # "</s>" is not read as the end of a sequence.
 _NEVER_CHOSEN = -1000.0
+
+# The byte that each letter of a byte-level vocabulary stands for.
+_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 _CONTROL_TOKENS = ("pad_token", "bos_token", "eos_token", "unk_token", "sep_token", "cls_token")
 
@@ -221,6 +228,30 @@ def text_ids(tokenizer: Any, texts: Sequence[str], *, markers: bool = False) -> 
             ids += [tokenizer.convert_tokens_to_ids(marker.strip()), *next(encoded)]
         all_ids.append(ids)
     return all_ids
+
+
+def piece_texts(
+    tokenizer: Any, ids: Sequence[int], *, errors: str = "backslashreplace"
+) -> list[str]:
+    r"""Returns the texts of pieces, one by one, with SentencePiece's mark for a space.
+
+    A piece of a byte-level vocabulary, whose letters are bytes, may end within a character.
+
+    Args:
+        tokenizer: Any tokenizer of transformers.
+        ids: Token ids; the text of one that the tokenizer lacks is e.g. `<id 130>`.
+        errors: How bytes that are a part of a character are written, as in `bytes.decode`: by
+            default as in `\xce`.
+    """
+    is_byte_level = tokenizer.is_fast and "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
+    texts = []
+    for token_id, piece in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
+        text = f"<id {token_id}>" if piece is None else str(piece)
+        if is_byte_level and _BYTE_OF.keys() >= set(text):
+            text = bytes(map(_BYTE_OF.__getitem__, text)).decode("utf-8", errors)
+            text = text.replace(" ", SPACE)
+        texts.append(text)
+    return texts
 
 
 def written(text: str) -> str:

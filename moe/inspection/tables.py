@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from moe.data.tokenizer import piece_texts
 from moe.sparse.editing import LayerKey
 from moe.sparse.stats import RouterStats, max_violations, summarize
 from moe.tracing.trace import LayerTrace, Trace, layer_name
@@ -165,10 +166,9 @@ def token_names(
     The padding token that a decoder starts with is `<start>`; other padding is never in a trace.
     """
     names = []
-    for token in tokens:
+    for token, text in zip(tokens, piece_texts(tokenizer, tokens), strict=True):
         is_start = layer.key[0] == "decoder" and token == tokenizer.pad_token_id
-        name = tokenizer.convert_ids_to_tokens(token)
-        names.append("<start>" if is_start else str(name))
+        names.append("<start>" if is_start else text)
     return names
 
 

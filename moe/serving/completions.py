@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe.checks import check, check_field_types, check_integer, is_kind
+from moe.data.tokenizer import piece_texts
 from moe.errors import ConfigError, did_you_mean
 from moe.serving.engine import Piece
 from moe.serving.sampling import Sampling
@@ -176,13 +177,13 @@ class Envelope:
         return choice | ({"token_ids": tokens} if self._completion.return_token_ids else {})
 
     def _log_probs(self, tokens: list[int], pieces: Sequence[Piece]) -> dict[str, Any]:
-        name = self._tokenizer.convert_ids_to_tokens
         top = []
         for piece in pieces:
             log_probs = {**piece.likeliest, piece.token: piece.log_prob}
-            top.append({name(token): log_prob for token, log_prob in log_probs.items()})
+            texts = piece_texts(self._tokenizer, list(log_probs))
+            top.append(dict(zip(texts, log_probs.values(), strict=True)))
         return {
-            "tokens": name(tokens),
+            "tokens": piece_texts(self._tokenizer, tokens),
             "token_logprobs": [piece.log_prob for piece in pieces],
             "top_logprobs": top if self._completion.num_likeliest else None,
             "text_offset": None,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from moe.data.tokenizer import piece_texts
 from moe.sparse.editing import sparse_layers
 from moe.tracing.recorder import record_routing, traced_batches
 from moe.tracing.trace import STACKS, StackTrace, layer_name
@@ -37,7 +38,7 @@ def routes_of(
     return [
         {
             "name": name,
-            "tokens": tokenizer.convert_ids_to_tokens(trace.stack(name).ids.tolist()),
+            "tokens": piece_texts(tokenizer, trace.stack(name).ids.tolist()),
             "layers": _layers(trace.stack(name)),
         }
         for name in STACKS

@@ -18,6 +18,7 @@ from einops import rearrange
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from moe.data.tokenizer import SPACE, piece_texts
 from moe.parsing import printable
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import ACCEPTED, NOT_REQUESTED, STACKS, LayerTrace, StackTrace, Trace
@@ -26,8 +27,7 @@ START = -1
 """Stands for the first token of a decoder, which has the id of padding."""
 
 _START_NAME = "<start>"
-_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark
-_SPACE = "\N{OPEN BOX}"
+_VISIBLE_SPACE = "\N{OPEN BOX}"
 _MOST_CHARACTERS = 200
 
 # Control, format, surrogate, private and unassigned characters; separators.
@@ -41,17 +41,12 @@ def visible_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> li
         tokenizer: Names the tokens; unknown ids are shown as numbers.
         ids: Token ids, or START.
     """
-    texts = []
-    for token_id in ids:
-        if token_id == START:
-            texts.append(_START_NAME)
-            continue
-
-        # A model may have more ids than its tokenizer has tokens.
-        known = token_id < len(tokenizer)
-        name = tokenizer.convert_ids_to_tokens(token_id) if known else None
-        texts.append(f"<id {token_id}>" if name is None else visible_text(str(name)))
-    return texts
+    # A model may have more ids than its tokenizer has tokens.
+    known = [token_id for token_id in ids if START < token_id < len(tokenizer)]
+    names = {START: _START_NAME}
+    for token_id, text in zip(known, piece_texts(tokenizer, known), strict=True):
+        names[token_id] = visible_text(text)
+    return [names.get(token_id, f"<id {token_id}>") for token_id in ids]
 
 
 def visible_text(token: str) -> str:
@@ -61,7 +56,7 @@ def visible_text(token: str) -> str:
     that change the direction of a text become symbols; a combining character that comes first gets
     a dotted circle as its base.
     """
-    begins_word = token.startswith(_WORD_START) and token != _WORD_START
+    begins_word = token.startswith(SPACE) and token != SPACE
     characters = token[1:] if begins_word else token
     text = "".join(map(_visible_character, characters[:_MOST_CHARACTERS]))
     if len(characters) > _MOST_CHARACTERS:
@@ -76,8 +71,8 @@ def visible_text(token: str) -> str:
 
 def _visible_character(character: str) -> str:
     code = ord(character)
-    if character in (" ", _WORD_START):
-        return _SPACE
+    if character in (" ", SPACE):
+        return _VISIBLE_SPACE
     if code < 0x20:
         return chr(0x2400 + code)  # the block of control pictures
     if unicodedata.category(character) in _UNSEEN:

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from moe.data.tokenizer import SPACE, piece_texts
 from moe.errors import DataError
-
-_SPACE = "\u2581"
-"""SentencePiece's mark of a space: the first character of a piece that starts a word."""
 
 _SENTINEL = re.compile(r"<extra_id_\d+>")
 _UNKNOWN = "\ue000"
@@ -151,7 +149,8 @@ class _Vocabulary(NamedTuple):
     """The pieces of a tokenizer, V of them.
 
     Attributes:
-        pieces: Their texts without the mark of a space; empty for special tokens.
+        pieces: Their texts without spaces; empty for special tokens. A surrogate is a byte of a
+            character that is split over pieces.
         has_space: <bool>[V] whether a piece starts with a space.
         is_special: <bool>[V]
         is_sentinel: <bool>[V]
@@ -170,13 +169,13 @@ class _Vocabulary(NamedTuple):
             DataError: When none starts with the mark of a space.
         """
         ids = list(range(len(tokenizer)))
-        names = list(map(str, tokenizer.convert_ids_to_tokens(ids)))
-        starts = [name.startswith(_SPACE) for name in names]
-        has_space = torch.tensor(starts)
+        names = piece_texts(tokenizer, ids, errors="surrogateescape")
+        texts = [name.replace(SPACE, " ") for name in names]
+        has_space = torch.tensor([text[:1].isspace() for text in texts])
         if not has_space.any():
             raise DataError(
-                f"No piece of the tokenizer starts with {_SPACE!r}, the mark of a space, so words cannot be found. "
-                "Give a SentencePiece tokenizer, as T5, Switch and this library have."
+                f"No piece of the tokenizer starts with {SPACE!r}, the mark of a space, so words cannot be found. "
+                "Give a SentencePiece or byte-level tokenizer, as T5, GPT-2 and this library have."
             )
 
         # An unknown character is special to the tokenizer, but part of a word to a reader.
@@ -186,25 +185,27 @@ class _Vocabulary(NamedTuple):
         }
         is_special = [is_sentinel[number] or number in special_ids for number in ids]
         pieces = []
-        for number, name in enumerate(names):
+        for number, text in enumerate(texts):
             if is_special[number]:
                 pieces.append("")
             elif number == tokenizer.unk_token_id:
                 pieces.append(_UNKNOWN)
             else:
-                pieces.append(name.replace(_SPACE, ""))
+                pieces.append("".join(text.split()))
         return cls(pieces, has_space, torch.tensor(is_special), torch.tensor(is_sentinel))
 
 
 def _read_run(pieces: list[str]) -> tuple[str, list[str], list[bool]]:
     """Returns a run, the word of each of its pieces, and which pieces are the first of their words.
 
-    Pieces within the word belong to it, others are separate words.
+    Pieces within the word belong to it, others are separate words. A piece that begins within a
+    character belongs to the piece before it.
     """
     # A lone mark of a space at the start of a run belongs to the piece after it.
     has_mark = len(pieces) > 1 and not pieces[0]
     if has_mark:
         pieces = pieces[1:]
+    pieces, sizes = _whole_characters(pieces)
     text = "".join(pieces)
     first, last = _word_within(text)
 
@@ -213,11 +214,11 @@ def _read_run(pieces: list[str]) -> tuple[str, list[str], list[bool]]:
     is_start: list[bool] = []
     start = 0
     in_word = False
-    for piece in pieces:
+    for piece, size in zip(pieces, sizes, strict=True):
         end = start + len(piece)
         overlaps = end > first and start < last
-        words.append(text[first:last] if overlaps else piece)
-        is_start.append(not (overlaps and in_word))
+        words += [text[first:last] if overlaps else piece] * size
+        is_start += [not (overlaps and in_word), *[False] * (size - 1)]
         in_word = overlaps
         start = end
 
@@ -226,6 +227,22 @@ def _read_run(pieces: list[str]) -> tuple[str, list[str], list[bool]]:
         words.insert(0, words[0])
         is_start.insert(1, False)
     return text, words, is_start
+
+
+def _whole_characters(pieces: list[str]) -> tuple[list[str], list[int]]:
+    """Returns pieces joined until none begins within a character, and of how many each is made."""
+    joined: list[str] = []
+    sizes: list[int] = []
+    for piece in pieces:
+        # Every byte of UTF-8 within a character, and no other, is from 0x80 to 0xBF.
+        if joined and "\udc80" <= piece[:1] <= "\udcbf":
+            joined[-1] += piece
+            sizes[-1] += 1
+        else:
+            joined.append(piece)
+            sizes.append(1)
+    escape = "surrogateescape"
+    return [piece.encode("utf-8", escape).decode("utf-8", escape) for piece in joined], sizes
 
 
 def _word_within(text: str) -> tuple[int, int]:
