@@ -37,14 +37,10 @@ docs: .venv/installed
 	rm -rf build/docs docs/api/modules
 	$(BIN)/sphinx-build -W --keep-going -n -j auto docs build/docs
 
-# Runs the notebooks on the demo's model (after `make demo`), and writes them as build/notebooks/NAME.html.
+# Runs the notebooks and stores what they show in them; without progress bars, and a warning that ipywidgets is missing.
 notebooks: .venv/notebooks
-	mkdir -p build/notebooks
-	set -e; for name in routing expert_purpose what_changed fine_tune; do \
-	  OMP_NUM_THREADS=1 $(BIN)/jupytext --to ipynb --set-kernel python3 --execute --run-path . \
-	    --output build/notebooks/$$name.ipynb notebooks/$$name.py; \
-	  $(BIN)/jupyter nbconvert --to html build/notebooks/$$name.ipynb; \
-	done
+	OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1 PYTHONWARNINGS=ignore:IProgress \
+	  $(BIN)/jupyter execute --inplace notebooks/*.ipynb
 
 format: .venv/installed
 	$(BIN)/ruff format .
