@@ -11,19 +11,6 @@ from moe.data.documents import Document, read_files
 from moe.tracing.examples import SourceText
 
 
-def find_texts(files: Sequence[str], corpus: Path | str) -> list[SourceText]:
-    """Returns the user's files; without any, held-out text of a corpus.
-
-    Args:
-        files: See `file_texts`; empty for none.
-        corpus: Folder made by stmoe corpus.
-
-    Raises:
-        DataError: When a file is missing or is not text, or the corpus is missing or damaged.
-    """
-    return file_texts(files) if files else corpus_texts(Path(corpus))
-
-
 def file_texts(items: Sequence[str]) -> list[SourceText]:
     """Returns the documents of files.
 

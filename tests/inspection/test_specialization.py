@@ -13,7 +13,6 @@ from moe.inspection.statistics.contingency import mutual_information
 from moe.inspection.statistics.permutations import DocumentShuffle, TokenShuffle
 from moe.inspection.statistics.specialization import class_table, specialization_test
 from moe.inspection.statistics.token_classes import TokenClasses, domain_classes
-from moe.inspection.statistics.vocabulary import vocabulary_table
 from tests.inspection.by_hand import a_layer, a_stack, a_trace, places_of, renamed
 
 NULLS = (TokenShuffle, DocumentShuffle)
@@ -98,14 +97,6 @@ def test_permuting_experts_permutes_the_tables_and_changes_no_score():
         assert same.information == pytest.approx(test.information)
         assert same.chance == pytest.approx(test.chance)
         assert same.information_p == test.information_p
-
-    ids = torch.arange(len(stack.ids)).remainder(7)
-    stack = stack._replace(ids=ids)
-    table = vocabulary_table(stack, layer, places, num_permutations=19)
-    same = vocabulary_table(stack, other, places, num_permutations=19)
-    assert same.counts[:, order].equal(table.counts)
-    torch.testing.assert_close(same.lift[:, order], table.lift)
-    assert (same.score, same.chance, same.p_value) == (table.score, table.chance, table.p_value)
 
 
 def test_an_empty_class_says_nothing():
@@ -295,43 +286,3 @@ def test_the_position_is_no_relation():
             rejected[name] += int(test.p_value.min() <= 0.05)
     assert rejected["documents"] < 9
     assert rejected["blind"] > 20
-
-
-# ---------------------------------------------------------------------------
-# Vocabulary
-
-
-def test_vocabulary_is_counted_by_hand():
-    #          id 5: 4 times, id 2: 3 times, id 9: once
-    ids = [5, 5, 5, 5, 2, 2, 2, 9]
-    layer = a_layer([0, 0, 0, 1, 1, 1, -1, 0], 2)
-    stack = a_stack([1] * 8, layer, ids=ids, targets=[7] * 8)
-    places = places_of(stack)
-    table = vocabulary_table(stack, layer, places, min_occurrences=2, num_permutations=19)
-    assert table.ids.tolist() == [5, 2]
-    assert table.counts.tolist() == [[3, 1], [0, 2]]
-    assert table.seen.tolist() == [4, 2]
-    assert table.share.tolist() == [[0.75, 0.25], [0, 1]]
-    assert table.score == (0.75 + 1) / 2
-    load = torch.tensor([4 / 7, 3 / 7], dtype=torch.float64)
-    torch.testing.assert_close(table.lift[0] * load, (torch.tensor([3, 1]) + load) / 5)
-
-    options = {"num_permutations": 19, "min_occurrences": 7}
-    target = vocabulary_table(stack, layer, places, tokens="target", **options)
-    assert target.ids.tolist() == [7]
-    with pytest.raises(DataError, match=r"No token id of the encoder occurs 5 times"):
-        vocabulary_table(stack, layer, places, min_occurrences=5)
-    with pytest.raises(ConfigError, match="min_occurrences is 0"):
-        vocabulary_table(stack, layer, places, min_occurrences=0)
-
-
-def test_vocabulary_tells_ids_that_experts_are_for_from_chance():
-    stack, _, places = random_tokens(11)
-    layer = stack.layers[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 20, (len(stack.ids),), generator=generator)
-    chance = vocabulary_table(stack._replace(ids=ids), layer, places)
-    assert chance.p_value > 0.05
-    assert abs(chance.score - chance.chance) < 0.03
-    planted = vocabulary_table(stack._replace(ids=layer.first.int()), layer, places)
-    assert (planted.score, planted.p_value) == (1, 0.01)

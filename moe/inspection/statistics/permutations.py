@@ -1,6 +1,6 @@
 """Null distributions: a measure on tokens with shuffled experts, to compare it with chance.
 
-Comes before specialization.py and coactivation.py, which count on shuffled tokens.
+Comes before specialization.py, which counts on shuffled tokens.
 """
 
 from abc import ABC, abstractmethod
