@@ -81,7 +81,11 @@ def main(argv: list[str]) -> None:
 
     with whole_folder(out / "model", kind="model") as partial:
         shutil.copytree(out / "quantized", partial, dirs_exist_ok=True)
-        (partial / REPORT_FILE).unlink()  # of the quantization, with paths of this machine
+        for name in (REPORT_FILE, "modeling_st_moe.py"):  # paths of this machine; code for the hub
+            (partial / name).unlink()
+        config = read_json(partial / "config.json")
+        del config["auto_map"]
+        write_json(partial / "config.json", config)
         settings = partial / "generation_config.json"
         write_json(settings, {**read_json(settings), "max_new_tokens": LONGEST_ANSWER})
         write_json(partial / TOKENIZER_FILE, read_json(partial / TOKENIZER_FILE))  # a third smaller
