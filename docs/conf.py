@@ -76,12 +76,23 @@ def write_file_list():
 
 write_file_list()
 
+
+def write_names_page():
+    """Writes names.html, which runs the model of the package in a browser."""
+    from moe.serving.model_page import model_page
+
+    (ROOT / "docs/names.html").write_text(model_page(ROOT / "moe/names"), encoding="utf-8")
+
+
+write_names_page()
+
 # ---------------------------------------------------------------------------
 # The look
 
 html_theme = "furo"
 html_title = f"moe {release}"
 html_static_path = ["_static"]
+html_extra_path = ["names.html"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
