@@ -49,7 +49,6 @@ from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, trai
 from moe.training.pair_scores import check_dev_pairs, dev_scorer, scorers_for
 from moe.training.recipe import FinetuneRecipe, MixtureRecipe
 from moe.training.reporter import warn_on_rank_zero
-from moe.training.routing_probe import check_probe
 from moe.training.seeds import seed_runs, write_summary
 
 PAIRS_RECIPE = "finetune_pairs"
@@ -105,13 +104,6 @@ def build_run(
         )
         held_out = HeldOut(unseen, training.held_out_batches, SpecialIds.of(tokenizer))
 
-    # A probe traces unpacked examples.
-    probe_source = None
-    if data.dev_pairs and training.probe_every:
-        settings = {**_row_settings(recipe), "pack": False}
-        probe_source = PairSource(data.dev_pairs, tokenizer, **settings, keep_in=cache_folder())
-    check_probe(recipe, config, probe_source)
-
     # The model and its trainable parameters.
     built = load_for_finetuning(pretrained, recipe, config, world.device_type)
     parameters = select_parameters(built.model, recipe.parameters)
@@ -133,7 +125,6 @@ def build_run(
         held_out=held_out,
         earlier_checkpoints=earlier_checkpoints,
         dev=dev,
-        probe_source=probe_source,
         workers=recipe.data.workers,
         replicas=find_replica_groups(recipe.mesh, world),
     )

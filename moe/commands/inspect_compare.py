@@ -11,8 +11,7 @@ from moe.files import output_path
 from moe.inspection.ablation.loss_split import LossSplit, split_loss
 from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.document_intervals import Estimate
-from moe.inspection.statistics.matching import ExpertMatching, match_traces
-from moe.inspection.statistics.saturation import choice_agreement
+from moe.inspection.statistics.matching import ExpertMatching, choice_agreement, match_traces
 from moe.inspection.tables import format_table, loss_sentence
 from moe.parsing import printable
 from moe.sparse.editing import LayerKey

@@ -1,7 +1,7 @@
 r"""stmoe inspect view: an interactive page on a trace, and its tables.
 
 stmoe inspect view --trace runs/trace --out runs/view.html
-stmoe inspect view --trace runs/trace --probe runs/pretrain/probe --ablation runs/ablation.json --out runs/view.html
+stmoe inspect view --trace runs/trace --ablation runs/ablation.json --out runs/view.html
 """
 
 import json
@@ -9,12 +9,7 @@ import json
 from moe.cli import Parser, integer, model_path, path
 from moe.commands.routing_inputs import add_trace, command_text, load_traced
 from moe.files import output_path, write_text
-from moe.inspection.page.panel_data import (
-    LayerClasses,
-    read_ablation,
-    view_classes,
-    view_saturation,
-)
+from moe.inspection.page.panel_data import LayerClasses, read_ablation, view_classes
 from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
 from moe.inspection.statistics.routing_entropy import (
@@ -42,7 +37,6 @@ def build_parser() -> Parser:
     parser.add_argument("--out", required=True, help="the .html file to write")
 
     # Further contents of the page.
-    parser.add_argument("--probe", type=path, help="folder `probe` of the run that made the model")
     parser.add_argument("--ablation", type=path, help="file made by stmoe inspect ablate")
     parser.add_argument("--json", help="a .json file for the numbers of the tables")
     parser.add_argument(
@@ -57,7 +51,7 @@ def build_parser() -> Parser:
 def main(argv: list[str]) -> None:
     """Writes the page, and prints the tables."""
     options = build_parser().parse_args(argv)
-    inputs = [options.trace, options.model, options.probe, options.ablation]
+    inputs = [options.trace, options.model, options.ablation]
     out = output_path(options.out, suffix=".html", inputs=inputs)
     numbers = None
     if options.json is not None:
@@ -71,7 +65,6 @@ def main(argv: list[str]) -> None:
         trace,
         inspected.tokenizer,
         classes=classes,
-        saturation=view_saturation(options.probe) if options.probe else (),
         ablation=read_ablation(options.ablation, trace) if options.ablation else (),
     )
     view.save(out)

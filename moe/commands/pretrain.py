@@ -55,7 +55,6 @@ from moe.training.command import RecipeCommand, typed_settings
 from moe.training.heldout_loss import HeldOut
 from moe.training.loop import Run, train
 from moe.training.recipe import PretrainRecipe, SpanCorruptionRecipe
-from moe.training.routing_probe import check_probe
 
 R = TypeVar("R", bound=PretrainRecipe)
 
@@ -103,7 +102,6 @@ def build_run(
         batches = ShortExamplesFirst(source, short_length, recipe.data.short_steps)
     unseen = build_source(recipe, held_out_tokens, ids)
     check_run_fits(recipe, config, world.size, source.lengths)
-    check_probe(recipe, config, unseen)
     world.print_on_rank_zero(describe_amount(source, recipe.training.steps))
     if pretrained is None:
         built = build_new_model(recipe, config, world.device_type)
@@ -126,7 +124,6 @@ def build_run(
         tokenizer=tokenizer,
         source=batches,
         held_out=held_out,
-        probe_source=unseen,
         workers=recipe.data.workers,
         replicas=find_replica_groups(recipe.mesh, world),
     )

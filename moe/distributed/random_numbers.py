@@ -44,13 +44,6 @@ def tp_random_numbers(
 @contextlib.contextmanager
 def _own_random_numbers(group: ProcessGroup, device: torch.device) -> Iterator[None]:
     seed = int(torch.randint(_MAX_SEED, (), device="cpu")) + dist.get_rank(group)
-    with seeded_random_numbers(seed, device):
-        yield
-
-
-@contextlib.contextmanager
-def seeded_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
-    """Seeds the default generators of the CPU and of a device, and restores them at the end."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(seed)

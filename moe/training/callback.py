@@ -4,9 +4,7 @@ Through it, routers that balance themselves learn from their load, as in `train_
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,18 +12,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from moe.checks import check, check_integer
-from moe.data.pipeline import ALL_ROWS, Batch
-from moe.distributed.collectives import broadcast_from_rank_zero, is_rank_zero, sum_each_over_ranks
-from moe.errors import ConfigError, DataError
+from moe.distributed.collectives import is_rank_zero, sum_each_over_ranks
+from moe.errors import ConfigError
 from moe.models.outputs import STMoEOutput
 from moe.sparse.stats import RouterStats, add_layers, router_values, sum_stats, unflatten_stats
-from moe.tracing.probe_file import has_probes
 from moe.training.router_health import RouterHealth, layer_keys
-from moe.training.routing_probe import PROBE_FOLDER, RoutingProbe, max_logits, probe_values
 from moe.training.step import add_layer_stats, learns_from_load, router_outputs
-
-_NEEDED = {"input_ids", "labels"}
 
 
 class RouterStatsCallback(TrainerCallback):
@@ -40,39 +32,13 @@ class RouterStatsCallback(TrainerCallback):
     and not when frozen. With a `compute_loss_func` of the Trainer, the model gets no labels, and
     the log contains only the routers' part.
 
-    It warns once, through Python's logging, of a layer whose experts die or whose drops rise. With
-    `probe_every` it also stores the routing of a fixed text in `output_dir/probe`, see
-    moe/tracing/probe_file.py, logs its numbers as `probe/...`, and warns of routers that saturate.
+    It warns once, through Python's logging, of a layer whose experts die or whose drops rise.
 
     Example:
         trainer = Seq2SeqTrainer(model, args, train_dataset=data, callbacks=[RouterStatsCallback()])
-
-    Args:
-        probe_every: Updates from one probe to the next; 0 disables probes.
-        probe_batches: The text: whole batches with labels, the same in every process. Not packed.
-
-    Raises:
-        ConfigError: When one of the two is given without the other.
     """
 
-    def __init__(self, *, probe_every: int = 0, probe_batches: Iterable[Batch] = ()) -> None:
-        batches = tuple(probe_batches)
-        check_integer("probe_every", probe_every, least=0)
-        if bool(probe_every) != bool(batches):
-            raise ConfigError(
-                f"probe_every is {probe_every}, "
-                f"and there are {len(batches)} probe_batches; "
-                "expected both, or neither."
-            )
-        for batch in batches:
-            is_batch = isinstance(batch, Mapping) and batch.keys() >= _NEEDED
-            expected = "whole batches with input_ids and labels, as a collator makes them"
-            check(is_batch, "one of probe_batches", batch, expected)
-
-        self._probe_every = probe_every
-        self._probe_batches = batches
-        self._probe: RoutingProbe | None = None
-        self._probe_values: dict[str, float] = {}
+    def __init__(self) -> None:
         self._health = RouterHealth([])
         self._hooks: list[RemovableHandle] = []
         # Sums of ce_loss and z_loss since the last log, <float64>[2]; None before the first.
@@ -92,8 +58,7 @@ class RouterStatsCallback(TrainerCallback):
         """Starts to watch the model.
 
         Raises:
-            ConfigError: When the model is not one of this library, or has no sparse layer to probe.
-            DataError: When the probes of another training would be lost.
+            ConfigError: When the model is not one of this library.
         """
         if not hasattr(model, "sparse_layers"):
             raise ConfigError(
@@ -117,37 +82,6 @@ class RouterStatsCallback(TrainerCallback):
         ]
 
         self._health = RouterHealth(layer_keys(model.config))
-        if self._probe_every:
-            folder = Path(args.output_dir or ".") / PROBE_FOLDER
-            self._begin_probe(folder, model, state.global_step)
-
-    def _begin_probe(self, folder: Path, model: Any, step: int) -> None:
-        """Prepares the probes of a training run after `step` updates."""
-        has_layers = bool(model.sparse_layers())
-        expected = "0 for a model without sparse layers"
-        check(has_layers, "probe_every", self._probe_every, expected)
-
-        # Training from the start would remove them.
-        is_taken = broadcast_from_rank_zero(lambda: has_probes(folder))
-        if is_taken and not step:
-            raise DataError(
-                f"{folder} holds the probes of another training run. Resume it, choose another output_dir, or move "
-                "the folder away."
-            )
-
-        num_batches = len(self._probe_batches)
-        self._probe = RoutingProbe(
-            folder,
-            model,
-            GivenBatches(self._probe_batches),
-            num_batches,
-            text=f"{num_batches} batches given to RouterStatsCallback",
-        )
-        self._probe.begin(step)
-
-        # The first probe shows the model before any update.
-        if not step:
-            self._probe.record(0)
 
     def on_step_end(
         self,
@@ -166,18 +100,6 @@ class RouterStatsCallback(TrainerCallback):
         self._since_update = []
         self._num_updates += 1
 
-        # Probes are due at intervals, and at the end.
-        step = state.global_step
-        is_due = self._probe_every and step % self._probe_every == 0
-        if self._probe and (is_due or step == state.max_steps):
-            scores = self._probe.record(step).scores
-
-            # The next log contains its step.
-            self._probe_values = probe_values(scores)
-            self._probe_values["probe/step"] = step
-            if is_rank_zero():
-                self._health.observe_logits(step, max_logits(scores))
-
     def on_log(
         self,
         args: TrainingArguments,
@@ -191,15 +113,7 @@ class RouterStatsCallback(TrainerCallback):
 
         Every process must log, since their numbers are summed.
         """
-        if logs is None:
-            return
-
-        # Every kind of log gets the probes since the last one.
-        logs.update(self._probe_values)
-        state.log_history[-1].update(self._probe_values)
-        self._probe_values = {}
-
-        if "loss" not in logs or not self._num_updates:
+        if logs is None or "loss" not in logs or not self._num_updates:
             return
 
         # All processes together, in one exchange.
@@ -251,7 +165,6 @@ class RouterStatsCallback(TrainerCallback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._probe = None
         self._since_update = []
         self._reset_sums()
 
@@ -259,21 +172,6 @@ class RouterStatsCallback(TrainerCallback):
         self._losses = None
         self._num_updates = 0
         self._since_log = []
-
-
-class GivenBatches:
-    """A source of given batches."""
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self._batches = batches
-        self.batch_size = batches[0]["labels"].shape[0]
-        self.lengths = None
-        self.fingerprint = ""
-
-    def batch(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """Returns a batch; see `BatchSource`."""
-        batch = self._batches[step]
-        return {name: values[rows] for name, values in batch.items()}
 
 
 def _request_router_outputs(

@@ -30,7 +30,6 @@ from moe.training.interruption import stop_requests
 from moe.training.metrics import METRICS_FILE, last_value
 from moe.training.planned_steps import LiveState, PlannedStep, ShareSource, live_steps
 from moe.training.reporter import Reporter, is_due, open_metrics, warn_on_rank_zero
-from moe.training.routing_probe import PROBE_FOLDER, RoutingProbe, check_probe
 from moe.training.run import CHECKPOINTS_FOLDER, MODEL_FOLDER, RECIPE_FILE, TRAINING_RUN, Run
 from moe.training.step import StepRanks, take_step
 
@@ -43,12 +42,13 @@ _CHANGEABLE_SETTINGS = _MESH_SETTINGS.union(
         "training.log_every",
         "training.evaluate_every",
         "training.held_out_batches",
-        "training.probe_every",
-        "training.probe_batches",
         "training.checkpoint_every",
         "training.keep_checkpoints",
         "training.micro_batch_size",
         "data.workers",
+        # Removed; the checkpoints of earlier versions have them.
+        "training.probe_every",
+        "training.probe_batches",
     }
 )
 
@@ -73,8 +73,8 @@ def train(
             its seconds are then counted from its start to its exit.
 
     Raises:
-        DataError: When the folder holds a run and `resume` is not given, anything but a run, or
-            probes of another text, or another process writes to it.
+        DataError: When the folder holds a run and `resume` is not given, or anything but a run, or
+            another process writes to it.
         CheckpointError: When all checkpoints are damaged, the checkpoint belongs to other settings
             or data, the optimizer state to another optimizer or model, or loss or gradient is not
             finite.
@@ -83,7 +83,6 @@ def train(
     """
     model_folder = run.folder / MODEL_FOLDER
     model, layouts, mesh = run.built
-    check_probe(run.recipe, model.config, run.probe_source)
     with enter_on_rank_zero(lambda: _hold_run_folder(run.folder, resume)):
         start = _find_start(run) if resume else _Start()
         if start is None:
@@ -98,7 +97,6 @@ def train(
         # Model and optimizer as of the last saved step, or initial ones.
         optimizer = _build_optimizer(run)
         first_step = _restore_state(run, optimizer, start)
-        probe = _begin_probe(run, first_step)
         broadcast_from_rank_zero(lambda: save_recipe(run.recipe, run.folder / RECIPE_FILE))
 
         keep = run.recipe.training.keep_checkpoints
@@ -109,7 +107,7 @@ def train(
                 run.folder / CHECKPOINTS_FOLDER, keep=keep, damaged=start.damaged
             ) as checkpoints,
         ):
-            reporter = Reporter(run, writer, probe, description, first_step, process_start)
+            reporter = Reporter(run, writer, description, first_step, process_start)
             _run_steps(run, optimizer, first_step, reporter, checkpoints, stop_requested)
         quality = broadcast_from_rank_zero(lambda: _held_out_sentence(run))
         _print_on_rank_zero(reporter.summary())
@@ -140,11 +138,10 @@ def _run_steps(
     training = run.recipe.training
     ranks = StepRanks(mesh, run.replicas)
 
-    # The baseline of held-out losses and probes is before any update.
+    # The baseline of held-out losses is before any update.
     model.train()
     if first_step == 0:
         reporter.report_held_out(0)
-        reporter.report_probe(0)
 
     planned_steps = _planned_steps(run, optimizer, first_step)
     with closing(planned_steps), reporter.progress_bar(first_step) as bar:
@@ -167,7 +164,6 @@ def _run_steps(
                     reporter.report_held_out(done)
                     reporter.report_dev_scores(done)
                     reporter.restart_clock()
-                reporter.report_probe(done)
             except LostStepError:
                 continue  # it comes again
             except NonFiniteError as error:  # inside the model
@@ -319,30 +315,6 @@ def _restore_state(run: Run, optimizer: torch.optim.Optimizer, start: _Start) ->
         name = run.recipe.optim.optimizer
         load_optimizer_state(run.earlier_checkpoints, model, optimizer, layouts, name)
     return 0
-
-
-def _begin_probe(run: Run, first_step: int) -> RoutingProbe | None:
-    """Returns the probe of the run from `first_step` on; None if it is not probed.
-
-    Raises:
-        DataError: When earlier probes of the run could not be compared with those to come.
-    """
-    training = run.recipe.training
-    if not training.probe_every:
-        return None
-
-    assert run.probe_source is not None, "check_probe wants a text"
-    probe = RoutingProbe(
-        run.folder / PROBE_FOLDER,
-        run.built.model,
-        run.probe_source,
-        training.probe_batches,
-        text=f"the first {training.probe_batches} held-out batches of {training.batch_size}",
-        mesh=run.built.mesh,
-        bfloat16=training.precision == "bfloat16",
-    )
-    probe.begin(first_step)
-    return probe
 
 
 def _check_checkpoint(path: Path | None, run: Run) -> None:

@@ -4,14 +4,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from moe.checks import is_kind, shown
@@ -24,18 +22,6 @@ from moe.sparse.stats import max_violations, router_values
 from moe.training.step import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
-
-
-class Histogram(NamedTuple):
-    """Counts by bucket.
-
-    Attributes:
-        edges: Starts of the buckets, ascending, and the end of the last one.
-        counts: One for each bucket.
-    """
-
-    edges: Sequence[float]
-    counts: Sequence[float]
 
 
 def step_values(
@@ -112,10 +98,6 @@ class MetricsWriter:
         self._lines.write(line.encode())
         self._board.write(step, values)
 
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Writes histograms, to TensorBoard only."""
-        self._board.write_histograms(step, histograms)
-
     def __enter__(self) -> Self:
         return self
 
@@ -179,14 +161,6 @@ class _Board:
         entries = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(Event(step=step, summary=Summary(value=entries)))
 
-    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
-        """Appends the histograms of a step."""
-        entries = []
-        for name, histogram in histograms.items():
-            content = _histogram_proto(histogram)
-            entries.append(Summary.Value(tag=name, histo=content))
-        self._add(Event(step=step, summary=Summary(value=entries)))
-
     def close(self) -> None:
         """Ends the file."""
         self._file.close()
@@ -194,27 +168,6 @@ class _Board:
     def _add(self, event: Event) -> None:
         event.wall_time = time.time()
         self._records.write(event.SerializeToString())
-
-
-def _histogram_proto(histogram: Histogram) -> HistogramProto:
-    """Returns a histogram for TensorBoard; its sums assume the middles of the buckets."""
-    # All values of a bucket count as its midpoint.
-    total = 0.0
-    total_squares = 0.0
-    buckets = pairwise(histogram.edges)
-    for (left, right), count in zip(buckets, histogram.counts, strict=True):
-        middle = (left + right) / 2
-        total += count * middle
-        total_squares += count * middle**2
-    return HistogramProto(
-        min=histogram.edges[0],
-        max=histogram.edges[-1],
-        num=sum(histogram.counts),
-        sum=total,
-        sum_squares=total_squares,
-        bucket_limit=histogram.edges[1:],
-        bucket=histogram.counts,
-    )
 
 
 class _GrowingFile:

@@ -43,7 +43,6 @@ _ARCHITECTURE = {
 }
 
 _MOST_HELD_OUT = 1_000_000
-_MOST_PROBED = 10_000
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,6 @@ class TrainingRecipe:
         log_every: Steps between lines of metrics.
         evaluate_every: Steps between held-out evaluations.
         held_out_batches: Batches in a held-out evaluation; 0 disables it.
-        probe_every: Steps between records of the routing of held-out text, see
-            moe/training/routing_probe.py; 0 disables them.
-        probe_batches: Batches of that text.
         checkpoint_every: Steps between checkpoints; a crash loses at most this many.
         keep_checkpoints: Number of newest checkpoints to keep.
     """
@@ -80,8 +76,6 @@ class TrainingRecipe:
     log_every: int = 10
     evaluate_every: int = 1_000
     held_out_batches: int = 8
-    probe_every: int = 0
-    probe_batches: int = 1
     checkpoint_every: int = 1_000
     keep_checkpoints: int = 2
 
@@ -89,7 +83,6 @@ class TrainingRecipe:
         check_field_types(self, prefix="training.")
 
         per_evaluation = "every evaluation goes through all of them"
-        per_probe = "every probe keeps the routing of each token of them"
         bounds = {
             "steps": (1, MOST_STEPS, WHY_MOST_STEPS),
             "log_every": (1, MOST_STEPS, WHY_MOST_STEPS),
@@ -97,8 +90,6 @@ class TrainingRecipe:
             "checkpoint_every": (1, MOST_STEPS, WHY_MOST_STEPS),
             "keep_checkpoints": (1, MOST_STEPS, WHY_MOST_STEPS),
             "held_out_batches": (0, _MOST_HELD_OUT, per_evaluation),
-            "probe_every": (0, MOST_STEPS, WHY_MOST_STEPS),
-            "probe_batches": (1, _MOST_PROBED, per_probe),
             "batch_size": (1, LARGEST_BATCH, WHY_LARGEST_BATCH),
         }
         for name, (least, most, reason) in bounds.items():

@@ -21,21 +21,19 @@ from moe.training.heldout_loss import evaluate_held_out
 from moe.training.metrics import MetricsWriter, replica_values, step_values
 from moe.training.planned_steps import PlannedStep
 from moe.training.router_health import RouterHealth, layer_keys
-from moe.training.routing_probe import RoutingProbe, max_logits, probe_histograms, probe_values
 from moe.training.run import Run
 from moe.training.step import StepMetrics
 from moe.training.timeline import TIMELINE_FILE, Timeline
 
 
 class Reporter:
-    """Reports steps, held-out losses, dev scores and probes: to metrics.jsonl and on the progress bar.
+    """Reports steps, held-out losses and dev scores: to metrics.jsonl and on the progress bar.
 
     Every rank measures; rank zero writes and warns.
 
     Args:
         run: The run.
         writer: Writes metrics; None on ranks other than zero.
-        probe: Records the routing of a text; None for none.
         description: Label of the progress bar.
         first_step: Updates so far.
         process_start: When this process started, in seconds since 1970, if it serves only this run.
@@ -45,14 +43,12 @@ class Reporter:
         self,
         run: Run,
         writer: MetricsWriter | None,
-        probe: RoutingProbe | None,
         description: str,
         first_step: int,
         process_start: float | None = None,
     ) -> None:
         self._run = run
         self._writer = writer
-        self._probe = probe
         self._description = description
         self._health = RouterHealth(layer_keys(run.built.model.config))
         path = run.folder / TIMELINE_FILE if writer else None
@@ -150,22 +146,6 @@ class Reporter:
         if self._writer is not None:
             self._writer.write(step, {f"eval/{name}": value for name, value in scores.items()})
             tqdm.write(f"step {step:,}: {format_scores(scores)}")
-
-    def report_probe(self, step: int) -> None:
-        """Records the routing after `step` updates and writes its numbers, when due."""
-        training = self._run.recipe.training
-        every = training.probe_every
-        if self._probe is None or not is_due(step, every, training.steps):
-            return
-
-        # Every rank takes part in the record.
-        with self._evaluation(step):
-            scores = self._probe.record(step).scores
-        if self._writer is not None:
-            self._writer.write(step, probe_values(scores))
-            self._writer.write_histograms(step, probe_histograms(scores))
-            self._health.observe_logits(step, max_logits(scores))
-        self.restart_clock()
 
     def summary(self) -> str:
         """Returns a line on how the seconds of this process were spent."""

@@ -1,4 +1,4 @@
-"""Warnings of a training run: experts that die, routers that saturate, drops that rise.
+"""Warnings of a training run: experts that die, drops that rise.
 
 The training loop and RouterStatsCallback pass it what they log; each layer is reported once for each
 kind of trouble.
@@ -8,7 +8,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -29,11 +29,6 @@ NUM_LOGS = 10
 # equally probable, one would be unused with probability e^-20.
 FAIR_SHARE = 20
 
-# Largest |logit| of a healthy router. From 128 on bfloat16 steps by 1: 128.5 is 128, and next to
-# ten others of 128 its probability is 0.091 instead of 0.142. Source: ST-MoE (arXiv:2202.08906),
-# footnote 7.
-MAX_LOGIT = 128.0
-
 # Share of dropped tokens that costs little.
 # Source: ST-MoE (arXiv:2202.08906), table 5: 10 to 15 %.
 TOLERATED_DROPS = 0.15
@@ -45,7 +40,7 @@ STANDARD_ERRORS = 4
 
 _MOST_NAMED = 8
 
-Trouble = Literal["dead", "saturated", "drops"]
+Trouble = Literal["dead", "drops"]
 
 
 class RouterHealth:
@@ -74,19 +69,6 @@ class RouterHealth:
             logs.append(log)
             self._look_for_dead_experts(key, step)
             self._look_for_rising_drops(key, step)
-
-    def observe_logits(self, step: int, max_logits: Mapping[LayerKey, float]) -> None:
-        """Checks the largest |logit| of each layer after `step` updates."""
-        for key, value in max_logits.items():
-            if value <= MAX_LOGIT:
-                continue
-            text = (
-                f"The router of {layer_name(key)} saturates: "
-                f"its largest |logit| is {value:.1f} after step {step:,}, "
-                f"above {MAX_LOGIT:g}, where bfloat16 takes 128.5 for 128. "
-                "Raise router_z_loss_weight, or lower the learning rate."
-            )
-            self._warn_once(key, "saturated", text)
 
     def _look_for_dead_experts(self, key: LayerKey, step: int) -> None:
         logs = list(self._logs[key])[-NUM_LOGS:]

@@ -24,7 +24,7 @@ class Run(NamedTuple):
     """All parts of a run.
 
     Attributes:
-        folder: Folder of metrics.jsonl, timeline.jsonl, tensorboard/, probe/, checkpoints/, recipe.yaml and finally
+        folder: Folder of metrics.jsonl, timeline.jsonl, tensorboard/, checkpoints/, recipe.yaml and finally
             model/; it must be on a file system that all machines share.
         recipe: All settings.
         built: The model with its initial weights, on its device or mesh.
@@ -35,7 +35,6 @@ class Run(NamedTuple):
             run starts with; None for fresh state.
         dev: Scores models at every evaluation; the best is kept in best/, see best_model.py. None
             for no scores.
-        probe_source: Unpacked held-out batches, the first of which are probed; None for none.
         workers: Processes that make batches ahead; see `batches_ahead`.
         replicas: Replica groups that take every step with this one, each with its own folder; None
             if no replica may be lost.
@@ -50,7 +49,6 @@ class Run(NamedTuple):
     held_out: HeldOut | None
     earlier_checkpoints: Path | None = None
     dev: DevEvaluation | None = None
-    probe_source: BatchSource | None = None
     workers: int | None = 0
     replicas: ReplicaGroups | None = None
     forward: ForwardPass = forward_pass

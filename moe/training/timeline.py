@@ -163,7 +163,7 @@ class Goodput(NamedTuple):
         meeting: Seconds of waiting for other replica groups before a step.
         healing: Seconds of taking over the state of another group.
         lost: Seconds in steps that were lost with a group.
-        evaluation: Seconds in held-out losses, dev scores and probes.
+        evaluation: Seconds in held-out losses and dev scores.
     """
 
     steps: int

@@ -89,9 +89,9 @@ def test_panels_of_intervals_have_one_scale():
 
 
 def test_curves_have_names_and_axes():
-    panel = CurvePanel("Saturation", [Curve("encoder 1", [1, 2, 3], [0.1, 0.5, math.nan])])
+    panel = CurvePanel("Entropy", [Curve("encoder 1", [1, 2, 3], [0.1, 0.5, math.nan])])
     drawing = draw_curves([panel], x_label="step", y_label="share", y_limits=(0, 1), log_x=True)
-    assert {"Saturation", "encoder 1", "step", "share"} <= set(words(drawing))
+    assert {"Entropy", "encoder 1", "step", "share"} <= set(words(drawing))
 
 
 def test_the_same_figure_is_the_same_text():

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from moe.inspection.statistics.matching import match_traces
+from moe.inspection.statistics.matching import choice_agreement, match_traces
 from moe.inspection.statistics.permutations import TokenShuffle, token_places
 from moe.inspection.statistics.routing_entropy import sentinel_entropies
-from moe.inspection.statistics.saturation import saturation_curve, snapshot
 from moe.inspection.statistics.specialization import class_table, specialization_test
 from moe.inspection.statistics.token_classes import classify
 from moe.tracing.recorder import record_routing, traced_batches
@@ -56,11 +55,12 @@ def test_every_layer_has_its_row(trace, tokenizer):
     assert [test.layer for test in tests] == [("encoder", 0), ("encoder", 1)]
 
 
-def test_a_model_is_matched_with_itself_and_saturated_at_once(trace):
+def test_a_model_is_matched_with_itself(trace):
     for matching in match_traces(trace, trace).values():
         assert matching.agreement == matching.adjusted_rand == 1
-    for point in saturation_curve([snapshot(0, trace), snapshot(9, trace)]):
-        assert point.first.share == point.all_choices.share == 1
+    for layer in trace.layers:
+        choices = layer.choices
+        assert choice_agreement(choices, choices, layer.facts.num_experts).share == 1
 
 
 def test_a_decoder_that_is_all_padding_has_empty_statistics(tokenizer):

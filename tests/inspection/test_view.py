@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import math
 import re
 from collections import Counter
 from html.parser import HTMLParser
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from moe import ConfigError, DataError
-from moe.inspection.page.panel_data import AblationBar, ClassRow, LayerClasses, SaturationPoint
+from moe.inspection.page.panel_data import AblationBar, ClassRow, LayerClasses
 from moe.inspection.page.routing_view import routing_view
 from moe.tracing.trace import ACCEPTED, NOT_REQUESTED
 from tests.inspection.tiny_view import (
@@ -176,26 +175,22 @@ def test_statistics_come_as_they_are_given_and_what_is_not_known_as_null(trace):
     assert rows[0]["entropy"] == {"value": 1.25, "low": 1.0, "high": 1.5}
     assert rows[0]["lifts"][:2] == [2.0, 0.5]
     assert rows[1]["shares"] == [None] * 7
-    assert content["saturation"][1] == {"key": ["encoder", 0], "step": 100, "value": -0.025}
     assert content["ablation"][0]["low"] == 0.125
 
 
 def test_numbers_of_other_libraries_are_numbers(trace):
     shares = torch.full((7,), 0.125)
     row = ClassRow("x", np.int64(3), shares, np.full(7, 2.0, np.float32), shares)
-    point = SaturationPoint(("encoder", 0), np.int64(5), np.float32(0.5))
     tables = [LayerClasses(("encoder", 0), [row])]
-    content = content_of(view_of(trace, classes=tables, saturation=[point]))
+    content = content_of(view_of(trace, classes=tables))
     assert content["classes"][0]["rows"][0]["num_tokens"] == 3
     assert content["classes"][0]["rows"][0]["shares"] == [0.125] * 7
     assert content["classes"][0]["rows"][0]["lifts"] == [2.0] * 7
-    assert content["saturation"] == [{"key": ["encoder", 0], "step": 5, "value": 0.5}]
 
 
 def test_what_has_nothing_to_show_is_not_there(trace):
-    nothing = [SaturationPoint(("encoder", 0), 1, math.nan)]
-    page = view_of(trace, classes=[LayerClasses(("encoder", 0), [])], saturation=nothing)
-    assert not {"classes", "saturation"} & Page(page).ids()
+    page = view_of(trace, classes=[LayerClasses(("encoder", 0), [])])
+    assert "classes" not in Page(page).ids()
 
     # A trace without probabilities.
     content = content_of(view_of(tiny_trace(1, num_best=0)))
@@ -260,10 +255,10 @@ def test_the_same_trace_gives_the_same_bytes(trace):
 def test_a_part_without_numbers_is_not_there(trace):
     bare = Page(view_of(trace))
     assert {"text", "load", "flow", "source"} <= bare.ids()
-    assert not {"classes", "saturation", "ablation", "agreement"} & bare.ids()
+    assert not {"classes", "ablation", "agreement"} & bare.ids()
     full = Page(view_of(trace, other=trace, **statistics(trace)))
-    assert {"classes", "saturation", "ablation", "agreement"} <= full.ids()
-    assert len(full.headings) == 9
+    assert {"classes", "ablation", "agreement"} <= full.ids()
+    assert len(full.headings) == 8
 
     one_layer = tiny_trace(1, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
     assert "flow" not in Page(view_of(one_layer)).ids()
@@ -433,5 +428,3 @@ def test_statistics_of_other_layers_or_experts_are_refused(trace):
         view_of(trace, ablation=[bar])
     with pytest.raises(ConfigError, match=r"expert of an ablation is 7; .* 0 to 6"):
         view_of(trace, ablation=[bar._replace(key=("decoder", 0), expert=7)])
-    with pytest.raises(ConfigError, match="a layer of saturation is"):
-        view_of(trace, saturation=[SaturationPoint(("encoder", 2), 0, 0)])

@@ -97,7 +97,6 @@ def test_every_part_is_drawn_and_every_token_has_its_expert(browser, page, trace
     assert browser.run("document.querySelectorAll('#load figure svg').length") == 5
     assert browser.run("document.querySelectorAll('#load .bar-group').length") == 5 * 7
     assert browser.run("document.querySelectorAll('#flow figure').length") == 2
-    assert browser.run("document.querySelectorAll('#saturation polyline').length") == 5
     assert browser.run("document.querySelectorAll('#ablation-bars > ol > li').length") == 5
     assert browser.run("document.querySelectorAll('#classes tbody tr').length") == 2
 

@@ -10,13 +10,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from moe.inspection.page.panel_data import (
-    AblationBar,
-    ClassRow,
-    Estimate,
-    LayerClasses,
-    SaturationPoint,
-)
+from moe.inspection.page.panel_data import AblationBar, ClassRow, Estimate, LayerClasses
 from moe.inspection.page.routing_view import routing_view
 from moe.tracing.recorder import record_routing, traced_batches
 from moe.tracing.trace import Trace
@@ -106,9 +100,8 @@ _ROWS = ("expert", "state", "gate", "first", "best_expert", "best_prob")
 
 
 def statistics(trace: Trace, name: str = "numbers") -> dict[str, Any]:
-    """Returns class tables, curves and bars with a text of the test's in them."""
+    """Returns class tables and bars with a text of the test's in them."""
     classes = []
-    saturation = []
     ablation = []
     for layer in trace.layers:
         num_experts = layer.facts.num_experts
@@ -118,10 +111,8 @@ def statistics(trace: Trace, name: str = "numbers") -> dict[str, Any]:
         row = ClassRow(name, 19, shares, lifts, p_values, Estimate(1.25, 1.0, 1.5))
         unseen = ClassRow("unseen", 0, [float("nan")] * num_experts, lifts, [1.0] * num_experts)
         classes.append(LayerClasses(layer.key, [row, unseen]))
-        for step in (0, 100, 1000):
-            saturation.append(SaturationPoint(layer.key, step, step / 1000 - 0.125))
         ablation.append(AblationBar(layer.key, 0, 0.25, 0.125, 0.5, name, "drop", 19, [name]))
-    return {"classes": classes, "saturation": saturation, "ablation": ablation}
+    return {"classes": classes, "ablation": ablation}
 
 
 # ---------------------------------------------------------------------------

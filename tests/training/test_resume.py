@@ -143,7 +143,7 @@ def test_a_run_says_at_its_end_how_good_it_is_and_what_batches_and_evaluations_t
     inputs, tmp_path, capsys
 ):
     out = tmp_path / "run"
-    every = ("--training.evaluate_every", "3", "--training.probe_every", "3")
+    every = ("--training.evaluate_every", "3")
     pretrain.main(
         pretrain_arguments(
             inputs, out, "--training.steps", "5", "--optim.cooldown_steps", "0", *every
@@ -172,10 +172,10 @@ def test_a_run_says_at_its_end_how_good_it_is_and_what_batches_and_evaluations_t
     shuffled = [line["step"] for line in lines_of(out) if "heldout/shuffled_encoder" in line]
     assert shuffled == [5]
 
-    # A held-out loss and a probe before the first step, after the third, and at the end.
+    # A held-out loss before the first step, after the third, and at the end.
     events = read_timeline(out)
     evaluations = [event for event in events if event.event == "evaluation"]
-    assert [event.step for event in evaluations] == [0, 0, 3, 3, 5, 5]
+    assert [event.step for event in evaluations] == [0, 3, 5]
     assert all(event.seconds > 0 for event in evaluations)
     goodput = measure_goodput(events)
     assert goodput.evaluation == pytest.approx(sum(event.seconds for event in evaluations))
@@ -343,6 +343,25 @@ def test_other_settings_are_refused_by_name(inputs, unstopped, without_model):
             match=r"optim\.lr was 0\.2 and is 0\.3; training\.steps was 21 and is 50",
         ):
             here(inputs, out, "--resume", *changes)
+
+
+def test_a_run_with_the_removed_settings_of_probes_resumes_without_them(
+    inputs, unstopped, without_model, tmp_path
+):
+    newest = checkpoint_folders(without_model / "checkpoints")[-1]
+    state = json.loads((newest / "state.json").read_text())
+    state["recipe"]["training"] |= {"probe_every": 200, "probe_batches": 4}
+    (newest / "state.json").write_text(json.dumps(state))
+    (newest / "SHA256SUMS").unlink()
+    write_sums(newest)
+    here(inputs, without_model, "--resume")
+    assert content_of(without_model / "model") == content_of(unstopped / "model")
+
+    # A recipe file must drop them.
+    old = tmp_path / "old.yaml"
+    old.write_text("training:\n  probe_every: 0\n")
+    with pytest.raises(ConfigError, match=r"no setting 'training.probe_every'.* Remove it"):
+        here(inputs, without_model, "--resume", "--config", str(old))
 
 
 def test_another_writer_is_refused(inputs, without_model):

@@ -22,6 +22,7 @@ from moe import (
     summarize,
 )
 from tests.models.tiny import tiny_model
+from tests.training.test_router_health import with_dead_expert
 from tests.training.tiny_trainer import HEAVY, LEARNS, examples, make_trainer, tokenizer, train
 
 STATISTICS = ("load_balance_loss", "router_z_loss", "fraction_dropped", "entropy", "load_cv")
@@ -358,3 +359,13 @@ def test_with_a_loss_of_the_users_own_the_callback_logs_the_routers_part(tmp_pat
     trainer.train()
     (logged,) = [line for line in trainer.state.log_history if "loss" in line]
     assert "router/decoder/load_cv" in logged and "ce_loss" not in logged
+
+
+def test_the_callback_warns_of_an_expert_that_is_dead(tmp_path, caplog):
+    model = tiny_model(**HEAVY)
+    with_dead_expert(model.sparse_layers()[0].router.gate)
+    settings = {"learning_rate": 0.0, "max_steps": 12, "data": examples(96)}
+    make_trainer(tmp_path, model, callbacks=[RouterStatsCallback()], **settings).train()
+    texts = [record.getMessage() for record in caplog.records]
+    dead = [text for text in texts if "are dead" in text]
+    assert len(dead) == 1 and "1 of 7 experts of encoder 1" in dead[0]

@@ -1,7 +1,7 @@
-"""The panels of the routing view next to the text: classes, saturation and ablation, as plain numbers.
+"""The panels of the routing view next to the text: classes and ablation, as plain numbers.
 
-Computed from a trace, from the probes of a run, and by `stmoe inspect ablate`, whose file is written
-and read here. `routing_view` draws them. A number that is not finite means "not known".
+Computed from a trace, and by `stmoe inspect ablate`, whose file is written and read here.
+`routing_view` draws them. A number that is not finite means "not known".
 """
 
 import json
@@ -22,12 +22,10 @@ from moe.inspection.ablation.ablation_table import class_verdicts, expert_effect
 from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS, token_places
 from moe.inspection.statistics.routing_entropy import class_entropy
-from moe.inspection.statistics.saturation import Snapshot, saturation_curve
 from moe.inspection.statistics.specialization import class_table, specialization_test
 from moe.inspection.statistics.token_classes import classify, domain_classes
 from moe.parsing import printable, read_record, to_json
 from moe.sparse.editing import LayerKey, Stack
-from moe.tracing.probe_file import read_probe_facts, read_probes
 from moe.tracing.trace import STACKS, Trace, layer_name
 
 
@@ -58,20 +56,6 @@ class LayerClasses(NamedTuple):
     rows: Sequence[ClassRow]
 
 
-class SaturationPoint(NamedTuple):
-    """Agreement of a layer's choices at one step with the last checkpoint.
-
-    Attributes:
-        key: The layer.
-        step: Training step of the checkpoint.
-        value: 1 if all choices agree, 0 if as many agree as by chance.
-    """
-
-    key: LayerKey
-    step: int
-    value: float
-
-
 class AblationBar(NamedTuple):
     """Effect of an expert's ablation on the loss.
 
@@ -99,22 +83,18 @@ class AblationBar(NamedTuple):
 
 
 def check_statistics(
-    trace: Trace,
-    classes: Sequence[LayerClasses],
-    saturation: Sequence[SaturationPoint],
-    ablation: Sequence[AblationBar],
+    trace: Trace, classes: Sequence[LayerClasses], ablation: Sequence[AblationBar]
 ) -> None:
     """Raises a ConfigError unless the statistics are of layers and experts of the trace.
 
     Args:
         trace: The trace on the page.
         classes: Class tables.
-        saturation: Points of the curves.
         ablation: Bars.
     """
     num_experts = {layer.key: layer.facts.num_experts for layer in trace.layers}
     expected = f"a layer of the trace: {', '.join(map(str, num_experts))}"
-    statistics = {"classes": classes, "saturation": saturation, "ablation": ablation}
+    statistics = {"classes": classes, "ablation": ablation}
     for name, values in statistics.items():
         for value in values:
             check(value.key in num_experts, f"a layer of {name}", value.key, expected)
@@ -181,38 +161,6 @@ def view_classes(
                     )
         tables += [LayerClasses(key, of_layer) for key, of_layer in rows.items()]
     return tables
-
-
-def view_saturation(folder: Path) -> list[SaturationPoint]:
-    """Returns the agreement of the choices of a training run with its last probe.
-
-    Args:
-        folder: The folder `probe` of a run.
-
-    Raises:
-        DataError: When it has fewer than two probes, or one is damaged.
-    """
-    facts = read_probe_facts(folder)
-    num_experts: dict[LayerKey, int] = {
-        (layer.stack, layer.layer): layer.num_experts for layer in facts.layers
-    }
-
-    # The first column of a probe's choices is the first choice.
-    snapshots = []
-    for probe in read_probes(folder):
-        snapshots.append(
-            Snapshot(
-                step=probe.step,
-                inputs_fingerprint=facts.text_fingerprint,
-                num_experts=num_experts,
-                first={key: choices[:, 0] for key, choices in probe.choices.items()},
-                choices=probe.choices,
-            )
-        )
-    points = []
-    for point in saturation_curve(snapshots):
-        points.append(SaturationPoint(point.layer, point.step, point.first.corrected))
-    return points
 
 
 def ablation_bars(

@@ -5,7 +5,6 @@ It needs no other file and no network, and notebooks display it.
 
 import base64
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -20,12 +19,7 @@ from moe.errors import DataError
 from moe.files import output_path, write_text
 from moe.inspection.figures import COLOURS
 from moe.inspection.html_page import render_page
-from moe.inspection.page.panel_data import (
-    AblationBar,
-    LayerClasses,
-    SaturationPoint,
-    check_statistics,
-)
+from moe.inspection.page.panel_data import AblationBar, LayerClasses, check_statistics
 from moe.inspection.page.trace_content import (
     Shown,
     agreements,
@@ -50,7 +44,6 @@ _SCRIPTS = (
     "view_experts.js",
     "view_charts.js",
     "view_flow.js",
-    "view_curves.js",
     "view_tables.js",
     "view_page.js",
 )
@@ -101,7 +94,6 @@ def routing_view(
     other: Trace | None = None,
     matching: Mapping[LayerKey, Sequence[int]] | None = None,
     classes: Sequence[LayerClasses] = (),
-    saturation: Sequence[SaturationPoint] = (),
     ablation: Sequence[AblationBar] = (),
     title: str = "",
     most_bytes: int = MOST_BYTES,
@@ -117,7 +109,6 @@ def routing_view(
         matching: For layers of the other model, the number that each expert has in the first model,
             -1 for none. By default experts of the same number correspond.
         classes: Class by expert.
-        saturation: Agreement of choices with the last checkpoint.
         ablation: Effects of the ablation of experts on the loss, in display order.
         title: Heading of the page; by default it names the model.
         most_bytes: Maximum size of the page.
@@ -133,7 +124,7 @@ def routing_view(
         raise DataError(
             "The trace has no sparse layer, so there is no routing to show. Trace a model that has experts."
         )
-    check_statistics(trace, classes, saturation, ablation)
+    check_statistics(trace, classes, ablation)
     matching = matching or {}
     if other is not None:
         _check_same_text(trace, other)
@@ -147,7 +138,6 @@ def routing_view(
         "num_examples": trace.facts.num_examples,
         "agreement": agreements(trace, other, matching) if other is not None else [],
         "classes": [table for table in classes if table.rows],
-        "saturation": [point for point in saturation if math.isfinite(point.value)],
         "ablation": ablation,
     }
     contents = {
@@ -155,7 +145,6 @@ def routing_view(
         "agreement": totals["agreement"],
         "classes": totals["classes"],
         "load": True,
-        "saturation": totals["saturation"],
         "flow": any(model["flows"] for model in models),
         "ablation": totals["ablation"],
         "source": True,

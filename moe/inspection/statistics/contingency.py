@@ -1,6 +1,6 @@
 """Tables of counts, and how much their rows predict their columns.
 
-Comes before specialization.py and saturation.py.
+Comes before specialization.py and matching.py.
 """
 
 import math

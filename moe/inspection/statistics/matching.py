@@ -1,7 +1,7 @@
-"""Matches the experts of two models by the tokens that they share.
+"""Compares the choices of two models, and matches their experts by the tokens that they share.
 
-Expert numbers mean nothing across seeds and models. Comes after saturation.py, which compares
-models whose experts correspond by number.
+Expert numbers mean nothing across seeds and models: `choice_agreement` compares models whose experts
+correspond by number, `match_traces` others.
 """
 
 import math
@@ -12,8 +12,83 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from moe.errors import DataError
+from moe.inspection.statistics.contingency import one_hot_choices
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import LayerTrace, Trace, layer_name
+
+
+class Agreement(NamedTuple):
+    """Agreement of two sets of choices for the same tokens.
+
+    Attributes:
+        share: Mean over tokens of the experts chosen in both, over those chosen; NaN without tokens.
+        chance: Expected share if experts were drawn evenly: K / E.
+        corrected: (share - chance) / (1 - chance): 0 by even chance, 1 for the same choices.
+        load_chance: Expected share if tokens exchanged their choices: above `chance` when a
+            few experts have most of the load, even if choices do not depend on tokens.
+        load_corrected: `share` corrected for `load_chance`; for one choice, Cohen's kappa. NaN when
+            chance alone gives 1.
+    """
+
+    share: float
+    chance: float
+    corrected: float
+    load_chance: float
+    load_corrected: float
+
+
+def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
+    """Returns the agreement of two sets of choices of the same tokens.
+
+    If a token has more choices in one set, the larger number counts; tokens without choices in both
+    are left out.
+
+    Args:
+        a: <any integer>[N] or [N, K] expert of each choice, -1 for none.
+        b: <any integer>[N] or [N, K] expert of each choice in the other set.
+        num_experts: E.
+
+    Raises:
+        DataError: When the shapes differ, or an expert is out of range.
+
+    Source:
+        OLMoE (arXiv:2409.02060) eq. 5.
+    """
+    # Experts chosen by each token.
+    chosen_a = one_hot_choices(a, num_experts)  # [N, E]
+    chosen_b = one_hot_choices(b, num_experts)
+    if len(chosen_a) != len(chosen_b):
+        raise DataError(
+            f"The choices cover {len(chosen_a):,} and {len(chosen_b):,} tokens; expected the same tokens. Trace the "
+            "same text with both."
+        )
+
+    # Experts that a token has in each, in both, and at most.
+    num_a = chosen_a.sum(dim=1)  # [N]
+    num_b = chosen_b.sum(dim=1)
+    most = torch.maximum(num_a, num_b)
+    is_counted = most > 0
+    most = most[is_counted]
+    common = (chosen_a * chosen_b).sum(dim=1)[is_counted]
+    share = float((common / most).mean())
+
+    # By chance: evenly, and by the load of both.
+    fewest = torch.minimum(num_a, num_b)[is_counted]
+    chance = float(fewest.mean()) / num_experts
+    load_a = chosen_a[is_counted].mean(dim=0)  # [E]
+    load_b = chosen_b[is_counted].mean(dim=0)
+    load_chance = float(load_a @ load_b / most.mean())
+    return Agreement(
+        share=share,
+        chance=chance,
+        corrected=_corrected(share, chance),
+        load_chance=load_chance,
+        load_corrected=_corrected(share, load_chance),
+    )
+
+
+def _corrected(share: float, chance: float) -> float:
+    return (share - chance) / (1 - chance) if chance < 1 else math.nan
 
 
 class ExpertMatching(NamedTuple):

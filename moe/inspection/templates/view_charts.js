@@ -29,7 +29,6 @@ const charts = new Map(
   Object.entries({
     "load-charts": drawLoads,
     "flow-charts": drawFlows,
-    "saturation-chart": drawSaturation,
   })
     .map(([id, draw]) => [document.getElementById(id), draw])
     .filter(([place]) => place),
