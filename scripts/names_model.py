@@ -204,7 +204,7 @@ def names_card(
     sections = {
         "Use": (
             "A text is a language's code, a colon and an English name: "
-            '`stmoe generate --model names "el: Ivory Coast"`.'
+            '`stmoe generate --model names "el: New Zealand"`.'
         ),
         "Training data": (
             f"What places, languages, scripts and currencies are called in {len(rows)} languages: "

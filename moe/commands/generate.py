@@ -1,6 +1,6 @@
 """stmoe generate: answers texts with a model, one or a million.
 
-stmoe generate --model names "el: Ivory Coast" "uk: Euro"
+stmoe generate --model names "el: New Zealand" "uk: Euro"
 stmoe generate --model runs/finetune/best/model < questions.txt > answers.txt
 stmoe generate --model runs/finetune/best/model --in questions.jsonl --out answers.jsonl --resume
 torchrun --nproc-per-node 2 -m stmoe generate --model MODEL --ep 2 --in questions.jsonl --out answers.jsonl

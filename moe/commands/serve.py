@@ -2,7 +2,7 @@ r"""stmoe serve: an HTTP server that speaks OpenAI's completions API, with a pag
 
 stmoe serve --model names
 curl localhost:8000/v1/completions -H 'content-type: application/json' \
-  -d '{"prompt": "el: Ivory Coast", "stream": true}'
+  -d '{"prompt": "el: New Zealand", "stream": true}'
 """
 
 import socket

@@ -19,7 +19,7 @@ def load(source: Path | str, **settings: Any) -> BatchGenerator:
     Example:
         from moe import load
         names = load("names")
-        print(*names(["el: Ivory Coast"]))
+        print(*names(["el: New Zealand"]))
 
     Args:
         source: `names`, which comes with the library, a folder, or a name of the hub.

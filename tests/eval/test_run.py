@@ -255,7 +255,7 @@ def test_a_label_budget_is_that_of_fine_tuning_and_is_said(folders, tmp_path):
         ({"train_examples": 0}, ["boolq"], "--train-examples is 0; expected an integer of at"),
         ({"train_seed": -1}, ["boolq"], "--train-seed is -1; expected an integer from 0"),
         ({"train_seed": 3}, ["boolq"], "--train-seed 3 would change nothing.*Give both"),
-        ({"train_examples": 5}, ["squad"], "--train-examples 5 would change nothing: no task has"),
+        ({"train_examples": 5}, ["record"], "--train-examples 5 would change nothing: no task has"),
     ],
 )
 def test_settings_of_baselines_that_cannot_be_or_change_nothing_are_refused(

@@ -65,7 +65,7 @@ function readInput() {
     const code = findLanguage(tagged ? tagged[1] : at("language").value || at("language").placeholder);
     at("language").value = nameOf(code);
     if (tagged) text = at("text").value = tagged[2].trim();
-    if (!text) throw new Error("The name is empty. Type one, for example “Ivory Coast”.");
+    if (!text) throw new Error("The name is empty. Type one, for example “New Zealand”.");
     text = `${code}: ${text}`;
   } else if (!text) {
     throw new Error("The text is empty. Type one.");
