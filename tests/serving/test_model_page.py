@@ -249,7 +249,7 @@ def test_a_name_is_answered_token_by_token_in_a_browser(browser, tmp_path, token
         ("Greekk", "Coast", "There is no language “Greekk”. Did you mean Greek?"),
         ("Greek", "xx: Coast", "There is no language “xx”. Did you mean el (Greek)?"),
         ("", "Coast", "No language is chosen. Choose one of the list."),
-        ("Greek", "  ", "The name is empty. Type one, for example “Ivory Coast”."),
+        ("Greek", "  ", "The name is empty. Type one, for example “New Zealand”."),
         ("Greek", long, "The text is too long: it has "),
     ]:
         fill(browser, language, text)
