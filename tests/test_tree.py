@@ -40,7 +40,7 @@ CODE_LINES = {
     "eval": 8325,
     "scripts": 829,
     "benchmarks": 3854,
-    "tests": 39565,
+    "tests": 39567,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

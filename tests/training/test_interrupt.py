@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 
@@ -33,6 +34,7 @@ class Interrupting:
         if step == self.step:
             for number in self.numbers:
                 os.kill(os.getpid(), number)
+                time.sleep(0.1)  # two at once would be one
         return self.source.batch(step, rows)
 
 
