@@ -501,15 +501,18 @@ def status(address, path="/health", body=None):
 
 
 def test_an_engine_that_ends_is_seen_at_once_by_open_and_new_requests(monkeypatch):
+    is_in_step = threading.Event()
     may_fail = threading.Event()
 
     def failing_step(engine):
+        is_in_step.set()
         may_fail.wait()
         raise SystemExit
 
     with serving(timeout=60.0) as address, ThreadPoolExecutor() as pool:
         monkeypatch.setattr(Engine, "step", failing_step)
         whole = pool.submit(status, address, "/v1/completions", {"prompt": "w2"})
+        assert is_in_step.wait(60)  # an idle engine would answer the routes at once
         stream = pool.submit(post, address, {"prompt": "w2", "stream": True})
         routes = pool.submit(status, address, "/routes", {"prompt": "w2", "token_ids": [2]})
         while json.loads(get(address, "/health"))["open"] < 3:
