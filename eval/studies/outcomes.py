@@ -5,7 +5,6 @@ Comes after `scheduler`, before `analysis`, which compares the arms.
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
@@ -14,7 +13,6 @@ from eval.reports.run_folder import REPORT
 from eval.studies.runs import EVALUATION_FOLDER, StudyRun
 from eval.studies.scheduler import read_state
 from eval.studies.study import Evaluation, Measure, Study
-from moe.checkpoint.best_model import best_and_last
 from moe.commands.plan import read_workload
 from moe.errors import DataError
 from moe.models.configuration import STMoEConfig
@@ -127,22 +125,6 @@ def read_outcome(study: Study, run: StudyRun) -> RunOutcome:
         cpu_seconds=state.cpu_seconds,
         routers=routers,
     )
-
-
-def best_run_on_dev(runs: Sequence[StudyRun], arm: str) -> Path:
-    """Returns the folder of the run of an arm with the best model on dev, and prints all of them.
-
-    The test split is not used for the choice.
-    """
-    mean_by_folder: dict[Path, float] = {}
-    for run in runs:
-        if run.arm == arm:
-            best, _ = best_and_last(run.folder)
-            mean_by_folder[run.folder] = best.mean
-            print(f"   {run.name}: {best.mean:.1f} % on dev")
-
-    # Ties go to the first.
-    return max(mean_by_folder, key=lambda folder: mean_by_folder[folder])
 
 
 def arm_size(run: StudyRun) -> ArmSize | None:

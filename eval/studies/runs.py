@@ -130,17 +130,6 @@ def _parse_arm_and_seed(study: Study, text: str) -> tuple[str, int | None]:
     return arm, seeds[number]
 
 
-def label_budget(run: StudyRun) -> list[str]:
-    """Returns the options of `eval run` that give baselines the labels of a fine-tuning."""
-    recipe = run.recipe
-    if not isinstance(recipe, FinetuneRecipe) or recipe.mixture.train_examples is None:
-        return []
-
-    # Seed 0 is the default, and would be rejected as an option without effect.
-    seed = ["--train-seed", str(run.seed)] if run.seed else []
-    return ["--train-examples", str(recipe.mixture.train_examples), *seed]
-
-
 def _study_run(setup: _Setup, arm: str, seed: int) -> StudyRun:
     """Returns one run."""
     study = setup.study

@@ -1,14 +1,12 @@
 """A job: several runs in one folder, one after the other, with one set of settings."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from moe.checks import shown
 from moe.errors import DataError
-from moe.files import claim_folder, whole_file, write_text
-from moe.parsing import read_json_lines, read_record
-from moe.training.metrics import METRICS_FILE
+from moe.files import claim_folder, write_text
+from moe.parsing import read_record
 
 JOB = "job"
 
@@ -55,16 +53,3 @@ def claim_job(folder: Path) -> None:
     in_use = f"Another job begins in {folder}. Wait for it, or choose another --out."
     with claim_folder(folder, JOB, in_use=in_use):
         pass
-
-
-def merge_metrics(folder: Path, stages: Mapping[str, Path]) -> None:
-    """Writes the metrics of all stages to one metrics.jsonl, each line with its stage.
-
-    Args:
-        folder: Folder of the job.
-        stages: Folder of the run of each stage, by its name.
-    """
-    with whole_file(folder / METRICS_FILE) as partial, partial.open("w", encoding="utf-8") as file:
-        for stage, run in stages.items():
-            for _, line in read_json_lines(run / METRICS_FILE, torn_end=True, nan=True):
-                file.write(json.dumps({"stage": stage, **line}) + "\n")
