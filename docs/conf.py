@@ -77,14 +77,12 @@ def write_file_list():
 write_file_list()
 
 
-def write_names_page():
+def write_names_page(app, config):
     """Writes names.html, which runs the model of the package in a browser."""
     from moe.serving.model_page import model_page
 
     (ROOT / "docs/names.html").write_text(model_page(ROOT / "moe/names"), encoding="utf-8")
 
-
-write_names_page()
 
 # ---------------------------------------------------------------------------
 # The look
@@ -216,6 +214,7 @@ def setup(app):
         if field.name == "variable":
             field.label = "Attributes"
 
+    app.connect("config-inited", write_names_page)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=100)
     app.connect("autodoc-skip-member", skip_member)
     app.connect("missing-reference", resolve_missing)
