@@ -31,8 +31,8 @@ import eval.__main__ as evaluation
 import stmoe
 from eval.studies.scheduler import StudyError, fork_process
 from moe.cli import CONTINUES, RESUME, Parser, path, run_main
-from moe.commands.names import LANGUAGES_FILE, NAMES, SEEN
-from moe.data.names import NEW, english_name
+from moe.commands.names import NAMES, SEEN
+from moe.data.names import LANGUAGES_FILE, NEW, english_name
 from moe.data.pair_files import hold_out, read_pairs
 from moe.errors import DataError
 from moe.files import claim_folder, output_path, whole_folder

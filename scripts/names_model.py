@@ -16,14 +16,12 @@ import json
 import shlex
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
@@ -33,17 +31,18 @@ from eval.scores.interval_methods import mean_interval
 from moe.checksums import write_sums
 from moe.cli import CONTINUES, RESUME, Parser, path, run_main
 from moe.commands.surgery_report import REPORT_FILE
-from moe.data.names import by_family, english_name, family_of, source_sentence
+from moe.data.names import LANGUAGES_FILE, by_family, describe_language, source_sentence
 from moe.data.pair_files import Pair, read_pairs
 from moe.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from moe.files import whole_folder, write_text
 from moe.hosts.all_hosts import load_model
-from moe.inspection.statistics.contingency import one_hot_choices
+from moe.inspection.page.report_text import expert_shares
+from moe.inspection.statistics.specialization import ClassTable, class_table
+from moe.inspection.statistics.token_classes import domain_classes
 from moe.models.card import CARD_NAME, model_card
 from moe.models.modeling import STMoEForConditionalGeneration
 from moe.parsing import read_json
 from moe.serving.batch_generator import BatchGenerator
-from moe.sparse.editing import LayerKey
 from moe.tracing.examples import SourceText, paired_batches
 from moe.tracing.recorder import record_routing
 from moe.tracing.trace import Trace
@@ -78,6 +77,7 @@ def main(argv: list[str]) -> None:
     sets = {name: read_pairs(out / f"names/{name}.jsonl") for name in ("test", "seen")}
     right = {name: right_answers(model, pairs) for name, pairs in sets.items()}
     experts = experts_by_language(model, sets["test"] + sets["seen"])
+    described = described_languages(sets["test"], right["test"])
 
     with whole_folder(out / "model", kind="model") as partial:
         shutil.copytree(out / "quantized", partial, dirs_exist_ok=True)
@@ -89,9 +89,9 @@ def main(argv: list[str]) -> None:
         settings = partial / "generation_config.json"
         write_json(settings, {**read_json(settings), "max_new_tokens": LONGEST_ANSWER})
         write_json(partial / TOKENIZER_FILE, read_json(partial / TOKENIZER_FILE))  # a third smaller
-        write_json(partial / "languages.json", described_languages(sets["test"], right["test"]))
+        write_json(partial / LANGUAGES_FILE, described)
         write_json(partial / "experts.json", experts)
-        card = names_card(model[0], sets, right)
+        card = names_card(model[0], sets, right, described["languages"])
         write_text(partial / CARD_NAME, card)
         write_sums(partial)
     print(f"The model is in {out / 'model'}: copy it to moe/names.")
@@ -133,14 +133,9 @@ def trace_names(model: Model, pairs: Sequence[Pair], languages: Sequence[str]) -
     return record_routing(model[0], batches)
 
 
-def language_counts(trace: Trace) -> Iterator[tuple[LayerKey, Tensor]]:
-    """Yields each sparse layer, and its first choices by language and expert <float64>[C, E]."""
-    for part in (trace.encoder, trace.decoder):
-        language = trace.domain.long()[part.example]  # [N]
-        for layer in part.layers:
-            chosen = one_hot_choices(layer.first, layer.facts.num_experts)  # [N, E]
-            counts = torch.zeros(len(trace.facts.domains), chosen.shape[1], dtype=torch.float64)
-            yield layer.key, counts.index_add_(0, language, chosen)
+def language_tables(trace: Trace) -> list[ClassTable]:
+    """Returns languages by experts for each sparse layer, in the order of the trace's domains."""
+    return [class_table(layer, domain_classes(trace, layer.facts.stack)) for layer in trace.layers]
 
 
 def experts_by_language(model: Model, pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -149,8 +144,9 @@ def experts_by_language(model: Model, pairs: Sequence[Pair]) -> dict[str, Any]:
     languages = by_family(trace.facts.domains)
     order = [trace.facts.domains.index(language) for language in languages]
     experts: dict[str, Any] = {"languages": languages, "encoder": {}, "decoder": {}}
-    for (stack, layer), counts in language_counts(trace):
-        shares = (counts / counts.sum(0).clamp(min=1))[order].T  # [E, C]
+    for table in language_tables(trace):
+        stack, layer = table.layer
+        shares = expert_shares(table)[:, order]  # [E, C]
         experts[stack][layer] = [[round(share, 3) or 0 for share in row] for row in shares.tolist()]
     return experts
 
@@ -162,24 +158,21 @@ def language_of(pair: Pair) -> str:
 
 def described_languages(pairs: Sequence[Pair], right: np.ndarray) -> dict[str, Any]:
     """Returns name, family and score of each language, as the package and the page read them."""
+    right_of: dict[str, list[bool]] = defaultdict(list)
+    for pair, is_right in zip(pairs, right, strict=True):
+        right_of[language_of(pair)].append(is_right)
     languages = {}
-    for code, (num_right, number) in counts_by_language(pairs, right).items():
-        score = round(100 * num_right / number, 1)
-        languages[code] = {"name": english_name(code), "family": family_of(code), "score": score}
+    for code in by_family(right_of):
+        score = round(100 * float(np.mean(right_of[code])), 1)
+        languages[code] = {**describe_language(code), "score": score}
     return {"languages": languages, "longest_name": LONGEST_NAME}
 
 
-def counts_by_language(pairs: Sequence[Pair], right: np.ndarray) -> dict[str, tuple[int, int]]:
-    """Returns how many answers are right, and how many there are, by language."""
-    number = Counter(map(language_of, pairs))
-    num_right = Counter(
-        language_of(pair) for pair, is_right in zip(pairs, right, strict=True) if is_right
-    )
-    return {code: (num_right[code], number[code]) for code in by_family(number)}
-
-
 def names_card(
-    model: STMoEForConditionalGeneration, sets: dict[str, list[Pair]], right: dict[str, np.ndarray]
+    model: STMoEForConditionalGeneration,
+    sets: dict[str, list[Pair]],
+    right: dict[str, np.ndarray],
+    languages: dict[str, dict[str, Any]],
 ) -> str:
     """Returns the card: data, licence, scores, and what the model cannot do."""
     scores = {}
@@ -189,17 +182,10 @@ def names_card(
         assert interval is not None, "there are many names"
         value = f"{100 * answers.mean():.1f} % ({interval.low:.1f} to {interval.high:.1f})"
         scores[name] = f"{value} of {len(answers):,}"
+    numbers = Counter(map(language_of, sets["test"]))
     rows = []
-    for code, (num_right, number) in counts_by_language(sets["test"], right["test"]).items():
-        rows.append(
-            [
-                code,
-                english_name(code),
-                family_of(code),
-                f"{100 * num_right / number:.1f}",
-                str(number),
-            ]
-        )
+    for code, language in languages.items():
+        rows.append([code, *map(str, language.values()), str(numbers[code])])
     table = markdown_table(["code", "language", "family", "exact, %", "names"], rows)
     sections = {
         "Use": (
@@ -230,7 +216,7 @@ def names_card(
     return model_card(
         model.config,
         license="unicode",
-        language=sorted({code.partition("_")[0] for code, *_ in rows}),
+        language=sorted({code.partition("_")[0] for code in languages}),
         sections=sections,
     )
 

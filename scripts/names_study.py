@@ -31,7 +31,7 @@ from moe.inspection.statistics.contingency import mutual_information
 from moe.inspection.statistics.matching import ExpertMatching, match_traces
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import Trace, layer_name
-from scripts.names_model import language_counts, right_answers, trace_names
+from scripts.names_model import language_of, language_tables, right_answers, trace_names
 
 
 def main(argv: list[str]) -> None:
@@ -77,15 +77,16 @@ def main(argv: list[str]) -> None:
 
     # The experts, with the language's code and without, and of two seeds.
     untagged = [pair._replace(inputs=pair.inputs.partition(": ")[2]) for pair in test]
-    languages = [pair.inputs.partition(":")[0] for pair in test]
+    languages = [language_of(pair) for pair in test]
     traces: dict[str, Trace] = {}
     information: dict[LayerKey, list[list[float]]] = defaultdict(list)
     for seed, folder in models[options.arm].items():
         model = load_model(folder).eval(), load_tokenizer(folder)
         traces[seed] = trace_names(model, test, languages)
         for trace in (traces[seed], trace_names(model, untagged, languages)):
-            for layer, counts in language_counts(trace):
-                information[layer].append([float(mutual_information(counts)), _entropy(counts)])
+            for table in language_tables(trace):
+                told = float(mutual_information(table.counts))
+                information[table.layer].append([told, _entropy(table.counts)])
     rows = []
     for layer, values in information.items():
         tagged, without = np.array(values[::2]), np.array(values[1::2])

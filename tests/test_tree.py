@@ -19,11 +19,11 @@ def parsed(path):
 
 FILES = python_files("moe", "eval", "scripts", "benchmarks")
 CODE_LINES = {
-    "moe": 35962,
+    "moe": 35949,
     "moe/checkpoint": 1179,
-    "moe/commands": 3200,
+    "moe/commands": 3199,
     "moe/convert": 1385,
-    "moe/data": 2844,
+    "moe/data": 2846,
     "moe/distributed": 1837,
     "moe/hosts": 685,
     "moe/inspection": 3554,
@@ -32,15 +32,15 @@ CODE_LINES = {
     "moe/network": 2166,
     "moe/optim": 1146,
     "moe/planning": 2516,
-    "moe/serving": 1986,
+    "moe/serving": 1979,
     "moe/sparse": 2175,
     "moe/surgery": 1311,
     "moe/tracing": 964,
-    "moe/training": 2760,
-    "eval": 8325,
-    "scripts": 829,
+    "moe/training": 2753,
+    "eval": 8309,
+    "scripts": 819,
     "benchmarks": 3854,
-    "tests": 39567,
+    "tests": 39570,
 }
 """Most code lines of each folder: without docstrings, comments and blank lines."""
 

@@ -16,11 +16,13 @@ from pathlib import Path
 from moe.cli import Parser, integer
 from moe.data.names import (
     LANGUAGES,
+    LANGUAGES_FILE,
     NEW,
     SPLITS,
     Name,
     all_names,
     by_family,
+    describe_language,
     english_name,
     family_of,
     licence_text,
@@ -30,7 +32,6 @@ from moe.data.names import (
 from moe.errors import ConfigError
 from moe.files import output_path, register_folder_kind, whole_folder, write_text
 
-LANGUAGES_FILE = "languages.json"
 FEW = 250
 SEEN = 2_000
 
@@ -94,9 +95,7 @@ def main(argv: list[str]) -> None:
     with whole_folder(out, kind=NAMES) as partial:
         for file, part in parts.items():
             write_names(partial / file, part)
-        described = {}
-        for language in by_family(languages):
-            described[language] = {"name": english_name(language), "family": family_of(language)}
+        described = {code: describe_language(code) for code in by_family(languages)}
         text = json.dumps({"languages": described}, ensure_ascii=False, indent=1)
         write_text(partial / LANGUAGES_FILE, f"{text}\n")
         write_text(partial / "LICENSE", licence_text())

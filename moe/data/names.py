@@ -16,6 +16,9 @@ from typing import NamedTuple
 from moe.errors import ConfigError, DataError, did_you_mean
 
 SPLITS = ("train", "validation", "test")
+LANGUAGES_FILE = "languages.json"
+"""File beside names, and beside a model of names, that describes their languages."""
+
 LEAST_NAMES = 500
 """Languages with fewer names in CLDR are left out."""
 
@@ -187,7 +190,7 @@ def read_names(languages: Sequence[str] | None = None, split: str | None = None)
     for language in chosen:
         for english, name in by_language[language].items():
             names.append(Name(language, english, name))
-    return [name for name in names if split in (None, name.split)]
+    return names if split is None else [name for name in names if name.split == split]
 
 
 def family_of(language: str) -> str:
@@ -214,6 +217,11 @@ def english_name(language: str) -> str:
     return Locale.parse(language).get_display_name("en") or _UNNAMED.get(language, language)
 
 
+def describe_language(code: str) -> dict[str, str]:
+    """Returns the English name and the family of a language."""
+    return {"name": english_name(code), "family": family_of(code)}
+
+
 def describe_languages(codes: Iterable[str]) -> dict[str, dict[str, str]]:
     """Returns name and family by code, in the order of FAMILIES.
 
@@ -222,9 +230,7 @@ def describe_languages(codes: Iterable[str]) -> dict[str, dict[str, str]]:
     codes = set(codes)
     if find_spec("babel") is None or not codes <= _families().keys():
         return {}
-    return {
-        code: {"name": english_name(code), "family": family_of(code)} for code in by_family(codes)
-    }
+    return {code: describe_language(code) for code in by_family(codes)}
 
 
 def source_sentence() -> str:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from moe.checks import check_integer, shown
+from moe.data.names import LANGUAGES_FILE
 from moe.errors import CheckpointError, DataError
 from moe.models.checkpoint_formats import COPY_AGAIN, read_json_object
 from moe.models.transformers_private import find_file
 from moe.parsing import to_record
-
-LANGUAGES_FILE = "languages.json"
 
 
 @dataclass(frozen=True)

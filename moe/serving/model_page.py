@@ -23,8 +23,8 @@ from moe.models.modeling import STMoEForConditionalGeneration
 from moe.models.transformers_private import load_generation_config
 from moe.models.weight_files import find_weight_files, open_weights, stored_state
 from moe.parsing import read_record
+from moe.serving.languages import read_languages
 
-LANGUAGES_FILE = "languages.json"
 EXPERTS_FILE = "experts.json"
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -35,15 +35,6 @@ _LEGEND_OF_LANGUAGES = (
     " Beside an expert: the languages of most of its tokens, with their shares of them."
 )
 _MOST_BYTES = 100_000_000  # of the weights; a browser would take minutes
-
-
-class _Language(TypedDict):
-    name: str
-
-
-class _Languages(TypedDict):
-    languages: dict[str, _Language]
-    longest_name: NotRequired[int]
 
 
 class _ExpertShares(TypedDict):
@@ -74,11 +65,9 @@ def model_page(folder: Path) -> str:
     """
     config = STMoEConfig.from_pretrained(folder)
     tokenizer = load_tokenizer(folder)
-    record: _Languages = {"languages": {}}
-    if (folder / LANGUAGES_FILE).is_file():
-        record = read_record(folder / LANGUAGES_FILE, _Languages)
-    names = {code: language["name"] for code, language in record["languages"].items()}
-    longest = record.get("longest_name", MODEL_MAX_LENGTH)
+    languages = read_languages(folder)
+    names = dict(languages.names) if languages else {}
+    longest = (languages and languages.longest) or MODEL_MAX_LENGTH
 
     generation = load_generation_config(folder, {})
     ends = generation.eos_token_id
