@@ -27,13 +27,13 @@ from transformers import PreTrainedTokenizerFast
 
 import stmoe
 from eval.reports.formatting import markdown_table
-from eval.scores.interval_methods import mean_interval
 from moe.checksums import write_sums
 from moe.cli import CONTINUES, RESUME, Parser, path, run_main
 from moe.commands.surgery_report import REPORT_FILE
 from moe.data.names import LANGUAGES_FILE, by_family, describe_language, source_sentence
 from moe.data.pair_files import Pair, read_pairs
 from moe.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from moe.estimates import mean_interval
 from moe.files import whole_folder, write_text
 from moe.hosts.all_hosts import load_model
 from moe.inspection.page.report_text import expert_shares

@@ -2,7 +2,7 @@
 
 Examples of one group, such as the answers to one question, are alike. A bootstrap draw therefore
 takes whole groups, with replacement, as many as there are. Every metric is computed on each draw;
-the standard deviation of these values is the standard error of its score. interval_methods.py turns
+the standard deviation of these values is the standard error of its score. moe/estimates.py turns
 them into intervals.
 """
 
@@ -16,13 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval.scores.additive import ScoreOfSums, mean_of_sums, mean_terms
-from eval.scores.interval_methods import (
-    Interval,
-    bounded_interval,
-    mean_interval,
-    percentile_interval,
-)
 from eval.scores.metrics import Metric, Values, exact_matches, unwrap_values
+from moe.estimates import Interval, bounded_interval, mean_interval, percentile_interval
 
 RESAMPLES = 1000
 

@@ -1,6 +1,6 @@
 """Whether two systems differ on the same examples by more than chance.
 
-Two tools: the interval of their difference (interval_methods.py), and the paired permutation test,
+Two tools: the interval of their difference (moe/estimates.py), and the paired permutation test,
 which swaps their answers group by group and gives the p-value. They are two methods: near 0.05, one
 may be significant while the other is not.
 """
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eval.scores.additive import ScoreOfSums, mean_terms
-from eval.scores.interval_methods import Interval, bounded_interval, mean_difference_interval
 from eval.scores.intervals import (
     ScoredAnswers,
     bootstrap,
@@ -26,6 +25,7 @@ from eval.scores.intervals import (
     with_interval,
 )
 from eval.scores.metrics import Metric
+from moe.estimates import Interval, bounded_interval, mean_difference_interval
 
 PERMUTATIONS = 9999
 RECOMPUTED_PERMUTATIONS = 999

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from moe.cli import Parser, model_path
 from moe.commands.routing_inputs import add_batches, add_trace, load_traced, read_again
+from moe.estimates import Estimate
 from moe.files import output_path
 from moe.inspection.ablation.loss_split import LossSplit, split_loss
 from moe.inspection.page.routing_view import routing_view
-from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.statistics.matching import ExpertMatching, choice_agreement, match_traces
 from moe.inspection.tables import format_table, loss_sentence
 from moe.parsing import printable

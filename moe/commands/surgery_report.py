@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe.estimates import Estimate, TokenSums, mean_over_tokens
 from moe.files import write_text
 from moe.hosts.all_hosts import count_parameters, find_class
 from moe.hosts.model import SparseHost
-from moe.inspection.statistics.document_intervals import Estimate, TokenSums, mean_over_tokens
 from moe.inspection.tables import format_table
 from moe.models.card import model_card, write_card
 from moe.models.configuration import STMoEConfig
@@ -260,7 +260,7 @@ def compare(before: Measured, after: Measured, origins: Mapping[LayerKey, Tensor
     zeros = torch.zeros(num_documents, dtype=torch.float64)
     change = zeros.index_add(0, index, after.losses - before.losses)
     counts = zeros.index_add(0, index, before.counts)
-    (loss_change,) = mean_over_tokens(TokenSums(change, counts)).intervals(_CONFIDENCE)
+    (loss_change,) = mean_over_tokens(TokenSums(change, counts), _CONFIDENCE)
 
     total = before.counts.sum()
     answers = zip(before.answers, after.answers, strict=True)

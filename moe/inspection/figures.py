@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from moe.checks import check
+from moe.estimates import Estimate
 from moe.files import output_path, write_text
-from moe.inspection.statistics.document_intervals import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -133,14 +133,6 @@ def test_one_group_has_a_score_and_no_interval():
         assert "one group" in found.note
 
 
-@pytest.mark.parametrize("num_right", [0, 1, 28, 55, 56])
-def test_the_interval_of_an_accuracy_is_wilsons(num_right):
-    found = score(ACCURACY, [1] * 56, [1] * num_right + [0] * (56 - num_right))
-    theirs = scipy.stats.binomtest(num_right, 56).proportion_ci(method="wilson")
-    assert found.low == pytest.approx(100 * theirs.low)
-    assert found.high == pytest.approx(100 * theirs.high)
-
-
 def test_groups_of_one_answer_copied_are_as_many_examples_as_groups():
     right = [1] * 23 + [0] * 6
     copied = score(ACCURACY, [1] * 87, right * 3, [str(number) for number in range(29)] * 3)

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from moe import ConfigError
+from moe.estimates import Estimate
 from moe.inspection.figures import (
     Curve,
     CurvePanel,
@@ -18,7 +19,6 @@ from moe.inspection.figures import (
     draw_heat_maps,
     draw_intervals,
 )
-from moe.inspection.statistics.document_intervals import Estimate
 
 
 def words(drawing):

@@ -12,13 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from moe.checks import check_integer, check_number
+from moe.estimates import Estimate, TokenSums, difference_of_means, mean_over_tokens
 from moe.inspection.ablation.ablate import Ablation, LayerAblation
-from moe.inspection.statistics.document_intervals import (
-    Estimate,
-    TokenSums,
-    difference_of_means,
-    mean_over_tokens,
-)
 from moe.inspection.tables import format_table
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import layer_name
@@ -140,7 +135,7 @@ def expert_effects(ablation: Ablation, *, confidence: float = CONFIDENCE) -> lis
         over_peer = TokenSums(change - change[layer.peer], num_tokens)
 
         columns = [TokenSums(change, num_tokens), chosen, elsewhere, over_random, over_peer]
-        intervals = [mean_over_tokens(sums).intervals(level) for sums in columns]
+        intervals = [mean_over_tokens(sums, level) for sums in columns]
         for expert in range(len(change)):
             effects.append(
                 ExpertEffect(
@@ -210,7 +205,7 @@ def class_verdicts(
       above that by as many random choices.
     - `not shown`: otherwise.
 
-    Each comparison uses a two-sided interval over documents (`document_intervals`) with
+    Each comparison uses a two-sided interval over documents (`moe.estimates`) with
     confidence 1 - (1 - confidence) / cells, where cells are all experts of all layers times their
     classes (Bonferroni). So the probability that any `yes` of the table is wrong is at most
     1 - confidence; the same holds for `no` unless the changes of documents are very skewed: with
@@ -249,10 +244,10 @@ def _verdicts_of_layer(layer: LayerAblation, margin: float, level: float) -> lis
     over_random = TokenSums(change - layer.random_change[:, 1:], num_tokens)
     over_peer = TokenSums(change - change[layer.peer], num_tokens)
 
-    effects = mean_over_tokens(of_class).intervals(level)
-    over_others = difference_of_means(of_class, of_others).intervals(level)
-    over_randoms = mean_over_tokens(over_random).intervals(level)
-    over_peers = mean_over_tokens(over_peer).intervals(level)
+    effects = mean_over_tokens(of_class, level)
+    over_others = difference_of_means(of_class, of_others, level)
+    over_randoms = mean_over_tokens(over_random, level)
+    over_peers = mean_over_tokens(over_peer, level)
 
     verdicts = []
     num_experts, num_classes, _ = change.shape

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe.estimates import Estimate, TokenSums, mean_over_tokens
 from moe.inspection.ablation.ablation_runs import target_losses
 from moe.inspection.ablation.target_sets import Targets, list_targets
-from moe.inspection.statistics.document_intervals import Estimate, TokenSums, mean_over_tokens
 from moe.sparse.editing import LayerKey
 from moe.tracing.recorder import TracedBatch, evaluation_mode
 from moe.tracing.replay import replay_routing
@@ -106,5 +106,5 @@ def mean_change(change: Tensor, targets: Targets, confidence: float = 0.95) -> E
     sums = torch.zeros(targets.num_documents, dtype=torch.float64)
     counts = sums.index_add(0, targets.document, torch.ones_like(change))
     sums = sums.index_add(0, targets.document, change)
-    (mean,) = mean_over_tokens(TokenSums(sums, counts)).intervals(confidence)
+    (mean,) = mean_over_tokens(TokenSums(sums, counts), confidence)
     return mean

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check
 from moe.errors import DataError
+from moe.estimates import Estimate
 from moe.files import write_text
 from moe.inspection.ablation.ablate import Ablation
 from moe.inspection.ablation.ablation_table import class_verdicts, expert_effects, top_effects
-from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS, token_places
 from moe.inspection.statistics.routing_entropy import class_entropy
 from moe.inspection.statistics.specialization import class_table, specialization_test

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.data.corpus import CORPUS_HEADER
 from moe.data.tokenizer import SpecialIds
+from moe.estimates import Estimate
 from moe.files import write_text
 from moe.inspection.figures import (
     Curve,
@@ -27,7 +28,6 @@ from moe.inspection.formatting import format_interval, format_score
 from moe.inspection.html_page import render_page
 from moe.inspection.page import report_text
 from moe.inspection.page.report_inputs import DEV_SCORE, Evaluation, Line, Stage, TaskScores
-from moe.inspection.statistics.document_intervals import Estimate
 from moe.inspection.tables import (
     HEALTH_HEADER,
     MIN_OCCURRENCES,

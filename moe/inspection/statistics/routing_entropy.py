@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moe.checks import check_number
-from moe.inspection.statistics.document_intervals import student_half_width
+from moe.estimates import student_half_width
 from moe.inspection.statistics.permutations import check_tokens
 from moe.inspection.statistics.specialization import chosen_experts
 from moe.inspection.statistics.token_classes import classify
