@@ -1,11 +1,11 @@
-"""Packages of the wheel: moe, and the folder recipes/ as moe.recipes; all else is in pyproject.toml.
+"""Packages of the wheel: moe, stmoe_eval, and the folder recipes/ as moe.recipes.
 
-eval/, benchmarks/ and scripts/ stay in the repository.
+All else is in pyproject.toml. benchmarks/ and scripts/ stay in the repository.
 """
 
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["moe*"]), "moe.recipes"],
-    package_dir={"moe.recipes": "recipes"},
+    packages=[*find_packages(include=["moe*"]), *find_packages("eval"), "moe.recipes"],
+    package_dir={"moe.recipes": "recipes", "stmoe_eval": "eval/stmoe_eval"},
 )

@@ -19,10 +19,10 @@ import sys
 import time
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 _INTERRUPTED = b"\nInterrupted while starting. Nothing was written. Run the same command again.\n"
 
@@ -40,23 +40,21 @@ class Verb(NamedTuple):
 
     Attributes:
         summary: Line of --help that says what it does.
-        module: Module in moe.commands whose `main` it runs.
+        module: Module whose `main` it runs; in moe.commands unless it has a dot.
         trains: Whether it is a training run, which can be resumed and counts its seconds.
-        tasks: Name in `eval.task_readers` by which it reads the tasks of the repository.
+        after_interrupt: How to continue after Ctrl-C, if not as all verbs do.
         verbs: Its own verbs, instead of a module.
     """
 
     summary: str
     module: str = ""
     trains: bool = False
-    tasks: str = ""
+    after_interrupt: str = ""
     verbs: "Mapping[str, Verb] | None" = None
 
 
 INSPECT_VERBS = {
-    "record": Verb(
-        "record the experts of every token of a text", "inspect_record", tasks="read_pairs"
-    ),
+    "record": Verb("record the experts of every token of a text", "inspect_record"),
     "view": Verb(
         "show a trace: an interactive page, and tables with their significance", "inspect_view"
     ),
@@ -68,7 +66,6 @@ INSPECT_VERBS = {
     "report": Verb(
         "explain the routers on held-out examples, with the training that made them",
         "inspect_report",
-        tasks="read_pairs",
     ),
 }
 
@@ -79,23 +76,17 @@ VERBS = {
     "recipes": Verb("list the recipes that --config knows by name"),
     "plan": Verb("compute the needs of a run on a mesh, without any device", "plan"),
     "pretrain": Verb("pre-train a model by span corruption", "pretrain", trains=True),
-    "finetune": Verb(
-        "fine-tune a model on pairs of texts", "finetune", trains=True, tasks="read_mixture"
-    ),
+    "finetune": Verb("fine-tune a model on pairs of texts", "finetune", trains=True),
     "goodput": Verb("show how the seconds of a run were spent", "goodput"),
     "generate": Verb("answer texts with a model", "generate"),
     "serve": Verb("answer texts over HTTP, with OpenAI's completions API", "serve"),
     "inspect": Verb("see, replay and edit what the routers of a model do", verbs=INSPECT_VERBS),
     "convert": Verb("convert a checkpoint of T5, Switch, T5X or ours", "convert"),
     "export": Verb("write a model for onnxruntime, torch.export or CTranslate2", "export"),
-    "upcycle": Verb(
-        "make a dense model sparse, with copies as experts", "upcycle", tasks="read_pairs"
-    ),
-    "prune": Verb("remove experts of a sparse model", "prune", tasks="read_pairs"),
+    "upcycle": Verb("make a dense model sparse, with copies as experts", "upcycle"),
+    "prune": Verb("remove experts of a sparse model", "prune"),
     "distill": Verb("train a dense or smaller student of a sparse teacher", "distill", trains=True),
-    "quantize": Verb(
-        "store experts in 8 or 4 bits, or a whole model in 8", "quantize", tasks="read_pairs"
-    ),
+    "quantize": Verb("store experts in 8 or 4 bits, or a whole model in 8", "quantize"),
 }
 
 _HELP = ("-h", "--help")
@@ -148,7 +139,7 @@ def _share_cores() -> None:
 
 
 def main(argv: list[str], *, process_start: float | None = None) -> None:
-    """Runs a verb of `stmoe`, in the repository with the tasks of eval/.
+    """Runs a verb of `stmoe`.
 
     Args:
         argv: The verb and its options.
@@ -156,41 +147,33 @@ def main(argv: list[str], *, process_start: float | None = None) -> None:
             command alone; a training run then counts its seconds from there.
     """
     verb, options = find_verb(argv)
-    run_verb = import_module(f"moe.commands.{verb.module}").main
-
-    arguments: list[Any] = [options]
-    repository = Path(__file__).resolve().parent
-    if verb.tasks and (repository / "eval/task_readers.py").is_file():
-        # Console commands do not find modules in the repository by themselves.
-        if str(repository) not in sys.path:
-            sys.path.append(str(repository))
-        arguments.append(getattr(import_module("eval.task_readers"), verb.tasks))
+    name = verb.module if "." in verb.module else f"moe.commands.{verb.module}"
+    run_verb = import_module(name).main
 
     if verb.trains:
-        run_verb(*arguments, process_start=process_start)
+        run_verb(options, process_start=process_start)
     else:
-        run_verb(*arguments)
+        run_verb(options)
 
 
-def find_verb(
-    argv: list[str], command: str = "stmoe", verbs: Mapping[str, Verb] = VERBS
-) -> tuple[Verb, list[str]]:
+def all_verbs() -> dict[str, Verb]:
+    """Returns the verbs by name: ours, and those that packages register as `stmoe.verbs`."""
+    return VERBS | {point.name: point.load() for point in entry_points(group="stmoe.verbs")}
+
+
+def find_verb(argv: list[str]) -> tuple[Verb, list[str]]:
     """Returns the verb that the arguments begin with, and its options.
 
     Help, version, the list of recipes and misspelt verbs are answered here, and end the process.
-
-    Args:
-        argv: The arguments of the command.
-        command: How the command is started.
-        verbs: Its verbs by name.
     """
     if argv == ["--version"]:
         _end(f"stmoe {version('stmoe')}")
-    if verbs is VERBS and argv[:1] == ["recipes"]:
+    if argv[:1] == ["recipes"]:
         _end_with_recipes(argv[1:])
 
     # A verb may have verbs of its own.
-    verb = Verb("", verbs=verbs)
+    command = "stmoe"
+    verb = Verb("", verbs=all_verbs())
     while verb.verbs is not None:
         if not argv or argv[0] in _HELP:
             _end(_help(command, verb.verbs))
@@ -209,7 +192,7 @@ def _help(command: str, verbs: Mapping[str, Verb]) -> str:
     lines = [f"usage: {command} VERB [OPTION ...]", ""]
     lines += [f"  {name:<{_WIDTH}}{verb.summary}" for name, verb in verbs.items()]
     lines += ["", f"{command} VERB --help explains the options of a verb."]
-    if verbs is VERBS:
+    if command == "stmoe":
         lines[-1] = lines[-1].removesuffix(".") + "; stmoe --version prints ours."
     return "\n".join(lines)
 
@@ -263,7 +246,7 @@ def run() -> None:
 
     from moe.cli import AGAIN, RESUME, run_main
 
-    advice = RESUME if verb.trains else AGAIN
+    advice = verb.after_interrupt or (RESUME if verb.trains else AGAIN)
     run_main(partial(main, process_start=process_start), interrupted=advice)
 
 

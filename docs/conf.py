@@ -14,7 +14,7 @@ from pathlib import Path
 from sphinx.domains.python._object import PyObject
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # eval/ is not installed
+sys.path.insert(0, str(ROOT))  # scripts/ and benchmarks/ are not installed
 
 # ---------------------------------------------------------------------------
 # The project

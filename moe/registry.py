@@ -1,7 +1,8 @@
 """A table of named values that a new file can extend without edits elsewhere."""
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
 
 from moe.checks import shown
 from moe.errors import ConfigError, did_you_mean
@@ -72,3 +73,14 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """Returns all names, sorted."""
         return sorted(self._entries)
+
+
+def load_entry_point(group: str, name: str) -> Any:
+    """Returns what an installed package registers in a group of entry points.
+
+    Raises:
+        ConfigError: When none does, as after a copy of files without `pip install`.
+    """
+    for point in entry_points(group=group, name=name):
+        return point.load()
+    raise ConfigError(f"No installed package registers {name!r} as {group}. Run pip install stmoe.")

@@ -27,9 +27,7 @@ from typing import NamedTuple
 import torch
 from transformers.utils import logging
 
-import eval.__main__ as evaluation
 import stmoe
-from eval.studies.scheduler import StudyError, fork_process
 from moe.cli import CONTINUES, RESUME, Parser, path, run_main
 from moe.commands.names import NAMES, SEEN
 from moe.data.names import LANGUAGES_FILE, NEW, english_name
@@ -39,6 +37,7 @@ from moe.files import claim_folder, output_path, whole_folder
 from moe.parsing import read_text
 from moe.training.job_folder import keep_settings
 from scripts.demo_summary import summarize
+from stmoe_eval.studies.scheduler import StudyError, fork_process
 
 DENSE = "--model.num_experts 0 --model.num_sparse_encoder_layers 0 --model.num_sparse_decoder_layers 0 --model.d_ff 192"
 """The dense model that costs as much per token as the sparse one of recipes/names.yaml."""
@@ -73,39 +72,35 @@ QUICK = Sizes(
 _TEXT = "--training.steps 2000 --training.batch_size 24 --optim.cooldown_steps 500"
 _QUICK_TEXT = "--training.steps 100 --training.batch_size 24 --optim.cooldown_steps 50"
 
-_MAINS = {"stmoe": stmoe.main, "python -m eval": evaluation.main}
 
-
-def run(title: str, command: str, *arguments: str | Path) -> None:
+def run(title: str, *arguments: str | Path) -> None:
     """Prints the title of a step and its command, then runs it.
 
     Args:
         title: What the step does.
-        command: Command as it is typed, one of those in _MAINS.
-        arguments: Its arguments.
+        arguments: Verb and options of its command.
     """
     argv = [str(argument) for argument in arguments]
-    print(f"\n== {title}\n   {command} {shlex.join(argv)}", flush=True)
-    _MAINS[command](argv)
+    print(f"\n== {title}\n   stmoe {shlex.join(argv)}", flush=True)
+    stmoe.main(argv)
 
 
 @contextmanager
-def run_beside(title: str, log: Path, command: str, *arguments: str | Path) -> Iterator[None]:
+def run_beside(title: str, log: Path, *arguments: str | Path) -> Iterator[None]:
     """Runs a step on one core, in a process of its own, while the block runs on another.
 
     Args:
         title: What the step does.
         log: File for its output.
-        command: As in `run`.
-        arguments: Its arguments.
+        arguments: As in `run`.
 
     Raises:
         StudyError: When the step fails; the end of its output is in the message.
     """
     argv = [str(argument) for argument in arguments]
     print(f"\n== {title}, beside the next step (output in {log})", flush=True)
-    print(f"   {command} {shlex.join(argv)}", flush=True)
-    child = fork_process(_run_on_one_core, log, command, argv)
+    print(f"   stmoe {shlex.join(argv)}", flush=True)
+    child = fork_process(_run_on_one_core, log, argv)
     try:
         yield
         child.join()
@@ -117,15 +112,15 @@ def run_beside(title: str, log: Path, command: str, *arguments: str | Path) -> I
         raise StudyError(f"{title} failed with exit code {child.exitcode}: {' '.join(lines[-3:])}")
 
 
-def _run_on_one_core(log: Path, command: str, argv: list[str]) -> None:
+def _run_on_one_core(log: Path, argv: list[str]) -> None:
     """Runs a command with its output in a file."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     with log.open("a", encoding="utf-8") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    sys.argv = [command, *argv]
-    run_main(_MAINS[command], interrupted=CONTINUES)
+    sys.argv = ["stmoe", *argv]
+    run_main(stmoe.main, interrupted=CONTINUES)
 
 
 def run_folder(folder: Path) -> list[str | Path]:
@@ -183,15 +178,15 @@ def run_text(out: Path, data: Sequence[Path], *settings: str) -> None:
     corpus = out / "corpus"
     tokenizer = out / "tokenizer"
     if not tokenizer.exists():
-        run("Corpus", "stmoe", "corpus", "--data", *data, "--out", corpus)
-        run("Tokenizer", "stmoe", "tokenizer", "--corpus", corpus, "--bytes", "--out", tokenizer)
+        run("Corpus", "corpus", "--data", *data, "--out", corpus)
+        run("Tokenizer", "tokenizer", "--corpus", corpus, "--bytes", "--out", tokenizer)
     inputs = ["--config", "st_moe_mini_pretrain", "--corpus", corpus, "--tokenizer", tokenizer]
     folder = run_folder(out / "pretrain")
-    run("Pre-train", "stmoe", "pretrain", *inputs, *settings, *folder)
+    run("Pre-train", "pretrain", *inputs, *settings, *folder)
 
     model = ["--model", out / "pretrain/model", "--corpus", corpus]
     metrics = ["--metrics", f"pretrain={out / 'pretrain/metrics.jsonl'}"]
-    run("Explain", "stmoe", "inspect", "report", *model, *metrics, "--out", out / "report.html")
+    run("Explain", "inspect", "report", *model, *metrics, "--out", out / "report.html")
 
 
 def run_pairs(out: Path, sizes: Sizes, data: Sequence[Path] = ()) -> list[str]:
@@ -209,18 +204,18 @@ def run_pairs(out: Path, sizes: Sizes, data: Sequence[Path] = ()) -> list[str]:
         if data:
             split_pairs(data, names)
         else:
-            run("Names", "stmoe", "names", *sizes.names.split(), "--out", names)
+            run("Names", "names", *sizes.names.split(), "--out", names)
     if not tokenizer.exists():
         vocabulary = ["--bytes", "--vocab-size", "4000", "--out", tokenizer]
-        run("Tokenizer", "stmoe", "tokenizer", "--pairs", train, *vocabulary)
+        run("Tokenizer", "tokenizer", "--pairs", train, *vocabulary)
 
     # Two models of equal cost per token.
     inputs = ["--config", "names", "--init", "scratch", "--pretrained", tokenizer]
     inputs += ["--train", train, "--dev", names / "dev.jsonl", *sizes.train.split()]
     dense = [*inputs, *DENSE.split(), *run_folder(out / "dense")]
-    with run_beside("Train a dense model", out / "dense.log", "stmoe", "finetune", *dense):
+    with run_beside("Train a dense model", out / "dense.log", "finetune", *dense):
         sparse = [*inputs, *run_folder(out / "sparse")]
-        run("Train a model with 32 experts", "stmoe", "finetune", *sparse)
+        run("Train a model with 32 experts", "finetune", *sparse)
     model = out / "model"
     with whole_folder(model, kind="model") as partial:
         shutil.copytree(out / "sparse/model", partial, dirs_exist_ok=True)
@@ -230,10 +225,10 @@ def run_pairs(out: Path, sizes: Sizes, data: Sequence[Path] = ()) -> list[str]:
     # Memory and generalization.
     models = ["--model", f"sparse={model}", "--also", f"dense={out / 'dense/model'}"]
     models += ["--limit", str(sizes.limit)]
-    seen = ["run", "--pairs", names / "seen.jsonl", *models, "--out", out / "seen"]
-    with run_beside("Names seen", out / "seen.log", "python -m eval", *seen):
+    seen = ["eval", "run", "--pairs", names / "seen.jsonl", *models, "--out", out / "seen"]
+    with run_beside("Names seen", out / "seen.log", *seen):
         unseen = ["--pairs", names / "test.jsonl", "--train-pairs", train, *models]
-        run("Names never seen", "python -m eval", "run", *unseen, "--out", out / "unseen")
+        run("Names never seen", "eval", "run", *unseen, "--out", out / "unseen")
 
     new = {} if data else {code: english_name(code) for code in sizes.new}
     for code, language in new.items():
@@ -242,14 +237,14 @@ def run_pairs(out: Path, sizes: Sizes, data: Sequence[Path] = ()) -> list[str]:
     # What the experts are for.
     test = ["--pairs", names / "test.jsonl", "--by-prefix", "--examples", str(sizes.limit)]
     traced = ["--model", model, *test]
-    run("Record", "stmoe", "inspect", "record", *traced, "--out", out / "trace")
+    run("Record", "inspect", "record", *traced, "--out", out / "trace")
     titles = {"Seen in training, recalled": "seen", "Never seen": "unseen"}
     titles |= {f"{language} from 250 names": f"new-{code}/eval" for code, language in new.items()}
     evaluations = [f"{title}={out / folder}" for title, folder in titles.items()]
     metrics = [f"{name}={out / name / 'metrics.jsonl'}" for name in ("sparse", "dense")]
     shown = ["--evaluation", *evaluations, "--metrics", *metrics]
     report = out / "report.html"
-    run("Explain", "stmoe", "inspect", "report", *traced, *shown, "--out", report)
+    run("Explain", "inspect", "report", *traced, *shown, "--out", report)
     return [*summarize(out, new), f"Report: {report.resolve().as_uri()}"]
 
 
@@ -274,16 +269,16 @@ def learn_language(out: Path, code: str, language: str, sizes: Sizes) -> None:
     inputs += ["--train", few, "--dev_share", "0", *sizes.tune.split()]
     scratch = [*inputs, "--init", "scratch", *run_folder(folder / "scratch")]
     log = folder / "scratch.log"
-    with run_beside(f"{language} from scratch", log, "stmoe", "finetune", *scratch):
+    with run_beside(f"{language} from scratch", log, "finetune", *scratch):
         tuned = run_folder(folder / "tuned")
-        run(f"{language} from the trained model", "stmoe", "finetune", *inputs, *tuned)
+        run(f"{language} from the trained model", "finetune", *inputs, *tuned)
 
     tested = ["--pairs", out / f"names/new-{code}-test.jsonl", "--limit", str(sizes.limit)]
     models = ["--model", f"tuned={folder / 'tuned/model'}"]
     models += ["--also", f"scratch={folder / 'scratch/model'}"]
-    run(f"Test {language}", "python -m eval", "run", *tested, *models, "--out", folder / "eval")
+    run(f"Test {language}", "eval", "run", *tested, *models, "--out", folder / "eval")
     sides = [f"{side}={folder / 'eval'}" for side in ("tuned", "scratch")]
-    run(f"Compare {language}", "python -m eval", "compare", *sides, "--out", folder / "compare")
+    run(f"Compare {language}", "eval", "compare", *sides, "--out", folder / "compare")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from eval.commands.compare import compare_runs
 from moe.inspection.formatting import format_interval, format_score
 from moe.inspection.page.report_inputs import TaskScores, read_evaluation
 from moe.inspection.page.report_text import domain_sentences, tables_by_domain
 from moe.tracing.trace_file import read_trace
+from stmoe_eval.commands.compare import compare_runs
 
 _SYSTEMS = {
     "sparse": "32 experts",

@@ -26,7 +26,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 import stmoe
-from eval.reports.formatting import markdown_table
 from moe.checksums import write_sums
 from moe.cli import CONTINUES, RESUME, Parser, path, run_main
 from moe.commands.surgery_report import REPORT_FILE
@@ -46,6 +45,8 @@ from moe.serving.batch_generator import BatchGenerator
 from moe.tracing.examples import SourceText, paired_batches
 from moe.tracing.recorder import record_routing
 from moe.tracing.trace import Trace
+from stmoe_eval.reports.formatting import markdown_table
+from stmoe_eval.scores.interval_methods import mean_interval
 
 RECIPE = "names_all"
 VOCABULARY = 7_000

@@ -20,8 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eval.reports.formatting import markdown_table
-from eval.studies.seeds import paired_difference
 from moe.cli import Parser, path, run_main
 from moe.data.pair_files import read_pairs
 from moe.data.tokenizer import load_tokenizer
@@ -32,6 +30,8 @@ from moe.inspection.statistics.matching import ExpertMatching, match_traces
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import Trace, layer_name
 from scripts.names_model import language_of, language_tables, right_answers, trace_names
+from stmoe_eval.reports.formatting import markdown_table
+from stmoe_eval.studies.seeds import paired_difference
 
 
 def main(argv: list[str]) -> None:

@@ -8,8 +8,8 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     start_command()
 
-from eval.studies.command import main
 from moe.cli import CONTINUES, run_main
+from stmoe_eval.studies.command import main
 
 if __name__ == "__main__":
     run_main(main, interrupted=CONTINUES)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from eval.studies.scheduler import StudyError
 from moe import STMoEForConditionalGeneration
 from moe.commands.finetune import finetune_command
 from moe.data.pair_files import read_pairs
 from moe.errors import DataError
 from scripts import demo
+from stmoe_eval.studies.scheduler import StudyError
 from tests.training.tiny_run import write_inputs
 
 _FEW_STEPS = (

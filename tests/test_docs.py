@@ -13,7 +13,6 @@ import yaml
 
 import moe
 import stmoe
-from eval.task import TASKS
 from moe.cli import Parser
 from moe.data.tokenizer import train_tokenizer
 from moe.hosts.all_hosts import load_hosts
@@ -22,6 +21,7 @@ from moe.optim.optimizers import OPTIMIZERS
 from moe.sparse.router import ROUTERS
 from moe.sparse.router_options import ROUTER_REQUIREMENTS
 from moe.training.command import RecipeCommand
+from stmoe_eval.task import TASKS
 from tests.models.hf_models import their_model
 from tests.models.tiny import tiny_model
 from tests.training.tiny_run import write_texts
@@ -136,7 +136,7 @@ def only_parse(monkeypatch):
 
 def check_module(name, arguments):
     """Raises when `python -m NAME` does not understand its arguments."""
-    main = importlib.import_module("eval.__main__" if name == "eval" else name).main
+    main = importlib.import_module(name).main
     with pytest.raises(Parsed):
         main(arguments)
 
@@ -155,9 +155,8 @@ def check_make(words):
 def check_command(words):
     """Raises when a command is not understood."""
     match words:
-        case ["python", "-m", ("eval" | "pytest") as name, *arguments]:
-            if name == "eval":
-                check_module(name, arguments)
+        case ["python", "-m", "pytest", *_]:
+            pass
         case ["python", "-m", name, *arguments] if name.startswith("scripts."):
             check_module(name, arguments)
         case ["torchrun", *arguments]:
@@ -185,7 +184,7 @@ def test_the_commands_of_a_page_are_understood(page, only_parse):
 
 def test_a_command_that_is_wrong_is_noticed(only_parse):
     with pytest.raises(moe.ConfigError):
-        check_command(["python", "-m", "eval", "run", "--modle", "x"])
+        check_command(["stmoe", "eval", "run", "--modle", "x"])
     with pytest.raises(moe.ConfigError):
         check_command(["stmoe", "plan", "--mesh.epp", "4"])
     with pytest.raises(AssertionError):
@@ -206,7 +205,7 @@ def test_own_pairs_of_the_start_page_are_trained_on_scored_and_compared(
         name, arguments = (words[0], words[1:]) if words[0] == "stmoe" else (words[2], words[3:])
         if words[1] == "finetune":
             arguments += ["--training.steps", "60", "--optim.cooldown_steps", "30"]
-        importlib.import_module("eval.__main__" if name == "eval" else name).main(arguments)
+        importlib.import_module(name).main(arguments)
 
     printed = capsys.readouterr().out
     assert "Dev scores: 30 of 30 pairs" in printed

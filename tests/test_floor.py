@@ -71,7 +71,7 @@ def test_ctrl_c_does_not_tell_an_evaluation_to_resume(monkeypatch, capsys):
     def interrupt(argv):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys, "argv", ["python -m eval", "list"])
+    monkeypatch.setattr(sys, "argv", ["stmoe eval", "list"])
     with pytest.raises(SystemExit):
         run_main(interrupt, interrupted="The same command goes on.")
     assert capsys.readouterr().err == "\nInterrupted. The same command goes on.\n"

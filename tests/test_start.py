@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import eval.__main__ as evaluation
 import stmoe
+from stmoe_eval.verbs import EVAL
 from tests.processes import run_program
 
 ROOT = Path(__file__).parents[1]
@@ -96,13 +96,13 @@ finally:
         ("stmoe inspect -h", 0, "usage: stmoe inspect VERB"),
         ("stmoe pretrian --debug", 2, "no verb 'pretrian'. Did you mean 'pretrain'?"),
         ("stmoe inspect vew", 2, "no verb 'vew'. Did you mean 'view'? stmoe inspect --help"),
-        ("eval.__main__ --help", 0, "usage: python -m eval VERB"),
-        ("eval.__main__ rnu", 2, "Did you mean 'run'? python -m eval --help"),
+        ("stmoe eval --help", 0, "usage: stmoe eval VERB"),
+        ("stmoe eval rnu", 2, "Did you mean 'run'? stmoe eval --help"),
     ],
 )
 def test_help_version_recipes_and_misspelt_verbs_import_no_library(arguments, code, answer):
     words = [sys.executable, "-c", LIGHT.replace("{HEAVY}", repr(HEAVY)), arguments]
-    environment = {"PYTHONPATH": str(ROOT)}
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'eval'}"}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert ended.returncode == code
     *message, imported = ended.stderr.split("\n")[:-1]
@@ -136,12 +136,12 @@ print(*(name for name in sys.argv[2].split(",") if name in sys.modules))
 @pytest.mark.slow
 def test_no_command_imports_what_only_its_work_needs():
     modules = [f"scripts.{path.stem}" for path in sorted(ROOT.glob("scripts/*.py"))]
-    modules += ["moe", "eval.__main__", "benchmarks.network"]
+    modules += ["moe", "benchmarks.network"]
     verbs = [*stmoe.VERBS.values(), *stmoe.INSPECT_VERBS.values()]
     modules += [f"moe.commands.{verb.module}" for verb in verbs if verb.module]
-    modules += [f"eval.commands.{verb.module}" for verb in evaluation.VERBS.values()]
+    modules += [verb.module for verb in EVAL.verbs.values()]
     words = [sys.executable, "-c", IMPORTS, ",".join(modules), IMPORTED_LATE]
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'eval'}", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert ended.stdout == "\n"
 

@@ -137,10 +137,10 @@ def test_a_file_anywhere_extends_one_of_our_recipes_by_name(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_recipes_and_no_tasks(tmp_path):
+def test_the_wheel_has_the_recipes_and_the_tasks(tmp_path):
     """The real wheel, unpacked in a folder from which `stmoe` starts; as after `pip install`."""
     source = tmp_path / "source"
-    for name in ("moe", "recipes"):
+    for name in ("moe", "recipes", "eval"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("stmoe.py", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -160,6 +160,8 @@ def test_the_wheel_has_the_recipes_and_no_tasks(tmp_path):
     recipes = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
     assert [line.split()[0] for line in listed] == recipes
     assert "usage: stmoe VERB" in run("--help").stdout
+    assert "squad" in run("eval", "list").stdout
+    assert "usage: stmoe eval run" in run("eval", "run", "--help").stdout
     without = run("pretrain")
     assert "stmoe pretrain --config st_moe_tiny_pretrain --corpus" in without.stderr
     printed = run("pretrain", "--config", "st_moe_tiny_pretrain", "--print_config").stdout

@@ -35,6 +35,7 @@ from moe.distributed.replica_groups import find_replica_groups
 from moe.errors import ConfigError
 from moe.files import cache_folder, check_kind, find_model, output_path
 from moe.models.trainable_parameters import select_parameters
+from moe.registry import load_entry_point
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, typed_settings
 from moe.training.finetuning import (
@@ -47,7 +48,7 @@ from moe.training.heldout_loss import HeldOut
 from moe.training.job_folder import JOB, claim_job
 from moe.training.loop import CHECKPOINTS_FOLDER, Run, refuse_to_overwrite, train
 from moe.training.pair_scores import check_dev_pairs, dev_scorer, scorers_for
-from moe.training.recipe import FinetuneRecipe, MixtureRecipe
+from moe.training.recipe import FinetuneRecipe
 from moe.training.reporter import warn_on_rank_zero
 from moe.training.seeds import seed_runs, write_summary
 
@@ -75,10 +76,6 @@ class FinetuningData(NamedTuple):
     build_dev_scorer: Callable[[World, MeshConfig, Mesh | None], DevEvaluation | None] | None = None
     own_dev: Sequence[Pair] | None = None
     stream: PairStream | None = None
-
-
-TaskReader = Callable[[MixtureRecipe], FinetuningData]
-"""Reads the tasks of a mixture."""
 
 
 def build_run(
@@ -207,14 +204,11 @@ def add_pair_options(command: RecipeCommand[Any], *, instead: str) -> None:
     )
 
 
-def read_data(
-    recipe: FinetuneRecipe, arguments: Namespace, read_tasks: TaskReader | None, world: World
-) -> FinetuningData:
+def read_data(recipe: FinetuneRecipe, arguments: Namespace, world: World) -> FinetuningData:
     """Returns the examples of a mixture of tasks, or the user's own pairs.
 
     Raises:
-        ConfigError: When a mixture names tasks and there is no repository, or an option has no
-            effect.
+        ConfigError: When an option has no effect.
         DataError: When a file of pairs cannot be read, or the share leaves no pairs to train on.
     """
     mixture = recipe.mixture
@@ -232,12 +226,7 @@ def read_data(
                 f"--{name} cannot be combined with tasks, which have dev splits of their own. Give "
                 "--train, or leave it out."
             )
-    if read_tasks is None:
-        raise ConfigError(
-            f"The task {mixture.tasks[0]!r} is part of the repository, not of the installed "
-            "package. Give your own pairs by --train, or install a clone: pip install --editable ."
-        )
-    return read_tasks(mixture)
+    return load_entry_point("stmoe.tasks", "read_mixture")(mixture)
 
 
 def read_own_pairs(
@@ -383,14 +372,11 @@ def check_seeds_alone(mesh: MeshConfig, seeds: list[int] | None) -> None:
         )
 
 
-def main(
-    argv: list[str], read_tasks: TaskReader | None = None, *, process_start: float | None = None
-) -> None:
+def main(argv: list[str], *, process_start: float | None = None) -> None:
     """Reads the recipe, fine-tunes, and prints where the models are and their scores.
 
     Args:
         argv: The command line, without the program.
-        read_tasks: Reads tasks; None if there are none, so that pairs of texts are needed.
         process_start: When this process started, in seconds since 1970, if it serves only this
             command.
     """
@@ -418,7 +404,7 @@ def main(
         broadcast_from_rank_zero(check_folders)
         finetuning_config(pretrained, recipe)
 
-        data = read_data(recipe, arguments, read_tasks, world)
+        data = read_data(recipe, arguments, world)
         for _, folder in runs:
             broadcast_from_rank_zero(partial(check_dev_pairs, folder, data.own_dev or ()))
         for recipe_of_seed, folder in runs:

@@ -9,7 +9,6 @@ from tqdm import tqdm
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, integer, model_path
 from moe.commands.routing_inputs import (
-    TaskReader,
     add_inputs,
     check_inputs_options,
     command_text,
@@ -52,12 +51,11 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str], read_task: TaskReader | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Records the routing, and prints statistics of the routers.
 
     Args:
         argv: The options.
-        read_task: Reads the pairs of a task of eval/; None where there is none.
     """
     options = build_parser().parse_args(argv)
 
@@ -74,7 +72,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
 
     # The provenance of the trace.
     inspected = load_inspected(options.model, dropless=options.dropless)
-    batches = read_batches(options, inspected, read_task)
+    batches = read_batches(options, inspected)
     provenance = Provenance(
         text=describe_inputs(options, inspected),
         model=str(options.model),

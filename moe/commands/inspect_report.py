@@ -13,7 +13,6 @@ from pathlib import Path
 from moe.checksums import model_fingerprint
 from moe.cli import Parser, model_path
 from moe.commands.routing_inputs import (
-    TaskReader,
     add_inputs,
     check_inputs_options,
     command_text,
@@ -59,20 +58,16 @@ def build_parser() -> Parser:
         help="NAME=FILE for the metrics.jsonl of each run to show",
     )
     parser.add_argument(
-        "--evaluation",
-        nargs="+",
-        default=[],
-        help="TITLE=FOLDER of each python -m eval run to show",
+        "--evaluation", nargs="+", default=[], help="TITLE=FOLDER of each stmoe eval run to show"
     )
     return parser
 
 
-def main(argv: list[str], read_task: TaskReader | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Traces the examples and writes the report.
 
     Args:
         argv: The options.
-        read_task: Reads the pairs of a task of eval/; None where there is none.
     """
     options = build_parser().parse_args(argv)
 
@@ -84,7 +79,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
     evaluations = read_evaluations(options.evaluation)
 
     inspected = load_inspected(options.model, dropless=options.dropless, hosts=False)
-    trace = record_routing(inspected.model, read_batches(options, inspected, read_task))
+    trace = record_routing(inspected.model, read_batches(options, inspected))
 
     # The provenance of the page.
     fingerprint = model_fingerprint(options.model)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from moe.checkpoint.loading import load_complete
 from moe.cli import Parser, integer, real
-from moe.commands.routing_inputs import TaskReader
 from moe.commands.surgery import add_surgery_options, perform_surgery
 from moe.commands.surgery_report import ReportTable, SurgeryResult
 from moe.data.pipeline import Batch
@@ -68,12 +67,11 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str], read_task: TaskReader | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Removes experts of a model, and prints which, and what that changed.
 
     Args:
         argv: The options.
-        read_task: Reads the pairs of a task of eval/; None where there is none.
     """
     parser = build_parser()
     options = parser.parse_args(argv)
@@ -100,9 +98,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
             notes=["Scores and losses were computed on the same examples."],
         )
 
-    perform_surgery(
-        "prune", argv, options, parser, operate, read_task, needs_text=True, check=pruning.numbers
-    )
+    perform_surgery("prune", argv, options, parser, operate, needs_text=True, check=pruning.numbers)
 
 
 def calibration_batches(

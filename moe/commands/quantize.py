@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe.cli import Parser, integer
-from moe.commands.routing_inputs import TaskReader
 from moe.commands.surgery import add_surgery_options, perform_surgery
 from moe.commands.surgery_report import SurgeryResult
 from moe.errors import ConfigError
@@ -40,12 +39,11 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str], read_task: TaskReader | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Quantizes a model, and prints what it costs.
 
     Args:
         argv: The options.
-        read_task: Reads the pairs of a task of eval/; None where there is none.
     """
     parser = build_parser()
     options = parser.parse_args(argv)
@@ -66,4 +64,4 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         quantize_checkpoint(options.source, folder, quantization, whole=options.all)
         return SurgeryResult()
 
-    perform_surgery("quantize", argv, options, parser, operate, read_task)
+    perform_surgery("quantize", argv, options, parser, operate)

@@ -19,6 +19,7 @@ from moe.data.tokenizer import has_sentinels, load_tokenizer, sentinel
 from moe.errors import ConfigError, DataError
 from moe.hosts.all_hosts import find_class, load_model
 from moe.hosts.model import SparseHost
+from moe.registry import load_entry_point
 from moe.sparse.editing import sparse_layers
 from moe.tracing.examples import (
     SourceText,
@@ -122,9 +123,7 @@ def add_inputs(parser: Parser, *, required: bool = True) -> None:
     sources.add_argument(
         "--pairs", type=path, help="a table of pairs, as for stmoe finetune --train"
     )
-    sources.add_argument(
-        "--task", type=word, help="a task of eval/, in the repository; see --split"
-    )
+    sources.add_argument("--task", type=word, help="a task of `stmoe eval list`; see --split")
 
     # Amount and processing.
     parser.add_argument(
@@ -216,15 +215,12 @@ def describe_inputs(options: Namespace, inspected: InspectedModel) -> str:
     return text + (", the model's own answers" if options.generate else "")
 
 
-def read_batches(
-    options: Namespace, inspected: InspectedModel, read_task: TaskReader | None
-) -> Iterator[TracedBatch]:
+def read_batches(options: Namespace, inspected: InspectedModel) -> Iterator[TracedBatch]:
     """Yields the batches for the options of `add_inputs`.
 
     Args:
         options: Parsed options.
         inspected: The model that reads the batches.
-        read_task: Reads a task of eval/; None in the installed command, which has none.
 
     Raises:
         ConfigError: When a task is given where there are none, a number is out of range, or text
@@ -254,7 +250,7 @@ def read_batches(
                 "instead. Leave it out."
             )
     else:
-        pairs = _read_pairs(options, read_task)
+        pairs = _read_pairs(options)
         forced = model.generation_config.forced_bos_token_id if model.generation_config else None
         has_sentinel = forced is not None and forced == tokenizer.get_vocab().get(sentinel(0))
         batches = paired_batches(
@@ -271,7 +267,7 @@ def read_batches(
     return batches
 
 
-def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[SourceText]:
+def _read_pairs(options: Namespace) -> list[SourceText]:
     """Returns the pairs of a file or of a task."""
     if options.pairs:
         sources = []
@@ -283,12 +279,7 @@ def _read_pairs(options: Namespace, read_task: TaskReader | None) -> list[Source
                 kind = prefix if separator else ""
             sources.append(SourceText(*pair.texts, number, kind))
         return sources
-    if read_task is None:
-        raise ConfigError(
-            f"--task {options.task} is part of the repository, not of the installed package. Give "
-            "your own pairs by --pairs, or install a clone: pip install --editable ."
-        )
-    return read_task(options.task, options.split)
+    return load_entry_point("stmoe.tasks", "read_pairs")(options.task, options.split)
 
 
 # ---------------------------------------------------------------------------

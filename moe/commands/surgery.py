@@ -13,7 +13,6 @@ from moe.checksums import write_sums
 from moe.cli import Parser, model_name
 from moe.commands.convert import new_model_folder
 from moe.commands.routing_inputs import (
-    TaskReader,
     add_inputs,
     check_inputs_options,
     describe_inputs,
@@ -59,7 +58,6 @@ def perform_surgery(
     options: Namespace,
     parser: Parser,
     operate: Operate,
-    read_task: TaskReader | None,
     *,
     needs_text: bool = False,
     check: Callable[[STMoEConfig], object] | None = None,
@@ -72,7 +70,6 @@ def perform_surgery(
         options: Parsed options, among them those of `add_surgery_options`.
         parser: Their parser, which knows the defaults.
         operate: Writes the changed model.
-        read_task: Reads the pairs of a task of eval/; None where there is none.
         needs_text: Whether the change itself depends on data.
         check: Raises a ConfigError for a model that cannot be changed this way.
 
@@ -99,7 +96,7 @@ def perform_surgery(
             tokenizer = next((path.parent for path in files), Path(options.source))
             inspected = with_tokenizer(tokenizer, load_model(options.source), options.source)
             text = describe_inputs(options, inspected)
-            batches = list(read_batches(options, inspected, read_task))
+            batches = list(read_batches(options, inspected))
             before = measure(inspected.model, batches)
             del inspected
 

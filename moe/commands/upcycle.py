@@ -21,7 +21,6 @@ import torch
 
 from moe.cli import Parser, integer, real
 from moe.commands.convert import read_fields
-from moe.commands.routing_inputs import TaskReader
 from moe.commands.surgery import add_surgery_options, perform_surgery
 from moe.commands.surgery_report import ReportTable, SurgeryResult
 from moe.convert.t5x import is_t5x
@@ -119,12 +118,11 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str], read_task: TaskReader | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Upcycles a model, and prints the share of the dense output that it keeps.
 
     Args:
         argv: The options.
-        read_task: Reads the pairs of a task of eval/; None where there is none.
     """
     parser = build_parser()
     options = parser.parse_args(argv)
@@ -132,7 +130,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
         raise ConfigError("--reinit-share has no effect without --method drop_reinit.")
     sparse = _sparse_config(options.source)
     if sparse is not None:
-        _add_experts(argv, options, parser, sparse, read_task)
+        _add_experts(argv, options, parser, sparse)
         return
     upcycling = Upcycling(
         num_experts=options.experts or Upcycling.num_experts,
@@ -171,7 +169,7 @@ def main(argv: list[str], read_task: TaskReader | None = None) -> None:
             )
         return SurgeryResult(tables=[ReportTable(_KEPT_HEADER, rows)], notes=notes)
 
-    perform_surgery("upcycle", argv, options, parser, operate, read_task)
+    perform_surgery("upcycle", argv, options, parser, operate)
 
 
 def _sparse_config(source: str) -> STMoEConfig | None:
@@ -185,13 +183,7 @@ def _sparse_config(source: str) -> STMoEConfig | None:
     return config if config.num_experts else None
 
 
-def _add_experts(
-    argv: list[str],
-    options: Namespace,
-    parser: Parser,
-    sparse: STMoEConfig,
-    read_task: TaskReader | None,
-) -> None:
+def _add_experts(argv: list[str], options: Namespace, parser: Parser, sparse: STMoEConfig) -> None:
     """Gives the experts of a sparse model twins or parts, and says first what changes by that."""
     for name in _FOR_DENSE_MODELS:
         if getattr(options, name) != parser.get_default(name):
@@ -214,7 +206,7 @@ def _add_experts(
         table = ReportTable(["what changes"], [[change] for change in changes])
         return SurgeryResult(parents, [table] if changes else [])
 
-    perform_surgery("upcycle", argv, options, parser, operate, read_task)
+    perform_surgery("upcycle", argv, options, parser, operate)
 
 
 def _find_host(source: str) -> Host | None:

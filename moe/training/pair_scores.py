@@ -1,7 +1,7 @@
 """Scores of a model on your own pairs of texts: the metrics that fit their targets, and the dev scores
 of a run.
 
-eval/pairs.py uses the same metrics, so that `python -m eval run --pairs` gives the same numbers.
+eval/stmoe_eval/pairs.py uses the same metrics, so that `stmoe eval run --pairs` gives the same numbers.
 """
 
 import json
@@ -155,7 +155,7 @@ def dev_scorer(
     """Returns a function that scores a saved model on pairs, by greedy decoding.
 
     Every rank must call it. On a mesh all ranks answer the same pairs, so that the scores don't
-    depend on their number. The pairs are written to dev/pairs.jsonl, for `python -m eval run
+    depend on their number. The pairs are written to dev/pairs.jsonl, for `stmoe eval run
     --pairs`, and the answers of every step to dev/step_*/answers.jsonl.
 
     Args:

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.scores import metrics
-from eval.scores.metrics import Metric
-from eval.scores.superglue import superglue_average
+from stmoe_eval.scores import metrics
+from stmoe_eval.scores.metrics import Metric
+from stmoe_eval.scores.superglue import superglue_average
 from tests.conformance import t5_functions
 from tests.conformance.case import CaseFunction, CaseFunctions, CaseInput, find_function
 

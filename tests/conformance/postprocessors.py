@@ -7,9 +7,9 @@ The input of a case is `{text, is_target, example}`, with the text under one of 
 from collections.abc import Callable
 from typing import Any
 
-from eval.task import Features, Postprocess
-from eval.text import postprocess
-from eval.text.preprocess import LABELS
+from stmoe_eval.task import Features, Postprocess
+from stmoe_eval.text import postprocess
+from stmoe_eval.text.preprocess import LABELS
 from tests.conformance import t5_functions
 from tests.conformance.case import CaseFunction, CaseFunctions, CaseInput
 

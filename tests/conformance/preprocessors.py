@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from eval.task import Features
-from eval.text import preprocess, questions, wsc
+from stmoe_eval.task import Features
+from stmoe_eval.text import preprocess, questions, wsc
 from tests.conformance import t5_functions
 from tests.conformance.case import CaseFunction, CaseFunctions, CaseInput
 from tests.conformance.training_data import TRAINING_DATA

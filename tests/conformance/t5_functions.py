@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.scores.metrics import Metric, Values, mean_of, normalize_squad
-from eval.task import Features, Postprocess, Row
-from eval.text.preprocess import FALSE_TRUE, label_text
-from eval.text.questions import pad_punctuation
 from moe.errors import ConfigError, DataError
+from stmoe_eval.scores.metrics import Metric, Values, mean_of, normalize_squad
+from stmoe_eval.task import Features, Postprocess, Row
+from stmoe_eval.text.preprocess import FALSE_TRUE, label_text
+from stmoe_eval.text.questions import pad_punctuation
 
 SPACES = re.compile(r"[\t\n\f\r ]+")  # RE2's \s
 _ASCII_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)

@@ -8,10 +8,10 @@ from functools import cache
 
 import pytest
 
-from eval.source import HubData
-from eval.task import SPLITS, TASKS
-from eval.text.preprocess import HIDDEN_TARGET
 from moe import DataError
+from stmoe_eval.source import HubData
+from stmoe_eval.task import SPLITS, TASKS
+from stmoe_eval.text.preprocess import HIDDEN_TARGET
 from tests.eval.rows import OFFLINE, ON_THE_HUB, examples_of, folder_of
 
 NAMES = TASKS.names()

@@ -8,13 +8,13 @@ import json
 
 import pytest
 
-from eval.answers.data_ranks import SINGLE_PROCESS
-from eval.dev_scores import read_tasks
-from eval.task_readers import read_mixture
 from moe.checkpoint.best_model import best_and_last
 from moe.commands import finetune
 from moe.distributed.launch import World
 from moe.training.loop import train
+from stmoe_eval.answers.data_ranks import SINGLE_PROCESS
+from stmoe_eval.dev_scores import read_tasks
+from stmoe_eval.task_readers import read_mixture
 from tests.distributed.ranks import run_ranks
 from tests.training.test_finetune_mixture import RECIPE, eval_lines, inputs  # noqa: F401  a fixture
 from tests.training.tiny_tasks import registered

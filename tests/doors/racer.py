@@ -31,13 +31,13 @@ ROUNDS = {
         ("float32",) * 2,
     ),
     "evaluation": (
-        "eval.__main__",
-        "run --model {run/model} --tasks copa --data {rows} --out {out} --limit",
+        "stmoe",
+        "eval run --model {run/model} --tasks copa --data {rows} --out {out} --limit",
         ("5", "2"),
     ),
     "comparison": (
-        "eval.__main__",
-        "compare {evaluations/first} {evaluations/second} --tasks copa --out {out} --mode",
+        "stmoe",
+        "eval compare {evaluations/first} {evaluations/second} --tasks copa --out {out} --mode",
         ("rank", "rank"),
     ),
     "report.html": (

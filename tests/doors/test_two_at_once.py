@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSeq2SeqLM
 
-from eval.reports.run_folder import read_report
 from moe import STMoEForConditionalGeneration, load_complete
 from moe.data.corpus import load_corpus
 from moe.data.tokenizer import load_tokenizer
+from stmoe_eval.reports.run_folder import read_report
 from tests.doors.racer import ROUNDS
 from tests.processes import Command
 

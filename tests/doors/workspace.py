@@ -13,7 +13,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import eval.__main__ as evaluation
 import stmoe
 from moe.commands import finetune, pretrain
 from moe.data.tokenizer import load_tokenizer
@@ -146,7 +145,7 @@ def _write_evaluations(root: Path) -> None:
     """Evaluates two models on one task."""
     for name, model in (("first", "run"), ("second", "finetuned")):
         shown = ["--tasks", TASK, "--data", root / "rows", "--out", root / "evaluations" / name]
-        _run(evaluation, "run", "--model", root / model / "model", *shown)
+        _run(stmoe, "eval", "run", "--model", root / model / "model", *shown)
 
 
 def _run(module, *arguments) -> None:

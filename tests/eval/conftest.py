@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from eval.scores.metrics import ACCURACY
-from eval.source import BuiltIn
-from eval.task import Decoding, Task
-from eval.text.postprocess import label_index
 from moe.data.tokenizer import train_tokenizer
+from stmoe_eval.scores.metrics import ACCURACY
+from stmoe_eval.source import BuiltIn
+from stmoe_eval.task import Decoding, Task
+from stmoe_eval.text.postprocess import label_index
 from tests.models.tiny import tiny_model
 
 CHOICES = ("red", "green", "dark blue")

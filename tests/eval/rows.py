@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from eval.answers.predictions_file import Prediction, read_predictions_file
-from eval.source import BuiltIn, HubData
-from eval.task import TASKS, Example, Task
+from stmoe_eval.answers.predictions_file import Prediction, read_predictions_file
+from stmoe_eval.source import BuiltIn, HubData
+from stmoe_eval.task import TASKS, Example, Task
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OFFLINE = [name for name in TASKS.names() if isinstance(TASKS.get(name).source, BuiltIn)]
@@ -21,7 +21,7 @@ def folder_of(task: Task) -> Path | None:
     ]
     assert not missing, (
         f"The task {task.name} has no fixture {home}/{missing[0]}. Write three to five rows of your own for it in the "
-        "schema of the dataset: eval/tasks/__init__.py says how."
+        "schema of the dataset: eval/stmoe_eval/tasks/__init__.py says how."
     )
     return FIXTURES
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import sklearn.metrics
 
-from eval.scores.additive import matthews, mean_f1, mean_of_sums, mean_terms
-from eval.scores.metrics import F1_WITH_INVALID, MACRO_F1, MATTHEWS, MULTIRC_F1A
+from stmoe_eval.scores.additive import matthews, mean_f1, mean_of_sums, mean_terms
+from stmoe_eval.scores.metrics import F1_WITH_INVALID, MACRO_F1, MATTHEWS, MULTIRC_F1A
 
 
 def both(additive, targets, answers):

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from eval.baselines import classifiers
-from eval.baselines.classifiers import BaselineData, baseline_outputs, has_baselines
-from eval.scores.metrics import ROUGE1
-from eval.task import Example
+from stmoe_eval.baselines import classifiers
+from stmoe_eval.baselines.classifiers import BaselineData, baseline_outputs, has_baselines
+from stmoe_eval.scores.metrics import ROUGE1
+from stmoe_eval.task import Example
 
 
 def example(number, inputs, targets):

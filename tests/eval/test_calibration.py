@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import sklearn.metrics
 
-from eval.answers.cost import Tokens
-from eval.answers.predict import Predicted
-from eval.answers.predictions_file import Prediction
-from eval.reports.task_summary import ranked_calibration
-from eval.scores.calibration import (
+from stmoe_eval.answers.cost import Tokens
+from stmoe_eval.answers.predict import Predicted
+from stmoe_eval.answers.predictions_file import Prediction
+from stmoe_eval.reports.task_summary import ranked_calibration
+from stmoe_eval.scores.calibration import (
     NUM_BINS,
     calibration,
     calibration_of_choices,
     choice_probabilities,
 )
-from eval.task import TASKS
+from stmoe_eval.task import TASKS
 from tests.eval.rows import examples_of
 
 

@@ -1,4 +1,4 @@
-"""python -m eval as a user calls it."""
+"""stmoe eval as a user calls it."""
 
 import json
 import re
@@ -10,9 +10,10 @@ from itertools import chain
 
 import pytest
 
-from eval.__main__ import advice_after_interrupt, main
+import stmoe
 from moe.cli import run_main
 from moe.files import KIND_FILE
+from stmoe_eval.verbs import EVAL
 from tests.eval.conftest import THINGS
 from tests.eval.rows import FIXTURES
 from tests.models.tiny import tiny_model
@@ -20,7 +21,7 @@ from tests.processes import Command, run_command, start_torchrun
 
 
 def call(*arguments):
-    return run_command("eval", *arguments)
+    return run_command("stmoe", "eval", *arguments)
 
 
 def write_pairs(path, numbers):
@@ -62,7 +63,18 @@ def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(
     assert report["settings"]["limit"] == 19
     assert report["models"]["t5"]["parameters"] > 0
 
-    main(["compare", f"ours={run}", f"t5={run}", "--mode", "rank", "--out", str(tmp_path / "c")])
+    stmoe.main(
+        [
+            "eval",
+            "compare",
+            f"ours={run}",
+            f"t5={run}",
+            "--mode",
+            "rank",
+            "--out",
+            str(tmp_path / "c"),
+        ]
+    )
     printed = capsys.readouterr().out
     compared = json.loads((tmp_path / "c/compare.json").read_text())
     (metric,) = compared["tasks"][0]["metrics"]
@@ -116,9 +128,9 @@ RUN = ["run", "--model", "no", "--tasks", "boolq"]
 def test_a_wrong_argument_is_one_message_and_exit_code_2(
     arguments, message, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(sys, "argv", ["eval", *arguments, "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["stmoe", "eval", *arguments, "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
-        run_main(main)
+        run_main(stmoe.main)
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
@@ -132,19 +144,17 @@ def test_results_are_not_mixed_with_something_else(tmp_path, monkeypatch, capsys
         (str(tmp_path), "would be mixed with it. Choose another --out"),
         ("", "--out is empty"),
     ):
-        monkeypatch.setattr(sys, "argv", ["eval", "compare", "a", "b", "--out", out])
+        monkeypatch.setattr(sys, "argv", ["stmoe", "eval", "compare", "a", "b", "--out", out])
         with pytest.raises(SystemExit):
-            run_main(main)
+            run_main(stmoe.main)
         assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [KIND_FILE]
 
 
 def test_only_a_run_goes_on_after_it_was_stopped():
-    advice = advice_after_interrupt(["run", "--model", "m"])
-    assert advice == "The same command continues: answers that it wrote are kept."
-    for command in ("compare", "list"):
-        assert "continues" not in advice_after_interrupt([command])
-        assert "--resume" not in advice_after_interrupt([command])
+    advice = {name: verb.after_interrupt for name, verb in EVAL.verbs.items()}
+    assert advice.pop("run") == "The same command continues: answers that it wrote are kept."
+    assert set(advice.values()) == {""}
 
 
 @pytest.mark.slow
@@ -154,7 +164,7 @@ def test_ctrl_c_is_one_line_at_any_moment_of_a_command(folders, pairs, tmp_path)
     for seconds in (0.1, 0.7):
         options = {"--pairs": pairs, "--model": folders["moe"], "--out": tmp_path / "x"}
         arguments = ["run", *chain.from_iterable(options.items())]
-        command = Command("eval", arguments)
+        command = Command("stmoe", ["eval", *arguments])
         end = time.monotonic() + seconds
         command.wait_for(lambda end=end: time.monotonic() > end)
         command.send_signal(signal.SIGINT)
@@ -170,7 +180,7 @@ def test_ctrl_c_is_one_line_at_any_moment_of_a_command(folders, pairs, tmp_path)
 def real_torchrun(num_ranks, *arguments):
     """Starts torchrun and each rank in an interpreter of its own, as a user does."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(num_ranks), "-m", "eval"]
+    launcher += ["--nproc-per-node", str(num_ranks), "-m", "stmoe", "eval"]
     command = [*launcher, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
@@ -190,7 +200,7 @@ def test_four_ranks_report_what_one_process_reports(pairs, tokenizer, tmp_path):
     asked = ["run", "--model", tmp_path / "model", "--pairs", pairs, "--capacity-factor", "0.75"]
     mesh = ["--ep", "2", "--tp", "2", "--timeout", "60"]
     one = call(*asked, "--out", tmp_path / "one")
-    four = start_torchrun(4, "eval", *asked, *mesh, "--out", tmp_path / "four").finish()
+    four = start_torchrun(4, "stmoe", "eval", *asked, *mesh, "--out", tmp_path / "four").finish()
     reports = []
     for done, name in ((one, "one"), (four, "four")):
         assert done.returncode == 0, done.stderr
@@ -201,7 +211,7 @@ def test_four_ranks_report_what_one_process_reports(pairs, tokenizer, tmp_path):
     alone, together = map(take_calibration, reports)
     assert together == pytest.approx(alone, rel=1e-4)
     assert reports[1]["tasks"] == reports[0]["tasks"]
-    assert reports[1]["command"].startswith("torchrun --nproc-per-node 4 -m eval run")
+    assert reports[1]["command"].startswith("torchrun --nproc-per-node 4 -m stmoe eval run")
     file = "predictions/pairs_labels.model.generate.jsonl"
     assert (tmp_path / "four" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
 
@@ -215,4 +225,4 @@ def test_a_mesh_that_does_not_fit_is_one_message_for_all_ranks(folders, pairs, t
     codes = re.findall(r"exitcode *: (-?\d+)", done.stderr)
     assert "2" in codes
     assert set(codes) <= {"2", "-15"}  # torchrun ends the others when it sees the first end
-    assert "eval/__main__.py" not in done.stderr  # no traceback of ours
+    assert "eval/stmoe_eval/" not in done.stderr  # no traceback of ours

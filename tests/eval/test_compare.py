@@ -5,16 +5,22 @@ from dataclasses import replace
 
 import pytest
 
-from eval.answers.likelihood import ChoiceLikelihood, Scoring
-from eval.answers.predictions_file import Batch, Header, Prediction, PredictionsFile, ScoringFields
-from eval.answers.sealed_json import seal
-from eval.commands.compare import compare_runs, comparison_markdown
-from eval.reports.run_folder import examples_path, predictions_path, write_examples
-from eval.reports.task_summary import score_system
-from eval.task import TASKS
 from moe import ConfigError, DataError
 from moe.files import write_text
 from moe.parsing import to_json
+from stmoe_eval.answers.likelihood import ChoiceLikelihood, Scoring
+from stmoe_eval.answers.predictions_file import (
+    Batch,
+    Header,
+    Prediction,
+    PredictionsFile,
+    ScoringFields,
+)
+from stmoe_eval.answers.sealed_json import seal
+from stmoe_eval.commands.compare import compare_runs, comparison_markdown
+from stmoe_eval.reports.run_folder import examples_path, predictions_path, write_examples
+from stmoe_eval.reports.task_summary import score_system
+from stmoe_eval.task import TASKS
 from tests.eval.conftest import colour_task
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import datasets
 import pytest
 
-from eval.commands.run import print_scores
-from eval.run import evaluate
 from moe.data.corpus import build_corpus, save_corpus
 from moe.data.documents import Document
 from moe.errors import DataError
+from stmoe_eval.commands.run import print_scores
+from stmoe_eval.run import evaluate
 
 ROWS = Path(__file__).parent / "fixtures" / "boolq" / "validation.jsonl"
 
@@ -28,7 +28,7 @@ def make_corpus(folder: Path, texts: list[str]) -> Path:
 
 def run(folders, out, **options):
     models = {"ours": folders["moe"]}
-    return evaluate(models, ["boolq"], out=out, command="python -m eval", **options)
+    return evaluate(models, ["boolq"], out=out, command="stmoe eval", **options)
 
 
 def test_scores_without_the_examples_of_a_corpus_are_those_of_the_other_rows(

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from eval.answers.batches import Request, requests_of
-from eval.answers.predict import predict
-from eval.answers.seq2seq import load_seq2seq
-from eval.commands.compare import compare_runs
-from eval.run import evaluate
-from eval.task import TASKS
 from moe import CheckpointError, DataError
 from moe.files import KIND_FILE
+from stmoe_eval.answers.batches import Request, requests_of
+from stmoe_eval.answers.predict import predict
+from stmoe_eval.answers.seq2seq import load_seq2seq
+from stmoe_eval.commands.compare import compare_runs
+from stmoe_eval.run import evaluate
+from stmoe_eval.task import TASKS
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TASK = "copa"

@@ -12,10 +12,10 @@ import yaml
 from lm_eval.models.huggingface import HFLM
 
 import moe
-from eval.answers.batches import pad_tokens
-from eval.answers.inference import Inference
-from eval.answers.likelihood import EncodedInputs, target_log_probs
-from eval.answers.seq2seq import load_seq2seq
+from stmoe_eval.answers.batches import pad_tokens
+from stmoe_eval.answers.inference import Inference
+from stmoe_eval.answers.likelihood import EncodedInputs, target_log_probs
+from stmoe_eval.answers.seq2seq import load_seq2seq
 from tests.eval.conftest import WORDS
 from tests.models.tiny import tiny_model
 

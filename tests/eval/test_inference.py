@@ -13,16 +13,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import SwitchTransformersConfig
 
-from eval.__main__ import main
-from eval.answers.batches import Request, requests_of
-from eval.answers.cost import Tokens, cost_of, merge_timings, read_timings, token_flops
-from eval.answers.inference import Inference, check_inference, configure, describe_capacity
-from eval.answers.predict import predict
-from eval.answers.predictions_file import read_predictions_file
-from eval.answers.seq2seq import load_seq2seq
-from eval.commands.compare import compare_runs
-from eval.run import evaluate
 from moe import CheckpointError, ConfigError, DataError
+from stmoe import main
+from stmoe_eval.answers.batches import Request, requests_of
+from stmoe_eval.answers.cost import Tokens, cost_of, merge_timings, read_timings, token_flops
+from stmoe_eval.answers.inference import Inference, check_inference, configure, describe_capacity
+from stmoe_eval.answers.predict import predict
+from stmoe_eval.answers.predictions_file import read_predictions_file
+from stmoe_eval.answers.seq2seq import load_seq2seq
+from stmoe_eval.commands.compare import compare_runs
+from stmoe_eval.run import evaluate
 from tests.eval.conftest import colour_task
 from tests.models.tiny import DENSE, tiny_model
 
@@ -56,7 +56,7 @@ def answer(folder, inference, task, path):
 
 
 def run(models, out, inference=None, **options):
-    options = {"data": FIXTURES, "modes": ["rank"], "command": "python -m eval", **options}
+    options = {"data": FIXTURES, "modes": ["rank"], "command": "stmoe eval", **options}
     if inference is not None:
         options["inference"] = inference
     return evaluate(models, ["copa"], out=out, **options)
@@ -195,7 +195,7 @@ def test_runs_of_one_model_with_and_without_drops_are_compared(saved, tmp_path):
 def test_options_that_contradict_each_other_are_refused(tmp_path):
     asked = ["run", "--model", "m", "--tasks", "copa", "--out", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match=r"--capacity-factor: not allowed with .* --dropless"):
-        main([*asked, "--dropless", "--capacity-factor", "2"])
+        main(["eval", *asked, "--dropless", "--capacity-factor", "2"])
     assert not (tmp_path / "out").exists()
 
 

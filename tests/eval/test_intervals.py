@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from eval.scores.additive import mean_f1
-from eval.scores.intervals import (
+from stmoe_eval.scores.additive import mean_f1
+from stmoe_eval.scores.intervals import (
     RESAMPLES,
     bootstrap,
     examples_by_group,
@@ -16,7 +16,7 @@ from eval.scores.intervals import (
     score_metrics,
     task_seed,
 )
-from eval.scores.metrics import ACCURACY, F1_WITH_INVALID, MACRO_F1, MATTHEWS, Metric, mean_of
+from stmoe_eval.scores.metrics import ACCURACY, F1_WITH_INVALID, MACRO_F1, MATTHEWS, Metric, mean_of
 
 
 def f1(targets, answers):

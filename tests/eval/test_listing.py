@@ -1,11 +1,11 @@
-"""python -m eval list: every task with where its rows are from and what is said of them."""
+"""stmoe eval list: every task with where its rows are from and what is said of them."""
 
-from eval.__main__ import main
-from eval.task import TASKS
+from stmoe import main
+from stmoe_eval.task import TASKS
 
 
 def test_every_task_has_one_line_below_its_family_with_rows_prompt_data_and_licence(capsys):
-    main(["list"])
+    main(["eval", "list"])
     printed = capsys.readouterr().out.splitlines()
     start = printed[0].index("data")
     families, cells, family = {}, {}, ""

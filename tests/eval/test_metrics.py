@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.scores import metrics
-from eval.scores.metrics import Metric
-from eval.scores.superglue import SUPERGLUE, superglue_average
 from moe import ConfigError
+from stmoe_eval.scores import metrics
+from stmoe_eval.scores.metrics import Metric
+from stmoe_eval.scores.superglue import SUPERGLUE, superglue_average
 
 words = st.text(st.sampled_from("ab .'’-Tthe"), max_size=9)
 labels = st.lists(st.tuples(st.integers(0, 1), st.integers(-1, 1)), min_size=1, max_size=12)

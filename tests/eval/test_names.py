@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-import eval.__main__ as evaluation
-from eval.task import TASKS
+import stmoe
 from moe.data.names import read_names
+from stmoe_eval.task import TASKS
 
 TASK = TASKS.get("names")
 
@@ -45,7 +45,7 @@ def test_answers_and_targets_are_compared_in_one_form(examples):
 @pytest.mark.slow
 def test_a_model_is_evaluated_beside_the_baselines(folders, tmp_path, capsys):
     words = ["--model", folders["moe"], "--tasks", "names", "--limit", 50, "--out", tmp_path]
-    evaluation.main(["run", *map(str, words)])
+    stmoe.main(["eval", "run", *map(str, words)])
     (task,) = json.loads((tmp_path / "report.json").read_text())["tasks"]
     assert (task["licence"], task["split"], task["num_available"]) == (
         "Unicode-3.0",

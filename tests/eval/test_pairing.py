@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from eval.scores.additive import mean_f1
-from eval.scores.intervals import examples_by_group, score_answers
-from eval.scores.metrics import ACCURACY, MULTIRC_EM, MULTIRC_F1A, Metric, mean_of
-from eval.scores.pairing import (
+from stmoe_eval.scores.additive import mean_f1
+from stmoe_eval.scores.intervals import examples_by_group, score_answers
+from stmoe_eval.scores.metrics import ACCURACY, MULTIRC_EM, MULTIRC_F1A, Metric, mean_of
+from stmoe_eval.scores.pairing import (
     PERMUTATIONS,
     RECOMPUTED_PERMUTATIONS,
     compare_answers,

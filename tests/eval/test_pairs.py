@@ -1,4 +1,4 @@
-"""python -m eval run --pairs: any model on a file of pairs, with intervals, baselines and comparison.
+"""stmoe eval run --pairs: any model on a file of pairs, with intervals, baselines and comparison.
 
 Oracles: answers of the model by hand, hashes of the file, and runs on another file.
 """
@@ -8,10 +8,10 @@ import json
 
 import pytest
 
-import eval.__main__ as evaluation
-from eval.pairs import PAIR_TASKS, read_pairs_task
-from eval.task import TASKS
+import stmoe
 from moe import ConfigError, DataError
+from stmoe_eval.pairs import PAIR_TASKS, read_pairs_task
+from stmoe_eval.task import TASKS
 from tests.eval.conftest import THINGS
 
 PAIRS = []
@@ -31,7 +31,7 @@ def pairs(tmp_path):
 
 
 def run(*argv):
-    evaluation.main(["run", *map(str, argv)])
+    stmoe.main(["eval", "run", *map(str, argv)])
 
 
 def report_of(out):
@@ -123,13 +123,13 @@ def test_two_runs_are_compared_and_runs_on_other_files_are_refused(
     )
     run("--model", folders["moe"], "--pairs", pairs, "--limit", 7, "--out", tmp_path / "d", *more)
     sides = {name: str(tmp_path / name) for name in "abcd"}
-    evaluation.main(["compare", sides["a"], sides["b"], "--out", str(tmp_path / "compare")])
+    stmoe.main(["eval", "compare", sides["a"], sides["b"], "--out", str(tmp_path / "compare")])
     (task,) = json.loads((tmp_path / "compare" / "compare.json").read_text())["tasks"]
     assert (task["task"], task["num_examples"]) == ("pairs_labels", 20)
     assert [metric["metric"] for metric in task["metrics"]] == ["accuracy"]
     for name, message in (("c", "other data"), ("d", "limit None in A and 7 in B")):
         with pytest.raises(DataError, match=message):
-            evaluation.main(["compare", sides["b"], sides[name], "--out", str(tmp_path / "x")])
+            stmoe.main(["eval", "compare", sides["b"], sides[name], "--out", str(tmp_path / "x")])
 
 
 def test_a_split_of_a_downloaded_dataset_is_evaluated(tmp_path):

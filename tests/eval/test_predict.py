@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-import eval.answers.predict
-from eval.answers.batches import Request
-from eval.answers.predict import MODES, predict
-from eval.answers.seq2seq import load_seq2seq
+import stmoe_eval.answers.predict
 from moe import CheckpointError, ConfigError
 from moe.data.tokenizer import SpecialIds, end_with_sentinel
+from stmoe_eval.answers.batches import Request
+from stmoe_eval.answers.predict import MODES, predict
+from stmoe_eval.answers.seq2seq import load_seq2seq
 from tests.models.tiny import tiny_model
 
 ROWS = 7
@@ -30,7 +30,7 @@ def interrupt(*_):
 def dropping(tokenizer, tmp_path, monkeypatch):
     """A sparse model whose experts have room for few tokens, asked in batches of ROWS."""
     for name in ("_MAX_ROWS", "_MIN_ROWS"):
-        monkeypatch.setattr(eval.answers.predict, name, dict.fromkeys(MODES, ROWS))
+        monkeypatch.setattr(stmoe_eval.answers.predict, name, dict.fromkeys(MODES, ROWS))
     tiny_model(eval_capacity_factor=0.5, min_expert_capacity=1).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     return load_seq2seq(tmp_path / "model")
@@ -39,13 +39,13 @@ def dropping(tokenizer, tmp_path, monkeypatch):
 @pytest.fixture
 def asked(monkeypatch):
     """Collects the ids of the requests that a model really answers."""
-    collected, answer = [], eval.answers.predict._answer
+    collected, answer = [], stmoe_eval.answers.predict._answer
 
     def answer_and_tell(system, task, batch, *rest):
         collected.extend(question.request.id for question in batch)
         return answer(system, task, batch, *rest)
 
-    monkeypatch.setattr(eval.answers.predict, "_answer", answer_and_tell)
+    monkeypatch.setattr(stmoe_eval.answers.predict, "_answer", answer_and_tell)
     return collected
 
 
@@ -102,11 +102,13 @@ def test_a_stopped_run_goes_on_to_the_same_bytes_and_repeats_no_whole_batch(
 
 def test_ctrl_c_between_batches_changes_no_byte(dropping, task, tmp_path, monkeypatch):
     requests, path = requests_of(task), tmp_path / "stopped.jsonl"
-    answer = eval.answers.predict._answer
+    answer = stmoe_eval.answers.predict._answer
     predict(dropping, task, requests, "rank", tmp_path / "whole.jsonl")
     calls = iter([answer, answer])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(eval.answers.predict, "_answer", lambda *args: next(calls, interrupt)(*args))
+        patch.setattr(
+            stmoe_eval.answers.predict, "_answer", lambda *args: next(calls, interrupt)(*args)
+        )
         predict(dropping, task, requests, "rank", path)
     assert len(path.read_bytes().splitlines()) == 1 + 2 * (ROWS + 1)
     predict(dropping, task, requests, "rank", path)

@@ -9,10 +9,10 @@ from itertools import product
 import pytest
 import torch
 
-from eval.answers.beam import beam_search
-from eval.answers.predict import predict
-from eval.answers.seq2seq import load_seq2seq
-from eval.task import Decoding
+from stmoe_eval.answers.beam import beam_search
+from stmoe_eval.answers.predict import predict
+from stmoe_eval.answers.seq2seq import load_seq2seq
+from stmoe_eval.task import Decoding
 from tests.eval.test_predict import requests_of
 from tests.eval.test_predict_rank import make_folder
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-import eval.answers.predict
-from eval.answers.batches import Request, TokenizedRequest, make_batches
-from eval.answers.predict import MODES, predict
-from eval.answers.seq2seq import load_seq2seq
-from eval.task import Decoding
+import stmoe_eval.answers.predict
 from moe import CheckpointError, DataError
 from moe.checksums import model_fingerprint
+from stmoe_eval.answers.batches import Request, TokenizedRequest, make_batches
+from stmoe_eval.answers.predict import MODES, predict
+from stmoe_eval.answers.seq2seq import load_seq2seq
+from stmoe_eval.task import Decoding
 from tests.distributed.ranks import run_ranks
 from tests.eval.conftest import colour_task
 from tests.eval.rows import predictions_by_id
@@ -63,13 +63,13 @@ def test_the_decoders_routers_see_the_tokens_before_the_end(
     ends = list(range(40))  # so that answers end early
     monkeypatch.setattr(system.model.generation_config, "eos_token_id", ends)
     name = "generate_beams" if decoding is BEAMS else "generate_greedily"
-    generate = getattr(eval.answers.predict, name)
+    generate = getattr(stmoe_eval.answers.predict, name)
 
     def generate_and_tell(*args, **options):
         generated.append(generate(*args, **options))
         return generated[-1]
 
-    monkeypatch.setattr(eval.answers.predict, name, generate_and_tell)
+    monkeypatch.setattr(stmoe_eval.answers.predict, name, generate_and_tell)
     task = replace(task, decoding=decoding)
     for request in requests_of(task)[::2]:
         made = predict(system, task, [request], "generate", tmp_path / "p.jsonl")
@@ -96,7 +96,7 @@ def test_the_routers_of_a_ranking_see_the_start_once_and_each_choice_once(folder
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_resumed_run_has_the_routers_of_the_whole(folders, task, tmp_path, mode, monkeypatch):
-    monkeypatch.setattr(eval.answers.predict, "_MAX_ROWS", dict.fromkeys(MODES, ROWS))
+    monkeypatch.setattr(stmoe_eval.answers.predict, "_MAX_ROWS", dict.fromkeys(MODES, ROWS))
     system, requests, path = load_seq2seq(folders["moe"]), requests_of(task), tmp_path / "p.jsonl"
     whole = predict(system, task, requests, mode, path)
     assert whole.router is not None
@@ -118,7 +118,7 @@ def encoded(folders):
 
 
 def test_long_inputs_are_cut_before_their_end_and_marked(encoded, task, tmp_path, monkeypatch):
-    monkeypatch.setitem(eval.answers.predict._MIN_ROWS, "generate", 25)
+    monkeypatch.setitem(stmoe_eval.answers.predict._MIN_ROWS, "generate", 25)
     system, seen = encoded
     requests = requests_of(task)
     lengths = [len(system.tokenizer(request.inputs)["input_ids"]) for request in requests]
@@ -153,7 +153,7 @@ def test_a_batch_of_more_than_a_few_holds_inputs_of_like_length():
 def test_a_batch_has_few_rows_of_long_inputs_and_many_of_short_ones(
     encoded, task, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(eval.answers.predict, "_MAX_TOKENS", 97)
+    monkeypatch.setattr(stmoe_eval.answers.predict, "_MAX_TOKENS", 97)
     system, seen = encoded
     predict(system, task, requests_of(task), "rank", tmp_path / "p.jsonl")
     rows = [batch.shape[0] for batch in seen]
@@ -187,7 +187,7 @@ def fill_the_disk(rank, num_ranks, folder, out):
     """Returns what a run says that may write half of its file, and how many predictions stand in it
     then.
     """
-    eval.answers.predict._MAX_ROWS = dict.fromkeys(MODES, ROWS)
+    stmoe_eval.answers.predict._MAX_ROWS = dict.fromkeys(MODES, ROWS)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the limit would count the progress bar too
     system, task = load_seq2seq(Path(folder)), colour_task()
     whole_path, path = Path(out, "whole.jsonl"), Path(out, "p.jsonl")

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import eval.answers.predict
-from eval.answers.data_ranks import arrange_ranks
-from eval.answers.predict import predict
-from eval.answers.seq2seq import load_seq2seq
-from eval.task import Decoding
+import stmoe_eval.answers.predict
 from moe import ConfigError, MeshConfig
 from moe.distributed.launch import World
+from stmoe_eval.answers.data_ranks import arrange_ranks
+from stmoe_eval.answers.predict import predict
+from stmoe_eval.answers.seq2seq import load_seq2seq
+from stmoe_eval.task import Decoding
 from tests.distributed.ranks import run_ranks
 from tests.eval.conftest import colour_task
 from tests.eval.rows import predictions_by_id
@@ -108,7 +108,7 @@ def ask(system, mode, path):
     task = replace(colour_task(), decoding=ASKED[mode])
     at_once = {"generate": ROWS * task.decoding.num_beams, "rank": ROWS}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eval.answers.predict, "_MAX_ROWS", at_once)
+        patch.setattr(stmoe_eval.answers.predict, "_MAX_ROWS", at_once)
         return predict(system, task, requests_of(task), mode.replace("beams", "generate"), path)
 
 

@@ -15,14 +15,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import eval.answers.likelihood
-import eval.answers.predict
-from eval.answers.batches import Request
-from eval.answers.likelihood import ChoiceLikelihood, Scoring
-from eval.answers.predict import modes_of, predict
-from eval.answers.predictions_file import Prediction
-from eval.answers.seq2seq import load_seq2seq
+import stmoe_eval.answers.likelihood
+import stmoe_eval.answers.predict
 from moe import ConfigError
+from stmoe_eval.answers.batches import Request
+from stmoe_eval.answers.likelihood import ChoiceLikelihood, Scoring
+from stmoe_eval.answers.predict import modes_of, predict
+from stmoe_eval.answers.predictions_file import Prediction
+from stmoe_eval.answers.seq2seq import load_seq2seq
 from tests.eval.test_predict import requests_of
 from tests.models.tiny import tiny_model
 
@@ -104,7 +104,7 @@ def mixed_requests(task):
 def test_choices_of_any_model_score_as_one_at_a_time(
     tokenizer, task, tmp_path, monkeypatch, kind, bytes_at_once
 ):
-    monkeypatch.setattr(eval.answers.likelihood, "_MAX_BYTES", bytes_at_once)
+    monkeypatch.setattr(stmoe_eval.answers.likelihood, "_MAX_BYTES", bytes_at_once)
     system = load_seq2seq(make_folder(kind, tokenizer, tmp_path))
     requests = mixed_requests(task)
     made = predict(system, task, requests, "rank", tmp_path / "p.jsonl").predictions
@@ -176,7 +176,7 @@ def test_scores_do_not_depend_on_order_padding_or_splitting(folders, task, tmp_p
 def test_choices_share_one_pass_of_the_encoder_and_two_of_the_decoder(
     folders, task, tmp_path, monkeypatch
 ):
-    monkeypatch.setitem(eval.answers.predict._MIN_ROWS, "rank", 25)
+    monkeypatch.setitem(stmoe_eval.answers.predict._MIN_ROWS, "rank", 25)
     system, shapes = load_seq2seq(folders["t5"]), {"encoder": [], "decoder": []}
     for name, seen in shapes.items():
 

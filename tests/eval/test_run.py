@@ -6,28 +6,34 @@ from pathlib import Path
 
 import pytest
 
-import eval.run
-from eval.answers.data_ranks import SINGLE_PROCESS
-from eval.answers.likelihood import Scoring
-from eval.answers.predictions_file import Batch, Header, Prediction, PredictionsFile, ScoringFields
-from eval.answers.seq2seq import load_seq2seq
-from eval.baselines.data import BaselineSettings, check_baselines, read_baseline_data
-from eval.dev_scores import read_tasks
-from eval.reports import task_summary
-from eval.reports.records import FailedTask
-from eval.reports.run_folder import (
+import stmoe_eval.run
+from moe import ConfigError, DataError
+from moe.data.mixture import choose_examples
+from moe.parsing import to_json
+from stmoe_eval.answers.data_ranks import SINGLE_PROCESS
+from stmoe_eval.answers.likelihood import Scoring
+from stmoe_eval.answers.predictions_file import (
+    Batch,
+    Header,
+    Prediction,
+    PredictionsFile,
+    ScoringFields,
+)
+from stmoe_eval.answers.seq2seq import load_seq2seq
+from stmoe_eval.baselines.data import BaselineSettings, check_baselines, read_baseline_data
+from stmoe_eval.dev_scores import read_tasks
+from stmoe_eval.reports import task_summary
+from stmoe_eval.reports.records import FailedTask
+from stmoe_eval.reports.run_folder import (
     SavedReport,
     SavedTask,
     predictions_path,
     read_answers,
     write_examples,
 )
-from eval.run import check_tasks, evaluate, read_task
-from eval.scores.superglue import SUPERGLUE
-from eval.task import TASKS
-from moe import ConfigError, DataError
-from moe.data.mixture import choose_examples
-from moe.parsing import to_json
+from stmoe_eval.run import check_tasks, evaluate, read_task
+from stmoe_eval.scores.superglue import SUPERGLUE
+from stmoe_eval.task import TASKS
 
 FIXTURES = Path(__file__).parent / "fixtures"
 HIDDEN = [name for name in TASKS.names() if "test" in TASKS.get(name).source.hidden]
@@ -37,7 +43,7 @@ WITH_HIDDEN_FIXTURES = [name for name in HIDDEN if TASKS.get(name).split != "tes
 
 def run(folders, tasks, out, **options):
     options = {"data": FIXTURES, "modes": ["generate"], **options}
-    return evaluate({"ours": folders["moe"]}, tasks, out=out, command="python -m eval", **options)
+    return evaluate({"ours": folders["moe"]}, tasks, out=out, command="stmoe eval", **options)
 
 
 @pytest.mark.slow
@@ -68,14 +74,14 @@ def test_a_task_that_fails_leaves_the_others_whole(folders, tmp_path, monkeypatc
         return []
 
     written = []
-    save = eval.run.save_report
+    save = stmoe_eval.run.save_report
 
     def count_and_save(report, out, **options):
         written.append(len(report.tasks))
         return save(report, out, **options)
 
     monkeypatch.setattr(task_summary, "class_counts", count_classes)
-    monkeypatch.setattr(eval.run, "save_report", count_and_save)
+    monkeypatch.setattr(stmoe_eval.run, "save_report", count_and_save)
     (tmp_path / "data").mkdir()
     for name in ("boolq", "rte", "copa"):
         (tmp_path / "data" / name).symlink_to(FIXTURES / name)

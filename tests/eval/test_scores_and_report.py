@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import yaml
 
-from eval.answers.likelihood import Scoring
-from eval.answers.predict import RouterSummary
-from eval.commands.run import print_scores
-from eval.reports.card import model_card
-from eval.reports.charts import bar_chart
-from eval.reports.html_report import html_report
-from eval.reports.markdown_report import markdown_report
-from eval.reports.published import SYSTEMS, published_scores
-from eval.reports.records import (
+from moe.parsing import to_json
+from stmoe_eval.answers.likelihood import Scoring
+from stmoe_eval.answers.predict import RouterSummary
+from stmoe_eval.commands.run import print_scores
+from stmoe_eval.reports.card import model_card
+from stmoe_eval.reports.charts import bar_chart
+from stmoe_eval.reports.html_report import html_report
+from stmoe_eval.reports.markdown_report import markdown_report
+from stmoe_eval.reports.published import SYSTEMS, published_scores
+from stmoe_eval.reports.records import (
     AverageScore,
     ClassCount,
     DataInfo,
@@ -35,10 +36,10 @@ from eval.reports.records import (
     TaskResult,
     WorstAnswer,
 )
-from eval.reports.report_files import device_name, library_versions, write_reports
-from eval.reports.report_text import model_comparisons
-from eval.reports.scoreboard import build_scoreboard
-from eval.reports.task_summary import (
+from stmoe_eval.reports.report_files import device_name, library_versions, write_reports
+from stmoe_eval.reports.report_text import model_comparisons
+from stmoe_eval.reports.scoreboard import build_scoreboard
+from stmoe_eval.reports.task_summary import (
     class_counts,
     comparability_notes,
     count_unparsable,
@@ -47,10 +48,9 @@ from eval.reports.task_summary import (
     superglue_averages,
     worst_answers,
 )
-from eval.scores.calibration import Calibration
-from eval.scores.superglue import SUPERGLUE
-from eval.task import GREEDY, TASKS, Example, limit_examples
-from moe.parsing import to_json
+from stmoe_eval.scores.calibration import Calibration
+from stmoe_eval.scores.superglue import SUPERGLUE
+from stmoe_eval.task import GREEDY, TASKS, Example, limit_examples
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -140,7 +140,7 @@ def a_report(*tasks, **changes):
     names = [task.task for task in tasks]
     settings = RunSettings(tasks=names, scoring=Scoring(), ranks=1, ep=1, tp=1, **unset)
     report = Report(
-        command="python -m eval run",
+        command="stmoe eval run",
         settings=settings,
         versions=library_versions(),
         device=device_name(),
@@ -414,7 +414,7 @@ def test_models_are_compared_by_their_intervals():
     first, second = a_task().systems
     far = replace(second, scores=[a_score("accuracy", 20.0, 10.0, 30.0)])
     assert (
-        "overlap; `python -m eval compare` tests the difference"
+        "overlap; `stmoe eval compare` tests the difference"
         in model_comparisons([first, second])[0]
     )
     expected = "`ours` is 60.0 points above `other`; their 95 % intervals do not overlap"

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.scores.metrics import ACCURACY
-from eval.source import EXPORT, MAIN, BuiltIn, HubData
-from eval.task import TASKS, Task
-from eval.text.postprocess import label_index
 from moe import DataError
+from stmoe_eval.scores.metrics import ACCURACY
+from stmoe_eval.source import EXPORT, MAIN, BuiltIn, HubData
+from stmoe_eval.task import TASKS, Task
+from stmoe_eval.text.postprocess import label_index
 from tests.eval.rows import FIXTURES
 
 COLUMNS = {"premise": str, "idx": int, "label": int, "answers": {"text": [str], "start": [int]}}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from eval.commands.compare import compare_runs
-from eval.commands.run import print_scores
-from eval.run import evaluate
-from eval.submission import write_submission
-from eval.task import TASKS
 from moe import DataError
+from stmoe_eval.commands.compare import compare_runs
+from stmoe_eval.commands.run import print_scores
+from stmoe_eval.run import evaluate
+from stmoe_eval.submission import write_submission
+from stmoe_eval.task import TASKS
 from tests.eval.rows import predictions_by_id
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -104,7 +104,7 @@ def test_rows_that_share_an_idx_are_not_those_of_the_site(tmp_path):
 
 def predict_test(models, tasks, out, modes=("rank",), **options):
     """Evaluates on test splits, whose labels are hidden but for those of a diagnostic."""
-    options = {"data": FIXTURES, "command": "python -m eval", **options}
+    options = {"data": FIXTURES, "command": "stmoe eval", **options}
     return evaluate(models, tasks, out=out, modes=list(modes), split="test", **options)
 
 

@@ -22,13 +22,13 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from eval.answers.batches import requests_of
-from eval.answers.predict import predict
-from eval.answers.seq2seq import load_seq2seq
-from eval.scores.metrics import GENDER_PARITY, MATTHEWS, PEARSON, SPEARMAN
-from eval.source import EXPORT, HubData
-from eval.task import TASKS, Example, Task
 from moe.data.tokenizer import train_tokenizer
+from stmoe_eval.answers.batches import requests_of
+from stmoe_eval.answers.predict import predict
+from stmoe_eval.answers.seq2seq import load_seq2seq
+from stmoe_eval.scores.metrics import GENDER_PARITY, MATTHEWS, PEARSON, SPEARMAN
+from stmoe_eval.source import EXPORT, HubData
+from stmoe_eval.task import TASKS, Example, Task
 from tests.eval.rows import FIXTURES, ON_THE_HUB, examples_of
 
 CORRELATIONS = {metric.name for metric in (MATTHEWS, PEARSON, SPEARMAN)}

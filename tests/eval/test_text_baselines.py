@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from eval.baselines.classifiers import BaselineData, baseline_outputs
-from eval.baselines.texts import answer_texts
-from eval.task import Example
 from moe.data.pair_files import Pair
+from stmoe_eval.baselines.classifiers import BaselineData, baseline_outputs
+from stmoe_eval.baselines.texts import answer_texts
+from stmoe_eval.task import Example
 
 TRAIN = [
     Pair("de: Greece", "Griechenland"),

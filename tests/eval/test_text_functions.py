@@ -4,17 +4,17 @@ other texts.
 
 import pytest
 
-from eval.text import postprocess
-from eval.text.preprocess import glue, glue_task, multirc, record, stsb, summarize, translate
-from eval.text.questions import (
+from moe import ConfigError, DataError
+from stmoe_eval.text import postprocess
+from stmoe_eval.text.preprocess import glue, glue_task, multirc, record, stsb, summarize, translate
+from stmoe_eval.text.questions import (
     natural_questions_open,
     pad_punctuation,
     squad,
     trivia_qa_open,
     web_questions,
 )
-from eval.text.wsc import definite_pronoun_resolution_simple, wsc_simple
-from moe import ConfigError, DataError
+from stmoe_eval.text.wsc import definite_pronoun_resolution_simple, wsc_simple
 
 # --- GLUE and SuperGLUE ---
 

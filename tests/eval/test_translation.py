@@ -5,10 +5,10 @@ import random
 import pytest
 import sacrebleu
 
-from eval.scores.intervals import score_answers, score_metrics
-from eval.scores.pairing import compare_answers
-from eval.scores.translation import BLEU, BLEU_13A, CHRF
-from eval.task import TASKS
+from stmoe_eval.scores.intervals import score_answers, score_metrics
+from stmoe_eval.scores.pairing import compare_answers
+from stmoe_eval.scores.translation import BLEU, BLEU_13A, CHRF
+from stmoe_eval.task import TASKS
 from tests.eval.rows import examples_of
 
 TEXT = "the boat, the bus; a “red” house is (not) at 7.30 a-b in Brügge și 1,000 km away"

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 import stmoe
-from eval.answers.seq2seq import load_seq2seq
 from moe import (
     CheckpointError,
     DataError,
@@ -27,6 +26,7 @@ from moe.hosts.all_hosts import load_model
 from moe.training.build import BuiltModel
 from moe.training.finetuning import finetuning_config, load_for_finetuning
 from moe.training.recipe import FinetuneRecipe
+from stmoe_eval.answers.seq2seq import load_seq2seq
 from tests.hosts.tiny_hosts import dense_host
 from tests.models.tiny import tiny_model
 

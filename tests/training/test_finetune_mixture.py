@@ -12,16 +12,16 @@ import statistics
 import pytest
 import yaml
 
-import eval.answers.predict
 import stmoe
-from eval.answers.data_ranks import SINGLE_PROCESS
-from eval.dev_scores import read_tasks
+import stmoe_eval.answers.predict
 from moe import CheckpointError, ConfigError, DataError
 from moe.checkpoint.best_model import best_and_last, score_model
 from moe.commands import finetune as finetune_command
 from moe.commands import pretrain
 from moe.data.mixture import build_source, choose_examples
 from moe.data.pipeline import PairSource
+from stmoe_eval.answers.data_ranks import SINGLE_PROCESS
+from stmoe_eval.dev_scores import read_tasks
 from tests.training.test_finetune_command import losses
 from tests.training.tiny_run import TRAINING, pretrain_arguments, write_inputs
 from tests.training.tiny_tasks import DEV, SIZES, registered
@@ -147,7 +147,7 @@ class Killed(BaseException):
 def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
     inputs, straight, tmp_path, monkeypatch
 ):
-    made, original = [], eval.answers.predict._generate
+    made, original = [], stmoe_eval.answers.predict._generate
     num_before_the_kill = 3  # the second evaluation of the first run has begun
 
     def generate(system, task, *more):
@@ -156,7 +156,7 @@ def test_a_run_killed_while_it_evaluates_goes_on_as_if_it_had_not_been(
         made.append((system.fingerprint, task.name))
         return original(system, task, *more)
 
-    monkeypatch.setattr(eval.answers.predict, "_generate", generate)
+    monkeypatch.setattr(stmoe_eval.answers.predict, "_generate", generate)
     with pytest.raises(Killed):
         tune(inputs, tmp_path / "run")
     num_before_the_kill = None
@@ -178,7 +178,9 @@ def test_steps_that_are_taken_again_read_the_scores_that_are_there(
         straight, run, ignore=lambda folder, _: {"model"} if folder.endswith("seed-3") else set()
     )
     shutil.rmtree(run / "seed-3" / "checkpoints" / f"step_{STEPS[-1]:08d}")
-    monkeypatch.setattr(eval.answers.predict, "_generate", None)  # an answer would be an error
+    monkeypatch.setattr(
+        stmoe_eval.answers.predict, "_generate", None
+    )  # an answer would be an error
     tune(inputs, run, "--resume")
     assert losses(run / "seed-3") == losses(straight / "seed-3")
     assert eval_lines(run / "seed-3") == eval_lines(straight / "seed-3")

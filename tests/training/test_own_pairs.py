@@ -1,6 +1,6 @@
 """Own pairs: which are held out, which metrics fit, and a run that is scored by them.
 
-Oracles: sets of the user's pairs; scores by hand; `python -m eval run --pairs` on the saved model; the
+Oracles: sets of the user's pairs; scores by hand; `stmoe eval run --pairs` on the saved model; the
 run that was never stopped.
 """
 
@@ -10,8 +10,8 @@ from itertools import islice, product
 
 import pytest
 
-import eval.__main__ as evaluation
 import moe.training.pair_scores
+import stmoe
 from moe import ConfigError, DataError
 from moe.commands import finetune
 from moe.data.pair_files import Pair, hold_out, num_shared_inputs, read_pairs
@@ -232,7 +232,7 @@ def test_scores_are_those_of_an_evaluation_of_the_saved_model(inputs, straight, 
     scores = dev_scorer(PAIRS, 512, None, "cpu")(straight / "model", tmp_path / "dev" / "step")
     argv = ["run", "--model", straight / "model", "--pairs", inputs["pairs"]]
     argv += ["--modes", "generate", "--out", tmp_path / "eval"]
-    evaluation.main([str(word) for word in argv])
+    stmoe.main(["eval", *map(str, argv)])
     (task,) = json.loads((tmp_path / "eval" / "report.json").read_text())["tasks"]
     by_metric = {score["metric"]: score["value"] for score in task["systems"][0]["scores"]}
     assert by_metric == {"accuracy": pytest.approx(scores["pairs/accuracy"])}

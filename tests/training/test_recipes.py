@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eval.task import TASKS
 from moe import ConfigError, STMoEConfig
 from moe.commands.distill import DistillPairsRecipe, DistillRecipe, distill_command
 from moe.commands.finetune import finetune_command
@@ -16,6 +15,7 @@ from moe.planning.plan import build_model, make_plan
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand, save_recipe
 from moe.training.recipe import FinetuneRecipe, PretrainRecipe
+from stmoe_eval.task import TASKS
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import stmoe
-from eval.dev_scores import read_tasks
-from eval.scores.metrics import MULTIRC_F1A
+from stmoe_eval.dev_scores import read_tasks
+from stmoe_eval.scores.metrics import MULTIRC_F1A
 from tests.processes import Command
 from tests.training.test_finetune_command import losses
 from tests.training.test_finetune_mixture import eval_lines, files_of, inputs  # noqa: F401  a fixture

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from eval.scores.metrics import ACCURACY, mean_of
-from eval.source import BuiltIn
-from eval.task import TASKS, Decoding, Row, Task
-from eval.text.postprocess import label_index
+from stmoe_eval.scores.metrics import ACCURACY, mean_of
+from stmoe_eval.source import BuiltIn
+from stmoe_eval.task import TASKS, Decoding, Row, Task
+from stmoe_eval.text.postprocess import label_index
 
 LABELS = ("ba", "ko", "mi")
 SIZES = {"first": 101, "last": 37, "rare": 5}

@@ -19,7 +19,7 @@ DEV_SCORE = "eval/mean"
 """Mean score of a fine-tuning on its dev examples, in percent."""
 
 _SHOWN_ANSWERS = 12
-_EVALUATION_ADVICE = "Give the report.json of `python -m eval run`."
+_EVALUATION_ADVICE = "Give the report.json of `stmoe eval run`."
 
 _PLOTTED = (
     *LOSSES,
@@ -195,7 +195,7 @@ class FailedTask(BaseModel, frozen=True):
 
 
 class Evaluation(BaseModel, frozen=True):
-    """The fields of the report.json of `python -m eval run` that the page shows."""
+    """The fields of the report.json of `stmoe eval run` that the page shows."""
 
     models: dict[str, EvaluatedModel]
     tasks: list[TaskScores]

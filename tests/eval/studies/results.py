@@ -1,8 +1,8 @@
 """Results of studies that were never run, made of given numbers."""
 
-from eval.studies.analysis import StudyResult, contrast_results
-from eval.studies.outcomes import RunOutcome
-from eval.studies.study import Contrast, Measure, Study
+from stmoe_eval.studies.analysis import StudyResult, contrast_results
+from stmoe_eval.studies.outcomes import RunOutcome
+from stmoe_eval.studies.study import Contrast, Measure, Study
 
 TOKENS_PER_STEP = 13
 

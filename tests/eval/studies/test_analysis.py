@@ -6,11 +6,17 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from eval.studies.analysis import ContrastResult, contrast_results
-from eval.studies.outcomes import Point
-from eval.studies.report import contrast_rows, read_result, study_html, study_markdown, write_report
-from eval.studies.study import Contrast, Measure, Study
 from moe.errors import DataError
+from stmoe_eval.studies.analysis import ContrastResult, contrast_results
+from stmoe_eval.studies.outcomes import Point
+from stmoe_eval.studies.report import (
+    contrast_rows,
+    read_result,
+    study_html,
+    study_markdown,
+    write_report,
+)
+from stmoe_eval.studies.study import Contrast, Measure, Study
 from tests.eval.studies.results import build, result_of, run, runs_of
 
 

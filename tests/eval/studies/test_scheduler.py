@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from eval.studies.report import read_result
-from eval.studies.runs import study_runs
-from eval.studies.scheduler import StudyError, steps_done
-from eval.studies.study import read_study
 from moe.errors import ConfigError
+from stmoe_eval.studies.report import read_result
+from stmoe_eval.studies.runs import study_runs
+from stmoe_eval.studies.scheduler import StudyError, steps_done
+from stmoe_eval.studies.study import read_study
 from tests.eval.studies.conftest import copy_run
 from tests.eval.studies.tiny_study import run_study
 from tests.processes import Command

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from eval.studies.seeds import equivalence_p, holm, paired_difference
 from moe.errors import DataError
+from stmoe_eval.studies.seeds import equivalence_p, holm, paired_difference
 
 RNG = np.random.default_rng(0)
 A = RNG.normal(2.31, 0.02, size=7)

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eval.studies.command import read_overrides
-from eval.studies.outcomes import ArmSize, arm_size
-from eval.studies.runs import study_runs
-from eval.studies.study import Study, read_study
 from moe import STMoEConfig
 from moe.errors import ConfigError
 from moe.training.recipe import PretrainRecipe
+from stmoe_eval.studies.command import read_overrides
+from stmoe_eval.studies.outcomes import ArmSize, arm_size
+from stmoe_eval.studies.runs import study_runs
+from stmoe_eval.studies.study import Study, read_study
 from tests.models.tiny import tiny_model
 
 ROOT = Path(__file__).parents[3]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from eval.studies.command import main
+from stmoe_eval.studies.command import main
 from tests.training.tiny_run import write_inputs
 
 STUDY = {

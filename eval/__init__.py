@@ -1,1 +1,0 @@
-"""Evaluation of sequence-to-sequence checkpoints: python -m eval."""

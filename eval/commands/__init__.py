@@ -1,1 +1,0 @@
-"""The commands of `python -m eval`, one file each."""

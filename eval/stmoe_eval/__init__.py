@@ -1,0 +1,1 @@
+"""The transfer suite: evaluates sequence-to-sequence checkpoints. Its command is `stmoe eval`."""

@@ -1,0 +1,395 @@
+"""The predictions of a model on a task, in a JSON Lines file that grows batch by batch.
+
+The first line, the header, identifies the model and the requests. Each batch has one line for each
+prediction and a closing line with router counts and a checksum of all lines since the previous
+closing line. A resumed run reads the closed batches back.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
+
+from moe.checks import shown
+from moe.errors import DataError
+from moe.files import whole_file
+from moe.opening import open_to_read, open_to_write
+from moe.parsing import parse_json, read_text, to_record
+from stmoe_eval.answers.inference import AS_SAVED, Inference
+from stmoe_eval.answers.likelihood import ChoiceLikelihood, Normalization, Scoring
+from stmoe_eval.answers.sealed_json import SEAL, is_whole, seal
+from stmoe_eval.task import Decoding
+
+_MAX_COUNT = 1 << 53
+_ADVICE = (
+    "Restore the file; or delete it and run `stmoe eval run` again, which makes its answers anew."
+)
+
+Mode = Literal["generate", "rank"]
+Stack = Literal["encoder", "decoder"]
+Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+RouterCounts = dict[str, Count | list[Count]]
+"""Router counts of a stack: the integer fields of `RouterStats`."""
+
+
+# ---------------------------------------------------------------------------
+# Records
+
+
+class ScoringFields(NamedTuple):
+    """A `Scoring` in the file."""
+
+    include_eos: bool
+    normalize: Normalization
+
+
+class Header(NamedTuple):
+    """Everything that determines the predictions of a file.
+
+    Attributes:
+        model: Fingerprint of the checkpoint.
+        task: Its name.
+        version: Version of the task.
+        mode: `generate` or `rank`.
+        decoding: How answers were generated; None for ranked choices.
+        batches: Digest of the batches of requests.
+        scoring: How choices were scored.
+        inference: Settings that override the checkpoint's own; omitted if there are none.
+    """
+
+    model: str
+    task: str
+    version: int
+    mode: Mode
+    decoding: Decoding | None
+    batches: str
+    scoring: ScoringFields
+    inference: Inference = AS_SAVED
+
+    def to_json(self) -> str:
+        """Returns the line of the file."""
+        decoding = None if self.decoding is None else self.decoding._asdict()
+        fields = {**self._asdict(), "decoding": decoding, "scoring": self.scoring._asdict()}
+        fields["inference"] = self.inference._asdict()
+        if self.inference == AS_SAVED:
+            del fields["inference"]
+        return json.dumps(fields)
+
+
+class Prediction(NamedTuple):
+    """A model's answer to one request.
+
+    Attributes:
+        id: Id of the request.
+        output: Generated text, or the choice with the highest score.
+        scores: Score of each choice; None for a generated answer.
+        choices: Likelihoods from which the scores are computed; None for a generated answer.
+        truncated: Whether the inputs were truncated to the task's length.
+    """
+
+    id: str
+    output: str
+    scores: dict[str, float] | None
+    choices: dict[str, ChoiceLikelihood] | None = None
+    truncated: bool = False
+
+    def scored(self, scoring: Scoring) -> "Prediction":
+        """Returns the prediction with a scoring applied; generated ones do not change."""
+        if self.choices is None:
+            return self
+
+        scores = {text: scoring.score(text, choice) for text, choice in self.choices.items()}
+        best = max(scores, key=scores.__getitem__)
+        return self._replace(output=best, scores=scores)
+
+    def to_json(self) -> str:
+        """Returns the line of the file."""
+        fields = self._asdict()
+        if self.choices is not None:
+            choices: dict[str, dict[str, float]] = {}
+            for text, choice in self.choices.items():
+                choices[text] = choice._asdict()
+            fields["choices"] = choices
+        return json.dumps(fields)
+
+
+class Batch(NamedTuple):
+    """A model's answers to one batch.
+
+    Attributes:
+        predictions: One for each request.
+        routers: Router counts of each stack; empty for a dense model.
+    """
+
+    predictions: list[Prediction]
+    routers: Mapping[Stack, RouterCounts]
+
+    def scored(self, scoring: Scoring) -> "Batch":
+        """Returns the batch with its predictions with a scoring applied."""
+        predictions = [prediction.scored(scoring) for prediction in self.predictions]
+        return self._replace(predictions=predictions)
+
+
+class _ClosingLine(NamedTuple):
+    """The line that closes a batch."""
+
+    routers: dict[Stack, RouterCounts]
+    sha256: str
+
+
+class PredictionsContent(NamedTuple):
+    """Content of a predictions file.
+
+    Attributes:
+        header: Its first line; None when it has none.
+        batches: Those that are closed.
+        line_numbers: Line of each prediction by id, closed or not.
+    """
+
+    header: Header | None
+    batches: list[Batch]
+    line_numbers: dict[str, int]
+
+
+_NO_CONTENT = PredictionsContent(None, [], {})
+
+
+# ---------------------------------------------------------------------------
+# Writing
+
+
+class PredictionsFile:
+    """A predictions file that a run continues; without a path nothing is kept.
+
+    Args:
+        path: The file; None on all ranks but rank 0.
+        header: Everything that the predictions depend on. A file with another header is replaced;
+            one that differs only in its scoring is rescored; one of the same model with another
+            `Inference` raises an error.
+    """
+
+    def __init__(self, path: Path | None, header: Header) -> None:
+        self.path = path
+        self.header = header
+        self._last_line = ""  # the next checksum begins with it
+
+    def resume(
+        self, ids: Sequence[Sequence[str]], num_reusable: Callable[[int], int]
+    ) -> list[Batch]:
+        """Returns the batches of the file, and rewrites it to hold only these.
+
+        Args:
+            ids: Ids of the requests of each batch.
+            num_reusable: Returns how many of as many closed batches to keep.
+
+        Raises:
+            DataError: When the file cannot be read or written, holds no predictions, or was edited.
+                The old content is then still there.
+        """
+        if self.path is None:
+            return []
+        try:
+            # Stored answers must belong to the current requests.
+            batches = self._read_batches(self.path)
+            for batch_ids, batch in zip(ids, batches, strict=False):
+                self._check_ids(batch_ids, batch)
+
+            # Kept batches are scored again, in case the file was written with another scoring.
+            scoring = Scoring(*self.header.scoring)
+            num_kept = num_reusable(len(batches))
+            batches = [batch.scored(scoring) for batch in batches[:num_kept]]
+            self._rewrite(self.path, batches)
+        except OSError as error:
+            raise self._write_error(error) from error
+        return batches
+
+    def append(self, batches: Sequence[Batch]) -> None:
+        """Writes further batches.
+
+        Raises:
+            DataError: When the file cannot be written; the next run continues after the last closed
+                batch.
+        """
+        if self.path is None:
+            return
+        try:
+            with open(self.path, "a", encoding="utf-8", opener=open_to_write) as file:
+                for batch in batches:
+                    file.write(self._lines_of(batch))
+        except OSError as error:
+            raise self._write_error(error) from error
+
+    def _read_batches(self, path: Path) -> list[Batch]:
+        """Returns the closed batches of the file; none if it belongs to anything else."""
+        content = read_predictions_file(path)
+        if content.header is None:
+            return []
+        _check_inference(path, content.header, self.header.model, self.header.inference)
+        with_own_scoring = content.header._replace(scoring=self.header.scoring)
+        return content.batches if with_own_scoring == self.header else []
+
+    def _rewrite(self, path: Path, batches: Sequence[Batch]) -> None:
+        """Makes the file hold only these batches; a file that already does is not touched."""
+        self._last_line = self.header.to_json()
+        text = self._last_line + "\n" + "".join(map(self._lines_of, batches))
+        if path.is_file() and not path.is_symlink() and path.read_bytes() == text.encode():
+            return
+
+        with whole_file(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+
+    def _lines_of(self, batch: Batch) -> str:
+        """Returns the lines of a batch; its last one starts the next checksum."""
+        lines = [prediction.to_json() for prediction in batch.predictions]
+        closing = json.dumps({"routers": batch.routers})
+        self._last_line = seal(closing, "\n".join([self._last_line, *lines]))
+        return "\n".join([*lines, self._last_line]) + "\n"
+
+    def _check_ids(self, ids: Sequence[str], batch: Batch) -> None:
+        """Raises a DataError when a batch answers other requests than these."""
+        answered = [prediction.id for prediction in batch.predictions]
+        if answered != list(ids):
+            raise DataError(
+                f"{self.path} answers {shown(answered)} where {shown(list(ids))} were expected. {_ADVICE}"
+            )
+
+    def _write_error(self, error: OSError) -> DataError:
+        return DataError(
+            f"Predictions cannot be written to {self.path}: {error.strerror or error}. All that it "
+            "holds is kept. Make room or give another --out, and run the same command again: it "
+            "continues from there."
+        )
+
+
+# ---------------------------------------------------------------------------
+# Reading
+
+
+def check_inference_of_file(path: Path, model: str, inference: Inference) -> None:
+    """Raises when a file holds answers of the same model under other settings.
+
+    Missing or damaged files are accepted here; reading the whole file raises.
+
+    Raises:
+        DataError: Names both settings.
+    """
+    try:
+        with open(path, encoding="utf-8", opener=open_to_read) as file:
+            value = _parse_line(path, 1, file.readline())
+        header = to_record(Header, value, where=f"{path}, line 1", advice=_ADVICE)
+    except (OSError, ValueError):
+        return
+    _check_inference(path, header, model, inference)
+
+
+def _check_inference(path: Path, header: Header, model: str, inference: Inference) -> None:
+    if header.model != model or header.inference == inference:
+        return
+    neither = "neither --dropless nor --capacity-factor nor --dtype"
+    raise DataError(
+        f"{path} holds answers of this model that were made with "
+        f"{header.inference.options or neither}; this run has {inference.options or neither}. "
+        "Give the same options, or another --out."
+    )
+
+
+def read_predictions_file(
+    path: Path, check_header: Callable[[Header], None] | None = None
+) -> PredictionsContent:
+    """Returns the content of a predictions file, without an incomplete end.
+
+    A missing file holds nothing.
+
+    Args:
+        path: The file.
+        check_header: Raises if the header does not match.
+
+    Raises:
+        DataError: When it cannot be read, or a line is not what was written there; names the line.
+    """
+    # Text after the last newline is an unfinished line.
+    if not path.exists():
+        return _NO_CONTENT
+    lines = read_text(path, advice=_ADVICE).split("\n")[:-1]
+    if not lines:
+        return _NO_CONTENT
+
+    values = [_parse_line(path, number, line) for number, line in enumerate(lines, start=1)]
+    header = to_record(Header, values[0], where=f"{path}, line 1", advice=_ADVICE)
+    if check_header is not None:
+        check_header(header)
+
+    batches: list[Batch] = []
+    line_numbers: dict[str, int] = {}
+    open_batch: list[Prediction] = []
+    checksum_start = 0  # index of the first line covered by the next checksum
+    for number, value in enumerate(values[1:], start=2):
+        where = f"{path}, line {number}"
+
+        # A prediction of the batch that is not closed yet.
+        if "routers" not in value:
+            prediction = _to_prediction(value, header.mode, where)
+            if prediction.id in line_numbers:
+                raise DataError(
+                    f"{where}: {shown(prediction.id)} was answered in line "
+                    f"{line_numbers[prediction.id]} already. {_ADVICE}"
+                )
+            line_numbers[prediction.id] = number
+            open_batch.append(prediction)
+            continue
+
+        # The line that closes it: its checksum counts the lines since the one before.
+        closing = to_record(_ClosingLine, value, where=where, advice=_ADVICE)
+        counted_lines = "\n".join(lines[checksum_start : number - 1])
+        if not is_whole(lines[number - 1], value, counted_lines):
+            raise DataError(
+                f"{path}, lines {checksum_start + 1} to {number}: they have changed since they were written ({SEAL} "
+                f"differs). {_ADVICE}"
+            )
+        batches.append(Batch(open_batch, closing.routers))
+        if _num_counts(closing.routers) != _num_counts(batches[0].routers):
+            raise DataError(
+                f"{where}: the number of routers differs from the first batch. {_ADVICE}"
+            )
+        open_batch = []
+        checksum_start = number - 1
+
+    return PredictionsContent(header, batches, line_numbers)
+
+
+def _parse_line(path: Path, number: int, line: str) -> dict[str, Any]:
+    """Returns the JSON object of a line, or raises a DataError."""
+    where = f"{path}, line {number}"
+    value = parse_json(line, where=where, advice=_ADVICE, nan=True)
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: {shown(line[:60])} is not a JSON object. {_ADVICE}")
+    return value
+
+
+def _to_prediction(value: dict[str, Any], mode: Mode, where: str) -> Prediction:
+    """Returns the prediction of a line, or raises a DataError if it does not fit this mode."""
+    prediction = to_record(Prediction, value, where=where, advice=_ADVICE)
+    if not _fits_mode(prediction, mode):
+        raise DataError(f"{where}: {shown(value)} is not an answer of mode {mode}. {_ADVICE}")
+    return prediction
+
+
+def _fits_mode(prediction: Prediction, mode: Mode) -> bool:
+    """Returns whether a ranked answer is one of its choices, or a generated one has none."""
+    if mode == "generate":
+        return prediction.choices is None and prediction.scores is None
+
+    choices = prediction.choices
+    scores = prediction.scores or {}
+    return bool(choices) and choices.keys() == scores.keys() and prediction.output in choices
+
+
+def _num_counts(routers: Mapping[Stack, RouterCounts]) -> dict[tuple[str, str], int | None]:
+    """Returns how many numbers each count of a batch has; None for a single one."""
+    sizes: dict[tuple[str, str], int | None] = {}
+    for stack, counts in routers.items():
+        for name, count in counts.items():
+            sizes[stack, name] = len(count) if isinstance(count, list) else None
+    return sizes

@@ -1,0 +1,1 @@
+"""The commands of `stmoe eval`, one file each."""
