@@ -46,7 +46,6 @@ from moe.tracing.examples import SourceText, paired_batches
 from moe.tracing.recorder import record_routing
 from moe.tracing.trace import Trace
 from stmoe_eval.reports.formatting import markdown_table
-from stmoe_eval.scores.interval_methods import mean_interval
 
 RECIPE = "names_all"
 VOCABULARY = 7_000
