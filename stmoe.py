@@ -75,6 +75,7 @@ VERBS = {
     "tokenizer": Verb("train a vocabulary on a corpus or on pairs", "train_tokenizer"),
     "recipes": Verb("list the recipes that --config knows by name"),
     "plan": Verb("compute the needs of a run on a mesh, without any device", "plan"),
+    "network": Verb("time the exchanges of a planned run on your network", "moe.network.command"),
     "pretrain": Verb("pre-train a model by span corruption", "pretrain", trains=True),
     "finetune": Verb("fine-tune a model on pairs of texts", "finetune", trains=True),
     "goodput": Verb("show how the seconds of a run were spent", "goodput"),

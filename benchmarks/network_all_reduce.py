@@ -21,6 +21,8 @@ from benchmarks.network_rows import (
 )
 from moe.distributed.mesh import MeshConfig
 from moe.network.algorithms import ALL_REDUCE
+from moe.network.planner.placement import place_in_order
+from moe.network.planner.timing import NetworkTimer
 from moe.network.ring_orders import snake
 from moe.network.rings import (
     factorisations,
@@ -33,8 +35,6 @@ from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import Simulation, simulate
 from moe.network.topology import FloatArray, Links, Topology, grid
 from moe.network.topology_file import Network
-from moe.planning.network import NetworkTimer
-from moe.planning.network_placement import place_in_order
 from moe.planning.traffic import Collective, Kind
 
 RESNET_BYTES = 25.6e6 * 4

@@ -23,10 +23,10 @@ from benchmarks.ranks.two_nodes import NUM_NODES, TwoNodes
 from moe.distributed.launch import launch
 from moe.distributed.mesh import MeshConfig, build_mesh
 from moe.errors import DistributedError
+from moe.network.planner.measure import measure_network
+from moe.network.planner.placement import place_in_order
+from moe.network.planner.timing import NetworkTimer
 from moe.network.topology_file import Network, parse_network
-from moe.planning.network import NetworkTimer
-from moe.planning.network_measure import measure_network
-from moe.planning.network_placement import place_in_order
 from moe.planning.plan import make_plan
 from moe.planning.workload import Workload
 

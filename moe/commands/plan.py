@@ -7,38 +7,21 @@ It prints the memory of a rank, the arithmetic, and the bytes on each axis of th
 are those of `stmoe pretrain`. --suggest N ranks the meshes of N ranks: those that fit into memory
 first, then by their time for communication.
 
-    stmoe plan --preset st-moe-32b --mesh.ep 64 --mesh.tp 16 --training.batch_size 2048 \
-        --network recipes/networks/tpu_v3_pod.yaml --place tp=4x4,ep=8x8 --dead 260,261,292,293
-
     stmoe plan --preset st-moe-l --mesh.dp_replicate 8 --mesh.ep 16 --training.batch_size 2048 --mtbf 3h
 
-With a mean time between failures it prints the goodput of each way to survive them. On a network it
-times every collective with its best schedule, and shows the cost of dead ranks. See
-docs/guides/network.md.
+With a mean time between failures it prints the goodput of each way to survive them.
 """
 
 import argparse
-import json
-import re
 from functools import cache
-from pathlib import Path
 
-from moe.checks import check
 from moe.data.span_corruption import Noise, corrupted_lengths, tokens_length
 from moe.data.tokenizer import NUM_SENTINELS
 from moe.errors import ConfigError
-from moe.files import output_path, write_text
 from moe.models.presets import PRESETS
-from moe.network.topology_file import Network, read_content, read_network
 from moe.planning.goodput import FailureCosts, parse_duration, show_survivals, survivals
-from moe.planning.network import NetworkTimer
-from moe.planning.network_measure import measure_network, show_measurement
-from moe.planning.network_page import network_page
-from moe.planning.network_placement import Placement, place_by_tiles, place_in_order
-from moe.planning.network_search import show_network_suggestions, suggest_on_network
-from moe.planning.network_table import show_hole, show_network_plan
 from moe.planning.plan import Plan, build_model, make_plan, suggest
-from moe.planning.table import parse_bytes, show_needs, show_plan, show_suggestions
+from moe.planning.table import parse_bytes, show_plan, show_suggestions
 from moe.planning.workload import Workload
 from moe.training.build import check_run_fits
 from moe.training.command import RecipeCommand
@@ -54,8 +37,6 @@ _FAILURE_COSTS = {
     "heal": ("30s", "with --mtbf: time for which the others wait for a group that comes back"),
 }
 """Default and meaning of the times around a failure."""
-
-_NEED_NETWORK = ("place", "dead", "page", "measure")
 
 
 def add_preset(argv: list[str]) -> list[str]:
@@ -85,87 +66,81 @@ def read_workload(recipe: PretrainRecipe) -> Workload:
     )
 
 
-@cache
-def plan_command() -> RecipeCommand[PretrainRecipe]:
-    """Returns the command with its settings, all of which a recipe may hold."""
-    command = RecipeCommand(
-        PretrainRecipe, "Computes the needs of a run on a mesh.", prog="stmoe plan"
-    )
+def build_plan_command(purpose: str, prog: str) -> RecipeCommand[PretrainRecipe]:
+    """Returns a command about a mesh, or about all meshes of a number of ranks.
+
+    Args:
+        purpose: Line of its help.
+        prog: How it is started.
+    """
+    command = RecipeCommand(PretrainRecipe, purpose, prog=prog)
     presets = ", ".join(PRESETS.names())
     command.add_argument("--preset", type=str, help=f"published size to start from: {presets}")
     command.add_argument("--memory", type=str, help="memory of a device, e.g. 80GiB")
     command.add_argument(
         "--suggest", type=int, help="number of ranks whose meshes are ranked; needs --memory"
     )
+    return command
 
-    # Failures.
+
+@cache
+def plan_command() -> RecipeCommand[PretrainRecipe]:
+    """Returns the command with its settings, all of which a recipe may hold."""
+    command = build_plan_command("Computes the needs of a run on a mesh.", "stmoe plan")
     command.add_argument(
         "--mtbf", type=str, help="mean time between failures of all ranks, e.g. 3h: shows goodput"
     )
     for name, (default, meaning) in _FAILURE_COSTS.items():
         command.add_argument(f"--{name}", type=str, help=f"{meaning} ({default})")
-
-    # Network.
-    command.add_argument(
-        "--network", type=Path, help="network file: times every collective, see recipes/networks"
-    )
-    command.add_argument(
-        "--place", type=str, help="tile of each mesh axis on the network, e.g. tp=4x4,ep=8x8"
-    )
-    command.add_argument(
-        "--dead", type=str, help="ranks of the network that have failed, e.g. 5,6,9,10"
-    )
-    command.add_argument(
-        "--page",
-        type=Path,
-        help="HTML file to write: link loads and critical path of one collective",
-    )
-    command.add_argument(
-        "--measure", type=Path, help="JSON file to write: the network as its ranks measure it"
-    )
     return command
 
 
 def main(argv: list[str]) -> None:
     """Reads the recipe and prints its plan, or ranks meshes."""
     recipe, arguments = plan_command().parse(add_preset(argv))
-    check_options(arguments)
-    network = None if arguments.network is None else read_network(arguments.network)
-    if arguments.measure is not None:
-        measure_command(arguments)
-        return
     costs = read_failure_costs(arguments)
+    if arguments.suggest is not None:
+        if costs is not None:
+            raise ConfigError(
+                "--mtbf applies to one mesh, but --suggest ranks all meshes. Remove one of them."
+            )
+        plans, memory = suggest_meshes(recipe, arguments)
+        print(show_suggestions(plans, memory))
+        return
+
+    plan, memory = plan_mesh(recipe, arguments)
+    print(show_plan(plan, arguments.preset or "the recipe's model", memory))
+    if costs is not None:
+        ways = survivals(recipe.mesh, costs)
+        print(f"\n{show_survivals(recipe.mesh, costs, ways)}")
+
+
+def plan_mesh(recipe: PretrainRecipe, arguments: argparse.Namespace) -> tuple[Plan, int | None]:
+    """Returns the plan of the recipe's mesh, and the bytes of a device, if given.
+
+    Raises:
+        ConfigError: If the run does not fit the mesh.
+    """
+    memory = None if arguments.memory is None else parse_bytes(arguments.memory)
     config = recipe.build_config()
     workload = read_workload(recipe)
-    memory = None if arguments.memory is None else parse_bytes(arguments.memory)
+    check_run_fits(recipe, config, recipe.mesh.launched.num_ranks, workload.lengths)
+    return make_plan(build_model(config), workload, recipe.mesh), memory
 
-    # One mesh: its plan.
-    if arguments.suggest is None:
-        check_run_fits(recipe, config, recipe.mesh.launched.num_ranks, workload.lengths)
-        plan = make_plan(build_model(config), workload, recipe.mesh)
-        title = arguments.preset or "the recipe's model"
-        if network is None:
-            print(show_plan(plan, title, memory))
-        else:
-            print(show_needs(plan, title, memory), end="\n\n", flush=True)
-            print_network_plan(plan, network, arguments)
-        if costs is not None:
-            ways = survivals(recipe.mesh, costs)
-            print(f"\n{show_survivals(recipe.mesh, costs, ways)}")
-        return
 
-    # All meshes of a number of ranks.
-    if memory is None or arguments.suggest < 1:
+def suggest_meshes(recipe: PretrainRecipe, arguments: argparse.Namespace) -> tuple[list[Plan], int]:
+    """Returns the plans of all meshes of --suggest ranks, the best first, and the bytes of a device.
+
+    Raises:
+        ConfigError: If the number or the memory is missing, or no mesh fits.
+    """
+    if arguments.memory is None or arguments.suggest < 1:
         raise ConfigError(
             "--suggest needs a number of ranks above 0, and --memory of a device, e.g. 80GiB."
         )
-    plans = suggest(config, workload, arguments.suggest, memory)
-    if network is None:
-        print(show_suggestions(plans, memory))
-        return
-    dead = read_dead(arguments.dead, network)
-    suggestions = suggest_on_network(plans, network, memory, dead)
-    print(show_network_suggestions(suggestions, network, memory))
+    memory = parse_bytes(arguments.memory)
+    config = recipe.build_config()
+    return suggest(config, read_workload(recipe), arguments.suggest, memory), memory
 
 
 def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
@@ -191,86 +166,3 @@ def read_failure_costs(arguments: argparse.Namespace) -> FailureCosts | None:
         stall=seconds["stall"],
         heal=seconds["heal"],
     )
-
-
-def check_options(arguments: argparse.Namespace) -> None:
-    """Raises for network options without a network, files that cannot be written, and options about one mesh with
-    `--suggest`.
-    """
-    for name in _NEED_NETWORK:
-        if getattr(arguments, name) is not None and arguments.network is None:
-            raise ConfigError(
-                f"--{name} applies to a network. Give one: --network FILE, e.g. recipes/networks/tpu_v3_pod.yaml."
-            )
-    inputs = [arguments.network]
-    for name, suffix in (("page", ".html"), ("measure", ".json")):
-        path = getattr(arguments, name)
-        if path is not None:
-            target = output_path(path, suffix=suffix, option=f"--{name}", inputs=inputs)
-            setattr(arguments, name, target)
-
-    for name in ("page", "place", "mtbf"):
-        if getattr(arguments, name) is not None and arguments.suggest is not None:
-            raise ConfigError(
-                f"--{name} applies to one mesh, but --suggest ranks all meshes. Remove one of them."
-            )
-
-
-def print_network_plan(plan: Plan, network: Network, arguments: argparse.Namespace) -> None:
-    """Prints the times of a plan on a network, and the cost of dead ranks."""
-    for name in ("dead", "page"):
-        if getattr(arguments, name) is not None and not plan.collectives:
-            raise ConfigError(
-                f"--{name} applies to exchanges between ranks, but a mesh of one rank exchanges nothing. Choose a "
-                "larger mesh, e.g. --mesh.dp_shard 4."
-            )
-    placement = read_placement(plan, network, arguments.place)
-    dead = read_dead(arguments.dead, network)
-    timer = NetworkTimer(network, placement)
-    timed = timer.plan(plan.collectives)
-    print(show_network_plan(plan, timed), flush=True)
-    if dead:
-        healthy = timed
-        timer = NetworkTimer(network, placement, dead)
-        timed = timer.plan(plan.collectives)
-        print(f"\n{show_hole(healthy, timed)}", flush=True)
-
-    if arguments.page is not None:
-        write_text(arguments.page, network_page(timer, timed))
-        print(f"\nPage of the longest collective: {arguments.page}")
-
-
-def measure_command(arguments: argparse.Namespace) -> None:
-    """Measures the network, writes the result, and prints it."""
-    measurement = measure_network(read_content(arguments.network))
-    if measurement is None:
-        return  # the first rank writes and prints
-
-    write_text(arguments.measure, json.dumps(measurement.content, indent=2) + "\n")
-    print(show_measurement(measurement))
-    print(f"Written to {arguments.measure}: give it to --network.")
-
-
-def read_placement(plan: Plan, network: Network, text: str | None) -> Placement:
-    """Returns the placement that `--place` describes, else ranks in order."""
-    if text is None:
-        return place_in_order(plan.mesh, network.topology)
-    return place_by_tiles(plan.mesh, network.topology, text)
-
-
-def read_dead(text: str | None, network: Network) -> frozenset[int]:
-    """Returns the ranks of `--dead`.
-
-    Raises:
-        ConfigError: If one is not a rank of the network, or fewer than two would be left.
-    """
-    if text is None:
-        return frozenset()
-    most = network.topology.num_ranks - 1
-    expected = f"ranks of {network.topology.name}, 0 to {most:,}, with commas between them"
-    is_list = re.fullmatch(r"\s*[0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*", text) is not None
-    check(is_list, "--dead", text, expected)
-    dead = frozenset(int(number) for number in text.split(","))
-    check(max(dead) <= most, "--dead", text, expected)
-    check(len(dead) < most, "--dead", text, f"two ranks at least that live, of {most + 1}")
-    return dead

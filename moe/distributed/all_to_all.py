@@ -9,9 +9,8 @@ own node with the destination's local index, then directly to the destination's 
 names a schedule, it replaces torch's all-to-all.
 """
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from einops import rearrange, reduce
@@ -19,10 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
-from moe.distributed.collectives import all_gather_flat
+from moe.distributed.exchanges import PendingCounts, Route, Transfer
 from moe.distributed.mesh import ExpertAxis
-from moe.distributed.row_exchange import BlockRoute, PendingBlocks, ScheduledAllToAll
-from moe.network.schedule import IntArray
 
 
 class _Transfer(NamedTuple):
@@ -68,12 +65,7 @@ class AllToAllStep(NamedTuple):
     receive_splits: list[int] | None = None
 
     def issue(self, x: Tensor, *, reverse: bool) -> _Transfer:
-        """Sends rows and does not wait for those that arrive.
-
-        Args:
-            x: <any>[N, ...] rows, sorted by the rank that they go to.
-            reverse: Whether to send rows back to their origin.
-        """
+        """Sends rows <any>[N, ...]; see `Step.issue`."""
         send_splits = self.send_splits
         receive_splits = self.receive_splits
         if reverse:
@@ -100,30 +92,6 @@ class AllToAllStep(NamedTuple):
         return _Transfer(sent, buffer, work, self.group, order)
 
 
-class ScheduledStep(NamedTuple):
-    """One all-to-all of a schedule.
-
-    Attributes:
-        there: Route of the rows.
-        back: Route back.
-    """
-
-    there: BlockRoute
-    back: BlockRoute
-
-    def issue(self, x: Tensor, *, reverse: bool) -> PendingBlocks:
-        """Sends rows <any>[N, ...]; see `AllToAllStep.issue`."""
-        route = self.back if reverse else self.there
-        return route.issue(x)
-
-
-Route: TypeAlias = tuple[AllToAllStep | ScheduledStep, ...]
-"""How rows get from rank to rank: one step, or two, inside the node first.
-
-Rows leave sorted by their destination rank, and arrive sorted by their origin rank.
-"""
-
-
 class DirectCounts(NamedTuple):
     """Numbers of rows in transit to the ranks that will receive those rows.
 
@@ -139,14 +107,10 @@ class DirectCounts(NamedTuple):
     axis: ExpertAxis
     sent: Tensor
     relayed: Tensor | None
-    transfer: _Transfer | PendingBlocks
+    transfer: Transfer
 
     def wait(self) -> tuple[Tensor, Route]:
-        """Returns how many rows come from each rank, and their route.
-
-        Returns:
-            <int64>[ep, E / ep] rows that arrive here, by origin and expert; and the route.
-        """
+        """Returns the rows that arrive and their route; see `PendingCounts.wait`."""
         with record_function("moe.counts.wait"):
             received = self.transfer.wait()  # [ep, E / ep]
 
@@ -202,41 +166,6 @@ class DirectCounts(NamedTuple):
         return inside, across
 
 
-class ScheduledCounts(NamedTuple):
-    """The counts of all ranks, sent to all: ranks that forward rows must know their number.
-
-    Attributes:
-        exchange: Schedule for exchanging rows.
-        group: The ranks.
-        sent: <int64>[ep, E / ep] rows that this rank sends; must live until `work` is done.
-        counts: <int64>[ep, ep, E / ep] rows by origin, destination and expert there; not to be
-            read before `work` is done.
-        work: torch's handle of the collective.
-    """
-
-    exchange: ScheduledAllToAll
-    group: ProcessGroup
-    sent: Tensor
-    counts: Tensor
-    work: Any
-
-    def wait(self) -> tuple[Tensor, Route]:
-        """Returns the rows that arrive and their route; see `DirectCounts.wait`."""
-        with record_function("moe.counts.wait"):
-            self.work.wait()
-            received = self.counts[:, dist.get_rank(self.group)]  # [ep, E / ep]
-            rows_of_blocks = self.counts.sum(dim=2)  # [ep, ep]
-            return received, _scheduled_route(self.exchange, rows_of_blocks.cpu().numpy())
-
-
-PendingCounts: TypeAlias = DirectCounts | ScheduledCounts
-
-
-def _scheduled_route(exchange: ScheduledAllToAll, counts: IntArray) -> Route:
-    """Returns the route of blocks of <int64>[ep, ep] rows."""
-    return (ScheduledStep(exchange.route(counts), exchange.route_back(counts)),)
-
-
 def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
     """Tells every rank how many rows it will receive; issues the exchange without waiting for it.
 
@@ -248,10 +177,7 @@ def send_counts(counts: Tensor, axis: ExpertAxis) -> PendingCounts:
 
     with record_function("moe.counts"):
         if axis.exchange is not None:
-            everyone = sent.new_empty(axis.size * axis.size, sent.shape[1])
-            work = all_gather_flat(everyone, sent, axis.group, async_op=True)
-            counts_of_all = everyone.view(axis.size, *sent.shape)  # [ep, ep, E / ep]
-            return ScheduledCounts(axis.exchange, axis.group, sent, counts_of_all, work)
+            return axis.exchange.send_counts(sent, axis.group)
 
         # Every rank sends one row of counts to every other: splits are known.
         steps = equal_route(axis, axis.size, counts.device)
@@ -273,8 +199,7 @@ def equal_route(axis: ExpertAxis, num_rows: int, device: torch.device) -> Route:
         device: Device of the rows.
     """
     if axis.exchange is not None:
-        equal_counts = np.full((axis.size, axis.size), num_rows // axis.size)
-        return _scheduled_route(axis.exchange, equal_counts)
+        return axis.exchange.equal_route(num_rows, axis.group)
     if axis.intra_node is None or axis.inter_node is None:
         return (AllToAllStep(axis.group),)
 
@@ -317,7 +242,7 @@ class _OneWay:
     def __init__(self, route: Route, *, reverse: bool) -> None:
         self._steps = route[::-1] if reverse else route
         self._reverse = reverse
-        self._transfer: _Transfer | PendingBlocks | None = None
+        self._transfer: Transfer | None = None
 
     def issue(self, x: Tensor) -> None:
         """Sends rows <any>[N, ...]."""

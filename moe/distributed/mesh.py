@@ -15,13 +15,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moe.checks import check, check_choice, check_integer
-from moe.distributed.gradient_reduction import GradientReduction
+from moe.distributed.exchanges import (
+    ExpertExchange,
+    GradientReduction,
+    load_expert_exchange,
+    load_gradient_reduction,
+)
 from moe.distributed.launch import backend_of
-from moe.distributed.row_exchange import ScheduledAllToAll
-from moe.distributed.schedule_choice import ScheduleChoice, parse_schedule
 from moe.errors import ConfigError
 from moe.kernels.torch_private import flatten_mesh_axes, join_meshes, split_mesh_axis
-from moe.network.algorithms import ALL_REDUCE, ALL_TO_ALL
 
 AXES = ("dp_replicate", "dp_shard", "ep", "tp")
 """Axes of every mesh, from the slowest network to the fastest: neighbouring ranks share one `tp`."""
@@ -32,9 +34,6 @@ _MAX_RANKS = 1_000_000
 """Most ranks of a mesh."""
 
 _NUM_SUGGESTIONS = 3
-
-_UNITS_OF_PAIR = 2520
-"""Units of a block of rows, divisible by 2 to 10, so that schedules can split blocks evenly."""
 
 
 @dataclass(frozen=True)
@@ -92,32 +91,31 @@ class MeshConfig:
 
     def _check_gradient_reduction(self) -> None:
         """Raises a ConfigError unless the schedule fits every group that sums gradients."""
-        choice = self.gradient_schedule
-        if choice is None:
+        text = self.gradient_reduction
+        if text is None:
             return
+        expected = "null on a mesh of one data rank, where no gradient is summed"
+        check(self.num_data_ranks > 1, "mesh.gradient_reduction", text, expected)
+        gradients = load_gradient_reduction(text)
         groups = {
             "dp_replicate": self.dp_replicate,
             "dp_shard": self.dp_shard,
             "dp_shard x ep": self.dp_shard * self.ep,
         }
-        expected = "null on a mesh of one data rank, where no gradient is summed"
-        check(self.num_data_ranks > 1, choice.name, choice.text, expected)
         for what, size in groups.items():
             if size > 1:
-                choice.check_group(size, what)
+                gradients.check_group(size, what)
 
     def _check_expert_exchange(self) -> None:
         """Raises a ConfigError unless the schedule fits the `ep` axis."""
-        choice = self.exchange_schedule
-        if choice is None:
+        name = "mesh.expert_exchange"
+        text = self.expert_exchange
+        if text is None:
             return
-        expected = "null where mesh.ep is 1 and no row is exchanged"
-        check(self.ep > 1, choice.name, choice.text, expected)
+        check(self.ep > 1, name, text, "null where mesh.ep is 1 and no row is exchanged")
         expected = "null with mesh.ep_nodes above 1, which has two steps of torch's own"
-        check(self.ep_nodes == 1, choice.name, choice.text, expected)
-        expected = "no wire: rows travel in the dtype that they have"
-        check(not choice.bfloat16, choice.name, choice.text, expected)
-        choice.check_group(self.ep, "ep")
+        check(self.ep_nodes == 1, name, text, expected)
+        load_expert_exchange(text).check_group(self.ep, "ep")
 
     def _check_on_lost_replica(self) -> None:
         """Raises a ConfigError unless there are replicas that may be lost, summed by torchft."""
@@ -137,20 +135,6 @@ class MeshConfig:
         if self.on_lost_replica is None:
             return self
         return replace(self, dp_replicate=1, on_lost_replica=None)
-
-    @property
-    def gradient_schedule(self) -> ScheduleChoice | None:
-        """Schedule named by `gradient_reduction`; None for torch's own."""
-        if self.gradient_reduction is None:
-            return None
-        return parse_schedule("mesh.gradient_reduction", self.gradient_reduction, ALL_REDUCE)
-
-    @property
-    def exchange_schedule(self) -> ScheduleChoice | None:
-        """Schedule named by `expert_exchange`; None for torch's own."""
-        if self.expert_exchange is None:
-            return None
-        return parse_schedule("mesh.expert_exchange", self.expert_exchange, ALL_TO_ALL)
 
     @property
     def num_ranks(self) -> int:
@@ -315,7 +299,7 @@ class ExpertAxis(NamedTuple):
     group: ProcessGroup
     intra_node: ProcessGroup | None = None
     inter_node: ProcessGroup | None = None
-    exchange: ScheduledAllToAll | None = None
+    exchange: ExpertExchange | None = None
 
 
 class Mesh(NamedTuple):
@@ -405,7 +389,9 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
     dense_shard = flatten_mesh_axes(device_mesh["dp_shard", "ep"], "dense_shard")
     dense = join_meshes([device_mesh["dp_replicate"], dense_shard])
 
-    gradient_schedule = config.gradient_schedule
+    gradients = None
+    if config.gradient_reduction is not None:
+        gradients = load_gradient_reduction(config.gradient_reduction)
     return Mesh(
         config=config,
         device_mesh=device_mesh,
@@ -416,7 +402,7 @@ def build_mesh(config: MeshConfig, device_type: str) -> Mesh:
         tp=device_mesh["tp"].get_group() if config.tp > 1 else None,
         data_rank=data.get_local_rank(),
         replica=dense_shard.get_group(),
-        gradients=GradientReduction(gradient_schedule) if gradient_schedule else None,
+        gradients=gradients,
     )
 
 
@@ -424,11 +410,8 @@ def _expert_axis(config: MeshConfig, ep: DeviceMesh) -> ExpertAxis | None:
     """Returns the ranks of this rank's `ep` axis; None if that is only this rank."""
     if config.ep == 1:
         return None
-    choice = config.exchange_schedule
-    if choice is not None:
-        network = choice.topology(config.ep)
-        schedule = choice.build(config.ep, network.num_ranks**2 * _UNITS_OF_PAIR)
-        exchange = ScheduledAllToAll(schedule, ep.get_group(), live_ranks=network.live_ranks)
+    if config.expert_exchange is not None:
+        exchange = load_expert_exchange(config.expert_exchange)
         return ExpertAxis(config.ep, ep.get_group(), exchange=exchange)
     if config.ep_nodes == 1:
         return ExpertAxis(config.ep, ep.get_group())

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from moe.distributed.gradient_reduction import attach_exchanges
 from moe.distributed.mesh import Mesh, MeshConfig
 from moe.errors import ConfigError
 
@@ -350,7 +349,7 @@ def shard_unit(
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     if mesh.gradients is not None:
-        attach_exchanges(unit, whole_mesh.get_group(0), mesh.gradients)
+        mesh.gradients.attach(unit, whole_mesh.get_group(0))
 
 
 def _has_one_data_rank(parameter: nn.Parameter, mesh: Mesh) -> bool:

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from moe.distributed.all_to_all import (
     AllToAllStep,
-    PendingCounts,
     PendingRows,
-    Route,
     equal_route,
     send_counts,
     send_rows,
 )
+from moe.distributed.exchanges import PendingCounts, Route
 from moe.distributed.mesh import ExpertAxis
 from moe.kernels.expert_rows import ExpertRows, combine_rows, gather_rows
 from moe.sparse.dispatch import (

@@ -11,11 +11,6 @@ from moe.commands.plan import main
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
-from moe.network.topology import Rate, switch
-from moe.network.topology_file import Network
-from moe.planning.network import NetworkTimer
-from moe.planning.network_placement import place_in_order
-from moe.planning.network_table import show_network_plan
 from moe.planning.plan import BYTES_PER_SECOND, build_model, make_plan, seconds_of, suggest
 from moe.planning.table import parse_bytes, show_bytes, show_plan
 from moe.planning.traffic import Transfer
@@ -154,14 +149,3 @@ def test_a_plan_says_what_runs_again():
     assert re.search(r"training FLOPs/token +\S+, and \S+ that are repeated\n", text)
     plain = show_plan(make_plan(build_model(config), WORK, MeshConfig()), "tiny", None)
     assert "repeated" not in plain
-
-
-def test_a_plan_on_a_network_assumes_that_checkpointed_blocks_run_again():
-    work = Workload(32, 64, 16, activation_checkpointing=True)
-    plan = make_plan(build_model(STMoEConfig(**SIZES)), work, MeshConfig(dp_replicate=2))
-    topology = switch(2, Rate(1e9, 1e-6))
-    network = Network(topology, device_flops=1e12)
-    timed = NetworkTimer(network, place_in_order(plan.mesh, topology)).plan(plan.collectives)
-    assumed = show_network_plan(plan, timed).partition("assumed\n")[2]
-    share = plan.repeated_flops / 2 / plan.flops_per_rank
-    assert f"{share:.0%} of the products are repeated: blocks that activation check" in assumed

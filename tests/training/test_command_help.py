@@ -9,9 +9,15 @@ import pytest
 from moe.commands.finetune import finetune_command
 from moe.commands.plan import plan_command
 from moe.commands.pretrain import pretrain_command
+from moe.network.command import network_command
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = {"pretrain": pretrain_command, "finetune": finetune_command, "plan": plan_command}
+COMMANDS = {
+    "pretrain": pretrain_command,
+    "finetune": finetune_command,
+    "plan": plan_command,
+    "network": network_command,
+}
 
 
 @pytest.fixture(params=COMMANDS)
@@ -50,7 +56,7 @@ def test_help_is_a_page_and_a_half_and_all_of_it_is_in_help_all(verb, capsys):
     short = help_of(verb, "--help", capsys)
     everything = help_of(verb, "--help-all", capsys)
     assert options_of(short) < options_of(everything)
-    assert short.count("\n") < (80 if verb == "plan" else 60)
+    assert short.count("\n") < (80 if verb in ("plan", "network") else 60)
     assert (
         f"all {len(options_of(everything) - {'help', 'print_config', 'config'})} options" in short
     )

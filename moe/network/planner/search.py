@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError
+from moe.network.planner.placement import Groups, Placement, all_placements
+from moe.network.planner.timing import NetworkTimer, Question, TimedCollective
 from moe.network.schedule import IntArray
 from moe.network.topology import Topology
 from moe.network.topology_file import Network
-from moe.planning.network import NetworkTimer, Question, TimedCollective
-from moe.planning.network_placement import Groups, Placement, all_placements
 from moe.planning.plan import Plan
 from moe.planning.table import MESH_HEADING, MOST_SUGGESTIONS, show_bytes, show_mesh
 from moe.planning.traffic import Collective, Kind

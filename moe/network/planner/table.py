@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from moe.distributed.mesh import MeshConfig
-from moe.planning.network import Candidate, NetworkPlan, TimedCollective
+from moe.network.planner.timing import Candidate, NetworkPlan, TimedCollective
 from moe.planning.plan import Plan
 from moe.planning.table import show_bytes
 from moe.planning.traffic import group_size

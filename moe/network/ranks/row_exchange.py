@@ -4,20 +4,31 @@ The units of a schedule of `moe.network` belong to pairs of ranks. A block of ro
 its pair, and a rank's buffer holds only rows that the rank sends, receives or passes on, never the
 blocks of all pairs.
 
-Before: `scheduled`, which runs the steps. Next: `all_to_all`, which ties an exchange to autograd.
+Before: `scheduled`, which runs the steps. Next: `moe.distributed.all_to_all`, which ties an exchange to
+autograd.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.profiler import record_function
 
-from moe.distributed.scheduled import Execution, RankProgram, RankStep
+from moe.checks import check
+from moe.distributed.collectives import all_gather_flat
+from moe.distributed.exchanges import Route
+from moe.network.algorithms import ALL_TO_ALL
+from moe.network.ranks.schedule_choice import parse_schedule
+from moe.network.ranks.scheduled import Execution, RankProgram, RankStep
 from moe.network.schedule import IntArray, Intervals, Schedule, bounds_of_pieces, expand
+
+_UNITS_OF_PAIR = 2520
+"""Units of a block of rows, divisible by 2 to 10, so that schedules can split blocks evenly."""
 
 
 class PendingBlocks(NamedTuple):
@@ -79,6 +90,92 @@ class BlockRoute(NamedTuple):
         return PendingBlocks(self.group, execution, buffer, self.arriving)
 
 
+class ScheduledStep(NamedTuple):
+    """One all-to-all of a schedule.
+
+    Attributes:
+        there: Route of the rows.
+        back: Route back.
+    """
+
+    there: BlockRoute
+    back: BlockRoute
+
+    def issue(self, x: Tensor, *, reverse: bool) -> PendingBlocks:
+        """Sends rows <any>[N, ...]; see `Step.issue`."""
+        route = self.back if reverse else self.there
+        return route.issue(x)
+
+
+class ScheduledCounts(NamedTuple):
+    """The counts of all ranks, sent to all: ranks that forward rows must know their number.
+
+    Attributes:
+        exchange: The all-to-all of the rows.
+        group: The ranks.
+        sent: <int64>[ep, E / ep] rows that this rank sends; must live until `work` is done.
+        counts: <int64>[ep, ep, E / ep] rows by origin, destination and expert there; not to be
+            read before `work` is done.
+        work: torch's handle of the collective.
+    """
+
+    exchange: "ScheduledAllToAll"
+    group: ProcessGroup
+    sent: Tensor
+    counts: Tensor
+    work: Any
+
+    def wait(self) -> tuple[Tensor, Route]:
+        """Returns the rows that arrive and their route; see `PendingCounts.wait`."""
+        with record_function("moe.counts.wait"):
+            self.work.wait()
+            received = self.counts[:, dist.get_rank(self.group)]  # [ep, E / ep]
+            rows_of_blocks = self.counts.sum(dim=2)  # [ep, ep]
+            return received, self.exchange.both_ways(rows_of_blocks.cpu().numpy())
+
+
+class ScheduledExchange:
+    """Exchanges rows by the schedule that a recipe names: an `ExpertExchange` of a mesh.
+
+    Args:
+        text: Value of mesh.expert_exchange; see `schedule_choice`.
+
+    Raises:
+        ConfigError: If the text names no schedule, or a wire.
+    """
+
+    def __init__(self, text: str) -> None:
+        name = "mesh.expert_exchange"
+        self._choice = parse_schedule(name, text, ALL_TO_ALL)
+        expected = "no wire: rows travel in the dtype that they have"
+        check(not self._choice.bfloat16, name, text, expected)
+        self.check_group = self._choice.check_group
+        self._exchanges: dict[ProcessGroup, ScheduledAllToAll] = {}
+
+    def send_counts(self, sent: Tensor, group: ProcessGroup) -> ScheduledCounts:
+        """Tells every rank how many rows it will receive; see `ExpertExchange.send_counts`."""
+        size = len(sent)
+        everyone = sent.new_empty(size * size, sent.shape[1])
+        work = all_gather_flat(everyone, sent, group, async_op=True)
+        counts = everyone.view(size, *sent.shape)  # [ep, ep, E / ep]
+        return ScheduledCounts(self._exchange(group), group, sent, counts, work)
+
+    def equal_route(self, num_rows: int, group: ProcessGroup) -> Route:
+        """Returns the route of rows of which every rank gets an equal share."""
+        size = dist.get_world_size(group)
+        return self._exchange(group).both_ways(np.full((size, size), num_rows // size))
+
+    def _exchange(self, group: ProcessGroup) -> "ScheduledAllToAll":
+        """Returns the all-to-all over a group; builds it at the first call."""
+        if group not in self._exchanges:
+            size = dist.get_world_size(group)
+            network = self._choice.topology(size)
+            schedule = self._choice.build(size, network.num_ranks**2 * _UNITS_OF_PAIR)
+            exchange = ScheduledAllToAll(schedule, group, live_ranks=network.live_ranks)
+            self._exchanges[group] = exchange
+        return self._exchanges[group]
+
+
 class ScheduledAllToAll:
     """An all-to-all schedule that is ready to exchange blocks of rows of any sizes.
 
@@ -97,6 +194,10 @@ class ScheduledAllToAll:
     ) -> None:
         self._there = _OneWay(RankProgram(schedule, group, live_ranks=live_ranks))
         self._back = _OneWay(RankProgram(schedule.reversed(), group, live_ranks=live_ranks))
+
+    def both_ways(self, counts: IntArray) -> Route:
+        """Returns the route of blocks of <int64>[ep, ep] rows, and back."""
+        return (ScheduledStep(self.route(counts), self.route_back(counts)),)
 
     def route(self, counts: IntArray) -> BlockRoute:
         """Returns the exchange of blocks of some sizes.

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe.distributed.row_exchange import ScheduledAllToAll
-from moe.distributed.scheduled import ScheduledCollective
 from moe.errors import DistributedError
 from moe.network.algorithms import ALL_REDUCE
+from moe.network.ranks.row_exchange import ScheduledAllToAll
+from moe.network.ranks.scheduled import ScheduledCollective
 from moe.network.reduce_scatter import reduce_scatter_of
 from moe.network.rings import ring_all_reduce
 from moe.network.schedule import Intervals, Schedule, intervals, transfers

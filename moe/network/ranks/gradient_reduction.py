@@ -6,8 +6,8 @@ which the all-reduce then sums over replicas. Both are built once for each size 
 
 torch's base class for a reduce-scatter has no public name and is not required.
 
-Before: `scheduled` runs schedules, `schedule_choice` names them. Next: `sharding` makes modules units
-of FSDP.
+Before: `scheduled` runs schedules, `schedule_choice` names them. Next: `moe.distributed.sharding` makes
+modules units of FSDP.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,33 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from moe.distributed.schedule_choice import ScheduleChoice
-from moe.distributed.scheduled import ScheduledCollective
+from moe.network.algorithms import ALL_REDUCE
+from moe.network.ranks.schedule_choice import parse_schedule
+from moe.network.ranks.scheduled import ScheduledCollective
 from moe.network.reduce_scatter import reduce_scatter_of
 
 
-class GradientReduction:
-    """Sums gradients by the schedule that a recipe names.
+class ScheduledReduction:
+    """Sums gradients by the schedule that a recipe names: a `GradientReduction` of a mesh.
 
     Args:
-        choice: The schedule.
+        text: Value of mesh.gradient_reduction; see `schedule_choice`.
+
+    Raises:
+        ConfigError: If the text names no schedule.
     """
 
-    def __init__(self, choice: ScheduleChoice) -> None:
-        self._choice = choice
+    def __init__(self, text: str) -> None:
+        self._choice = parse_schedule("mesh.gradient_reduction", text, ALL_REDUCE)
+        self.check_group = self._choice.check_group
         self._collectives: dict[tuple[ProcessGroup, bool, int], ScheduledCollective] = {}
+
+    def attach(self, unit: FSDPModule, replicas: ProcessGroup) -> None:
+        """Lets a unit of FSDP sum its gradients; see `GradientReduction.attach`."""
+        # Chunks over shards, then each chunk over replicas.
+        unit.set_custom_reduce_scatter(ReduceScatter(self))  # pyright: ignore[reportArgumentType]
+        if dist.get_world_size(replicas) > 1:
+            unit.set_all_reduce_hook(partial(self.all_reduce, group=replicas))
 
     def reduce_scatter(self, x: Tensor, group: ProcessGroup) -> Tensor:
         """Returns this rank's chunk <float>[N / n] of the sum over a group of n ranks; a view.
@@ -75,26 +87,10 @@ class GradientReduction:
         return self._collectives[key]
 
 
-def attach_exchanges(
-    unit: FSDPModule, replicas: ProcessGroup, gradients: GradientReduction
-) -> None:
-    """Lets a unit of FSDP sum its gradients by a schedule.
-
-    Args:
-        unit: Sharded over the ranks that hold its shards only; sums gradients without dividing them.
-        replicas: Ranks that hold the same shard as this one.
-        gradients: The schedule.
-    """
-    # Chunks over shards, then each chunk over replicas.
-    unit.set_custom_reduce_scatter(ReduceScatter(gradients))  # pyright: ignore[reportArgumentType]
-    if dist.get_world_size(replicas) > 1:
-        unit.set_all_reduce_hook(partial(gradients.all_reduce, group=replicas))
-
-
 class ReduceScatter:
     """Sums the gradients of a unit by a schedule and leaves each rank its shard of them."""
 
-    def __init__(self, gradients: GradientReduction) -> None:
+    def __init__(self, gradients: ScheduledReduction) -> None:
         self._gradients = gradients
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

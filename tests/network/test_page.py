@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
-from moe.network.simulate import Simulation, simulate
-from moe.network.topology import Links, Rate, Topology, grid, switch, two_level
-from moe.planning.network_page import MAX_PATH_ROWS, render_network_page
-from moe.planning.network_page_chart import (
+from moe.network.planner.page import MAX_PATH_ROWS, render_network_page
+from moe.network.planner.page_chart import (
     Curve,
     Range,
     draw_chart,
@@ -21,7 +18,10 @@ from moe.planning.network_page_chart import (
     show_bytes,
     show_seconds,
 )
-from moe.planning.network_page_layout import PITCH, node_names, place_network
+from moe.network.planner.page_layout import PITCH, node_names, place_network
+from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
+from moe.network.simulate import Simulation, simulate
+from moe.network.topology import Links, Rate, Topology, grid, switch, two_level
 
 ROW, COLUMN = 3, 5
 

@@ -7,8 +7,8 @@ import pytest
 
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError
+from moe.network.planner.placement import all_placements, place_by_tiles, place_in_order
 from moe.network.topology import Rate, Topology, grid, switch, two_level
-from moe.planning.network_placement import all_placements, place_by_tiles, place_in_order
 
 TORUS = grid((4, 6), wraps=True, bandwidth=1e9, latency=0.0)
 RATE = Rate(1e9, 0.0)

@@ -25,9 +25,9 @@ from torch.multiprocessing.spawn import start_processes
 
 from moe.checks import check
 from moe.distributed.launch import World, launch
-from moe.distributed.scheduled import ScheduledCollective
 from moe.errors import ConfigError
 from moe.network.algorithms import ALL_REDUCE
+from moe.network.ranks.scheduled import ScheduledCollective
 from moe.network.schedule import IntArray
 from moe.network.simulate import simulate
 from moe.network.topology import Rate, Topology

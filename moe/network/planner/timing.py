@@ -21,14 +21,14 @@ import numpy as np
 
 from moe.errors import ConfigError
 from moe.network.algorithms import ALL_REDUCE, ALL_TO_ALL, Algorithm, multi_ring
+from moe.network.planner.placement import Groups, Placement
+from moe.network.planner.shares import Instance, SharedLinks, share_links
 from moe.network.reduce_scatter import owned_reduce_scatter
 from moe.network.rings import factorisations
 from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import Simulation, simulate
 from moe.network.topology import Topology
 from moe.network.topology_file import Network
-from moe.planning.network_placement import Groups, Placement
-from moe.planning.network_shares import Instance, SharedLinks, share_links
 from moe.planning.traffic import Collective, Kind
 
 _UNITS_PER_RANK = 720

@@ -1,4 +1,4 @@
-"""stmoe plan on a network: what it prints, writes and refuses, and the table of its guide."""
+"""stmoe network: what it prints, writes and refuses, and the table of its guide."""
 
 import json
 import re
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from moe.commands.plan import main
 from moe.errors import ConfigError
+from moe.network.command import main
 from moe.network.topology_file import read_network
 from tests.processes import fork_context
 
@@ -34,7 +34,7 @@ def printed(capsys, *argv):
 def test_the_table_of_the_guide_is_what_the_command_prints(capsys):
     page = (ROOT / "docs/guides/network.md").read_text(encoding="utf-8")
     section = page.partition("## An example: ST-MoE-32B")[2]
-    pattern = r"```bash\n(stmoe plan .*?)```\n+```text\n(.*?)```"
+    pattern = r"```bash\n(stmoe network .*?)```\n+```text\n(.*?)```"
     command, table = re.search(pattern, section, re.DOTALL).groups()
     argv = shlex.split(command.replace("\\\n", " "))[2:]
     text = printed(capsys, *argv)
@@ -48,7 +48,7 @@ def test_the_table_of_the_guide_is_what_the_command_prints(capsys):
 def test_the_command_in_the_header_of_a_network_runs(capsys):
     """Of the one that fits in a test: the others simulate a thousand chips."""
     text = (ROOT / "recipes/networks/ethernet_two_level.yaml").read_text(encoding="utf-8")
-    (command,) = re.findall(r"stmoe plan (.*?\.yaml)", text.replace("\\\n#", ""), re.DOTALL)
+    (command,) = re.findall(r"stmoe network (.*?\.yaml)", text.replace("\\\n#", ""), re.DOTALL)
     argv = shlex.split(command.replace("recipes/", f"{ROOT}/recipes/"))
     assert "256 ranks" in printed(capsys, *argv)
 
@@ -56,7 +56,7 @@ def test_the_command_in_the_header_of_a_network_runs(capsys):
 @pytest.mark.slow
 def test_a_plan_on_a_network_names_schedules_reasons_and_assumptions(capsys, square, tmp_path):
     page = tmp_path / "plan.html"
-    more = ("--network", square, "--place", "dp_replicate=2x1,ep=1x2", "--page", page)
+    more = ("--on", square, "--place", "dp_replicate=2x1,ep=1x2", "--page", page)
     text = printed(capsys, *TINY, *MESH, *more)
     assert "on square, 4 ranks; the mesh is placed dp_replicate=2x1,ep=1x2" in text
     assert re.search(r"rows to experts and back +ep +all-to-all +\d+ .*\n", text)
@@ -73,7 +73,7 @@ def test_a_plan_on_a_network_names_schedules_reasons_and_assumptions(capsys, squ
 
 @pytest.mark.slow
 def test_dead_ranks_cost_what_the_table_says(capsys, square):
-    text = printed(capsys, *TINY, *MESH, "--network", square, "--dead", "2")
+    text = printed(capsys, *TINY, *MESH, "--on", square, "--dead", "2")
     assert "1 of 4 ranks of square are dead: 2" in text
     assert "1 of 2 groups of ep lose a rank." in text
     assert "Every parameter is held 2 times" in text
@@ -85,7 +85,7 @@ def test_dead_ranks_cost_what_the_table_says(capsys, square):
 
 @pytest.mark.slow
 def test_meshes_on_a_network_are_simulated_and_ranked(capsys, square):
-    text = printed(capsys, *TINY, "--network", square, "--suggest", "4", "--memory", "80GiB")
+    text = printed(capsys, *TINY, "--on", square, "--suggest", "4", "--memory", "80GiB")
     lines = text.splitlines()
     assert lines[0] == "on square"
     simulated = [line.split() for line in lines[2:-1] if len(line.split()) == 10]
@@ -101,7 +101,7 @@ def test_a_network_is_measured_on_ranks_and_read_again(capsys, tmp_path):
     path = tmp_path / "pair.yaml"
     path.write_text("name: pair\nswitch: {ranks: 2, bandwidth: 1 GB/s, latency: 1 s}\n")
     measured = tmp_path / "measured.json"
-    text = printed(capsys, "--network", path, "--measure", measured)
+    text = printed(capsys, "--on", path, "--measure", measured)
     assert re.search(r"switch: \S+ GB/s, \S+ us", text)
     assert re.search(r"4\.00 MiB +ring +\S+ +\S+\n", text)
     network = read_network(measured)
@@ -111,7 +111,7 @@ def test_a_network_is_measured_on_ranks_and_read_again(capsys, tmp_path):
 
 
 def test_what_the_network_or_the_mesh_does_not_have_is_refused(square):
-    on_square = [*TINY, "--network", square]
+    on_square = [*TINY, "--on", square]
     for argv in (["--dead", "3"], ["--page", "x.html"]):
         with pytest.raises(ConfigError, match=f"{argv[0]} .* a mesh of one rank exchanges nothing"):
             main([*on_square, *argv])

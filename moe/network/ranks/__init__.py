@@ -1,0 +1,1 @@
+"""Schedules on running ranks: gradient sums and exchanges of rows."""
