@@ -3,7 +3,7 @@
 import datetime
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from moe.files import whole_file
 from moe.inspection.tables import format_table
 from moe.kernels.product_choice import processor_name
 
-Columns = Sequence[tuple[str, str, str]]
-"""The columns of a table: header, field of the rows, and format of its values."""
+Columns = Sequence[tuple[str, str | Callable[[Mapping[str, Any]], Any], str]]
+"""The columns of a table: header, field of a row or function of it, and format of its values."""
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
@@ -30,23 +30,16 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def report_text(
-    report: Mapping[str, Any],
-    threads: str,
-    columns: Columns,
-    rows: Sequence[Mapping[str, Any]] | None = None,
-) -> str:
+def format_report(report: Mapping[str, Any], columns: Columns) -> str:
     """Returns a report as text: where and how often it was measured, and the table of its rows.
 
     Args:
         report: The report, which begins with `describe_machine` and `rounds`.
-        threads: Threads or processes, in words.
         columns: Columns of the table.
-        rows: Rows of the table; None uses the rows of the report.
     """
-    torch_version = f"torch {report['torch']}"
-    machine = f"{report['device']}, {threads}, {torch_version}, {report['rounds']} rounds"
-    return f"{machine}\n\n{report_table(columns, report['rows'] if rows is None else rows)}"
+    machine = f"{report['device']}, threads: {report['threads']}, torch {report['torch']}"
+    table = report_table(columns, report["rows"])
+    return f"{machine}, {report['rounds']} rounds\n\n{table}"
 
 
 def report_table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -55,7 +48,7 @@ def report_table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         line: list[str] = []
         for _, field, form in columns:
-            value = row.get(field)
+            value = row.get(field) if isinstance(field, str) else field(row)
             line.append("" if value is None else format(value, form))
         cells.append(line)
     return format_table([header for header, _, _ in columns], cells)

@@ -120,6 +120,12 @@ def ratio_range(
     return min(ratios), max(ratios)
 
 
+def ratio_text(ratio: float, least_and_largest: tuple[float, float]) -> str:
+    """Returns a ratio and its range as text."""
+    least, largest = least_and_largest
+    return f"{ratio:.2f} ({least:.2f}-{largest:.2f})"
+
+
 def capture_cuda_graph(variant: Variant, pass_name: Pass) -> str:
     """Returns `yes` when the pass can be captured into a CUDA graph and replayed, else why not.
 

@@ -4,10 +4,7 @@
     python -m scripts.benchmark exchange [--json exchange.json] [--ranks 2 4]
     python -m scripts.benchmark model [--json model.json] [--experts 8]
     python -m scripts.benchmark serve [--json serve.json] [--batches 1 8 32]
-    python -m scripts.benchmark soak [--json soak.json] [--requests 20000]
     python -m scripts.benchmark gpu [--json gpu.json] [--cases 4] [--batches 1 8]
-    python -m scripts.benchmark busy [--json busy.json] [--threads 2]
-    python -m scripts.benchmark two_nodes [--bandwidth 25] [--latency 2] [--json two_nodes.json]
 
 The peers are optional: pip install 'stmoe[bench]'. One that is missing, or does not support a case,
 is skipped with a message. `exchange` starts its ranks itself, each with one thread (gloo) or, on a
@@ -19,7 +16,6 @@ if __name__ == "__main__":  # before the imports that take seconds
 
     start_command()
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,15 +25,11 @@ import torch
 from benchmarks.cases import CASES, DTYPES, PASSES
 from benchmarks.layer.layer import VARIANTS, LayerBenchmark, run_layer
 from benchmarks.layer.variants import ON_REQUEST
-from benchmarks.models.busy import BusyBenchmark, run_busy
 from benchmarks.models.gpu import GpuBenchmark, run_gpu
 from benchmarks.models.model import PARTS, ModelBenchmark, ModelCase, run_model
 from benchmarks.models.serving import ServingBenchmark, run_serving
-from benchmarks.models.soak import SoakBenchmark, run_soak
 from benchmarks.ranks.exchange import ExchangeBenchmark, run_exchange
-from benchmarks.ranks.scaling import ScalingCase
-from benchmarks.ranks.two_nodes_times import TwoNodesBenchmark, run_two_nodes
-from moe.cli import Parser, integer, real, run_main
+from moe.cli import Parser, integer, run_main
 from moe.errors import ConfigError
 from moe.files import output_path
 
@@ -72,11 +64,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": [2, 4],
         "help": "numbers of ranks (2 and 4)",
     },
-    "scaling": {
-        "action": argparse.BooleanOptionalAction,
-        "default": True,
-        "help": "training step (yes)",
-    },
     "parts": {"nargs": "+", "choices": PARTS, "default": PARTS, "help": "all"},
     "experts": {
         "type": _COUNT,
@@ -91,17 +78,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": [1, 8],
         "help": "sequences to decode at once (1 and 8)",
     },
-    "requests": {
-        "type": integer(least=2, most=1_000_000, reason="a thousand take half a minute"),
-        "default": 20_000,
-        "help": "how many clients send (20000)",
-    },
-    "bandwidth": {
-        "type": real(above=0),
-        "default": 25.0,
-        "help": "MB/s between the nodes, in each direction (25)",
-    },
-    "latency": {"type": real(above=0), "default": 2.0, "help": "ms between the nodes (2)"},
 }
 
 
@@ -150,8 +126,7 @@ def benchmark_exchange(options: dict[str, Any]) -> None:
     """Measures experts over ranks."""
     device = _device(options)
     cases = options.pop("cases") or [0, 1]
-    scaling = ScalingCase() if options.pop("scaling") else None
-    run_exchange(ExchangeBenchmark(**options, cases=cases, scaling=scaling, device=device))
+    run_exchange(ExchangeBenchmark(**options, cases=cases, device=device))
 
 
 def benchmark_model(options: dict[str, Any]) -> None:
@@ -190,9 +165,7 @@ BENCHMARKS = {
         benchmark_layer,
     ),
     "exchange": Benchmark(
-        "a layer and a training step on several ranks",
-        "json rounds cases dtypes device ranks scaling",
-        benchmark_exchange,
+        "a layer on several ranks", "json rounds cases dtypes device ranks", benchmark_exchange
     ),
     "model": Benchmark(
         "training step and decoding beside transformers' Switch and T5, on a CPU",
@@ -204,25 +177,10 @@ BENCHMARKS = {
         "json rounds threads batches",
         lambda options: run_serving(ServingBenchmark(**options)),
     ),
-    "soak": Benchmark(
-        "answers of a server under thousands of mixed requests and a restart, beside each alone",
-        "json requests",
-        lambda options: run_soak(SoakBenchmark(**options)),
-    ),
     "gpu": Benchmark(
         "layers, training, optimizers and decoding on a GPU; continues where it was interrupted",
         "json rounds cases experts batches",
         benchmark_gpu,
-    ),
-    "busy": Benchmark(
-        "training step and decoding beside busy processes, over the same alone",
-        "json rounds threads",
-        lambda options: run_busy(BusyBenchmark(**options, threads=torch.get_num_threads())),
-    ),
-    "two_nodes": Benchmark(
-        "a training step on two nodes of this machine, beside the planner's prediction; needs root",
-        "json rounds bandwidth latency",
-        lambda options: run_two_nodes(TwoNodesBenchmark(**options)),
     ),
 }
 

@@ -61,7 +61,7 @@ def test_a_command_that_is_called_by_another_is_silent():
     assert (ended.stdout, ended.stderr) == ("None\n", "")
 
 
-COMMANDS = [*ROOT.glob("scripts/*.py"), ROOT / "benchmarks/network.py"]
+COMMANDS = [*ROOT.glob("scripts/*.py")]
 
 
 def test_every_command_starts_here_before_it_imports_anything():
@@ -136,7 +136,7 @@ print(*(name for name in sys.argv[2].split(",") if name in sys.modules))
 @pytest.mark.slow
 def test_no_command_imports_what_only_its_work_needs():
     modules = [f"scripts.{path.stem}" for path in sorted(ROOT.glob("scripts/*.py"))]
-    modules += ["moe", "benchmarks.network"]
+    modules += ["moe"]
     verbs = [*stmoe.VERBS.values(), *stmoe.INSPECT_VERBS.values()]
     ours = [verb.module for verb in verbs if verb.module]
     modules += [name if "." in name else f"moe.commands.{name}" for name in ours]

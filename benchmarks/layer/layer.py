@@ -4,7 +4,7 @@ Everything is measured in turn, in one run, and ends in one table.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from benchmarks.cases import CASES, DTYPES, Case, Pass, Problem, Variant, build_problem
 from benchmarks.layer.peers import PEERS, UnavailableError, build_peer, close_peers
 from benchmarks.layer.variants import ON_REQUEST, OURS, moe_dropless
-from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
+from benchmarks.machine import Columns, describe_machine, format_report, print_report, save_report
 from benchmarks.timing import capture_cuda_graph, measure_rounds, median_ratio, ratio_range
 from moe.errors import ConfigError
 from moe.kernels.host_memory import keep_freed_memory
@@ -83,7 +83,7 @@ def run_layer(benchmark: LayerBenchmark) -> None:
     finally:
         close_peers()
 
-    print_report(format_report(report), benchmark.json)
+    print_report(format_report(report, COLUMNS), benchmark.json)
 
 
 def describe_run(benchmark: LayerBenchmark) -> dict[str, Any]:
@@ -207,6 +207,28 @@ def describe_times(
     }
 
 
+def show_range(row: Row) -> str:
+    """Returns the smallest and the largest ratio of a row."""
+    least, largest = row["ratio_range"]
+    return f"{least:.2f}-{largest:.2f}"
+
+
+def relative_rows(row: Row) -> float:
+    """Returns the products of a row over those of the dense layer.
+
+    A layer with a capacity does fewer than the dense one, a static one as many or more.
+    """
+    return row["product_rows"] / CASES[row["case"]].rows
+
+
+def show_notes(row: Row) -> str:
+    """Returns the notes on a row."""
+    notes = [row["note"]] if row["note"] else []
+    if "cuda_graph" in row:
+        notes.append(f"CUDA graph: {row['cuda_graph']}")
+    return "; ".join(notes)
+
+
 COLUMNS: Columns = (
     ("case", "case", ""),
     ("dtype", "dtype", ""),
@@ -214,25 +236,9 @@ COLUMNS: Columns = (
     ("variant", "variant", ""),
     ("ms", "ms", ".1f"),
     ("ratio", "ratio", ".2f"),
-    ("range", "range", ""),
-    ("rows", "relative_rows", ".2f"),
+    ("range", show_range, ""),
+    ("rows", relative_rows, ".2f"),
     ("TFLOP/s", "tflops", ".2f"),
     ("difference", "difference", ".0e"),
-    ("note", "note", ""),
+    ("note", show_notes, ""),
 )
-
-
-def format_report(report: Mapping[str, Any]) -> str:
-    """Returns the report as text: the machine and the table."""
-    rows: list[Row] = []
-    for row in report["rows"]:
-        # A layer with a capacity does fewer products than the dense one, a static one as many or more.
-        relative_rows = row["product_rows"] / CASES[row["case"]].rows
-        notes = [row["note"]] if row["note"] else []
-        if "cuda_graph" in row:
-            notes.append(f"CUDA graph: {row['cuda_graph']}")
-        least, largest = row["ratio_range"]
-        texts = {"range": f"{least:.2f}-{largest:.2f}", "note": "; ".join(notes)}
-        rows.append({**row, **texts, "relative_rows": relative_rows})
-
-    return report_text(report, f"{report['threads']} threads", COLUMNS, rows)

@@ -19,14 +19,15 @@ from tqdm import tqdm
 from transformers import EncoderDecoderCache, StaticCache, SwitchTransformersConfig
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from benchmarks.layer.layer import LayerBenchmark, describe_run, format_report, measure_cases
-from benchmarks.machine import Columns, print_report, report_table, save_report
+from benchmarks.layer.layer import COLUMNS as LAYER_COLUMNS
+from benchmarks.layer.layer import LayerBenchmark, describe_run, measure_cases
+from benchmarks.machine import Columns, format_report, print_report, report_table, save_report
 from benchmarks.models.model import (
     ModelBenchmark,
     ModelCase,
     build_models,
     build_ours,
-    compared_rows,
+    compared_columns,
     draw_tokens,
     measure_training,
     switch_config,
@@ -120,10 +121,10 @@ def run_gpu(benchmark: GpuBenchmark) -> None:
 
     benchmark.partial.replace(benchmark.json)
     tables = (
-        format_report(report),
-        report_table(*compared_rows(report["training"])),
+        format_report(report, LAYER_COLUMNS),
+        report_table(compared_columns(report["training"]), report["training"]),
         report_table(OPTIMIZER_COLUMNS, report["optimizers"]),
-        format_decoding(report["decoding"]),
+        report_table(DECODING_COLUMNS, report["decoding"]),
     )
     print_report("\n\n".join(tables), benchmark.json)
 
@@ -355,20 +356,16 @@ def decode(decoding: Decoding, step: Step) -> list[list[int]]:
     return tokens
 
 
-COLUMNS: Columns = (
+def show_note(row: dict[str, Any]) -> str:
+    """Returns the note on a form of the step."""
+    return row["note"] if row.get("same_tokens", True) else "other tokens than eager"
+
+
+DECODING_COLUMNS: Columns = (
     ("batch", "batch", ""),
     ("step", "form", ""),
     ("ms", "ms", ".2f"),
     ("tokens/s", "tokens_per_second", ".0f"),
     ("time / eager", "ratio", ".2f"),
-    ("note", "note", ""),
+    ("note", show_note, ""),
 )
-
-
-def format_decoding(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns the table of the steps as text."""
-    noted: list[dict[str, Any]] = []
-    for row in rows:
-        differs = not row.get("same_tokens", True)
-        noted.append({**row, "note": "other tokens than eager" if differs else row["note"]})
-    return report_table(COLUMNS, noted)

@@ -24,8 +24,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
-from benchmarks.timing import measure_in_turn, median_ratio, ratio_range
+from benchmarks.machine import Columns, describe_machine, format_report, print_report, save_report
+from benchmarks.timing import measure_in_turn, median_ratio, ratio_range, ratio_text
 from moe.convert.hf_config import from_hf_config
 from moe.convert.hf_weights import hf_weight_map
 from moe.errors import ConfigError
@@ -123,7 +123,7 @@ def run_model(benchmark: ModelBenchmark) -> None:
         report["rows"] += rows
         save_report(report, benchmark.json)
 
-    print_report(format_report(report), benchmark.json)
+    print_report(format_report(report, compared_columns(report["rows"])), benchmark.json)
 
 
 def measure_parts(benchmark: ModelBenchmark) -> Iterator[list[Row]]:
@@ -364,21 +364,11 @@ COLUMNS: Columns = (
 )
 
 
-def format_report(report: Mapping[str, Any]) -> str:
-    """Returns the report as text."""
-    columns, rows = compared_rows(report["rows"])
-    return report_text(report, f"{report['threads']} threads", columns, rows)
+def compared_columns(rows: Sequence[Row]) -> Columns:
+    """Returns the columns of `rows`, with times over those of every other model."""
 
+    def over(row: Row, name: str) -> str:
+        return ratio_text(row["over"][name], row["over_range"][name])
 
-def compared_rows(rows: Sequence[Row]) -> tuple[Columns, list[Row]]:
-    """Returns the columns of `rows` and, in these, their times over those of every other model."""
     names = list(rows[0]["over"])
-    columns = [*COLUMNS, *((f"time / {name}", name, "") for name in names)]
-    compared: list[Row] = []
-    for row in rows:
-        ratios: dict[str, str] = {}
-        for name in names:
-            least, largest = row["over_range"][name]
-            ratios[name] = f"{row['over'][name]:.2f} ({least:.2f}-{largest:.2f})"
-        compared.append({**row, **ratios})
-    return columns, compared
+    return [*COLUMNS, *((f"time / {name}", partial(over, name=name), "") for name in names)]

@@ -23,9 +23,9 @@ from tokenizers import Tokenizer, models
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
+from benchmarks.machine import Columns, describe_machine, format_report, print_report, save_report
 from benchmarks.models.model import ModelCase, build_models
-from benchmarks.timing import measure_in_turn, median_ratio, ratio_range
+from benchmarks.timing import measure_in_turn, median_ratio, ratio_range, ratio_text
 from moe.serving.engine import Engine
 from moe.serving.sampling import Sampling
 
@@ -89,7 +89,7 @@ def run_serving(benchmark: ServingBenchmark) -> None:
         for lengths in ("equal", "lognormal"):
             report["rows"] += measure_load(benchmark, served, translators, batch, lengths)
             save_report(report, benchmark.json)
-    print_report(format_report(report), benchmark.json)
+    print_report(format_report(report, COLUMNS), benchmark.json)
 
 
 def never_end(model: Any) -> None:
@@ -266,6 +266,11 @@ def _no_words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
 
 
+def over_continuous(row: Row) -> str:
+    """Returns the time of a row over that of continuous batches."""
+    return ratio_text(row["times_faster"], row["times_faster_range"])
+
+
 COLUMNS: Columns = (
     ("lengths", "lengths", ""),
     ("batch", "batch", ""),
@@ -273,14 +278,5 @@ COLUMNS: Columns = (
     ("tokens/s", "tokens_per_second", ".0f"),
     ("p50 ms", "p50_ms", ".0f"),
     ("p95 ms", "p95_ms", ".0f"),
-    ("time / continuous", "ratio", ""),
+    ("time / continuous", over_continuous, ""),
 )
-
-
-def format_report(report: Mapping[str, Any]) -> str:
-    """Returns the report as text."""
-    rows: list[Row] = []
-    for row in report["rows"]:
-        least, largest = row["times_faster_range"]
-        rows.append({**row, "ratio": f"{row['times_faster']:.2f} ({least:.2f}-{largest:.2f})"})
-    return report_text(report, f"{report['threads']} threads", COLUMNS, rows)

@@ -19,13 +19,9 @@ from einops import rearrange
 from tqdm import tqdm
 
 from benchmarks.cases import CASES, DTYPES, Case, Problem, build_problem
-from benchmarks.layer.peers import UnavailableError
 from benchmarks.layer.variants import CAPACITY_FACTOR, DispatchForm, build_layer
-from benchmarks.machine import Columns, describe_machine, print_report, report_text, save_report
+from benchmarks.machine import Columns, describe_machine, format_report, print_report, save_report
 from benchmarks.ranks.processes import Job, Transfer, measure_together, record_transfers, run_ranks
-from benchmarks.ranks.scaling import ScalingCase, format_scaling, scaling_on_ranks
-from benchmarks.ranks.transformers_ep import transformers_all_to_all
-from benchmarks.timing import median_ratio
 from moe.distributed.mesh import Mesh, MeshConfig, build_mesh
 from moe.errors import ConfigError
 from moe.sparse.layer import RouterOutput, SparseFeedForward
@@ -36,8 +32,6 @@ LAYERS: dict[str, tuple[float | None, DispatchForm]] = {
     "static": (CAPACITY_FACTOR, "static"),
 }
 """Capacity factor and form of dispatch of the layers that are measured."""
-
-PEER = "transformers"
 
 Row = dict[str, Any]
 """A row of the saved table."""
@@ -53,7 +47,6 @@ class ExchangeBenchmark:
         ranks: Numbers of ranks.
         rounds: How often everything is measured; results are medians.
         device: Where: `cpu` or `cuda`.
-        scaling: Whether a whole training step is measured, too.
         json: File to save to after every case; None for none.
         report: Results so far.
     """
@@ -63,7 +56,6 @@ class ExchangeBenchmark:
     ranks: Sequence[int]
     rounds: int
     device: str
-    scaling: ScalingCase | None
     json: Path | None
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -111,10 +103,9 @@ def run_exchange(benchmark: ExchangeBenchmark) -> None:
         rows=[],
     )
     measure_layers(benchmark)
-    if benchmark.scaling:
-        measure_scaling(benchmark, benchmark.scaling)
-
-    print_report(format_report(report), benchmark.json)
+    text = format_report(report, COLUMNS)
+    text += "\nforward and backward; ideal = one process / ranks + bare exchange"
+    print_report(text, benchmark.json)
 
 
 def measure_layers(benchmark: ExchangeBenchmark) -> None:
@@ -136,17 +127,6 @@ def measure_layers(benchmark: ExchangeBenchmark) -> None:
         save_report(benchmark.report, benchmark.json)
 
 
-def measure_scaling(benchmark: ExchangeBenchmark, scaling: ScalingCase) -> None:
-    """Adds the times of a whole training step on the most ranks to the report."""
-    benchmark.report["scaling"] = []
-    for dtype in benchmark.dtypes:
-        case = dataclasses.replace(scaling, precision=dtype)
-        num_ranks = max(benchmark.ranks)
-        result = run_ranks(scaling_on_ranks, num_ranks, benchmark.device, case, benchmark.rounds)
-        benchmark.report["scaling"].append(result)
-        save_report(benchmark.report, benchmark.json)
-
-
 # ---- on every rank ----
 
 
@@ -155,27 +135,18 @@ def exchange_on_ranks(device: torch.device, case: Case, dtype: str, rounds: int)
     mesh = build_mesh(MeshConfig(ep=dist.get_world_size()), device.type)
     problems = split_problem(build_problem(case, DTYPES[dtype], device))
 
-    # Timed jobs: three for each of our layers, and the peer's.
+    # Three timed jobs for each layer.
     jobs: list[Job] = []
     bytes_by_layer: dict[str, Row] = {}
     for name in LAYERS:
         layer_jobs, bytes_by_layer[name] = build_layer_jobs(name, problems, mesh, device)
         jobs += layer_jobs
-    peer_job, note = build_peer_job(problems)
-    if peer_job is not None:
-        jobs.append(peer_job)
-    times = measure_together(jobs, rounds, device).wall
+    times = measure_together(jobs, rounds, device)
 
-    # A row for each of ours, then the peer's.
     rows: list[Row] = []
     for name in LAYERS:
         rows.append({"layer": name, **describe_layer(name, times), **bytes_by_layer[name]})
-    if peer_job is None:
-        return [*rows, {"layer": PEER, "note": note}]
-
-    rows[0]["over_transformers"] = median_ratio(times, "dropless", PEER)
-    peer_ms = statistics.median(round_[PEER] for round_ in times)
-    return [*rows, {"layer": PEER, "ms": peer_ms}]
+    return rows
 
 
 class Problems(NamedTuple):
@@ -184,12 +155,10 @@ class Problems(NamedTuple):
     Tokens are routed in one group for each rank in all of them.
 
     Attributes:
-        given: As built: all tokens in one group, all experts.
-        one_process: The same for one process with the work of all ranks.
+        one_process: For one process with the work of all ranks.
         rank: This rank's tokens and this rank's experts.
     """
 
-    given: Problem
     one_process: Problem
     rank: Problem
 
@@ -218,7 +187,7 @@ def split_problem(problem: Problem) -> Problems:
         first=problem.first[experts].clone(),
         down=problem.down[experts].clone(),
     )
-    return Problems(problem, one_process, rank_problem)
+    return Problems(one_process, rank_problem)
 
 
 def build_layer_jobs(
@@ -252,15 +221,6 @@ def build_layer_jobs(
     if dist.get_rank() != 0:
         jobs[0] = Job(f"{name}/one", None)
     return jobs, describe_bytes(transfers, router, problems.rank)
-
-
-def build_peer_job(problems: Problems) -> tuple[Job | None, str]:
-    """Returns the job of transformers' expert parallelism, or None and why it cannot run."""
-    try:
-        peer = transformers_all_to_all(problems.given, problems.rank)
-    except UnavailableError as error:
-        return None, str(error)
-    return Job(PEER, partial(peer.run, "forward_backward"), peer.clear), ""
 
 
 def _pass_job(name: str, layer: SparseFeedForward, problem: Problem) -> Job:
@@ -342,15 +302,4 @@ COLUMNS: Columns = (
     ("fullest rank", "fullest_rank", ".2f"),
     ("bytes sent", "row_bytes", ",.0f"),
     ("/ fewest", "bytes_ratio", ".2f"),
-    ("/ transformers", "over_transformers", ".2f"),
-    ("note", "note", ""),
 )
-
-
-def format_report(report: Mapping[str, Any]) -> str:
-    """Returns the report as text."""
-    text = report_text(report, "one thread a rank", COLUMNS)
-    text += "\nforward and backward; ideal = one process / ranks + bare exchange"
-    if "scaling" in report:
-        text += f"\n\n{format_scaling(report['scaling'])}"
-    return text

@@ -7,7 +7,6 @@ import contextlib
 import json
 import random
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -100,47 +99,31 @@ def _run_rank(
         dist.destroy_process_group()
 
 
-class RankTimes(NamedTuple):
-    """Milliseconds of every job, round by round.
-
-    Attributes:
-        wall: On the slowest rank.
-        cpu: CPU milliseconds of all threads of the busiest rank.
-    """
-
-    wall: list[dict[str, float]]
-    cpu: list[dict[str, float]]
-
-
-def measure_together(jobs: Sequence[Job], rounds: int, device: torch.device) -> RankTimes:
-    """Returns the times of every job.
+def measure_together(
+    jobs: Sequence[Job], rounds: int, device: torch.device
+) -> list[dict[str, float]]:
+    """Returns the milliseconds of every job on the slowest rank, round by round.
 
     A first round is not counted. The order is redrawn for every round, and all ranks begin a job
     together.
     """
     generator = random.Random(0)  # the same order on every rank
     names = [job.name for job in jobs]
-    result = RankTimes([], [])
+    times: list[dict[str, float]] = []
     for _ in range(rounds + 1):
-        wall: dict[str, float] = {}
-        cpu: dict[str, float] = {}
+        rank_times: dict[str, float] = {}
         for job in generator.sample(jobs, len(jobs)):
             # All ranks begin together: a rank that waits for another would measure that one.
             dist.barrier()
-            cpu_before = time.process_time()
-            wall[job.name] = 0.0 if job.run is None else measure(job.run, device)
-            cpu_time = 1000 * (time.process_time() - cpu_before)
-            cpu[job.name] = 0.0 if job.run is None else cpu_time
+            rank_times[job.name] = 0.0 if job.run is None else measure(job.run, device)
             job.clear()
 
         # A job takes as long as on its slowest rank.
-        for rank_times, all_times in ((wall, result.wall), (cpu, result.cpu)):
-            slowest = torch.tensor(
-                [rank_times[name] for name in names], dtype=torch.float64, device=device
-            )
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            all_times.append(dict(zip(names, slowest.tolist(), strict=True)))
-    return RankTimes(result.wall[1:], result.cpu[1:])
+        ordered = [rank_times[name] for name in names]
+        slowest = torch.tensor(ordered, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        times.append(dict(zip(names, slowest.tolist(), strict=True)))
+    return times[1:]
 
 
 class Transfer(NamedTuple):

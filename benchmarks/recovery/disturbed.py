@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -51,21 +51,11 @@ class Launch:
         arguments: Of `benchmarks.recovery.small_run`.
         num_ranks: Processes.
         log: File to which they append their output.
-        environment: Variables that are set before they start.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        log: Path,
-        *,
-        num_ranks: int = 1,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path, *, num_ranks: int) -> None:
         self._processes: list[BaseProcess] = []
-        variables = dict(environment or {})
-        if num_ranks > 1:
-            variables.update(_meeting_place(num_ranks))
+        variables = _meeting_place(num_ranks) if num_ranks > 1 else {}
         for rank in range(num_ranks):
             numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
             process = _server().Process(

@@ -1,8 +1,8 @@
 """A training run that takes seconds, to be disturbed: the real loop over drawn tokens.
 
-    python -m benchmarks.recovery.small_run --out runs/small [--resume] [--float64] [--training.steps 40]
+    python -m benchmarks.recovery.small_run --out runs/small [--resume] [--training.steps 40]
 
-`faults.py` and `live_losses.py` start it. The settings are those of `stmoe pretrain`.
+`faults.py` starts it. The settings are those of `stmoe pretrain`.
 """
 
 from pathlib import Path
@@ -16,7 +16,6 @@ from moe.cli import run_main
 from moe.data.pipeline import SpanCorruptionSource
 from moe.data.tokenizer import EOS, PAD, SpecialIds, sentinel
 from moe.distributed.launch import World
-from moe.distributed.replica_groups import find_replica_groups
 from moe.training.build import build_new_model, check_run_fits
 from moe.training.command import RecipeCommand
 from moe.training.loop import Run, train
@@ -67,7 +66,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_run(recipe: PretrainRecipe, out: Path, world: World, *, float64: bool) -> Run:
+def build_run(recipe: PretrainRecipe, out: Path, world: World) -> Run:
     """Returns the run over drawn tokens, each of which depends on the one before."""
     tokenizer = build_tokenizer()
     generator = np.random.default_rng(0)
@@ -84,8 +83,6 @@ def build_run(recipe: PretrainRecipe, out: Path, world: World, *, float64: bool)
     )
     check_run_fits(recipe, config, world.size, source.lengths)
     built = build_new_model(recipe, config, world.device_type)
-    if float64:
-        built.model.double()
     return Run(
         folder=out,
         recipe=recipe,
@@ -94,7 +91,6 @@ def build_run(recipe: PretrainRecipe, out: Path, world: World, *, float64: bool)
         source=source,
         held_out=None,
         workers=recipe.data.workers,
-        replicas=find_replica_groups(recipe.mesh, world),
     )
 
 
@@ -103,16 +99,11 @@ def main(argv: list[str]) -> None:
     command = RecipeCommand(PretrainRecipe, "Trains a small model on drawn tokens.")
     command.add_argument("--out", type=Path, required=True, help="folder of the run")
     command.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
-    command.add_argument(
-        "--float64",
-        action="store_true",
-        help="compute in float64; replica groups of one process only",
-    )
     command.add_timeout()
 
     argv = [f"--{name}={value}" for name, value in SETTINGS.items()] + argv
     with command.launch(argv) as (world, recipe, arguments):
-        run = build_run(recipe, arguments.out, world, float64=arguments.float64)
+        run = build_run(recipe, arguments.out, world)
         train(run, resume=arguments.resume, description="small")
 
 

@@ -1,12 +1,11 @@
-"""The fault campaign and the losses of replica groups: their reports, and each once for real."""
+"""The fault campaign: its report, and one fault for real."""
 
 import json
 
 import pytest
 
-from benchmarks.recovery import faults, live_losses
+from benchmarks.recovery import faults
 from benchmarks.recovery.faults import Campaign, FaultRecord, RunRecord, campaign_table
-from benchmarks.recovery.live_losses import compare
 from moe import ConfigError
 
 
@@ -42,30 +41,6 @@ def test_a_campaign_goes_on_from_its_file_and_not_from_that_of_another(tmp_path)
 
     with pytest.raises(ConfigError, match=r"--json is .*the same campaign, .*--seed 1"):
         Campaign(target, "python -m benchmarks.recovery.faults --seed 1")
-
-
-def test_groups_that_differ_in_a_bit_or_have_no_weights_are_not_equal(tmp_path):
-    for group, loss in ((0, 1.5), (1, 1.25)):
-        (tmp_path / str(group) / "model").mkdir(parents=True)
-        (tmp_path / str(group) / "model/model.safetensors").write_bytes(b"weights")
-        lines = [{"step": 1, "train/loss": loss}, {"step": 1, "replicas/live": 2}]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / str(group) / "metrics.jsonl").write_text(text + '{"step": 2, "tra')
-    result = compare(tmp_path, 2, {1: 1.0})
-    assert result == {
-        "replicas_bit_identical": True,
-        "steps_seen": 1,
-        "largest_loss_difference": 0.5,
-    }
-
-    (tmp_path / "1/model/model.safetensors").write_bytes(b"Weights")
-    assert compare(tmp_path, 2, {1: 1.0})["replicas_bit_identical"] is False
-    assert compare(tmp_path / "1", 1, {})["replicas_bit_identical"] is False
-
-
-def test_groups_must_share_the_rows_of_a_batch():
-    with pytest.raises(ConfigError, match="--groups is 5; expected a divisor of"):
-        live_losses.main(["--groups", "5"])
 
 
 @pytest.mark.slow

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from benchmarks.cases import CASES, DTYPES, PASSES, Case
+from benchmarks.machine import report_table
 from benchmarks.models import gpu
 from benchmarks.models.gpu import (
     COMPARED_STEPS,
+    DECODING_COLUMNS,
     GpuBenchmark,
     build_model,
     decode,
-    format_decoding,
     start_decoding,
 )
 from benchmarks.models.model import draw_tokens, switch_config
@@ -118,5 +119,5 @@ def test_a_form_that_cannot_run_is_a_line_of_the_table(monkeypatch):
     monkeypatch.setitem(gpu.FORMS, "cuda_graph", refuse)
     rows = gpu.measure_decoding(tiny_benchmark(None, rounds=2), 2)
     assert rows[0]["ms"] > 0 and rows[0]["ratio"] == 1 and rows[0]["same_tokens"]
-    table = format_decoding(rows)
+    table = report_table(DECODING_COLUMNS, rows)
     assert "no: no graph" in table and "and why" not in table

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from benchmarks.ranks.two_nodes import TwoNodes, why_not
 from moe.commands import pretrain
+from tests.distributed.two_nodes import DEVICES, drop_link, kill, torchrun, two_nodes, why_not
 from tests.training.tiny_run import pretrain_arguments, write_inputs
 
 STEPS = 24
@@ -47,16 +47,15 @@ def test_two_nodes_train_like_one_process_through_a_link_that_drops_and_a_node_t
         *pretrain_arguments(inputs, out, *steps, *MESH),
         "--resume",
     ]
-    with TwoNodes(bandwidth=12.5e6, latency=1e-3) as nodes, (tmp_path / "log").open("wb") as log:
-        running = [nodes.torchrun(node, arguments, log, ranks=1, restarts=3) for node in (0, 1)]
+    with two_nodes() as names, (tmp_path / "log").open("wb") as log:
+        running = [torchrun(names, node, arguments, log) for node in (0, 1)]
         wait_for_step(out, 6, running)
-        with nodes.link_down():
-            time.sleep(0.5)
+        drop_link(names[0], DEVICES[0], seconds=0.5)
         wait_for_step(out, 12, running)
 
-        nodes.kill(1)
+        kill(names[1])
         running[1].wait()
-        running[1] = nodes.torchrun(1, arguments, log, ranks=1, restarts=3)
+        running[1] = torchrun(names, 1, arguments, log)
         codes = [process.wait(timeout=120) for process in running]
     assert codes == [0, 0], (tmp_path / "log").read_text()[-3000:]
 

@@ -1,4 +1,4 @@
-"""Goodput of each way to survive failures, by hand; `benchmarks.network` compares published numbers."""
+"""Goodput of each way to survive failures, by hand and beside published numbers."""
 
 import pytest
 
