@@ -37,7 +37,7 @@ from moe.files import claim_folder, output_path, whole_folder
 from moe.parsing import read_text
 from moe.training.job_folder import keep_settings
 from scripts.demo_summary import summarize
-from stmoe_eval.studies.scheduler import StudyError, fork_process
+from stmoe_eval.studies.processes import check_exit, start_command
 
 DENSE = "--model.num_experts 0 --model.num_sparse_encoder_layers 0 --model.num_sparse_decoder_layers 0 --model.d_ff 192"
 """The dense model that costs as much per token as the sparse one of recipes/names.yaml."""
@@ -100,27 +100,15 @@ def run_beside(title: str, log: Path, *arguments: str | Path) -> Iterator[None]:
     argv = [str(argument) for argument in arguments]
     print(f"\n== {title}, beside the next step (output in {log})", flush=True)
     print(f"   stmoe {shlex.join(argv)}", flush=True)
-    child = fork_process(_run_on_one_core, log, argv)
+    core = max(os.sched_getaffinity(0))
+    child = start_command(argv, log, cores=[core], threads=1)
     try:
         yield
         child.join()
     finally:
         child.terminate()
         child.join()
-    if child.exitcode:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise StudyError(f"{title} failed with exit code {child.exitcode}: {' '.join(lines[-3:])}")
-
-
-def _run_on_one_core(log: Path, argv: list[str]) -> None:
-    """Runs a command with its output in a file."""
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
-    with log.open("a", encoding="utf-8") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    sys.argv = ["stmoe", *argv]
-    run_main(stmoe.main, interrupted=CONTINUES)
+    check_exit(child, title, log)
 
 
 def run_folder(folder: Path) -> list[str | Path]:

@@ -1,6 +1,6 @@
 """Runs a study: a grid of training runs over arms and seeds, and its results.
 
-python -m scripts.study recipes/studies/names.yaml --jobs 2 [--hours 2]
+python -m scripts.study recipes/studies/names.yaml --jobs 2
 """
 
 if __name__ == "__main__":  # before the imports that take seconds

@@ -11,7 +11,7 @@ from moe.commands.finetune import finetune_command
 from moe.data.pair_files import read_pairs
 from moe.errors import DataError
 from scripts import demo
-from stmoe_eval.studies.scheduler import StudyError
+from stmoe_eval.studies.processes import StudyError
 from tests.training.tiny_run import write_inputs
 
 _FEW_STEPS = (
@@ -100,14 +100,14 @@ def test_a_step_beside_another_fails_with_the_end_of_its_output(tmp_path):
     argv = ["--languages", "xx", "--out", str(tmp_path / "names")]
     with (
         pytest.raises(StudyError, match=r"Names failed with exit code 2: .*'xx' is not a language"),
-        demo.run_beside("Names", tmp_path / "log", "stmoe", "names", *argv),
+        demo.run_beside("Names", tmp_path / "log", "names", *argv),
     ):
         pass
 
     # An error in the block ends the step at once.
     with (
         pytest.raises(KeyError),
-        demo.run_beside("Names", tmp_path / "log", "stmoe", "names", "--out", tmp_path / "names"),
+        demo.run_beside("Names", tmp_path / "log", "names", "--out", tmp_path / "names"),
     ):
         raise KeyError
     assert not Path(tmp_path / "names").exists()

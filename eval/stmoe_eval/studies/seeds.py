@@ -7,8 +7,7 @@ seeds, not for other test examples (`stmoe_eval.scores.pairing` covers those).
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +17,7 @@ from moe.errors import DataError
 _ROUNDING = 10 * np.finfo(np.float64).eps  # a spread below this share of the values is rounding
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The difference a - b of two arms over seeds.
 
     With one seed, or if all differences are equal, their spread is unknown: `low`, `high` and `p`
@@ -121,8 +119,8 @@ def _gaps(a: Sequence[float], b: Sequence[float]) -> NDArray[np.float64]:
     gaps = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
     if not np.isfinite(gaps).all():
         raise DataError(
-            f"The runs of two arms are {list(a)} and {list(b)}; expected finite numbers. Give a run "
-            "that diverged the value that was declared for it, such as the loss at the start."
+            f"The runs of two arms are {list(a)} and {list(b)}; expected finite numbers. "
+            "Leave the seeds out whose runs diverged."
         )
     return gaps
 

@@ -1,62 +1,40 @@
-"""The definition of a study: its runs, its measure and its comparisons.
+"""A study: a grid of training runs over arms and seeds, and the comparisons that it was made for.
 
-`read_study` reads one from a YAML file. Comes before `runs`, which turns it into command lines.
+`read_study` reads one from a YAML file, `study_runs` gives the command of each run. Comes before
+`processes`, which starts the commands.
 """
 
-import re
+import json
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from moe.checks import check, check_number, is_kind
+from pydantic import Field
+
+from moe.commands.finetune import finetune_command
+from moe.commands.pretrain import pretrain_command
 from moe.errors import ConfigError, did_you_mean
 from moe.parsing import read_yaml, to_record
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,60}")
+_COMMANDS = {"pretrain": pretrain_command, "finetune": finetune_command}
 _ADVICE = "See docs/guides/study.md for the keys of a study."
-_OWN_SETTINGS = ("seed", "seeds", "out", "resume")
-_ACTIONS = ("help", "print_config")  # options that print and exit
+_OWN_SETTINGS = ("seed", "seeds", "out", "resume", "help", "print_config")
 
-SettingValue = str | int | float | bool | None | list[Any]
+Setting = str | int | float | bool | None | list[Any]
 """A value of a recipe, or of an option of the command."""
 
 
-class Evaluation(NamedTuple):
-    """Evaluation of a finished run on a task of eval/.
-
-    Attributes:
-        task: Name of the task.
-        split: Split that is scored.
-        mode: `rank` or `generate`.
-        model: `best` for the model with the best dev score, `last` for the last one.
-    """
-
-    task: str
-    split: Literal["train", "validation", "test"] = "test"
-    mode: Literal["rank", "generate"] = "rank"
-    model: Literal["best", "last"] = "last"
-
-
 class Measure(NamedTuple):
-    """The one number of a run, and of an arm with a seed.
+    """The one number of a run.
 
     Attributes:
-        metric: Name in metrics.jsonl, or with `evaluate`, the name of a task metric.
-        at: `last` or `best` of its values in the run.
+        metric: Name in metrics.jsonl, whose last value counts.
         better: Whether a `lower` or a `higher` number is better.
-        curve: Metric of the curves; the metric itself if empty.
-        unit: Unit of the number, e.g. nats, printed after differences.
+        unit: Unit of differences, e.g. nats, or points of percentages.
     """
 
     metric: str
-    at: Literal["last", "best"] = "last"
     better: Literal["lower", "higher"] = "lower"
-    curve: str = ""
     unit: str = ""
-
-    @property
-    def value_unit(self) -> str:
-        """Unit of a number itself: percentages differ by points."""
-        return "%" if self.unit == "points" else self.unit
 
 
 class Contrast(NamedTuple):
@@ -65,14 +43,14 @@ class Contrast(NamedTuple):
     Attributes:
         arm: Name of the first arm.
         against: Name of the other arm.
-        expect: Expected result of the first arm: `better`, `worse` or `equal`.
+        expect: Expected result of the first arm.
         margin: Differences within it count as zero.
     """
 
     arm: str
     against: str
     expect: Literal["better", "worse", "equal"] = "better"
-    margin: float = 0.01
+    margin: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.01
 
 
 class Study(NamedTuple):
@@ -83,18 +61,14 @@ class Study(NamedTuple):
         claim: The paper's claim, as one sentence.
         paper: The paper's own figures, with their place.
         expected: What was expected here before the first run.
-        command: `pretrain` or `finetune`: the command that makes a run.
+        command: The command that makes a run.
         settings: Settings of all runs: `config`, other options of the command, and dotted settings
-            of the recipe. A text may hold {seed}, {out}, the folder of the study, and {studies},
-            the folder around it.
+            of the recipe. {studies} in a text is the folder around that of the study.
         arms: Settings of each arm, on top of those.
         seeds: Seeds of every arm.
         measure: The number that is compared.
         primary: The one difference that was declared before the runs.
-        contrasts: Additional comparisons, whose p-values are corrected together.
-        evaluate: How a finished run is scored; None where the metric is one of training.
-        plot_over: A setting that is a number in every arm, over which the arms are drawn; those
-            whose names differ by `-NUMBER` alone are one line. Empty for no figure.
+        contrasts: Further comparisons, whose p-values are corrected together.
         cost: Expected cost of the runs, in words; printed before they begin.
     """
 
@@ -103,79 +77,102 @@ class Study(NamedTuple):
     paper: str
     expected: str
     command: Literal["pretrain", "finetune"]
-    settings: dict[str, SettingValue]
-    arms: dict[str, dict[str, SettingValue]]
-    seeds: list[int]
+    settings: dict[str, Setting]
+    arms: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")], dict[str, Setting]]
+    seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     measure: Measure
     primary: Contrast
     contrasts: list[Contrast] = []  # noqa: RUF012  never changed
-    evaluate: Evaluation | None = None
-    plot_over: str = ""
     cost: str = ""
+
+
+class StudyRun(NamedTuple):
+    """One run of a study.
+
+    Attributes:
+        arm: Name of the arm.
+        seed: Seed of the run.
+        folder: Folder of the run.
+        argv: Verb and options of `stmoe` that make the run, or resume it.
+    """
+
+    arm: str
+    seed: int
+    folder: Path
+    argv: list[str]
+
+    @property
+    def name(self) -> str:
+        """Arm and seed, as in messages."""
+        return f"{self.arm}, seed {self.seed}"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has written its last model."""
+        return (self.folder / "model").exists()
 
 
 def read_study(path: Path) -> Study:
     """Returns the study of a YAML file; the paths of recipes in it are relative to the file.
 
     Raises:
-        ConfigError: When the file cannot be read, or a key is missing, unknown or wrong.
+        ConfigError: When the file cannot be read, a key is missing, unknown or wrong, or a
+            comparison names no arm.
     """
     content = read_yaml(path)
     study = to_record(Study, content, where=str(path), advice=_ADVICE, error=ConfigError)
-    try:
-        _check_study(study)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    for contrast in (study.primary, *study.contrasts):
+        for name in (contrast.arm, contrast.against):
+            if name not in study.arms:
+                closest = did_you_mean(name, study.arms)
+                raise ConfigError(f"{path}: there is no arm {name!r} to compare.{closest}")
 
-    # Recipe paths are relative to the file that names them.
     for settings in (study.settings, *study.arms.values()):
+        for name in _OWN_SETTINGS:
+            if name in settings:
+                raise ConfigError(f"{path}: {name} cannot be set by a study. Remove it.")
         if "config" in settings:
             settings["config"] = str(path.parent / str(settings["config"]))
     return study
 
 
-def _check_study(study: Study) -> None:
-    """Raises unless the arms, seeds and comparisons of a study go together."""
-    check(bool(study.arms), "arms", study.arms, "at least one arm with its settings")
-    for name in study.arms:
-        is_name = _NAME.fullmatch(name) is not None
-        check(is_name, "arms", name, "names of lower-case letters, digits, dots and dashes")
+def study_runs(study: Study, out: Path) -> list[StudyRun]:
+    """Returns the runs of a study, those of the first seed first.
 
-    # Every run has its own folder, named after its seed.
-    seeds = study.seeds
-    are_seeds = bool(seeds) and len(set(seeds)) == len(seeds) and min(seeds) >= 0
-    check(are_seeds, "seeds", seeds, "one or more different numbers of at least 0")
-    for settings in (study.settings, *study.arms.values()):
-        for name in settings:
-            check_setting_name(name)
+    So a study that is stopped early has as many complete seeds as possible.
 
-    # The x-axis of the curves must be numeric.
-    if study.plot_over:
-        for name, settings in study.arms.items():
-            value = settings.get(study.plot_over)
-            expected = f"a number in arm {name}: plot_over draws the arms over it"
-            check(is_kind(value, float), study.plot_over, value, expected)
+    Args:
+        study: The study.
+        out: Its folder.
 
-    # Compared arms must exist.
-    for contrast in (study.primary, *study.contrasts):
-        _check_contrast(study, contrast)
+    Raises:
+        ConfigError: When a setting is unknown or wrong; names the arm.
+    """
+    # One parser for all runs, since building it takes longer than using it.
+    command = _COMMANDS[study.command]()
+    runs = []
+    for seed in study.seeds:
+        for arm in study.arms:
+            folder = out / "runs" / arm / f"seed-{seed}"
+            argv = _options({**study.settings, **study.arms[arm]}, out.parent)
+            argv += ["--seed", str(seed), "--out", str(folder)]
 
-
-def check_setting_name(name: str) -> None:
-    """Raises a ConfigError for a name that a study may not set."""
-    if name in _OWN_SETTINGS:
-        raise ConfigError(f"{name} is set by the study itself. Remove it.")
-    if name in _ACTIONS:
-        raise ConfigError(f"{name} is not a setting: --{name} prints and exits. Remove it.")
+            # Errors in settings are found before any run begins.
+            try:
+                command.parse(argv)
+            except ConfigError as error:
+                raise ConfigError(f"Arm {arm!r}: {error}") from error
+            runs.append(StudyRun(arm, seed, folder, [study.command, *argv, "--resume"]))
+    return runs
 
 
-def _check_contrast(study: Study, contrast: Contrast) -> None:
-    """Raises unless the arms of a contrast belong to the study."""
-    for name in (contrast.arm, contrast.against):
-        if name not in study.arms:
-            known = ", ".join(study.arms)
-            closest = did_you_mean(name, study.arms)
-            raise ConfigError(f"There is no arm {name!r} to compare.{closest} Known: {known}.")
-    if contrast.arm == contrast.against:
-        raise ConfigError(f"Arm {contrast.arm!r} is compared with itself. Give two different arms.")
-    check_number("margin", contrast.margin, above=0)
+def _options(settings: dict[str, Setting], studies: Path) -> list[str]:
+    """Returns settings as options of a command; `config` comes first, so that the others win."""
+    options = []
+    for name in sorted(settings, key=lambda name: name != "config"):
+        value = settings[name]
+        text = json.dumps(value)
+        if isinstance(value, str):
+            text = value.replace("{studies}", str(studies))
+        options += [f"--{name}", text]
+    return options
