@@ -28,7 +28,7 @@ from moe.inspection.tables import (
 from moe.parsing import printable
 from moe.tracing.recorder import Provenance
 from moe.tracing.routed_experts import write_routed_experts
-from moe.tracing.trace_file import TENSORS_FILE, read_trace, record_to_folder
+from moe.tracing.trace_file import TRACE_FILE, read_trace, record_to_folder
 
 
 def build_parser() -> Parser:
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
     if routed is not None:
         write_routed_experts(trace, routed)
     num_tokens = trace.encoder.ids.numel() + trace.decoder.ids.numel()
-    megabytes = (out / TENSORS_FILE).stat().st_size / 1e6
+    megabytes = (out / TRACE_FILE).stat().st_size / 1e6
     print(format_table(HEALTH_HEADER, health_rows(trace.layers)))
     print(balance_sentence(trace.layers))
     print(f"Traced: {printable(facts.text)}.")

@@ -5,13 +5,11 @@ stmoe inspect replay --trace runs/trace --model runs/quantised/model
 
 import torch
 
-from moe.cli import Parser, model_path, path
+from moe.cli import Parser, model_path
 from moe.commands.routing_inputs import add_batches, add_trace, load_traced, read_again
-from moe.errors import ConfigError
 from moe.inspection.ablation.loss_split import token_losses
 from moe.inspection.tables import format_table
 from moe.tracing.replay import replay_routing
-from moe.tracing.routed_experts import read_routed_experts
 from moe.tracing.trace_file import read_trace
 
 HEADER = ["routing", "mean loss (nats)", "target tokens"]
@@ -30,11 +28,6 @@ def build_parser() -> Parser:
         default="recompute",
         help="recompute the weights of the choices (default), or replay the recorded ones",
     )
-    parser.add_argument(
-        "--routed-experts",
-        type=path,
-        help="experts of the trace's examples to replay instead: an .npz file in vLLM's layout, of any integer dtype",
-    )
     add_batches(parser)
     return parser
 
@@ -42,23 +35,16 @@ def build_parser() -> Parser:
 def main(argv: list[str]) -> None:
     """Prints the loss with the model's own routing and with the trace's routing."""
     options = build_parser().parse_args(argv)
-    if options.routed_experts is not None and options.weights == "replay":
-        raise ConfigError(
-            "--weights replay cannot be combined with --routed-experts, which has no weights. Leave it out."
-        )
     trace = read_trace(options.trace)
     model = load_traced(trace, options.model, dropless=options.dropless, hosts=False).model
     batches = read_again(trace, options)
-    source = options.routed_experts or options.trace
-    if options.routed_experts is not None:
-        trace = read_routed_experts(options.routed_experts, trace)
 
     # The same batches twice: with the router's own choices, and with the trace's choices.
     recorded = token_losses(model, batches)
     with replay_routing(model, trace, weights=options.weights):
         replayed = token_losses(model, batches)
     rows = []
-    for name, losses in (("its own", recorded), (f"that of {source}", replayed)):
+    for name, losses in (("its own", recorded), (f"that of {options.trace}", replayed)):
         rows.append([name, f"{losses.mean():.6f}", f"{losses.numel():,}"])
     print(format_table(HEADER, rows))
 

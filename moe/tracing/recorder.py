@@ -4,7 +4,7 @@ Comes after `trace`; `trace_file` writes the same while it is made.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, NamedTuple, cast
@@ -16,22 +16,19 @@ from transformers import PreTrainedModel
 from moe.checks import check, check_integer
 from moe.data.pipeline import Batch
 from moe.errors import DataError
-from moe.sparse.editing import Stack, sparse_layers
+from moe.sparse.editing import LayerKey, Stack, sparse_layers
 from moe.sparse.groups import from_groups
 from moe.sparse.layer import RouterOutput
 from moe.sparse.stats import RouterStats, add_stats
 from moe.tracing.trace import (
     ACCEPTED,
-    STACKS,
+    FORMAT_VERSION,
     LayerFacts,
     Trace,
     TraceFacts,
     expert_dtype,
-    id_dtype,
     trace_from,
 )
-
-FORMAT_VERSION = 1
 
 _HASHED = ("encoder.lengths", "encoder.ids", "decoder.lengths", "decoder.ids")
 
@@ -106,23 +103,11 @@ def record_routing(
     # Autocast cannot join the half precision of probabilities.
     with torch.autocast("cpu", enabled=False):
         tensors = {name: torch.cat(rows) for name, rows in parts.items()}
-    return trace_from(recording.facts(provenance), tensors | recording.totals())
+    return trace_from(recording.facts(provenance), tensors, recording.stats)
 
 
 # ---------------------------------------------------------------------------
 # What goes into the model
-
-
-class StackInputs(NamedTuple):
-    """The tokens that go into a stack.
-
-    Attributes:
-        ids: <int64>[B, L] token ids.
-        is_real: <bool>[B, L] False at padding.
-    """
-
-    ids: Tensor
-    is_real: Tensor
 
 
 def unpacked(batch: Batch) -> Batch:
@@ -150,37 +135,6 @@ def unpacked(batch: Batch) -> Batch:
     return plain
 
 
-def stack_inputs(model: PreTrainedModel, batch: Batch) -> dict[Stack, StackInputs]:
-    """Returns the tokens that a batch, see `unpacked`, puts into each stack.
-
-    The decoder's token at a position is its input there.
-    """
-    input_ids = batch["input_ids"]
-    input_mask = batch.get("attention_mask", torch.ones_like(input_ids))
-    labels = batch["labels"]
-    decoder_ids = cast(Any, model).prepare_decoder_input_ids_from_labels(labels)
-    return {
-        "encoder": StackInputs(input_ids, input_mask.bool()),
-        "decoder": StackInputs(decoder_ids, labels != -100),
-    }
-
-
-def layer_facts(model: nn.Module) -> list[LayerFacts]:
-    """Returns the descriptions of a model's sparse layers, the encoder's first."""
-    layers = []
-    for (stack, number), layer in sparse_layers(model).items():
-        config = layer.config
-        facts = LayerFacts(
-            stack=stack,
-            layer=number,
-            num_experts=config.num_experts,
-            num_choices=type(layer.router).num_choices(config),
-            router=config.router,
-        )
-        layers.append(facts)
-    return layers
-
-
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation mode inside the block; each part gets its own mode back."""
@@ -198,23 +152,29 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class Recording:
-    """Records batch by batch; the caller keeps the results.
+    """Records batch by batch; the caller keeps the rows.
 
     Rows with the same name must be concatenated, in the order of the batches.
+
+    Attributes:
+        stats: Summed statistics of each layer.
     """
 
     def __init__(self, model: PreTrainedModel, *, num_best: int = 0) -> None:
         self._model = model
         self._num_best = num_best
-        self._id_dtype = id_dtype(model.config.vocab_size)
-        self._layers = layer_facts(model)
-        for layer in self._layers:
-            reason = f"{layer.stack} layer {layer.layer} has so many experts"
-            check_integer("num_best", num_best, least=0, most=layer.num_experts, reason=reason)
+        self._layers: list[LayerFacts] = []
+        for (stack, number), layer in sparse_layers(model).items():
+            config = layer.config
+            reason = f"{stack} layer {number} has so many experts"
+            check_integer("num_best", num_best, least=0, most=config.num_experts, reason=reason)
+            num_choices = type(layer.router).num_choices(config)
+            facts = LayerFacts(stack, number, config.num_experts, num_choices, config.router)
+            self._layers.append(facts)
 
         # Sums over batches.
-        self._stats: dict[tuple[Stack, int], RouterStats] = {}
-        self._lengths: dict[Stack, list[Tensor]] = {stack: [] for stack in STACKS}
+        self.stats: dict[LayerKey, RouterStats] = {}
+        self._num_examples = 0
         self._domains: dict[str, int] = {}
         self._digests = {name: hashlib.sha256() for name in _HASHED}
         self._loss_sum = 0.0
@@ -231,64 +191,52 @@ class Recording:
         expected = "a TracedBatch; traced_batches(...) makes them of batches"
         check(isinstance(traced, TracedBatch), "A batch to record", traced, expected)
         batch = unpacked(traced.batch)
-        inputs = stack_inputs(self._model, batch)
+        ids = batch["input_ids"]
+        labels = batch["labels"]
+        decoder_ids = cast(Any, self._model).prepare_decoder_input_ids_from_labels(labels)
+        mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+        is_target = labels != -100
 
         # Evaluation mode: no jitter, no dropout, and the capacity of evaluation.
         with evaluation_mode(self._model):
             output = self._model(**batch, output_router_logits=True, use_cache=False)
-        num_targets = int(inputs["decoder"].is_real.sum())
+        num_targets = int(is_target.sum())
         self._loss_sum += float(output.ce_loss) * num_targets
         self._num_targets += num_targets
-        routers = {
-            "encoder": output.encoder_router_outputs,
-            "decoder": output.decoder_router_outputs,
-        }
 
         # Rows of examples, and the targets of the decoder.
+        self._num_examples += len(traced.documents)
         numbers = [self._domains.setdefault(name, len(self._domains)) for name in traced.domains]
         rows = {
             "document": torch.tensor(list(traced.documents), dtype=torch.int32),
             "domain": torch.tensor(numbers, dtype=torch.int32),
-            "decoder.targets": batch["labels"][inputs["decoder"].is_real].to(self._id_dtype).cpu(),
+            "decoder.targets": labels[is_target].int().cpu(),
         }
-        for stack in STACKS:
-            rows |= self._record_stack(stack, inputs[stack], routers[stack])
+        rows |= self._record_stack("encoder", ids, mask, output.encoder_router_outputs)
+        rows |= self._record_stack("decoder", decoder_ids, is_target, output.decoder_router_outputs)
         return rows
 
     def _record_stack(
-        self, stack: Stack, inputs: StackInputs, routers: Sequence[RouterOutput] | None
+        self, stack: Stack, ids: Tensor, is_real: Tensor, routers: Sequence[RouterOutput] | None
     ) -> dict[str, Tensor]:
-        """Returns the rows of a stack."""
-        is_real = inputs.is_real
+        """Returns the rows of a stack, which reads <int64>[B, L]; <bool>[B, L] is False at padding."""
         # Tokens without padding, one example after the other.
-        real_ids = inputs.ids[is_real].to(self._id_dtype).cpu()
-        lengths = is_real.sum(dim=1).cpu()
-        self._lengths[stack].append(lengths)
-        self._digests[f"{stack}.lengths"].update(lengths.numpy().tobytes())
-        self._digests[f"{stack}.ids"].update(real_ids.int().numpy().tobytes())
+        rows = {
+            f"{stack}.ids": ids[is_real].int().cpu(),
+            f"{stack}.lengths": is_real.sum(dim=1).cpu(),
+        }
+        for name, values in rows.items():
+            self._digests[name].update(values.numpy().tobytes())
 
         # Layer by layer: rows to keep, and sums to add up.
-        rows = {f"{stack}.ids": real_ids}
         for layer, router in enumerate(routers or ()):
             for name, values in _layer_rows(router, is_real, self._num_best).items():
                 rows[f"{stack}.{layer}.{name}"] = values.cpu()
 
             stats = RouterStats(*(value.cpu() for value in router.stats))
-            earlier = self._stats.get((stack, layer))
-            self._stats[stack, layer] = stats if earlier is None else add_stats(earlier, stats)
+            earlier = self.stats.get((stack, layer))
+            self.stats[stack, layer] = stats if earlier is None else add_stats(earlier, stats)
         return rows
-
-    def totals(self) -> dict[str, Tensor]:
-        """Returns the tensors that are not rows: where examples start, and the statistics."""
-        # An example ends where the next one starts.
-        tensors = {}
-        for stack, lengths in self._lengths.items():
-            ends = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
-            tensors[f"{stack}.starts"] = ends
-        for (stack, layer), stats in self._stats.items():
-            for name, value in stats._asdict().items():
-                tensors[f"{stack}.{layer}.stats.{name}"] = value
-        return tensors
 
     def facts(self, provenance: Provenance) -> TraceFacts:
         """Returns the trace recorded so far.
@@ -296,38 +244,23 @@ class Recording:
         Raises:
             DataError: When that is nothing.
         """
-        num_examples = sum(lengths.numel() for lengths in self._lengths["encoder"])
-        if not num_examples:
+        if not self._num_examples:
             raise DataError("There is nothing to trace: no examples were given.")
 
+        # One hash of several: the same however the examples were divided into batches.
+        fingerprint = hashlib.sha256()
+        for name in _HASHED:
+            fingerprint.update(self._digests[name].digest())
         return TraceFacts(
             version=FORMAT_VERSION,
             library=version("stmoe"),
-            inputs_fingerprint=_join_digests(self._digests),
-            num_examples=num_examples,
+            inputs_fingerprint=fingerprint.hexdigest(),
+            num_examples=self._num_examples,
             domains=list(self._domains),
             layers=self._layers,
             loss=self._loss_sum / max(1, self._num_targets),
             **provenance._asdict(),
         )
-
-
-def inputs_fingerprint(trace: Trace) -> str:
-    """Returns the SHA-256 of the token ids of a trace, for `TraceFacts.inputs_fingerprint`."""
-    digests = {name: hashlib.sha256() for name in _HASHED}
-    for stack in STACKS:
-        part = trace.stack(stack)
-        digests[f"{stack}.lengths"].update(part.starts.diff().numpy().tobytes())
-        digests[f"{stack}.ids"].update(part.ids.numpy().tobytes())
-    return _join_digests(digests)
-
-
-def _join_digests(digests: Mapping[str, Any]) -> str:
-    """Returns one hash of several, the same however the examples were divided into batches."""
-    joined = hashlib.sha256()
-    for name in _HASHED:
-        joined.update(digests[name].digest())
-    return joined.hexdigest()
 
 
 def _layer_rows(router: RouterOutput, is_real: Tensor, num_best: int) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from moe.sparse.editing import LayerKey, PlanEdit, Stack, edit_routing, sparse_l
 from moe.sparse.groups import from_groups, to_groups
 from moe.sparse.layer import SparseFeedForward
 from moe.sparse.plan import DispatchPlan, RouterScores
-from moe.tracing.trace import ACCEPTED, NOT_REQUESTED, LayerTrace, StackTrace, Trace, layer_name
+from moe.tracing.trace import ACCEPTED, NOT_REQUESTED, LayerTrace, StackTrace, Trace
 
 Weights = Literal["recompute", "replay"]
 
@@ -28,11 +28,7 @@ _NO_ROW = -1
 
 @contextmanager
 def replay_routing(
-    model: PreTrainedModel,
-    trace: Trace,
-    *,
-    weights: Weights = "recompute",
-    expert_map: Mapping[LayerKey, Sequence[int]] | None = None,
+    model: PreTrainedModel, trace: Trace, *, weights: Weights = "recompute"
 ) -> Iterator[None]:
     """Inside the block, routes every token as in the trace, regardless of the router's scores.
 
@@ -50,8 +46,6 @@ def replay_routing(
         trace: Result of `record_routing` or `read_trace`.
         weights: Whether the router computes new weights for the recorded choices, and so learns
             from them, or the recorded weights are used.
-        expert_map: For a model with fewer experts, by layer: the number here of each recorded
-            expert, -1 for one that is gone, whose choices are then dropped.
 
     Raises:
         ConfigError: When `weights` is neither, or the model is a host.
@@ -69,14 +63,13 @@ def replay_routing(
             "their token ids. Use a model of this library."
         )
     layers = sparse_layers(model)
-    _refuse_other_layers(trace, layers, expert_map or {})
+    _refuse_other_layers(trace, layers)
 
     player = _Player(trace, cast(Any, model).config.pad_token_id)
     edits: dict[LayerKey, PlanEdit] = {}
     for layer_trace in trace.layers:
         key = layer_trace.key
-        numbers = (expert_map or {}).get(key)
-        edits[key] = _replayed(player, layer_trace, layers[key], weights, numbers)
+        edits[key] = _replayed(player, layer_trace, layers[key], weights)
 
     # Each stack records its tokens, and its layers look up their routing.
     with ExitStack() as hooks, edit_routing(model, edits):
@@ -87,30 +80,15 @@ def replay_routing(
         yield
 
 
-def _refuse_other_layers(
-    trace: Trace,
-    layers: Mapping[LayerKey, SparseFeedForward],
-    expert_map: Mapping[LayerKey, Sequence[int]],
-) -> None:
-    """Raises a DataError when the sparse layers of a model differ from those of a trace."""
-    # Layers by stack and number.
-    recorded = [layer.key for layer in trace.layers]
-    if recorded != list(layers):
+def _refuse_other_layers(trace: Trace, layers: Mapping[LayerKey, SparseFeedForward]) -> None:
+    """Raises a DataError when the model lacks layers or experts of a trace."""
+    recorded = {layer.key: layer.facts.num_experts for layer in trace.layers}
+    present = {key: layer.config.num_experts for key, layer in layers.items()}
+    if recorded.keys() != present.keys() or any(recorded[key] > present[key] for key in recorded):
         raise DataError(
-            f"The trace has the sparse layers {recorded}, the model {list(layers)}. Replay it in a model with the "
-            "same sparse layers."
+            f"The trace has the sparse layers and experts {recorded}, the model {present}. Replay it in a model with "
+            "the same sparse layers."
         )
-
-    # Experts by number: the trace's numbers, or the caller's mapping.
-    for layer in trace.layers:
-        config = layers[layer.key].config
-        numbers = expert_map.get(layer.key, range(layer.facts.num_experts))
-        if len(numbers) != layer.facts.num_experts or max(numbers) >= config.num_experts:
-            raise DataError(
-                f"{layer_name(layer.key)}: the trace has {layer.facts.num_experts} experts, the model "
-                f"{config.num_experts}. Map each recorded expert to its number in the model with expert_map, -1 for "
-                "none."
-            )
 
 
 class _Player:
@@ -270,20 +248,10 @@ def _beginning(ids: Tensor) -> str:
 
 
 def _replayed(
-    player: _Player,
-    recorded: LayerTrace,
-    layer: SparseFeedForward,
-    weights: Weights,
-    expert_map: Sequence[int] | None,
+    player: _Player, recorded: LayerTrace, layer: SparseFeedForward, weights: Weights
 ) -> PlanEdit:
     """Returns the edit of one layer."""
-    # Choices of removed experts are not requested.
     expert = recorded.expert.long()
-    state = recorded.state
-    if expert_map is not None:
-        expert = torch.tensor(expert_map)[expert]
-        state = state.masked_fill(expert < 0, NOT_REQUESTED)
-        expert = expert.clamp(min=0)
 
     def replay(scores: RouterScores, plan: DispatchPlan) -> DispatchPlan:
         device = plan.expert_index.device
@@ -292,7 +260,7 @@ def _replayed(
         row = rows.clamp(min=0).cpu()
 
         # The choices of the trace; the router's own for padding.
-        state_of_token = state[row].to(device)  # [G, S, K]
+        state_of_token = recorded.state[row].to(device)  # [G, S, K]
         expert_index = expert[row].to(device).where(has_row, plan.expert_index)
         accepted = (state_of_token == ACCEPTED).where(has_row, plan.accepted)
         requested = (state_of_token != NOT_REQUESTED).where(has_row, plan.requested)

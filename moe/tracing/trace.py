@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe.sparse.editing import LayerKey, Stack
 from moe.sparse.stats import RouterStats
+
+FORMAT_VERSION = 2
 
 STACKS: tuple[Stack, Stack] = ("encoder", "decoder")
 
@@ -39,7 +42,7 @@ class LayerFacts(NamedTuple):
 
 
 class TraceFacts(NamedTuple):
-    """Facts about a trace; the content of trace.json.
+    """Facts about a trace; in the metadata of its file.
 
     Attributes:
         version: Version of the format.
@@ -179,41 +182,14 @@ def expert_dtype(num_experts: int) -> torch.dtype:
     return torch.int8 if num_experts <= torch.iinfo(torch.int8).max + 1 else torch.int16
 
 
-def id_dtype(vocab_size: int) -> torch.dtype:
-    """Returns the smallest dtype that holds the ids of a vocabulary in a file."""
-    return torch.int16 if vocab_size <= torch.iinfo(torch.int16).max + 1 else torch.int32
-
-
-_CHOICE_TENSORS = ("expert", "state", "gate", "first", "best_expert", "best_prob")
+CHOICES = ("expert", "state", "gate", "first", "best_expert", "best_prob")
 """Fields of a `LayerTrace` with a row for each token."""
 
 
-def trace_tensors(trace: Trace) -> dict[str, Tensor]:
-    """Returns the tensors of a trace by name, e.g. `encoder.0.expert`; ids have the narrowest possible dtype."""
-    # Per-example tensors, then per-token tensors.
-    tensors = {"document": trace.document, "domain": trace.domain}
-    for stack in STACKS:
-        part = trace.stack(stack)
-        tensors |= {f"{stack}.ids": _narrow(part.ids), f"{stack}.starts": part.starts}
-    tensors["decoder.targets"] = _narrow(trace.decoder.targets)
-
-    # Per-layer tensors: choices of every token, and sums over them.
-    for layer in trace.layers:
-        prefix = f"{layer.facts.stack}.{layer.facts.layer}"
-        for name in _CHOICE_TENSORS:
-            tensors[f"{prefix}.{name}"] = getattr(layer, name)
-        for name, value in layer.stats._asdict().items():
-            tensors[f"{prefix}.stats.{name}"] = value
-    return tensors
-
-
-def _narrow(ids: Tensor) -> Tensor:
-    most = int(ids.max()) if ids.numel() else 0
-    return ids.to(id_dtype(most + 1))
-
-
-def trace_from(facts: TraceFacts, tensors: Mapping[str, Tensor]) -> Trace:
-    """Returns the trace of tensors by name.
+def trace_from(
+    facts: TraceFacts, rows: Mapping[str, Tensor], stats: Mapping[LayerKey, RouterStats]
+) -> Trace:
+    """Returns the trace of rows by name, as `Recording.record` gives them.
 
     Raises:
         KeyError: When one is missing.
@@ -221,20 +197,24 @@ def trace_from(facts: TraceFacts, tensors: Mapping[str, Tensor]) -> Trace:
     """
     parts = {}
     for stack in STACKS:
-        layers = [_layer_from(layer, tensors) for layer in facts.layers if layer.stack == stack]
-        parts[stack] = StackTrace(
-            ids=tensors[f"{stack}.ids"].int(),
-            targets=tensors.get(f"{stack}.targets", torch.empty(0)).int(),
-            starts=tensors[f"{stack}.starts"],
-            layers=tuple(layers),
-        )
-    return Trace(facts, **parts, document=tensors["document"], domain=tensors["domain"])
+        layers = []
+        for layer in facts.layers:
+            if layer.stack == stack:
+                layers.append(_layer_from(layer, rows, stats[layer.stack, layer.layer]))
+        starts = F.pad(rows[f"{stack}.lengths"].cumsum(0), (1, 0))
+        ids = rows[f"{stack}.ids"].int()
+        targets = rows.get(f"{stack}.targets", ids[:0]).int()
+        parts[stack] = StackTrace(ids, targets, starts, tuple(layers))
+    return Trace(facts, **parts, document=rows["document"], domain=rows["domain"])
 
 
-def _layer_from(facts: LayerFacts, tensors: Mapping[str, Tensor]) -> LayerTrace:
+def _layer_from(facts: LayerFacts, rows: Mapping[str, Tensor], stats: RouterStats) -> LayerTrace:
     prefix = f"{facts.stack}.{facts.layer}"
-    stats = RouterStats(*(tensors[f"{prefix}.stats.{name}"] for name in RouterStats._fields))
-    choices = {name: tensors[f"{prefix}.{name}"] for name in _CHOICE_TENSORS}
+    choices = {name: rows[f"{prefix}.{name}"] for name in CHOICES if f"{prefix}.{name}" in rows}
+
+    # No best experts were kept.
+    choices.setdefault("best_expert", choices["expert"][:, :0])
+    choices.setdefault("best_prob", choices["gate"][:, :0].half())
     for name in ("expert", "first", "best_expert"):
         if ((choices[name] < -1) | (choices[name] >= facts.num_experts)).any():
             raise ValueError(f"{prefix}.{name} names an expert beyond {facts.num_experts - 1}")

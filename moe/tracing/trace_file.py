@@ -1,15 +1,22 @@
-"""A trace on disk: `trace.safetensors`, and `trace.json` with its description.
+"""A trace on disk: a Parquet table with a row for each token and a column for each sparse layer.
 
-Comes after `recorder`, whose rows it writes as they arrive.
+Comes after `recorder`, whose rows it writes as they arrive. In a row of the encoder, the columns of
+the decoder are null, and the other way round; the description of the trace and its statistics are in
+the metadata of the file:
+
+    polars.read_parquet("runs/trace/trace.parquet").group_by("domain", "stack").len()
 """
 
 import json
-import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -19,30 +26,28 @@ from moe.checksums import refuse_damage, write_sums
 from moe.errors import DataError
 from moe.files import register_folder_kind, whole_folder
 from moe.opening import check_regular
-from moe.parsing import read_record, reading, to_json
-from moe.tracing.recorder import (
-    FORMAT_VERSION,
-    Provenance,
-    Recording,
-    TracedBatch,
-    inputs_fingerprint,
+from moe.parsing import parse_json, read_record, reading, to_json, to_record
+from moe.sparse.editing import LayerKey
+from moe.sparse.stats import RouterStats
+from moe.tracing.recorder import Provenance, Recording, TracedBatch
+from moe.tracing.trace import CHOICES, FORMAT_VERSION, STACKS, Trace, TraceFacts, trace_from
+
+TRACE_FILE = "trace.parquet"
+
+# Files of format 1, which is still read.
+_OLD_FACTS = "trace.json"
+_OLD_TENSORS = "trace.safetensors"
+TRACE = register_folder_kind(
+    "trace", markers=[TRACE_FILE, _OLD_FACTS], parts=[TRACE_FILE, _OLD_FACTS, _OLD_TENSORS]
 )
-from moe.tracing.trace import Trace, TraceFacts, trace_from, trace_tensors
 
-TENSORS_FILE = "trace.safetensors"
-FACTS_FILE = "trace.json"
-TRACE = register_folder_kind("trace", markers=[FACTS_FILE], parts=[FACTS_FILE, TENSORS_FILE])
+_HEADER = "stmoe"  # key of the metadata
+GROUP_ROWS = 65_536  # that are written at once
+_ADVICE = "Record it again: `stmoe inspect record`."
 
-_DTYPE_NAMES = {
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-}
+
+# ---------------------------------------------------------------------------
+# Write
 
 
 def record_to_folder(
@@ -55,7 +60,8 @@ def record_to_folder(
 ) -> TraceFacts:
     """Writes the routing of every token of the batches atomically, and returns its description.
 
-    Memory holds one batch, however many there are. An earlier trace in the folder is replaced.
+    Memory holds the rows of some 65,536 tokens, however many there are. An earlier trace in the
+    folder is replaced.
 
     Args:
         model: The model; evaluated, its training mode is restored.
@@ -71,115 +77,169 @@ def record_to_folder(
     """
     recording = Recording(model, num_best=num_best)
     with whole_folder(folder, kind=TRACE) as partial:
-        # Rows go to disk batch by batch; what adds up over batches comes last.
-        with _RowStream(partial / ".rows") as stream:
-            for batch in batches:
-                stream.append(recording.record(batch))
-            recorded = recording.facts(provenance)
-            stream.finish(partial / TENSORS_FILE, recording.totals())
-        _write_facts(recorded, partial)
+        with ExitStack() as files:
+            writer = None
+            for table in _row_groups(recording, batches):
+                if writer is None:
+                    path = partial / TRACE_FILE
+                    writer = files.enter_context(
+                        pq.ParquetWriter(path, table.schema, compression="zstd")
+                    )
+                writer.write_table(table)
+
+            # Sums over all batches come last.
+            facts = recording.facts(provenance)
+            stats = {}
+            for (stack, layer), of_layer in recording.stats.items():
+                values = {name: value.tolist() for name, value in of_layer._asdict().items()}
+                stats[f"{stack}.{layer}"] = values
+            header = {"facts": to_json(facts), "stats": stats}
+            assert writer is not None, "a recording without batches has no facts"
+            writer.add_key_value_metadata({_HEADER: json.dumps(header)})
         write_sums(partial)
-    return recorded
+    return facts
 
 
-def save_trace(trace: Trace, folder: Path) -> None:
-    """Writes a trace to a folder, whole or not at all; an earlier trace there is replaced.
+def _row_groups(recording: Recording, batches: Iterable[TracedBatch]) -> Iterator[pa.Table]:
+    """Yields the recorded rows, joined until there are enough for a row group."""
+    tables: list[pa.Table] = []
+    num_examples = 0
+    for batch in batches:
+        rows = recording.record(batch)
+        for stack in STACKS:
+            tables.append(_table(stack, rows, batch.domains, num_examples))
+        num_examples += len(batch.domains)
 
-    Raises:
-        DataError: When the folder holds something other than a trace.
-    """
-    with whole_folder(folder, kind=TRACE) as partial:
-        with _RowStream(partial / ".rows") as stream:
-            stream.finish(partial / TENSORS_FILE, trace_tensors(trace))
-        _write_facts(trace.facts, partial)
-        write_sums(partial)
+        if sum(table.num_rows for table in tables) >= GROUP_ROWS:
+            yield pa.concat_tables(tables, promote_options="default")
+            tables = []
+    if tables:
+        yield pa.concat_tables(tables, promote_options="default")
 
 
-def _write_facts(facts: TraceFacts, folder: Path) -> None:
-    content = json.dumps(to_json(facts), indent=1) + "\n"
-    (folder / FACTS_FILE).write_text(content, encoding="utf-8")
+def _table(
+    stack: str, rows: dict[str, Tensor], domains: Iterable[str], first_example: int
+) -> pa.Table:
+    """Returns the rows of a stack in one batch."""
+    # What the tokens of an example have in common.
+    lengths = rows[f"{stack}.lengths"].numpy()
+    row = np.repeat(np.arange(len(lengths)), lengths)  # [N]
+    columns: dict[str, Any] = {
+        "stack": [stack] * len(row),
+        "example": (first_example + row).astype(np.int32),
+        "document": rows["document"].numpy()[row],
+        "domain": np.array([*domains], dtype=object)[row],
+        "token": rows[f"{stack}.ids"].numpy(),
+    }
+    if stack == "decoder":
+        columns["target"] = rows["decoder.targets"].numpy()
+
+    # The choices of each layer.
+    number = 0
+    while f"{stack}.{number}.expert" in rows:
+        fields = {}
+        for name in CHOICES:
+            values = rows[f"{stack}.{number}.{name}"].numpy()
+            if values.ndim == 1:
+                fields[name] = pa.array(values)
+            elif values.shape[1]:
+                cells = pa.array(values.ravel())
+                fields[name] = pa.FixedSizeListArray.from_arrays(cells, values.shape[1])
+        columns[f"{stack}.{number}"] = pa.StructArray.from_arrays(
+            list(fields.values()), names=list(fields)
+        )
+        number += 1
+    return pa.table(columns)
 
 
-class _RowStream(ExitStack):
-    """Tensors whose rows arrive in batches, each in a raw file until it is complete."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        folder.mkdir()
-        self._folder = folder
-        self._files: dict[str, BinaryIO] = {}
-        self._shapes: dict[str, list[int]] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-
-    def append(self, rows: dict[str, Tensor]) -> None:
-        """Appends rows <any>[N, ...] to the tensor of each name."""
-        for name, values in rows.items():
-            if name not in self._files:
-                self._files[name] = self.enter_context((self._folder / name).open("wb"))
-                self._shapes[name] = [0, *values.shape[1:]]
-                self._dtypes[name] = values.dtype
-            self._files[name].write(values.contiguous().numpy().tobytes())
-            self._shapes[name][0] += values.shape[0]
-
-    def finish(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        """Writes all tensors, and further ones that are whole, to a safetensors file."""
-        for name, values in tensors.items():
-            scalar = values.reshape(1) if values.dim() == 0 else values
-            self.append({name: scalar})
-            self._shapes[name] = list(values.shape)
-        self.close()
-
-        # The header has the position of each tensor; wide numbers come first, so that all are
-        # aligned.
-        names = sorted(self._files, key=lambda name: (-self._dtypes[name].itemsize, name))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in names:
-            start = end
-            end += (self._folder / name).stat().st_size
-            header[name] = {
-                "dtype": _DTYPE_NAMES[self._dtypes[name]],
-                "shape": self._shapes[name],
-                "data_offsets": [start, end],
-            }
-
-        # The format: the header's length, the header, and the tensors one after the other.
-        encoded = json.dumps(header).encode()
-        encoded += b" " * (-len(encoded) % 8)
-        with path.open("wb") as target:
-            target.write(len(encoded).to_bytes(8, "little"))
-            target.write(encoded)
-            for name in names:
-                with (self._folder / name).open("rb") as source:
-                    shutil.copyfileobj(source, target)
-        shutil.rmtree(self._folder)
+# ---------------------------------------------------------------------------
+# Read
 
 
 def read_trace(folder: Path) -> Trace:
-    """Returns a trace that was written to a folder.
+    """Returns a trace that was written to a folder, by this version of the library or an earlier one.
 
     Raises:
         DataError: When the folder is not a trace, or a file of it is damaged; names the file.
     """
-    advice = "Record it again: `stmoe inspect record`."
-    if not (folder / FACTS_FILE).is_file():
-        raise DataError(f"{folder} is not a trace: it has no {FACTS_FILE}. {advice}")
-    refuse_damage(folder, [FACTS_FILE, TENSORS_FILE], advice=advice)
-
-    # The facts tell which tensors to expect.
-    facts = read_record(folder / FACTS_FILE, TraceFacts, advice=advice)
-    path = folder / TENSORS_FILE
-    if facts.version != FORMAT_VERSION:
-        raise DataError(
-            f"{folder / FACTS_FILE}: the format is {facts.version}; this version of the library reads "
-            f"{FORMAT_VERSION}. {advice}"
-        )
-
-    with reading(path, advice=advice):
+    if (folder / _OLD_FACTS).is_file():
+        return _read_old_trace(folder)
+    path = folder / TRACE_FILE
+    if not path.is_file():
+        raise DataError(f"{folder} is not a trace: it has no {TRACE_FILE}. {_ADVICE}")
+    refuse_damage(folder, [TRACE_FILE], advice=_ADVICE)
+    with reading(path, advice=_ADVICE):
         check_regular(path)
-        trace = trace_from(facts, load_file(path))
+        file = pq.ParquetFile(path)
+        text = file.metadata.metadata[_HEADER.encode()].decode()
+        header = parse_json(text, where=path, advice=_ADVICE, nan=True)
+        facts = to_record(TraceFacts, header["facts"], where=str(path), advice=_ADVICE)
+        _check_version(facts, FORMAT_VERSION, path)
 
-    # Checksums found other damage; this finds the tensors of another trace.
-    if inputs_fingerprint(trace) != facts.inputs_fingerprint:
-        raise DataError(f"{path} has different token ids from {FACTS_FILE} beside it. {advice}")
-    return trace
+        table = file.read()
+        stats: dict[LayerKey, RouterStats] = {}
+        for layer in facts.layers:
+            values = header["stats"][f"{layer.stack}.{layer.layer}"]
+            tensors = {name: torch.from_numpy(np.array(value)) for name, value in values.items()}
+            stats[layer.stack, layer.layer] = RouterStats(**tensors)
+        return trace_from(facts, _read_rows(table, facts), stats)
+
+
+def _read_rows(table: pa.Table, facts: TraceFacts) -> dict[str, Tensor]:
+    """Returns the rows of all tokens by name, as `Recording.record` gives those of a batch."""
+    # Document and domain of each example are those of its tokens.
+    example = _tensor(table["example"])
+    document = torch.zeros(facts.num_examples, dtype=torch.int32)
+    document[example] = _tensor(table["document"])
+    domain = torch.zeros(facts.num_examples, dtype=torch.int32)
+    domain[example] = _tensor(pc.index_in(table["domain"], pa.array(facts.domains)))
+    rows = {"document": document, "domain": domain}
+
+    for stack in STACKS:
+        of_stack = table.filter(pc.equal(table["stack"], stack))
+        example = _tensor(of_stack["example"])
+        rows[f"{stack}.lengths"] = torch.bincount(example, minlength=facts.num_examples)
+        rows[f"{stack}.ids"] = _tensor(of_stack["token"])
+        if stack == "decoder":
+            rows["decoder.targets"] = _tensor(of_stack["target"])
+        for layer in facts.layers:
+            if layer.stack == stack:
+                name = f"{stack}.{layer.layer}"
+                for part in of_stack[name].type:
+                    values = pc.struct_field(of_stack[name], part.name)
+                    rows[f"{name}.{part.name}"] = _tensor(values)
+    return rows
+
+
+def _tensor(column: pa.ChunkedArray) -> Tensor:
+    """Returns a column of numbers <any>[N], or of lists of K numbers each <any>[N, K]."""
+    array = column.combine_chunks()
+    if not pa.types.is_fixed_size_list(array.type):
+        return torch.from_numpy(array.to_numpy(zero_copy_only=False).copy())
+    values = array.flatten().to_numpy(zero_copy_only=False)
+    return torch.from_numpy(values.reshape(len(array), array.type.list_size).copy())
+
+
+def _read_old_trace(folder: Path) -> Trace:
+    """Returns a trace of format 1: a JSON file, and tensors by name."""
+    path = folder / _OLD_TENSORS
+    refuse_damage(folder, [_OLD_FACTS, _OLD_TENSORS], advice=_ADVICE)
+    facts = read_record(folder / _OLD_FACTS, TraceFacts, advice=_ADVICE)
+    _check_version(facts, 1, folder / _OLD_FACTS)
+    with reading(path, advice=_ADVICE):
+        check_regular(path)
+        rows = load_file(path)
+        for stack in STACKS:
+            rows[f"{stack}.lengths"] = rows[f"{stack}.starts"].diff()
+        stats: dict[LayerKey, RouterStats] = {}
+        for layer in facts.layers:
+            prefix = f"{layer.stack}.{layer.layer}.stats"
+            tensors = [rows[f"{prefix}.{name}"] for name in RouterStats._fields]
+            stats[layer.stack, layer.layer] = RouterStats(*tensors)
+        return trace_from(facts, rows, stats)
+
+
+def _check_version(facts: TraceFacts, version: int, path: Path) -> None:
+    """Raises a DataError when a file is from a later version of the library."""
+    if facts.version != version:
+        raise DataError(f"{path}: the format is {facts.version}, expected {version}. {_ADVICE}")

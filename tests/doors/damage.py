@@ -13,12 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 
 MARKER = "code-of-a-data-file-ran"
 """File that appears in the working folder when a data file's code was run."""
@@ -258,41 +256,6 @@ def _first_column(path: Path, kind: pyarrow.DataType, value: int) -> None:
     table = pyarrow.parquet.read_table(path)
     column = pyarrow.array([value] * len(table)).cast(kind)
     pyarrow.parquet.write_table(table.set_column(0, table.column_names[0], column), path)
-
-
-def encrypted(path: Path) -> None:
-    """Says of the first member of a zip archive that it is encrypted."""
-    content = bytearray(path.read_bytes())
-    content[content.index(b"PK\1\2") + 8] |= 1
-    path.write_bytes(content)
-
-
-def unsigned(path: Path) -> None:
-    _change_arrays(path, lambda array: array.astype(np.uint64))
-
-
-def floats(path: Path) -> None:
-    _change_arrays(path, lambda array: array * 0.5)
-
-
-def same_expert(path: Path) -> None:
-    _change_arrays(path, np.zeros_like)
-
-
-def _change_arrays(path: Path, change: Callable[[Any], Any]) -> None:
-    arrays = {name: change(array) for name, array in np.load(path).items()}
-    with path.open("wb") as file:
-        np.savez(file, **arrays)
-
-
-def expert_77(path: Path) -> None:
-    """Lets a trace without checksums name an expert that no layer has."""
-    tensors = {
-        name: torch.full_like(value, 77) if name.endswith("expert") else value
-        for name, value in load_file(path).items()
-    }
-    save_file(tensors, path)
-    (path.parent / "SHA256SUMS").unlink()
 
 
 def edit(path: Path, key: str, value: Any) -> None:

@@ -115,9 +115,9 @@ def _write_runs(root: Path) -> None:
         root / "pairs.jsonl",
     ]
     _run(finetune, *start, "--out", root / "finetuned")
-    routes = ["--routed-experts", root / "routes.npz", "--examples", 4, "--inputs-length", 16]
+    few = ["--examples", 4, "--inputs-length", 16]
     traced = ["--model", root / "run/model", "--corpus", root / "corpus", "--out", root / "trace"]
-    _run(stmoe, "inspect", "record", *traced, *routes)
+    _run(stmoe, "inspect", "record", *traced, *few)
     for name, unfinished in (("run", "unfinished"), ("finetuned", "unfinished-finetuning")):
         shutil.copytree(root / name, root / unfinished, ignore=shutil.ignore_patterns("model"))
 

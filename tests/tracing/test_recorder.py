@@ -1,34 +1,34 @@
-"""Traces and their files. Oracles: the plans that the model reports; safetensors' own reader."""
+"""Traces and their files. Oracles: the plans that the model reports; another reader of Parquet."""
 
 import json
 
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 
 from moe import ConfigError, DataError
 from moe.checksums import SUMS_FILE
+from moe.parsing import to_json
 from moe.sparse.all_routers import load_routers
 from moe.tracing.recorder import Provenance, TracedBatch, record_routing, traced_batches
-from moe.tracing.trace import expert_dtype, layer_name, trace_tensors
-from moe.tracing.trace_file import (
-    FACTS_FILE,
-    TENSORS_FILE,
-    read_trace,
-    record_to_folder,
-    save_trace,
-)
+from moe.tracing.trace import CHOICES, STACKS, expert_dtype, layer_name
+from moe.tracing.trace_file import TRACE_FILE, read_trace, record_to_folder
 from tests.tracing.models import E, build_batch, build_model
 
 BATCHES = [build_batch(seed=1), build_batch(rows=4, length=9, targets=5, seed=2)]
 
 
 def same(a, b):
-    a, b = trace_tensors(a), trace_tensors(b)
-    return a.keys() == b.keys() and all(
-        torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a
-    )
+    """Returns whether two values are equal; tensors in dtype, too."""
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
 
 
 @pytest.mark.parametrize("router", load_routers().names())
@@ -129,36 +129,48 @@ def test_nothing_batches_without_labels_and_several_examples_in_a_row_are_refuse
 # Files
 
 
-def test_what_is_written_while_it_comes_is_what_is_written_at_once(tmp_path):
-    model, options = build_model(), {"num_best": 2, "provenance": Provenance("random")}
-    trace = record_routing(model, traced_batches(BATCHES), **options)
-    save_trace(trace, tmp_path / "whole")
-    record_to_folder(model, traced_batches(BATCHES), tmp_path / "stream", **options)
-    for folder in (tmp_path / "whole", tmp_path / "stream"):
-        read = read_trace(folder)
-        assert same(read, trace)
-        assert read.facts == trace.facts
-        names = sorted(path.name for path in folder.iterdir())
-        assert names == [SUMS_FILE, FACTS_FILE, TENSORS_FILE]
+def rewrite(path, **changes):
+    """Rewrites a table with other columns, and without checksums."""
+    header = {"stmoe": pq.read_metadata(path).metadata[b"stmoe"]}
+    table = pq.read_table(path).replace_schema_metadata(header)
+    for name, column in changes.items():
+        table = table.set_column(table.column_names.index(name), name, column)
+    pq.write_table(table, path)
+    (path.parent / SUMS_FILE).unlink(missing_ok=True)
 
-        # Another library reads the file.
-        tensors = load_file(folder / TENSORS_FILE)
-        for name, values in trace_tensors(trace).items():
-            assert torch.equal(tensors[name], values)
+
+def test_a_file_holds_what_is_recorded_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("moe.tracing.trace_file.GROUP_ROWS", 60)  # several row groups
+    model, options = build_model(), {"num_best": 2, "provenance": Provenance("random")}
+    batches = [*traced_batches(BATCHES, "x"), *traced_batches(BATCHES, "y")]
+    trace = record_routing(model, batches, **options)
+    record_to_folder(model, batches, tmp_path / "trace", **options)
+    assert same(read_trace(tmp_path / "trace"), trace)
+    assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [SUMS_FILE, TRACE_FILE]
+
+    # Another library reads a row for each token, with a column for each layer.
+    table = pandas.read_parquet(tmp_path / "trace" / TRACE_FILE)
+    of_encoder = table[table["stack"] == "encoder"]
+    assert of_encoder["token"].tolist() == trace.encoder.ids.tolist()
+    assert of_encoder["domain"].value_counts().to_dict() == {"x": 93, "y": 93}
+    first = [choice["first"] for choice in of_encoder["encoder.1"]]
+    assert first == trace.encoder.layers[1].first.tolist()
+    assert table[table["stack"] == "decoder"]["encoder.1"].isna().all()
 
     # An earlier trace is replaced, whole.
-    record_to_folder(model, traced_batches(BATCHES[:1]), tmp_path / "whole")
-    assert read_trace(tmp_path / "whole").facts.num_examples == 6
+    record_to_folder(model, traced_batches(BATCHES[:1]), tmp_path / "trace")
+    assert read_trace(tmp_path / "trace").facts.num_examples == 6
 
 
 def test_a_million_tokens_fit_into_twenty_megabytes(tmp_path):
     model = build_model(num_sparse_encoder_layers=1)
-    save_trace(record_routing(model, traced_batches(BATCHES)), tmp_path / "few")
-    save_trace(record_routing(model, traced_batches(BATCHES * 5)), tmp_path / "many")
-    sizes = [(tmp_path / name / TENSORS_FILE).stat().st_size for name in ("few", "many")]
+    sizes = []
+    for number in (5, 25):
+        record_to_folder(model, traced_batches(BATCHES * number), tmp_path / str(number))
+        sizes.append((tmp_path / str(number) / TRACE_FILE).stat().st_size)
     tokens = sum(int((batch["attention_mask"] > 0).sum()) for batch in BATCHES)
     tokens += sum(int((batch["labels"] >= 0).sum()) for batch in BATCHES)
-    assert (sizes[1] - sizes[0]) / (4 * tokens) < 20
+    assert (sizes[1] - sizes[0]) / (20 * tokens) < 20
 
 
 def test_a_failed_recording_leaves_what_was_there(tmp_path):
@@ -173,71 +185,64 @@ def test_a_failed_recording_leaves_what_was_there(tmp_path):
 
     with pytest.raises(ZeroDivisionError):
         record_to_folder(model, broken(), folder)
+    with pytest.raises(DataError, match="nothing to trace"):
+        record_to_folder(model, [], folder)
     assert same(read_trace(folder), expected)
     assert [path.name for path in tmp_path.iterdir()] == ["trace"]
 
 
-@pytest.fixture
-def unsummed(tmp_path):
-    """Returns the folder of a trace without checksums."""
-    folder = tmp_path / "trace"
-    save_trace(record_routing(build_model(), traced_batches(BATCHES)), folder)
-    (folder / SUMS_FILE).unlink()
-    return folder
+def test_a_trace_of_format_1_is_read(tmp_path):
+    trace = record_routing(build_model(), traced_batches(BATCHES, "x"), num_best=2)
+    tensors = {"document": trace.document, "domain": trace.domain}
+    for stack in STACKS:
+        part = trace.stack(stack)
+        tensors |= {f"{stack}.ids": part.ids.short(), f"{stack}.starts": part.starts}
+        for layer in part.layers:
+            prefix = f"{stack}.{layer.facts.layer}"
+            tensors |= {f"{prefix}.{name}": getattr(layer, name) for name in CHOICES}
+            stats = layer.stats._asdict()
+            tensors |= {f"{prefix}.stats.{name}": value for name, value in stats.items()}
+    tensors["decoder.targets"] = trace.decoder.targets.short()
+    save_file(tensors, tmp_path / "trace.safetensors")
+    old_facts = trace.facts._replace(version=1)
+    (tmp_path / "trace.json").write_text(json.dumps(to_json(old_facts)))
+    assert same(read_trace(tmp_path), trace._replace(facts=old_facts))
 
-
-def test_damage_is_named(tmp_path, unsummed):
-    save_trace(read_trace(unsummed), tmp_path / "summed")
-    path = tmp_path / "summed" / TENSORS_FILE
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    with pytest.raises(DataError, match=r"trace\.safetensors is damaged.*Record it again"):
-        read_trace(tmp_path / "summed")
-
-    (unsummed / TENSORS_FILE).write_bytes(b"\xff" * 40)
-    with pytest.raises(DataError, match="cannot be read"):
-        read_trace(unsummed)
-    with pytest.raises(DataError, match="is not a trace"):
+    (tmp_path / "trace.json").write_text(json.dumps(to_json(trace.facts)))
+    with pytest.raises(DataError, match="format is 2"):
         read_trace(tmp_path)
 
 
-def test_tensors_that_do_not_fit_are_refused(unsummed):
-    whole = load_file(unsummed / TENSORS_FILE)
-    for name, changed in (
-        ("decoder.ids", whole["decoder.ids"][1:]),
-        ("encoder.ids", whole["encoder.ids"] + 1),
-        ("encoder.starts", whole["encoder.starts"].flip(0)),
-    ):
-        save_file({**whole, name: changed}, unsummed / TENSORS_FILE)
-        with pytest.raises(DataError, match="different token ids"):
-            read_trace(unsummed)
-    for name in ("encoder.0.expert", "decoder.0.first"):
-        save_file({**whole, name: torch.full_like(whole[name], 77)}, unsummed / TENSORS_FILE)
-        with pytest.raises(DataError, match=f"{name} names an expert beyond"):
-            read_trace(unsummed)
-    del whole["encoder.0.first"]
-    save_file(whole, unsummed / TENSORS_FILE)
-    with pytest.raises(DataError, match=r"it has no 'encoder.0.first'"):
-        read_trace(unsummed)
+def test_damage_is_named(tmp_path):
+    folder = tmp_path / "trace"
+    record_to_folder(build_model(), traced_batches(BATCHES), folder)
+    path = folder / TRACE_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"\xff")
+    with pytest.raises(DataError, match=r"trace\.parquet is damaged.*Record it again"):
+        read_trace(folder)
+    path.write_bytes(whole)
 
-
-def test_facts_that_do_not_fit_are_refused(unsummed):
-    path = unsummed / FACTS_FILE
-    facts = json.loads(path.read_text())
+    expert = pq.read_table(path)["encoder.0"].combine_chunks()
+    fields = dict(zip([part.name for part in expert.type], expert.flatten(), strict=True))
+    fields["first"] = pa.array([77] * len(expert), pa.int8())
+    other = pa.StructArray.from_arrays(list(fields.values()), names=list(fields))
     for changes, message in (
-        ({"version": 2}, "format is 2"),
-        ({"num_examples": "9"}, "num_examples is '9'"),
-        ({"inputs_fingerprint": "0" * 64}, "different token ids"),
+        ({"encoder.0": other}, r"encoder\.0\.first names an expert beyond"),
+        ({"stack": pa.array(["encoder"] * len(expert))}, "cannot be read"),
     ):
-        path.write_text(json.dumps({**facts, **changes}))
+        path.write_bytes(whole)
+        rewrite(path, **changes)
         with pytest.raises(DataError, match=message):
-            read_trace(unsummed)
+            read_trace(folder)
+
+    path.write_bytes(b"\xff" * 40)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_trace(folder)
+    with pytest.raises(DataError, match="is not a trace"):
+        read_trace(tmp_path)
 
 
 def test_experts_have_the_smallest_numbers_that_hold_them():
     assert expert_dtype(128) == torch.int8
     assert expert_dtype(129) == torch.int16
-
-
-def test_a_batch_without_its_documents_is_refused_with_what_adds_them():
-    with pytest.raises(ConfigError, match=r"batch to record is .*traced_batches"):
-        record_routing(build_model(), [build_batch()])

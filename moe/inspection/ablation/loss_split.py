@@ -3,7 +3,7 @@
 The second model also runs with the routing of the first; the remaining difference is not due to routing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from moe.estimates import Estimate, TokenSums, mean_over_tokens
 from moe.inspection.ablation.ablation_runs import target_losses
 from moe.inspection.ablation.target_sets import Targets, list_targets
-from moe.sparse.editing import LayerKey
 from moe.tracing.recorder import TracedBatch, evaluation_mode
 from moe.tracing.replay import replay_routing
 from moe.tracing.trace import Trace
@@ -43,7 +42,6 @@ def split_loss(
     trace: Trace,
     batches: Sequence[TracedBatch],
     *,
-    expert_map: Mapping[LayerKey, Sequence[int]] | None = None,
     confidence: float = 0.95,
 ) -> LossSplit:
     """Returns the loss of two models on the same batches, and why they differ.
@@ -56,7 +54,6 @@ def split_loss(
         second: Another one with the same sparse layers.
         trace: Routing of the first model on the batches.
         batches: The examples of the trace, on the device of both models.
-        expert_map: See `replay_routing`.
         confidence: Share of intervals that contain the true value.
 
     Raises:
@@ -67,7 +64,7 @@ def split_loss(
     targets = list_targets(batches)
     first_losses = token_losses(first, batches)
     second_losses = token_losses(second, batches)
-    with replay_routing(second, trace, expert_map=expert_map):
+    with replay_routing(second, trace):
         replayed_losses = token_losses(second, batches)
     return LossSplit(
         first=float(first_losses.mean()),
