@@ -5,6 +5,7 @@ a network and a number of units, and raises a ConfigError with the reason where 
 fit.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,24 +14,9 @@ import numpy as np
 
 from moe.checks import check, check_integer
 from moe.errors import ConfigError
-from moe.network.all_to_all import (
-    along_axes,
-    around,
-    around_both_ways,
-    direct,
-    even_counts,
-    two_level,
-    unfit_for_grid,
-    unfit_for_levels,
-)
+from moe.network.all_to_all import along_axes, around, around_both_ways, direct
 from moe.network.ring_orders import fold, mesh_of, neighbour_ring, survivor_order, whole_grid_of
-from moe.network.rings import (
-    multi_ring_all_reduce,
-    ring_all_reduce,
-    row_pair_all_reduce,
-    torus_all_reduce,
-    two_way_ring_all_reduce,
-)
+from moe.network.rings import grid_all_reduce, row_pair_all_reduce, torus_all_reduce
 from moe.network.row_bands import find_bands, row_band_all_reduce
 from moe.network.row_pair_clients import pair_rows_around_holes, row_pair_client_all_reduce
 from moe.network.schedule import IntArray, Schedule
@@ -43,29 +29,28 @@ Build = Callable[[Topology, int], Schedule]
 _LARGEST_RING = 2048
 """Ranks of the largest ring; its schedule has 8 million transfers."""
 
-_MOST_RANKS = 1024
-"""Live ranks of an all-to-all; they have a million pairs."""
-
-
-def _no_reason(topology: Topology) -> str:
-    return ""
-
 
 @dataclass(frozen=True)
 class Algorithm:
     """An algorithm for a collective on a network.
 
     Attributes:
-        summary: What it does, in a line for tables.
-        build: Returns its schedule for the live ranks of a network and a number of units.
-        unfit: Returns a sentence on why it cannot be built on a network; "" if it can.
+        build: Returns its schedule for the live ranks of a network and a number of units, or raises a
+            ConfigError.
         is_one_ring: Whether it is one ring of all n ranks, with 2 n (n - 1) transfers.
     """
 
-    summary: str
     build: Build
-    unfit: Callable[[Topology], str] = _no_reason
     is_one_ring: bool = False
+
+    def unfit(self, topology: Topology) -> str:
+        """Returns a sentence on why it cannot be built on a network; "" if it can."""
+        # With a payload of zero units, building a schedule runs all checks and sends nothing.
+        try:
+            self.build(topology, 0)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
 
 ALL_REDUCE: Registry[Algorithm] = Registry("all-reduce algorithm")
@@ -79,87 +64,69 @@ ALL_TO_ALL: Registry[Algorithm] = Registry("all-to-all algorithm")
 # All-reduces
 
 
-def _reason_against(build: Build, topology: Topology) -> str:
-    # With a payload of zero units, building a schedule runs all checks and sends nothing.
-    try:
-        build(topology, 0)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def _all_reduce(name: str, summary: str, *, is_one_ring: bool = False) -> Callable[[Build], Build]:
+def _all_reduce(name: str, *, is_one_ring: bool = False) -> Callable[[Build], Build]:
     """Registers a builder."""
 
     def register(build: Build) -> Build:
-        unfit = partial(_reason_against, build)
-        ALL_REDUCE.add(name, Algorithm(summary, build, unfit, is_one_ring))
+        ALL_REDUCE.add(name, Algorithm(build, is_one_ring))
         return build
 
     return register
 
 
-@_all_reduce("ring", "one ring, messages routed", is_one_ring=True)
+@_all_reduce("ring", is_one_ring=True)
 def ring(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around one ring of all live ranks; messages are routed if necessary."""
     order = _ring_order(topology, survivor_order)
-    return ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+    return grid_all_reduce(order, num_units, num_ranks=topology.num_ranks)
 
 
-@_all_reduce("two_way_ring", "one ring, messages routed, both ways around", is_one_ring=True)
+@_all_reduce("two_way_ring", is_one_ring=True)
 def two_way_ring(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around the same ring, half of the payload in each direction."""
     order = _ring_order(topology, survivor_order)
-    return two_way_ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+    return torus_all_reduce(order, num_units, num_ranks=topology.num_ranks)
 
 
-@_all_reduce("neighbour_ring", "one ring of neighbours, both ways around", is_one_ring=True)
+@_all_reduce("neighbour_ring", is_one_ring=True)
 def two_way_neighbour_ring(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum around a ring of neighbours, half of the payload in each direction."""
     order = _ring_order(topology, neighbour_ring)
-    return two_way_ring_all_reduce(order, num_units, num_ranks=topology.num_ranks)
+    return torus_all_reduce(order, num_units, num_ranks=topology.num_ranks)
 
 
-@_all_reduce("torus", "rings along one axis after the other")
+@_all_reduce("torus")
 def torus(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum along one axis after the other, those that wrap first."""
     ranks = _folded_grid(topology)
     return torus_all_reduce(ranks, num_units, num_ranks=topology.num_ranks)
 
 
-@_all_reduce("torus_all_axes", "rings along all axes at once")
+@_all_reduce("torus_all_axes")
 def torus_all_axes(topology: Topology, num_units: int) -> Schedule:
     """Returns the sum along all axes at once, each the first one for its part of the payload."""
     ranks = _folded_grid(topology)
     return torus_all_reduce(ranks, num_units, rotates_axes=True, num_ranks=topology.num_ranks)
 
 
-@_all_reduce("row_pairs", "rings of two rows, then across")
-def row_pairs(topology: Topology, num_units: int) -> Schedule:
-    """Returns the sum around pairs of rows of a mesh, and then across them."""
-    mesh = mesh_of(topology)
-    return _line_pairs(topology, num_units, mesh, wraps=all(topology.wraps[:-1]))
+def _line_pairs(topology: Topology, num_units: int, *, columns: bool) -> Schedule:
+    """Returns the sum around pairs of rows, or columns, of a mesh, and then across them."""
+    mesh, wraps = _lines(topology, columns=columns)
+    dead = sorted(topology.dead)
+    check(not dead, "dead ranks", dead, "none; take bands around holes")
+    return row_pair_all_reduce(mesh, num_units, wraps=wraps, num_ranks=topology.num_ranks)
 
 
-@_all_reduce("column_pairs", "rings of two columns, then across")
-def column_pairs(topology: Topology, num_units: int) -> Schedule:
-    """Returns the sum around pairs of columns of a mesh, and then across them."""
-    mesh = mesh_of(topology)
-    return _line_pairs(topology, num_units, mesh.T, wraps=all(topology.wraps[1:]))
+def _line_bands(topology: Topology, num_units: int, *, columns: bool) -> Schedule:
+    """Returns the sum around pairs of rows, or columns, four of them at a hole, and across them."""
+    mesh, wraps = _lines(topology, columns=columns)
+    bands = find_bands(mesh, topology.dead)
+    return row_band_all_reduce(bands, num_units, num_ranks=topology.num_ranks, wraps=wraps)
 
 
-@_all_reduce("row_bands", "rings of two rows, of four at a hole")
-def row_bands(topology: Topology, num_units: int) -> Schedule:
-    """Returns the sum around pairs of rows, four rows at a hole, and across them."""
-    mesh = mesh_of(topology)
-    return _line_bands(topology, num_units, mesh, wraps=all(topology.wraps[:-1]))
-
-
-@_all_reduce("column_bands", "rings of two columns, of four at a hole")
-def column_bands(topology: Topology, num_units: int) -> Schedule:
-    """Returns the sum around pairs of columns, four columns at a hole, and across them."""
-    mesh = mesh_of(topology)
-    return _line_bands(topology, num_units, mesh.T, wraps=all(topology.wraps[1:]))
+for _name, _is_columns in (("row", False), ("column", True)):
+    _all_reduce(f"{_name}_pairs")(partial(_line_pairs, columns=_is_columns))
+    _all_reduce(f"{_name}_bands")(partial(_line_bands, columns=_is_columns))
 
 
 def _row_pair_clients(topology: Topology, num_units: int, *, num_slices: int) -> Schedule:
@@ -180,23 +147,27 @@ def _row_pair_clients(topology: Topology, num_units: int, *, num_slices: int) ->
 
 # The best number of slices depends on the payload.
 for _num_slices in (1, 2, 4, 8):
-    _build = partial(_row_pair_clients, num_slices=_num_slices)
-    _summary = f"rings of two rows, the rest as clients, slices: {_num_slices}"
-    _unfit = partial(_reason_against, _build)
-    ALL_REDUCE.add(f"row_pair_clients_{_num_slices}", Algorithm(_summary, _build, _unfit))
+    _all_reduce(f"row_pair_clients_{_num_slices}")(
+        partial(_row_pair_clients, num_slices=_num_slices)
+    )
 
 
 def multi_ring(*levels: int) -> Algorithm:
-    """Returns the all-reduce in levels of the live ranks, the fastest level first."""
+    """Returns the all-reduce in levels of the live ranks, the fastest level first.
+
+    Args:
+        levels: Size of each level: (4, 8, 2) is 4 ranks a host, 8 hosts a rack and 2 racks.
+    """
 
     def build(topology: Topology, num_units: int) -> Schedule:
         _check_connected(topology)
-        return multi_ring_all_reduce(
-            levels, num_units, ranks=topology.live_ranks, num_ranks=topology.num_ranks
-        )
+        ranks = topology.live_ranks
+        expected = f"sizes whose product is {ranks.size}, the ranks"
+        check(math.prod(levels) == ranks.size, "levels", levels, expected)
+        grid = ranks.reshape(levels[::-1])
+        return grid_all_reduce(grid, num_units, num_ranks=topology.num_ranks)
 
-    sizes = " x ".join(str(size) for size in levels)
-    return Algorithm(f"rings in levels of {sizes}", build, partial(_reason_against, build))
+    return Algorithm(build)
 
 
 def _folded_grid(topology: Topology) -> IntArray:
@@ -209,17 +180,13 @@ def _folded_grid(topology: Topology) -> IntArray:
     return fold(grid, topology.wraps).transpose(axes)
 
 
-def _line_pairs(topology: Topology, num_units: int, mesh: IntArray, *, wraps: bool) -> Schedule:
-    dead = sorted(topology.dead)
-    check(not dead, "dead ranks", dead, "none; take bands around holes")
+def _lines(topology: Topology, *, columns: bool) -> tuple[IntArray, bool]:
+    """Returns the ranks of a mesh, its rows or its columns in front, and whether those wrap."""
+    mesh = mesh_of(topology)
     _check_connected(topology)
-    return row_pair_all_reduce(mesh, num_units, wraps=wraps, num_ranks=topology.num_ranks)
-
-
-def _line_bands(topology: Topology, num_units: int, mesh: IntArray, *, wraps: bool) -> Schedule:
-    bands = find_bands(mesh, topology.dead)
-    _check_connected(topology)
-    return row_band_all_reduce(bands, num_units, num_ranks=topology.num_ranks, wraps=wraps)
+    if columns:
+        return mesh.T, all(topology.wraps[1:])
+    return mesh, all(topology.wraps[:-1])
 
 
 def _ring_order(topology: Topology, find: Callable[[Topology], IntArray]) -> IntArray:
@@ -262,43 +229,36 @@ def _check_connected(topology: Topology) -> None:
 # All-to-alls
 
 
-def _half_ring(counts: IntArray, topology: Topology) -> Schedule:
-    return around(counts, survivor_order(topology).tolist())
+def _ring(topology: Topology, num_units: int) -> Schedule:
+    return around_both_ways(topology, num_units, survivor_order(topology))
 
 
-def _whole_ring(counts: IntArray, topology: Topology) -> Schedule:
-    return around_both_ways(counts, survivor_order(topology).tolist())
+def _half_ring(topology: Topology, num_units: int) -> Schedule:
+    return around(topology, num_units, survivor_order(topology))
 
 
-def _rotated_axes(counts: IntArray, topology: Topology) -> Schedule:
-    return along_axes(counts, topology, num_slices=len(topology.shape))
+def _axes(topology: Topology, num_units: int) -> Schedule:
+    check(not topology.switched, "network", topology.name, "a grid")
+    return along_axes(topology, num_units)
 
 
-def _add_all_to_all(
-    name: str,
-    summary: str,
-    build: Callable[[IntArray, Topology], Schedule],
-    unfit: Callable[[Topology], str] = _no_reason,
-) -> None:
-    """Registers a builder for units that are split evenly among all pairs of live ranks."""
-
-    def build_evenly(topology: Topology, num_units: int) -> Schedule:
-        return build(even_counts(topology, num_units), topology)
-
-    def why_unfit(topology: Topology) -> str:
-        num_live = len(topology.live_ranks)
-        if num_live > _MOST_RANKS:
-            return f"{num_live:,} live ranks; all-to-alls are built for {_MOST_RANKS:,} at most."
-        return unfit(topology)
-
-    ALL_TO_ALL.add(name, Algorithm(summary, build_evenly, why_unfit))
+def _rotated_axes(topology: Topology, num_units: int) -> Schedule:
+    check(not topology.switched, "network", topology.name, "a grid")
+    return along_axes(topology, num_units, num_slices=len(topology.shape))
 
 
-_add_all_to_all("direct", "every pair straight, over its own route", direct)
-_add_all_to_all("ring", "one ring, half of the payload each way", _whole_ring)
-_add_all_to_all("half_ring", "one ring, the shorter way around", _half_ring)
-_add_all_to_all("axes", "half rings, one axis after the other", along_axes, unfit_for_grid)
-_add_all_to_all(
-    "rotated_axes", "half rings, each slice begins with another axis", _rotated_axes, unfit_for_grid
-)
-_add_all_to_all("two_level", "inside the nodes, then across", two_level, unfit_for_levels)
+def _two_level(topology: Topology, num_units: int) -> Schedule:
+    is_two_level = topology.switched and len(topology.shape) == 2
+    check(is_two_level, "network", topology.name, "two levels of switches")
+    return along_axes(topology, num_units)
+
+
+for _name, _build in {
+    "direct": direct,
+    "ring": _ring,
+    "half_ring": _half_ring,
+    "axes": _axes,
+    "rotated_axes": _rotated_axes,
+    "two_level": _two_level,
+}.items():
+    ALL_TO_ALL.add(_name, Algorithm(_build))

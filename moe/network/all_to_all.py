@@ -16,13 +16,9 @@ Source: HalfRing, DimRotation: Optimizing All-to-All Collective Communication wi
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from moe.checks import check, check_integer, check_number
-from moe.errors import ConfigError
+from moe.checks import check, check_integer
 from moe.network.axis_hops import (
-    BALANCED,
-    Detour,
     Grid,
     Lane,
     Order,
@@ -44,35 +40,40 @@ from moe.network.schedule import (
 )
 from moe.network.topology import Topology
 
+_MOST_RANKS = 1024
+
 
 def even_counts(topology: Topology, num_units: int) -> IntArray:
     """Returns <int64>[N, N] units split evenly among all pairs of live ranks, a rank and itself
     being a pair too.
 
     Slices and halves of blocks are even where each pair has a multiple of twice the slices.
+
+    Raises:
+        ConfigError: If the network has too many live ranks.
     """
-    check_integer("num_units", num_units, least=0)
+    live = topology.live_ranks
+    reason = "an all-to-all has a schedule for each pair of ranks"
+    check_integer("live ranks", len(live), most=_MOST_RANKS, reason=reason)
 
     # Dead ranks have nothing to send.
-    live = topology.live_ranks
     counts = np.zeros((topology.num_ranks, topology.num_ranks), np.int64)
     each = np.diff(split_evenly(num_units, len(live) ** 2))
     counts[np.ix_(live, live)] = each.reshape(len(live), len(live))
     return counts
 
 
-def direct(counts: ArrayLike, topology: Topology) -> Schedule:
-    """Returns the all-to-all in which every rank sends straight to every other one.
+def direct(topology: Topology, num_units: int) -> Schedule:
+    """Returns the all-to-all in which every live rank sends straight to every other one.
 
     In each step all ranks send equally far: to the same offset on every axis of a grid, so that on
     a torus all links of an axis carry equal loads.
 
     Args:
-        counts: <int64>[N, N] units that each origin has for each target.
-        topology: The network; counts of its dead ranks must be 0.
+        topology: The network.
+        num_units: Units of all pairs together.
     """
-    table = _checked(counts, topology.num_ranks)
-    _check_none(table, sorted(topology.dead), "dead ranks")
+    table = even_counts(topology, num_units)
     num_ranks = topology.num_ranks
     shape = topology.shape or (num_ranks,)
     starts = _starts(table)
@@ -92,143 +93,61 @@ def direct(counts: ArrayLike, topology: Topology) -> Schedule:
     return _promised(rows, starts, table)
 
 
-def around(counts: ArrayLike, order: Sequence[int], *, ring: Order = half_ring) -> Schedule:
-    """Returns the all-to-all around one ring of ranks.
+def around(topology: Topology, num_units: int, order: IntArray) -> Schedule:
+    """Returns the all-to-all around one ring of the live ranks, each block the shorter way.
 
     Args:
-        counts: <int64>[N, N] units that each origin has for each target; 0 for ranks that are not
-            in the ring.
-        order: Ranks in the order of the ring.
-        ring: Hops around it.
+        topology: The network.
+        num_units: Units of all pairs together.
+        order: <int64>[live] ranks in the order of the ring.
     """
-    table = _checked(counts, len(np.asarray(counts)))
-    is_distinct = 0 < len(set(order)) == len(order)
-    is_known = all(0 <= rank < len(table) for rank in order)
-    expected = f"different ranks from 0 to {len(table) - 1}"
-    check(is_distinct and is_known, "order of the ring", list(order), expected)
-
-    grid = ring_of(order)
-    outside = np.setdiff1d(np.arange(len(table)), grid.names)
-    _check_none(table, outside, "ranks outside the ring")
-    return _exchange(table, grid, [lanes_of_axis(grid, 0, ring)])
+    return _around(even_counts(topology, num_units), order, half_ring)
 
 
-def around_both_ways(counts: ArrayLike, order: Sequence[int]) -> Schedule:
-    """Returns the all-to-all around a ring of ranks, half of the payload forwards, half backwards.
-
-    Args:
-        counts: See `around`.
-        order: Ranks in the order of the ring.
-    """
-    # Each half is a separate all-to-all.
-    table = _checked(counts, len(np.asarray(counts)))
-    forwards = around(table // 2, order, ring=one_way_ring)
-    backwards = around(table - table // 2, order[::-1], ring=one_way_ring)
+def around_both_ways(topology: Topology, num_units: int, order: IntArray) -> Schedule:
+    """Returns the all-to-all around a ring, half of the payload forwards, half backwards; see `around`."""
+    table = even_counts(topology, num_units)
+    forwards = _around(table // 2, order, one_way_ring)
+    backwards = _around(table - table // 2, order[::-1], one_way_ring)
     return _assembled([forwards, backwards])
 
 
-def along_axes(
-    counts: ArrayLike,
-    topology: Topology,
-    *,
-    ring: Order = half_ring,
-    num_slices: int = 1,
-    rotates: bool = True,
-    detour: Detour = BALANCED,
-) -> Schedule:
+def _around(table: IntArray, order: IntArray, ring: Order) -> Schedule:
+    grid = ring_of(order)
+    return _exchange(table, grid, [lanes_of_axis(grid, 0, ring)])
+
+
+def along_axes(topology: Topology, num_units: int, *, num_slices: int = 1) -> Schedule:
     """Returns the all-to-all along one axis of a grid after the other, on slices of the payload.
 
-    A line with one broken link, or without a link between its ends, carries everything over its
-    remaining links; one that is broken twice uses the routes of the network.
+    On levels of switches, everything goes to the rank of its own node that has the target's index
+    there, then straight to the target's node: fewer and larger messages between nodes than with
+    `direct`. A line with one broken link, or without a link between its ends, carries everything over
+    its remaining links; one that is broken twice uses the routes of the network.
 
     Args:
-        counts: <int64>[N, N] units that each origin has for each target.
         topology: A grid without dead ranks, or levels of switches.
-        ring: Hops around a ring that is whole.
-        num_slices: Slices of the payload; more keep the links of all axes busy, and cost latency.
-        rotates: Whether each slice begins with the next axis after the previous slice's; otherwise
-            all begin with the last axis.
-        detour: How a ring with a broken link sends its blocks.
+        num_units: Units of all pairs together.
+        num_slices: Slices of the payload, each of which begins with the next axis after the previous
+            slice's; as many as axes keep the links of all busy.
 
     Raises:
         ConfigError: If ranks are dead, or the network has no axes.
     """
-    table = _checked(counts, topology.num_ranks)
-    _check_none(table, sorted(topology.dead), "dead ranks")
-    reason = unfit_for_axes(topology)
-    if reason:
-        raise ConfigError(f"{topology.name} has no all-to-all along axes. {reason} Use `direct`.")
-    check_integer("num_slices", num_slices, least=1)
-    check_integer("detour.sides", detour.sides, least=1, most=2)
-    if detour.kept is not None:
-        check_number("detour.kept", detour.kept, least=0, most=1)
+    check(bool(topology.shape), "network", topology.name, "one with axes")
+    check(not topology.dead, "dead ranks", sorted(topology.dead), "none along axes")
+    table = even_counts(topology, num_units)
 
     # Slice by slice, each with its own order of the axes.
     slices = []
-    delay = 0
     num_axes = len(topology.shape)
     for index in range(num_slices):
-        grid = grid_of(topology, _axes_of_slice(num_axes, index if rotates else 0))
-        stages = [lanes_of_axis(grid, axis, ring, detour) for axis in range(num_axes)]
+        axes = [(num_axes - 1 - index - axis) % num_axes for axis in range(num_axes)]
+        grid = grid_of(topology, axes)
+        stages = [lanes_of_axis(grid, axis, half_ring) for axis in range(num_axes)]
         end = table * (index + 1) // num_slices
-        part = _exchange(end - table * index // num_slices, grid, stages)
-        slices.append(part.delayed(delay))
-
-        # Links serve step by step: slices that use an axis in the same stage come one by one.
-        longest = max(num_steps(stage) for stage in stages)
-        if not rotates:
-            delay += longest
-        elif (index + 1) % num_axes == 0:
-            delay += num_axes * longest
+        slices.append(_exchange(end - table * index // num_slices, grid, stages))
     return _assembled(slices)
-
-
-def two_level(counts: ArrayLike, topology: Topology) -> Schedule:
-    """Returns the all-to-all inside the nodes first, then across them.
-
-    Everything goes to the rank of its own node that has the target's index there, then straight to
-    the target's node: fewer and larger messages between nodes than with `direct`.
-
-    Args:
-        counts: <int64>[N, N] units that each origin has for each target.
-        topology: Two levels of switches, without dead ranks.
-
-    Raises:
-        ConfigError: If the network has no two levels of switches, or ranks are dead.
-    """
-    reason = unfit_for_levels(topology)
-    if reason:
-        raise ConfigError(f"{topology.name} has no two-level all-to-all. {reason} Use `direct`.")
-    return along_axes(counts, topology, rotates=False)
-
-
-def unfit_for_axes(topology: Topology) -> str:
-    """Returns why an all-to-all cannot go along the axes of a network; "" if it can."""
-    if not topology.shape:
-        return "The network has no axes."
-    if topology.dead:
-        return f"Ranks {sorted(topology.dead)} are dead, and lines with gaps are not supported."
-    return ""
-
-
-def unfit_for_grid(topology: Topology) -> str:
-    """Returns why a network is not a grid without dead ranks; "" if it is."""
-    if topology.switched:
-        return "The network is not a grid."
-    return unfit_for_axes(topology)
-
-
-def unfit_for_levels(topology: Topology) -> str:
-    """Returns why an all-to-all cannot go in two levels on a network; "" if it can."""
-    if not topology.switched or len(topology.shape) != 2:
-        return "The network has no two levels of switches."
-    return unfit_for_axes(topology)
-
-
-def _axes_of_slice(num_axes: int, index: int) -> tuple[int, ...]:
-    """Returns the axes in the order in which a slice takes them: backwards, from another one."""
-    first = num_axes - 1 - index % num_axes
-    return tuple((first - axis) % num_axes for axis in range(num_axes))
 
 
 def _exchange(counts: IntArray, grid: Grid, stages: Sequence[Sequence[Lane]]) -> Schedule:
@@ -350,26 +269,3 @@ def _assembled(parts: Sequence[Schedule]) -> Schedule:
         moved.append(part.at(first, num_units))
         first += part.num_units
     return beside(moved)
-
-
-def _checked(counts: ArrayLike, num_ranks: int) -> IntArray:
-    """Returns counts as integers; raises unless there is one for each pair of ranks."""
-    table = np.asarray(counts)
-    check(
-        table.shape == (num_ranks, num_ranks),
-        "shape of counts",
-        table.shape,
-        f"({num_ranks}, {num_ranks}): a row for each origin, a column for each target",
-    )
-    is_whole = np.issubdtype(table.dtype, np.integer)
-    check(is_whole, "type of counts", str(table.dtype), "an integer type")
-    least = int(table.min(initial=0))
-    check(least >= 0, "counts", least, "0 or more units for every pair")
-    return table.astype(np.int64)
-
-
-def _check_none(counts: IntArray, ranks: Sequence[int] | IntArray, whose: str) -> None:
-    """Raises if some ranks have something to send or to receive."""
-    others = np.setdiff1d(np.arange(len(counts)), ranks)
-    num_units = int(counts.sum() - counts[np.ix_(others, others)].sum())
-    check(num_units == 0, f"units from or for {whose}", num_units, "0")

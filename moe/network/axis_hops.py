@@ -70,28 +70,6 @@ def one_way_ring(size: int) -> Hops:
     return _runs(np.full(size, 2 * (size - 1)))
 
 
-def two_way_ring(size: int) -> Hops:
-    """Returns the hops of a ring around which half of every block goes each way."""
-    hop = np.arange(1, size)[None, :, None]
-    distance = np.arange(1, size)[None, None, :]
-
-    def first_halves(origin: IntArray) -> Hops:
-        # A block is handed on as often as its target is far.
-        low = 2 * (origin + distance)
-        return _filled(
-            step=hop - 1,
-            source=origin + hop - 1,
-            destination=origin + hop,
-            origin=origin,
-            low=low,
-            high=low + (hop <= distance),
-        )
-
-    # The second halves go backwards, as in a mirror.
-    origin = np.arange(size)[:, None, None]
-    return _wrapped(_joined([first_halves(origin), _mirrored(first_halves(-origin))]), size)
-
-
 def straight(size: int) -> Hops:
     """Returns one hop for every block: in each step the position so much further on is served."""
     origin = np.arange(size)[:, None]
@@ -237,23 +215,6 @@ class Lane(NamedTuple):
     share: tuple[float, float] = (0.0, 1.0)
 
 
-class Detour(NamedTuple):
-    """How a broken ring sends its blocks.
-
-    Attributes:
-        kept: Part of every block that stays on the rest of the ring; None balances the load of the
-            ring and its neighbours, 1 uses no neighbours.
-        sides: Neighbours on each other axis that help: 1, the next one, or 2, the previous one too.
-    """
-
-    kept: float | None = None
-    sides: int = 2
-
-
-BALANCED = Detour()
-"""Loads all links equally."""
-
-
 @dataclass(frozen=True, eq=False)
 class Grid:
     """Ranks at their places, with the axes in the order in which they are taken.
@@ -279,9 +240,8 @@ class Grid:
         return self.ranks.ravel()
 
 
-def ring_of(order: Sequence[int]) -> Grid:
+def ring_of(ranks: IntArray) -> Grid:
     """Returns a grid of one axis: ranks around a ring, regardless of the links."""
-    ranks = np.asarray(order, np.int64)
     return Grid(ranks, (np.ones(len(ranks), np.bool_),), (True,))
 
 
@@ -314,16 +274,13 @@ def num_steps(lanes: Sequence[Lane]) -> int:
     return max(lane.hops.num_steps for lane in lanes)
 
 
-def lanes_of_axis(
-    grid: Grid, axis: int, ring: Order = half_ring, detour: Detour = BALANCED
-) -> list[Lane]:
+def lanes_of_axis(grid: Grid, axis: int, ring: Order) -> list[Lane]:
     """Returns the hops of all lines of an axis.
 
     Args:
         grid: The ranks.
         axis: An axis of the grid.
         ring: Hops around a ring that is whole.
-        detour: How a broken ring sends its blocks.
     """
     size = grid.shape[axis]
     # Breaks of each line.  [lines, size]
@@ -351,14 +308,13 @@ def lanes_of_axis(
         # Distant ranks keep the middle of a broken ring busy from the start.
         hops = farthest_first(by_block(hops), size)
         for number in lines.tolist():
-            neighbours = _neighbours(grid, axis, number, detour.sides)
-            helpers = np.intersect1d(neighbours, whole)
-            kept = _part_kept(grid, axis, len(helpers), detour)
+            helpers = np.intersect1d(_neighbours(grid, axis, number), whole)
+            kept = _part_kept(grid, axis, len(helpers))
             lanes += _shared_lanes(size, number, hops, helpers, kept)
     return lanes
 
 
-def _neighbours(grid: Grid, axis: int, number: int, sides: int) -> IntArray:
+def _neighbours(grid: Grid, axis: int, number: int) -> IntArray:
     """Returns the lines next to one, on the other axes, that all of its ranks have links with."""
     # Lines are numbered by their coordinates on the other axes.
     others = [other for other in range(len(grid.shape)) if other != axis]
@@ -368,7 +324,7 @@ def _neighbours(grid: Grid, axis: int, number: int, sides: int) -> IntArray:
     neighbours = []
     for index, other in enumerate(others):
         joined = np.moveaxis(grid.joined[other], axis, -1)
-        for distance in (1, -1)[:sides]:
+        for distance in (1, -1):
             there = here.copy()
             there[index] = (here[index] + distance) % shape[index]
             nearer_to_start = here if distance > 0 else there
@@ -416,16 +372,14 @@ def _shared_lanes(size: int, number: int, hops: Hops, helpers: IntArray, kept: f
     return lanes
 
 
-def _part_kept(grid: Grid, axis: int, num_helpers: int, detour: Detour) -> float:
+def _part_kept(grid: Grid, axis: int, num_helpers: int) -> float:
     """Returns the part of its blocks that a broken ring keeps, so that all links are equally loaded.
 
     Loads are those of the busiest link of a line, divided by the total that each of its ranks
     sends.
     """
-    if num_helpers == 0 or detour.kept == 1:
+    if num_helpers == 0:
         return 1.0
-    if detour.kept is not None:
-        return detour.kept
 
     size = grid.shape[axis]
     on_line = _load(size, is_ring=False)

@@ -13,13 +13,11 @@ A colour is one such array with its own part of the payload. Several at once, ea
 order of axes or another direction, keep all links busy.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moe.checks import check, check_integer
 from moe.network.ring_orders import fold, pair_rows
 from moe.network.schedule import IntArray, Schedule, beside, intervals, split_evenly, transfers
 
@@ -39,7 +37,6 @@ def ring_reduce_scatter(
         num_units: Units of the schedule.
     """
     rings = np.atleast_2d(np.asarray(orders, np.int64))
-    check(rings.size > 0, "orders of rings", rings.shape, "at least one rank")
     num_rings, size = rings.shape
     owners = np.broadcast_to(np.arange(size), rings.shape)
     bounds = ring_bounds(low, high, num_rings, size)
@@ -103,36 +100,6 @@ def ring_reduce_to(
     )
 
 
-def ring_all_reduce(order: ArrayLike, num_units: int, *, num_ranks: int | None = None) -> Schedule:
-    """Returns an all-reduce around one ring: 2 (p - 1) steps, 2 (p - 1) / p of the payload a link.
-
-    Args:
-        order: <int64>[p] ranks in the order of the ring.
-        num_units: Units of the payload.
-        num_ranks: Ranks of the schedule; defaults to those of the ring.
-    """
-    ranks = np.asarray(order, np.int64)
-    num_ranks = num_ranks or len(ranks)
-    scatter = ring_reduce_scatter(ranks, 0, num_units, num_ranks=num_ranks, num_units=num_units)
-    return scatter.then(scatter.reversed())
-
-
-def two_way_ring_all_reduce(
-    order: ArrayLike, num_units: int, *, num_ranks: int | None = None
-) -> Schedule:
-    """Returns an all-reduce of one half of the payload around a ring, the other half backwards.
-
-    Every link of the ring then carries data both ways: half the time where links are full duplex.
-    """
-    ranks = np.asarray(order, np.int64)
-    # The second half goes against the first.
-    middle = int(split_evenly(num_units, 2)[1])
-
-    forwards = ring_all_reduce(ranks, middle, num_ranks=num_ranks)
-    backwards = ring_all_reduce(ranks[::-1], num_units - middle, num_ranks=num_ranks)
-    return beside([forwards.at(0, num_units), backwards.at(middle, num_units)])
-
-
 # ---------------------------------------------------------------------------
 # Rings on rings
 
@@ -150,7 +117,6 @@ def grid_reduce_scatter(
         num_ranks: Ranks of the schedule; defaults to those of the array.
     """
     grid = np.asarray(ranks, np.int64)
-    check(grid.size > 0, "ranks of a grid", grid.shape, "at least one")
     grid = np.atleast_1d(grid)
     num_ranks = num_ranks or grid.size
 
@@ -180,10 +146,16 @@ def grid_reduce_scatter(
 def grid_all_reduce(ranks: ArrayLike, num_units: int, *, num_ranks: int | None = None) -> Schedule:
     """Returns an all-reduce along the axes of an array of ranks: 2 (p_1 - 1) + 2 (p_2 - 1) ... steps.
 
+    An array of one axis is a ring, whose links carry 2 (p - 1) / p of the payload each. One of several
+    levels is a cluster: within hosts, then between near ones, then far ones.
+
     Args:
         ranks: <int64>[p_k, ..., p_1] ranks; each line along an axis is a ring, the last axis first.
         num_units: Units of the payload.
         num_ranks: Ranks of the schedule; defaults to those of the array.
+
+    Source:
+        PowerAI DDL (arXiv:1708.02188), "multi-ring". Differs: any number of levels.
     """
     scatter = grid_reduce_scatter(ranks, num_units, num_ranks=num_ranks)
     return scatter.then(scatter.reversed())
@@ -211,7 +183,9 @@ def coloured_all_reduce(
 def torus_all_reduce(
     ranks: ArrayLike, num_units: int, *, rotates_axes: bool = False, num_ranks: int | None = None
 ) -> Schedule:
-    """Returns an all-reduce on a torus, half of the payload in each direction of the rings.
+    """Returns an all-reduce on a torus or a ring, half of the payload in each direction of the rings.
+
+    Every link then carries data both ways: half the time where links are full duplex.
 
     Args:
         ranks: <int64>[p_k, ..., p_1] ranks of the torus, the axis to begin with last.
@@ -259,49 +233,11 @@ def row_pair_all_reduce(
     return torus_all_reduce(rings, num_units, num_ranks=num_ranks)
 
 
-def multi_ring_all_reduce(
-    levels: Sequence[int],
-    num_units: int,
-    *,
-    ranks: ArrayLike | None = None,
-    num_ranks: int | None = None,
-) -> Schedule:
-    """Returns an all-reduce on a cluster of levels: within hosts, then between near ones, then far.
-
-    Args:
-        levels: Size of each level, the fastest first: (4, 8, 2) is 4 ranks a host, 8 hosts a rack
-            and 2 racks. Their product is the number of ranks. The payload of a level is smaller by
-            the sizes of all levels before it.
-        num_units: Units of the payload.
-        ranks: <int64>[ranks] ranks in an order in which those of the fastest level are adjacent;
-            defaults to 0, 1, 2, ....
-        num_ranks: Ranks of the schedule; the product of the levels unless given.
-
-    Raises:
-        ConfigError: If the levels do not multiply to the number of ranks.
-    Source:
-        PowerAI DDL (arXiv:1708.02188), "multi-ring". Differs: any number of levels.
-    """
-    check(len(levels) > 0, "levels", levels, "at least one size")
-    for size in levels:
-        check_integer("size of a level", size, least=1)
-
-    # Neighbours on the fastest level are along the last axis.
-    product = math.prod(levels)
-    order: IntArray = np.arange(product) if ranks is None else np.asarray(ranks, np.int64)
-    check(
-        order.size == product, "levels", levels, f"sizes whose product is {order.size}, the ranks"
-    )
-    return grid_all_reduce(order.reshape(levels[::-1]), num_units, num_ranks=num_ranks)
-
-
 def factorisations(num_ranks: int, num_levels: int) -> list[tuple[int, ...]]:
     """Returns all ways to write a number of ranks as a product of so many levels, ordered.
 
     Levels of one rank are included: (4, 1, 1) is a ring of 4.
     """
-    check_integer("num_ranks", num_ranks, least=1)
-    check_integer("num_levels", num_levels, least=1)
     if num_levels == 1:
         return [(num_ranks,)]
 

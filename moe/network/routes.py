@@ -1,7 +1,9 @@
 """The routes of all messages of a schedule, in one table.
 
-`Topology.route` routes one pair of ranks. A torus of thousands of chips has tens of thousands of
-pairs: wherever the way along the axes is whole, it is found here for all pairs together.
+On a grid a message goes along the last axis first, the shorter way around each; at switches over as few
+of them as possible. These ways are found for all pairs of ranks together, since a torus of thousands of
+chips has tens of thousands. Where that way is broken, and on all other networks, a message takes a path
+of the fewest links.
 """
 
 import itertools
@@ -10,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe.network.buffers import sorted_distinct
-from moe.network.schedule import IntArray, Transfers, expand_runs
+from moe.network.schedule import IntArray, Transfers, expand_runs, transfers
 from moe.network.topology import FloatArray, Topology
 
 
@@ -60,7 +62,7 @@ def find_routes(table: Transfers, topology: Topology) -> Routes:
     links = [link]
     for index in np.flatnonzero(is_open):
         source, destination = divmod(int(key[index]), topology.num_ranks)
-        route = topology.route(source, destination)
+        route = topology.shortest_path(source, destination)
         pairs.append(np.full(len(route), index))
         links.append(route)
 
@@ -83,6 +85,17 @@ def find_routes(table: Transfers, topology: Topology) -> Routes:
         bandwidth=slowest,
         num_ranks=topology.num_ranks,
     )
+
+
+def find_route(source: int, destination: int, topology: Topology) -> IntArray:
+    """Returns the <int64>[hops] links that a message between two ranks crosses, in order.
+
+    Raises:
+        ConfigError: If no path is left.
+    """
+    if source == destination:
+        return np.empty(0, np.int64)
+    return find_routes(transfers(0, source, destination, 0, 1, adds=False), topology).link
 
 
 def _hops_by_axes(key: IntArray, topology: Topology) -> tuple[IntArray, IntArray]:

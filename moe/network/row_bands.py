@@ -89,7 +89,6 @@ def row_band_all_reduce(
         num_ranks: Ranks of the schedule, the dead ones included.
         wraps: Whether the last row is a neighbour of the first one.
     """
-    check(len(bands) > 0, "bands", [], "at least one")
     turned = []
     for ring, owners in bands:
         turned.append(Band(ring[::-1], len(ring) - 1 - owners))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moe.checks import check, check_integer
+from moe.checks import check
 from moe.network.ring_orders import BoolArray, fold, pair_rows
 from moe.network.rings import grid_all_reduce, ring_bounds, ring_reduce_scatter
 from moe.network.schedule import IntArray, Schedule, beside, intervals, split_evenly, transfers
@@ -124,7 +124,6 @@ def row_pair_client_all_reduce(
         Highly Available Data Parallel ML training on Mesh Networks (arXiv:2011.03605). Differs:
         pieces go one hop straight to the facing rank; the payload is sliced.
     """
-    check_integer("num_slices", num_slices, least=1)
     flipped = PairedRows(
         whole=np.flip(rows.whole),
         fragments=[Fragment(ring[::-1], hosts[::-1]) for ring, hosts in rows.fragments],

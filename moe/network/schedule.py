@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moe.checks import check, check_integer
-
 IntArray = NDArray[np.int64]
 
 
@@ -118,9 +116,6 @@ class Schedule:
         transfers: Transfers in the order of their steps.
         before: Units that ranks begin with.
         after: Units that ranks end with: each the sum over all ranks that began with it.
-
-    Raises:
-        ConfigError: If a transfer or an interval leaves the ranks or the units.
     """
 
     num_ranks: int
@@ -130,17 +125,13 @@ class Schedule:
     after: Intervals
 
     def __post_init__(self) -> None:
-        check_integer("num_ranks", self.num_ranks, least=1)
-        check_integer("num_units", self.num_units, least=0)
-
         table = self.transfers
         for ranks in (table.source, table.destination, self.before.rank, self.after.rank):
-            _check_within("a rank of the schedule", ranks, self.num_ranks - 1)
+            assert _are_within(ranks, self.num_ranks - 1), "ranks of the schedule"
         for part in (table, self.before, self.after):
-            _check_within("units of the schedule", part.low, self.num_units)
-            _check_within("units of the schedule", part.high, self.num_units)
-        sends_to_itself = bool((table.source == table.destination).any())
-        check(not sends_to_itself, "a transfer", "from a rank to itself", "two different ranks")
+            is_inside = _are_within(part.low, self.num_units)
+            assert is_inside and _are_within(part.high, self.num_units), "units of the schedule"
+        assert (table.source != table.destination).all(), "a transfer is between two ranks"
 
     @cached_property
     def num_steps(self) -> int:
@@ -158,7 +149,7 @@ class Schedule:
 
         A reduce-scatter and then an all-gather of the same shards is an all-reduce.
         """
-        self._check_same_buffers(following)
+        assert following.buffers == self.buffers, "another number of ranks or units"
         later = following.transfers
         later = later._replace(step=later.step + self.num_steps)
         joined = _concatenate_transfers([self.transfers, later])
@@ -196,7 +187,6 @@ class Schedule:
     def among(self, ranks: Sequence[int] | IntArray, num_ranks: int) -> "Schedule":
         """Returns the schedule with its i-th rank renamed to `ranks[i]`, one of `num_ranks` ranks."""
         names = np.asarray(ranks, np.int64)
-        check(len(names) == self.num_ranks, "ranks", len(names), f"{self.num_ranks} of them")
         table = self.transfers
         renamed = table._replace(source=names[table.source], destination=names[table.destination])
         return replace(
@@ -212,19 +202,16 @@ class Schedule:
         later = self.transfers._replace(step=self.transfers.step + num_steps)
         return replace(self, transfers=later)
 
-    def _check_same_buffers(self, other: "Schedule") -> None:
-        ours = (self.num_ranks, self.num_units)
-        theirs = (other.num_ranks, other.num_units)
-        check(ours == theirs, "(ranks, units) of a schedule", theirs, f"those of the other: {ours}")
+    @property
+    def buffers(self) -> tuple[int, int]:
+        """Numbers of ranks and units."""
+        return self.num_ranks, self.num_units
 
 
 def beside(schedules: Sequence[Schedule]) -> Schedule:
     """Returns schedules that run at the same time, on different ranks or on different units."""
-    check(len(schedules) > 0, "schedules", list(schedules), "at least one")
     first = schedules[0]
-    for schedule in schedules[1:]:
-        first._check_same_buffers(schedule)
-
+    assert all(schedule.buffers == first.buffers for schedule in schedules), "other buffers"
     joined = _concatenate_transfers([schedule.transfers for schedule in schedules])
     return replace(
         first,
@@ -286,8 +273,5 @@ def _concatenate_transfers(parts: Sequence[Transfers]) -> Transfers:
     return transfers(*columns, adds=adds)
 
 
-def _check_within(name: str, numbers: IntArray, most: int) -> None:
-    if len(numbers):
-        least = int(numbers.min())
-        largest = int(numbers.max())
-        check(least >= 0 and largest <= most, name, f"{least} to {largest}", f"0 to {most}")
+def _are_within(numbers: IntArray, most: int) -> bool:
+    return bool(((numbers >= 0) & (numbers <= most)).all())

@@ -1,4 +1,4 @@
-"""The links between ranks: bandwidth, latency, and the route that a message takes.
+"""The links between ranks: bandwidth and latency.
 
 Links are directed. A network may have nodes that are not ranks, such as switches; they are numbered
 after the ranks. Dead ranks have no links: messages go around them.
@@ -122,30 +122,6 @@ class Topology:
         index = np.argsort(pairs)
         return pairs[index], index
 
-    def route(self, source: int, destination: int) -> IntArray:
-        """Returns the <int64>[hops] links that a message crosses, in order.
-
-        On a grid the message goes along the last axis first, the shorter way around each. If that
-        way is broken, and on all other networks, it takes a path of the fewest links; among several
-        such paths, the one whose links come first in the table.
-
-        Raises:
-            ConfigError: If no path is left.
-        """
-        pair = (int(source), int(destination))
-        route = self._routes.get(pair)
-        if route is None:
-            route = self._route_by_axes(*pair)
-            if route is None:
-                nodes = self._shortest_path(*pair)
-                route = self.find_links(nodes[:-1], nodes[1:])
-            self._routes[pair] = route
-        return route
-
-    @cached_property
-    def _routes(self) -> dict[tuple[int, int], IntArray]:
-        return {}
-
     @cached_property
     def _neighbours(self) -> dict[int, list[int]]:
         """Nodes that each node has a link to."""
@@ -155,26 +131,15 @@ class Topology:
             neighbours.setdefault(source, []).append(destination)
         return neighbours
 
-    def _route_by_axes(self, source: int, destination: int) -> IntArray | None:
-        """Returns the links of the way by axes; None when it is broken or there is no grid."""
-        if not self.shape or self.switched:
-            return None
-        here = list(np.unravel_index(source, self.shape))
-        target = np.unravel_index(destination, self.shape)
-        nodes = [source]
-        for axis in reversed(range(len(self.shape))):
-            size = self.shape[axis]
-            distance = int(target[axis] - here[axis])
-            if self.wraps[axis]:
-                distance = (distance + (size - 1) // 2) % size - (size - 1) // 2
-            for _ in range(abs(distance)):
-                here[axis] = (here[axis] + np.sign(distance)) % size
-                nodes.append(int(np.ravel_multi_index(here, self.shape)))
-        links = self.find_links(nodes[:-1], nodes[1:])
-        return links if (links >= 0).all() else None
+    def shortest_path(self, source: int, destination: int) -> IntArray:
+        """Returns the <int64>[hops] links of a path of the fewest links.
 
-    def _shortest_path(self, source: int, destination: int) -> list[int]:
-        """Returns the nodes of a path of the fewest links, found breadth first."""
+        Among several such paths, the one whose links come first in the table.
+
+        Raises:
+            ConfigError: If no path is left.
+        """
+        # Breadth first.
         previous = {source: source}
         queue = deque([source])
         while queue and destination not in previous:
@@ -193,7 +158,8 @@ class Topology:
         nodes = [destination]
         while nodes[-1] != source:
             nodes.append(previous[nodes[-1]])
-        return nodes[::-1]
+        nodes.reverse()
+        return self.find_links(nodes[:-1], nodes[1:])
 
 
 def grid(

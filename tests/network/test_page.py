@@ -19,7 +19,7 @@ from moe.network.planner.page_chart import (
     show_seconds,
 )
 from moe.network.planner.page_layout import PITCH, node_names, place_network
-from moe.network.rings import ring_all_reduce, two_way_ring_all_reduce
+from moe.network.rings import grid_all_reduce, torus_all_reduce
 from moe.network.simulate import Simulation, simulate
 from moe.network.topology import Links, Rate, Topology, grid, switch, two_level
 
@@ -39,8 +39,8 @@ def tree() -> Topology:
 
 def simulations(topology: Topology) -> dict[str, Simulation]:
     ranks = topology.live_ranks
-    ring = ring_all_reduce(ranks, len(ranks), num_ranks=topology.num_ranks)
-    both = two_way_ring_all_reduce(ranks, 2 * len(ranks), num_ranks=topology.num_ranks)
+    ring = grid_all_reduce(ranks, len(ranks), num_ranks=topology.num_ranks)
+    both = torus_all_reduce(ranks, 2 * len(ranks), num_ranks=topology.num_ranks)
     return {"ring": simulate(ring, topology, 1e6), "two ways": simulate(both, topology, 1e6)}
 
 
@@ -99,7 +99,7 @@ def test_names_are_texts_and_no_markup() -> None:
 
 def test_a_long_path_is_shortened_and_the_page_says_how_long_it_is() -> None:
     line = grid((103,), wraps=True, bandwidth=8e9, latency=1e-6)
-    part = simulate(ring_all_reduce(range(103), 103), line, 1e6)
+    part = simulate(grid_all_reduce(range(103), 103), line, 1e6)
 
     shown = numbers_in(render_network_page("Long", line, {"ring": part}))
 

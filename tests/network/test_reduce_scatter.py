@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moe.network.algorithms import ALL_REDUCE
 from moe.network.reduce_scatter import owned_reduce_scatter, reduce_scatter_of
-from moe.network.rings import ring_all_reduce, ring_reduce_scatter, two_way_ring_all_reduce
+from moe.network.rings import grid_all_reduce, ring_reduce_scatter, torus_all_reduce
 from moe.network.schedule import Schedule
 from moe.network.topology import Rate, grid, two_level
 from tests.oracles.schedule_promise import ScheduleError, verify
@@ -19,7 +19,7 @@ UNITS = st.integers(0, 53)
 @given(num_ranks=RANKS, num_units=UNITS)
 def test_the_reduce_scatter_in_a_ring_is_its_first_half(num_ranks: int, num_units: int) -> None:
     ring = np.arange(num_ranks)
-    left = reduce_scatter_of(ring_all_reduce(ring, num_units), ring)
+    left = reduce_scatter_of(grid_all_reduce(ring, num_units), ring)
 
     first_half = ring_reduce_scatter(ring, 0, num_units, num_ranks=num_ranks, num_units=num_units)
     for ours, theirs in zip(left.transfers, first_half.transfers, strict=True):
@@ -32,7 +32,7 @@ def test_chunks_may_belong_to_the_ranks_in_any_order(
 ) -> None:
     owners = np.random.default_rng(seed).permutation(num_ranks)
 
-    verify(reduce_scatter_of(two_way_ring_all_reduce(range(num_ranks), num_units), owners))
+    verify(reduce_scatter_of(torus_all_reduce(range(num_ranks), num_units), owners))
 
 
 def test_a_torus_and_a_mesh_with_a_hole_leave_a_reduce_scatter() -> None:
@@ -76,7 +76,7 @@ def test_its_ranks_end_with_sums_of_all_units_between_them(name, network):
 
 
 def test_a_sum_that_is_missing_shows():
-    scatter = owned_reduce_scatter(ring_all_reduce(range(5), 10))
+    scatter = owned_reduce_scatter(grid_all_reduce(range(5), 10))
     table = scatter.transfers
     with pytest.raises(ScheduleError):
         verify(type(scatter)(5, 10, table.select(table.step > 0), scatter.before, scatter.after))

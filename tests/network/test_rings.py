@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,14 +14,13 @@ from moe.errors import ConfigError
 from moe.network.ring_orders import fold
 from moe.network.rings import (
     factorisations,
+    grid_all_reduce,
     grid_reduce_scatter,
-    multi_ring_all_reduce,
-    ring_all_reduce,
     ring_reduce_scatter,
     row_pair_all_reduce,
     torus_all_reduce,
-    two_way_ring_all_reduce,
 )
+from moe.network.routes import find_route
 from moe.network.schedule import IntArray, Schedule
 from moe.network.simulate import simulate
 from moe.network.topology import Topology, grid
@@ -34,8 +34,8 @@ UNIT_LINKS = {"bandwidth": 1.0, "latency": 0.0}
 
 @given(num_ranks=RANKS, num_units=UNITS)
 def test_every_rank_of_a_ring_ends_with_the_sum(num_ranks: int, num_units: int) -> None:
-    verify(ring_all_reduce(range(num_ranks), num_units))
-    verify(two_way_ring_all_reduce(range(num_ranks), num_units))
+    verify(grid_all_reduce(range(num_ranks), num_units))
+    verify(torus_all_reduce(range(num_ranks), num_units))
 
 
 @given(num_ranks=RANKS, num_units=UNITS)
@@ -49,7 +49,7 @@ def test_a_reduce_scatter_backwards_is_an_all_gather(num_ranks: int, num_units: 
 
 
 def test_a_lost_transfer_is_found_wherever_it_is() -> None:
-    whole = ring_all_reduce(range(5), 13)
+    whole = grid_all_reduce(range(5), 13)
     num_rows = len(whole.transfers.step)
 
     for row in range(num_rows):
@@ -78,7 +78,7 @@ def test_shards_of_a_grid_are_summed_and_gathered(shape: list[int], num_units: i
 
 @given(levels=st.lists(st.sampled_from([1, 2, 3, 5, 7]), min_size=1, max_size=3), num_units=UNITS)
 def test_levels_of_a_cluster_sum_exactly(levels: list[int], num_units: int) -> None:
-    verify(multi_ring_all_reduce(levels, num_units))
+    verify(grid_all_reduce(levelled(levels), num_units))
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (6, 4), (3, 2, 5), (1, 4, 3)])
@@ -89,7 +89,7 @@ def test_pairs_of_rows_sum_exactly(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_a_torus_takes_the_steps_of_its_axes_and_not_of_its_ranks(size: int) -> None:
     torus = torus_all_reduce(np.arange(size**2).reshape(size, size), size**2)
-    ring = ring_all_reduce(range(size**2), size**2)
+    ring = grid_all_reduce(range(size**2), size**2)
 
     assert torus.num_steps == 4 * (size - 1)
     assert ring.num_steps == 2 * (size**2 - 1)
@@ -151,7 +151,7 @@ def test_row_pairs_reach_the_bandwidth_of_a_torus_without_a_wrap(num_rows: int) 
 def test_levels_cost_what_the_formula_of_ddl_says() -> None:
     levels = (4, 2, 3)
     num_units = 240
-    schedule = multi_ring_all_reduce(levels, num_units)
+    schedule = grid_all_reduce(levelled(levels), num_units)
     units = units_by_pair(schedule)
 
     # T = sum of 2 (p_i - 1) alpha_i + 2 (p_i - 1) / p_i S / (p_1 ... p_{i-1}) / B_i
@@ -175,13 +175,14 @@ def test_factorisations_are_all_and_ordered() -> None:
     assert factorisations(7, 2) == [(1, 7), (7, 1)]
 
 
-def test_levels_that_do_not_multiply_to_the_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"levels is \(2, 3\); expected sizes whose product is 5"):
-        multi_ring_all_reduce((2, 3), 10, ranks=range(5))
-    with pytest.raises(ConfigError, match="expected at least one size"):
-        multi_ring_all_reduce((), 10)
+def test_rows_of_an_odd_number_are_not_paired() -> None:
     with pytest.raises(ConfigError, match="number of lines to pair is 3"):
         row_pair_all_reduce(np.arange(12).reshape(3, 4), 10)
+
+
+def levelled(levels: Sequence[int]) -> IntArray:
+    """Returns the ranks of a cluster with the fastest level first."""
+    return np.arange(math.prod(levels)).reshape(levels[::-1])
 
 
 def units_by_pair(schedule: Schedule) -> IntArray:
@@ -197,5 +198,5 @@ def link_units(schedule: Schedule, topology: Topology) -> IntArray:
     units = units_by_pair(schedule)
     load = np.zeros(len(topology.links.source), np.int64)
     for source, destination in np.argwhere(units).tolist():
-        load[topology.route(source, destination)] += units[source, destination]
+        load[find_route(source, destination, topology)] += units[source, destination]
     return load

@@ -19,7 +19,7 @@ from moe.network.algorithms import ALL_REDUCE
 from moe.network.ranks.row_exchange import ScheduledAllToAll
 from moe.network.ranks.scheduled import ScheduledCollective
 from moe.network.reduce_scatter import reduce_scatter_of
-from moe.network.rings import ring_all_reduce
+from moe.network.rings import grid_all_reduce
 from moe.network.schedule import Intervals, Schedule, intervals, transfers
 from moe.network.topology import grid
 from tests.distributed.ranks import run_ranks
@@ -202,7 +202,7 @@ def blocks_of_five_ranks(rank, num_ranks):
     # What is no all-to-all among these ranks is refused.
     whole = ring_all_to_all(num_ranks)
     with pytest.raises(AssertionError, match="begins and ends at one rank"):
-        ScheduledAllToAll(ring_all_reduce(range(num_ranks), 10))
+        ScheduledAllToAll(grid_all_reduce(range(num_ranks), 10))
     without_end = replace(whole, after=whole.after._replace(high=whole.after.high - 1))
     with pytest.raises(AssertionError, match="begins at one rank and ends at one"):
         ScheduledAllToAll(without_end)
@@ -221,7 +221,7 @@ def test_blocks_of_any_size_arrive_as_torch_brings_them_and_come_back(tmp_path):
 def with_a_lost_rank(rank, num_ranks, folder):
     """Returns what the others say of a rank that ends in the middle of an exchange."""
     group = dist.new_group(range(num_ranks), timeout=timedelta(seconds=200))
-    collective = ScheduledCollective(ring_all_reduce(range(num_ranks), 30), group)
+    collective = ScheduledCollective(grid_all_reduce(range(num_ranks), 30), group)
     collective.run(torch.ones(30))
     if rank == 1:
         torch.save(None, folder / "1.pt")

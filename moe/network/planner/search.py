@@ -23,6 +23,7 @@ from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError
 from moe.network.planner.placement import Groups, Placement, all_placements
 from moe.network.planner.timing import NetworkTimer, Question, TimedCollective
+from moe.network.routes import find_route
 from moe.network.schedule import IntArray
 from moe.network.topology import Topology
 from moe.network.topology_file import Network
@@ -176,7 +177,7 @@ def estimated_seconds(collective: Collective, groups: Groups, topology: Topology
 
         # The way from the first rank to the next along the axis.
         neighbours = np.moveaxis(ranks, axis, 0).reshape(extent, -1)[:2, 0]
-        route = topology.route(*neighbours.tolist())
+        route = find_route(*neighbours.tolist(), topology)
         latency += rounds * (extent - 1) * float(topology.links.latency[route].sum())
 
         # Bytes over the busiest link of the axis: each rank's bytes of an exchange, over a mean
