@@ -103,14 +103,14 @@ def agreement_table(
     for layer, other in zip(first.layers, second.layers, strict=True):
         num_experts = layer.facts.num_experts
         # With equal numbers, and with the best renumbering.
-        agreement = choice_agreement(layer.first, other.first, num_experts)
+        share, kappa = choice_agreement(layer.first, other.first, num_experts)
         matching = matchings[layer.key]
         partners = " ".join(str(partner + 1) for partner in matching.partner.tolist())
         rows.append(
             [
                 layer_name(layer.key),
-                f"{100 * agreement.share:.1f} %",
-                f"{agreement.load_corrected:.2f}",
+                f"{100 * share:.1f} %",
+                f"{kappa:.2f}",
                 f"{matching.adjusted_rand:.2f}",
                 partners,
             ]

@@ -5,6 +5,8 @@ stmoe inspect view --trace runs/trace --ablation runs/ablation.json --out runs/v
 """
 
 import json
+import math
+from typing import Any
 
 from moe.cli import Parser, integer, model_path, path
 from moe.commands.routing_inputs import add_trace, command_text, load_traced
@@ -12,11 +14,7 @@ from moe.files import output_path, write_text
 from moe.inspection.page.panel_data import LayerClasses, read_ablation, view_classes
 from moe.inspection.page.routing_view import routing_view
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
-from moe.inspection.statistics.routing_entropy import (
-    EntropyEstimate,
-    SentinelEntropy,
-    sentinel_entropies,
-)
+from moe.inspection.statistics.routing_entropy import sentinel_entropies
 from moe.inspection.tables import format_table, loss_sentence
 from moe.parsing import printable, to_json
 from moe.tracing.trace import Trace, layer_name
@@ -82,21 +80,22 @@ def main(argv: list[str]) -> None:
 
 
 def tables_json(
-    trace: Trace, entropies: list[SentinelEntropy], classes: list[LayerClasses], command: str
+    trace: Trace, sentinels: list[dict[str, Any]], classes: list[LayerClasses], command: str
 ) -> str:
     """Returns the numbers of the tables as JSON, in the order of the experts; null is unknown."""
-    sentinels = []
-    for row in entropies:
-        estimates = {"sentinels": row.sentinels, "all_tokens": row.all_tokens}
-        sentinels.append({"layer": layer_name(row.layer), "even": row.even, **estimates})
-
     of_classes = []
     for table in classes:
         for row in table.rows:
-            columns = {"shares": row.shares, "lifts": row.lifts, "p_values": row.p_values}
-            of_class = {"layer": layer_name(table.key), "class": row.name, "tokens": row.num_tokens}
-            of_classes.append({**of_class, **columns})
-
+            of_classes.append(
+                {
+                    "layer": layer_name(table.key),
+                    "class": row.name,
+                    "tokens": row.num_tokens,
+                    "shares": row.shares,
+                    "lifts": row.lifts,
+                    "p_values": row.p_values,
+                }
+            )
     content = {
         "command": command,
         "text": trace.facts.text,
@@ -108,26 +107,19 @@ def tables_json(
     return json.dumps(to_json(content), indent=1) + "\n"
 
 
-def sentinel_table(rows: list[SentinelEntropy]) -> str:
+def sentinel_table(rows: list[dict[str, Any]]) -> str:
     """Returns the paper's Table 14 of a trace: entropies in nats with 95 % intervals."""
     cells = []
     for row in rows:
+        entropies = []
+        for estimate in (row["sentinels"], row["all_tokens"]):
+            is_known = not math.isnan(estimate.value)
+            interval = f"({estimate.low:.2f} to {estimate.high:.2f})"
+            entropies.append(f"{estimate.value:.2f} {interval}" if is_known else "-")
         cells.append(
-            [
-                layer_name(row.layer),
-                _entropy(row.sentinels),
-                _entropy(row.all_tokens),
-                f"{row.even:.2f}",
-                f"{row.sentinels.tokens:,}",
-            ]
+            [row["layer"], *entropies, f"{row['even']:.2f}", f"{row['sentinel_tokens']:,}"]
         )
     return format_table(SENTINEL_HEADER, cells)
-
-
-def _entropy(estimate: EntropyEstimate) -> str:
-    if not estimate.tokens:
-        return "-"
-    return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})"
 
 
 def class_summary(trace: Trace, classes: list[LayerClasses]) -> str:

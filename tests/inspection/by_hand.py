@@ -4,7 +4,6 @@ import torch
 from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from moe.data.tokenizer import to_transformers
-from moe.inspection.statistics.permutations import TokenPlaces
 from moe.sparse.stats import RouterStats
 from moe.tracing.trace import (
     ACCEPTED,
@@ -45,13 +44,6 @@ def a_stack(lengths, *layers, ids=None, targets=()):
     starts = torch.tensor([0, *lengths]).cumsum(0)
     ids = torch.zeros(int(starts[-1])) if ids is None else torch.as_tensor(ids)
     return StackTrace(ids.int(), torch.as_tensor(targets).int(), starts, layers)
-
-
-def places_of(stack, document=None):
-    """Returns the places of a stack's tokens; each example is a document where none is given."""
-    example = stack.example
-    document = example if document is None else torch.as_tensor(document)[example]
-    return TokenPlaces(stack.position, example, document)
 
 
 def a_trace(encoder, decoder=None, *, domains=("",), domain=None, document=None, inputs="abc"):

@@ -7,64 +7,28 @@ import torch
 from sklearn.metrics import adjusted_rand_score, cohen_kappa_score
 
 from moe import DataError
-from moe.inspection.statistics.matching import (
-    adjusted_rand,
-    choice_agreement,
-    match_experts,
-    match_traces,
-)
+from moe.inspection.statistics.contingency import adjusted_rand
+from moe.inspection.statistics.matching import choice_agreement, match_experts, match_traces
 from tests.inspection.by_hand import a_layer, a_stack, a_trace, renamed
 
 
-def random_choices(num_tokens, num_experts, num_choices, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_tokens, num_experts, generator=generator).topk(num_choices).indices
-
-
-def test_the_share_is_that_of_experts_in_both():
-    a = torch.tensor([[0, 1], [2, 3], [4, 0], [1, -1], [-1, -1]])
-    b = torch.tensor([[1, 0], [2, 4], [1, 2], [1, 3], [-1, -1]])
-    agreement = choice_agreement(a, b, 5)
-    assert agreement.share == pytest.approx((1 + 0.5 + 0 + 0.5) / 4)
-    assert agreement.chance == pytest.approx((2 + 2 + 2 + 1) / 4 / 5)
-
-
-def test_random_choices_are_zero_beyond_chance_and_equal_ones_are_one():
-    a = random_choices(20_000, 7, 2, seed=0)
-    chance = choice_agreement(a, random_choices(20_000, 7, 2, seed=1), 7)
-    assert chance.chance == pytest.approx(2 / 7)
-    assert abs(chance.corrected) < 0.02
-    assert abs(chance.load_corrected) < 0.02
-    same = choice_agreement(a, a.flip(1).to(torch.int8), 7)  # the order of choices is no matter
-    assert (same.share, same.corrected, same.load_corrected) == (1, 1, pytest.approx(1))
-
-
-def test_corrected_by_load_it_is_cohens_kappa():
+def test_the_agreement_is_a_share_and_cohens_kappa():
     generator = torch.Generator().manual_seed(0)
     a = torch.multinomial(torch.tensor([0.7, 0.2, 0.1]), 500, True, generator=generator)
     b = torch.where(torch.rand(500, generator=generator) < 0.5, a, a.flip(0))
-    agreement = choice_agreement(a, b, 3)
-    assert agreement.load_corrected == pytest.approx(cohen_kappa_score(a, b))
-    assert agreement.load_chance > agreement.chance == pytest.approx(1 / 3)
+    share, kappa = choice_agreement(a.to(torch.int8), b, 3)
+    assert share == pytest.approx(float((a == b).float().mean()))
+    assert kappa == pytest.approx(cohen_kappa_score(a, b))
 
 
-def test_a_router_that_sends_all_to_one_expert_does_not_agree_beyond_chance():
-    collapsed = torch.zeros(11, dtype=torch.int64)
-    agreement = choice_agreement(collapsed, collapsed, 5)
-    assert agreement.corrected == 1
-    assert math.isnan(agreement.load_corrected)
-
-
-def test_a_text_without_tokens_has_no_agreement():
-    nothing = torch.empty(0, 2, dtype=torch.int64)
-    assert math.isnan(choice_agreement(nothing, nothing, 5).share)
-
-
-def test_choices_of_other_tokens_or_experts_are_refused():
-    with pytest.raises(DataError, match="The choices cover 2 and 3 tokens"):
-        choice_agreement(torch.zeros(2), torch.zeros(3), 5)
-    with pytest.raises(DataError, match="experts from -1 to 5; expected -1 for none, or 0 to 4"):
-        choice_agreement(torch.tensor([-1, 5]), torch.zeros(2), 5)
+def test_agreement_without_choices_or_beyond_chance():
+    a = torch.tensor([0, 1, -1, -1])
+    share, _ = choice_agreement(a, torch.tensor([0, -1, 2, -1]), 5)
+    assert share == pytest.approx(1 / 3)  # a token without choice in both is left out
+    share, kappa = choice_agreement(a * 0, a * 0, 5)
+    assert share == 1
+    assert math.isnan(kappa)  # all tokens go to one expert
+    assert math.isnan(choice_agreement(a[:0], a[:0], 5)[0])
 
 
 def test_the_index_is_that_of_sklearn():

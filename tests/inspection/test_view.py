@@ -423,8 +423,8 @@ def test_a_dense_model_has_nothing_to_show():
 
 
 def test_statistics_of_other_layers_or_experts_are_refused(trace):
-    bar = AblationBar(("decoder", 9), 0, 0, 0, 0, "")
-    with pytest.raises(ConfigError, match=r"a layer of ablation is .*decoder"):
+    bar = AblationBar("decoder", 9, 0, 0, 0, 0, "")
+    with pytest.raises(ConfigError, match=r"a layer of statistics is .*decoder"):
         view_of(trace, ablation=[bar])
     with pytest.raises(ConfigError, match=r"expert of an ablation is 7; .* 0 to 6"):
-        view_of(trace, ablation=[bar._replace(key=("decoder", 0), expert=7)])
+        view_of(trace, ablation=[bar._replace(layer=0, expert=7)])

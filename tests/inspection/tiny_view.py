@@ -111,7 +111,7 @@ def statistics(trace: Trace, name: str = "numbers") -> dict[str, Any]:
         row = ClassRow(name, 19, shares, lifts, p_values, Estimate(1.25, 1.0, 1.5))
         unseen = ClassRow("unseen", 0, [float("nan")] * num_experts, lifts, [1.0] * num_experts)
         classes.append(LayerClasses(layer.key, [row, unseen]))
-        ablation.append(AblationBar(layer.key, 0, 0.25, 0.125, 0.5, name, "drop", 19, [name]))
+        ablation.append(AblationBar(*layer.key, 0, 0.25, 0.125, 0.5, name, 19, [name], "drop"))
     return {"classes": classes, "ablation": ablation}
 
 

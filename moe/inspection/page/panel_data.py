@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import NamedTuple
 
+import torch
 from pydantic import BaseModel
 from transformers import PreTrainedTokenizerFast
 
@@ -20,9 +21,9 @@ from moe.estimates import Estimate
 from moe.files import write_text
 from moe.inspection.ablation.ablate import Ablation
 from moe.inspection.ablation.ablation_table import class_verdicts, expert_effects, top_effects
-from moe.inspection.statistics.permutations import LEAST_DOCUMENTS, token_places
+from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
 from moe.inspection.statistics.routing_entropy import class_entropy
-from moe.inspection.statistics.specialization import class_table, specialization_test
+from moe.inspection.statistics.specialization import class_p_values, class_table
 from moe.inspection.statistics.token_classes import classify, domain_classes
 from moe.parsing import printable, read_record, to_json
 from moe.sparse.editing import LayerKey, Stack
@@ -60,49 +61,41 @@ class AblationBar(NamedTuple):
     """Effect of an expert's ablation on the loss.
 
     Attributes:
-        key: The layer.
+        stack: Stack of the layer.
+        layer: Number of the layer in it, from 0.
         expert: Number of the expert, from 0.
         effect: Change of the loss in nats per token; above 0 the model needs the expert.
-        low: Lower end of its interval.
+        low: Lower end of its interval; None where it is not known.
         high: Upper end of its interval.
         verdict: Conclusion, as text.
-        edit: Name of the intervention, e.g. `drop`.
         lost: Whole targets that greedy decoding gives with the expert only.
         answers: Some of them, `inputs → targets` each.
+        edit: Name of the intervention, e.g. `drop`.
     """
 
-    key: LayerKey
+    stack: Stack
+    layer: int
     expert: int
     effect: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     verdict: str
-    edit: str = ""
     lost: int = 0
     answers: Sequence[str] = ()
+    edit: str = ""
 
 
 def check_statistics(
     trace: Trace, classes: Sequence[LayerClasses], ablation: Sequence[AblationBar]
 ) -> None:
-    """Raises a ConfigError unless the statistics are of layers and experts of the trace.
-
-    Args:
-        trace: The trace on the page.
-        classes: Class tables.
-        ablation: Bars.
-    """
+    """Raises a ConfigError unless the statistics are of layers and experts of the trace."""
     num_experts = {layer.key: layer.facts.num_experts for layer in trace.layers}
-    expected = f"a layer of the trace: {', '.join(map(str, num_experts))}"
-    statistics = {"classes": classes, "ablation": ablation}
-    for name, values in statistics.items():
-        for value in values:
-            check(value.key in num_experts, f"a layer of {name}", value.key, expected)
-
-    for bar in ablation:
-        largest = num_experts[bar.key] - 1
-        expected = f"an expert of {layer_name(bar.key)}, from 0 to {largest}"
-        check(0 <= bar.expert <= largest, "expert of an ablation", bar.expert, expected)
+    experts: list[tuple[LayerKey, int]] = [(table.key, 0) for table in classes]
+    experts += [((bar.stack, bar.layer), bar.expert) for bar in ablation]
+    for key, expert in experts:
+        check(key in num_experts, "a layer of statistics", key, f"one of {list(num_experts)}")
+        expected = f"an expert of {layer_name(key)}, from 0 to {num_experts[key] - 1}"
+        check(0 <= expert < num_experts[key], "expert of an ablation", expert, expected)
 
 
 def view_classes(
@@ -132,34 +125,31 @@ def view_classes(
         if len(trace.facts.domains) > 1:
             groups.append(domain_classes(trace, stack))
 
-        rows: dict[LayerKey, list[ClassRow]] = {layer.key: [] for layer in part.layers}
+        rows: list[list[ClassRow]] = [[] for _ in part.layers]
         for classes in groups:
             # All layers of a stack are shuffled alike, so that p-values hold for all of them jointly.
-            p_values: dict[LayerKey, list[list[float]]] = {}
+            shape = len(part.layers), len(classes.names), 1
+            p_values = list(torch.full(shape, math.nan))
             if has_p_values:
-                places = token_places(trace, stack)
-                tests = specialization_test(
-                    part.layers, classes, places, num_permutations=num_permutations, seed=seed
-                )
-                p_values = {test.layer: test.p_value.tolist() for test in tests}
+                options = {"num_permutations": num_permutations, "seed": seed}
+                p_values = class_p_values(part, classes, trace.document, **options)
 
-            for layer in part.layers:
+            for layer, of_layer, p_value in zip(part.layers, rows, p_values, strict=True):
                 table = class_table(layer, classes)
-                unknown = [[math.nan] * layer.facts.num_experts] * len(classes.names)
-                p_values_of_layer = p_values.get(layer.key, unknown)
+                p_value = p_value.expand(table.share.shape)
                 for number, name in enumerate(classes.names):
-                    entropy = class_entropy(layer, classes.members[number], document)
-                    rows[layer.key].append(
+                    of_layer.append(
                         ClassRow(
                             name=name,
                             num_tokens=int(table.tokens[number]),
                             shares=table.share[number].tolist(),
                             lifts=table.lift[number].tolist(),
-                            p_values=p_values_of_layer[number],
-                            entropy=Estimate(entropy.value, entropy.low, entropy.high),
+                            p_values=p_value[number].tolist(),
+                            entropy=class_entropy(layer, classes.members[number], document),
                         )
                     )
-        tables += [LayerClasses(key, of_layer) for key, of_layer in rows.items()]
+        for layer, of_layer in zip(part.layers, rows, strict=True):
+            tables.append(LayerClasses(layer.key, of_layer))
     return tables
 
 
@@ -178,15 +168,16 @@ def ablation_bars(
     for effect in effects:
         verdict = purposes.get((effect.key, effect.expert), "no effect was shown")
         lost = lost_by_layer[effect.key][effect.expert].nonzero().flatten().tolist()
+        answers = [answer_text(trace, tokenizer, number) for number in lost[:_SHOWN_ANSWERS]]
         bars.append(
             AblationBar(
-                effect.key,
+                *effect.key,
                 effect.expert,
                 *effect.effect,
                 verdict=verdict,
-                edit=ablation.intervention,
                 lost=len(lost),
-                answers=[answer_text(trace, tokenizer, number) for number in lost[:_SHOWN_ANSWERS]],
+                answers=answers,
+                edit=ablation.intervention,
             )
         )
     bars.sort(key=lambda bar: bar.effect, reverse=True)
@@ -211,26 +202,12 @@ _SHOWN_CHARACTERS = 80
 _ADVICE = "Make it again: `stmoe inspect ablate`."
 
 
-class _Effect(BaseModel, frozen=True):
-    """An `AblationBar`; None for an end of its interval that is not known."""
-
-    stack: Stack
-    layer: int
-    expert: int
-    effect: float
-    low: float | None
-    high: float | None
-    verdict: str
-    lost: int = 0
-    answers: list[str] = []
-
-
 class _Ablation(BaseModel, frozen=True):
     """The fields that the view reads; the others are for people."""
 
     intervention: str
     inputs_fingerprint: str
-    effects: list[_Effect]
+    effects: list[AblationBar]
 
 
 def write_ablation(
@@ -241,20 +218,21 @@ def write_ablation(
     command: str = "",
 ) -> None:
     """Writes an ablation on the examples of a trace, whole or not at all; experts count from 0."""
-    effects = []
-    for bar in ablation_bars(ablation, trace, tokenizer):
-        stack, layer = bar.key
-        fields = bar._asdict()
-        del fields["key"], fields["edit"]
-        effects.append({"stack": stack, "layer": layer, **fields})
-
+    effects = [bar._asdict() for bar in ablation_bars(ablation, trace, tokenizer)]
     verdicts = []
     for verdict in class_verdicts(ablation):
         stack, layer = verdict.key
-        fields = verdict._asdict()
-        kept = {name: fields[name] for name in ("expert", "token_class", "num_tokens")}
-        answer = {"effect": verdict.effect.value, "answer": verdict.answer}
-        verdicts.append({"stack": stack, "layer": layer, **kept, **answer})
+        verdicts.append(
+            {
+                "stack": stack,
+                "layer": layer,
+                "expert": verdict.expert,
+                "token_class": verdict.token_class,
+                "num_tokens": verdict.num_tokens,
+                "effect": verdict.effect.value,
+                "answer": verdict.answer,
+            }
+        )
 
     # JSON has no infinity: an end that is not known is null.
     content = {
@@ -284,19 +262,4 @@ def read_ablation(path: Path, trace: Trace) -> list[AblationBar]:
             f"{path} was computed on inputs {content.inputs_fingerprint[:12]}, but the trace on inputs "
             f"{trace.facts.inputs_fingerprint[:12]}. {_ADVICE}"
         )
-    bars = []
-    for effect in content.effects:
-        bars.append(
-            AblationBar(
-                key=(effect.stack, effect.layer),
-                expert=effect.expert,
-                effect=effect.effect,
-                low=-math.inf if effect.low is None else effect.low,
-                high=math.inf if effect.high is None else effect.high,
-                verdict=effect.verdict,
-                edit=content.intervention,
-                lost=effect.lost,
-                answers=effect.answers,
-            )
-        )
-    return bars
+    return [bar._replace(edit=content.intervention) for bar in content.effects]

@@ -12,83 +12,35 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from moe.errors import DataError
-from moe.inspection.statistics.contingency import one_hot_choices
+from moe.inspection.statistics.contingency import adjusted_rand
 from moe.sparse.editing import LayerKey
 from moe.tracing.trace import LayerTrace, Trace, layer_name
 
 
-class Agreement(NamedTuple):
-    """Agreement of two sets of choices for the same tokens.
+def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> tuple[float, float]:
+    """Returns the share of tokens with the same first choice in both, and Cohen's kappa.
 
-    Attributes:
-        share: Mean over tokens of the experts chosen in both, over those chosen; NaN without tokens.
-        chance: Expected share if experts were drawn evenly: K / E.
-        corrected: (share - chance) / (1 - chance): 0 by even chance, 1 for the same choices.
-        load_chance: Expected share if tokens exchanged their choices: above `chance` when a
-            few experts have most of the load, even if choices do not depend on tokens.
-        load_corrected: `share` corrected for `load_chance`; for one choice, Cohen's kappa. NaN when
-            chance alone gives 1.
-    """
-
-    share: float
-    chance: float
-    corrected: float
-    load_chance: float
-    load_corrected: float
-
-
-def choice_agreement(a: Tensor, b: Tensor, num_experts: int) -> Agreement:
-    """Returns the agreement of two sets of choices of the same tokens.
-
-    If a token has more choices in one set, the larger number counts; tokens without choices in both
-    are left out.
+    Kappa is the share beyond chance: 0 if tokens exchanged their choices, however uneven the load,
+    and 1 for the same choices; NaN when chance alone gives 1. Tokens without choice in both are
+    left out.
 
     Args:
-        a: <any integer>[N] or [N, K] expert of each choice, -1 for none.
-        b: <any integer>[N] or [N, K] expert of each choice in the other set.
+        a: <any integer>[N] first choice of each token, -1 for none.
+        b: <any integer>[N] first choice in the other model.
         num_experts: E.
 
-    Raises:
-        DataError: When the shapes differ, or an expert is out of range.
-
     Source:
-        OLMoE (arXiv:2409.02060) eq. 5.
+        OLMoE (arXiv:2409.02060) eq. 5, for one choice.
     """
-    # Experts chosen by each token.
-    chosen_a = one_hot_choices(a, num_experts)  # [N, E]
-    chosen_b = one_hot_choices(b, num_experts)
-    if len(chosen_a) != len(chosen_b):
-        raise DataError(
-            f"The choices cover {len(chosen_a):,} and {len(chosen_b):,} tokens; expected the same tokens. Trace the "
-            "same text with both."
-        )
+    is_counted = (a >= 0) | (b >= 0)
+    a = a[is_counted].long() + 1
+    b = b[is_counted].long() + 1
+    share = float((a == b).double().mean())
 
-    # Experts that a token has in each, in both, and at most.
-    num_a = chosen_a.sum(dim=1)  # [N]
-    num_b = chosen_b.sum(dim=1)
-    most = torch.maximum(num_a, num_b)
-    is_counted = most > 0
-    most = most[is_counted]
-    common = (chosen_a * chosen_b).sum(dim=1)[is_counted]
-    share = float((common / most).mean())
-
-    # By chance: evenly, and by the load of both.
-    fewest = torch.minimum(num_a, num_b)[is_counted]
-    chance = float(fewest.mean()) / num_experts
-    load_a = chosen_a[is_counted].mean(dim=0)  # [E]
-    load_b = chosen_b[is_counted].mean(dim=0)
-    load_chance = float(load_a @ load_b / most.mean())
-    return Agreement(
-        share=share,
-        chance=chance,
-        corrected=_corrected(share, chance),
-        load_chance=load_chance,
-        load_corrected=_corrected(share, load_chance),
-    )
-
-
-def _corrected(share: float, chance: float) -> float:
-    return (share - chance) / (1 - chance) if chance < 1 else math.nan
+    load_a = torch.bincount(a, minlength=num_experts + 1)[1:].double() / a.numel()
+    load_b = torch.bincount(b, minlength=num_experts + 1)[1:].double() / b.numel()
+    chance = float(load_a @ load_b)
+    return share, (share - chance) / (1 - chance) if chance < 1 else math.nan
 
 
 class ExpertMatching(NamedTuple):
@@ -177,36 +129,3 @@ def match_traces(a: Trace, b: Trace) -> dict[LayerKey, ExpertMatching]:
             "Compare single layers with match_experts."
         )
     return {key: match_experts(layers_a[key], layers_b[key]) for key in layers_a}
-
-
-def adjusted_rand(counts: Tensor) -> float:
-    """Returns the agreement of two groupings of tokens beyond chance: 0 by chance, 1 for the same.
-
-    Args:
-        counts: <int64>[E, E'] tokens by their groups in both.
-
-    Returns:
-        1 where both put all tokens into one group, or each into its own; NaN without tokens.
-
-    Source:
-        Hubert and Arabie, Comparing partitions (1985).
-    """
-    num_tokens = int(counts.sum())
-    if not num_tokens:
-        return math.nan
-
-    # Pairs of tokens that are together in both, and in each.
-    together = _pairs(counts).sum()
-    in_a = _pairs(counts.sum(dim=1)).sum()
-    in_b = _pairs(counts.sum(dim=0)).sum()
-    pairs = num_tokens * (num_tokens - 1) / 2
-    expected = float(in_a * in_b) / pairs if pairs else 0.0
-    most = float(in_a + in_b) / 2
-    if most == expected:
-        return 1.0
-    return (float(together) - expected) / (most - expected)
-
-
-def _pairs(counts: Tensor) -> Tensor:
-    counts = counts.double()
-    return counts * (counts - 1) / 2

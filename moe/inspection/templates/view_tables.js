@@ -180,7 +180,7 @@ function buildAblation() {
 }
 
 function ablationBar(bar, low, high) {
-  const layer = layerOfKey(bar.key);
+  const layer = layerOfKey([bar.stack, bar.layer]);
   const at = (value) => `${(100 * (value - low)) / (high - low || 1)}%`;
   const edit = bar.edit ? ` · ${bar.edit}` : "";
   const name = expertButton(layer, bar.expert, ` ${layer.name}, expert ${bar.expert + 1}${edit}`);
