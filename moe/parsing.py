@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
+from pydantic_core import to_json as encode_json
 from yaml.constructor import ConstructorError
 
 from moe.checks import shown
@@ -263,6 +264,9 @@ def to_record(
         )
 
     try:
+        # Strictly, a dataclass takes an object only of JSON.
+        if is_dataclass(kind):
+            return _reader(kind).validate_json(encode_json(value), strict=True)
         return _reader(kind).validate_python(value, strict=True)
 
     # Report the first mistake.

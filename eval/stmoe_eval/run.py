@@ -30,7 +30,7 @@ from stmoe_eval.reports.records import (
     SystemResult,
     TaskResult,
 )
-from stmoe_eval.reports.report_files import device_name, library_versions, model_info, save_report
+from stmoe_eval.reports.report_files import device_name, library_versions, model_info, write_reports
 from stmoe_eval.reports.run_folder import predictions_path, write_examples
 from stmoe_eval.reports.task_summary import (
     HeadlineDraws,
@@ -85,8 +85,7 @@ def evaluate(
         scoring: How choices are ranked; None for the log-probability with the end token.
         baselines: Data that the baselines may use; None for all training examples.
         contamination: Folder of a corpus to search for the examples; None for none.
-        out: Receives examples/, predictions/ and the reports. An existing report with results that
-            the new one lacks is kept as report.1.json.
+        out: Receives examples/, predictions/ and the reports; existing reports are replaced.
         command: The command line, for the report.
         world: The ranks.
         ep: Ranks over which the experts of a layer are sharded.
@@ -160,10 +159,10 @@ def evaluate(
                 asked = asked._replace(baselines=_together(fit if is_first else _nothing))
                 answers = _answer_task(systems, asked, modes, scoring, out)
                 if is_first:
-                    written = write_examples(out, task, asked.examples)
+                    digest = write_examples(out, task, asked.examples)
                     submissions = _write_submissions(out, asked, answers)
                     result, task_draws = summarize_task(
-                        asked, answers, tokenizer, report.models, written, submissions
+                        asked, answers, tokenizer, report.models, digest, submissions
                     )
                     result = _with_costs(result, systems, answers)
                     timings += _timings(report, result, answers)
@@ -180,7 +179,7 @@ def evaluate(
                 report = replace(
                     report, tasks=[*results], averages=averages, failed=[*failed], timings=merged
                 )
-                report = save_report(report, out, last=task is chosen[-1])
+                write_reports(report, out)
     return report if is_first else None
 
 

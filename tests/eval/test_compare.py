@@ -16,12 +16,12 @@ from stmoe_eval.answers.predictions_file import (
     PredictionsFile,
     ScoringFields,
 )
-from stmoe_eval.answers.sealed_json import seal
 from stmoe_eval.commands.compare import compare_runs, comparison_markdown
 from stmoe_eval.reports.run_folder import examples_path, predictions_path, write_examples
 from stmoe_eval.reports.task_summary import score_system
 from stmoe_eval.task import TASKS
 from tests.eval.conftest import colour_task
+from tests.eval.results import a_model, a_report, a_task
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +48,12 @@ def write_run(
         predictions.resume([], lambda whole: whole)
         made = made_by(mode, examples, answers)
         predictions.append([Batch([prediction], {}) for prediction in reversed(made)])
-        rows.append(to_json(score_system(task, examples, answers, name, mode).result))
-    entry = {"task": task.name, "version": task.version, "split": "validation", "limit": limit}
-    entry |= {"num_examples": len(examples), "decoding": task.decoding._asdict(), "systems": rows}
-    entry |= write_examples(folder, task, examples)._asdict()
-    report = {"settings": {"scoring": to_json(scoring)}, "tasks": [{**entry, **changes}]}
-    report["models"] = {name: {"fingerprint": "f" * 16}}
-    write_text(folder / "report.json", seal(json.dumps(report)))
+        rows.append(score_system(task, examples, answers, name, mode).result)
+    fields = {"version": task.version, "num_examples": len(examples), "limit": limit}
+    fields |= {"decoding": task.decoding, "digest": write_examples(folder, task, examples)}
+    result = replace(a_task(task.name), systems=rows, **{**fields, **changes})
+    report = a_report(result, models={name: a_model(fingerprint="f" * 16)})
+    write_text(folder / "report.json", json.dumps(to_json(report)))
     return str(folder)
 
 
@@ -163,7 +162,7 @@ def test_answers_or_examples_that_are_not_whole_are_said(tmp_path):
 
     file = examples_path(tmp_path / "b", "colour")
     file.write_text(file.read_text()[:-7])
-    with pytest.raises(DataError, match=r"colour\.jsonl holds 24 of the 25 examples in the rep"):
+    with pytest.raises(DataError, match=r"colour\.jsonl, line 25"):
         compare_runs(a, b)
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,15 +26,15 @@ from stmoe_eval.dev_scores import read_tasks
 from stmoe_eval.reports import task_summary
 from stmoe_eval.reports.records import FailedTask
 from stmoe_eval.reports.run_folder import (
-    SavedReport,
-    SavedTask,
     predictions_path,
     read_answers,
+    read_report,
     write_examples,
 )
 from stmoe_eval.run import check_tasks, evaluate, read_task
 from stmoe_eval.scores.superglue import SUPERGLUE
 from stmoe_eval.task import TASKS
+from tests.eval.results import a_model, a_report, a_task
 
 FIXTURES = Path(__file__).parent / "fixtures"
 HIDDEN = [name for name in TASKS.names() if "test" in TASKS.get(name).source.hidden]
@@ -74,14 +75,14 @@ def test_a_task_that_fails_leaves_the_others_whole(folders, tmp_path, monkeypatc
         return []
 
     written = []
-    save = stmoe_eval.run.save_report
+    write = stmoe_eval.run.write_reports
 
-    def count_and_save(report, out, **options):
+    def count_and_write(report, out):
         written.append(len(report.tasks))
-        return save(report, out, **options)
+        write(report, out)
 
     monkeypatch.setattr(task_summary, "class_counts", count_classes)
-    monkeypatch.setattr(stmoe_eval.run, "save_report", count_and_save)
+    monkeypatch.setattr(stmoe_eval.run, "write_reports", count_and_write)
     (tmp_path / "data").mkdir()
     for name in ("boolq", "rte", "copa"):
         (tmp_path / "data" / name).symlink_to(FIXTURES / name)
@@ -91,8 +92,7 @@ def test_a_task_that_fails_leaves_the_others_whole(folders, tmp_path, monkeypatc
     assert "There is no folder" in report.failed[0].message
     assert report.failed[1] == FailedTask("copa", "ZeroDivisionError: of a bug")
     assert written == [0, 1, 1, 2]  # after each task
-    saved = json.loads((tmp_path / "out/report.json").read_text())
-    assert saved == {**to_json(report), "sha256": saved["sha256"]}
+    assert read_report(tmp_path / "out").failed == report.failed
 
 
 def test_two_evaluations_at_once_do_not_write_to_one_folder(folders, tmp_path):
@@ -165,20 +165,12 @@ def test_examples_of_every_task_score_the_same_when_they_are_read_back(name, tmp
     predictions.resume([], lambda whole: whole)
     made = [Prediction(e.id, out, None) for e, out in zip(examples, outputs, strict=True)]
     predictions.append([Batch(made, {})])
-    saved = SavedTask(
-        task=name,
-        version=task.version,
-        split=task.split,
-        limit=None,
-        num_examples=len(examples),
-        decoding=task.decoding,
-        systems=[],
-        **write_examples(tmp_path, task, examples)._asdict(),
-    )
-    report = SavedReport(tmp_path, {"model": "f"}, scoring, {name: saved})
-    answers = read_answers(report, name, "model", "generate")
+    digest = write_examples(tmp_path, task, examples)
+    saved = replace(a_task(name), version=task.version, decoding=task.decoding, digest=digest)
+    report = a_report(saved, models={"model": a_model(fingerprint="f")})
+    found = read_answers(tmp_path, report, saved, "model", "generate")
     expected = pytest.approx(task.scores(examples, outputs), nan_ok=True)
-    assert task.scores(answers.examples, answers.outputs) == expected
+    assert task.scores(*found) == expected
 
 
 @pytest.mark.parametrize(
@@ -249,10 +241,6 @@ def test_a_label_budget_is_that_of_fine_tuning_and_is_said(folders, tmp_path):
         report = run(folders, ["boolq"], tmp_path / "out", baselines=settings, **options)
         fitted_to = f"{size} of 20 training examples (seed 3)"
         assert {system.fitted_to for system in baselines_of(report).values()} == {fitted_to}
-
-    # What fewer labels gave is not overwritten.
-    assert report.earlier == "report.1.json"
-    assert "7 of 20 training examples" in (tmp_path / "out/report.1.json").read_text()
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,8 @@ _NAMES_IN_FILE = {"dropped_by_choice": "dropped_by_place"}
 class RouterSummary(NamedTuple):
     """Routing statistics of a stack; see `moe.sparse.stats.summarize`. Padding is not counted.
 
+    In report.json, None stands for a number that is not finite.
+
     Attributes:
         fraction_dropped: Share of the tokens that reached no expert.
         load_cv: Standard deviation over mean of the expert load.
@@ -62,10 +64,10 @@ class RouterSummary(NamedTuple):
         expert_load: Number of tokens that chose each expert.
     """
 
-    fraction_dropped: float
-    load_cv: float
-    max_over_mean: float
-    dead_experts: float
+    fraction_dropped: float | None
+    load_cv: float | None
+    max_over_mean: float | None
+    dead_experts: float | None
     expert_load: list[int]
 
 

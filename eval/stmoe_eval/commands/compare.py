@@ -15,20 +15,22 @@ from moe.parsing import printable, to_json
 from stmoe_eval.answers.predict import MODES
 from stmoe_eval.commands.command import name_list
 from stmoe_eval.pairs import find_task
-from stmoe_eval.reports.formatting import NOTED, markdown_cell, markdown_table, shorten
-from stmoe_eval.reports.records import ComparedModel, Comparison, ExampleDifference, TaskComparison
-from stmoe_eval.reports.run_folder import (
-    SavedAnswers,
-    SavedReport,
-    SavedTask,
-    read_answers,
-    read_report,
+from stmoe_eval.reports.formatting import NOTED, markdown_table, shorten
+from stmoe_eval.reports.records import (
+    ComparedModel,
+    Comparison,
+    ExampleDifference,
+    Report,
+    TaskComparison,
+    TaskResult,
 )
-from stmoe_eval.scores.intervals import ScoredAnswers, score_answers, task_seed
+from stmoe_eval.reports.run_folder import read_answers, read_report
+from stmoe_eval.scores.intervals import score_answers, task_seed
 from stmoe_eval.scores.pairing import MetricComparison, compare_answers
 from stmoe_eval.task import Task
 
 _SHOWN_EXAMPLES = 10
+_SHOWN_CHARACTERS = 300
 _WRITTEN_CHARACTERS = 500
 _METRIC_HEADER = ["metric", "A", "B", "A - B", "95 % interval", "p", "wins", "losses", "ties"]
 _EXAMPLE_HEADER = ["id", "inputs", "target", "A", "B", "score A", "score B"]
@@ -39,30 +41,20 @@ class Side(NamedTuple):
 
     Attributes:
         name: Name of the model in the run.
-        report: The report of the run.
+        folder: Folder of the run.
+        report: Its report.
+        tasks: Tasks of the report by name.
     """
 
     name: str
-    report: SavedReport
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the run."""
-        return self.report.folder
-
-    @property
-    def tasks(self) -> dict[str, SavedTask]:
-        """Tasks of the report by name."""
-        return self.report.tasks
+    folder: Path
+    report: Report
+    tasks: dict[str, TaskResult]
 
     def modes(self, task: str) -> list[str]:
         """Returns the modes in which the model answered a task; empty for none."""
-        if task not in self.tasks:
-            return []
-        systems = self.tasks[task].systems
-        return [
-            system.mode for system in systems if system.name == self.name and system.mode in MODES
-        ]
+        systems = self.tasks[task].systems if task in self.tasks else []
+        return [one.mode for one in systems if one.name == self.name and one.mode in MODES]
 
 
 def build_parser() -> Parser:
@@ -151,12 +143,14 @@ def _read_side(text: str) -> Side:
 
     # The first model, unless another is named.
     report = read_report(Path(folder))
-    names = list(report.fingerprints)
+    names = list(report.models)
     if name and name not in names:
         raise ConfigError(
             f"There is no model {name!r} in {folder}.{did_you_mean(name, names)} It has {', '.join(names)}."
         )
-    return Side(name or names[0], report)
+    path = Path(folder)
+    home = path if path.is_dir() else path.parent
+    return Side(name or names[0], home, report, {task.task: task for task in report.tasks})
 
 
 def _common_tasks(
@@ -246,27 +240,38 @@ def _check_same_examples(a: Side, b: Side, name: str) -> Task:
 def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
     """Returns the differences of two sides on one task."""
     task = _check_same_examples(a, b, name)
-    answers_a = read_answers(a.report, name, a.name, mode)
-    answers_b = read_answers(b.report, name, b.name, mode)
-    examples = answers_a.examples
+    examples, outputs_a = read_answers(a.folder, a.report, a.tasks[name], a.name, mode)
+    _, outputs_b = read_answers(b.folder, b.report, b.tasks[name], b.name, mode)
     groups = [example.group for example in examples]
 
     # Both sides are rescored from their answers.
-    scored_a = score_answers(task.metrics, *task.values(examples, answers_a.outputs))
-    scored_b = score_answers(task.metrics, *task.values(examples, answers_b.outputs))
+    scored_a = score_answers(task.metrics, *task.values(examples, outputs_a))
+    scored_b = score_answers(task.metrics, *task.values(examples, outputs_b))
     metrics = []
     for metric in task.metrics:
         metrics.append(compare_answers(metric, scored_a, scored_b, groups, task_seed(name)))
 
     # Examples with different scores, the largest difference first.
-    gaps = np.abs(scored_a.headline_scores - scored_b.headline_scores)  # [N]
-    descending = (-gaps).argsort(kind="stable")
-    differing = [int(row) for row in descending if gaps[row] > 0]
+    each_a = scored_a.headline_scores  # [N]
+    each_b = scored_b.headline_scores  # [N]
+    gaps = np.abs(each_a - each_b)
+    differences = []
+    for row in (-gaps).argsort(kind="stable"):
+        if gaps[row] > 0:
+            example = examples[row]
+            differences.append(
+                ExampleDifference(
+                    id=example.id,
+                    inputs=shorten(example.inputs, _WRITTEN_CHARACTERS),
+                    targets=shorten(example.targets, _WRITTEN_CHARACTERS),
+                    a=shorten(outputs_a[row], _WRITTEN_CHARACTERS),
+                    b=shorten(outputs_b[row], _WRITTEN_CHARACTERS),
+                    score_a=float(each_a[row]),
+                    score_b=float(each_b[row]),
+                )
+            )
 
-    num_outputs_differ = 0
-    for output_a, output_b in zip(answers_a.outputs, answers_b.outputs, strict=True):
-        num_outputs_differ += output_a != output_b
-
+    pairs = zip(outputs_a, outputs_b, strict=True)
     return TaskComparison(
         task=name,
         mode=mode,
@@ -275,35 +280,10 @@ def _compare_task(a: Side, b: Side, name: str, mode: str) -> TaskComparison:
         num_examples=len(examples),
         num_groups=len(set(groups)),
         metrics=metrics,
-        num_outputs_differ=num_outputs_differ,
-        num_scores_differ=len(differing),
-        examples=_example_differences(answers_a, answers_b, scored_a, scored_b, differing),
+        num_outputs_differ=sum(one != other for one, other in pairs),
+        num_scores_differ=len(differences),
+        examples=differences,
     )
-
-
-def _example_differences(
-    a: SavedAnswers,
-    b: SavedAnswers,
-    scored_a: ScoredAnswers,
-    scored_b: ScoredAnswers,
-    rows: Sequence[int],
-) -> list[ExampleDifference]:
-    """Returns these rows of the examples with both answers and their scores."""
-    differences = []
-    for row in rows:
-        example = a.examples[row]
-        differences.append(
-            ExampleDifference(
-                id=example.id,
-                inputs=shorten(example.inputs, _WRITTEN_CHARACTERS),
-                targets=shorten(example.targets, _WRITTEN_CHARACTERS),
-                a=shorten(a.outputs[row], _WRITTEN_CHARACTERS),
-                b=shorten(b.outputs[row], _WRITTEN_CHARACTERS),
-                score_a=float(scored_a.headline_scores[row]),
-                score_b=float(scored_b.headline_scores[row]),
-            )
-        )
-    return differences
 
 
 # ---------------------------------------------------------------------------
@@ -391,9 +371,9 @@ def _task_section(task: TaskComparison) -> list[str]:
 
     rows = []
     for example in task.examples[:_SHOWN_EXAMPLES]:
-        texts = (example.id, example.inputs, example.targets, example.a, example.b)
-        scores = (example.score_a, example.score_b)
-        rows.append([*map(markdown_cell, texts), *map(format_score, scores)])
+        texts = [example.inputs, example.targets, example.a, example.b]
+        cells = [shorten(text, _SHOWN_CHARACTERS) for text in (example.id, *texts)]
+        rows.append([*cells, format_score(example.score_a), format_score(example.score_b)])
     lines += [
         f"The largest of {len(task.examples):,} differences; all are in compare.json.",
         "",

@@ -22,12 +22,7 @@ from stmoe_eval.commands.command import add_inference_options, inference_of, nam
 from stmoe_eval.pairs import read_pairs_task
 from stmoe_eval.reports.formatting import NOTED, format_marked_interval
 from stmoe_eval.reports.records import AverageScore, MetricScore, Report, SystemResult, TaskResult
-from stmoe_eval.reports.report_text import (
-    contamination_sentence,
-    cost_rows,
-    earlier_report_sentence,
-    signature_sentences,
-)
+from stmoe_eval.reports.report_text import contamination_sentence, cost_rows, signature_sentences
 from stmoe_eval.reports.scoreboard import NOT_SCORED
 from stmoe_eval.run import evaluate
 from stmoe_eval.task import SPLITS, Task
@@ -188,8 +183,6 @@ def main(argv: list[str]) -> None:
     print_scores(report)
     _print_costs(report)
     print(f"The reports are {', '.join(str(out / name) for name in _REPORTS)}.")
-    if report.earlier:
-        print(earlier_report_sentence(str(out / report.earlier)))
     for failure in report.failed:
         print(f"error: {failure.task} failed: {failure.message}", file=sys.stderr)
     if report.failed:

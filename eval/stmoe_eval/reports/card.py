@@ -8,8 +8,6 @@ from stmoe_eval.answers.predict import MODES
 from stmoe_eval.reports.formatting import NOTED, format_marked_interval, markdown_table
 from stmoe_eval.reports.records import MetricScore, Report, SystemResult, TaskResult
 
-_HEADER = ["task", "split", "metric", "score", "95 % interval", "mode", "examples"]
-
 
 def model_card(report: Report) -> str:
     """Returns the header and the section on results of the report's first model."""
@@ -23,28 +21,20 @@ def model_card(report: Report) -> str:
             for score in system.scores:
                 if score.value is not None:
                     results.append(_hub_result(task, system, score, score.value))
-                rows.append(
-                    [
-                        task.task,
-                        task.split,
-                        score.metric,
-                        format_score(score.value),
-                        format_marked_interval(score),
-                        system.mode,
-                        f"{system.num_examples:,}",
-                    ]
-                )
+                value = [format_score(score.value), format_marked_interval(score)]
+                row = [task.task, task.split, score.metric, *value, system.mode]
+                rows.append([*row, f"{system.num_examples:,}"])
     for average in report.averages:
         if average.name == name:
-            value = format_score(average.value)
-            spread = format_marked_interval(average)
-            rows.append(["SuperGLUE", "", "average", value, spread, average.mode, ""])
+            value = [format_score(average.value), format_marked_interval(average)]
+            rows.append(["SuperGLUE", "", "average", *value, average.mode, ""])
 
     lines = []
     if results:
         header = ModelCardData(model_name=printable(name), eval_results=results).to_yaml()
         lines += ["---", header, "---", ""]
-    lines += ["## Results", "", *markdown_table(_HEADER, rows), ""]
+    header = ["task", "split", "metric", "score", "95 % interval", "mode", "examples"]
+    lines += ["## Results", "", *markdown_table(header, rows), ""]
     lines += [f"Made by `{report.command}`; 95 % intervals over groups of examples.", ""]
     if any(NOTED in row[4] for row in rows):
         lines += [f"{NOTED} The report has a note on this interval.", ""]
@@ -65,22 +55,15 @@ def _hub_result(
     data = task.data
     name = task.variant_of or task.task
     prompt = f" with the prompt of {task.prompt_source}" if task.variant_of else ""
-
-    # Tasks from the hub use the hub's name, others their own.
-    dataset_type = "local"
-    dataset_config = name
-    dataset_split = task.split
+    dataset = ("local", name, task.split)
     if data.folder is None and data.repository is not None:
-        dataset_type = data.repository
-        dataset_config = data.config
-        dataset_split = data.split
-
+        dataset = (data.repository, data.config, data.split)
     return EvalResult(
         task_type="text2text-generation",
-        dataset_type=dataset_type,
+        dataset_type=dataset[0],
         dataset_name=name if data.folder is None else f"{name} (rows of a local folder)",
-        dataset_config=dataset_config,
-        dataset_split=dataset_split,
+        dataset_config=dataset[1],
+        dataset_split=dataset[2],
         dataset_args=None if task.limit is None else {"limit": task.limit},
         metric_type=score.metric,
         metric_name=f"{score.metric} by {system.mode}{prompt}",

@@ -1,4 +1,4 @@
-"""Intervals with their mark, long texts, Markdown tables and lists; `moe.inspection.formatting` has the
+"""Intervals with their mark, long texts and Markdown tables; `moe.inspection.formatting` has the
 scores.
 """
 
@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from moe.inspection.formatting import format_interval
 from stmoe_eval.reports.records import AverageScore, MetricScore
-
-SHOWN_CHARACTERS = 300
 
 NOTED = "*"
 """Stands at an interval that has a note, as that no spread was seen."""
@@ -20,21 +18,11 @@ def format_marked_interval(score: MetricScore | AverageScore) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table."""
+    """Returns the lines of a table; the text of a cell comes on one line."""
     lines = [header, ["---"] * len(header)]
     for row in rows:
-        lines.append([text.replace("|", "\\|") for text in row])
+        lines.append([" ".join(text.split()).replace("|", "\\|") for text in row])
     return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def markdown_list(sentences: Sequence[str]) -> list[str]:
-    """Returns the lines of a list."""
-    return [f"- {sentence}" for sentence in sentences]
-
-
-def markdown_cell(text: str, length: int = SHOWN_CHARACTERS) -> str:
-    """Returns a text for a cell of a table: on one line, shortened."""
-    return " ".join(shorten(text, length).split())
 
 
 def shorten(text: str, length: int) -> str:

@@ -1,11 +1,14 @@
 """Records of the results of an evaluation and of a comparison.
 
-`stmoe_eval.run` and `stmoe_eval.commands.compare` build them; report.json, report.md, report.html, card.md,
-compare.json and compare.md are views of them. The order of the fields is that of the JSON files.
+`stmoe_eval.run` and `stmoe_eval.commands.compare` build them; report.json, report.md, report.html,
+card.md, compare.json and compare.md are views of them. `read_report` reads report.json back.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
 
 from moe.data.overlap import SplitOverlap
 from stmoe_eval.answers.cost import Cost, Timing
@@ -15,6 +18,7 @@ from stmoe_eval.answers.predict import RouterSummary
 from stmoe_eval.answers.predictions_file import Stack
 from stmoe_eval.baselines.data import BaselineSettings
 from stmoe_eval.scores.calibration import Calibration
+from stmoe_eval.scores.intervals import Score
 from stmoe_eval.scores.pairing import MetricComparison
 from stmoe_eval.submission import Submission
 from stmoe_eval.task import Decoding
@@ -23,41 +27,26 @@ from stmoe_eval.task import Decoding
 # Scores
 
 
-@dataclass(frozen=True)
-class MetricScore:
-    """One metric of one system on one task; see `stmoe_eval.scores.intervals.Score`."""
+@dataclass(frozen=True, kw_only=True)
+class MetricScore(Score):
+    """One metric of one system on one task."""
 
     metric: str
-    value: float | None
-    stderr: float | None
-    low: float | None
-    high: float | None
-    note: str
 
 
-@dataclass(frozen=True)
-class AverageScore:
+@dataclass(frozen=True, kw_only=True)
+class AverageScore(Score):
     """The average of one system over the tasks of a benchmark.
 
     Attributes:
         average: Name of the benchmark.
         name: Name of the system.
         mode: How the system answered.
-        value: Mean of the tasks' scores.
-        stderr: Standard deviation over the bootstrap draws.
-        low: Lower end of the 95 % interval.
-        high: Upper end of the 95 % interval.
-        note: Caveat about the interval.
     """
 
     average: str
     name: str
     mode: str
-    value: float | None
-    stderr: float | None
-    low: float | None
-    high: float | None
-    note: str
 
 
 @dataclass(frozen=True)
@@ -140,15 +129,6 @@ class SystemResult:
 
 
 @dataclass(frozen=True)
-class LengthBin:
-    """Number of inputs whose length in tokens is `first` to `last`."""
-
-    first: int = field(metadata={"json": "from"})
-    last: int = field(metadata={"json": "to"})
-    count: int
-
-
-@dataclass(frozen=True)
 class InputLengths:
     """Lengths of a task's inputs in tokens, end token included.
 
@@ -158,7 +138,6 @@ class InputLengths:
         longest: Largest length.
         limit: Maximum number of tokens of an input.
         num_cut: Number of inputs that are longer than the limit.
-        histogram: Number of inputs by length.
     """
 
     mean: float
@@ -166,7 +145,6 @@ class InputLengths:
     longest: int
     limit: int
     num_cut: int
-    histogram: Sequence[LengthBin]
 
 
 @dataclass(frozen=True)
@@ -237,7 +215,6 @@ class TaskResult:
         num_groups: Number of their groups.
         decoding: How answers were generated.
         digest: Identifies the examples.
-        examples_sha256: Checksum of the file of examples.
         systems: Scores of models, then of baselines.
         inputs: Lengths of the inputs, in tokens of the first model.
         published: Published results of the same metrics.
@@ -266,7 +243,6 @@ class TaskResult:
     num_groups: int
     decoding: Decoding
     digest: str
-    examples_sha256: str
     systems: Sequence[SystemResult]
     inputs: InputLengths
     published: Sequence[PublishedScore] = ()
@@ -326,7 +302,7 @@ class ModelInfo:
 
     folder: str
     fingerprint: str
-    class_name: str = field(metadata={"json": "class"})
+    class_name: Annotated[str, Field(validation_alias="class")] = field(metadata={"json": "class"})
     parameters: int
     active_parameters: int
     chosen_by: Selection | None
@@ -373,7 +349,6 @@ class Report:
         tasks: Results of the tasks that were evaluated.
         averages: Averages over benchmarks of which all tasks were evaluated.
         failed: Tasks that could not be evaluated.
-        earlier: File name of the kept copy of an earlier report; None for none.
         timings: Speed of the systems; not in report.json, which is identical in every run.
     """
 
@@ -385,7 +360,6 @@ class Report:
     tasks: Sequence[TaskResult] = ()
     averages: Sequence[AverageScore] = ()
     failed: Sequence[FailedTask] = ()
-    earlier: str | None = None
     timings: Sequence[Timing] = field(default=(), metadata={"elsewhere": True})
 
     def speed(self, task: str, system: SystemResult) -> float | None:

@@ -1,12 +1,9 @@
 """The files of a report: report.json for programs, report.md and report.html for people, card.md
 for a model card, timing.json for values that differ between runs.
-
-An earlier report with results that the new one lacks is kept as a copy.
 """
 
 import json
 import platform
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,20 +17,11 @@ from moe.models.configuration import STMoEConfig
 from moe.parsing import printable, read_json, to_json, to_record
 from stmoe_eval.answers.cost import TIMING
 from stmoe_eval.answers.inference import AS_SAVED, describe_capacity
-from stmoe_eval.answers.sealed_json import seal
 from stmoe_eval.answers.seq2seq import Seq2Seq
 from stmoe_eval.reports.card import model_card
-from stmoe_eval.reports.html_report import html_report
-from stmoe_eval.reports.markdown_report import markdown_report
 from stmoe_eval.reports.records import ModelInfo, Report, Selection
-from stmoe_eval.reports.run_folder import (
-    REPORT,
-    is_superseded,
-    keep_earlier_report,
-    remove_earlier_report,
-    results_of_report,
-)
-from stmoe_eval.reports.scoreboard import build_scoreboard
+from stmoe_eval.reports.report_text import html_report, markdown_report
+from stmoe_eval.reports.run_folder import REPORT
 
 _LIBRARIES = (
     "stmoe",
@@ -129,42 +117,12 @@ def _read_selection(run: Path) -> Selection | None:
     )
 
 
-def save_report(report: Report, out: Path, *, last: bool) -> Report:
-    """Writes the files of a report, and returns it with the name of the earlier report that is kept.
-
-    A report that is there is copied before the first new one takes its place, when it has results
-    that the new one lacks. The copy is removed once the last new report has all of them.
-
-    Args:
-        report: The report.
-        out: The folder.
-        last: Whether this is the last task.
-    """
-    # Keep results that only an earlier report has, before anything is overwritten.
-    results = results_of_report(report)
-    if report.earlier is None:
-        copy = keep_earlier_report(out, results)
-        report = replace(report, earlier=copy and copy.name)
-
-    # After the last task: a copy is removed if nothing is missing from the new report.
-    superseded = None
-    if last and report.earlier is not None and is_superseded(out / report.earlier, results):
-        superseded = out / report.earlier
-        report = replace(report, earlier=None)
-
-    write_reports(report, out)
-    if superseded is not None:
-        remove_earlier_report(superseded)
-    return report
-
-
 def write_reports(report: Report, out: Path) -> None:
     """Writes report.json, its views and timing.json to `out`, each whole or not at all."""
-    board = build_scoreboard(report)
     content = json.dumps(to_json(report), indent=1, ensure_ascii=False)
-    write_text(out / REPORT, seal(content) + "\n")
+    write_text(out / REPORT, content + "\n")
     if report.timings:
         write_text(out / TIMING, json.dumps(to_json(report.timings), indent=1) + "\n")
-    write_text(out / "report.md", printable(markdown_report(report, board)))
-    write_text(out / "report.html", printable(html_report(report, board)))
+    write_text(out / "report.md", printable(markdown_report(report)))
+    write_text(out / "report.html", printable(html_report(report)))
     write_text(out / "card.md", printable(model_card(report)))

@@ -1,51 +1,170 @@
-"""Sentences about models and tasks, and the rows of their tables: the same in report.md and
-report.html.
-"""
+"""What a report says, as blocks of sentences and tables; report.md and report.html are made of them."""
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-from moe.inspection.formatting import format_interval, format_score
-from stmoe_eval.answers.cost import FLOPS_FORMULA as FLOPS_FORMULA
+from moe.inspection.formatting import format_interval, format_score, format_versions
+from moe.inspection.html_page import render_page
+from stmoe_eval.answers.cost import FLOPS_FORMULA
 from stmoe_eval.answers.predict import MODES
-from stmoe_eval.reports.formatting import format_marked_interval
-from stmoe_eval.reports.records import (
-    Contamination,
-    MetricScore,
-    ModelInfo,
-    Report,
-    SystemResult,
-    TaskResult,
+from stmoe_eval.reports.formatting import format_marked_interval, markdown_table, shorten
+from stmoe_eval.reports.records import Contamination, ModelInfo, Report, SystemResult, TaskResult
+from stmoe_eval.reports.scoreboard import (
+    NOT_SCORED,
+    board_chart,
+    board_legend,
+    board_lines,
+    board_table,
 )
-from stmoe_eval.reports.scoreboard import NOT_SCORED
 
-SCORE_HEADER = [
-    "system",
-    "mode",
-    "metric",
-    "score (%)",
-    "95 % interval (%)",
-    "standard error (points)",
-    "unparsable",
-    "empty",
-]
-CLEAN_HEADER = [
-    "system",
-    "mode",
-    "metric",
-    "all examples (%)",
-    "clean examples (%)",
-    "95 % interval (%)",
-]
-ROUTER_HEADER = ["system", "mode", "stack", "dropped", "load CV", "max / mean", "dead experts"]
-COST_HEADER = ["system", "mode", "input tokens", "output tokens", "FLOPs per example", "tokens/s"]
-CALIBRATION_SENTENCE = (
+_TEMPLATES = Path(__file__).parent / "templates"
+_SHOWN_CHARACTERS = 400
+
+_CALIBRATION = (
     "ECE, the expected calibration error, is the mean distance between confidence and accuracy over 15 "
     "bins of confidence. The Brier score lies between 0 and 2. Lower is better for both."
 )
-CALIBRATION_HEADER = ["system", "mode", "ECE (points)", "Brier score", "examples"]
-CLASS_HEADER = ["target", "right", "examples", "answered"]
-WORST_HEADER = ["id", "inputs", "target", "output", "score"]
+_ROUTERS = (
+    "A dropped token reaches no expert. Load CV is the standard deviation of the load divided by its "
+    "mean. An expert is dead if no token requests it, neither as first nor as later choice."
+)
+
+
+class Block(NamedTuple):
+    """A part of a report; what is empty is left out.
+
+    Attributes:
+        title: Heading.
+        sentences: One is a paragraph, several are a list.
+        header: Header of a table.
+        rows: Its rows.
+        numbers: First of the columns that hold numbers.
+        level: 2 for the heading of a task, 3 for one within it.
+        warns: Whether the sentences are about a failure, or what is not comparable.
+        svg: A figure, which Markdown leaves out.
+    """
+
+    title: str = ""
+    sentences: Sequence[str] = ()
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    numbers: int = 99
+    level: int = 3
+    warns: bool = False
+    svg: str = ""
+
+
+def markdown_report(report: Report) -> str:
+    """Returns report.md."""
+    lines = ["# Evaluation", ""]
+    for block in report_blocks(report):
+        if block.title:
+            lines += [f"{'#' * block.level} {block.title}", ""]
+        bullet = "- " if len(block.sentences) > 1 else ""
+        lines += [bullet + " ".join(sentence.split()) for sentence in block.sentences]
+        if block.sentences:
+            lines.append("")
+        if block.rows:
+            lines += [*markdown_table(block.header, block.rows), ""]
+    return "\n".join(lines)
+
+
+def html_report(report: Report) -> str:
+    """Returns report.html."""
+    blocks = report_blocks(report)
+    return render_page("evaluation.html", _TEMPLATES, title="Evaluation", blocks=blocks)
+
+
+def report_blocks(report: Report) -> list[Block]:
+    """Returns the failures, the settings, all scores, and the results of each task."""
+    lines = board_lines(report)
+    failures = [f"{failure.task} failed: {failure.message}" for failure in report.failed]
+    settings = [f"Made by `{report.command}`"]
+    settings += [f"`{name}`: {model_sentence(model)}" for name, model in report.models.items()]
+    settings += [format_versions(report.versions), f"device: {report.device}"]
+
+    blocks = [Block(sentences=failures, warns=True), Block(sentences=settings)]
+    if lines:
+        sentence = "Scores in percent; in brackets, 95 % intervals over groups of examples."
+        blocks.append(Block("Scores", [sentence], *board_table(lines), numbers=3, level=2))
+        blocks.append(Block(sentences=board_legend(lines), svg=board_chart(lines)))
+    for task in report.tasks:
+        blocks += _task_blocks(report, task)
+    return blocks
+
+
+def _task_blocks(report: Report, task: TaskResult) -> list[Block]:
+    """Returns the results of one task."""
+    description = [task.description, _data_sentence(task)]
+    blocks = [Block(f"{task.task} (version {task.version})", description, level=2)]
+    blocks += [Block(sentences=task.notes, warns=True), _score_block(task)]
+    blocks.append(Block(sentences=_remarks(task)))
+    if task.contamination:
+        blocks.append(_contamination_block(task, task.contamination))
+
+    costs = cost_rows(report, task)
+    if costs:
+        header = ["system", "mode", "input tokens", "output tokens", "FLOPs per example"]
+        blocks.append(Block("Cost", [FLOPS_FORMULA], [*header, "tokens/s"], costs, numbers=2))
+
+    calibrations = []
+    routers = []
+    for system in task.systems:
+        names = [system.name, system.mode]
+        if system.calibration:
+            ece, brier, num_examples, _ = vars(system.calibration).values()
+            calibrations.append([*names, f"{ece:.1f}", f"{brier:.3f}", f"{num_examples:,}"])
+        for stack, summary in (system.router or {}).items():
+            dropped, cv, largest, dead, _ = summary
+            dropped = None if dropped is None else 100 * dropped
+            cells = [
+                _finite(dropped, ".2f", " %"),
+                _finite(cv, ".2f"),
+                _finite(largest, ".2f", "×"),
+            ]
+            routers.append([*names, stack, *cells, _finite(dead, "g")])
+    if calibrations:
+        header = ["system", "mode", "ECE (points)", "Brier score", "examples"]
+        title = "Calibration of ranked choices"
+        blocks.append(Block(title, [_CALIBRATION], header, calibrations, numbers=2))
+    if routers:
+        header = ["system", "mode", "stack", "dropped", "load CV", "max / mean", "dead experts"]
+        blocks.append(Block("Routers", [_ROUTERS], header, routers, numbers=3))
+
+    lengths = task.inputs
+    blocks.append(
+        Block(
+            "Lengths of inputs",
+            [
+                f"Tokens of `{task.systems[0].name}` per input: mean {lengths.mean:.1f}, median "
+                f"{lengths.median:.0f}, maximum {lengths.longest:,}. {lengths.num_cut:,} inputs were "
+                f"cut to {lengths.limit:,} tokens."
+            ],
+        )
+    )
+    first = f"{task.systems[0].name} by {task.systems[0].mode}"
+    if task.by_class:
+        header = ["target", "right", "examples", "answered"]
+        rows = [
+            [one.target, *(f"{n:,}" for n in (one.right, one.total, one.answered))]
+            for one in task.by_class
+        ]
+        blocks.append(Block(f"By class ({first})", (), header, rows, numbers=1))
+    if task.worst:
+        header = ["id", "inputs", "target", "output", "score"]
+        rows = []
+        for answer in task.worst:
+            texts = (answer.id, answer.inputs, answer.target, answer.output)
+            cells = [shorten(text, _SHOWN_CHARACTERS) for text in texts]
+            rows.append([*cells, format_score(answer.score)])
+        blocks.append(Block(f"Worst answers ({first})", (), header, rows, numbers=4))
+    return blocks
+
+
+# ---------------------------------------------------------------------------
+# Sentences
 
 
 def model_sentence(model: ModelInfo) -> str:
@@ -68,32 +187,18 @@ def model_sentence(model: ModelInfo) -> str:
     return f"{model.folder}: {', '.join(parts)}; fingerprint {model.fingerprint}"
 
 
-def earlier_report_sentence(name: str) -> str:
-    """Returns the path of the copy of an earlier report."""
-    return f"An earlier report in this folder has results that this one does not have. It is kept as `{name}`."
-
-
-def data_sentence(task: TaskResult) -> str:
+def _data_sentence(task: TaskResult) -> str:
     """Returns the origin and the number of a task's examples."""
-    origin = f"Data: {task.data.origin}"
+    origin = task.data.origin
     if task.data.folder:
-        origin = f"Data: {task.data.folder}"
+        origin = task.data.folder
     elif task.data.repository:
-        origin = f"Data: {task.data.repository} ({task.data.config}, {task.data.revision})"
+        origin = f"{task.data.repository} ({task.data.config}, {task.data.revision})"
     expected = "" if task.num_expected is None else f" of {task.num_expected:,} expected"
     return (
-        f"{origin}, licence {task.licence}. The {task.split} split has {task.num_rows:,}{expected} rows: "
-        f"{task.num_examples:,} examples in {task.num_groups:,} groups. Prompt: {task.prompt_source}."
-    )
-
-
-def lengths_sentence(task: TaskResult) -> str:
-    """Returns the lengths of the inputs."""
-    lengths = task.inputs
-    return (
-        f"Tokens of `{task.systems[0].name}` per input: mean {lengths.mean:.1f}, median "
-        f"{lengths.median:.0f}, maximum {lengths.longest:,}. {lengths.num_cut:,} inputs were cut to "
-        f"{lengths.limit:,} tokens."
+        f"Data: {origin}, licence {task.licence}. The {task.split} split has {task.num_rows:,}"
+        f"{expected} rows: {task.num_examples:,} examples in {task.num_groups:,} groups. "
+        f"Prompt: {task.prompt_source}."
     )
 
 
@@ -112,45 +217,27 @@ def contamination_sentence(contamination: Contamination) -> str:
     )
 
 
-def first_system(task: TaskResult) -> str:
-    """Returns the system whose classes, worst answers and lengths the report shows."""
-    system = task.systems[0]
-    return f"{system.name} by {system.mode}"
+def signature_sentences(task: TaskResult) -> list[str]:
+    """Returns the library, version and settings that computed the metrics."""
+    return [f"{metric}: {signature}." for metric, signature in task.signatures.items()]
 
 
-def remarks(task: TaskResult) -> list[str]:
+def _remarks(task: TaskResult) -> list[str]:
     """Returns settings of metrics, notes on single scores, and how systems compare."""
-    return [
-        *signature_sentences(task),
-        *score_notes(task),
-        *model_comparisons(task.systems),
-        *baseline_notes(task.systems),
-    ]
-
-
-def score_notes(task: TaskResult) -> list[str]:
-    """Returns caveats about single scores."""
-    sentences = []
+    sentences = signature_sentences(task)
+    fitted: dict[str, list[str]] = {}
     for system in task.systems:
         for score in system.scores:
             if score.note:
                 name = f"{system.name} by {system.mode}, {score.metric}"
                 sentences.append(f"{name}: {score.note}.")
-    return sentences
-
-
-def baseline_notes(systems: Sequence[SystemResult]) -> list[str]:
-    """Returns the training data of the baselines, one sentence for all that share it."""
-    names: dict[str, list[str]] = {}
-    for system in systems:
         if system.fitted_to is not None:
-            names.setdefault(system.fitted_to, []).append(system.name)
-    return [f"{', '.join(names[what])}: fitted to {what}." for what in names]
-
-
-def signature_sentences(task: TaskResult) -> list[str]:
-    """Returns the library, version and settings that computed the metrics."""
-    return [f"{metric}: {signature}." for metric, signature in task.signatures.items()]
+            fitted.setdefault(system.fitted_to, []).append(system.name)
+    sentences += model_comparisons(task.systems)
+    return [
+        *sentences,
+        *(f"{', '.join(names)}: fitted to {data}." for data, names in fitted.items()),
+    ]
 
 
 def model_comparisons(systems: Sequence[SystemResult]) -> list[str]:
@@ -159,13 +246,9 @@ def model_comparisons(systems: Sequence[SystemResult]) -> list[str]:
     """
     sentences = []
     for mode in MODES:
-        of_mode = [system for system in systems if system.mode == mode]
+        of_mode = [system for system in systems if system.mode == mode and system.scores]
         for other in of_mode[1:]:
-            first = of_mode[0]
-            if not first.scores or not other.scores:
-                continue
-            ours = first.scores[0]
-            theirs = other.scores[0]
+            ours, theirs = of_mode[0].scores[0], other.scores[0]
             if ours.value is None or ours.low is None or ours.high is None:
                 continue
             if theirs.value is None or theirs.low is None or theirs.high is None:
@@ -175,134 +258,67 @@ def model_comparisons(systems: Sequence[SystemResult]) -> list[str]:
             if ours.low <= theirs.high and theirs.low <= ours.high:
                 relation = "overlap; `stmoe eval compare` tests the difference"
             gap = ours.value - theirs.value
-            direction = "below" if gap < 0 else "above"
             sentences.append(
-                f"{mode}: `{first.name}` is {abs(gap):.1f} points {direction} `{other.name}`; "
-                f"their 95 % intervals {relation}."
+                f"{mode}: `{of_mode[0].name}` is {abs(gap):.1f} points {'below' if gap < 0 else 'above'} "
+                f"`{other.name}`; their 95 % intervals {relation}."
             )
     return sentences
 
 
 # ---------------------------------------------------------------------------
-# Rows of tables
+# Tables
 
 
-def score_rows(task: TaskResult) -> list[list[str]]:
-    """Returns a row under SCORE_HEADER for each system and metric."""
+def _score_block(task: TaskResult) -> Block:
+    """Returns every metric of every system."""
     rows = []
     for system in task.systems:
         unparsable = "-" if system.num_unparsable is None else f"{system.num_unparsable:,}"
-        empty = f"{system.num_empty:,}"
+        counts = [unparsable, f"{system.num_empty:,}"]
         if not system.scores:
-            unscored = [system.name, system.mode, NOT_SCORED, "-", "-", "-", unparsable, empty]
-            rows.append(unscored)
+            rows.append([system.name, system.mode, NOT_SCORED, "-", "-", "-", *counts])
         for score in system.scores:
-            rows.append(
-                [
-                    system.name,
-                    system.mode,
-                    score.metric,
-                    format_score(score.value),
-                    format_marked_interval(score),
-                    "-" if score.stderr is None else f"{score.stderr:.2f}",
-                    unparsable,
-                    empty,
-                ]
-            )
-    return rows
+            stderr = "-" if score.stderr is None else f"{score.stderr:.2f}"
+            cells = [format_score(score.value), format_marked_interval(score), stderr]
+            rows.append([system.name, system.mode, score.metric, *cells, *counts])
+    header = ["system", "mode", "metric", "score (%)", "95 % interval (%)"]
+    header += ["standard error (points)", "unparsable", "empty"]
+    return Block(header=header, rows=rows, numbers=3)
 
 
-def clean_rows(task: TaskResult) -> list[list[str]]:
-    """Returns a row under CLEAN_HEADER for each model and metric, without and with a corpus' examples."""
-    if task.contamination is None:
-        return []
-
-    all_scores: dict[tuple[str, str, str], MetricScore] = {}
+def _contamination_block(task: TaskResult, contamination: Contamination) -> Block:
+    """Returns the scores of each model with and without the examples of a corpus."""
+    all_scores: dict[tuple[str, str, str], float | None] = {}
     for system in task.systems:
         for score in system.scores:
-            all_scores[system.name, system.mode, score.metric] = score
+            all_scores[system.name, system.mode, score.metric] = score.value
 
     rows = []
-    for clean in task.contamination.clean_scores:
+    for clean in contamination.clean_scores:
         for score in clean.scores:
-            on_all = all_scores[clean.name, clean.mode, score.metric]
-            rows.append(
-                [
-                    clean.name,
-                    clean.mode,
-                    score.metric,
-                    format_score(on_all.value),
-                    format_score(score.value),
-                    format_interval(score.low, score.high),
-                ]
-            )
-    return rows
-
-
-def router_rows(task: TaskResult) -> list[list[str]]:
-    """Returns a row under ROUTER_HEADER for each system and stack with routers."""
-    rows = []
-    for system in task.systems:
-        for stack, summary in (system.router or {}).items():
-            rows.append(
-                [
-                    system.name,
-                    system.mode,
-                    stack,
-                    _format_finite(100 * summary.fraction_dropped, ".2f", " %"),
-                    _format_finite(summary.load_cv, ".2f"),
-                    _format_finite(summary.max_over_mean, ".2f", "×"),
-                    _format_finite(summary.dead_experts, "g"),
-                ]
-            )
-    return rows
+            names = (clean.name, clean.mode, score.metric)
+            cells = [format_score(all_scores[names]), format_score(score.value)]
+            rows.append([*names, *cells, format_interval(score.low, score.high)])
+    header = ["system", "mode", "metric", "all examples (%)", "clean examples (%)"]
+    sentences = [contamination_sentence(contamination)]
+    return Block(
+        "Overlap with a corpus", sentences, [*header, "95 % interval (%)"], rows, numbers=3
+    )
 
 
 def cost_rows(report: Report, task: TaskResult) -> list[list[str]]:
-    """Returns a row under COST_HEADER for each system that is a model."""
+    """Returns name, mode, tokens, FLOPs and speed of each system that is a model."""
     rows = []
     for system in task.systems:
         cost = system.cost
-        if cost is None:
-            continue
-        speed = report.speed(task.task, system)
-        rows.append(
-            [
-                system.name,
-                system.mode,
-                f"{cost.input_tokens:.1f}",
-                f"{cost.output_tokens:.1f}",
-                "-" if cost.flops is None else f"{cost.flops:.3g}",
-                "-" if speed is None else f"{speed:,.0f}",
-            ]
-        )
+        if cost is not None:
+            speed = report.speed(task.task, system)
+            tokens = [f"{cost.input_tokens:.1f}", f"{cost.output_tokens:.1f}"]
+            flops = "-" if cost.flops is None else f"{cost.flops:.3g}"
+            tokens_per_second = "-" if speed is None else f"{speed:,.0f}"
+            rows.append([system.name, system.mode, *tokens, flops, tokens_per_second])
     return rows
 
 
-def calibration_rows(task: TaskResult) -> list[list[str]]:
-    """Returns a row under CALIBRATION_HEADER for each system that ranked its choices."""
-    rows = []
-    for system in task.systems:
-        if system.calibration is not None:
-            rows.append(
-                [
-                    system.name,
-                    system.mode,
-                    f"{system.calibration.ece:.1f}",
-                    f"{system.calibration.brier:.3f}",
-                    f"{system.calibration.num_examples:,}",
-                ]
-            )
-    return rows
-
-
-def class_rows(task: TaskResult) -> list[list[str]]:
-    """Returns a row under CLASS_HEADER for each class."""
-    rows = []
-    for count in task.by_class:
-        rows.append([count.target, f"{count.right:,}", f"{count.total:,}", f"{count.answered:,}"])
-    return rows
-
-
-def _format_finite(value: float, form: str, unit: str = "") -> str:
-    return f"{value:{form}}{unit}" if math.isfinite(value) else "-"
+def _finite(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:{form}}{unit}"

@@ -2,7 +2,6 @@
 inputs, and notes on what keeps the scores from being compared with published ones.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,14 +23,12 @@ from stmoe_eval.reports.records import (
     ClassCount,
     DataInfo,
     InputLengths,
-    LengthBin,
     MetricScore,
     ModelInfo,
     SystemResult,
     TaskResult,
     WorstAnswer,
 )
-from stmoe_eval.reports.run_folder import ExamplesDigest
 from stmoe_eval.scores.calibration import Calibration, calibration_of_choices
 from stmoe_eval.scores.intervals import score_answers, score_metrics, task_seed, with_interval
 from stmoe_eval.scores.metrics import Values, exact_matches, unwrap_values
@@ -42,7 +39,6 @@ from stmoe_eval.text.preprocess import HIDDEN_TARGET
 
 _WORST_ANSWERS = 10
 _KEPT_CHARACTERS = 1000
-_LENGTH_BINS = 16
 _FULL_MARKS = 100.0 - 1e-9
 
 HeadlineDraws = dict[tuple[str, str, str], NDArray[np.float64]]
@@ -96,7 +92,7 @@ def summarize_task(
     answers: Mapping[tuple[str, str], Predicted],
     tokenizer: Any,
     models: Mapping[str, ModelInfo],
-    written: ExamplesDigest,
+    digest: str,
     submissions: Mapping[tuple[str, str], Submission | None],
 ) -> tuple[TaskResult, HeadlineDraws]:
     """Returns the results of a task, and the bootstrap draws for averages over tasks.
@@ -106,7 +102,7 @@ def summarize_task(
         answers: By system and mode; the first one gives the classes and the worst answers.
         tokenizer: Tokenizer of the first system, which defines lengths.
         models: The evaluated checkpoints by name.
-        written: Digest and checksum of the file of examples.
+        digest: Identifies the examples.
         submissions: By system and mode, the file for the benchmark's site.
     """
     task = asked.task
@@ -164,8 +160,7 @@ def summarize_task(
         num_groups=len({example.group for example in examples}),
         num_hidden=asked.num_hidden,
         decoding=task.decoding,
-        digest=written.digest,
-        examples_sha256=written.examples_sha256,
+        digest=digest,
         systems=[scored.result for scored in systems],
         inputs=input_lengths(examples, tokenizer, task.inputs_length),
         published=published,
@@ -203,7 +198,7 @@ def score_system(
     scored = score_answers(task.metrics, *task.values(examples, outputs))
     groups = [example.group for example in examples]
     scores, draws = score_metrics(scored, groups, task_seed(task.name))
-    metric_scores = [MetricScore(metric, *score) for metric, score in scores.items()]
+    metric_scores = [MetricScore(metric=metric, **vars(score)) for metric, score in scores.items()]
 
     counted = count_system(task, examples, outputs, name, mode, router).result
     result = replace(counted, scores=metric_scores, calibration=calibration)
@@ -350,22 +345,12 @@ def input_lengths(examples: Sequence[Example], tokenizer: Any, limit: int) -> In
     texts = [example.inputs for example in examples]
     lengths = np.asarray([len(ids) for ids in prompt_ids(tokenizer, texts)])
 
-    # Bins of one width, a whole number, from 0 to the longest input.
-    longest = int(lengths.max())
-    width = max(1, math.ceil((longest + 1) / _LENGTH_BINS))
-    counts = np.bincount(lengths // width, minlength=longest // width + 1)
-    histogram = []
-    for number, count in enumerate(counts):
-        first = number * width
-        histogram.append(LengthBin(first, first + width - 1, int(count)))
-
     return InputLengths(
         mean=float(lengths.mean()),
         median=float(np.median(lengths)),
-        longest=longest,
+        longest=int(lengths.max()),
         limit=limit,
         num_cut=int((lengths > limit).sum()),
-        histogram=histogram,
     )
 
 
@@ -503,5 +488,5 @@ def superglue_averages(tasks: Iterable[TaskResult], draws: HeadlineDraws) -> lis
             )
         value = float(superglue_average(scores))
         average = with_interval(value, average_draws, note=note)
-        averages.append(AverageScore("superglue", name, mode, *average))
+        averages.append(AverageScore(average="superglue", name=name, mode=mode, **vars(average)))
     return averages

@@ -9,6 +9,7 @@ them into intervals.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
 
@@ -27,7 +28,8 @@ GroupStatistic = Callable[[NDArray[np.int64]], float]
 """A score as a function of drawn groups <int64>[R], some of which may occur several times; NaN if not defined."""
 
 
-class Score(NamedTuple):
+@dataclass(frozen=True)
+class Score:
     """A score with its uncertainty.
 
     Attributes:
