@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moe.inspection.formatting import format_interval, format_score
-from moe.inspection.page.report_inputs import TaskScores, read_evaluation
+from moe.inspection.page.evaluation_panel import Report, read_evaluation
 from moe.inspection.page.report_text import domain_sentences, tables_by_domain
 from moe.tracing.trace_file import read_trace
 from stmoe_eval.commands.compare import compare_runs
@@ -25,8 +25,8 @@ def summarize(out: Path, new: Mapping[str, str]) -> list[str]:
         out: Folder of a demo whose steps are finished.
         new: Names of the new languages by code.
     """
-    (seen,) = read_evaluation(out / "seen").tasks
-    (unseen,) = read_evaluation(out / "unseen").tasks
+    (seen,) = read_evaluation(out / "seen")["tasks"]
+    (unseen,) = read_evaluation(out / "unseen")["tasks"]
     lines = [f"Names seen in training, recalled: {_scores(seen)}."]
     lines.append(f"Names never seen in that language: {_scores(unseen)}.")
     if not new:
@@ -39,19 +39,19 @@ def summarize(out: Path, new: Mapping[str, str]) -> list[str]:
         lines += domain_sentences(tables_by_domain(trace)[0])[-2:]
 
     # A right answer that is no copy, if there is one.
-    answers = sorted(unseen.answers, key=_is_interesting, reverse=True)
+    answers = sorted(unseen["answers"], key=_is_interesting, reverse=True)
     asked, answered, _ = answers[0]
     return [*lines, f'Try: stmoe generate --model {out / "model"} "{asked}"  ({answered})']
 
 
-def _scores(task: TaskScores) -> str:
+def _scores(task: Report) -> str:
     """Returns the first score of each system in %, with intervals of the models."""
     texts = []
-    for system in task.systems:
-        score = system.scores[0]
-        text = f"{_SYSTEMS.get(system.name, system.name)} {format_score(score.value)}"
-        if system.mode != "baseline":
-            text += f" % ({format_interval(score.low, score.high)})"
+    for system in task["systems"]:
+        score = system["scores"][0]
+        text = f"{_SYSTEMS.get(system['name'], system['name'])} {format_score(score['value'])}"
+        if system["mode"] != "baseline":
+            text += f" % ({format_interval(score['low'], score['high'])})"
         texts.append(text)
     return ", ".join(texts)
 

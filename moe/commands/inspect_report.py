@@ -24,7 +24,8 @@ from moe.data.corpus import corpus_rows, load_corpus
 from moe.errors import DataError
 from moe.files import output_path
 from moe.inspection.formatting import format_versions
-from moe.inspection.page.report_inputs import find_recipe, read_evaluations, read_stages
+from moe.inspection.page.evaluation_panel import read_evaluations
+from moe.inspection.page.report_inputs import find_recipe, read_stages
 from moe.inspection.page.report_text import domain_sentences, tables_by_domain
 from moe.inspection.page.router_report import GENERATOR, write_report
 from moe.inspection.tables import (

@@ -1,25 +1,19 @@
-"""Figures as SVG: heat maps, estimates with intervals, curves; a panel for each layer.
+"""Figures of pages as SVG: the load, experts by kind of text, scores with intervals, curves.
 
-They are embedded in pages, displayed by notebooks and saved as files. Other modules compute the
-numbers; this one only draws them.
+Other modules compute the numbers; this one only draws them.
 """
 
 import io
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moe.checks import check
 from moe.estimates import Estimate
-from moe.files import output_path, write_text
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind people can distinguish.
@@ -69,11 +63,10 @@ def figure_svg(figure: "Figure") -> str:
 
 
 _WIDTH = 7.8  # inches
-_NARROW_WIDTH = 4.6
+_NARROW_WIDTH = 4.6  # readable on a phone
 _ROW_HEIGHT = 0.27
 _CURVE_HEIGHT = 2.6
 _FRAME_HEIGHT = 0.9  # of the title and the axis of a panel
-_MOST_COLUMNS = 10  # of two heat maps side by side
 _LABELLED_COLUMNS = 20
 _MARKED_POINTS = 20
 _STEPS_OF_COLOUR = 21
@@ -82,115 +75,7 @@ _DEEP = 0.55  # of the way to either end of the colours, from which text is whit
 _MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """A figure, which notebooks display.
-
-    Attributes:
-        svg: The whole figure, an <svg> element.
-    """
-
-    svg: str
-
-    def save(self, path: Path | str) -> Path:
-        """Writes the figure, whole or not at all, and returns where it is.
-
-        Args:
-            path: The .svg file; an existing one is replaced.
-
-        Raises:
-            ConfigError: When it is not the path of an .svg file, or is inside a finished folder.
-        """
-        file = output_path(path, suffix=".svg", option="path")
-        write_text(file, self.svg)
-        return file
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-
-# ---------------------------------------------------------------------------
-# Heat maps
-
-
-class HeatMap(NamedTuple):
-    """A panel: rows by columns, coloured by value.
-
-    Attributes:
-        title: E.g. the name of a layer.
-        rows: Names of the R rows, the upper one first.
-        columns: Names of the C columns.
-        values: R rows of C values; NaN is a cell without colour.
-        texts: Texts of the cells; empty for none.
-    """
-
-    title: str
-    rows: Sequence[str]
-    columns: Sequence[str]
-    values: Sequence[Sequence[float]]
-    texts: Sequence[Sequence[str]] = ()
-
-
-def draw_heat_maps(
-    panels: Sequence[HeatMap],
-    *,
-    label: str,
-    x_label: str,
-    limits: tuple[float, float],
-    y_label: str = "",
-    colours: str = "RdBu_r",
-) -> Drawing:
-    """Returns heat maps with one scale of colours.
-
-    Args:
-        panels: The heat maps.
-        label: Label of the colour scale, with its unit.
-        x_label: Label of the columns.
-        limits: Values of the deepest colours at both ends; more extreme ones look the same.
-        y_label: Label of the rows.
-        colours: Name of a colour map of matplotlib.
-
-    Raises:
-        ConfigError: When there is no panel, or the limits are not two different numbers.
-    """
-    from matplotlib import rc_context
-
-    check(bool(panels), "panels", list(panels), "at least one panel")
-    low, high = limits
-    check(low < high, "limits", limits, "two numbers, the smaller one first")
-
-    # Narrow heat maps are drawn side by side; a row is as high as the text of its cells.
-    most_columns = max(len(panel.columns) for panel in panels)
-    most_rows = max(len(panel.rows) for panel in panels)
-    most_lines = 1
-    for panel in panels:
-        for texts in panel.texts:
-            most_lines = max(most_lines, *(text.count("\n") + 1 for text in texts))
-    per_row = 2 if most_columns <= _MOST_COLUMNS and len(panels) > 1 else 1
-    height = _ROW_HEIGHT * most_lines * most_rows + _FRAME_HEIGHT
-
-    def draw(axes: "Axes", panel: HeatMap) -> None:
-        _draw_heat_map(axes, panel, limits, colours)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-
-    figure = _draw_panels(panels, per_row, height, draw, extra=0.5)
-
-    # One scale of colours below all of them.
-    with rc_context(STYLE):
-        bar = figure.colorbar(
-            figure.axes[0].collections[0],
-            ax=figure.axes,
-            orientation="horizontal",
-            extend="both",
-            aspect=60,
-            pad=0.02,
-        )
-        bar.set_label(label)
-    return Drawing(figure_svg(figure))
-
-
-def draw_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> Drawing:
+def draw_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> str:
     """Returns a heat map of the load over the uniform load: a row for each layer, a column for each expert.
 
     The colours are the same in every figure: white is uniform, the deepest are half or less and 1.5
@@ -200,61 +85,52 @@ def draw_load(names: Sequence[str], shares: Sequence[Sequence[float]]) -> Drawin
         names: Names of the layers.
         shares: For each layer, each expert's share of the requested slots.
     """
+    from matplotlib import colormaps, rc_context
+    from matplotlib.figure import Figure
+
+    # A layer of fewer experts leaves the other columns empty.
     num_experts = max(map(len, shares))
-    over_uniform = []
-    texts = []
-    for row in shares:
-        # A layer of fewer experts leaves the other columns empty.
-        num_missing = num_experts - len(row)
-        row_over_uniform = [share * len(row) for share in row]
-        over_uniform.append(row_over_uniform + [math.nan] * num_missing)
-        row_texts = [f"{share * len(row):.2f}×\n{100 * share:.1f} %" for share in row]
-        texts.append(row_texts + [""] * num_missing)
+    over_uniform = np.full((len(shares), num_experts), np.nan)
+    for row, of_layer in enumerate(shares):
+        over_uniform[row, : len(of_layer)] = np.array(of_layer) * len(of_layer)
 
-    experts = [str(expert + 1) for expert in range(num_experts)]
-    label = "load over uniform load"
-    if all(len(row) == num_experts for row in shares):
-        label += f" (1× = {100 / num_experts:.1f} % of all requests)"
-    panel = HeatMap("", names, experts, over_uniform, texts)
-    return draw_heat_maps([panel], label=label, x_label="expert", limits=(0.5, 1.5))
+    with rc_context(STYLE):
+        size = (_WIDTH, _ROW_HEIGHT * 2 * len(names) + _FRAME_HEIGHT + 0.5)
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        axes.grid(visible=False)
+        axes.set_facecolor("#eeeeee")
+        scale = colormaps["RdBu_r"].resampled(_STEPS_OF_COLOUR)
+        mesh = axes.pcolormesh(over_uniform, cmap=scale, vmin=0.5, vmax=1.5)
+        axes.set_xlabel("expert")
 
+        # The first row is at the top; of many columns only some are named.
+        axes.invert_yaxis()
+        axes.set_yticks([row + 0.5 for row in range(len(names))], names, fontsize=8)
+        named = range(0, num_experts, math.ceil(num_experts / _LABELLED_COLUMNS))
+        ticks = [column + 0.5 for column in named]
+        axes.set_xticks(ticks, [str(column + 1) for column in named], fontsize=8)
 
-def _draw_heat_map(axes: "Axes", panel: HeatMap, limits: tuple[float, float], colours: str) -> None:
-    """Draws a heat map and the text of its cells."""
-    from matplotlib import colormaps
+        # Text is white on a deep colour.
+        for row, of_layer in enumerate(shares if num_experts <= _LABELLED_COLUMNS else ()):
+            for column, share in enumerate(of_layer):
+                value = over_uniform[row, column]
+                axes.text(
+                    column + 0.5,
+                    row + 0.5,
+                    f"{value:.2f}×\n{100 * share:.1f} %",
+                    ha="center",
+                    va="center",
+                    color="white" if abs(value - 1) > 0.5 * _DEEP else "black",
+                    fontsize=7,
+                )
 
-    low, high = limits
-    axes.grid(visible=False)
-    axes.set_facecolor("#eeeeee")
-    scale = colormaps[colours].resampled(_STEPS_OF_COLOUR)
-    axes.pcolormesh(panel.values, cmap=scale, vmin=low, vmax=high)
-
-    # The first row is at the top; of many columns only some are named.
-    axes.invert_yaxis()
-    axes.set_yticks([row + 0.5 for row in range(len(panel.rows))], panel.rows, fontsize=8)
-    step = math.ceil(len(panel.columns) / _LABELLED_COLUMNS)
-    named = range(0, len(panel.columns), step)
-    ticks = [column + 0.5 for column in named]
-    axes.set_xticks(ticks, [panel.columns[column] for column in named], fontsize=8)
-
-    # Text is white on a deep colour.
-    if len(panel.columns) > _LABELLED_COLUMNS:
-        return
-    middle = (low + high) / 2
-    for row, texts in enumerate(panel.texts):
-        for column, text in enumerate(texts):
-            value = panel.values[row][column]
-            depth = abs(value - middle) / (high - middle)
-            is_deep = depth > _DEEP if colours == "RdBu_r" else value > middle
-            axes.text(
-                column + 0.5,
-                row + 0.5,
-                text,
-                ha="center",
-                va="center",
-                color="white" if is_deep else "black",
-                fontsize=7,
-            )
+        label = "load over uniform load"
+        if all(len(of_layer) == num_experts for of_layer in shares):
+            label += f" (1× = {100 / num_experts:.1f} % of all requests)"
+        style = {"orientation": "horizontal", "extend": "both", "aspect": 60, "pad": 0.02}
+        figure.colorbar(mesh, ax=axes, label=label, **style)
+    return figure_svg(figure)
 
 
 # ---------------------------------------------------------------------------
@@ -267,7 +143,7 @@ _GROUP_GAP = 4.0
 
 def draw_experts_by_domain(
     shares: Sequence[Sequence[float]], names: Sequence[str], groups: Sequence[str] = ()
-) -> Drawing:
+) -> str:
     """Returns kinds of text by experts: a cell is the share of an expert's tokens that are of a kind.
 
     Experts are ordered by the kind that most of their tokens have, so that blocks show. The figure
@@ -321,238 +197,80 @@ def draw_experts_by_domain(
     style = 'font-family="sans-serif" font-size="10.5" fill="currentColor"'
     label = 'role="img" aria-label="Experts by kind of text"'
     svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" {style} {label}>'
-    return Drawing("\n".join([svg, *parts, "</svg>"]))
+    return "\n".join([svg, *parts, "</svg>"])
 
 
 # ---------------------------------------------------------------------------
-# Estimates with intervals
+# Scores and curves
 
 
-class Row(NamedTuple):
-    """An estimate of a panel.
-
-    Attributes:
-        name: Label of its line; estimates with the same name share a line.
-        series: Distinguishes estimates on one line; named in the legend.
-        estimate: A value, and its interval; ends that are not finite are not drawn.
-    """
-
-    name: str
-    series: str
-    estimate: Estimate
-
-
-class IntervalPanel(NamedTuple):
-    """A panel of estimates.
-
-    Attributes:
-        title: E.g. the name of a layer.
-        rows: The estimates, the upper one first.
-        line: Value of a dashed line; None for none.
-        line_label: Its name in the legend.
-    """
-
-    title: str
-    rows: Sequence[Row]
-    line: float | None = None
-    line_label: str = ""
-
-
-def draw_intervals(
-    panels: Sequence[IntervalPanel], *, label: str, from_zero: bool = False, narrow: bool = False
-) -> Drawing:
-    """Returns estimates with their intervals.
+def draw_scores(scores: Mapping[str, Estimate], *, title: str, label: str) -> str:
+    """Returns bars from 0 with intervals, narrow enough for a phone.
 
     Args:
-        panels: The estimates.
+        scores: Estimates by name, the upper one first; ends that are not finite are not drawn.
+        title: Title of the figure.
         label: Label of the values, with their unit.
-        from_zero: Whether to draw bars that start at 0 instead of points.
-        narrow: Whether the text stays readable on a phone, in a figure with one panel a row.
-
-    Raises:
-        ConfigError: When there is no panel, or one has no estimate.
-    """
-    check(bool(panels), "panels", list(panels), "at least one panel")
-    most_rows = 0
-    for panel in panels:
-        check(bool(panel.rows), f"rows of {panel.title}", [], "at least one estimate")
-        most_rows = max(most_rows, len({row.name for row in panel.rows}))
-
-    # A series has the same colour in all panels.
-    series: list[str] = []
-    for panel in panels:
-        for row in panel.rows:
-            if row.series not in series:
-                series.append(row.series)
-    height = _ROW_HEIGHT * most_rows * max(1.0, 0.6 * len(series)) + _FRAME_HEIGHT
-
-    def draw(axes: "Axes", panel: IntervalPanel) -> None:
-        _draw_estimates(axes, panel, series, from_zero)
-        axes.set_xlabel(label)
-
-    per_row = 2 if len(panels) > 1 and not narrow else 1
-    width = _NARROW_WIDTH if narrow else _WIDTH
-    figure = _draw_panels(panels, per_row, height, draw, extra=0.3, width=width)
-
-    # One scale, so that panels can be compared.
-    lefts = [axes.get_xlim()[0] for axes in figure.axes]
-    rights = [axes.get_xlim()[1] for axes in figure.axes]
-    for axes in figure.axes:
-        axes.set_xlim(min(lefts), max(rights))
-    return Drawing(figure_svg(figure))
-
-
-def _draw_estimates(
-    axes: "Axes", panel: IntervalPanel, series: Sequence[str], from_zero: bool
-) -> None:
-    """Draws the estimates of a panel, grouping estimates of the same name."""
-    # A line for each name, the first at the top.
-    names = list(dict.fromkeys(row.name for row in panel.rows))
-    thickness = 0.8 / len(series)
-    axes.grid(visible=False, axis="y")
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-
-    # Reference lines.
-    if from_zero:
-        axes.axvline(0, color=INK, linewidth=0.8)
-    if panel.line is not None:
-        label = panel.line_label or None
-        axes.axvline(panel.line, color=COLOURS[2], linestyle="--", label=label)
-
-    # The estimates of a series are drawn slightly to the side of the others of their names.
-    for number, name in enumerate(series):
-        rows = [row for row in panel.rows if row.series == name]
-        shift = (number - (len(series) - 1) / 2) * thickness
-        heights = [names.index(row.name) + shift for row in rows]
-        ends = np.array([row.estimate for row in rows])  # [R, 3]: value, low, high
-        values = ends[:, 0]
-        colour = COLOURS[number % len(COLOURS)]
-        if from_zero:
-            width = 0.9 * thickness
-            axes.barh(heights, values, width, color=colour, alpha=0.55)
-
-        # Whiskers reach from each value to both ends, where these are known.
-        whiskers = np.abs(ends[:, 1:] - values[:, None])  # [R, 2]
-        whiskers[~np.isfinite(whiskers)] = 0
-        axes.errorbar(
-            values,
-            heights,
-            xerr=whiskers.T,
-            fmt=_MARKERS[number % len(_MARKERS)],
-            color=colour,
-            markersize=4,
-            capsize=2.5,
-            linewidth=1.3,
-            label=name or None,
-        )
-
-
-# ---------------------------------------------------------------------------
-# Curves
-
-
-class Curve(NamedTuple):
-    """A line of a panel: its name and points."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-
-
-class CurvePanel(NamedTuple):
-    """A panel of curves."""
-
-    title: str
-    curves: Sequence[Curve]
-
-
-def draw_curves(
-    panels: Sequence[CurvePanel],
-    *,
-    x_label: str,
-    y_label: str,
-    y_limits: tuple[float, float | None] | None = None,
-    log_x: bool = False,
-) -> Drawing:
-    """Returns curves.
-
-    Args:
-        panels: The curves.
-        x_label: Label of the horizontal axis, with its unit.
-        y_label: Label of the vertical axis, with its unit.
-        y_limits: Ends of the vertical axis; None to fit either or both.
-        log_x: Whether the horizontal axis is logarithmic.
-
-    Raises:
-        ConfigError: When there is no panel.
-    """
-    check(bool(panels), "panels", list(panels), "at least one panel")
-
-    def draw(axes: "Axes", panel: CurvePanel) -> None:
-        for number, curve in enumerate(panel.curves):
-            style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "markersize": 4}
-            if len(curve.x) <= _MARKED_POINTS:
-                style["marker"] = _MARKERS[number % len(_MARKERS)]
-            axes.plot(curve.x, curve.y, label=curve.name, **style)
-
-        # All panels have the same axes.
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        if log_x:
-            axes.set_xscale("log")
-        if y_limits is not None:
-            axes.set_ylim(*y_limits)
-
-    per_row = 2 if len(panels) > 1 else 1
-    return Drawing(figure_svg(_draw_panels(panels, per_row, _CURVE_HEIGHT, draw)))
-
-
-# ---------------------------------------------------------------------------
-# Panels
-
-_Panel = TypeVar("_Panel", HeatMap, IntervalPanel, CurvePanel)
-
-
-def _draw_panels(
-    panels: Sequence[_Panel],
-    per_row: int,
-    height: float,
-    draw: Callable[["Axes", _Panel], None],
-    extra: float = 0.0,
-    width: float = _WIDTH,
-) -> "Figure":
-    """Returns a figure of panels with one legend for all.
-
-    Args:
-        panels: With a title each.
-        per_row: Number of panels side by side.
-        height: Height of a panel, in inches.
-        draw: Draws a panel.
-        extra: Height of everything else on the figure, in inches.
-        width: Width of the figure, in inches.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    num_rows = math.ceil(len(panels) / per_row)
+    ends = np.array(list(scores.values()))  # [R, 3]: value, low, high
+    values = ends[:, 0]
+    whiskers = np.abs(ends[:, 1:] - values[:, None])  # [R, 2]
+    whiskers[~np.isfinite(whiskers)] = 0
+    rows = range(len(scores))
     with rc_context(STYLE):
-        size = (width, num_rows * height + extra)
+        size = (_NARROW_WIDTH, _ROW_HEIGHT * len(scores) + _FRAME_HEIGHT + 0.3)
         figure = Figure(figsize=size, layout="constrained")
-        grid = figure.subplots(num_rows, per_row, squeeze=False)
-        places = list(grid.flat)
-        for axes, panel in zip(places, panels, strict=False):
-            draw(axes, panel)
-            axes.set_title(panel.title, fontsize=10)
+        axes = figure.subplots()
+        axes.grid(visible=False, axis="y")
+        axes.set_yticks(rows, list(scores), fontsize=8)
+        axes.set_ylim(len(scores) - 0.4, -0.6)
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.barh(rows, values, 0.72, color=BLUE, alpha=0.55)
+        style = {"fmt": "o", "color": BLUE, "markersize": 4, "capsize": 2.5, "linewidth": 1.3}
+        axes.errorbar(values, rows, xerr=whiskers.T, **style)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(label)
+    return figure_svg(figure)
 
-        # Remove unused axes; the legend goes below the panels.
+
+Curve = tuple[str, Sequence[float], Sequence[float]]
+"""Name, x and y of a line."""
+
+
+def draw_curves(panels: Mapping[str, Sequence[Curve]], *, y_label: str, from_zero: bool) -> str:
+    """Returns curves over training steps, two panels in a row, with one legend for all.
+
+    Args:
+        panels: The curves by title of the panel.
+        y_label: Label of the vertical axis, with its unit.
+        from_zero: Whether the vertical axis starts at 0.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    per_row = min(2, len(panels))
+    num_rows = math.ceil(len(panels) / per_row)
+    lines = {}
+    with rc_context(STYLE):
+        figure = Figure(figsize=(_WIDTH, num_rows * _CURVE_HEIGHT), layout="constrained")
+        places = list(figure.subplots(num_rows, per_row, squeeze=False).flat)
+        for axes, (title, curves) in zip(places, panels.items(), strict=False):
+            for number, (name, x, y) in enumerate(curves):
+                style: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "markersize": 4}
+                if len(x) <= _MARKED_POINTS:
+                    style["marker"] = _MARKERS[number % len(_MARKERS)]
+                (lines[name],) = axes.plot(x, y, label=name, **style)
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel("training step")
+            axes.set_ylabel(y_label)
+            if from_zero:
+                axes.set_ylim(bottom=0)
+
         for axes in places[len(panels) :]:
             figure.delaxes(axes)
-        names = {}
-        for axes in figure.axes:
-            handles, labels = axes.get_legend_handles_labels()
-            names |= dict(zip(labels, handles, strict=True))
-        if names:
-            place = "outside lower center"
-            figure.legend(list(names.values()), list(names), loc=place, ncols=4, fontsize=8)
-    return figure
+        place = "outside lower center"
+        figure.legend(list(lines.values()), list(lines), loc=place, ncols=4, fontsize=8)
+    return figure_svg(figure)

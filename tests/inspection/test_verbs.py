@@ -13,7 +13,6 @@ from tokenizers import processors
 
 import stmoe
 from moe import ConfigError, DataError
-from moe.commands import inspect_record
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.sparse.editing import sparse_layers
 from moe.tracing.trace_file import read_trace
@@ -224,10 +223,6 @@ def test_a_trace_of_another_tokenizer_is_refused(folder, trace, tmp_path):
             ["record", "--model", "m", "--out", "o", "--text", "a", "--columns", "inputs=b"],
             "--columns has no effect without --pairs",
         ),
-        (
-            ["replay", "--trace", "t", "--routed-experts", "r.npz", "--weights", "replay"],
-            "--weights replay cannot be combined with --routed-experts",
-        ),
         (["ablate", "--trace", "t", "--out", "a.json", "--kind", "kill"], "invalid choice: 'kill'"),
     ],
 )
@@ -236,9 +231,3 @@ def test_wrong_arguments_are_one_line(arguments, message):
         run(*arguments)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_task_without_the_repository_is_refused(folder, tmp_path):
-    arguments = ["--model", folder / "model", "--task", "boolq", "--out", tmp_path / "t"]
-    with pytest.raises(ConfigError, match="--task boolq is part of the repository"):
-        inspect_record.main([str(argument) for argument in arguments])

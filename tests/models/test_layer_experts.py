@@ -9,7 +9,6 @@ from moe import STMoEConfig, STMoEForConditionalGeneration, summarize, total_sta
 from moe.convert.hf_config import to_hf_config
 from moe.distributed.mesh import MeshConfig, check_mesh
 from moe.errors import ConfigError
-from moe.inspection.figures import draw_load
 from moe.models.parallelize import mesh_limits
 from moe.sparse.editing import sparse_layers
 from moe.sparse.stats import router_values
@@ -87,11 +86,6 @@ def test_a_trace_is_recorded_and_replayed():
     assert loss == pytest.approx(trace.facts.loss, abs=1e-6)
     with pytest.raises(ConfigError, match=r"num_best is 3; expected .* 0 to 2"):
         record_routing(model, [], num_best=3)
-
-
-def test_a_figure_of_the_load_leaves_missing_experts_empty():
-    svg = draw_load(["a", "b"], [[0.75, 0.25], [0.25, 0.25, 0.5]]).svg
-    assert svg.count("25.0 %") == 3 and "nan" not in svg and "of all requests" not in svg
 
 
 def test_equal_models_have_equal_configs():

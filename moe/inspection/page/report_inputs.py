@@ -1,15 +1,13 @@
-"""Reads the metrics of runs and an evaluation for the report on routers."""
+"""Reads the recipe and the metrics of runs for the report on routers."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
-
-from pydantic import BaseModel, Field
+from typing import NamedTuple
 
 from moe.checks import shown
 from moe.errors import ConfigError, DataError
-from moe.parsing import read_json_lines, read_record, read_yaml, to_record
+from moe.parsing import read_json_lines, read_yaml, to_record
 
 Line = dict[str, float]
 """One line of a metrics.jsonl: the number of updates (`step`) and each measurement by name."""
@@ -17,9 +15,6 @@ Line = dict[str, float]
 LOSSES = ("train/ce_loss", "heldout/loss", "heldout/text_loss")
 DEV_SCORE = "eval/mean"
 """Mean score of a fine-tuning on its dev examples, in percent."""
-
-_SHOWN_ANSWERS = 12
-_EVALUATION_ADVICE = "Give the report.json of `stmoe eval run`."
 
 _PLOTTED = (
     *LOSSES,
@@ -138,128 +133,3 @@ def _read_metrics(path: Path) -> list[Line]:
     if names.isdisjoint(_PLOTTED):
         raise DataError(f"{path} measures none of {', '.join(_PLOTTED)}. {advice}")
     return lines
-
-
-# In percent, down to -100 for a correlation; values beyond the range (except for rounding) are damage.
-Percent = Annotated[float, Field(ge=-100.001, le=100.001)]
-Count = Annotated[int, Field(ge=1)]
-
-
-class Score(BaseModel, frozen=True):
-    """A score and its 95 % interval; None where there is none."""
-
-    metric: str
-    value: Percent | None
-    low: Percent | None
-    high: Percent | None
-
-    def overlaps(self, other: "Score") -> bool | None:
-        """Returns whether the intervals of two scores overlap; None when one has none."""
-        if self.low is None or self.high is None or other.low is None or other.high is None:
-            return None
-        return self.low <= other.high and other.low <= self.high
-
-
-class SystemScores(BaseModel, frozen=True):
-    """Scores of a system, i.e. a model or a baseline, in one mode of answering."""
-
-    name: str
-    mode: str
-    scores: list[Score] = Field(min_length=1)
-
-
-class TaskScores(BaseModel, frozen=True):
-    """The scores of one task, and some inputs with the first system's answer and the target."""
-
-    task: str
-    description: str
-    split: str
-    num_examples: Count
-    num_groups: Count
-    systems: list[SystemScores]
-    answers: list[tuple[str, str, str]] = []
-
-
-class EvaluatedModel(BaseModel, frozen=True):
-    """A model that was evaluated."""
-
-    folder: str
-    fingerprint: str
-
-
-class FailedTask(BaseModel, frozen=True):
-    """A task that could not be scored."""
-
-    task: str
-    message: str
-
-
-class Evaluation(BaseModel, frozen=True):
-    """The fields of the report.json of `stmoe eval run` that the page shows."""
-
-    models: dict[str, EvaluatedModel]
-    tasks: list[TaskScores]
-    failed: list[FailedTask] = []
-    versions: dict[str, str] = {}
-
-
-def read_evaluation(path: Path) -> Evaluation:
-    """Returns the evaluation in a report.json.
-
-    Args:
-        path: Its report.json, or the folder that contains it.
-
-    Raises:
-        DataError: When it is missing, damaged or something else.
-    """
-    file = path / "report.json" if path.is_dir() else path
-    evaluation = read_record(file, Evaluation, advice=_EVALUATION_ADVICE)
-    tasks = []
-    for task in evaluation.tasks:
-        answers = _read_answers(file.parent, task)
-        tasks.append(task.model_copy(update={"answers": answers}))
-    return evaluation.model_copy(update={"tasks": tasks})
-
-
-def read_evaluations(arguments: Sequence[str]) -> dict[str, Evaluation]:
-    """Returns evaluations by name, in the order given.
-
-    Args:
-        arguments: `NAME=PATH` each, or PATH; see `read_evaluation`.
-
-    Raises:
-        ConfigError: When two have the same name.
-        DataError: When one is missing, damaged or something else.
-    """
-    evaluations: dict[str, Evaluation] = {}
-    for argument in arguments:
-        name, separator, file = argument.partition("=")
-        if not separator:
-            name, file = "", argument
-        if name in evaluations:
-            raise ConfigError(
-                f"--evaluation gives the name {shown(name)} twice. Give each one a name: NAME=PATH."
-            )
-        evaluations[name] = read_evaluation(Path(file))
-    return evaluations
-
-
-def _read_answers(folder: Path, task: TaskScores) -> list[tuple[str, str, str]]:
-    """Returns some inputs, answers of the first system and targets, evenly spaced; none without its files."""
-    system = task.systems[0]
-    examples = folder / f"examples/{task.task}.jsonl"
-    predictions = folder / f"predictions/{task.task}.{system.name}.{system.mode}.jsonl"
-    if not examples.is_file() or not predictions.is_file():
-        return []
-
-    # Lines without an output close a batch.
-    outputs = {}
-    for _, line in read_json_lines(predictions, advice=_EVALUATION_ADVICE):
-        if "output" in line:
-            outputs[line["id"]] = line["output"]
-    rows = []
-    for _, line in read_json_lines(examples, advice=_EVALUATION_ADVICE):
-        if line["id"] in outputs:
-            rows.append((line["inputs"], outputs[line["id"]], line["targets"]))
-    number = min(_SHOWN_ANSWERS, len(rows))
-    return [rows[(2 * index + 1) * len(rows) // (2 * number)] for index in range(number)]

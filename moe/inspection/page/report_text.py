@@ -1,4 +1,4 @@
-"""Sentences of the report, from the numbers of a trace, of metrics or of an evaluation."""
+"""Sentences of the report, from the numbers of a trace or of metrics."""
 
 import math
 from collections.abc import Sequence
@@ -7,16 +7,7 @@ import torch
 
 from moe.data.names import describe_languages
 from moe.data.ngrams import NAMES, compare_with_tables
-from moe.inspection.formatting import format_interval, format_score, format_versions
-from moe.inspection.page.report_inputs import (
-    DEV_SCORE,
-    Evaluation,
-    Line,
-    Score,
-    Stage,
-    SystemScores,
-    TaskScores,
-)
+from moe.inspection.page.report_inputs import DEV_SCORE, Line, Stage
 from moe.inspection.statistics.contingency import mutual_information
 from moe.inspection.statistics.specialization import ClassTable, class_table
 from moe.inspection.statistics.token_classes import TokenClasses, domain_classes
@@ -164,62 +155,3 @@ def loss_sentence(line: Line) -> str:
     if compared:
         text += f" Compared with n-gram tables of the training text, the loss is {compared}."
     return text
-
-
-def model_sentences(fingerprint: str, evaluation: Evaluation) -> list[str]:
-    """Returns which models were evaluated, and whether the one of a fingerprint is among them."""
-    sentences = []
-    for name, evaluated in evaluation.models.items():
-        relation = f"not the traced model: fingerprint {evaluated.fingerprint}"
-        if evaluated.fingerprint == fingerprint:
-            relation = "the traced model"
-        sentences.append(f"{name} is {evaluated.folder}, {relation}.")
-    if evaluation.versions:
-        sentences.append(f"Evaluated with {format_versions(evaluation.versions)}.")
-    return sentences
-
-
-def comparable_systems(task: TaskScores) -> list[SystemScores]:
-    """Returns the first system, those with its mode and metric, and the baselines; none without its score."""
-    first = task.systems[0]
-    if first.scores[0].value is None:
-        return []
-    systems = []
-    for system in task.systems:
-        score = system.scores[0]
-        has_mode = system.mode in (first.mode, "baseline")
-        if has_mode and score.metric == first.scores[0].metric and score.value is not None:
-            systems.append(system)
-    return systems
-
-
-def system_comparisons(task: TaskScores) -> list[str]:
-    """Returns the score of the first system, and how it differs from those that can be compared."""
-    first = task.systems[0]
-    ours = first.scores[0]
-    sentences = []
-    for other in comparable_systems(task):
-        theirs = other.scores[0]
-        assert ours.value is not None
-        assert theirs.value is not None
-        if other is first:
-            sentences.append(f"{first.name} by {first.mode}: {_score(ours)} {ours.metric}.")
-            continue
-        gap = ours.value - theirs.value
-        direction = "below" if gap < 0 else "above"
-        sentence = f"{abs(gap):.1f} points {direction} {other.name}: {_score(theirs)}"
-
-        # Scores without intervals cannot be compared.
-        overlap = ours.overlaps(theirs)
-        if overlap is not None:
-            sentence += f"; the intervals {'overlap' if overlap else 'do not overlap'}"
-        sentences.append(f"{sentence}.")
-    return sentences
-
-
-def _score(score: Score) -> str:
-    """Returns e.g. `16.6 % (12.8 to 21.3)`."""
-    text = f"{format_score(score.value)} %"
-    if score.low is None or score.high is None:
-        return text
-    return f"{text} ({format_interval(score.low, score.high)})"

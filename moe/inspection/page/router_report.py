@@ -12,22 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.data.corpus import CORPUS_HEADER
 from moe.data.tokenizer import SpecialIds
-from moe.estimates import Estimate
 from moe.files import write_text
-from moe.inspection.figures import (
-    Curve,
-    CurvePanel,
-    IntervalPanel,
-    Row,
-    draw_curves,
-    draw_experts_by_domain,
-    draw_intervals,
-    draw_load,
-)
-from moe.inspection.formatting import format_interval, format_score
+from moe.inspection.figures import Curve, draw_curves, draw_experts_by_domain, draw_load
 from moe.inspection.html_page import render_page
 from moe.inspection.page import report_text
-from moe.inspection.page.report_inputs import DEV_SCORE, Evaluation, Line, Stage, TaskScores
+from moe.inspection.page.evaluation_panel import Report, model_sentences
+from moe.inspection.page.report_inputs import DEV_SCORE, Line, Stage
 from moe.inspection.tables import (
     HEALTH_HEADER,
     MIN_OCCURRENCES,
@@ -54,7 +44,6 @@ _LISTED_TOKENS = 12
 _FEW_TOKENS = 4
 _MANY_EXPERTS = 200
 
-_PERCENT = "score (%), with 95 % interval"
 _LOSSES = {
     "train/ce_loss": "training, all targets",
     "heldout/loss": "held-out, all targets",
@@ -74,7 +63,7 @@ def write_report(
     recipe_text: str,
     corpus_rows: Sequence[Sequence[str | int]] = (),
     stages: Sequence[Stage] = (),
-    evaluations: Mapping[str, Evaluation] | None = None,
+    evaluations: Mapping[str, Report] | None = None,
 ) -> None:
     """Writes the page, whole or not at all.
 
@@ -89,15 +78,16 @@ def write_report(
         recipe_text: The recipe of the model's run; empty where none is known.
         corpus_rows: Documents, characters and licences of the corpus, under CORPUS_HEADER.
         stages: Metrics of runs; may be empty.
-        evaluations: Evaluations of the same or of other models by their titles.
+        evaluations: Evaluations of the same or of other models by their titles; see `read_evaluations`.
     """
+    reports = evaluations or {}
     counts = count_tokens(trace, config.vocab_size)
     experts = None
     expert_sentences = []
     if len(trace.facts.domains) > 1:
         tables, groups = report_text.tables_by_domain(trace)
         shares = report_text.expert_shares(tables[-1]).tolist()
-        experts = draw_experts_by_domain(shares, tables[-1].names, groups).svg
+        experts = draw_experts_by_domain(shares, tables[-1].names, groups)
         expert_sentences = report_text.domain_sentences(tables)
     sentinels = [_sentinel_row(tokenizer, layer) for layer in counts] if corpus_rows else []
     panels = ["experts"] if experts else []
@@ -124,7 +114,7 @@ def write_report(
         facts=[facts],
         recipe_text=recipe_text,
         sizes=report_text.size_sentence(config),
-        load_map=draw_load([layer_name(layer.key) for layer in counts], shares).svg,
+        load_map=draw_load([layer_name(layer.key) for layer in counts], shares),
         health_header=HEALTH_HEADER,
         health_rows=health_rows(counts),
         load_sentences=load_sentences,
@@ -133,32 +123,12 @@ def write_report(
         min_occurrences=MIN_OCCURRENCES,
         runs=[_run(config, folder, stage) for stage in stages],
         dev_scores=_dev_scores(stages),
-        evaluations=evaluations or {},
-        score_figure=_score_figure,
-        fingerprint=fingerprint,
-        model_sentences=report_text.model_sentences,
-        comparisons=report_text.system_comparisons,
-        format_score=format_score,
-        format_interval=format_interval,
+        evaluations=reports,
+        model_sentences=[model_sentences(fingerprint, report) for report in reports.values()],
         corpus_header=CORPUS_HEADER,
         corpus_rows=corpus_rows,
     )
     write_text(path, page)
-
-
-def _score_figure(task: TaskScores) -> str | None:
-    """Returns the first score of each system that can be compared with the first one; None for no score."""
-    rows = []
-    for system in report_text.comparable_systems(task):
-        score = system.scores[0]
-        low = math.nan if score.low is None else score.low
-        high = math.nan if score.high is None else score.high
-        name = f"{system.name}: {format_score(score.value)} %"
-        rows.append(Row(name, "", Estimate(score.value or 0.0, low, high)))
-    if not rows:
-        return None
-    panel = IntervalPanel(task.systems[0].scores[0].metric, rows)
-    return draw_intervals([panel], label=_PERCENT, from_zero=True, narrow=True).svg
 
 
 # ---------------------------------------------------------------------------
@@ -220,11 +190,11 @@ def _run(config: STMoEConfig, folder: Path, stage: Stage) -> Mapping[str, object
         ngrams = report_text.ngram_losses(stage.last("heldout/text_loss") or {})
         for name, loss in ngrams.items():
             losses += _level(stage.lines, f"{name} table", loss)
-        panel = CurvePanel("Cross-entropy", losses)
-        figures.append(draw_curves([panel], x_label="training step", y_label="nats per token").svg)
+        panels = {"Cross-entropy": losses}
+        figures.append(draw_curves(panels, y_label="nats per token", from_zero=False))
 
     # The routers of both stacks.
-    panels = []
+    panels = {}
     for metric, title in {
         "entropy": "Router entropy (nats)",
         "fraction_dropped": "Dropped tokens (%)",
@@ -238,11 +208,9 @@ def _run(config: STMoEConfig, folder: Path, stage: Stage) -> Mapping[str, object
             for number in sorted({layer.num_experts for layer in config.all_sparse_configs()}):
                 curves += _level(stage.lines, f"uniform, ln {number}", math.log(number))
         if curves:
-            panels.append(CurvePanel(title, curves))
+            panels[title] = curves
     if panels:
-        figures.append(
-            draw_curves(panels, x_label="training step", y_label="", y_limits=(0, None)).svg
-        )
+        figures.append(draw_curves(panels, y_label="", from_zero=True))
     return {
         "title": f"{stage.name}: the run of the traced model" if made_model else stage.name,
         "path": printable(stage.path),
@@ -258,10 +226,7 @@ def _dev_scores(stages: Sequence[Stage]) -> str | None:
         curves += _curves(stage.lines, {DEV_SCORE: stage.name})
     if not curves:
         return None
-    label = "mean dev score (%)"
-    return draw_curves(
-        [CurvePanel("", curves)], x_label="training step", y_label=label, y_limits=(0, None)
-    ).svg
+    return draw_curves({"": curves}, y_label="mean dev score (%)", from_zero=True)
 
 
 def _curves(lines: Sequence[Line], names: Mapping[str, str], scale: float = 1) -> list[Curve]:
@@ -275,7 +240,7 @@ def _curves(lines: Sequence[Line], names: Mapping[str, str], scale: float = 1) -
                 steps.append(line["step"])
                 values.append(scale * line[metric] if math.isfinite(line[metric]) else math.nan)
         if steps:
-            curves.append(Curve(name, steps, values))
+            curves.append((name, steps, values))
     return curves
 
 
@@ -283,4 +248,4 @@ def _level(lines: Sequence[Line], name: str, value: float) -> list[Curve]:
     """Returns a horizontal line over all steps, with its value in its name; none where it is not finite."""
     if not math.isfinite(value):
         return []
-    return [Curve(f"{name}: {value:.2f}", [lines[0]["step"], lines[-1]["step"]], [value, value])]
+    return [(f"{name}: {value:.2f}", [lines[0]["step"], lines[-1]["step"]], [value, value])]
