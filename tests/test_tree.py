@@ -1,8 +1,11 @@
-"""Promises about the tree: small files, no cycles, faces without code, documented shapes."""
+"""Promises about the tree: small files, no cycles, small faces, documented shapes."""
 
 import ast
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+
+import moe
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,12 +84,37 @@ def code_lines(path):
     return count
 
 
-def test_package_faces_hold_a_docstring_and_nothing_else():
+def test_package_faces_hold_a_docstring_and_the_names_that_users_need():
     for path in FILES:
-        if path.name == "__init__.py" and path.parent != ROOT / "moe":
-            body = parsed(path).body
-            assert len(body) == 1, path
-            assert isinstance(body[0], ast.Expr), path
+        if path.name == "__init__.py":
+            docstring, *body = parsed(path).body
+            assert isinstance(docstring, ast.Expr), path
+            if body:
+                *imports, exported = body
+                assert all(isinstance(node, ast.ImportFrom) for node in imports), path
+                names = {alias.name for node in imports for alias in node.names}
+                assert set(ast.literal_eval(exported.value)) == names, path
+
+
+def test_inside_the_package_no_module_imports_a_face():
+    """A face imports its whole folder; the module that defines a name does not."""
+    modules = _imports().keys()
+    faces = {name.removesuffix(".__init__") for name in modules if name.endswith(".__init__")}
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module in faces
+                and path.name != "__init__.py"
+            ):
+                submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+                assert submodules <= modules | faces, (path, node.module)
+
+
+def test_the_public_surface_is_small_and_nothing_leaks():
+    assert 25 <= len(moe.__all__) <= 30
+    others = {name for name in dir(moe) if not name.startswith("_")} - set(moe.__all__)
+    assert all(isinstance(getattr(moe, name), ModuleType) for name in others)
 
 
 def test_no_module_imports_itself_through_others():

@@ -365,7 +365,7 @@ def refuse_to_save(mesh: MeshConfig | None) -> None:
     if mesh is not None:
         raise ConfigError(
             f"save_pretrained is not supported on a mesh ({mesh}), where a rank has a part of the "
-            "model. Call moe.save_model_on_mesh(model, layouts, mesh, folder) on every rank."
+            "model. Call moe.checkpoint.save_model_on_mesh(model, layouts, mesh, folder) on every rank."
         )
 
 

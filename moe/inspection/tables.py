@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe.data.tokenizer import piece_texts
 from moe.sparse.editing import LayerKey
-from moe.sparse.stats import RouterStats, max_violations, summarize
+from moe.sparse.stats import RouterStats
 from moe.tracing.trace import LayerTrace, Trace, layer_name
 
 _SMOOTHING = 20
@@ -206,7 +206,7 @@ def health_rows(layers: Sequence[LayerCounts | LayerTrace]) -> list[list[str]]:
     """
     rows = []
     for layer in layers:
-        summary = summarize(layer.stats)
+        summary = layer.stats.summary()
         num_experts = layer.stats.expert_load.numel()
         rows.append(
             [
@@ -224,7 +224,7 @@ def health_rows(layers: Sequence[LayerCounts | LayerTrace]) -> list[list[str]]:
 
 def balance_sentence(layers: Sequence[LayerCounts | LayerTrace]) -> str:
     """Returns how far the busiest experts are above the mean load, over all layers."""
-    violations = max_violations([layer.stats for layer in layers])
+    violations = RouterStats.max_violations([layer.stats for layer in layers])
     return (
         f"MaxVio over the {len(layers)} sparse layers (how far the busiest expert is above the mean load): "
         f"median {violations['max_vio_p50']:.2f}, 95th percentile {violations['max_vio_p95']:.2f}."

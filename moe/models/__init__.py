@@ -1,1 +1,20 @@
 """Configurations and encoder-decoder models built around the sparse layer."""
+
+from moe.models.configuration import STMoEConfig
+from moe.models.encoder import STMoEEncoderModel
+from moe.models.modeling import STMoEForConditionalGeneration, STMoEModel
+from moe.models.parallelize import shard_model
+from moe.models.presets import PRESETS
+from moe.models.trainable_parameters import adapter_memory, lora_config, select_parameters
+
+__all__ = [
+    "PRESETS",
+    "STMoEConfig",
+    "STMoEEncoderModel",
+    "STMoEForConditionalGeneration",
+    "STMoEModel",
+    "adapter_memory",
+    "lora_config",
+    "select_parameters",
+    "shard_model",
+]

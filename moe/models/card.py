@@ -17,7 +17,7 @@ from moe.files import whole_file, write_text
 from moe.models.configuration import STMoEConfig
 from moe.opening import read_regular
 from moe.sparse.all_routers import load_routers
-from moe.sparse.stats import RouterStats, summarize
+from moe.sparse.stats import RouterStats
 
 CARD_NAME = "README.md"
 _GENERATES = "STMoEForConditionalGeneration"
@@ -234,7 +234,7 @@ def _drop_rate(
     check(are_stats, "stats of a card", stats, "RouterStats by stack: encoder, decoder")
     fractions = {}
     for stack, stack_stats in stats.items():
-        fractions[stack] = round(summarize(stack_stats)["fraction_dropped"], 6)
+        fractions[stack] = round(stack_stats.summary()["fraction_dropped"], 6)
     return fractions
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers import __version__ as transformers_version
 
 from moe.errors import ConfigError
@@ -565,3 +565,6 @@ class STMoEConfig(PrivateConfigHooks, PreTrainedConfig):  # pyright: ignore[repo
         # A norm before each layer of a block, and one at the end.
         num_norms = num_layers * (attentions + 1) + num_stacked + 1
         return total + num_norms * D
+
+
+AutoConfig.register(STMoEConfig.model_type, STMoEConfig)

@@ -4,6 +4,7 @@ from functools import wraps
 from typing import Any, cast
 
 from torch import Tensor, nn
+from transformers import AutoModelForTextEncoding
 from transformers.utils.generic import can_return_tuple
 
 from moe.errors import DataError
@@ -150,3 +151,6 @@ class STMoEEncoderModel(STMoEPreTrainedModel):
         """Returns the encoder's hidden states; see `STMoEEncoder.forward`."""
         warn_of_quantized_projections(self, cast(Block, self.encoder.stack.blocks[0]))
         return self.encoder(*args, **kwargs, return_dict=True)
+
+
+AutoModelForTextEncoding.register(STMoEConfig, STMoEEncoderModel)

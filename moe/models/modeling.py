@@ -6,7 +6,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin
+from transformers import (
+    AutoModel,
+    AutoModelForSeq2SeqLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationMixin,
+)
 from transformers.utils.generic import can_return_tuple
 
 from moe.checks import check, shown
@@ -577,3 +583,7 @@ def _within(
     for router, layer_totals in zip(routers, totals, strict=True):
         records.append(router.within(layer_totals))
     return tuple(records)
+
+
+AutoModel.register(STMoEConfig, STMoEModel)
+AutoModelForSeq2SeqLM.register(STMoEConfig, STMoEForConditionalGeneration)

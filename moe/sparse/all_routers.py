@@ -7,12 +7,12 @@ configuration can name every router.
 import importlib
 import pkgutil
 
-import moe.sparse.routers
 from moe.registry import Registry
+from moe.sparse import routers
 from moe.sparse.config import SparseConfig
 from moe.sparse.router import ROUTERS, Router
 
-for module in pkgutil.iter_modules(moe.sparse.routers.__path__):
+for module in pkgutil.iter_modules(routers.__path__):
     importlib.import_module(f"moe.sparse.routers.{module.name}")
 
 

@@ -4,7 +4,7 @@ Comes after layer.py.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from moe.errors import ConfigError, DataError
 from moe.sparse.config import SparseConfig
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.recomputation import Recomputation, in_backward
-from moe.sparse.stats import RouterStats, add_layers
 
 
 class _NoFastPath:
@@ -164,7 +163,7 @@ def collect_routers(
         with collect_routers(model, token_mask=mask) as routers:
             loss = task_loss(model(x)) + router_loss(routers)
             loss.backward()
-        print(summarize(total_stats(routers)))
+        print(RouterStats.sum(router.stats for router in routers).summary())
 
     Args:
         module: A Transformer, or a part of it.
@@ -248,7 +247,12 @@ def router_loss(
     if not torch.compiler.is_compiling():
         check_number("load_balance_weight", load_balance_weight, least=0)
         check_number("router_z_weight", router_z_weight, least=0)
-    routers = _checked_routers(routers)
+    routers = list(routers)
+    if not routers or not all(isinstance(router, RouterOutput) for router in routers):
+        raise DataError(
+            f"routers are {shown(routers)}; expected the RouterOutputs of layers that ran. Call the model inside "
+            "`with collect_routers(model) as routers:`, and only then ask for losses."
+        )
 
     # Eq. 6 without the cross-entropy: c_B L_B + c_z L_z of each layer.
     layer_losses: list[Tensor] = []
@@ -259,38 +263,6 @@ def router_loss(
 
     total = functools.reduce(torch.add, layer_losses)
     return total / len(layer_losses) if reduction == "mean" else total
-
-
-def total_stats(routers: Sequence[RouterOutput]) -> RouterStats:
-    """Returns the statistics of all layers together; see `add_layers`.
-
-    Args:
-        routers: From `collect_routers`.
-
-    Raises:
-        DataError: When there are no RouterOutputs.
-    """
-    return add_layers([router.stats for router in _checked_routers(routers)])
-
-
-def _checked_routers(routers: Any) -> list[RouterOutput]:
-    """Returns RouterOutputs as a list; raises a DataError for anything else, and for none."""
-    expected = "a list of RouterOutput, as collect_routers gives it"
-    if isinstance(routers, RouterOutput | Tensor) or not isinstance(routers, Iterable):
-        raise DataError(f"routers are {shown(routers)}; expected {expected}.")
-    routers = list(routers)
-    for router in routers:
-        if not isinstance(router, RouterOutput):
-            raise DataError(
-                f"routers hold {shown(router)}; expected {expected}, from layers that ran with report=True."
-            )
-
-    if not routers:
-        raise DataError(
-            "There are no router outputs: no sparse layer has run yet. Call the model inside "
-            "`with collect_routers(model) as routers:`, and only then ask for losses or statistics."
-        )
-    return routers
 
 
 class _Collector:

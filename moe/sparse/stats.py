@@ -1,41 +1,31 @@
 """Statistics of a router, as sums and counts.
 
-They add up exactly over batches, micro-batches, layers and ranks; `summarize` computes readable
-means and shares from them. Comes after losses.py; layer.py returns them.
+They add up exactly over batches, micro-batches, layers and ranks; `summary` computes readable means
+and shares from them. Comes after losses.py; layer.py returns them.
 """
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe.checks import shown
 from moe.distributed.collectives import sum_each_over_ranks
 from moe.errors import DataError
 from moe.sparse.losses import RouterLosses
 from moe.sparse.plan import DispatchPlan, RouterScores
 
-_REPORTED = (
-    "load_balance_loss",
-    "router_z_loss",
-    "fraction_dropped",
-    "entropy",
-    "load_cv",
-    "max_over_mean",
-    "dead_experts",
-)
-_OF_THE_LOAD = ("load_cv", "max_over_mean", "dead_experts")
-
 
 class RouterStats(NamedTuple):
-    """Sums and counts over the real tokens of one layer; `summarize` gives readable numbers.
+    """Sums and counts over the real tokens of one layer; `summary` gives readable numbers.
 
-    Counts are integers and sums float64, so that no token is lost in a long run.
+    `a + b` adds those of two batches, `RouterStats.sum` those of several layers, `all_reduce` those
+    of all ranks. Counts are integers and sums float64, so that no token is lost in a long run.
 
     Attributes:
         expert_load: <int64>[E] choices that requested each expert, before capacity.
@@ -68,6 +58,110 @@ class RouterStats(NamedTuple):
     load_balance_count: Tensor
     router_z_sum: Tensor
     router_z_count: Tensor
+
+    def __add__(self, other: "RouterStats") -> "RouterStats":  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns the statistics of both together, not a longer tuple; they must have the same E and K."""
+        if not isinstance(other, RouterStats):
+            return NotImplemented
+        return RouterStats(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @staticmethod
+    def sum(layers: Iterable["RouterStats"]) -> "RouterStats":
+        """Returns the statistics of several layers together; a token counts once for each layer.
+
+        Layers with different numbers of experts have no common load: `expert_load` is then empty,
+        and `accepted_load` is the sum over experts. In `dropped_by_choice`, a layer with fewer
+        choices counts 0 for the others.
+
+        Raises:
+            DataError: When there are none.
+        """
+        layers = list(layers)
+        if not layers:
+            raise DataError("There are no statistics of routers to add: no sparse layer has run.")
+        num_choices = max(layer.dropped_by_choice.numel() for layer in layers)
+        is_equal = len({layer.expert_load.numel() for layer in layers}) == 1
+
+        alike = []
+        for layer in layers:
+            num_missing = num_choices - layer.dropped_by_choice.numel()
+            by_choice = F.pad(layer.dropped_by_choice, (0, num_missing))
+            layer = layer._replace(dropped_by_choice=by_choice)
+            if not is_equal:
+                accepted = layer.accepted_load.sum(dim=0, keepdim=True)
+                layer = layer._replace(expert_load=layer.expert_load[:0], accepted_load=accepted)
+            alike.append(layer)
+        return functools.reduce(operator.add, alike)
+
+    @staticmethod
+    def unflatten(numbers: Sequence[Tensor]) -> "list[RouterStats]":
+        """Returns the statistics of several layers, given the fields <any>[...] of all in a row."""
+        num_fields = len(RouterStats._fields)
+        starts = range(0, len(numbers), num_fields)
+        return [RouterStats(*numbers[start : start + num_fields]) for start in starts]
+
+    def all_reduce(self, group: ProcessGroup | None = None) -> "RouterStats":
+        """Returns the statistics of the ranks of `group` together, the same on each; None for all."""
+        return RouterStats(*sum_each_over_ranks(self, group))
+
+    def summary(self) -> dict[str, float]:
+        """Returns readable numbers.
+
+        Returns:
+            `load_balance_loss` and `router_z_loss` (unweighted means), `fraction_dropped` (tokens that
+            reached no expert), `fraction_dropped_choice_1` to `_K` (choices that requested a slot and
+            got none, of all tokens), `fraction_padding` (of all positions), `second_expert_rate`
+            (tokens that reached two or more experts), `entropy` (nats, mean over tokens), `load_cv`
+            (standard deviation over mean of the expert load before capacity), `max_over_mean` of the
+            same load, `dead_experts` (that no token requested), `expert_usage` (filled slots over
+            slots), `confidence` (mean combine weight of an accepted choice). Load statistics are NaN
+            where layers with different numbers of experts were added.
+        """
+        # If nothing was counted, shares are divided by 1 instead of 0.
+        load = self.expert_load.double()  # [E]
+        dead_experts = float((load == 0).sum())
+        if not load.numel():
+            load = load.new_full((1,), math.nan)
+            dead_experts = math.nan
+        mean_load = float(load.mean()) or 1.0
+        num_tokens = float(self.num_tokens) or 1.0
+        num_accepted = float(self.accepted_load.sum())
+
+        # One share for each choice, counted from 1.
+        dropped_by_choice: dict[str, float] = {}
+        for choice, count in enumerate(self.dropped_by_choice.tolist(), start=1):
+            dropped_by_choice[f"fraction_dropped_choice_{choice}"] = count / num_tokens
+
+        return {
+            "load_balance_loss": _ratio(self.load_balance_sum, self.load_balance_count),
+            "router_z_loss": _ratio(self.router_z_sum, self.router_z_count),
+            "fraction_dropped": float(self.dropped_tokens) / num_tokens,
+            **dropped_by_choice,
+            "fraction_padding": 1 - _ratio(self.num_tokens, self.num_positions),
+            "second_expert_rate": float(self.second_expert_tokens) / num_tokens,
+            "entropy": float(self.entropy_sum) / num_tokens,
+            "load_cv": float(load.std(correction=0)) / mean_load,
+            "max_over_mean": float(load.max()) / mean_load,
+            "dead_experts": dead_experts,
+            "expert_usage": num_accepted / (float(self.num_slots) or 1.0),
+            "confidence": float(self.confidence_sum) / (num_accepted or 1.0),
+        }
+
+    @staticmethod
+    def max_violations(layers: Sequence["RouterStats"]) -> dict[str, float]:
+        """Returns `max_vio_p50` and `max_vio_p95`: the median and 95th percentile of MaxVio over layers.
+
+        MaxVio of a layer is the largest expert load over the mean load, less 1: 0 is uniform.
+
+        Args:
+            layers: Statistics of each layer; at least one.
+
+        Source:
+            Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664) §4.1.
+        """
+        violations = torch.tensor([stats.summary()["max_over_mean"] - 1 for stats in layers])
+        quantiles = torch.quantile(violations, torch.tensor([0.5, 0.95]))
+        return {"max_vio_p50": float(quantiles[0]), "max_vio_p95": float(quantiles[1])}
 
 
 @torch.no_grad()
@@ -128,150 +222,6 @@ def router_stats(scores: RouterScores, plan: DispatchPlan, losses: RouterLosses)
     )
 
 
-def _check_stats(stats: Any) -> None:
-    """Raises a DataError unless the value is a RouterStats of tensors."""
-    if not isinstance(stats, RouterStats) or not all(isinstance(x, Tensor) for x in stats):
-        raise DataError(
-            f"The statistics of routers are {shown(stats)}; expected a RouterStats: `stats` of a RouterOutput, or "
-            "total_stats(routers)."
-        )
-
-
-def add_stats(a: RouterStats, b: RouterStats) -> RouterStats:
-    """Returns the statistics of both together; they must have the same E and K.
-
-    Raises:
-        DataError: When one is not a RouterStats.
-    """
-    _check_stats(a)
-    _check_stats(b)
-    return RouterStats(*(x + y for x, y in zip(a, b, strict=True)))
-
-
-def add_layers(layers: Sequence[RouterStats]) -> RouterStats:
-    """Returns the statistics of several layers together; a token counts once for each layer.
-
-    Layers with different numbers of experts have no common load: `expert_load` is then empty, and
-    `accepted_load` is the sum over experts. In `dropped_by_choice`, a layer with fewer choices counts 0 for the others.
-
-    Args:
-        layers: One or more.
-
-    Raises:
-        DataError: When one is not a RouterStats.
-    """
-    for layer in layers:
-        _check_stats(layer)
-    num_choices = max(layer.dropped_by_choice.numel() for layer in layers)
-    is_equal = len({layer.expert_load.numel() for layer in layers}) == 1
-
-    alike = []
-    for layer in layers:
-        num_missing = num_choices - layer.dropped_by_choice.numel()
-        layer = layer._replace(dropped_by_choice=F.pad(layer.dropped_by_choice, (0, num_missing)))
-        if not is_equal:
-            accepted = layer.accepted_load.sum(dim=0, keepdim=True)
-            layer = layer._replace(expert_load=layer.expert_load[:0], accepted_load=accepted)
-        alike.append(layer)
-    return functools.reduce(add_stats, alike)
-
-
-def unflatten_stats(numbers: Sequence[Tensor]) -> list[RouterStats]:
-    """Returns the statistics of several layers, given the fields of all as one sequence."""
-    num_fields = len(RouterStats._fields)
-    starts = range(0, len(numbers), num_fields)
-    return [RouterStats(*numbers[start : start + num_fields]) for start in starts]
-
-
-def sum_stats(stats: RouterStats, group: ProcessGroup | None = None) -> RouterStats:
-    """Returns the statistics of all ranks together, the same on each.
-
-    Args:
-        stats: This rank's statistics.
-        group: The ranks; None for all of them.
-    """
-    return RouterStats(*sum_each_over_ranks(stats, group))
-
-
-def summarize(stats: RouterStats) -> dict[str, float]:
-    """Returns readable numbers.
-
-    Returns:
-        `load_balance_loss` and `router_z_loss` (unweighted means), `fraction_dropped` (tokens that
-        reached no expert), `fraction_dropped_choice_1` to `_K` (choices that requested a slot and
-        got none, of all tokens), `fraction_padding` (of all positions), `second_expert_rate`
-        (tokens that reached two or more experts), `entropy` (nats, mean over tokens), `load_cv`
-        (standard deviation over mean of the expert load before capacity), `max_over_mean` of the
-        same load, `dead_experts` (that no token requested), `expert_usage` (filled slots over
-        slots), `confidence` (mean combine weight of an accepted choice). Load statistics are NaN
-        where layers with different numbers of experts were added.
-
-    Raises:
-        DataError: When the statistics are not RouterStats.
-    """
-    _check_stats(stats)
-
-    # If nothing was counted, shares are divided by 1 instead of 0.
-    load = stats.expert_load.double()  # [E]
-    dead_experts = float((load == 0).sum())
-    if not load.numel():
-        load = load.new_full((1,), math.nan)
-        dead_experts = math.nan
-    mean_load = float(load.mean()) or 1.0
-    num_tokens = float(stats.num_tokens) or 1.0
-    num_accepted = float(stats.accepted_load.sum())
-
-    # One share for each choice, counted from 1.
-    dropped_by_choice: dict[str, float] = {}
-    for choice, count in enumerate(stats.dropped_by_choice.tolist(), start=1):
-        dropped_by_choice[f"fraction_dropped_choice_{choice}"] = count / num_tokens
-
-    return {
-        "load_balance_loss": _ratio(stats.load_balance_sum, stats.load_balance_count),
-        "router_z_loss": _ratio(stats.router_z_sum, stats.router_z_count),
-        "fraction_dropped": float(stats.dropped_tokens) / num_tokens,
-        **dropped_by_choice,
-        "fraction_padding": 1 - _ratio(stats.num_tokens, stats.num_positions),
-        "second_expert_rate": float(stats.second_expert_tokens) / num_tokens,
-        "entropy": float(stats.entropy_sum) / num_tokens,
-        "load_cv": float(load.std(correction=0)) / mean_load,
-        "max_over_mean": float(load.max()) / mean_load,
-        "dead_experts": dead_experts,
-        "expert_usage": num_accepted / (float(stats.num_slots) or 1.0),
-        "confidence": float(stats.confidence_sum) / (num_accepted or 1.0),
-    }
-
-
-def max_violations(layers: Sequence[RouterStats]) -> dict[str, float]:
-    """Returns `max_vio_p50` and `max_vio_p95`: the median and 95th percentile of MaxVio over layers.
-
-    MaxVio of a layer is the largest expert load over the mean load, less 1: 0 is uniform.
-
-    Args:
-        layers: Statistics of each layer; at least one.
-
-    Source:
-        Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664) §4.1.
-    """
-    violations = torch.tensor([summarize(stats)["max_over_mean"] - 1 for stats in layers])
-    quantiles = torch.quantile(violations, torch.tensor([0.5, 0.95]))
-    return {"max_vio_p50": float(quantiles[0]), "max_vio_p95": float(quantiles[1])}
-
-
 def _ratio(total: Tensor, count: Tensor) -> float:
     """Returns total <any>[] over count <any>[]; the total if nothing was counted."""
     return float(total) / (float(count) or 1.0)
-
-
-def router_values(stack: str, stats: RouterStats) -> dict[str, float]:
-    """Returns `router/{stack}/...`: the numbers of a stack's routers that every training run reports.
-
-    Args:
-        stack: `encoder` or `decoder`.
-        stats: Summed over the layers of the stack, see `add_layers`. Without a common load its
-            numbers are left out.
-    """
-    summary = summarize(stats)
-    has_load = stats.expert_load.numel() > 0
-    reported = [name for name in _REPORTED if has_load or name not in _OF_THE_LOAD]
-    return {f"router/{stack}/{name}": summary[name] for name in reported}

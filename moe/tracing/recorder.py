@@ -19,7 +19,7 @@ from moe.errors import DataError
 from moe.sparse.editing import LayerKey, Stack, sparse_layers
 from moe.sparse.groups import from_groups
 from moe.sparse.layer import RouterOutput
-from moe.sparse.stats import RouterStats, add_stats
+from moe.sparse.stats import RouterStats
 from moe.tracing.trace import (
     ACCEPTED,
     FORMAT_VERSION,
@@ -235,7 +235,7 @@ class Recording:
 
             stats = RouterStats(*(value.cpu() for value in router.stats))
             earlier = self.stats.get((stack, layer))
-            self.stats[stack, layer] = stats if earlier is None else add_stats(earlier, stats)
+            self.stats[stack, layer] = stats if earlier is None else earlier + stats
         return rows
 
     def facts(self, provenance: Provenance) -> TraceFacts:

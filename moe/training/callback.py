@@ -15,8 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from moe.distributed.collectives import is_rank_zero, sum_each_over_ranks
 from moe.errors import ConfigError
 from moe.models.outputs import STMoEOutput
-from moe.sparse.stats import RouterStats, add_layers, router_values, sum_stats, unflatten_stats
-from moe.training.router_health import RouterHealth, layer_keys
+from moe.sparse.stats import RouterStats
+from moe.training.router_health import RouterHealth, layer_keys, router_values
 from moe.training.step import add_layer_stats, learns_from_load, router_outputs
 
 
@@ -94,7 +94,7 @@ class RouterStatsCallback(TrainerCallback):
         """Lets the routers learn from the load of the update, once for each update."""
         for layer, stats in zip(model.sparse_layers(), self._since_update, strict=True):
             if learns_from_load(layer):
-                layer.router.update(sum_stats(stats))
+                layer.router.update(stats.all_reduce())
 
         self._since_log = add_layer_stats(self._since_log, self._since_update)
         self._since_update = []
@@ -128,13 +128,13 @@ class RouterStatsCallback(TrainerCallback):
             means = (sums[0] / self._num_updates / shares).tolist()
             values = dict(zip(("ce_loss", "z_loss"), means, strict=True))
 
-        layers = unflatten_stats(sums[len(losses) :])
+        layers = RouterStats.unflatten(sums[len(losses) :])
         num_encoder_layers = model.config.num_sparse_encoder_layers
         encoder = layers[:num_encoder_layers]
         decoder = layers[num_encoder_layers:]
         for stack, stack_layers in (("encoder", encoder), ("decoder", decoder)):
             if stack_layers:
-                values.update(router_values(stack, add_layers(stack_layers)))
+                values.update(router_values(stack, RouterStats.sum(stack_layers)))
         if is_rank_zero():
             self._health.observe(state.global_step, layers)
 

@@ -18,7 +18,8 @@ from moe.errors import DataError
 from moe.files import write_text
 from moe.opening import open_to_write
 from moe.parsing import read_json_lines
-from moe.sparse.stats import max_violations, router_values
+from moe.sparse.stats import RouterStats
+from moe.training.router_health import router_values
 from moe.training.step import StepMetrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -48,7 +49,7 @@ def step_values(
         if stats is not None:
             values.update(router_values(stack, stats))
     if metrics.layer_stats:
-        for name, value in max_violations(metrics.layer_stats).items():
+        for name, value in RouterStats.max_violations(metrics.layer_stats).items():
             values[f"router/{name}"] = value
     return values
 

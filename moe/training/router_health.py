@@ -40,6 +40,9 @@ STANDARD_ERRORS = 4
 
 _MOST_NAMED = 8
 
+_REPORTED = ("load_balance_loss", "router_z_loss", "fraction_dropped", "entropy")
+_REPORTED_LOAD = ("load_cv", "max_over_mean", "dead_experts")
+
 Trouble = Literal["dead", "drops"]
 
 
@@ -154,3 +157,17 @@ def _read_logs(stats: Sequence[RouterStats]) -> list[tuple[float, Tensor]]:
         num_tokens, num_dropped = row[:2].tolist()
         logs.append((num_dropped / max(1, num_tokens), row[2:]))
     return logs
+
+
+def router_values(stack: str, stats: RouterStats) -> dict[str, float]:
+    """Returns `router/{stack}/...`: the numbers of a stack's routers that every training run reports.
+
+    Args:
+        stack: `encoder` or `decoder`.
+        stats: Summed over the layers of the stack, see `RouterStats.sum`. Without a common load its
+            numbers are left out.
+    """
+    summary = stats.summary()
+    has_load = stats.expert_load.numel() > 0
+    reported = (*_REPORTED, *_REPORTED_LOAD) if has_load else _REPORTED
+    return {f"router/{stack}/{name}": summary[name] for name in reported}

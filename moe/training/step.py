@@ -26,7 +26,7 @@ from moe.sparse.groups import has_same_groups, sequences_per_group, tokens_per_g
 from moe.sparse.layer import RouterOutput, SparseFeedForward
 from moe.sparse.losses import BalanceTotals, add_totals, num_scope_ranks
 from moe.sparse.router import Router
-from moe.sparse.stats import RouterStats, add_layers, add_stats, unflatten_stats
+from moe.sparse.stats import RouterStats
 from moe.training.recipe import Recipe
 
 _LayerTotals = tuple[BalanceTotals, ...]
@@ -442,7 +442,7 @@ def _sum_over_ranks(result: _BatchResult, ranks: StepRanks) -> _BatchResult:
     """Returns losses and statistics of all ranks together, in one exchange."""
     numbers = [result.loss, result.ce_loss, *chain.from_iterable(result.layer_stats)]
     loss, ce_loss, *stats = ranks.sum_each(numbers)
-    return _BatchResult(loss, ce_loss, unflatten_stats(stats))
+    return _BatchResult(loss, ce_loss, RouterStats.unflatten(stats))
 
 
 # ---------------------------------------------------------------------------
@@ -482,8 +482,8 @@ def add_layer_stats(total: list[RouterStats], stats: list[RouterStats]) -> list[
     """Returns the statistics of each layer added up; an empty list means zero."""
     if not total or not stats:
         return total or stats
-    return [add_stats(a, b) for a, b in zip(total, stats, strict=True)]
+    return [a + b for a, b in zip(total, stats, strict=True)]
 
 
 def _sum_layers(stats: list[RouterStats]) -> RouterStats | None:
-    return add_layers(stats) if stats else None
+    return RouterStats.sum(stats) if stats else None

@@ -11,7 +11,7 @@ import torch
 
 from moe.distributed.collectives import sum_over_ranks
 from moe.sparse.losses import BalanceTotals, add_totals, balance_totals, balance_within
-from moe.sparse.stats import RouterStats, add_stats, sum_stats
+from moe.sparse.stats import RouterStats
 from tests.distributed.ranks import run_ranks
 from tests.sparse.layers import DROPLESS, assert_all_close, build_layer
 
@@ -156,7 +156,7 @@ def on_a_rank(rank, num_ranks, cut):
             totals = add_totals(totals, balance_totals(part_losses(layer, start, count)))
         numbers, grads, router = part(layer, start, count, totals)
         answers[scope] = numbers, [list(group) for group in grads]
-        answers[f"{scope}_stats"] = list(sum_stats(router.stats))
+        answers[f"{scope}_stats"] = list(router.stats.all_reduce())
     left = torch.tensor([rank + 1, 10 * rank])
     summed = sum_over_ranks(left)
     answers["sum"] = summed, left
@@ -204,5 +204,5 @@ def test_several_ranks_equal_one_process_in_losses_gradients_and_statistics(tmp_
 def test_statistics_of_two_calls_are_those_of_both():
     layer = build("group")
     whole = part(layer, 0, BATCH)[-1].stats
-    parts = add_stats(part(layer, 0, 1)[-1].stats, part(layer, 1, 5)[-1].stats)
+    parts = part(layer, 0, 1)[-1].stats + part(layer, 1, 5)[-1].stats
     assert_all_close(parts, whole, atol=1e-10)

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe import DataError, STMoEForConditionalGeneration, load_complete
+from moe import DataError, STMoEForConditionalGeneration
+from moe.checkpoint import load_complete
 from moe.checkpoint.final_model import save_model_on_mesh
 from moe.checkpoint.loading import load_model_on_mesh
 from moe.checkpoint.sharded_weights import stored_tensors, whole_tensors, write_model

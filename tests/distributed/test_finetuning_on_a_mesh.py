@@ -9,11 +9,12 @@ import dataclasses
 import pytest
 import torch
 
-from moe import CheckpointError, select_parameters
+from moe import CheckpointError
 from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.run_state import RunState
 from moe.checkpoint.writer import CheckpointWriter
 from moe.distributed.mesh import MeshConfig, build_mesh
+from moe.models import select_parameters
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.recipe import TrainingRecipe

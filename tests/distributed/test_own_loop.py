@@ -9,17 +9,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoTokenizer, DataCollatorForSeq2Seq
 
-from moe import (
-    ConfigError,
-    MeshConfig,
-    STMoEForConditionalGeneration,
-    build_mesh,
-    launch,
-    load_complete,
-    save_model_on_mesh,
-    shard_model,
-)
+from moe import ConfigError, MeshConfig, STMoEForConditionalGeneration, build_mesh, shard_model
+from moe.checkpoint import load_complete, save_model_on_mesh
 from moe.data.tokenizer import train_tokenizer
+from moe.distributed import launch
 from tests.distributed.ranks import run_ranks, whole
 from tests.hosts.tiny_hosts import sparse_host
 from tests.models.tiny import tiny_batch, tiny_model

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 import moe
 from moe import (
     MeshConfig,
+    RouterStats,
     SparseConfig,
     SparseFeedForward,
     STMoEConfig,
@@ -263,7 +264,7 @@ def _no_losses() -> Any:
 
 
 def _stats() -> Any:
-    return moe.total_stats(_routers())
+    return RouterStats.sum(router.stats for router in _routers())
 
 
 # ---- settings ----
@@ -352,7 +353,7 @@ def SparseFeedForward_forward(
 
 
 def SparseFeedForwardAdapter(layer: Any, x: Any) -> Any:
-    return moe.SparseFeedForwardAdapter(layer)(x)
+    return moe.sparse.SparseFeedForwardAdapter(layer)(x)
 
 
 def collect_routers(module: Any, token_mask: Any = None) -> Any:
@@ -362,19 +363,11 @@ def collect_routers(module: Any, token_mask: Any = None) -> Any:
 
 
 def router_loss(**arguments: Any) -> Any:
-    return moe.router_loss(**arguments)
-
-
-def total_stats(routers: Any) -> Any:
-    return moe.total_stats(routers)
-
-
-def summarize(stats: Any) -> Any:
-    return moe.summarize(stats)
+    return moe.sparse.router_loss(**arguments)
 
 
 def assign_slots(**arguments: Any) -> Any:
-    return moe.assign_slots(**arguments)
+    return moe.sparse.assign_slots(**arguments)
 
 
 def ROUTERS_get(name: Any) -> Any:
@@ -428,7 +421,7 @@ def AutoConfig_from_pretrained(folder: Any, **options: Any) -> Any:
 
 
 def load_complete(folder: Any, **options: Any) -> Any:
-    return moe.load_complete(STMoEForConditionalGeneration, folder, **options)
+    return moe.checkpoint.load_complete(STMoEForConditionalGeneration, folder, **options)
 
 
 def check_model_folder(folder: Any) -> Any:
@@ -444,7 +437,7 @@ def convert(source: Any, folder: Any, **settings: Any) -> Any:
 
 
 def conversion_report(source: Any, **settings: Any) -> Any:
-    return moe.conversion_report(source, **settings)
+    return moe.convert.conversion_report(source, **settings)
 
 
 def model_card(**arguments: Any) -> Any:
@@ -452,7 +445,7 @@ def model_card(**arguments: Any) -> Any:
 
 
 def select_parameters(model: Any, subset: Any) -> Any:
-    return moe.select_parameters(model, subset)
+    return moe.models.select_parameters(model, subset)
 
 
 def lora_config(model: Any, **options: Any) -> Any:
@@ -462,7 +455,7 @@ def lora_config(model: Any, **options: Any) -> Any:
 
 def adapter_memory(model: Any, **options: Any) -> Any:
     model = tiny_model().requires_grad_(False) if model is _model() else model
-    return moe.adapter_memory(model, **options)
+    return moe.models.adapter_memory(model, **options)
 
 
 # ---- data and files ----

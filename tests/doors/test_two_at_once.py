@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSeq2SeqLM
 
-from moe import STMoEForConditionalGeneration, load_complete
+from moe import STMoEForConditionalGeneration
+from moe.checkpoint import load_complete
 from moe.data.corpus import load_corpus
 from moe.data.tokenizer import load_tokenizer
 from stmoe_eval.reports.run_folder import read_report

@@ -15,11 +15,11 @@ from transformers import Trainer, TrainingArguments
 import moe.models.card
 from moe import (
     ConfigError,
+    RouterStats,
     STMoEConfig,
     STMoEEncoderModel,
     STMoEForConditionalGeneration,
     STMoEModel,
-    total_stats,
 )
 from moe.data.tokenizer import train_tokenizer
 from moe.models.card import find_source_model, model_card
@@ -63,8 +63,8 @@ def test_what_is_given_and_measured_stands_in_it(tmp_path):
     model, batch = tiny_model(**SHORT), tiny_batch()
     out = model(**batch)
     stats = {
-        "encoder": total_stats(out.encoder_router_outputs),
-        "decoder": total_stats(out.decoder_router_outputs),
+        "encoder": RouterStats.sum(router.stats for router in out.encoder_router_outputs),
+        "decoder": RouterStats.sum(router.stats for router in out.decoder_router_outputs),
     }
     given = {
         "license": "apache-2.0",

@@ -18,11 +18,10 @@ from moe import (
     STMoEEncoderModel,
     STMoEForConditionalGeneration,
     STMoEModel,
-    conversion_report,
-    load_complete,
-    load_model_on_mesh,
     lora_config,
 )
+from moe.checkpoint import load_complete, load_model_on_mesh
+from moe.convert import conversion_report
 from tests.models.hf_models import (
     assert_equal_to_rounding,
     every_kind,

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, T5Config
 
-from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration, conversion_report
+from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration
 from moe.commands.convert import main
+from moe.convert import conversion_report
 from moe.data.tokenizer import load_tokenizer, prompt_ids, train_tokenizer
 from moe.errors import DataError
 from tests.models.hf_models import (

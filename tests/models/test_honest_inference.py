@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe import MeshConfig, build_mesh, load_model_on_mesh
+from moe import MeshConfig, build_mesh
+from moe.checkpoint import load_model_on_mesh
 from moe.models.attention import eager_attention, mask_bias
 from moe.sparse.all_routers import load_routers
 from tests.distributed.ranks import run_ranks

@@ -5,16 +5,17 @@ import math
 import pytest
 import torch
 
-from moe import STMoEConfig, STMoEForConditionalGeneration, summarize, total_stats
+from moe import STMoEConfig, STMoEForConditionalGeneration
 from moe.convert.hf_config import to_hf_config
 from moe.distributed.mesh import MeshConfig, check_mesh
 from moe.errors import ConfigError
 from moe.models.parallelize import mesh_limits
 from moe.sparse.editing import sparse_layers
-from moe.sparse.stats import router_values
+from moe.sparse.stats import RouterStats
 from moe.tracing.recorder import record_routing, traced_batches
 from moe.tracing.replay import replay_routing
 from moe.training.recipe import PretrainRecipe
+from moe.training.router_health import router_values
 from moe.training.step import train_step
 from tests.models.tiny import FIELDS, tiny_batch, tiny_model
 
@@ -64,17 +65,17 @@ def test_a_step_reports_what_layers_have_in_common(router):
 
 def test_statistics_of_layers_that_differ_are_added_without_their_load():
     routers = tiny_model(**UNEQUAL)(**tiny_batch()).encoder_router_outputs
-    first, second = [summarize(router.stats) for router in routers]
-    both = summarize(total_stats(routers))
+    first, second = [router.stats.summary() for router in routers]
+    both = RouterStats.sum(router.stats for router in routers).summary()
     assert both["entropy"] == pytest.approx((first["entropy"] + second["entropy"]) / 2)
     accepted = sum(int(router.stats.accepted_load.sum()) for router in routers)
-    assert total_stats(routers).accepted_load.tolist() == [accepted]
+    assert RouterStats.sum(router.stats for router in routers).accepted_load.tolist() == [accepted]
     assert math.isnan(both["load_cv"]) and math.isnan(both["dead_experts"])
 
     # Where experts choose, layers also differ in their choices.
     fields = {"router": "expert_choice", "decoder_router": "token_choice", "router_options": None}
     routers = tiny_model(**UNEQUAL, **fields)(**tiny_batch()).encoder_router_outputs
-    assert total_stats(routers).dropped_by_choice.numel() == 7
+    assert RouterStats.sum(router.stats for router in routers).dropped_by_choice.numel() == 7
 
 
 def test_a_trace_is_recorded_and_replayed():

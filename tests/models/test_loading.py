@@ -19,8 +19,8 @@ from moe import (
     STMoEEncoderModel,
     STMoEForConditionalGeneration,
     STMoEModel,
-    load_complete,
 )
+from moe.checkpoint import load_complete
 from moe.checksums import read_sums
 from moe.hosts.all_hosts import load_model
 from moe.training.build import BuiltModel

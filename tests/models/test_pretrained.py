@@ -17,9 +17,8 @@ from moe import (
     MoEError,
     STMoEForConditionalGeneration,
     build_mesh,
-    load_complete,
-    load_model_on_mesh,
 )
+from moe.checkpoint import load_complete, load_model_on_mesh
 from moe.models.weight_files import forget_weight_sums
 from tests.models.tiny import tiny_model
 

@@ -15,8 +15,9 @@ import pytest
 import tensorstore
 import torch
 
-from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration, conversion_report
+from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration
 from moe.commands.convert import main
+from moe.convert import conversion_report
 from moe.convert.t5x import open_t5x
 from tests.models.hf_models import assert_equal_to_rounding, their_inputs
 from tests.models.tiny import DENSE, tiny_model

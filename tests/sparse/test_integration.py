@@ -16,14 +16,13 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import T5Config, T5ForConditionalGeneration
 
-from moe import ConfigError, DataError, SparseConfig, SparseFeedForward, summarize
+from moe import ConfigError, DataError, RouterStats, SparseConfig, SparseFeedForward
 from moe.models.pretrained import enable_activation_checkpointing
 from moe.sparse.integration import (
     SparseFeedForwardAdapter,
     collect_routers,
     replace_feed_forward,
     router_loss,
-    total_stats,
 )
 
 B, L, T, D, F, E = 3, 13, 11, 21, 17, 5
@@ -88,7 +87,7 @@ def hooks_left(model):
 
 
 def expected_counts(routers, tokens, positions):
-    stats = total_stats(routers)
+    stats = RouterStats.sum(router.stats for router in routers)
     assert [int(router.stats.num_tokens) for router in routers] == [tokens] * LAYERS
     assert int(stats.num_positions) == LAYERS * positions
     assert int(stats.expert_load.sum()) >= int(stats.num_tokens) == LAYERS * tokens
@@ -138,7 +137,7 @@ def test_a_t5_with_sparse_slots_trains_and_generates():
     assert losses[-1] < 0.8 * losses[0], losses
     expected_counts(encoder, int(mask.sum()), B * L)
     expected_counts(decoder, B * T, B * T)
-    share = summarize(total_stats(encoder))["fraction_padding"]
+    share = RouterStats.sum(router.stats for router in encoder).summary()["fraction_padding"]
     assert share == pytest.approx(1 - int(mask.sum()) / (B * L))
 
     model.eval()
@@ -328,7 +327,7 @@ def step_of(model, ids, mask, labels):
         loss = output.loss + router_loss(encoder + decoder)
         loss.backward()
     assert len(encoder) == len(decoder) == LAYERS
-    stats = total_stats(encoder + decoder)
+    stats = RouterStats.sum(router.stats for router in encoder + decoder)
     return loss.detach(), list(stats), [parameter.grad for parameter in model.parameters()]
 
 
@@ -444,15 +443,16 @@ def test_what_cannot_be_collected_or_summed_is_an_error_that_says_so():
     with pytest.raises(ConfigError, match=r"one token_mask.*model.decoder, decoder_mask"):
         collect_routers(model, torch.ones(B, L)).__enter__()
     with collect_routers(model) as routers:
-        for call in (router_loss, total_stats):
-            with pytest.raises(DataError, match="no sparse layer has run yet"):
-                call(routers)
+        with pytest.raises(DataError, match=r"^routers are \[\]"):
+            router_loss(routers)
+        with pytest.raises(DataError, match="no sparse layer has run"):
+            RouterStats.sum(router.stats for router in routers)
 
 
 def test_statistics_of_layers_of_different_shape_are_added_without_their_load():
     few, many = sparse_encoder(num_experts=3), sparse_encoder(num_selected_experts=1)
     with collect_routers(few) as few_routers, collect_routers(many) as many_routers:
         many(few(torch.randn(B, L, D)))
-    stats = total_stats(few_routers + many_routers)
+    stats = RouterStats.sum(router.stats for router in few_routers + many_routers)
     assert int(stats.num_tokens) == 2 * LAYERS * B * L
     assert stats.expert_load.numel() == 0 and stats.dropped_by_choice.numel() == 2

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe import RouterStats, SparseFeedForward, summarize
+from moe import RouterStats, SparseFeedForward
 from moe.sparse.config import RouterInput
 from moe.sparse.routers.token_choice import keep_choices
 from tests.oracles.layer import answer, dense_einsum
@@ -180,7 +180,7 @@ def check_stats(stats, counted):
         f"{name}_loss": counted[f"{name}_sum"] / (counted[f"{name}_count"] or 1)
         for name in ("load_balance", "router_z")
     }
-    assert summarize(stats) == pytest.approx(summary(counted) | means, rel=1e-12, abs=1e-12)
+    assert stats.summary() == pytest.approx(summary(counted) | means, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import math
 import pytest
 import torch
 
-from moe import RouterStats, add_stats, summarize
-from moe.sparse.stats import max_violations, sum_stats
+from moe import RouterStats
 from tests.sparse.by_hand import layer_with_logits, logits_of, tokens
 from tests.sparse.layers import ROUTER_NAMES, build_layer
 
@@ -37,7 +36,7 @@ def made_stats(**changes):
 
 
 def test_a_made_load_is_summarised_as_worked_out_by_hand():
-    assert summarize(made_stats()) == pytest.approx(
+    assert made_stats().summary() == pytest.approx(
         {
             "load_balance_loss": 3 / 2,
             "router_z_loss": 40 / 10,
@@ -61,10 +60,10 @@ def test_the_balance_of_all_layers_is_the_median_and_the_95th_percentile_of_maxv
     layers = [
         made_stats(expert_load=torch.tensor(load)) for load in ([9, 0, 3], [5, 5, 5], [0, 6, 0])
     ]
-    assert max_violations(layers) == pytest.approx(
+    assert RouterStats.max_violations(layers) == pytest.approx(
         {"max_vio_p50": 5 / 4, "max_vio_p95": 5 / 4 + 0.9 * 3 / 4}
     )
-    assert max_violations(layers[1:2]) == {"max_vio_p50": 0, "max_vio_p95": 0}
+    assert RouterStats.max_violations(layers[1:2]) == {"max_vio_p50": 0, "max_vio_p95": 0}
 
 
 def test_a_table_of_probabilities_is_counted_as_worked_out_by_hand():
@@ -89,8 +88,8 @@ def test_a_table_of_probabilities_is_counted_as_worked_out_by_hand():
 def test_without_a_capacity_every_slot_is_used():
     stats = build_layer(eval_capacity_factor=None)(tokens(3, 13, 7))[1].stats
     assert int(stats.num_slots) == int(stats.accepted_load.sum()) > 0
-    assert summarize(stats)["expert_usage"] == 1
-    assert summarize(stats)["fraction_dropped"] == 0
+    assert stats.summary()["expert_usage"] == 1
+    assert stats.summary()["fraction_dropped"] == 0
 
 
 @pytest.mark.parametrize("name", ROUTER_NAMES)
@@ -103,7 +102,7 @@ def test_a_batch_of_padding_counts_nothing_but_its_positions(name):
         for field in set(RouterStats._fields) - {"num_positions", "num_slots"}:
             assert torch.count_nonzero(getattr(router.stats, field)) == 0, field
         assert int(router.stats.num_positions) == 6
-        summary = summarize(router.stats)
+        summary = router.stats.summary()
         assert summary.pop("fraction_padding") == 1
         assert summary.pop("dead_experts") == 5
         assert set(summary.values()) == {0}
@@ -113,16 +112,31 @@ def test_no_token_is_lost_in_a_long_run():
     many = made_stats(
         expert_load=torch.tensor([2**53, 0, 3]), entropy_sum=torch.tensor(2.0**40).double()
     )
-    total = add_stats(many, made_stats(expert_load=torch.tensor([1, 0, 0])))
+    total = many + made_stats(expert_load=torch.tensor([1, 0, 0]))
     assert total.expert_load.tolist() == [2**53 + 1, 0, 3]
     assert total.entropy_sum.item() == 2**40 + 5
 
 
 def test_one_process_is_the_sum_over_all_ranks():
     stats = made_stats()
-    assert all(torch.equal(a, b) for a, b in zip(sum_stats(stats), stats, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(stats.all_reduce(), stats, strict=True))
 
 
 def test_statistics_carry_no_gradient():
     stats = build_layer()(tokens(2, 13, 7).requires_grad_())[1].stats
     assert not any(value.requires_grad for value in stats)
+
+
+def test_a_compiled_sum_adds_statistics_and_does_not_append_them():
+    layer = build_layer(dispatch="static")
+    x, y = tokens(2, 13, 7), tokens(3, 13, 7)
+
+    def add(x, y):
+        first, second = layer(x)[1].stats, layer(y)[1].stats
+        return first + second, RouterStats.sum([first, second])
+
+    compiled = torch.compile(add, fullgraph=True, backend="aot_eager")(x, y)
+    for total, expected in zip(compiled, add(x, y), strict=True):
+        assert isinstance(total, RouterStats)
+        assert total.num_tokens == expected.num_tokens == 5 * 13
+        torch.testing.assert_close(tuple(total), tuple(expected))

@@ -21,15 +21,14 @@ from moe import (
     MeshConfig,
     STMoEEncoderModel,
     STMoEForConditionalGeneration,
-    adapter_memory,
-    load_model_on_mesh,
     lora_config,
-    select_parameters,
 )
+from moe.checkpoint import load_model_on_mesh
 from moe.checkpoint.loading import load_mapped
 from moe.commands import quantize as command
 from moe.convert.formats import convert_checkpoint, open_checkpoint
 from moe.kernels.quantized_weight import Quantization, QuantizedWeight, quantize
+from moe.models import adapter_memory, select_parameters
 from moe.models.parallelize import model_layouts
 from moe.surgery.quantize import quantize_checkpoint
 from tests.models.tiny import DENSE, tiny_batch, tiny_model

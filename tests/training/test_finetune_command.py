@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration, select_parameters
+from moe import CheckpointError, ConfigError, STMoEForConditionalGeneration
 from moe.checkpoint.integrity import latest_checkpoint
 from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.train_state import optimizer_tensors
@@ -20,6 +20,7 @@ from moe.checkpoint.writer import load_checkpoint
 from moe.commands import finetune, pretrain
 from moe.data.tokenizer import SpecialIds, load_tokenizer
 from moe.distributed.mesh import MeshConfig
+from moe.models import select_parameters
 from moe.models.parallelize import model_layouts
 from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups

@@ -8,13 +8,8 @@ import pytest
 import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
-from moe import (
-    ConfigError,
-    RouterStatsCallback,
-    STMoEForConditionalGeneration,
-    lora_config,
-    select_parameters,
-)
+from moe import ConfigError, STMoEForConditionalGeneration, lora_config
+from moe.models import select_parameters
 from moe.models.attention import Attention, RelativePositionBias
 from moe.models.blocks import FeedForward
 from moe.models.trainable_parameters import SUBSETS
@@ -22,6 +17,7 @@ from moe.optim.adafactor import Adafactor
 from moe.optim.parameter_groups import parameter_groups
 from moe.sparse.layer import SparseFeedForward
 from moe.training.build import build_new_model
+from moe.training.callback import RouterStatsCallback
 from moe.training.finetuning import finetuning_config, finetuning_overrides
 from moe.training.recipe import FinetuneRecipe, OptimRecipe, TrainingRecipe
 from moe.training.step import train_step

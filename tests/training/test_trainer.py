@@ -14,13 +14,8 @@ from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers.integrations import TensorBoardCallback
 
-from moe import (
-    ConfigError,
-    RouterStatsCallback,
-    STMoEForConditionalGeneration,
-    add_stats,
-    summarize,
-)
+from moe import ConfigError, STMoEForConditionalGeneration
+from moe.training.callback import RouterStatsCallback
 from tests.models.tiny import tiny_model
 from tests.training.test_router_health import with_dead_expert
 from tests.training.tiny_trainer import HEAVY, LEARNS, examples, make_trainer, tokenizer, train
@@ -144,8 +139,8 @@ def test_the_log_holds_the_parts_of_the_loss_and_exact_statistics_of_all_updates
         stats = [getattr(output, f"{stack}_router_outputs")[0].stats for output in seen]
         total = stats[0]
         for more in stats[1:]:
-            total = add_stats(total, more)
-        expected = summarize(total)
+            total = total + more
+        expected = total.summary()
         for name in STATISTICS:
             assert line[f"router/{stack}/{name}"] == pytest.approx(expected[name], rel=1e-9), name
 

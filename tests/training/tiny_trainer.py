@@ -15,7 +15,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
-from moe import RouterStatsCallback
+from moe.training.callback import RouterStatsCallback
 from tests.models.tiny import tiny_model
 
 HEAVY = {"load_balance_loss_weight": 3.0, "router_z_loss_weight": 2.0, "z_loss_weight": 0.5}

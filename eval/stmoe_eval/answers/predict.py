@@ -22,9 +22,8 @@ from moe.checks import shown
 from moe.data.tokenizer import text_ids
 from moe.distributed.collectives import gather_or_raise
 from moe.errors import CheckpointError, ConfigError
-from moe.sparse.integration import total_stats
 from moe.sparse.layer import RouterOutput
-from moe.sparse.stats import RouterStats, add_stats, summarize
+from moe.sparse.stats import RouterStats
 from stmoe_eval.answers.batches import Request, TokenizedRequest, make_batches, pad_tokens
 from stmoe_eval.answers.beam import generate_beams, generate_greedily
 from stmoe_eval.answers.cost import Timed, Tokens, count_tokens
@@ -52,7 +51,7 @@ _NAMES_IN_FILE = {"dropped_by_choice": "dropped_by_place"}
 
 
 class RouterSummary(NamedTuple):
-    """Routing statistics of a stack; see `moe.sparse.stats.summarize`. Padding is not counted.
+    """Routing statistics of a stack; see `RouterStats.summary`. Padding is not counted.
 
     In report.json, None stands for a number that is not finite.
 
@@ -223,8 +222,8 @@ def summarize_routers(batches: Sequence[Batch]) -> dict[Stack, RouterSummary] | 
     for stack in batches[0].routers:
         total = _to_stats(batches[0].routers[stack])
         for batch in batches[1:]:
-            total = add_stats(total, _to_stats(batch.routers[stack]))
-        numbers = summarize(total)
+            total = total + _to_stats(batch.routers[stack])
+        numbers = total.summary()
         summaries[stack] = RouterSummary(
             fraction_dropped=numbers["fraction_dropped"],
             load_cv=numbers["load_cv"],
@@ -329,9 +328,9 @@ def _answer(
     routers: dict[Stack, RouterCounts] = {}
     encoder_routers = getattr(encoder_output, "encoder_router_outputs", None)
     if encoder_routers:
-        routers["encoder"] = _to_counts(total_stats(encoder_routers))
+        routers["encoder"] = _to_counts(RouterStats.sum(router.stats for router in encoder_routers))
     if answers.routers:
-        routers["decoder"] = _to_counts(total_stats(answers.routers))
+        routers["decoder"] = _to_counts(RouterStats.sum(router.stats for router in answers.routers))
     return Batch(answers.predictions, routers).scored(scoring)
 
 

@@ -14,7 +14,6 @@ from moe.inspection.statistics.token_classes import TokenClasses, domain_classes
 from moe.inspection.tables import LayerCounts, load_shares
 from moe.models.card import experts_range
 from moe.models.configuration import STMoEConfig
-from moe.sparse.stats import summarize
 from moe.tracing.trace import Trace, layer_name
 
 _LARGEST_EXPONENT = 700.0  # of e, below the largest float
@@ -46,7 +45,7 @@ def layer_sentence(layer: LayerCounts) -> str:
     num_experts = len(shares)
     busiest = shares.index(max(shares))
     idlest = shares.index(min(shares))
-    entropy = summarize(layer.stats)["entropy"]
+    entropy = layer.stats.summary()["entropy"]
     return (
         f"{layer_name(layer.key)}: expert {busiest + 1} has the highest load, "
         f"{num_experts * shares[busiest]:.2f}×, and expert {idlest + 1} the lowest, "
