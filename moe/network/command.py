@@ -2,7 +2,7 @@ r"""stmoe network: the time of a planned run's exchanges on a network that a fil
 
     stmoe network --on recipes/networks/tpu_v3_pod.yaml --place tp=4x4,ep=8x8 --dead 260,261,292,293 \
         --preset st-moe-32b --mesh.ep 64 --mesh.tp 16 --training.batch_size 2048
-    stmoe network --on recipes/networks/this_machine.yaml --measure runs/network.json
+    torchrun --nproc-per-node 4 -m stmoe network --on recipes/networks/this_machine.yaml --measure runs/network.json
 
 It times every collective with its best schedule, shows the cost of dead ranks, and ranks meshes with
 --suggest. All other settings are those of `stmoe plan`. See docs/guides/network.md.
@@ -17,7 +17,7 @@ from moe.checks import check
 from moe.commands.plan import add_preset, build_plan_command, plan_mesh, suggest_meshes
 from moe.errors import ConfigError
 from moe.files import output_path, write_text
-from moe.network.planner.measure import measure_network, show_measurement
+from moe.network.planner.measure import measure_network
 from moe.network.planner.page import network_page
 from moe.network.planner.placement import place_by_tiles, place_in_order
 from moe.network.planner.search import show_network_suggestions, suggest_on_network
@@ -126,8 +126,9 @@ def measure(path: Path, target: Path) -> None:
     if measurement is None:
         return  # the first rank writes and prints
 
-    write_text(target, json.dumps(measurement.content, indent=2) + "\n")
-    print(show_measurement(measurement))
+    content, text = measurement
+    write_text(target, json.dumps(content, indent=2) + "\n")
+    print(text)
     print(f"Written to {target}: give it to --on.")
 
 

@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,6 @@ import pytest
 from moe.errors import ConfigError
 from moe.network.command import main
 from moe.network.topology_file import read_network
-from tests.processes import fork_context
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config", str(ROOT / "recipes" / "st_moe_tiny_pretrain.yaml"), "--model.group_size", "64"]
@@ -65,10 +66,7 @@ def test_a_plan_on_a_network_names_schedules_reasons_and_assumptions(capsys, squ
     total = float(re.search(r"\n  in all  +(\S+)\n", text.partition("what for")[2])[1])
     rows = re.findall(r"^  .*(?:all-\S+|reduce-scatter) .*?(\S+)  [a-z]\S*(?:, \S+)*$", text, re.M)
     assert sum(map(float, rows[: len(rows)])) == pytest.approx(total, rel=0.02)
-    content = page.read_text(encoding="utf-8")
-    payload = re.search(r"payload of the plan: ([^<]+)<", content)
-    assert payload is not None
-    assert f": {payload[1]} in " in content  # a point of the curves
+    assert " (plan)</td>" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -92,18 +90,24 @@ def test_meshes_on_a_network_are_simulated_and_ranked(capsys, square):
     seconds = [float(words[8]) for words in simulated]
     assert seconds
     assert seconds == sorted(seconds)
-    assert "those without seconds are slower" in lines[-1]
+    assert "by the formula were simulated" in lines[-1]
 
 
 @pytest.mark.slow
-def test_a_network_is_measured_on_ranks_and_read_again(capsys, tmp_path):
-    fork_context()
+def test_a_network_is_measured_on_ranks_and_read_again(tmp_path):
     path = tmp_path / "pair.yaml"
     path.write_text("name: pair\nswitch: {ranks: 2, bandwidth: 1 GB/s, latency: 1 s}\n")
     measured = tmp_path / "measured.json"
-    text = printed(capsys, "--on", path, "--measure", measured)
-    assert re.search(r"switch: \S+ GB/s, \S+ us", text)
-    assert re.search(r"4\.00 MiB +ring +\S+ +\S+\n", text)
+    argv = ["--on", str(path), "--measure", str(measured)]
+    with pytest.raises(ConfigError, match=r"has 2 ranks, but 1 are running\. Start .*torchrun"):
+        main(argv)
+
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [sys.executable, *words, "-m", "stmoe", "network", *argv]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"switch: \S+ GB/s, \S+ us", ended.stdout)
+    assert re.search(r"4\.00 MiB +ring +\S+ +\S+\n", ended.stdout)
     network = read_network(measured)
     assert network.topology.name == "pair"
     assert 0 < network.topology.links.latency.max() < 0.5

@@ -1,17 +1,18 @@
-"""The search for a mesh on a network: nothing that it leaves out is faster than what it puts first."""
+"""The search for a mesh on a network: on small ones nothing is faster than what it puts first."""
+
+import math
 
 import numpy as np
 import pytest
 
-from moe.distributed.mesh import MeshConfig
 from moe.errors import ConfigError
 from moe.models.configuration import STMoEConfig
 from moe.network.planner.placement import all_placements
-from moe.network.planner.search import LowerBounds, suggest_on_network
+from moe.network.planner.search import suggest_on_network
 from moe.network.planner.timing import NetworkTimer
 from moe.network.topology import Links, Rate, Topology, grid, two_level
 from moe.network.topology_file import Network
-from moe.planning.plan import build_model, make_plan, suggest
+from moe.planning.plan import suggest
 from moe.planning.workload import Workload
 
 CONFIG = STMoEConfig(
@@ -50,7 +51,6 @@ def test_no_mesh_and_no_placement_is_faster_than_the_first(name, dead):
     assert len(suggestions) == len(plans)
 
     # Every second mesh in every place, simulated to the end.
-    bounds = LowerBounds(network.topology, dead)
     fastest = float("inf")
     for plan in plans:
         for placement in all_placements(plan.mesh, network.topology):
@@ -59,15 +59,11 @@ def test_no_mesh_and_no_placement_is_faster_than_the_first(name, dead):
             except ConfigError:
                 continue
             fastest = min(fastest, timed.seconds)
-            for part in timed.parts:
-                least = bounds.seconds(part.collective, placement)
-                assert 0 < least <= part.seconds * (1 + 1e-9), (placement, part.collective)
     assert suggestions[0].seconds == pytest.approx(fastest, rel=0.02)
 
     # Those that were simulated to the end come first, the fastest of all at the head.
-    simulated = [item.seconds for item in suggestions if item.seconds is not None]
-    assert simulated == sorted(simulated)
-    assert all(item.seconds is None for item in suggestions[len(simulated) :])
+    seconds = [item.seconds for item in suggestions]
+    assert seconds == sorted(seconds)
 
 
 def test_what_does_not_fit_into_memory_comes_last_and_is_not_simulated():
@@ -77,15 +73,4 @@ def test_what_does_not_fit_into_memory_comes_last_and_is_not_simulated():
     suggestions = suggest_on_network(plans, network, memory)
     fits = [item.plan.memory <= memory for item in suggestions]
     assert fits == sorted(fits, reverse=True)
-    assert all(item.seconds is None for item in suggestions if item.plan.memory > memory)
-
-
-def test_bounds_are_met_where_all_links_are_busy_all_the_time():
-    # An all-reduce on a torus sends 2 (n - 1) / n of the payload over each rank's four links.
-    topology = grid((4, 4), wraps=True, bandwidth=1e9, latency=0.0)
-    work = Workload(batch_size=64, inputs_length=64, targets_length=16)
-    plan = make_plan(build_model(CONFIG), work, MeshConfig(dp_replicate=16))
-    (placement,) = all_placements(plan.mesh, topology)
-    sums = max(plan.collectives, key=lambda one: one.payload_bytes)
-    least = LowerBounds(topology).seconds(sums, placement)
-    assert least == pytest.approx(2 * 15 / 16 * sums.payload_bytes / 4e9 * sums.num_calls)
+    assert all(math.isinf(item.seconds) for item in suggestions if item.plan.memory > memory)

@@ -4,24 +4,18 @@ Every rank sends to one neighbour and receives from another, all at once and sev
 as the steps of a schedule do. A message of a few bytes shows the latency, the difference of two
 large ones the bandwidth. Then the all-reduces of `moe.network.algorithms` are run, and compared with
 their simulation on a network of those numbers.
-
-Ranks are started by torchrun, or else on this machine, over gloo.
 """
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from operator import attrgetter
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import start_processes
 
 from moe.checks import check
 from moe.distributed.launch import World, launch
@@ -34,8 +28,6 @@ from moe.network.topology import Rate, Topology
 from moe.network.topology_file import parse_network
 from moe.planning.table import show_bytes
 
-_MOST_LOCAL_RANKS = 16
-_ANSWER = "answer.json"
 _FLOAT_BYTES = 4
 _SMALL = 1
 """Floats of the message that measures the latency."""
@@ -52,38 +44,9 @@ _PAYLOADS = (2**16, 2**22)
 """Bytes for which schedules are timed."""
 
 
-class Trial(NamedTuple):
-    """The measured time of a schedule.
-
-    Attributes:
-        algorithm: Name of the algorithm.
-        payload_bytes: Bytes that were summed.
-        seconds: Time of the slowest rank, the minimum over repeats.
-        predicted: Simulated seconds on the measured network.
-    """
-
-    algorithm: str
-    payload_bytes: int
-    seconds: float
-    predicted: float
-
-
-class Measurement(NamedTuple):
-    """A measured network.
-
-    Attributes:
-        content: The network as a mapping, with measured numbers.
-        trials: Times of schedules.
-    """
-
-    content: dict[str, Any]
-    trials: tuple[Trial, ...]
-
-
-def measure_network(content: Mapping[str, Any]) -> Measurement | None:
-    """Returns a network with the numbers that its ranks measured.
-
-    Under torchrun every rank must call it, and the first one gets the answer.
+def measure_network(content: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+    """Returns a network with the numbers that its ranks measured, and these as text; None but on the
+    first rank.
 
     Args:
         content: The network as a mapping; its form and sizes determine which ranks are neighbours.
@@ -91,66 +54,38 @@ def measure_network(content: Mapping[str, Any]) -> Measurement | None:
     Raises:
         ConfigError: If its form has no neighbours, or it does not have the ranks that are running.
     """
-    # Reject a network that cannot be measured before any rank starts.
+    # Reject a network that cannot be measured before ranks meet.
     topology = parse_network(content).topology
     targets = _targets(content, topology)
     check(bool(targets), "a network to measure", topology.name, "two ranks at least")
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        with launch() as world:
-            return _measure_on(world, content)
-    return _measure_here(content, topology.num_ranks)
-
-
-def _measure_here(content: Mapping[str, Any], num_ranks: int) -> Measurement:
-    """Starts ranks on this machine, and returns what they measured."""
-    if num_ranks > _MOST_LOCAL_RANKS:
+    num_running = os.environ.get("WORLD_SIZE", "1")
+    if str(topology.num_ranks) != num_running:
         raise ConfigError(
-            f"The network has {num_ranks:,} ranks, but at most {_MOST_LOCAL_RANKS} are started on "
-            "one machine. Start the ranks of all machines with torchrun, or reduce them in the file."
+            f"The network has {topology.num_ranks:,} ranks, but {num_running} are running. Start them on all its "
+            "machines: torchrun ... -m stmoe network --on FILE --measure OUT.json."
         )
 
-    # Ranks meet in a file, and the first one writes its answer to another.
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (folder, num_ranks, dict(content))
-        start_processes(_run_rank, arguments, nprocs=num_ranks, start_method="forkserver")
-        answer = json.loads((Path(folder) / _ANSWER).read_text(encoding="utf-8"))
-    trials = tuple(Trial(*row) for row in answer["trials"])
-    return Measurement(answer["content"], trials)
-
-
-def _run_rank(rank: int, folder: str, num_ranks: int, content: dict[str, Any]) -> None:
-    """Measures as one of the ranks of this machine; the first writes the answer."""
-    torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
-    try:
-        answer = _measure_on(World(rank, num_ranks, rank, "cpu"), content)
-        if answer is not None:
-            text = json.dumps(answer._asdict())
-            (Path(folder) / _ANSWER).write_text(text, encoding="utf-8")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-def _measure_on(world: World, content: Mapping[str, Any]) -> Measurement | None:
-    """Measures among the running ranks; the first one returns the answer.
-
-    Raises:
-        ConfigError: If the network does not have the ranks that are running.
-    """
-    topology = parse_network(content).topology
-    running = f"the {world.size} that are running"
-    check(topology.num_ranks == world.size, "ranks of the network", topology.num_ranks, running)
-    device = torch.device(world.device_type)
-
     # The rates of the file, then its schedules.
-    rates = []
-    for keys, target in _targets(content, topology):
-        rates.append((keys, _rate(target, world.rank, device)))
-    measured = _with_rates(content, rates, world)
-    trials = _run_schedules(parse_network(measured).topology, device)
-    return Measurement(measured, trials) if world.rank == 0 else None
+    with launch() as world:
+        device = torch.device(world.device_type)
+        rates: dict[tuple[str, ...], Rate] = {}
+        for keys, target in targets:
+            rate = _rate(target, world.rank, device)
+
+            # A grid has one rate for all its axes: the slowest.
+            other = rates.get(keys, rate)
+            bandwidth = min(rate.bandwidth, other.bandwidth)
+            rates[keys] = Rate(bandwidth, max(rate.latency, other.latency))
+        measured = _with_rates(content, rates, world)
+        trials = _run_schedules(parse_network(measured).topology, device)
+
+        if world.rank > 0:
+            return None
+        lines = [f"{topology.name}: {measured['notes'][0]}"]
+        for keys, rate in rates.items():
+            speed = f"{rate.bandwidth / 1e9:.4g} GB/s, {rate.latency * 1e6:.4g} us"
+            lines.append(f"  {'.'.join(keys)}: {speed}")
+        return measured, "\n".join([*lines, *trials])
 
 
 def _targets(
@@ -230,19 +165,11 @@ def _least_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _with_rates(
-    content: Mapping[str, Any], rates: list[tuple[tuple[str, ...], Rate]], world: World
+    content: Mapping[str, Any], rates: Mapping[tuple[str, ...], Rate], world: World
 ) -> dict[str, Any]:
-    """Returns a network file with measured rates: of several for one key the slowest."""
-    # A grid has one rate for all its axes.
-    slowest: dict[tuple[str, ...], Rate] = {}
-    for keys, rate in rates:
-        other = slowest.get(keys, rate)
-        bandwidth = min(rate.bandwidth, other.bandwidth)
-        slowest[keys] = Rate(bandwidth, max(rate.latency, other.latency))
-
-    # The file with other numbers.
+    """Returns a network file with measured rates."""
     measured = json.loads(json.dumps(dict(content)))
-    for keys, rate in slowest.items():
+    for keys, rate in rates.items():
         part = measured
         for key in keys:
             part = part[key]
@@ -257,9 +184,9 @@ def _with_rates(
     return measured
 
 
-def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...]:
-    """Returns the measured and the simulated time of every all-reduce that fits."""
-    trials = []
+def _run_schedules(topology: Topology, device: torch.device) -> list[str]:
+    """Returns lines with the measured and the simulated time of every all-reduce that fits."""
+    trials: list[tuple[int, float, str, float]] = []
     for name in ALL_REDUCE.names():
         algorithm = ALL_REDUCE.get(name)
         if algorithm.unfit(topology):
@@ -270,26 +197,11 @@ def _run_schedules(topology: Topology, device: torch.device) -> tuple[Trial, ...
             buffer = torch.zeros(num_bytes // _FLOAT_BYTES, device=device)
             seconds = _least_seconds(partial(collective.run, buffer), device)
             predicted = simulate(schedule, topology, num_bytes).seconds
-            trials.append(Trial(name, num_bytes, seconds, predicted))
-    return tuple(sorted(trials, key=attrgetter("payload_bytes", "seconds")))
-
-
-def show_measurement(measurement: Measurement) -> str:
-    """Returns the measured rates, and the schedules next to the predictions, as text."""
-    # Each rate, by its keys in the file.
-    content = measurement.content
-    network = parse_network(content)
-    lines = [f"{network.topology.name}: {network.notes[0]}"]
-    for keys in dict.fromkeys(keys for keys, _ in _targets(content, network.topology)):
-        part = content
-        for key in keys:
-            part = part[key]
-        speed = f"{part['bandwidth'] / 1e9:.4g} GB/s, {part['latency'] * 1e6:.4g} us"
-        lines.append(f"  {'.'.join(keys)}: {speed}")
+            trials.append((num_bytes, seconds, name, predicted))
 
     heading = f"{'all-reduce of':<16}{'schedule':<24}{'measured':>12}{'predicted':>12}"
-    lines.append(f"{heading}  ms; the CPU's sums are not in the prediction")
-    for trial in measurement.trials:
-        times = f"{trial.seconds * 1e3:>12.4g}{trial.predicted * 1e3:>12.4g}"
-        lines.append(f"  {show_bytes(trial.payload_bytes):<14}{trial.algorithm:<24}{times}")
-    return "\n".join(lines)
+    lines = [f"{heading}  ms; the CPU's sums are not in the prediction"]
+    for num_bytes, seconds, name, predicted in sorted(trials):
+        times = f"{seconds * 1e3:>12.4g}{predicted * 1e3:>12.4g}"
+        lines.append(f"  {show_bytes(num_bytes):<14}{name:<24}{times}")
+    return lines

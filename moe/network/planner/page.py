@@ -1,4 +1,4 @@
-"""A page on the longest collective of a plan: link loads, critical paths, payload against time.
+"""A page on the longest collective of a plan: link loads, critical paths, and times by payload.
 
 One HTML file with its style, its script and its numbers inside; it needs no network and no server.
 """
@@ -11,21 +11,13 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from moe.checks import check
-from moe.network.planner.page_chart import (
-    HEIGHT,
-    WIDTH,
-    Curve,
-    draw_chart,
-    fastest_ranges,
-    show_bytes,
-    show_seconds,
-)
 from moe.network.planner.page_layout import node_names, place_network
 from moe.network.planner.timing import NetworkPlan, NetworkTimer
 from moe.network.routes import find_routes, pair_keys
 from moe.network.schedule import IntArray
 from moe.network.simulate import Simulation
 from moe.network.topology import Topology
+from moe.planning.table import show_bytes
 
 MAX_PATH_ROWS = 200
 """Transfers of a critical path in the page's table; the page says how many there are in all."""
@@ -33,72 +25,55 @@ MAX_PATH_ROWS = 200
 _MAX_LINKS = 200_000
 _MAX_DEAD_SHOWN = 32
 
-_CURVE_PAYLOADS = tuple(float(2**power) for power in range(12, 31, 3))
+_PAYLOADS = tuple(float(2**power) for power in range(12, 31, 3))
 """Bytes, 4 KiB to 1 GiB, for which algorithms are compared on the page, besides the payload of the plan."""
+
+Times = Mapping[float, Mapping[str, float]]
+"""Seconds by payload in bytes, and by name of the algorithm."""
 
 
 def network_page(timer: NetworkTimer, timed: NetworkPlan) -> str:
-    """Returns the collective that takes most of an update as an HTML page."""
+    """Returns the collective that takes most of an update as an HTML page.
+
+    Raises:
+        ConfigError: If the network has more links than a browser can draw.
+    """
+    num_links = len(timer.topology.links.source)
+    check(num_links <= _MAX_LINKS, "links of a page", num_links, f"at most {_MAX_LINKS}")
     part = max(timed.parts, key=lambda part: part.seconds)
     collective = part.collective
 
     # The algorithms that were simulated, on the links of one group.
-    simulations = {}
-    curves = []
-    payloads = tuple(sorted({*_CURVE_PAYLOADS, collective.payload_bytes}))
-    for candidate in part.candidates:
-        if candidate.timing is None:
-            continue
-        name = candidate.name
-        simulations[name] = timer.simulate(collective, name)
-        seconds = []
-        for payload in payloads:
-            call = collective._replace(payload_bytes=payload)
-            seconds.append(timer.simulate(call, name).seconds)
-        curves.append(Curve(name, payloads, tuple(seconds)))
+    names = [candidate.name for candidate in part.candidates if candidate.timing is not None]
+    simulations = {name: timer.simulate(collective, name) for name in names}
+    times = {}
+    for payload in sorted({*_PAYLOADS, collective.payload_bytes}):
+        call = collective._replace(payload_bytes=payload)
+        times[payload] = {name: timer.simulate(call, name).seconds for name in names}
 
     what = f"{collective.kind} over {collective.axis} ({collective.what})"
-    return render_network_page(
-        f"{what} on {timed.network.topology.name}",
-        next(iter(simulations.values())).topology,
-        simulations,
-        curves,
-        notes=[
-            *timed.network.notes,
-            f"Placement of the mesh: {timed.placement}. The page shows one group, on its share of the links.",
-        ],
-    )
+    place = f"Placement of the mesh: {timed.placement}. The page shows one group, on its share of the links."
+    title = f"{what} on {timed.network.topology.name}"
+    return render_network_page(title, simulations, times, [*timed.network.notes, place])
 
 
 def render_network_page(
-    title: str,
-    topology: Topology,
-    simulations: Mapping[str, Simulation],
-    curves: Sequence[Curve] = (),
-    notes: Sequence[str] = (),
+    title: str, simulations: Mapping[str, Simulation], times: Times, notes: Sequence[str]
 ) -> str:
     """Returns the page as HTML.
 
     Args:
         title: Heading.
-        topology: The network, with its dead ranks.
-        simulations: Simulation of each algorithm by name, on this network; the first is shown first.
-        curves: Times of algorithms for several payloads, that of the simulations included; may be empty.
+        simulations: Simulation of each algorithm by name, on one network; the first is shown first.
+        times: Times for several payloads.
         notes: Sentences that name what was assumed.
-
-    Raises:
-        ConfigError: If the network has more links than a browser can draw.
     """
-    num_links = len(topology.links.source)
-    check(num_links <= _MAX_LINKS, "links of a page", num_links, f"at most {_MAX_LINKS}")
-
     # A < in a name must not end the script that holds the numbers.
-    numbers = _page_numbers(topology, simulations)
+    first = next(iter(simulations.values()))
+    numbers = _page_numbers(first.topology, simulations)
     text = json.dumps(numbers, ensure_ascii=False, separators=(",", ":"))
 
     # The template escapes texts.
-    payload = next(iter(simulations.values())).payload_bytes
-    ranges = fastest_ranges(curves)
     environment = Environment(
         loader=PackageLoader("moe.network.planner"),
         autoescape=True,
@@ -106,24 +81,28 @@ def render_network_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["bytes"] = show_bytes
+    environment.filters |= {"bytes": show_bytes, "seconds": show_seconds}
     return environment.get_template("network_page.html").render(
         title=title,
         notes=notes,
         numbers=text.replace("<", "\\u003c"),
-        facts=_facts(topology),
-        summaries=[_summary(name, part) for name, part in simulations.items()],
-        ranges=ranges,
-        payload=show_bytes(payload),
-        chart=draw_chart(curves, ranges, payload) if curves else None,
-        num_axes=0 if topology.switched else len(topology.shape),
-        chart_width=WIDTH,
-        chart_height=HEIGHT,
+        facts=_facts(first.topology),
+        simulations=simulations,
+        times=times,
+        payload=first.payload_bytes,
+        num_axes=0 if first.topology.switched else len(first.topology.shape),
     )
 
 
-def _facts(topology: Topology) -> list[tuple[str, str]]:
-    """Returns names and values of the network's properties on the page."""
+def show_seconds(seconds: float) -> str:
+    """Returns a time in the largest unit that gives at least 1, with three digits."""
+    sizes = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
+    unit = next((unit for unit, size in sizes.items() if seconds >= size), "s")
+    return f"{seconds / sizes[unit]:.3g} {unit}"
+
+
+def _facts(topology: Topology) -> dict[str, str]:
+    """Returns the network's properties on the page."""
     links = topology.links
     rates = sorted({f"{rate / 1e9:.4g} GB/s" for rate in links.bandwidth.tolist()})
     latencies = sorted({show_seconds(part) for part in links.latency.tolist() if part > 0})
@@ -131,28 +110,12 @@ def _facts(topology: Topology) -> list[tuple[str, str]]:
     shown = ", ".join(str(rank) for rank in dead[:_MAX_DEAD_SHOWN])
     if len(dead) > _MAX_DEAD_SHOWN:
         shown += " ..."
-    return [
-        ("ranks", f"{topology.num_ranks:,}"),
-        ("one-way links", f"{len(links.source):,}"),
-        ("bandwidth of a link", ", ".join(rates) or "-"),
-        ("latency of a link", ", ".join(latencies) or "0"),
-        ("dead ranks", f"{len(dead)}: {shown}" if dead else "none"),
-    ]
-
-
-def _summary(name: str, simulation: Simulation) -> dict[str, str]:
-    """Returns a row of the table of algorithms."""
-    path = simulation.path
-    busiest = simulation.link_busy_seconds.max(initial=0.0)
-    share = busiest / simulation.seconds if simulation.seconds else 0.0
     return {
-        "name": name,
-        "time": show_seconds(simulation.seconds),
-        "transfers": f"{len(simulation.start):,}",
-        "busiest": f"{100 * share:.0f} %",
-        "latency": show_seconds(path.latency),
-        "bandwidth": show_seconds(path.bandwidth),
-        "waiting": show_seconds(path.waiting),
+        "ranks": f"{topology.num_ranks:,}",
+        "one-way links": f"{len(links.source):,}",
+        "bandwidth of a link": ", ".join(rates) or "-",
+        "latency of a link": ", ".join(latencies) or "0",
+        "dead ranks": f"{len(dead)}: {shown}" if dead else "none",
     }
 
 
@@ -181,13 +144,16 @@ def _algorithm_numbers(name: str, simulation: Simulation) -> dict[str, Any]:
     unit_bytes = simulation.payload_bytes / max(simulation.schedule.num_units, 1)
 
     # The transfers of the path: step, ranks, bytes, start and end.
-    steps = []
-    for row in path.rows[:MAX_PATH_ROWS].tolist():
-        step = [int(table.step[row]), int(table.source[row]), int(table.destination[row])]
-        num_bytes = float((table.high[row] - table.low[row]) * unit_bytes)
-        steps.append(
-            [*step, num_bytes, float(simulation.start[row]), float(simulation.finish[row])]
-        )
+    rows = path.rows[:MAX_PATH_ROWS]
+    num_bytes = (table.high[rows] - table.low[rows]) * unit_bytes
+    columns = (
+        table.step[rows],
+        table.source[rows],
+        table.destination[rows],
+        num_bytes,
+        simulation.start[rows],
+        simulation.finish[rows],
+    )
 
     # Loads are shares of the time.
     busy = simulation.link_busy_seconds / (simulation.seconds or 1.0)
@@ -198,7 +164,7 @@ def _algorithm_numbers(name: str, simulation: Simulation) -> dict[str, Any]:
         "bytes": np.round(simulation.link_bytes).tolist(),
         "parts": [path.latency, path.bandwidth, path.waiting],
         "pathLength": len(path.rows),
-        "path": steps,
+        "path": list(zip(*(column.tolist() for column in columns), strict=True)),
         "pathLinks": _links_of_path(simulation).tolist(),
     }
 
@@ -206,8 +172,6 @@ def _algorithm_numbers(name: str, simulation: Simulation) -> dict[str, Any]:
 def _links_of_path(simulation: Simulation) -> IntArray:
     """Returns the links that the transfers of the critical path cross, each once."""
     table = simulation.schedule.transfers.select(simulation.path.rows)
-    if not len(table.step):
-        return np.empty(0, np.int64)
     routes = find_routes(table, simulation.topology)
     key = pair_keys(table.source, table.destination, simulation.topology.num_ranks)
     _, link = routes.hops(np.searchsorted(routes.key, key))

@@ -1,10 +1,8 @@
 """Network plans as text: schedule and time of every collective, comparisons and assumptions."""
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
-from moe.distributed.mesh import MeshConfig
-from moe.network.planner.timing import Candidate, NetworkPlan, TimedCollective
+from moe.network.planner.timing import NetworkPlan, TimedCollective
 from moe.planning.plan import Plan
 from moe.planning.table import show_bytes
 from moe.planning.traffic import group_size
@@ -14,66 +12,26 @@ _LEAST_SHARE = 0.005
 """Smallest share of the time of a call that is named."""
 
 
-class Use(NamedTuple):
-    """Purpose, axis and kind of collectives: a row of the tables.
+def _parts_by_use(timed: NetworkPlan) -> dict[str, list[TimedCollective]]:
+    """Returns the collectives by the first cells of their row: purpose, axis and kind.
 
-    Attributes:
-        what: Purpose, e.g. `parameter gathers`.
-        axis: Axis of the mesh, see `traffic.AXES`.
-        kind: Kind of collective.
+    The slowest rows come first, and in each the smallest payload.
     """
-
-    what: str
-    axis: str
-    kind: str
-
-    def __str__(self) -> str:
-        return f"  {self.what:<26}{self.axis:<18}{self.kind:<16}"
-
-
-class Row(NamedTuple):
-    """All collectives with the same purpose, axis and kind.
-
-    Attributes:
-        largest: The collective with the largest payload.
-        payloads: Range of their payloads, for tables.
-        schedules: Names of their schedules, each once.
-        num_calls: Calls of all of them.
-        seconds: Seconds of all of them.
-    """
-
-    largest: TimedCollective
-    payloads: str
-    schedules: str
-    num_calls: int
-    seconds: float
-
-
-def rows_by_use(timed: NetworkPlan) -> dict[Use, Row]:
-    """Returns the collectives by purpose, the slowest first."""
-    # All payloads of a use are one row.
-    parts_by_use: dict[Use, list[TimedCollective]] = {}
-    for part in timed.parts:
+    parts_by_use: dict[str, list[TimedCollective]] = {}
+    for part in sorted(timed.parts, key=lambda part: part.collective.payload_bytes):
         collective = part.collective
-        use = Use(collective.what, collective.axis, collective.kind)
+        use = f"  {collective.what:<26}{collective.axis:<18}{collective.kind:<16}"
         parts_by_use.setdefault(use, []).append(part)
+    return dict(sorted(parts_by_use.items(), key=lambda item: -_seconds(item[1])))
 
-    rows = {}
-    for use, parts in parts_by_use.items():
-        # The range of payloads, and the schedules from the largest down.
-        parts.sort(key=lambda part: part.collective.payload_bytes)
-        payloads = show_bytes(parts[0].collective.payload_bytes)
-        if len(parts) > 1:
-            payloads += f" to {show_bytes(parts[-1].collective.payload_bytes)}"
-        names = dict.fromkeys(part.algorithm for part in reversed(parts))
-        rows[use] = Row(
-            largest=parts[-1],
-            payloads=payloads,
-            schedules=", ".join(names),
-            num_calls=sum(part.collective.num_calls for part in parts),
-            seconds=sum(part.seconds for part in parts),
-        )
-    return dict(sorted(rows.items(), key=lambda item: -item[1].seconds))
+
+def _seconds(parts: Iterable[TimedCollective]) -> float:
+    return sum(part.seconds for part in parts)
+
+
+def _schedules(parts: Sequence[TimedCollective]) -> str:
+    """Returns the schedules of a row, each once, from the largest payload down."""
+    return ", ".join(dict.fromkeys(part.algorithm for part in reversed(parts)))
 
 
 def show_network_plan(plan: Plan, timed: NetworkPlan) -> str:
@@ -109,9 +67,13 @@ def _time_lines(timed: NetworkPlan) -> Iterator[str]:
     """Yields the time of every use."""
     heading = f"{'what for':<28}{'over':<18}{'collective':<16}{'calls':>6}"
     yield f"{heading}{'payload of a call':>26}{'seconds':>10}  schedule"
-    for use, row in rows_by_use(timed).items():
-        amount = f"{row.num_calls:>6,}{row.payloads:>26}"
-        yield f"{use}{amount}{row.seconds:>10.3g}  {row.schedules}"
+    for use, parts in _parts_by_use(timed).items():
+        num_calls = sum(part.collective.num_calls for part in parts)
+        payloads = show_bytes(parts[0].collective.payload_bytes)
+        if len(parts) > 1:
+            payloads += f" to {show_bytes(parts[-1].collective.payload_bytes)}"
+        amount = f"{num_calls:>6,}{payloads:>26}"
+        yield f"{use}{amount}{_seconds(parts):>10.3g}  {_schedules(parts)}"
     yield f"  {'in all':<92}{timed.seconds:>10.3g}"
 
 
@@ -134,20 +96,26 @@ def _step_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
 def _comparison_lines(timed: NetworkPlan) -> Iterator[str]:
     """Yields the comparison for every use, and where the best schedule spends its time."""
     yield "schedules compared for the largest payload of each, ms a call"
-    for row in rows_by_use(timed).values():
-        part = row.largest
-        collective = part.collective
+    for parts in _parts_by_use(timed).values():
+        largest = parts[-1]
+        collective = largest.collective
         amount = show_bytes(collective.payload_bytes)
-        yield f"  {collective.kind} of {amount} over {collective.axis}: {_reason(part)}"
+        yield f"  {collective.kind} of {amount} over {collective.axis}: {_reason(largest)}"
 
         # The simulated ones, the next one, and the names of the rest.
-        simulated = [one for one in part.candidates if one.timing is not None]
-        others = part.candidates[len(simulated) :]
-        for candidate in (*simulated, *others[:1]):
-            yield f"    {_compared(candidate)}"
-        if len(others) > 1:
-            names = ", ".join(candidate.name for candidate in others[1:])
-            yield f"    not simulated, with longer estimates: {names}"
+        names = []
+        for candidate in largest.candidates:
+            name = f"    {candidate.name:<24}{candidate.steps:>6,} steps"
+            bound = f"busiest link {candidate.bound * 1e3:.4g}"
+            if candidate.timing is not None:
+                yield f"{name}{candidate.timing.seconds * 1e3:>11.4g}  ({bound})"
+                continue
+            if not names:
+                estimate = f"{candidate.estimate * 1e3:.4g}: not simulated"
+                yield f"{name}{'':>11}  ({bound}, estimate {estimate})"
+            names.append(candidate.name)
+        if len(names) > 1:
+            yield f"    not simulated, with longer estimates: {', '.join(names[1:])}"
 
 
 def _reason(part: TimedCollective) -> str:
@@ -165,15 +133,6 @@ def _reason(part: TimedCollective) -> str:
         if share >= _LEAST_SHARE:
             shares.append(f"{share:.0%} {name}")
     return f"{part.algorithm}: {', '.join(shares)}"
-
-
-def _compared(candidate: Candidate) -> str:
-    """Returns an algorithm with its time, or the reason why it was not timed."""
-    name = f"{candidate.name:<24}{candidate.steps:>6,} steps"
-    bound = f"busiest link {candidate.bound * 1e3:.4g}"
-    if candidate.timing is not None:
-        return f"{name}{candidate.timing.seconds * 1e3:>11.4g}  ({bound})"
-    return f"{name}{'':>11}  ({bound}, estimate {candidate.estimate * 1e3:.4g}: not simulated)"
 
 
 def _assumption_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
@@ -198,24 +157,18 @@ def _assumption_lines(plan: Plan, timed: NetworkPlan) -> Iterator[str]:
         notes.append(f"{share:.0%} of the products are repeated: {reason}.")
 
     # How many groups represent all.
-    alike = _alike(timed.parts)
-    if alike:
-        notes.append(f"Of groups that are alike one was simulated, of others the slowest: {alike}.")
-    yield "assumed"
-    for note in notes:
-        yield f"  - {note}"
-
-
-def _alike(parts: Iterable[TimedCollective]) -> str:
-    """Returns how many groups represent all groups of an axis."""
-    # Once for each axis.
-    texts: dict[str, str] = {}
-    for part in parts:
+    alike: dict[str, str] = {}
+    for part in timed.parts:
         num_groups = len(part.groups.ranks)
         axis = part.collective.axis
         if part.num_simulated < num_groups:
-            texts.setdefault(axis, f"{part.num_simulated} of {num_groups} over {axis}")
-    return ", ".join(texts.values())
+            alike.setdefault(axis, f"{part.num_simulated} of {num_groups} over {axis}")
+    if alike:
+        shown = ", ".join(alike.values())
+        notes.append(f"Of groups that are alike one was simulated, of others the slowest: {shown}.")
+    yield "assumed"
+    for note in notes:
+        yield f"  - {note}"
 
 
 def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
@@ -238,11 +191,12 @@ def show_hole(healthy: NetworkPlan, broken: NetworkPlan) -> str:
     # Before and after, by use.
     heading = f"{'what for':<28}{'over':<18}{'collective':<16}"
     lines.append(f"{heading}{'whole':>10}{'broken':>10}{'ratio':>8}  schedule")
-    whole_rows = rows_by_use(healthy)
-    for use, row in rows_by_use(broken).items():
-        whole = whole_rows[use]
-        seconds = f"{whole.seconds:>10.3g}{row.seconds:>10.3g}{row.seconds / whole.seconds:>8.2f}"
-        lines.append(f"{use}{seconds}  {row.schedules}")
+    whole_parts = _parts_by_use(healthy)
+    for use, parts in _parts_by_use(broken).items():
+        whole = _seconds(whole_parts[use])
+        seconds = _seconds(parts)
+        times = f"{whole:>10.3g}{seconds:>10.3g}{seconds / whole:>8.2f}"
+        lines.append(f"{use}{times}  {_schedules(parts)}")
 
     # The step.
     ratio = broken.seconds / healthy.seconds
@@ -266,20 +220,16 @@ def _lost_lines(broken: NetworkPlan) -> Iterator[str]:
             groups = broken.placement.groups(axis).ranks.tolist()
             num_hit = sum(not dead.isdisjoint(ranks) for ranks in groups)
             yield f"  {num_hit:,} of {len(groups):,} groups of {axis} lose a rank."
-    yield f"  {_survival(mesh)}"
-    yield "  The times are of the routes: the survivors exchange the same bytes around the hole."
-
-
-def _survival(mesh: MeshConfig) -> str:
-    """Returns the remaining use of the other ranks without the dead ones."""
     if mesh.dp_replicate == mesh.num_ranks:
-        return "Every rank holds the whole model: the survivors continue with their own rows."
-    if mesh.dp_replicate == 1:
-        return (
-            "Every parameter is held once (mesh.dp_replicate 1): the run continues from a checkpoint, "
+        yield "  Every rank holds the whole model: the survivors continue with their own rows."
+    elif mesh.dp_replicate == 1:
+        yield (
+            "  Every parameter is held once (mesh.dp_replicate 1): the run continues from a checkpoint, "
             "on a smaller mesh."
         )
-    return (
-        f"Every parameter is held {mesh.dp_replicate:,} times (mesh.dp_replicate): replicas with a "
-        "dead rank stop, or the run continues from a checkpoint."
-    )
+    else:
+        yield (
+            f"  Every parameter is held {mesh.dp_replicate:,} times (mesh.dp_replicate): replicas with a "
+            "dead rank stop, or the run continues from a checkpoint."
+        )
+    yield "  The times are of the routes: the survivors exchange the same bytes around the hole."

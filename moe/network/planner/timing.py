@@ -12,6 +12,7 @@ proportional to the bytes.
 Next: `network_table` shows it, `network_search` compares meshes.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -48,13 +49,6 @@ _MOST_FACTORISATIONS = 4
 
 _MOST_TRANSFERS = 1_000_000
 """Transfers of all groups together; longer schedules are left out if another one fits."""
-
-
-def _scheduled_kind(kind: Kind) -> Kind:
-    """Returns the kind whose schedules a collective runs: an all-gather is a reduce-scatter run
-    backwards and takes as long.
-    """
-    return Kind.REDUCE_SCATTER if kind == Kind.ALL_GATHER else kind
 
 
 def _algorithms(kind: Kind, layout: Topology) -> dict[str, Algorithm]:
@@ -135,7 +129,6 @@ class TimedCollective:
         groups: The groups that run it at the same time.
         num_simulated: Groups that were simulated: one of each kind, and of those the slowest few.
         candidates: Algorithms that were compared, the best first.
-        unfit: Why others were not compared, by name.
         timing: Time of a call with the best algorithm.
     """
 
@@ -143,7 +136,6 @@ class TimedCollective:
     groups: Groups
     num_simulated: int
     candidates: tuple[Candidate, ...]
-    unfit: dict[str, str]
     timing: Timing
 
     @property
@@ -182,23 +174,11 @@ class NetworkPlan:
 _AxisAndKind = tuple[str, Kind]
 """Key of a schedule: groups of an axis, and a kind of collective."""
 
-
-class Question(NamedTuple):
-    """Everything that the time of a call on one network depends on.
-
-    Attributes:
-        ranks: Bytes of the ranks of all groups, in order.
-        layout: Description of a group's shape on the network.
-        kind: Kind of collective whose schedules are run.
-        payload_bytes: Payload of a call.
-        payload_range: Payloads between which it is interpolated; None for no range.
-    """
-
-    ranks: bytes
-    layout: str
-    kind: Kind
-    payload_bytes: float
-    payload_range: tuple[float, float] | None
+Question = tuple[bytes, str, Kind, float, tuple[float, float] | None]
+"""Everything that the time of a call on one network depends on: the ranks of all groups in order, a group's shape
+on the network, the kind whose schedules are run, the payload, and the payloads between which it is
+interpolated, if any.
+"""
 
 
 class NetworkTimer:
@@ -220,12 +200,12 @@ class NetworkTimer:
         known: dict[Question, TimedCollective] | None = None,
     ) -> None:
         self.network = network
-        self._known = {} if known is None else known
         self.placement = placement
         self.dead = frozenset(dead)
         self.topology = network.topology.without(self.dead) if self.dead else network.topology
+        self._known = {} if known is None else known
         self._groups: dict[str, Groups] = {}
-        self._built: dict[_AxisAndKind, tuple[dict[str, SharedLinks], dict[str, str]]] = {}
+        self._built: dict[_AxisAndKind, dict[str, SharedLinks]] = {}
         self._simulated: dict[tuple[_AxisAndKind, str, float], Timing] = {}
         self._ranges: dict[_AxisAndKind, list[tuple[float, float]]] = {}
 
@@ -257,168 +237,129 @@ class NetworkTimer:
         Raises:
             ConfigError: If no algorithm fits, or the network has no path left.
         """
-        question = self._question(collective)
+        groups = self.groups(collective.axis)
+        question = (
+            groups.ranks[np.argsort(groups.ranks[:, 0])].tobytes(),
+            groups.description,
+            _key(collective)[1],
+            collective.payload_bytes,
+            self._range(collective),
+        )
         if question not in self._known:
             self._known[question] = self._best(collective)
-        groups = self.groups(collective.axis)
         return replace(self._known[question], collective=collective, groups=groups)
-
-    def _question(self, collective: Collective) -> Question:
-        """Returns everything that the time of a call depends on."""
-        groups = self.groups(collective.axis)
-        payload = collective.payload_bytes
-        ranges = self._ranges.get(_key(collective), [])
-        return Question(
-            ranks=groups.ranks[np.argsort(groups.ranks[:, 0])].tobytes(),
-            layout=groups.description,
-            kind=_scheduled_kind(collective.kind),
-            payload_bytes=payload,
-            payload_range=next((ends for ends in ranges if ends[0] <= payload <= ends[1]), None),
-        )
-
-    def _best(self, collective: Collective) -> TimedCollective:
-        """Returns a collective with the best algorithm and its time."""
-        # The lowest estimates first, until no other can win.
-        best: Timing | None = None
-        compared = []
-        for index, candidate in enumerate(self.candidates(collective)):
-            is_likely = index < _MOST_SIMULATED
-            if best is None or (is_likely and _may_win(candidate, best.seconds)):
-                timing = self._timing(collective, candidate.name)
-                candidate = candidate._replace(timing=timing)
-                if best is None or timing.seconds < best.seconds:
-                    best = timing
-            compared.append(candidate)
-
-        assert best is not None, "candidates raises when there is none"
-
-        # Simulated ones first, the fastest at the head.
-        compared.sort(key=_by_time)
-        algorithms, unfit = self._build(collective)
-        return TimedCollective(
-            collective=collective,
-            groups=self.groups(collective.axis),
-            num_simulated=len(algorithms[compared[0].name].slowest(collective.payload_bytes)),
-            candidates=tuple(compared),
-            unfit=unfit,
-            timing=best,
-        )
-
-    def candidates(self, collective: Collective) -> list[Candidate]:
-        """Returns every algorithm that fits, not yet simulated, the lowest estimate first.
-
-        Raises:
-            ConfigError: If none fits.
-        """
-        algorithms, unfit = self._build(collective)
-        if not algorithms:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in unfit.items())
-            raise ConfigError(
-                f"No {collective.kind} can be built over {collective.axis}. {reasons} "
-                "Declare whole rows or nodes dead, or choose another mesh."
-            )
-
-        # Bounds and estimates are of all groups at once.
-        candidates = []
-        for name, shared in algorithms.items():
-            bound = shared.bound(collective.payload_bytes)
-            estimate = shared.estimate(collective.payload_bytes)
-            candidates.append(Candidate(name, shared.steps, bound, estimate))
-        return sorted(candidates, key=attrgetter("estimate"))
 
     def simulate(self, collective: Collective, name: str) -> Simulation:
         """Returns the simulation of one call with an algorithm: of the group that takes longest."""
         payload = collective.payload_bytes
-        algorithms, _ = self._build(collective)
         simulations = []
-        for group in algorithms[name].slowest(payload):
+        for group in self._schedules(collective)[name].slowest(payload):
             simulations.append(simulate(group.schedule, group.topology, payload))
         return max(simulations, key=attrgetter("seconds"))
 
+    def _best(self, collective: Collective) -> TimedCollective:
+        """Returns a collective with the best algorithm and its time."""
+        # Bounds and estimates are of all groups at once.
+        payload = collective.payload_bytes
+        algorithms = self._schedules(collective)
+        candidates = []
+        for name, shared in algorithms.items():
+            bound = shared.bound(payload)
+            candidates.append(Candidate(name, shared.steps, bound, shared.estimate(payload)))
+        candidates.sort(key=attrgetter("estimate"))
+
+        # The lowest estimates first, until no other can win.
+        fastest = math.inf
+        for index, candidate in enumerate(candidates[:_MOST_SIMULATED]):
+            if candidate.bound < fastest and candidate.estimate < _FAR_BEHIND * fastest:
+                timing = self._timing(collective, candidate.name)
+                candidates[index] = candidate._replace(timing=timing)
+                fastest = min(fastest, timing.seconds)
+
+        # Simulated ones first, the fastest at the head.
+        candidates.sort(key=_by_time)
+        best = candidates[0]
+        assert best.timing is not None, "the first one is simulated"
+        return TimedCollective(
+            collective=collective,
+            groups=self.groups(collective.axis),
+            num_simulated=len(algorithms[best.name].slowest(payload)),
+            candidates=tuple(candidates),
+            timing=best.timing,
+        )
+
+    def _range(self, collective: Collective) -> tuple[float, float] | None:
+        """Returns the payloads between which a collective is interpolated, itself included."""
+        for low, high in self._ranges.get(_key(collective), []):
+            if low <= collective.payload_bytes <= high:
+                return low, high
+        return None
+
     def _timing(self, collective: Collective, name: str) -> Timing:
         """Returns the time of a call with an algorithm, interpolated inside a range of payloads."""
-        # Payloads between the ends of a range are interpolated linearly.
         payload = collective.payload_bytes
-        for low, high in self._ranges.get(_key(collective), []):
-            if low < payload < high:
-                share = (payload - low) / (high - low)
-                least = self._simulated_timing(collective._replace(payload_bytes=low), name)
-                most = self._simulated_timing(collective._replace(payload_bytes=high), name)
-                pairs = zip(least, most, strict=True)
-                return Timing(*(few + share * (many - few) for few, many in pairs))
-        return self._simulated_timing(collective, name)
+        low, high = self._range(collective) or (payload, payload)
+        least = self._simulated_timing(collective._replace(payload_bytes=low), name)
+        if payload == low:
+            return least
+        most = self._simulated_timing(collective._replace(payload_bytes=high), name)
+        if payload == high:
+            return most
+        share = (payload - low) / (high - low)
+        pairs = zip(least, most, strict=True)
+        return Timing(*(few + share * (many - few) for few, many in pairs))
 
     def _simulated_timing(self, collective: Collective, name: str) -> Timing:
         key = (_key(collective), name, collective.payload_bytes)
         if key not in self._simulated:
             simulation = self.simulate(collective, name)
             path = simulation.path
-            self._simulated[key] = Timing(
-                seconds=simulation.seconds,
-                bandwidth=path.bandwidth,
-                latency=path.latency,
-                waiting=path.waiting,
-            )
+            timing = Timing(simulation.seconds, path.bandwidth, path.latency, path.waiting)
+            self._simulated[key] = timing
         return self._simulated[key]
 
-    def _build(self, collective: Collective) -> tuple[dict[str, SharedLinks], dict[str, str]]:
-        """Returns the algorithms that fit on the groups of a collective's axis, and why others do
-        not, both by name.
-        """
+    def _schedules(self, collective: Collective) -> dict[str, SharedLinks]:
+        """Returns the algorithms that fit on the groups of a collective's axis, by name."""
         key = _key(collective)
         if key not in self._built:
-            self._built[key] = self._build_all(*key)
+            self._built[key] = self._build(*key)
         return self._built[key]
 
-    def _build_all(self, axis: str, kind: Kind) -> tuple[dict[str, SharedLinks], dict[str, str]]:
-        # Algorithms that fit; long rings are tried only if nothing else fits.
-        algorithms = _algorithms(kind, self.groups(axis).layout)
-        unfit = self._unfit_long_rings(axis, algorithms)
-        tried = {name: one for name, one in algorithms.items() if name not in unfit}
-        unfit |= self._unfit(axis, tried)
-        if len(unfit) == len(algorithms):
-            unfit = self._unfit(axis, algorithms)
+    def _build(self, axis: str, kind: Kind) -> dict[str, SharedLinks]:
+        """Returns the algorithms that fit on the groups of an axis.
 
-        # The transfers of all groups, unless there are too many.
-        instances: dict[str, list[Instance]] = {}
-        sizes: dict[str, int] = {}
-        for name, algorithm in algorithms.items():
-            if name in unfit:
-                continue
-            every = self._instances(axis, kind, algorithm)
-            sizes[name] = sum(len(one.schedule.transfers.step) for one in every)
-            if sizes[name] <= max(_MOST_TRANSFERS, min(sizes.values())):
-                instances[name] = every
-
-        # The smallest is kept even if it is too large.
-        shared = {}
-        for name, size in sizes.items():
-            if size <= max(_MOST_TRANSFERS, min(sizes.values())):
-                shared[name] = share_links(instances[name], self.topology)
-            else:
-                unfit[name] = f"{size:,} transfers, which take too long to simulate."
-        return shared, unfit
-
-    def _unfit_long_rings(self, axis: str, algorithms: dict[str, Algorithm]) -> dict[str, str]:
-        """Returns why rings of all ranks of a group take too long to simulate, by their name."""
-        num_groups, size = self.groups(axis).ranks.shape
-        num_transfers = 2 * num_groups * size * (size - 1)
-        if num_transfers <= _MOST_TRANSFERS:
-            return {}
-        reason = f"{num_transfers:,} transfers, which take too long to simulate."
-        return {name: reason for name, one in algorithms.items() if one.is_one_ring}
-
-    def _unfit(self, axis: str, algorithms: dict[str, Algorithm]) -> dict[str, str]:
-        """Returns why algorithms cannot be built on the groups of an axis, by their name."""
-        # A reason against one group is one against all of the axis.
-        reasons = {}
+        Raises:
+            ConfigError: If none fits.
+        """
+        # Long rings are tried only if nothing else fits.
+        groups = self.groups(axis)
+        algorithms = _algorithms(kind, groups.layout)
+        num_groups, size = groups.ranks.shape
+        is_long = 2 * num_groups * size * (size - 1) > _MOST_TRANSFERS
+        long_rings = {name for name, one in algorithms.items() if one.is_one_ring and is_long}
         layouts = self._layouts(axis)
-        for name, algorithm in algorithms.items():
-            for layout in layouts:
-                reason = algorithm.unfit(layout)
-                if reason:
-                    reasons[name] = reason
-        return reasons
+        short = {name: one for name, one in algorithms.items() if name not in long_rings}
+        unfit = _unfit(short, layouts)
+        if len(unfit) == len(short):
+            short = algorithms
+            unfit = _unfit(short, layouts)
+        if len(unfit) == len(algorithms):
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in unfit.items())
+            raise ConfigError(
+                f"No {kind} can be built over {axis}. {reasons} "
+                "Declare whole rows or nodes dead, or choose another mesh."
+            )
+
+        # The transfers of all groups, unless there are too many; the smallest is always kept.
+        instances = {}
+        sizes = {}
+        for name, algorithm in short.items():
+            if name not in unfit:
+                instances[name] = self._instances(axis, kind, algorithm)
+                sizes[name] = sum(len(one.schedule.transfers.step) for one in instances[name])
+        most = max(_MOST_TRANSFERS, min(sizes.values()))
+        kept = [name for name, num_transfers in sizes.items() if num_transfers <= most]
+        return {name: share_links(instances[name], self.topology) for name in kept}
 
     def _layouts(self, axis: str) -> list[Topology]:
         """Returns the different networks that groups of an axis see: whole, and with their dead."""
@@ -437,8 +378,6 @@ class NetworkTimer:
         return layouts
 
     def _dead_members(self, ranks: IntArray) -> frozenset[int]:
-        if not self.dead:
-            return frozenset()
         return frozenset(np.flatnonzero(np.isin(ranks, list(self.dead))).tolist())
 
     def _instances(self, axis: str, kind: Kind, algorithm: Algorithm) -> list[Instance]:
@@ -460,7 +399,24 @@ class NetworkTimer:
 
 
 def _key(collective: Collective) -> _AxisAndKind:
-    return collective.axis, _scheduled_kind(collective.kind)
+    """Returns the groups and the kind of schedule of a collective.
+
+    An all-gather is a reduce-scatter run backwards and takes as long.
+    """
+    is_gather = collective.kind == Kind.ALL_GATHER
+    return collective.axis, Kind.REDUCE_SCATTER if is_gather else collective.kind
+
+
+def _unfit(algorithms: dict[str, Algorithm], layouts: list[Topology]) -> dict[str, str]:
+    """Returns why algorithms cannot be built on the groups of an axis, by their name."""
+    # A reason against one group is one against all of the axis.
+    reasons = {}
+    for name, algorithm in algorithms.items():
+        for layout in layouts:
+            reason = algorithm.unfit(layout)
+            if reason:
+                reasons[name] = reason
+    return reasons
 
 
 def _payload_ranges(payloads: Iterable[float]) -> list[tuple[float, float]]:
@@ -472,11 +428,6 @@ def _payload_ranges(payloads: Iterable[float]) -> list[tuple[float, float]]:
         else:
             ranges.append((payload, payload))
     return ranges
-
-
-def _may_win(candidate: Candidate, best_seconds: float) -> bool:
-    is_possible = candidate.bound < best_seconds
-    return is_possible and candidate.estimate < _FAR_BEHIND * best_seconds
 
 
 def _by_time(candidate: Candidate) -> tuple[bool, float]:
