@@ -62,16 +62,32 @@ napoleon_use_rtype = False
 
 
 def write_file_list():
-    """Writes files.md: every module with the first paragraph of its docstring."""
-    lines = ["# Every file", "", "`make docs` makes this page from the docstrings of the modules."]
-    for top in ("moe", "eval", "scripts", "benchmarks"):
+    """Writes files.md: every folder, and a table of its files that links to their reference."""
+    lines = ["# Every file", "", "`make docs` makes this page and its links from the docstrings."]
+    for top in ("moe", "eval/stmoe_eval", "scripts", "benchmarks"):
         for folder in sorted({path.parent for path in (ROOT / top).rglob("*.py")}):
             lines += ["", f"## {folder.relative_to(ROOT)}/", ""]
-            for path in sorted(folder.glob("*.py")):
-                docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-                first_paragraph = docstring.split("\n\n")[0].replace("\n", " ")
-                lines.append(f"- `{path.name}`: {first_paragraph}")
+            files = sorted(folder.glob("*.py"))
+            package = folder / "__init__.py"
+            if package in files:
+                files.remove(package)
+                lines += [first_paragraph(package), ""]
+
+            if top in ("moe", "eval/stmoe_eval"):
+                lines += ["```{eval-rst}", ".. autosummary::", "   :toctree: api/modules"]
+                lines += ["   :template: module.rst", ""]
+                prefix = ".".join(folder.relative_to(ROOT / top).parts)
+                prefix = ".".join(filter(None, [Path(top).name, prefix]))
+                lines += [f"   {prefix}.{path.stem}" for path in files] + ["```"]
+            else:
+                lines += [f"- `{path.name}`: {first_paragraph(path)}" for path in files]
     (ROOT / "docs/files.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def first_paragraph(path):
+    """Returns the first paragraph of a module's docstring."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    return docstring.split("\n\n")[0].replace("\n", " ")
 
 
 write_file_list()
