@@ -1,4 +1,4 @@
-"""Runs the fast tests with the oldest, the pinned and the newest versions, and writes a table.
+"""Runs the fast tests with the oldest, the pinned and the newest versions, and prints a table.
 
     python -m scripts.versions
     python -m scripts.versions newest --tests tests/models
@@ -29,19 +29,15 @@ from moe.errors import DataError
 from moe.files import write_text
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/start.md"
 PYTHONS = {"floor": "python3.11", "pinned": "python3.12", "newest": "python3.13"}
 PACKAGES = ("torch", "transformers", "huggingface_hub", "safetensors", "datasets", "numpy")
 RESULTS = "tests.xml"
 OUTCOMES = ("passed", "failed", "skipped")
 CPU_INDEX = {"PIP_EXTRA_INDEX_URL": "https://download.pytorch.org/whl/cpu"}
 
-BEGIN = "<!-- versions: made by python -m scripts.versions, not by hand -->"
-END = "<!-- versions: end -->"
-
 
 def main(argv: list[str]) -> None:
-    """Makes environments, runs tests in them, and writes the table into the page."""
+    """Makes environments, runs tests in them, and prints the table."""
     parser = Parser(prog="python -m scripts.versions", description="Tests other versions.")
     parser.add_argument(
         "names",
@@ -63,9 +59,7 @@ def main(argv: list[str]) -> None:
     out = options.out.absolute()
     for name in options.names or PYTHONS:
         run_tests(build_environment(out / name), options.tests)
-    table = version_table([out / name for name in PYTHONS if (out / name / RESULTS).exists()])
-    write_text(PAGE, with_table(PAGE.read_text(encoding="utf-8"), table))
-    print(table)
+    print(version_table([out / name for name in PYTHONS if (out / name / RESULTS).exists()]))
 
 
 def build_environment(folder: Path) -> Path:
@@ -147,15 +141,6 @@ def installed_versions(folder: Path) -> list[str]:
         f"print(json.dumps([platform.python_version(), *map(m.version, {PACKAGES})]))"
     )
     return json.loads(subprocess.check_output([folder / "environment/bin/python", "-c", code]))
-
-
-def with_table(page: str, table: str) -> str:
-    """Returns a page with this table between BEGIN and END."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise DataError(f"The page has no markers for the table. Add the lines {BEGIN!r}, {END!r}.")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -2,11 +2,9 @@
 
 import tomllib
 
-import pytest
 from packaging.requirements import Requirement
 
-from moe.errors import DataError
-from scripts.versions import BEGIN, END, PAGE, ROOT, floors, read_outcomes, with_table
+from scripts.versions import ROOT, floors, read_outcomes
 
 
 def test_the_floor_holds_the_lowest_version_of_every_dependency():
@@ -47,15 +45,3 @@ def test_a_test_counts_once_and_as_failed_when_its_end_failed(tmp_path):
         "tests.a.test_fails": "failed",
         "tests.a.test_ends_badly": "failed",
     }
-
-
-def test_the_table_replaces_the_one_before_and_nothing_else():
-    page = f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe rest.\n"
-    assert with_table(page, "new") == f"# Title\n\n{BEGIN}\nnew\n{END}\n\nThe rest.\n"
-    with pytest.raises(DataError, match="no markers for the table"):
-        with_table("# Title\n", "new")
-
-
-def test_the_documentation_has_a_place_for_the_table():
-    page = PAGE.read_text(encoding="utf-8")
-    assert with_table(page, "new").startswith(page.partition(BEGIN)[0])

@@ -1,8 +1,7 @@
 """What transformers' mixins said of our models and of its T5, as one page of Markdown."""
 
 import xml.etree.ElementTree as ElementTree
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +35,8 @@ _ORDER = ("failed", "passed", "skipped")
 _LEAD = """\
 # Transformers' own tests
 
-transformers tests its models with mixins. We run them unchanged on our models (`ModelTesterMixin`,
-`GenerationTesterMixin`, the export mixins and `ConfigTester`), next to transformers' test classes of
-T5. They are in a checkout of transformers, not in this repository:
+transformers tests its models with mixins. `python -m tests.mixins` runs them unchanged on our models (`ModelTesterMixin`,
+`GenerationTesterMixin`, the export mixins and `ConfigTester`), next to transformers' test classes of T5:
 
 ```
 git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers ../transformers
@@ -47,12 +45,10 @@ python -m tests.mixins run ../transformers --to runs/mixins
 python -m tests.mixins page runs/mixins > docs/transformers.md
 ```
 
-`TRANSFORMERS_SOURCE=../transformers make test` runs them with all other tests.
-
-Both models have 7 tokens in the encoder and 9 in the decoder; T5's classes for classification and
-questions, which need equal lengths, are left out. Two fields of ours differ from their
-defaults (`tests/mixins/ours.py`): `eval_capacity_factor=None`, because the mixins compare a sequence
-alone with the same sequence in a batch, and `output_router_logits=False`, because they count outputs.
+`TRANSFORMERS_SOURCE=../transformers make test` runs them with all other tests. Two fields of our config differ from their defaults:
+`eval_capacity_factor=None`, because the mixins compare a sequence alone with the same sequence in a batch, and
+`output_router_logits=False`, because they count outputs. Tests of flash attention, accelerators, decoder-only models and
+rotary embeddings are skipped.
 """
 
 
@@ -113,15 +109,9 @@ def page(ours: Outcomes, theirs: Outcomes, sources: Sequence[str]) -> str:
         lines.append(_counts("ours", our_class, ours, shared))
         lines.append(_counts("T5", their_class, theirs, shared))
 
-    for our_class, their_class in PAIRS.items():
-        shared = _shared_tests(ours, theirs, our_class, their_class)
-        lines += ["", f"## {our_class} beside {their_class}", ""]
-        lines += _differences(ours, theirs, our_class, their_class, shared)
-    lines += ["", "## Fails here", ""]
+    lines += ["", "| fails here | why |", "|---|---|"]
     failed = sorted({test for (_, test), outcome in ours.items() if outcome.status == "failed"})
-    lines += [f"- `{test}`: {ON_PURPOSE.get(test, 'not explained')}" for test in failed]
-    lines += ["", "## Skipped here", "", "| why, in transformers' words | tests |", "|---|---|"]
-    lines += _skips(ours)
+    lines += [f"| `{test}` | {ON_PURPOSE.get(test, 'not explained')} |" for test in failed]
     return "\n".join(lines) + "\n"
 
 
@@ -137,43 +127,3 @@ def _counts(name: str, owner: str, outcomes: Outcomes, tests: Sequence[str]) -> 
     statuses = [outcomes[owner, test].status for test in tests]
     counts = [str(statuses.count(status)) for status in ("passed", "failed", "skipped")]
     return f"| {name} | `{owner}` | {' | '.join(counts)} |"
-
-
-def _differences(
-    ours: Outcomes, theirs: Outcomes, our_class: str, their_class: str, tests: Sequence[str]
-) -> list[str]:
-    """Returns a table of the tests that do something else on the other class."""
-    rows = []
-    for test in tests:
-        our_outcome = ours[our_class, test]
-        their_outcome = theirs[their_class, test]
-        if our_outcome.status != their_outcome.status:
-            rows.append(f"| `{test}` | {_cell(our_outcome)} | {_cell(their_outcome)} |")
-    if not rows:
-        return ["Both pass and skip the same tests."]
-    return ["| test | ours | T5 |", "|---|---|---|", *rows]
-
-
-def _cell(outcome: Outcome) -> str:
-    """Returns an outcome as text of a table."""
-    if outcome.status != "skipped":
-        return outcome.status
-    return f"skipped: {_escaped(outcome.reason)}"
-
-
-def _escaped(text: str) -> str:
-    """Returns text for the cell of a table."""
-    return text.replace("|", "\\|").replace("<", "\\<").replace("\n", " ")
-
-
-def _skips(outcomes: Mapping[tuple[str, str], Outcome]) -> list[str]:
-    """Returns a row for each reason, with the tests that have it."""
-    tests_by_reason: dict[str, set[str]] = defaultdict(set)
-    for (_, test), outcome in outcomes.items():
-        if outcome.status == "skipped":
-            tests_by_reason[outcome.reason].add(test)
-    rows = []
-    for reason, tests in sorted(tests_by_reason.items()):
-        names = ", ".join(f"`{test}`" for test in sorted(tests))
-        rows.append(f"| {_escaped(reason)} | {names} |")
-    return rows
