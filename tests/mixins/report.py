@@ -35,8 +35,9 @@ _ORDER = ("failed", "passed", "skipped")
 _LEAD = """\
 # Transformers' own tests
 
-transformers tests its models with mixins. `python -m tests.mixins` runs them unchanged on our models (`ModelTesterMixin`,
-`GenerationTesterMixin`, the export mixins and `ConfigTester`), next to transformers' test classes of T5:
+transformers tests its models with mixins. `python -m tests.mixins` runs them unchanged on our models
+(`ModelTesterMixin`, `GenerationTesterMixin`, the export mixins and `ConfigTester`), next to transformers'
+test classes of T5:
 
 ```
 git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers ../transformers
@@ -45,10 +46,10 @@ python -m tests.mixins run ../transformers --to runs/mixins
 python -m tests.mixins page runs/mixins > docs/transformers.md
 ```
 
-`TRANSFORMERS_SOURCE=../transformers make test` runs them with all other tests. Two fields of our config differ from their defaults:
-`eval_capacity_factor=None`, because the mixins compare a sequence alone with the same sequence in a batch, and
-`output_router_logits=False`, because they count outputs. Tests of flash attention, accelerators, decoder-only models and
-rotary embeddings are skipped.
+`TRANSFORMERS_SOURCE=../transformers make test` runs them with all other tests. Two fields of our config
+differ from their defaults: `eval_capacity_factor=None`, because the mixins compare a sequence alone with the
+same sequence in a batch, and `output_router_logits=False`, because they count outputs. Tests of flash
+attention, accelerators, decoder-only models and rotary embeddings are skipped.
 """
 
 

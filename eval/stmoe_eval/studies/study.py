@@ -15,10 +15,9 @@ from moe.commands.pretrain import pretrain_command
 from moe.errors import ConfigError, did_you_mean
 from moe.parsing import read_yaml, to_record
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,60}")
+_COMMANDS = {"pretrain": pretrain_command, "finetune": finetune_command}
 _ADVICE = "See docs/guides/evaluate.md for an example of a study."
-_OWN_SETTINGS = ("seed", "seeds", "out", "resume")
-_ACTIONS = ("help", "print_config")  # options that print and exit
+_OWN_SETTINGS = ("seed", "seeds", "out", "resume", "help", "print_config")
 
 Setting = str | int | float | bool | None | list[Any]
 """A value of a recipe, or of an option of the command."""
