@@ -1,29 +1,24 @@
 """Sources of a task's rows: Python, the hub, or files of the user.
 
-Files replace the hub's dataset, and are checked row by row like it (row_schema.py).
+Files replace the hub's dataset, and are checked row by row like it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import pyarrow.parquet
 from huggingface_hub.errors import HfHubHTTPError
+from pydantic import BeforeValidator, Field
+from typing_extensions import TypedDict
 
+from moe.checks import shown
 from moe.data.folders import files_of
-from moe.data.rows import read_parquet
+from moe.data.rows import read_rows
 from moe.errors import DataError
-from moe.parsing import read_json_lines, reading
-from stmoe_eval.row_schema import (
-    ColumnKinds,
-    LabelValues,
-    fit_row,
-    format_columns,
-    require_columns,
-    require_label,
-)
+from moe.parsing import to_record
 from stmoe_eval.task import SPLITS, Row
 
 if TYPE_CHECKING:
@@ -42,6 +37,104 @@ def _loading_errors() -> tuple[type[Exception], ...]:
     from datasets.exceptions import DatasetsError
 
     return (DatasetsError, *_HUB_ERRORS, RuntimeError, ValueError)
+
+
+# ---------------------------------------------------------------------------
+# Schema of a row
+
+ColumnKinds = Mapping[str, Any]
+"""The kind of each column that is read: `str`, `int` or `float`, `[kind]` for a list, or `{name:
+kind}` for a struct. A struct of lists may also come as a list of structs: mirrors of the same
+dataset differ here, and both become a struct of lists."""
+
+HIDDEN_LABELS = (-1, "")
+"""Placeholder for a label that the authors of a dataset keep secret."""
+
+
+class Interval(NamedTuple):
+    """All numbers from one to another, which a label may have."""
+
+    least: float
+    most: float
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        return f"a number from {self.least:g} to {self.most:g}"
+
+
+LabelValues = Collection[Any] | Interval
+"""The values that a label may have."""
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a row must be.
+
+    Attributes:
+        columns: Kinds of the columns that are read.
+        labels: By column, the values that a label may have.
+        hidden_values: By column, the value that replaces a missing label where labels are hidden.
+    """
+
+    columns: ColumnKinds
+    labels: Mapping[str, LabelValues] = field(default_factory=dict)
+    hidden_values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def advice(self) -> str:
+        """What to do about a row that does not match."""
+        return f"Expected {', '.join(self.columns)}, as in the hub's dataset."
+
+    @cached_property
+    def _row_type(self) -> Any:
+        return _row_type(self.columns)
+
+    def checked(self, row: Any, where: str, *, hidden: bool) -> Row:
+        """Returns the columns of a row that are read, with missing hidden labels filled in.
+
+        Raises:
+            DataError: When a column is missing, a value is of another kind, or a label is not one.
+        """
+        if hidden:
+            given = {name: value for name, value in row.items() if value is not None}
+            row = {**row, **self.hidden_values, **given}
+        fitted = to_record(self._row_type, row, where=where, advice=self.advice)
+        for column, allowed in self.labels.items():
+            label = fitted[column]
+            if label not in allowed and not (hidden and label in HIDDEN_LABELS):
+                expected = str(allowed)
+                if not isinstance(allowed, Interval):
+                    expected = f"one of {', '.join(map(repr, allowed))}"
+                raise DataError(
+                    f"{where}: {column} is {shown(label)}; expected {expected}. Map your labels to "
+                    "those of the hub's dataset, and take rows with a hidden label out of this split."
+                )
+        return fitted
+
+
+def _row_type(columns: ColumnKinds) -> Any:
+    """Returns columns as a type that pydantic validates; other columns are left out."""
+    types: dict[str, Any] = {}
+    for name, kind in columns.items():
+        types[name] = _type_of(kind)
+    return TypedDict("Row", types)  # type: ignore[operator]
+
+
+def _type_of(kind: Any) -> Any:
+    if isinstance(kind, list):
+        return list[_type_of(kind[0])]  # type: ignore[misc]
+    if isinstance(kind, Mapping):
+        return Annotated[_row_type(kind), BeforeValidator(partial(_to_struct, list(kind)))]
+    return Annotated[float, Field(allow_inf_nan=False)] if kind is float else kind
+
+
+def _to_struct(names: Sequence[str], value: Any) -> Any:
+    """Returns a list of structs as a struct of lists, and anything else as it is."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        return value
+    return {name: [item.get(name) for item in value] for name in names}
 
 
 # ---------------------------------------------------------------------------
@@ -104,7 +197,7 @@ class HubData:
         repository: `owner/name`.
         config: Configuration of the dataset.
         counts: Rows of each split, in the order of SPLITS.
-        columns: Kinds of the columns that are read.
+        columns: See `Schema`, as of the next ones.
         labels: By column, the values that a label may have.
         hidden: Splits whose labels are not public.
         hidden_values: By column, the value that replaces a missing label in a row of such a split.
@@ -121,6 +214,11 @@ class HubData:
     hidden_values: Mapping[str, Any] = field(default_factory=dict)
     hub_splits: Mapping[str, str] = field(default_factory=dict)
     revisions: tuple[str, ...] = (MAIN, EXPORT)
+
+    @cached_property
+    def schema(self) -> Schema:
+        """What a row must be."""
+        return Schema(self.columns, self.labels, self.hidden_values)
 
     @property
     def splits(self) -> Sequence[str]:
@@ -157,8 +255,7 @@ class HubData:
         """
         if folder is None:
             return self._rows_from_hub(split, revision)
-        hidden_values = self._hidden_values(split)
-        return read_files(folder, split, self.columns, self.labels, hidden_values=hidden_values)
+        return read_files(folder, split, self.schema, hidden=split in self.hidden)
 
     def _rows_from_hub(self, split: str, revision: str | None) -> list[Row]:
         """Returns the rows of the first revision that can be loaded."""
@@ -206,14 +303,10 @@ class HubData:
         assert isinstance(dataset, datasets.Dataset), "one split, not streamed"
         return dataset
 
-    def _hidden_values(self, split: str) -> Mapping[str, Any] | None:
-        return self.hidden_values if split in self.hidden else None
-
     def _checked_dataset(self, dataset: "datasets.Dataset", split: str, revision: str) -> list[Row]:
         """Returns the rows of a dataset of the hub, all of them and as expected."""
         # A different number of rows means a different dataset.
         name = self._name_of(split, revision)
-        require_columns(dataset.column_names, self.columns, name)
         if len(dataset) != self.counts[split]:
             raise DataError(
                 f"{name} has {len(dataset):,} rows; expected {self.counts[split]:,}. The dataset has changed, or it "
@@ -222,10 +315,9 @@ class HubData:
             )
 
         rows: list[Row] = []
-        hidden_values = self._hidden_values(split)
-        for number, row in enumerate(dataset.select_columns(list(self.columns)), start=1):
-            where = f"Row {number} of {name}"
-            rows.append(_checked(row, self.columns, self.labels, where, hidden_values))
+        for number, row in enumerate(dataset, start=1):
+            where = f"{name}, row {number}"
+            rows.append(self.schema.checked(row, where, hidden=split in self.hidden))
         return rows
 
     def _name_of(self, split: str, revision: str | None = None) -> str:
@@ -239,43 +331,23 @@ class HubData:
 # Files of the user
 
 
-class _FileRow(NamedTuple):
-    """A row of a file, and its location, in words."""
-
-    row: Any
-    where: str
-
-
-def read_files(
-    folder: Path,
-    split: str,
-    columns: ColumnKinds,
-    labels: Mapping[str, LabelValues],
-    *,
-    hidden_values: Mapping[str, Any] | None = None,
-) -> list[Row]:
+def read_files(folder: Path, split: str, schema: "Schema", *, hidden: bool) -> list[Row]:
     """Returns the rows of the files of a split, which are checked.
 
     Args:
         folder: Folder of a task.
         split: Which.
-        columns: Kinds of the columns.
-        labels: By column, the values that a label may have.
-        hidden_values: If labels may be hidden, the value of a hidden label, by column; None if
-            every row has its label.
+        schema: What a row must be.
+        hidden: Whether labels may be hidden.
 
     Raises:
         DataError: When there is no file or no row, or a row is invalid.
     """
-    # Files from a benchmark's own site have no column for hidden values.
-    required = {name: columns[name] for name in columns if name not in (hidden_values or {})}
     rows: list[Row] = []
-    files = find_files(folder, split, required)
+    files = find_files(folder, split, schema.columns)
     for path in files:
-        is_lines = path.suffix == ".jsonl"
-        file_rows = _read_jsonl(path) if is_lines else _read_parquet(path, required, columns)
-        for row, where in file_rows:
-            rows.append(_checked(row, columns, labels, where, hidden_values))
+        for where, row in read_rows(path, advice=schema.advice, columns=schema.columns):
+            rows.append(schema.checked(row, where, hidden=hidden))
     if not rows:
         names = ", ".join(path.name for path in files)
         raise DataError(
@@ -284,28 +356,7 @@ def read_files(
     return rows
 
 
-def _checked(
-    row: Any,
-    columns: ColumnKinds,
-    labels: Mapping[str, LabelValues],
-    where: str,
-    hidden_values: Mapping[str, Any] | None,
-) -> Row:
-    """Returns a validated row; missing hidden labels are filled in."""
-    if hidden_values and isinstance(row, Mapping):
-        row = dict(row)
-        for name, value in hidden_values.items():
-            if row.get(name) is None:
-                row[name] = value
-
-    fitted = fit_row(row, columns, where)
-    is_hidden = hidden_values is not None
-    for column, allowed in labels.items():
-        require_label(fitted[column], allowed, column, where, hidden=is_hidden)
-    return fitted
-
-
-def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
+def find_files(folder: Path, split: str, columns: Collection[str]) -> list[Path]:
     """Returns the files of a split in `folder`, in order.
 
     They are SPLIT.jsonl, SPLIT.parquet, those in the folder SPLIT, or those of the split of a downloaded
@@ -321,7 +372,7 @@ def find_files(folder: Path, split: str, columns: ColumnKinds) -> list[Path]:
     """
     expected = (
         f"{split}.jsonl, {split}.parquet or a folder {split} of such files, with "
-        f"{format_columns(columns)}"
+        f"{', '.join(columns)}"
     )
     try:
         if not folder.is_dir():
@@ -370,28 +421,3 @@ def _file_forms(folder: Path, split: str) -> list[list[Path]]:
             files = files_of(Path(f"{folder}:{split}"))
             forms += [files] if all(path.suffix in (".jsonl", ".parquet") for path in files) else []
     return forms
-
-
-def _read_jsonl(path: Path) -> Iterator[_FileRow]:
-    """Yields the objects of a file, one per line; empty lines are skipped."""
-    advice = "Write one object on each line; a broken last line is often a copy that was cut off."
-    for number, row in read_json_lines(path, advice=advice):
-        yield _FileRow(row, f"Line {number} of {path}")
-
-
-def _read_parquet(
-    path: Path, required: ColumnKinds, columns: Collection[str]
-) -> Iterator[_FileRow]:
-    """Yields the rows of a file.
-
-    Args:
-        path: The file.
-        required: Columns that it must have.
-        columns: Columns that are read, where they are there.
-    """
-    advice = "Write or download it again."
-    with reading(path, advice=advice, problem="cannot be read as Parquet"):
-        names = pyarrow.parquet.read_schema(path).names
-    require_columns(names, required, str(path))
-    for where, row in read_parquet(path, advice=advice, columns=columns):
-        yield _FileRow(dict(row), where)

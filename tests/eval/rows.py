@@ -1,6 +1,11 @@
 """Examples of any task: from Python where its rows come with it, else from the fixtures."""
 
+import json
 from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
 
 from stmoe_eval.answers.predictions_file import Prediction, read_predictions_file
 from stmoe_eval.source import BuiltIn, HubData
@@ -29,6 +34,17 @@ def folder_of(task: Task) -> Path | None:
 def examples_of(task: Task, split: str) -> list[Example]:
     """Returns the examples of a split."""
     return task.examples(split, folder_of(task))
+
+
+def fixture_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a fixture as they are written."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes rows as Parquet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 def predictions_by_id(path: Path) -> dict[str, Prediction]:

@@ -128,11 +128,8 @@ UNLABELLED = [{name: row[name] for name in ("premise", "idx", "answers")} for ro
     [
         (ROWS[:4], r"has 4 rows; expected 5.*--revision.*--data FOLDER"),
         ([*ROWS, ROWS[0]], r"has 6 rows; expected 5"),
-        (UNLABELLED, r"has no column 'label'; its columns are premise, idx, answers. Expected"),
-        (
-            [*ROWS[:4], LAST],
-            r"Row 5 of .*tory \(config tea, split dev at main\) has label 2. .* 0, 1",
-        ),
+        (UNLABELLED, r"label is missing"),
+        ([*ROWS[:4], LAST], r"config tea, split dev at main\), row 5: label is 2; .* 0, 1"),
     ],
 )
 def test_other_rows_on_the_hub_are_refused_with_their_place(tmp_path, rows, message):
@@ -162,8 +159,7 @@ def test_files_take_the_place_of_the_hub_with_any_number_of_rows(tmp_path, form)
     assert read(tmp_path / "good") == WANTED[:3]
 
     write_form(tmp_path / "bad", form, UNLABELLED)
-    message = f"{tmp_path}.* has no column 'label'; its columns are premise, idx, answers."
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"{tmp_path}.* 1: label is missing.*premise, idx"):
         read(tmp_path / "bad")
 
 
@@ -179,7 +175,7 @@ def test_a_list_of_structs_is_read_as_a_struct_of_lists(tmp_path):
 def test_empty_lines_are_no_rows_and_line_numbers_count_them(tmp_path):
     text = f"\n{json.dumps(ROWS[0])}\n\n{json.dumps({**ROWS[1], 'idx': '1'})}\n"
     (tmp_path / "validation.jsonl").write_text(text, encoding="utf-8")
-    with pytest.raises(DataError, match=r"^Line 4 of .*validation.jsonl has in 'idx' '1' \(str\)"):
+    with pytest.raises(DataError, match=r"validation.jsonl, line 4: idx is '1'"):
         read(tmp_path)
 
 
@@ -187,33 +183,28 @@ def test_labels_are_hidden_where_the_authors_hide_them_and_nowhere_else(tmp_path
     for split in ("validation", "test"):
         write_jsonl(tmp_path / f"{split}.jsonl", [{**ROWS[0], "label": -1}])
     assert read(tmp_path, "test")[0]["label"] == -1
-    with pytest.raises(DataError, match=r"has label -1. Expected one of 0, 1. .* hidden label out"):
+    with pytest.raises(DataError, match=r"label is -1; expected one of 0, 1"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "noun"),
     [
-        ({"label": 2}, "has label 2. Expected one of 0, 1"),
-        ({"label": True}, r"has in 'label' True \(bool\). Expected whole number"),
-        ({"label": None}, r"has in 'label' None \(NoneType\)"),
-        ({"premise": 3}, r"has in 'premise' 3 \(int\). Expected text"),
-        ({"premise": "Tea \ud83c"}, r"jsonl, line 1: .*is not JSON \(.*half a character"),
-        ({"answers": "a"}, "Expected {text: list of text, start: list of whole number}"),
-        (
-            {"answers": {"text": ["a"]}},
-            "answers of line 1 of .* has no column 'start'; its columns",
-        ),
-        ({"answers": [{"text": "a"}]}, "has no column 'start'; its columns are text"),
-        ({"answers": ["a"]}, "Line 1 of .* is 'a'. Expected an object with"),
-        ({"answers": {"text": [1], "start": [1]}}, r"has in 'answers.text' 1 \(int\)"),
+        ({"label": 2}, "label is 2; expected one of 0, 1"),
+        ({"label": True}, "label is True"),
+        ({"label": None}, "label is None"),
+        ({"premise": 3}, "premise is 3"),
+        ({"premise": "Tea \ud83c"}, "half a character"),
+        ({"answers": "a"}, "answers is 'a'"),
+        ({"answers": {"text": ["a"]}}, "answers.start is missing"),
+        ({"answers": [{"text": "a"}]}, "answers.start.0 is None"),
+        ({"answers": ["a"]}, r"answers is \['a'\]"),
+        ({"answers": {"text": [1], "start": [1]}}, "answers.text.0 is 1"),
     ],
 )
-def test_a_value_of_another_kind_is_named_with_its_place_and_what_was_expected(
-    tmp_path, change, message
-):
+def test_a_value_of_another_kind_is_named_with_its_place(tmp_path, change, noun):
     write_jsonl(tmp_path / "validation.jsonl", [{**ROWS[0], **change}])
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=rf"validation\.jsonl, line 1: .*{noun}"):
         read(tmp_path)
 
 
@@ -230,10 +221,10 @@ def test_a_parquet_file_of_other_types_is_one_message(tmp_path):
     no_text = raw.cast(pyarrow.string(), safe=False)
     missing = pyarrow.array([None] * 5, pyarrow.int64())
     for column, values, message in (
-        ("premise", raw, r"row 1 has in 'premise' b'\\xff' \(bytes\)"),
+        ("premise", raw, r"row 1: premise is b'\\xff'"),
         ("premise", no_text, "cannot be read as Parquet: 'utf-8'"),
-        ("idx", missing, r"has in 'idx' None"),
-        ("label", pyarrow.array([1.0] * 5), r"has in 'label' 1.0 \(float\)"),
+        ("idx", missing, "row 1: idx is None"),
+        ("label", pyarrow.array([1.0] * 5), "row 1: label is 1.0"),
     ):
         changed = table.set_column(table.column_names.index(column), column, values)
         pyarrow.parquet.write_table(changed, tmp_path / "validation.parquet")
@@ -269,21 +260,9 @@ def test_a_folder_without_readable_rows_is_one_message(tmp_path):
     (tmp_path / "validation.jsonl").mkdir()
     with pytest.raises(DataError, match=r"no rows of split 'validation'; it holds validation\.jso"):
         read(tmp_path)
-    (tmp_path / "validation").mkdir()
-    (tmp_path / "validation/1.jsonl").mkdir()
-    with pytest.raises(DataError, match=r"validation/1.jsonl cannot be read: Is a directory"):
-        read(tmp_path)
     write_jsonl(tmp_path / "empty/validation.jsonl", [])
     with pytest.raises(DataError, match=r"in .* contain no rows \(validation\.jsonl\)"):
         read(tmp_path / "empty")
-
-
-def test_a_torn_parquet_file_is_named(tmp_path):
-    write_parquet(tmp_path / "validation.parquet", ROWS)
-    whole = (tmp_path / "validation.parquet").read_bytes()
-    (tmp_path / "validation.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"validation.parquet cannot be read .* download it again"):
-        read(tmp_path)
 
 
 def test_two_forms_of_a_split_are_refused(tmp_path):
@@ -403,12 +382,12 @@ def test_a_similarity_is_a_number_with_or_without_a_point(tmp_path):
     ("label", "message"),
     [
         *((label, r"a number from 0 to 5\.") for label in (-1, 5.01, -0.2)),
-        *((label, "Expected number") for label in (10**400, True, "3.0", None)),
+        *((label, "label is") for label in (10**400, True, "3.0", None)),
     ],
 )
 def test_a_similarity_that_is_no_number_in_the_range_is_refused(label, message, tmp_path):
     write_jsonl(tmp_path / "validation.jsonl", [{**SIMILAR, "label": label}])
-    with pytest.raises(DataError, match=rf"Line 1 of .*{message}"):
+    with pytest.raises(DataError, match=rf"line 1: .*{message}"):
         STSB.rows("validation", tmp_path)
 
 
@@ -417,13 +396,13 @@ def test_a_label_may_be_absent_where_it_is_hidden_and_nowhere_else(tmp_path):
         rows = [SIMILAR, {**SIMILAR, "idx": 1, "label": None}]
         write_jsonl(tmp_path / f"{split}.jsonl", rows)
     assert [row["label"] for row in STSB.rows("test", tmp_path)] == [-1, -1]
-    with pytest.raises(DataError, match="has no column 'label'"):
+    with pytest.raises(DataError, match="label is missing"):
         STSB.rows("validation", tmp_path)
     assert TASKS.get("stsb").examples("test", FIXTURES)[0].targets == "<unk>"
 
     # What is not hidden is not made up.
     write_jsonl(tmp_path / "test.jsonl", [{**SIMILAR, "sentence1": None}])
-    with pytest.raises(DataError, match="has in 'sentence1' None"):
+    with pytest.raises(DataError, match="sentence1 is None"):
         STSB.rows("test", tmp_path)
 
 

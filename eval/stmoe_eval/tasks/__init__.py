@@ -11,6 +11,6 @@ To add a task:
 2. Unless its rows come with Python, write tests/eval/fixtures/NAME/SPLIT.jsonl for every split:
    three to five rows of your own in the exact schema of the dataset, with all of its columns. No
    text of the dataset goes into the repository.
-3. Run `python -m pytest tests/contracts/test_tasks.py tests/eval/test_tasks_end_to_end.py`: they
-   cover the registry. When examples or scores change later, increase `version`.
+3. Run `python -m pytest tests/contracts/test_tasks.py`: it
+   covers the registry. When examples or scores change later, increase `version`.
 """

@@ -8,7 +8,6 @@ them, since they were published before; both are then written.
 from collections.abc import Sequence
 from typing import Any
 
-from stmoe_eval.row_schema import ColumnKinds, Interval
 from stmoe_eval.scores.metrics import (
     ACCURACY,
     F1_WITH_INVALID,
@@ -18,7 +17,7 @@ from stmoe_eval.scores.metrics import (
     SPEARMAN,
     Metric,
 )
-from stmoe_eval.source import HubData
+from stmoe_eval.source import ColumnKinds, HubData, Interval
 from stmoe_eval.submission import STSB_FILE, glue_file
 from stmoe_eval.task import SPLITS, Features, Row, Task, register_task
 from stmoe_eval.text import postprocess, preprocess

@@ -9,7 +9,6 @@ a file for the leaderboard.
 from collections.abc import Sequence
 from typing import Any
 
-from stmoe_eval.row_schema import ColumnKinds
 from stmoe_eval.scores.metrics import (
     ACCURACY,
     GENDER_PARITY,
@@ -20,7 +19,7 @@ from stmoe_eval.scores.metrics import (
     RECORD_EM,
     RECORD_F1,
 )
-from stmoe_eval.source import HubData
+from stmoe_eval.source import ColumnKinds, HubData
 from stmoe_eval.submission import MULTIRC_FILE, RECORD_FILE, SubmissionFile, superglue_file
 from stmoe_eval.task import SPLITS, Features, Row, Task, register_task
 from stmoe_eval.text import postprocess, preprocess, wsc
