@@ -45,7 +45,6 @@ from moe.serving.engine import Answer
 from moe.serving.languages import read_languages
 from moe.serving.request_file import Line, is_table, read_lines, read_requests
 from moe.serving.sampling import Sampling
-from moe.serving.workers import map_over_workers
 
 Answered = tuple[int, dict[str, Any], Answer]
 """A line with the answer instead of its request."""
@@ -100,12 +99,6 @@ def build_parser() -> Parser:
         "--batch-size", type=integer(least=1), default=32, help="texts answered at once (32)"
     )
     speed.add_argument(
-        "--workers",
-        type=integer(least=1),
-        default=1,
-        help="processes, each with the whole model (1)",
-    )
-    speed.add_argument(
         "--ep", type=integer(least=1), default=1, help="ranks that share the experts (1)"
     )
     return parser
@@ -126,10 +119,8 @@ def main(argv: list[str]) -> None:
     sampling = Sampling(**{field.name: getattr(options, field.name) for field in fields(Sampling)})
     with launch() as world:
         is_stream = not options.texts and (options.input is None or options.input.is_fifo())
-        if world.size > 1 and (options.workers > 1 or is_stream):
-            raise ConfigError(
-                "torchrun cannot be combined with --workers, and every rank reads the requests: give --in a file."
-            )
+        if world.size > 1 and is_stream:
+            raise ConfigError("Every rank of torchrun reads the requests: give --in a file.")
         lines = _read_lines(options, sampling)
         if options.out is None:
             answer = _answerer(options, sampling, world)
@@ -172,7 +163,6 @@ def _check_options(options: Any) -> None:
         "--temperature": options.temperature > 0,
         "--stop": bool(options.stop),
         "--scores": options.scores,
-        "--workers": options.workers > 1,
         "--ep": options.ep > 1,
     }
     for name, is_given in excluded.items():
@@ -242,9 +232,6 @@ def _answerer(
         answer_all = partial(
             _search_beams, options, load_to_answer(options.model, mmap=options.mmap)
         )
-    elif options.workers > 1:
-        load = partial(_load_generator, options, sampling)
-        answer_all = partial(map_over_workers, load, num_workers=options.workers)
     elif world.size > 1 or options.ep > 1:
         answer_all = partial(
             _map_over_ranks, options, _load_on_ranks(options, sampling, world), world

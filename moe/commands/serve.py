@@ -1,4 +1,4 @@
-r"""stmoe serve: an HTTP server that speaks OpenAI's completions API, with a page to try a model.
+r"""stmoe serve: an HTTP server that speaks OpenAI's completions API.
 
 stmoe serve --model names
 curl localhost:8000/v1/completions -H 'content-type: application/json' \

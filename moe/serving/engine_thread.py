@@ -5,18 +5,14 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from moe.errors import MoEError
 from moe.serving.engine import Engine, Piece
 from moe.serving.sampling import Sampling
-
-T = TypeVar("T")
 
 
 class BusyError(MoEError):
@@ -80,16 +76,14 @@ class EngineThread:
         self._busy_since: float | None = None
         self._next_number = 0
         self._pieces: dict[int, Pieces] = {}
-        self._futures: set[Future[Any]] = set()  # of calls
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._calls: deque[Callable[[], None]] = deque()  # of the thread
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def num_open(self) -> int:
         """Requests that wait, run, or whose answers are being read."""
-        return len(self._pieces) + len(self._futures)
+        return len(self._pieces)
 
     @property
     def problem(self) -> str | None:
@@ -108,7 +102,12 @@ class EngineThread:
         Raises:
             BusyError: When too many requests are open, or the engine failed.
         """
-        self._check_room(len(submissions))
+        if self.problem is not None:
+            raise BusyError(self.problem)
+        if self.num_open + len(submissions) > self._max_open:
+            raise BusyError(
+                f"{self.num_open} requests are open, of {self._max_open}. Try again later."
+            )
         pieces = Pieces(self._next_number)
         numbered = dict(enumerate(submissions, start=self._next_number))
         self._next_number += len(submissions)
@@ -125,42 +124,10 @@ class EngineThread:
                 del self._pieces[number]
                 self._work.put(partial(self._engine.cancel, number))
 
-    async def call(self, function: Callable[[], T]) -> T:
-        """Returns the result of a function that uses the model, which runs between two steps.
-
-        Raises:
-            BusyError: When too many requests are open, or the engine failed.
-        """
-        self._check_room(1)
-        future: Future[T] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
-
-        self._futures.add(future)
-        self._work.put(partial(self._calls.append, work))
-        try:
-            return await asyncio.wrap_future(future)
-        finally:
-            self._futures.discard(future)
-
     def stop(self) -> None:
         """Ends the thread after the step that it computes, unless that is stuck."""
         self._work.put(None)
         self._thread.join(self._timeout)
-
-    def _check_room(self, number: int) -> None:
-        if self.problem is not None:
-            raise BusyError(self.problem)
-        if self.num_open + number > self._max_open:
-            raise BusyError(
-                f"{self.num_open} requests are open, of {self._max_open}. Try again later."
-            )
 
     def _run(self) -> None:
         """Works until it is stopped, or the engine fails."""
@@ -172,21 +139,16 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _work_until_stopped(self) -> None:
-        """Does what was asked for, then a call or none, then a step, again and again."""
-        next_call = 0.0
+        """Does what was asked for, then a step, again and again."""
         while True:
-            while (self._engine.is_idle and not self._calls) or not self._work.empty():
+            while self._engine.is_idle or not self._work.empty():
                 self._busy_since = None
                 work = self._work.get()
                 self._busy_since = time.monotonic()
                 if work is None:
                     return
                 work()
-            self._busy_since = began = time.monotonic()
-            if self._calls and (self._engine.is_idle or began >= next_call):
-                self._calls.popleft()()
-                # Steps have at least half of the time.
-                next_call = 2 * time.monotonic() - began
+            self._busy_since = time.monotonic()
             pieces = self._engine.step()
             if self._loop.is_closed():  # the step was stuck when the server ended
                 return
@@ -200,6 +162,3 @@ class EngineThread:
     def _fail(self, error: BaseException) -> None:
         for pieces in set(self._pieces.values()):
             pieces.put(error)
-        for future in self._futures:
-            if not future.done():
-                future.set_exception(FailedError("The model failed."))

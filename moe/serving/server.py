@@ -1,4 +1,4 @@
-"""An HTTP server for one model: OpenAI's completions API by continuous batching, and a page.
+"""An HTTP server for one model: OpenAI's completions API by continuous batching.
 
 Starlette routes the requests, uvicorn speaks HTTP, and engine_thread.py computes the answers.
 """
@@ -12,8 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -23,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedModel
@@ -37,12 +36,10 @@ from moe.serving.completions import Completion, Envelope, Prompt, parse_completi
 from moe.serving.engine import Engine, Piece
 from moe.serving.engine_thread import BusyError, EngineThread, FailedError, Pieces, Submission
 from moe.serving.languages import Languages
-from moe.serving.routes import routes_of
 from moe.serving.sampling import Sampling, sampling_of
 
 _log = logging.getLogger("uvicorn.error")
 
-_PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 _MOST_BYTES = 4 << 20
 """Longest body of a request."""
 
@@ -96,7 +93,6 @@ class CompletionServer:
         Raises:
             ConfigError: When the model is not supported.
         """
-        self._model = model
         self._embeddings: Any = model.get_input_embeddings()
         self._tokenizer = tokenizer
         self._name = name
@@ -113,12 +109,10 @@ class CompletionServer:
         models = {"object": "list", "data": [self._description]}
         return Starlette(
             routes=[
-                Route("/", HTMLResponse(_PAGE), methods=["GET"]),
                 Route("/health", self._health),
                 Route("/v1/models", JSONResponse(models), methods=["GET"]),
                 Route("/v1/models/{name}", self._one_model),
                 Route("/v1/completions", self._complete, methods=["POST"]),
-                Route("/routes", self._routes, methods=["POST"]),
             ],
             exception_handlers={
                 MoEError: partial(_error, 400),
@@ -145,7 +139,6 @@ class CompletionServer:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        asyncio.get_running_loop().set_exception_handler(_handle_loop_error)
         limits = self._limits
         self._thread = EngineThread(self._engine, max_open=limits.max_open, timeout=limits.timeout)
         yield
@@ -192,15 +185,6 @@ class CompletionServer:
 
         return respond
 
-    async def _routes(self, request: Request) -> Response:
-        body = await self._read(request)
-        longest = max(self._limits.max_input, self._defaults.max_new_tokens)
-        answer = self._checked_tokens("token_ids", body.get("token_ids"), longest)
-        (inputs,) = await self._finish(self._tokenize([body.get("prompt", "")]), request.receive)
-        routes = partial(routes_of, self._model, self._tokenizer, inputs, answer)
-        stacks = await self._finish(self._thread.call(routes), request.receive)
-        return JSONResponse({"stacks": stacks})
-
     # -----------------------------------------------------------------------
     # Requests
 
@@ -232,26 +216,19 @@ class CompletionServer:
         return [await asyncio.to_thread(self._tokens, prompt) for prompt in prompts]
 
     def _tokens(self, prompt: Prompt) -> list[int]:
-        """Returns the tokens of a prompt."""
-        tokens: object = prompt
+        """Returns the tokens of a prompt, or raises an error that says what is wrong with it."""
+        longest = self._limits.max_input
         if isinstance(prompt, str):
-            most = self._limits.max_input
-            (tokens,) = encode_items(self._tokenizer, [prompt], most, self._languages)
-        if isinstance(tokens, DataError):
-            raise tokens
-        return self._checked_tokens("prompt", tokens, self._limits.max_input)
-
-    def _checked_tokens(self, name: str, tokens: object, longest: int) -> list[int]:
-        """Returns tokens, or raises a ConfigError that names them."""
+            (tokens,) = encode_items(self._tokenizer, [prompt], longest, self._languages)
+            if isinstance(tokens, DataError):
+                raise tokens
+            return tokens
+        if len(prompt) > longest:
+            raise ConfigError(f"prompt has {len(prompt)} tokens; expected at most {longest}.")
         most = self._embeddings.weight.shape[0]
-        if isinstance(tokens, list) and len(tokens) > longest:
-            raise ConfigError(f"{name} has {len(tokens)} tokens; expected at most {longest}.")
-        holds = isinstance(tokens, list) and all(
-            is_kind(token, int) and 0 <= token < most for token in tokens
-        )
-        check(bool(tokens) and holds, name, tokens, f"a list of tokens between 0 and {most - 1}")
-        assert isinstance(tokens, list)
-        return tokens
+        holds = all(is_kind(token, int) and 0 <= token < most for token in prompt)
+        check(holds, "prompt", prompt, f"a list of tokens between 0 and {most - 1}")
+        return prompt
 
     # -----------------------------------------------------------------------
     # Answers
@@ -396,22 +373,6 @@ class _TimedProtocol(H11Protocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-
-
-def _handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs an error of the event loop. When no descriptor is left, asyncio has 2,048 a second."""
-    if "accept" in context["message"]:
-        _log_waiting_clients(int(loop.time()) // 60)
-    elif (
-        "_start_serving" not in context["message"]
-    ):  # it tries again, also once the server is closed
-        loop.default_exception_handler(context)
-
-
-@lru_cache(maxsize=1)
-def _log_waiting_clients(minute: int) -> None:
-    """Logs once a minute that new clients wait."""
-    _log.warning("New clients wait until connections are closed: too many are open (ulimit -n).")
 
 
 def run_server(server: CompletionServer, listener: socket.socket) -> None:

@@ -94,9 +94,8 @@ def test_experts_shared_by_ranks_need_the_ranks(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_and_ranks_write_the_file_of_one_process(folder, tmp_path):
+def test_ranks_write_the_file_of_one_process(folder, tmp_path):
     whole = (folder / "whole.jsonl").read_bytes()
-    assert run(folder, tmp_path / "workers.jsonl", "--workers", 2) == whole
     out = tmp_path / "ranks.jsonl"
     ended = start_torchrun(2, "stmoe", "generate", *arguments(folder, out, "--ep", 2)).finish()
     assert ended.returncode == 0, ended.stderr
@@ -104,12 +103,11 @@ def test_workers_and_ranks_write_the_file_of_one_process(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_end_with_their_parent_after_ctrl_c_and_on_a_full_disk(folder, tmp_path):
-    # Far more requests than a pipe holds.
+def test_ctrl_c_and_a_full_disk_end_with_how_to_continue(folder, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps({"inputs": text}) + "\n" for text in texts(4_000)))
     out = tmp_path / "out.jsonl"
-    words = ["generate", *arguments(folder, out, "--in", source, "--workers", 2)]
+    words = ["generate", *arguments(folder, out, "--in", source)]
 
     # A file cannot grow beyond this size.
     size = 3_000
@@ -336,6 +334,6 @@ def test_beams_are_those_of_transformers_and_exclude_what_they_would_ignore(fold
         inputs = tokenizer(text, return_tensors="pt")["input_ids"]
         tokens = model.generate(inputs, max_new_tokens=9, num_beams=3)
         assert answer["targets"] == tokenizer.decode(tokens[0], skip_special_tokens=True)
-    for more in (["--stop", "w3"], ["--scores"], ["--temperature", 1], ["--workers", 2]):
+    for more in (["--stop", "w3"], ["--scores"], ["--temperature", 1]):
         with pytest.raises(ConfigError, match=more[0]):
             run(folder, tmp_path / "x.jsonl", "--num-beams", 3, *more)

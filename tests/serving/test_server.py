@@ -19,12 +19,11 @@ from moe.commands import serve
 from moe.errors import ConfigError
 from moe.serving.batch_generator import BatchGenerator
 from moe.serving.engine import Engine
-from moe.serving.engine_thread import BusyError, EngineThread, Submission
 from moe.serving.sampling import Sampling
 from moe.serving.server import CompletionServer, Limits
 from tests.models.tiny import tiny_model
-from tests.processes import TIMEOUT, Command, run_command
-from tests.serving.tiny_words import ours, t5, texts, word_tokenizer
+from tests.processes import TIMEOUT, Command
+from tests.serving.tiny_words import ours, texts, word_tokenizer
 
 LONGEST = 12
 
@@ -227,32 +226,6 @@ def test_hosts_that_are_not_the_server_are_refused():
             post(address, {"prompt": "w2"}, host="evil.example")
 
 
-def test_the_page_gets_the_experts_of_every_token(address):
-    assert "/v1/completions" in get(address, "/")
-    (text,) = texts(1)
-    (answer,) = expected([text])
-    body = {"prompt": text, "token_ids": answer.tokens}
-    encoder, decoder = json.loads(post(address, body, "/routes"))["stacks"]
-    assert encoder["tokens"] == [*text.split(), "</s>"]
-    assert decoder["tokens"][1:] == word_tokenizer().convert_ids_to_tokens(answer.tokens[:-1])
-
-    # The first expert of a token is the likeliest.
-    inputs = torch.tensor([word_tokenizer()(text)["input_ids"]])
-    labels = torch.tensor([answer.tokens])
-    output = ours()(input_ids=inputs, labels=labels, output_router_logits=True)
-    for stack, all_logits in (
-        (encoder, output.encoder_router_logits),
-        (decoder, output.decoder_router_logits),
-    ):
-        for layer, logits in zip(stack["layers"], all_logits, strict=True):
-            likeliest = logits.flatten(0, -2).argmax(-1).tolist()
-            assert [experts[0] for experts in layer["experts"]] == likeliest
-            assert layer["num_experts"] == logits.shape[-1]
-    assert refusal(address, {"prompt": text}, "/routes")[0] == 400
-    with serving(t5()) as dense:
-        assert json.loads(post(dense, body, "/routes")) == {"stacks": []}
-
-
 def test_more_requests_than_the_queue_holds_are_sent_away_at_once(monkeypatch):
     step = Engine.step
     may_continue = threading.Event()
@@ -308,42 +281,13 @@ def test_the_server_answers_while_it_tokenizes():
         for prompt, size in ((text, "32769"), ([text, [2]], "32769"), ([2] * 513, "513")):
             status, message = refusal(address, {"prompt": prompt})
             assert status == 400 and size in message
-        assert "32769" in refusal(address, {"prompt": text, "token_ids": [2]}, "/routes")[1]
-        body = {"prompt": "w2", "token_ids": [2] * 513}
-        assert "513" in refusal(address, body, "/routes")[1]
         assert "128128 answers" in refusal(address, {"prompt": [[2]] * 1001, "n": 128})[1]
         assert tokenizer.num_asked == 0
 
         # A request that waits for the tokenizer is ended, and others are served.
         assert refusal(address, {"prompt": "w2"})[0] == 504
-        assert refusal(address, {"prompt": "w2", "token_ids": [2]}, "/routes")[0] == 504
         assert json.loads(get(address, "/health"))["open"] == 0
         tokenizer.may_continue.set()
-
-
-def test_calls_leave_half_of_the_time_to_steps():
-    times = []
-
-    def call():
-        began = time.monotonic()
-        time.sleep(0.05)
-        times.append((began, time.monotonic()))
-
-    async def work():
-        thread = EngineThread(Engine(ours(), word_tokenizer()), max_open=10, timeout=20)
-        with thread.answering([Submission([2, 1], Sampling(), stream=False)] * 2):
-            calls = [asyncio.create_task(thread.call(call)) for _ in range(8)]
-            await asyncio.sleep(0)
-            with pytest.raises(BusyError, match="10 requests are open"):
-                await thread.call(call)
-            calls.pop().cancel()
-            await asyncio.gather(*calls)
-        thread.stop()
-
-    asyncio.run(work())
-    assert len(times) == 7
-    (began, ended), (next_began, _) = times[:2]
-    assert next_began - ended >= ended - began
 
 
 async def talk(address, body, *, pause=0.0, sent=1.0):
@@ -404,22 +348,14 @@ def test_a_body_that_was_refused_is_not_read_forever():
                 await writer.drain()
 
     async def clients(address):
-        paths = ["/nothing", "/health", "/v1/completions", "/routes"]
+        paths = ["/nothing", "/health", "/v1/completions"]
         async with asyncio.timeout(10):
             return await asyncio.gather(*(drip(address, path, 1000) for path in paths))
 
     with serving(timeout=0.5) as address:
-        assert asyncio.run(clients(address)) == [b"404", b"405", b"408", b"408"]
+        assert asyncio.run(clients(address)) == [b"404", b"405", b"408"]
     with serving() as address:
         asyncio.run(flood(address))
-
-
-@pytest.mark.slow
-def test_clients_wait_when_no_descriptor_is_left():
-    ended = run_command("tests.serving.descriptors")
-    assert ended.returncode == 0, ended.stderr
-    waiting = [line for line in ended.stderr.splitlines() if "New clients wait" in line]
-    assert 1 <= len(waiting) <= 2 and "Traceback" not in ended.stderr
 
 
 @pytest.mark.slow
@@ -512,13 +448,12 @@ def test_an_engine_that_ends_is_seen_at_once_by_open_and_new_requests(monkeypatc
     with serving(timeout=60.0) as address, ThreadPoolExecutor() as pool:
         monkeypatch.setattr(Engine, "step", failing_step)
         whole = pool.submit(status, address, "/v1/completions", {"prompt": "w2"})
-        assert is_in_step.wait(60)  # an idle engine would answer the routes at once
+        assert is_in_step.wait(60)
         stream = pool.submit(post, address, {"prompt": "w2", "stream": True})
-        routes = pool.submit(status, address, "/routes", {"prompt": "w2", "token_ids": [2]})
-        while json.loads(get(address, "/health"))["open"] < 3:
+        while json.loads(get(address, "/health"))["open"] < 2:
             time.sleep(0.01)
         may_fail.set()
-        assert whole.result()[0] == routes.result()[0] == 500
+        assert whole.result()[0] == 500
         assert '"code": 500' in stream.result()
         assert status(address)[0] == 503
         code, seconds = status(address, "/v1/completions", {"prompt": "w2"})
