@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe.sparse.layer import RouterOutput
 from stmoe_eval.answers.data_ranks import SINGLE_PROCESS, DataRanks
 from stmoe_eval.answers.likelihood import EncodedInputs
 
@@ -219,18 +218,6 @@ def _select(tokens: Tensor, beams: Tensor) -> Tensor:
     return tokens.gather(1, beams[..., None].expand(-1, -1, tokens.shape[-1]))
 
 
-class GreedyAnswers(NamedTuple):
-    """The greedy answers to N inputs.
-
-    Attributes:
-        tokens: <int64>[N, T] with the tokens that the decoder started from.
-        routers: Router outputs of the decoder's layers in each step; empty unless requested.
-    """
-
-    tokens: Tensor
-    routers: list[RouterOutput]
-
-
 def generate_greedily(
     model: Any,
     encoded: EncodedInputs,
@@ -240,11 +227,9 @@ def generate_greedily(
     eos: Sequence[int],
     pad: int,
     ranks: DataRanks = SINGLE_PROCESS,
-    report_routers: bool = False,
-) -> GreedyAnswers:
-    """Returns the greedy answers, and the outputs of the decoder's routers.
-
-    transformers' `generate` gives the same tokens, but no router outputs.
+    masks_ended: bool = False,
+) -> Tensor:
+    """Returns `start` and the greedy answer to each input, decoded with a cache.
 
     Args:
         model: Any encoder-decoder of transformers' form whose cache is an EncoderDecoderCache.
@@ -252,30 +237,23 @@ def generate_greedily(
         start: Tokens that the decoder starts from.
         max_tokens: Most tokens of an answer, end token included.
         eos: End tokens.
-        pad: Fills an answer after its end; the routers do not count it.
+        pad: Fills an answer after its end.
         ranks: Data ranks; those in lockstep decode until the last one has finished.
-        report_routers: Whether to collect router outputs; only sparse models of this library have
-            them.
+        masks_ended: Whether to mask what fills ended answers, so that no expert serves it.
 
     Returns:
-        Tokens <int64>[N, T], and the outputs of the routers.
+        <int64>[N, T]
     """
     device = encoded.mask.device
-    num_inputs = len(encoded.mask)
     eos_tokens = torch.tensor(list(eos), device=device)
-
-    tokens = torch.tensor([list(start)] * num_inputs, device=device)  # [N, S]
+    tokens = torch.tensor([list(start)] * len(encoded.mask), device=device)  # [N, S]
     is_running = encoded.mask.any(dim=1)  # [N]
     is_real = is_running[:, None].expand_as(tokens)  # [N, S]
     answer = [tokens]
-    routers: list[RouterOutput] = []
     cache = None
 
     for length in range(1, max_tokens + 1):
-        options: dict[str, Any] = {}
-        if report_routers:
-            options["decoder_attention_mask"] = is_real.long()
-            options["output_router_logits"] = True
+        options = {"decoder_attention_mask": is_real.long()} if masks_ended else {}
         output = model(
             **encoded.model_inputs(),
             decoder_input_ids=tokens,
@@ -284,7 +262,6 @@ def generate_greedily(
             **options,
         )
         cache = output.past_key_values
-        routers += getattr(output, "decoder_router_outputs", None) or ()
 
         # An answer that has ended is continued by padding.
         tokens = output.logits[:, -1].argmax(dim=-1).where(is_running, pad)[:, None]  # [N, 1]
@@ -293,8 +270,7 @@ def generate_greedily(
         if length == max_tokens or not ranks.max_in_lockstep(bool(is_running.any())):
             break
         is_real = torch.cat([is_real, is_running[:, None]], dim=1)  # [N, S + length]
-
-    return GreedyAnswers(torch.cat(answer, dim=1), routers)
+    return torch.cat(answer, dim=1)
 
 
 def generate_beams(

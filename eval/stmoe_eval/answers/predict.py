@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -339,30 +339,19 @@ def _generate(
 ) -> _Answers:
     """Returns generated answers, by beam search or greedily."""
     decoding = task.decoding
+    arguments: dict[str, Any] = {
+        "max_tokens": decoding.max_tokens,
+        "eos": system.end_tokens,
+        "pad": system.pad,
+        "ranks": system.ranks,
+    }
     if decoding.num_beams > 1:
-        tokens = generate_beams(
-            system.model,
-            encoded,
-            system.start,
-            num_beams=decoding.num_beams,
-            alpha=decoding.alpha,
-            max_tokens=decoding.max_tokens,
-            eos=system.end_tokens,
-            pad=system.pad,
-            ranks=system.ranks,
-        )
-        routers = _routers_of_answers(system, encoded, tokens) if system.sparse else []
+        arguments |= {"num_beams": decoding.num_beams, "alpha": decoding.alpha}
+        tokens = generate_beams(system.model, encoded, system.start, **arguments)
     else:
-        tokens, routers = generate_greedily(
-            system.model,
-            encoded,
-            system.start,
-            max_tokens=decoding.max_tokens,
-            eos=system.end_tokens,
-            pad=system.pad,
-            ranks=system.ranks,
-            report_routers=system.sparse,
-        )
+        arguments["masks_ended"] = system.sparse
+        tokens = generate_greedily(system.model, encoded, system.start, **arguments)
+    routers = _routers_of_answers(system, encoded, tokens) if system.sparse else []
 
     # Text as the metrics compare it; a row of padding has no request and is skipped.
     texts = system.tokenizer.batch_decode(
@@ -379,7 +368,7 @@ def _routers_of_answers(
 ) -> list[RouterOutput]:
     """Returns the decoder's router outputs for the answers <int64>[N, T], in one pass.
 
-    During the beam search, the discarded beams would be counted, too.
+    Nothing is dropped, as in decoding. A beam search would count the discarded beams, too.
     """
     inputs = tokens[:, :-1]
     is_end = torch.isin(inputs, torch.tensor(system.end_tokens, device=inputs.device))
