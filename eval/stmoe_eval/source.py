@@ -19,10 +19,14 @@ from moe.data.folders import files_of
 from moe.data.rows import read_rows
 from moe.errors import DataError
 from moe.parsing import to_record
-from stmoe_eval.task import SPLITS, Row
 
 if TYPE_CHECKING:
     import datasets
+
+SPLITS = ("train", "validation", "test")
+
+Row = Mapping[str, Any]
+"""A row of a dataset: values by column."""
 
 MAIN = "main"
 EXPORT = "refs/convert/parquet"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,14 +20,12 @@ from moe.checks import shown
 from moe.errors import DataError
 from moe.registry import Registry
 from stmoe_eval.scores.metrics import Metric
+from stmoe_eval.source import SPLITS as SPLITS
+from stmoe_eval.source import BuiltIn, HubData
+from stmoe_eval.source import Row as Row
 from stmoe_eval.submission import SubmissionFile
 
-SPLITS = ("train", "validation", "test")
-
 _TASKS_FOLDER = Path(__file__).with_name("tasks")
-
-Row = Mapping[str, Any]
-"""A row of a dataset: values by column."""
 
 Features = dict[str, Any]
 """An example in T5's form: `inputs`, `targets`, and what its postprocessor needs, by name."""
@@ -77,53 +75,6 @@ class Decoding(NamedTuple):
 GREEDY = Decoding()
 
 
-class Source(Protocol):
-    """Origin of the rows."""
-
-    @property
-    def origin(self) -> str:
-        """Origin of the rows, for a list of tasks."""
-        ...
-
-    @property
-    def splits(self) -> Sequence[str]:
-        """Splits that the source has, in the order of SPLITS."""
-        ...
-
-    @property
-    def hidden(self) -> Sequence[str]:
-        """Splits whose labels are not public; they can be predicted, not scored."""
-        ...
-
-    def expected(self, split: str) -> int | None:
-        """Returns the number of rows of the published split; None when that is not fixed."""
-        ...
-
-    def is_local(self, split: str, folder: Path | None = None) -> bool:
-        """Returns whether the rows of a split can be had without a network.
-
-        Args:
-            split: One of SPLITS.
-            folder: Holds files that take the place of the published rows; None for none.
-        """
-        ...
-
-    def rows(
-        self, split: str, folder: Path | None = None, revision: str | None = None
-    ) -> Sequence[Row]:
-        """Returns the rows of a split, which are checked.
-
-        Args:
-            split: One of `splits`.
-            folder: Holds files that take the place of the published rows; None for none.
-            revision: Branch or commit of the published rows; None for the source's own.
-
-        Raises:
-            DataError: When they cannot be had, or are not what the task expects.
-        """
-        ...
-
-
 class MetricInputs(NamedTuple):
     """Values that metrics compare, for each example.
 
@@ -171,7 +122,7 @@ class Task:
     version: int
     description: str
     licence: str
-    source: Source
+    source: BuiltIn | HubData
 
     # From rows to texts, from texts to scores.
     preprocess: Preprocess

@@ -73,7 +73,7 @@ def test_the_decoders_routers_see_the_tokens_before_the_end(
     task = replace(task, decoding=decoding)
     for request in requests_of(task)[::2]:
         made = predict(system, task, [request], "generate", tmp_path / "p.jsonl")
-        tokens = generated[-1] if decoding is BEAMS else generated[-1][0]
+        tokens = generated[-1]
         length = 1 + next((n for n, token in enumerate(tokens[0, 1:].tolist()) if token < 40), 6)
         inputs = system.tokenizer(request.inputs, return_tensors="pt")
         inputs["decoder_input_ids"] = tokens[:, :length]

@@ -1,8 +1,7 @@
 """stmoe eval list: the tasks as a table."""
 
-from collections.abc import Sequence
-
 from moe.cli import Parser
+from moe.inspection.tables import format_table
 from stmoe_eval.task import TASKS, Task
 
 LEGEND = """\
@@ -35,11 +34,11 @@ def format_tasks() -> str:
         task = TASKS.get(name)
         families.setdefault(task.family, []).append(task)
 
-    lines: list[Cells] = [_HEADER]
+    lines: list[Cells] = []
     for family, tasks in sorted(families.items()):
         lines.append((family, *[""] * (len(_HEADER) - 1)))
         lines += map(_cells_of_task, tasks)
-    return f"{_align(lines)}\n\n{LEGEND}"
+    return f"{format_table(_HEADER, lines)}\n\n{LEGEND}"
 
 
 def _cells_of_task(task: Task) -> Cells:
@@ -61,19 +60,3 @@ def _format_split(task: Task, split: str) -> str:
     if split in task.source.hidden:
         text = f"({text})"
     return f"*{text}" if split == task.split else text
-
-
-def _align(lines: Sequence[Cells]) -> str:
-    """Returns lines of cells with columns as wide as their widest cell."""
-    # The width of each column.
-    widths = [0] * len(_HEADER)
-    for cells in lines:
-        for column, cell in enumerate(cells):
-            widths[column] = max(widths[column], len(cell))
-
-    # Cells are padded to it, except for the last one of a line.
-    aligned: list[str] = []
-    for cells in lines:
-        padded = map(str.ljust, cells, widths)
-        aligned.append("  ".join(padded).rstrip())
-    return "\n".join(aligned)
