@@ -18,7 +18,6 @@ from moe.inspection.ablation.ablation_table import (
     answer_table,
     class_verdicts,
     effect_table,
-    top_effects,
     top_effects_text,
     verdict_table,
 )
@@ -78,7 +77,7 @@ def main(argv: list[str]) -> None:
     shown = [verdict for verdict in class_verdicts(ablation) if verdict.answer == "yes"]
     print(verdict_table(shown) if shown else "No expert was shown to be for a class of tokens.")
     print()
-    print(top_effects_text(top_effects(ablation)))
+    print(top_effects_text(ablation))
     if ablation.recalled.any():
         print()
         print(answer_table(ablation))

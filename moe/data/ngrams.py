@@ -202,3 +202,17 @@ def _look_up(
     """Returns the values of wanted keys, 0 for keys that do not exist."""
     index = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
     return np.where(keys[index] == wanted, values[index], 0)
+
+
+def loss_sentence(loss: float, tables: Mapping[str, float]) -> str:
+    """Returns a held-out loss on text, and which n-gram tables it beats.
+
+    Args:
+        loss: Loss of a model in nats.
+        tables: Losses of n-gram tables on the same tokens, by their names; may be empty.
+    """
+    sentence = f"Held-out loss: {loss:.2f} nats per masked token"
+    if tables:
+        compared = compare_with_tables(loss, tables)
+        sentence += f", {compared} (n-gram tables of the training text)"
+    return f"{sentence}."

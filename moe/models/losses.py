@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
 
@@ -311,3 +312,14 @@ def refuse_missing_labels(config: STMoEConfig, *, decoder_masked: bool) -> None:
             "The Trainer gave num_items_in_batch without labels, and without a decoder_attention_mask, so padding "
             "would be routed and use expert capacity. Let the data collator add one."
         )
+
+
+def target_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the cross-entropy <float64>[N] of each target token in nats, row by row.
+
+    Args:
+        logits: <any float>[B, T, V]
+        labels: <int64>[B, T] target tokens; IGNORED_LABEL is none.
+    """
+    is_target = labels != IGNORED_LABEL
+    return F.cross_entropy(logits[is_target].double(), labels[is_target], reduction="none")

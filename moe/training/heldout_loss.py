@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moe.data.ngrams import compare_with_tables
 from moe.data.pipeline import ALL_ROWS, Batch, BatchSource
 from moe.data.tokenizer import SpecialIds
 from moe.distributed.collectives import sum_each_over_ranks
 from moe.distributed.mesh import Mesh
+from moe.models.inputs import IGNORED_LABEL
+from moe.models.losses import target_losses
 from moe.models.modeling import STMoEForConditionalGeneration
 
 TEXT_LOSS = "heldout/text_loss"
@@ -147,27 +148,11 @@ def token_losses(model: PreTrainedModel, batch: Batch) -> TokenLosses:
         model: In evaluation mode.
         batch: Batch on the model's device.
     """
-    is_target = batch["labels"] != -100
-    labels = batch["labels"][is_target]  # [N]
-
-    logits = model(**batch, output_router_logits=False, use_cache=False).logits
-    logits = logits[is_target].double()  # [N, V]
-    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    return TokenLosses(losses, labels, logits.argmax(dim=-1) == labels)
-
-
-def loss_sentence(loss: float, tables: Mapping[str, float]) -> str:
-    """Returns a held-out loss on text, and which n-gram tables it beats.
-
-    Args:
-        loss: Loss of a model in nats.
-        tables: Losses of n-gram tables on the same tokens, by their names; may be empty.
-    """
-    sentence = f"Held-out loss: {loss:.2f} nats per masked token"
-    if tables:
-        compared = compare_with_tables(loss, tables)
-        sentence += f", {compared} (n-gram tables of the training text)"
-    return f"{sentence}."
+    labels = batch["labels"]  # [B, T]
+    is_target = labels != IGNORED_LABEL
+    logits = model(**batch, output_router_logits=False, use_cache=False).logits  # [B, T, V]
+    hits = logits.argmax(dim=-1) == labels
+    return TokenLosses(target_losses(logits, labels), labels[is_target], hits[is_target])
 
 
 def is_text(labels: Tensor, ids: SpecialIds) -> Tensor:

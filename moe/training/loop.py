@@ -15,6 +15,7 @@ from moe.checkpoint.integrity import latest_checkpoint, newest_whole_checkpoint
 from moe.checkpoint.optimizer_state import load_optimizer_state
 from moe.checkpoint.run_state import RunState, check_same_run, load_state
 from moe.checkpoint.writer import CheckpointWriter, load_checkpoint
+from moe.data.ngrams import loss_sentence
 from moe.distributed.collectives import broadcast_from_rank_zero, enter_on_rank_zero, is_rank_zero
 from moe.distributed.mesh import MeshConfig
 from moe.distributed.replica_groups import LostStepError
@@ -25,7 +26,7 @@ from moe.kernels.product_choice import products_in_use, use_products
 from moe.optim.optimizers import OPTIMIZERS
 from moe.optim.parameter_groups import parameter_groups
 from moe.training.command import save_recipe
-from moe.training.heldout_loss import TEXT_LOSS, loss_sentence
+from moe.training.heldout_loss import TEXT_LOSS
 from moe.training.interruption import stop_requests
 from moe.training.metrics import METRICS_FILE, last_value
 from moe.training.planned_steps import LiveState, PlannedStep, ShareSource, live_steps

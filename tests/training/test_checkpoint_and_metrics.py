@@ -14,10 +14,11 @@ from moe import CheckpointError, DataError
 from moe.checkpoint.integrity import latest_checkpoint
 from moe.checkpoint.run_state import check_same_run, load_state
 from moe.checkpoint.writer import CheckpointWriter
+from moe.data.ngrams import loss_sentence
 from moe.data.tokenizer import SpecialIds
 from moe.kernels.product_choice import fixed_choice
 from moe.parsing import read_json_lines
-from moe.training.heldout_loss import HeldOut, evaluate_held_out, loss_sentence
+from moe.training.heldout_loss import HeldOut, evaluate_held_out
 from moe.training.job_folder import keep_settings
 from moe.training.metrics import MetricsWriter, last_value
 from tests.models.tiny import tiny_batch, tiny_model

@@ -4,7 +4,7 @@ Comes after `interventions`, `expert_measures` and `target_sets`; `ablation_tabl
 sums.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -30,13 +30,7 @@ from moe.inspection.ablation.interventions import (
     Intervention,
     as_many_at_random,
 )
-from moe.inspection.ablation.target_sets import (
-    Targets,
-    TargetSets,
-    list_targets,
-    sequence_sets,
-    token_sets,
-)
+from moe.inspection.ablation.target_sets import Targets, list_targets, target_sets
 from moe.sparse.editing import LayerKey, check_layer, sparse_layers
 from moe.tracing.recorder import TracedBatch, evaluation_mode
 
@@ -146,10 +140,7 @@ def ablate_experts(
     # Sets of target tokens by which the loss is split.
     batches = list(batches)
     targets = list_targets(batches)
-    sets = {
-        "encoder": sequence_sets(targets, classes, input_classes),
-        "decoder": token_sets(targets, classes),
-    }
+    sets = target_sets(targets, classes, input_classes)
 
     # No jitter, no dropout, and the capacity of evaluation.
     with evaluation_mode(model):
@@ -159,27 +150,45 @@ def ablate_experts(
             calibrated = measure_experts(model, calibration)
             check(bool(calibrated), "calibration", [], "at least one batch")
 
-        tables: list[_Table] = []
+        tables: list[LayerAblation] = []
         for key in keys:
-            peer = nearest_load(measures[key].load)
-            layer = AblatedLayer(model, key, calibrated[key].mean_output, peer)
-            layer_sets = sets[key[0]]
-            empty = _empty_sums(layer, measures[key], layer_sets, targets)
-            tables.append(_Table(layer, layer_sets.masks, empty))
+            tables.append(_empty_sums(key, measures[key], sets[key[0]], targets))
 
         # Every expert on every batch.
-        num_runs = len(batches) * sum(table.sums.load.numel() for table in tables)
-        description = f"Ablate ({intervention})"
-        with tqdm(total=num_runs, desc=description, disable=not progress) as bar:
-            loss, recalled = _fill_tables(model, batches, targets, tables, kind, seed, bar)
+        total_loss = 0.0
+        recalled: list[Tensor] = []
+        start = 0
+        num_runs = len(batches) * sum(table.load.numel() for table in tables)
+        bar = tqdm(total=num_runs, desc=f"Ablate ({intervention})", disable=not progress)
+        for number, (traced, size) in enumerate(zip(batches, targets.sizes, strict=True)):
+            part = slice(start, start + size)  # targets of this batch
+            start += size
+            unchanged = run_unchanged(model, traced.batch)
+            total_loss += float(unchanged.losses.sum())
+            first = sum(map(len, recalled))
+            recalled.append(unchanged.is_right)
+            rows = slice(first, first + len(unchanged.is_right))
+
+            # Each batch and layer has its own random choices.
+            for table_number, table in enumerate(tables):
+                numbers = np.random.SeedSequence((seed, number, table_number))
+                lot = int(numbers.generate_state(1)[0])
+                layer = AblatedLayer(
+                    model, table.key, calibrated[table.key].mean_output, table.peer
+                )
+                masks = torch.stack(list(sets[table.key[0]].values()))[:, part]
+                document = targets.document[part]
+                lost = table.lost[:, rows]
+                _ablate_layer(layer, table, unchanged, document, masks, lost, kind, lot, bar)
+        bar.close()
 
     return Ablation(
         intervention=intervention,
-        loss=loss,
+        loss=total_loss / start,
         num_targets=targets.document.numel(),
         num_documents=targets.num_documents,
-        recalled=recalled,
-        layers=tuple(table.sums for table in tables),
+        recalled=torch.cat(recalled),
+        layers=tuple(tables),
     )
 
 
@@ -218,33 +227,26 @@ def _checked_keys(model: PreTrainedModel, layers: Iterable[LayerKey] | None) -> 
 # Sums over documents
 
 
-class _Table(NamedTuple):
-    """A layer, its sets of target tokens <bool>[C, N], and the sums so far."""
-
-    layer: AblatedLayer
-    masks: Tensor
-    sums: LayerAblation
-
-
 def _empty_sums(
-    layer: AblatedLayer, measures: ExpertMeasures, sets: TargetSets, targets: Targets
+    key: LayerKey, measures: ExpertMeasures, sets: Mapping[str, Tensor], targets: Targets
 ) -> LayerAblation:
     """Returns the sums of a layer before any batch."""
     num_experts = measures.load.numel()
-    num_sets = len(sets.names)
     num_documents = targets.num_documents
-    by_set = torch.zeros(num_experts, num_sets, num_documents, dtype=torch.float64)
+    masks = torch.stack(list(sets.values()))  # [C, N]
+    by_set = torch.zeros(num_experts, len(sets), num_documents, dtype=torch.float64)
     by_expert = torch.zeros(num_experts, num_documents, dtype=torch.float64)
+    load = measures.load.cpu()
     return LayerAblation(
-        key=layer.key,
-        sets=sets.names,
-        num_tokens=_by_document(sets.masks, targets.document, num_documents),
+        key=key,
+        sets=tuple(sets),
+        num_tokens=_by_document(masks, targets.document, num_documents),
         change=by_set,
         random_change=by_set.clone(),
         chosen_tokens=by_expert,
         chosen_change=by_expert.clone(),
-        load=measures.load.cpu(),
-        peer=layer.peer.cpu(),
+        load=load,
+        peer=nearest_load(load),
         estimate=measures.estimate.cpu(),
         lost=torch.zeros(num_experts, targets.num_examples, dtype=torch.bool),
     )
@@ -257,50 +259,13 @@ def _by_document(values: Tensor, document: Tensor, num_documents: int) -> Tensor
     return sums.index_add(-1, document, values.double())
 
 
-def _fill_tables(
-    model: PreTrainedModel,
-    batches: Sequence[TracedBatch],
-    targets: Targets,
-    tables: Sequence[_Table],
-    kind: Intervention,
-    seed: int,
-    bar: "tqdm[NoReturn]",
-) -> tuple[float, Tensor]:
-    """Adds the effect of every ablation to the tables.
-
-    Returns:
-        The mean loss without ablation, and <bool>[X] the examples that are right then.
-    """
-    total_loss = 0.0
-    recalled: list[Tensor] = []
-    start = 0
-    for number, (traced, size) in enumerate(zip(batches, targets.sizes, strict=True)):
-        # Targets of this batch.
-        part = slice(start, start + size)
-        start += size
-        document = targets.document[part]
-        unchanged = run_unchanged(model, traced.batch)
-        total_loss += float(unchanged.losses.sum())
-        first = sum(map(len, recalled))
-        recalled.append(unchanged.is_right)
-        rows = slice(first, first + len(unchanged.is_right))
-
-        # Each batch and layer has its own random choices.
-        for table_number, table in enumerate(tables):
-            numbers = np.random.SeedSequence((seed, number, table_number))
-            lot = int(numbers.generate_state(1)[0])
-            of_batch = table._replace(masks=table.masks[:, part])
-            lost = table.sums.lost[:, rows]
-            _ablate_layer(model, unchanged, document, of_batch, lost, kind, lot, bar)
-    return total_loss / start, torch.cat(recalled)
-
-
 @torch.inference_mode()
 def _ablate_layer(
-    model: PreTrainedModel,
+    layer: AblatedLayer,
+    sums: LayerAblation,
     unchanged: Unchanged,
     document: Tensor,
-    table: _Table,
+    masks: Tensor,
     lost: Tensor,
     kind: Intervention,
     lot: int,
@@ -309,16 +274,16 @@ def _ablate_layer(
     """Adds the effect of ablating each expert of a layer on the targets of one batch.
 
     Args:
-        model: The model.
+        layer: The layer.
+        sums: Its sums.
         unchanged: The batch, and the results of the unchanged model.
         document: <int64>[n] document of each target.
-        table: The layer; masks <bool>[C, n] of the batch.
+        masks: <bool>[C, n] sets of the targets.
         lost: <bool>[E, B] of the batch; see `LayerAblation`.
         kind: The intervention.
         lot: Seed of the random choices.
         bar: Counts the experts.
     """
-    layer, masks, sums = table
     num_experts, num_documents = sums.chosen_tokens.shape
     is_chosen = works_on(layer.key, unchanged, num_experts)  # [E, n]
 
@@ -331,10 +296,10 @@ def _ablate_layer(
         # Without the expert, and without as many random choices.
         at_random = as_many_at_random(expert, num_sequences=num_sequences, seed=lot)
         to_expert = kind.to_expert(layer, expert)
-        change, is_right = run_ablated(model, layer.key, unchanged, to_expert)  # [n], [B]
+        change, is_right = run_ablated(layer.module, layer.key, unchanged, to_expert)  # [n], [B]
         lost[expert] = unchanged.is_right & ~is_right
         to_random = kind.to_choices(layer, at_random)
-        random_change = run_ablated(model, layer.key, unchanged, to_random).change
+        random_change, _ = run_ablated(layer.module, layer.key, unchanged, to_random)
 
         # By class and document.
         add(sums.change[expert], change * masks)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from moe.data.pipeline import Batch
 from moe.models.inputs import IGNORED_LABEL
+from moe.models.losses import target_losses
 from moe.models.outputs import STMoEEncoderOutput
 from moe.sparse.dispatch import RowDispatcher, sort_choices, sort_rows
 from moe.sparse.editing import LayerKey, PlanEdit, edit_routing, sparse_layers
@@ -55,13 +56,13 @@ def measure_experts(
         model: In evaluation mode.
         batches: Batches with labels, on the model's device; at least one.
     """
-    sums: dict[LayerKey, _Sums] = {}
+    sums: dict[LayerKey, ExpertMeasures] = {}
     num_targets = 0
     for batch in batches:
         # Gradients of the layers' outputs only.
         with observe_layers(model) as observations:
             output = model(**batch, use_cache=False)
-        losses = target_losses(output, batch)
+        losses = target_losses(output.logits, batch["labels"])
         nudges = [observation.nudge for observation in observations.values()]
         gradients = torch.autograd.grad(losses.sum(), nudges)
 
@@ -70,7 +71,7 @@ def measure_experts(
         for key, gradient in zip(observations, gradients, strict=True):
             of_batch = _sum_rows(layers[key], observations[key], gradient)
             if key in sums:
-                of_batch = _Sums(*map(torch.add, sums[key], of_batch))
+                of_batch = ExpertMeasures(*map(torch.add, sums[key], of_batch))
             sums[key] = of_batch
         num_targets += losses.numel()
 
@@ -79,19 +80,9 @@ def measure_experts(
     for key, total in sums.items():
         num_rows = total.load.clamp(min=1)[:, None]
         measures[key] = ExpertMeasures(
-            load=total.load,
-            mean_output=total.output / num_rows,
-            estimate=total.slope / max(1, num_targets),
+            total.load, total.mean_output / num_rows, total.estimate / max(1, num_targets)
         )
     return measures
-
-
-def target_losses(output: Any, batch: Batch) -> Tensor:
-    """Returns the cross-entropy <float64>[n] of each target token of a batch in nats, row by row."""
-    labels = batch["labels"]
-    is_target = labels != IGNORED_LABEL  # [B, T]
-    logits = output.logits[is_target].double()  # [n, V]
-    return F.cross_entropy(logits, labels[is_target], reduction="none")
 
 
 def right_answers(output: Any, batch: Batch) -> Tensor:
@@ -159,17 +150,11 @@ def observe_layers(model: PreTrainedModel) -> Iterator[Mapping[LayerKey, Observa
         yield observations
 
 
-class _Sums(NamedTuple):
-    """Sums over the rows of each expert: how many, their outputs, their slopes."""
-
-    load: Tensor
-    output: Tensor
-    slope: Tensor
-
-
 @torch.no_grad()
-def _sum_rows(layer: SparseFeedForward, observation: Observation, gradient: Tensor) -> _Sums:
-    """Returns the sums of one layer in one batch; <float>[B, L, D] is the gradient of its output."""
+def _sum_rows(
+    layer: SparseFeedForward, observation: Observation, gradient: Tensor
+) -> ExpertMeasures:
+    """Returns the measures of one layer in one batch as sums; <float>[B, L, D] is the gradient of its output."""
     # The output f of every expert for every row that it accepted, one after the other.
     plan = observation.plan
     num_experts = layer.config.num_experts
@@ -189,10 +174,10 @@ def _sum_rows(layer: SparseFeedForward, observation: Observation, gradient: Tens
     expert = plan.expert_index.flatten()[choice[: len(f)]]  # [N]
     output = f.new_zeros(num_experts, f.shape[1])  # [E, D]
     total_slope = slope.new_zeros(num_experts)  # [E]
-    return _Sums(
+    return ExpertMeasures(
         load=torch.bincount(expert, minlength=num_experts),
-        output=output.index_add(0, expert, f),
-        slope=total_slope.index_add(0, expert, slope),
+        mean_output=output.index_add(0, expert, f),
+        estimate=total_slope.index_add(0, expert, slope),
     )
 
 
@@ -238,24 +223,12 @@ def run_unchanged(model: PreTrainedModel, batch: Batch) -> Unchanged:
         plans[key] = observation.plan
     return Unchanged(
         batch=batch,
-        losses=target_losses(output, batch),
+        losses=target_losses(output.logits, batch["labels"]),
         is_right=right_answers(output, batch).cpu(),
         plans=plans,
         encoder_outputs=STMoEEncoderOutput(last_hidden_state=memory),
         before=before,
     )
-
-
-class Ablated(NamedTuple):
-    """Changes of an ablation in a batch, on the CPU.
-
-    Attributes:
-        change: <float64>[n] change of the loss of each target, in nats.
-        is_right: <bool>[B] whether greedy decoding still gives the targets of each row.
-    """
-
-    change: Tensor
-    is_right: Tensor
 
 
 @torch.inference_mode()
@@ -264,14 +237,18 @@ def run_ablated(
     key: LayerKey,
     unchanged: Unchanged,
     ablation: AbstractContextManager[None],
-) -> Ablated:
-    """Returns what an ablation changes in a batch.
+) -> tuple[Tensor, Tensor]:
+    """Returns what an ablation changes in a batch, on the CPU.
 
     Args:
         model: In evaluation mode.
         key: Name of the layer that is ablated.
         unchanged: Outputs on the batch without ablation.
         ablation: Context that ablates something in this layer only.
+
+    Returns:
+        <float64>[n] change of the loss of each target, in nats, and <bool>[B] whether greedy
+        decoding still gives the targets of each row.
     """
     # Blocks before the layer compute the same as without the ablation.
     stack, _ = key
@@ -284,9 +261,9 @@ def run_ablated(
 
     with ablation, _skip_blocks(skipped, unchanged.before.get(key)):
         output = model(**arguments)
-    losses = target_losses(output, unchanged.batch)
+    losses = target_losses(output.logits, unchanged.batch["labels"])
     is_right = right_answers(output, unchanged.batch)
-    return Ablated((losses - unchanged.losses).cpu(), is_right.cpu())
+    return (losses - unchanged.losses).cpu(), is_right.cpu()
 
 
 def _blocks_before(model: PreTrainedModel, key: LayerKey) -> list[nn.Module]:

@@ -8,10 +8,8 @@ import math
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
-from moe.checks import check_integer, check_number
 from moe.estimates import Estimate, TokenSums, difference_of_means, mean_over_tokens
 from moe.inspection.ablation.ablate import Ablation, LayerAblation
 from moe.inspection.tables import format_table
@@ -83,46 +81,14 @@ class ClassVerdict(NamedTuple):
     answer: Answer
 
 
-class TopEffect(NamedTuple):
-    """An expert with a large effect, and the classes that it was shown to serve."""
-
-    effect: ExpertEffect
-    classes: tuple[str, ...]
-
-    @property
-    def purpose(self) -> str:
-        """Returns the classes as text, or a note that no effect was shown."""
-        return ", ".join(self.classes) or NOTHING_SHOWN
-
-
-class RankCorrelation(NamedTuple):
-    """Spearman's correlation, over the experts of a layer, of the effect with a cheap score.
-
-    Attributes:
-        key: Name of the layer.
-        load: Correlation with the load; NaN where all experts are alike.
-        estimate: Correlation with the first-order estimate, likewise.
-    """
-
-    key: LayerKey
-    load: float
-    estimate: float
-
-
 # ---------------------------------------------------------------------------
 # Effects of experts
 
 
-def expert_effects(ablation: Ablation, *, confidence: float = CONFIDENCE) -> list[ExpertEffect]:
-    """Returns the effect of every expert of every layer.
-
-    Args:
-        ablation: From `ablate_experts`.
-        confidence: Probability that all intervals of a column hold.
-    """
-    check_number("confidence", confidence, above=0, below=1)
+def expert_effects(ablation: Ablation) -> list[ExpertEffect]:
+    """Returns the effect of every expert of every layer."""
     num_experts = sum(layer.load.numel() for layer in ablation.layers)
-    level = 1 - (1 - confidence) / num_experts
+    level = 1 - (1 - CONFIDENCE) / num_experts
 
     effects = []
     for layer in ablation.layers:
@@ -154,49 +120,48 @@ def expert_effects(ablation: Ablation, *, confidence: float = CONFIDENCE) -> lis
     return effects
 
 
-def rank_correlations(ablation: Ablation) -> list[RankCorrelation]:
-    """Returns how well load and first-order estimate predict which experts have a large effect."""
+def rank_correlations(ablation: Ablation) -> list[tuple[LayerKey, float, float]]:
+    """Returns how well load and first-order estimate predict which experts have a large effect.
+
+    For each layer, Spearman's correlations of the effect with both; NaN where all experts are alike.
+    """
     correlations = []
     for layer in ablation.layers:
         effect = layer.change[:, 0].sum(dim=-1)  # [E]
         of_load = _spearman(effect, layer.load)
-        of_estimate = _spearman(effect, layer.estimate)
-        correlations.append(RankCorrelation(layer.key, of_load, of_estimate))
+        correlations.append((layer.key, of_load, _spearman(effect, layer.estimate)))
     return correlations
 
 
-def top_effects(
-    ablation: Ablation, n: int = 5, *, margin: float = MARGIN, confidence: float = CONFIDENCE
-) -> list[TopEffect]:
-    """Returns the experts whose ablation costs most, and the classes that they serve.
+def _spearman(a: Tensor, b: Tensor) -> float:
+    """Returns the correlation of the ranks of <any>[E] and <any>[E]; NaN where one is constant."""
+    from scipy.stats import spearmanr
 
-    Only experts whose interval of the effect is above 0: the list is empty if no effect is
-    significant. Arguments as in `class_verdicts`.
+    is_constant = min(len(a.unique()), len(b.unique())) == 1
+    return math.nan if is_constant else float(spearmanr(a, b).statistic)
+
+
+def shown_purposes(ablation: Ablation) -> dict[tuple[LayerKey, int], str]:
+    """Returns the classes that experts were shown to serve, as text, by layer and expert.
+
+    Only experts whose interval of the effect is above 0, those with the largest effect first.
     """
-    check_integer("n", n, least=1)
-    effects = expert_effects(ablation, confidence=confidence)
-    shown = [effect for effect in effects if effect.effect.low > 0]
-    shown.sort(key=lambda effect: effect.effect.value, reverse=True)
-
-    # The classes with a yes.
     classes: dict[tuple[LayerKey, int], list[str]] = {}
-    for verdict in class_verdicts(ablation, margin=margin, confidence=confidence):
+    for verdict in class_verdicts(ablation):
         if verdict.answer == "yes":
             classes.setdefault((verdict.key, verdict.expert), []).append(verdict.token_class)
 
-    top = []
-    for effect in shown[:n]:
-        top.append(TopEffect(effect, tuple(classes.get((effect.key, effect.expert), ()))))
-    return top
+    shown = [effect for effect in expert_effects(ablation) if effect.effect.low > 0]
+    shown.sort(key=lambda effect: effect.effect.value, reverse=True)
+    experts = [(effect.key, effect.expert) for effect in shown]
+    return {expert: ", ".join(classes.get(expert, ())) or NOTHING_SHOWN for expert in experts}
 
 
 # ---------------------------------------------------------------------------
 # Is this expert for that class?
 
 
-def class_verdicts(
-    ablation: Ablation, *, margin: float = MARGIN, confidence: float = CONFIDENCE
-) -> list[ClassVerdict]:
+def class_verdicts(ablation: Ablation, *, margin: float = MARGIN) -> list[ClassVerdict]:
     """Returns for every expert of every layer, and every class, whether the expert is for it.
 
     - `no`: the change of loss on the class is less than `margin` above that on all other tokens,
@@ -206,26 +171,20 @@ def class_verdicts(
     - `not shown`: otherwise.
 
     Each comparison uses a two-sided interval over documents (`moe.estimates`) with
-    confidence 1 - (1 - confidence) / cells, where cells are all experts of all layers times their
+    confidence 1 - 0.05 / cells, where cells are all experts of all layers times their
     classes (Bonferroni). So the probability that any `yes` of the table is wrong is at most
-    1 - confidence; the same holds for `no` unless the changes of documents are very skewed: with
+    5 %; the same holds for `no` unless the changes of documents are very skewed: with
     skewed changes and a margin of 0, up to 26 % of simulated tables contained a wrong `no`.
 
     Args:
         ablation: From `ablate_experts`.
         margin: Advantage in nats for each token below which an expert is not for a class. A larger
             one gives more `no`.
-        confidence: Probability that no `yes` is wrong.
-
-    Raises:
-        ConfigError: When the margin is negative, or the confidence not between 0 and 1.
     """
-    check_number("margin", margin, least=0)
-    check_number("confidence", confidence, above=0, below=1)
     num_cells = 0
     for layer in ablation.layers:
         num_cells += layer.load.numel() * (len(layer.sets) - 1)
-    level = 1 - (1 - confidence) / max(1, num_cells)
+    level = 1 - (1 - CONFIDENCE) / max(1, num_cells)
 
     verdicts: list[ClassVerdict] = []
     for layer in ablation.layers:
@@ -254,7 +213,12 @@ def _verdicts_of_layer(layer: LayerAblation, margin: float, level: float) -> lis
     for expert in range(num_experts):
         for number in range(num_classes):
             cell = expert * num_classes + number
-            answer = _answer(effects[cell], over_others[cell], over_randoms[cell], margin)
+            comparisons = (over_others[cell], over_randoms[cell])
+            answer: Answer = "not shown"
+            if min(estimate.high for estimate in comparisons) < margin:
+                answer = "no"
+            elif min(estimate.low for estimate in (effects[cell], *comparisons)) > 0:
+                answer = "yes"
             verdicts.append(
                 ClassVerdict(
                     key=layer.key,
@@ -270,27 +234,6 @@ def _verdicts_of_layer(layer: LayerAblation, margin: float, level: float) -> lis
                 )
             )
     return verdicts
-
-
-def _answer(
-    effect: Estimate, over_others: Estimate, over_random: Estimate, margin: float
-) -> Answer:
-    """Returns the answer of `class_verdicts`."""
-    if min(over_others.high, over_random.high) < margin:
-        return "no"
-    if min(effect.low, over_others.low, over_random.low) > 0:
-        return "yes"
-    return "not shown"
-
-
-def _spearman(a: Tensor, b: Tensor) -> float:
-    """Returns the correlation of the ranks of <any>[E] and <any>[E]; NaN where one is constant."""
-    from scipy.stats import rankdata
-
-    ranks = np.stack([rankdata(a), rankdata(b)])  # [2, E]
-    if (ranks.std(axis=1) == 0).any():
-        return math.nan
-    return float(np.corrcoef(ranks)[0, 1])
 
 
 # ---------------------------------------------------------------------------
@@ -331,10 +274,10 @@ ANSWER_HEADER = [
 ]
 
 
-def effect_table(ablation: Ablation, *, confidence: float = CONFIDENCE) -> str:
+def effect_table(ablation: Ablation) -> str:
     """Returns the effects of all experts as text, and the rank correlations of each layer."""
     rows = []
-    for effect in expert_effects(ablation, confidence=confidence):
+    for effect in expert_effects(ablation):
         rows.append(
             [
                 layer_name(effect.key),
@@ -350,10 +293,8 @@ def effect_table(ablation: Ablation, *, confidence: float = CONFIDENCE) -> str:
         )
 
     correlations = []
-    for correlation in rank_correlations(ablation):
-        name = layer_name(correlation.key)
-        scores = [f"{correlation.load:+.2f}", f"{correlation.estimate:+.2f}"]
-        correlations.append([name, *scores])
+    for key, of_load, of_estimate in rank_correlations(ablation):
+        correlations.append([layer_name(key), f"{of_load:+.2f}", f"{of_estimate:+.2f}"])
     header = ["sparse layer", "effect with load", "effect with first order"]
     return f"{format_table(EFFECT_HEADER, rows)}\n\n{format_table(header, correlations)}"
 
@@ -379,13 +320,14 @@ def verdict_table(verdicts: Iterable[ClassVerdict]) -> str:
     return format_table(VERDICT_HEADER, rows)
 
 
-def top_effects_text(top: Iterable[TopEffect]) -> str:
-    """Returns a line for each expert, or a note that no effect was shown."""
+def top_effects_text(ablation: Ablation, n: int = 5) -> str:
+    """Returns a line for each of the n experts with the largest effects, or that nothing was shown."""
+    effects = {(effect.key, effect.expert): effect.effect for effect in expert_effects(ablation)}
     lines = []
-    for expert in top:
-        effect = expert.effect
-        name = f"{layer_name(effect.key)}, expert {effect.expert + 1}"
-        lines.append(f"{name}: {effect.effect} nats a token; for: {expert.purpose}")
+    for expert, purpose in list(shown_purposes(ablation).items())[:n]:
+        key, number = expert
+        name = f"{layer_name(key)}, expert {number + 1}"
+        lines.append(f"{name}: {effects[expert]} nats a token; for: {purpose}")
     return "\n".join(lines) or NOTHING_SHOWN
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe.estimates import Estimate, TokenSums, mean_over_tokens
-from moe.inspection.ablation.ablation_runs import target_losses
 from moe.inspection.ablation.target_sets import Targets, list_targets
+from moe.models.losses import target_losses
 from moe.tracing.recorder import TracedBatch, evaluation_mode
 from moe.tracing.replay import replay_routing
 from moe.tracing.trace import Trace
@@ -87,7 +87,7 @@ def token_losses(model: PreTrainedModel, batches: Sequence[TracedBatch]) -> Tens
     with evaluation_mode(model):
         for traced in batches:
             output = model(**traced.batch, use_cache=False)
-            losses.append(target_losses(output, traced.batch).cpu())
+            losses.append(target_losses(output.logits, traced.batch["labels"]).cpu())
     return torch.cat(losses)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe.checks import shown
 from moe.errors import DataError
 from moe.models.inputs import IGNORED_LABEL
+from moe.sparse.editing import Stack
 from moe.tracing.recorder import TracedBatch
 
 ALL_TOKENS = "all tokens"
@@ -36,18 +37,6 @@ class Targets(NamedTuple):
     input_example: Tensor
     num_examples: int
     num_documents: int
-
-
-class TargetSets(NamedTuple):
-    """Sets of target tokens, ALL_TOKENS first.
-
-    Attributes:
-        names: Name of each set.
-        masks: <bool>[C, N] which tokens are in it.
-    """
-
-    names: tuple[str, ...]
-    masks: Tensor
 
 
 def list_targets(batches: Sequence[TracedBatch]) -> Targets:
@@ -106,27 +95,14 @@ def list_targets(batches: Sequence[TracedBatch]) -> Targets:
     )
 
 
-def token_sets(targets: Targets, classes: Mapping[str, Tensor]) -> TargetSets:
-    """Returns the set of all targets, and one for each class <bool>[N] of them.
-
-    Raises:
-        DataError: When a mask does not fit, or a class has the name of the set of all.
-    """
-    num_targets = targets.example.numel()
-    names = [ALL_TOKENS]
-    masks = [torch.ones(num_targets, dtype=torch.bool)]
-    for name, mask in classes.items():
-        names.append(name)
-        masks.append(_checked(name, mask, num_targets, "target tokens"))
-    return _named_sets(names, masks)
-
-
-def sequence_sets(
+def target_sets(
     targets: Targets, classes: Mapping[str, Tensor], input_classes: Mapping[str, Tensor] | None
-) -> TargetSets:
-    """Returns the sets of `classes`, and for each class all targets of sequences that contain it.
+) -> dict[Stack, dict[str, Tensor]]:
+    """Returns sets of target tokens <bool>[N] by name for the layers of each stack, ALL_TOKENS first.
 
-    An expert of the encoder changes all targets of a sequence, through cross-attention.
+    The decoder's are the classes. The encoder's are, for each class, also all targets of sequences
+    that contain it: an expert of the encoder changes all targets of a sequence, through
+    cross-attention.
 
     Args:
         targets: The target tokens.
@@ -135,45 +111,29 @@ def sequence_sets(
             one of them is of it. None for the sequences whose targets hold one of `classes`.
 
     Raises:
-        DataError: When a mask does not fit, or two sets have one name.
+        DataError: When a mask does not fit.
     """
-    # The tokens that a sequence may hold.
-    held_classes = classes
-    example = targets.example
-    what = "target tokens"
-    if input_classes is not None:
-        held_classes = input_classes
-        example = targets.input_example
-        what = "tokens of the encoder"
+    sets = {ALL_TOKENS: torch.ones_like(targets.example, dtype=torch.bool)}
+    for name, mask in classes.items():
+        sets[name] = _checked(name, mask, targets.example)
 
-    sets = token_sets(targets, classes)
-    names = list(sets.names)
-    masks = list(sets.masks)
-    for name, mask in held_classes.items():
-        # From tokens to the examples that hold one, and to all targets of these.
-        mask = _checked(name, mask, example.numel(), what)
+    # From tokens to the examples that hold one, and to all targets of these.
+    held = classes if input_classes is None else input_classes
+    example = targets.example if input_classes is None else targets.input_example
+    sequence_sets = dict(sets)
+    for name, mask in held.items():
         holds_class = torch.zeros(targets.num_examples, dtype=torch.bool)
-        holds_class[example[mask]] = True
-        masks.append(holds_class[targets.example])  # [N]
-        names.append(f"sequences with {name}")
-
-    return _named_sets(names, masks)
+        holds_class[example[_checked(name, mask, example)]] = True
+        sequence_sets[f"sequences with {name}"] = holds_class[targets.example]  # [N]
+    return {"encoder": sequence_sets, "decoder": sets}
 
 
-def _named_sets(names: Sequence[str], masks: Sequence[Tensor]) -> TargetSets:
-    if len(set(names)) < len(names):
-        raise DataError(
-            f"Two of the sets {', '.join(names)} have the same name. Rename one of them."
-        )
-    return TargetSets(tuple(names), torch.stack(list(masks)))
-
-
-def _checked(name: str, mask: Tensor, num_tokens: int, what: str) -> Tensor:
-    """Returns the mask of a class on the CPU; raises a DataError unless it is <bool>[num_tokens]."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != (num_tokens,):
+def _checked(name: str, mask: Tensor, tokens: Tensor) -> Tensor:
+    """Returns the mask of a class on the CPU; raises a DataError unless it is <bool>, one for each token."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens.shape:
         got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else shown(mask)
         raise DataError(
-            f"The mask of class {name!r} is {got}; expected torch.bool [{num_tokens}], one value for each of the "
-            f"{num_tokens} {what}, in the order of the trace of the same batches."
+            f"The mask of class {name!r} is {got}; expected torch.bool {list(tokens.shape)}, in the order of the trace "
+            "of the same batches."
         )
     return mask.cpu()

@@ -20,7 +20,7 @@ from moe.errors import DataError
 from moe.estimates import Estimate
 from moe.files import write_text
 from moe.inspection.ablation.ablate import Ablation
-from moe.inspection.ablation.ablation_table import class_verdicts, expert_effects, top_effects
+from moe.inspection.ablation.ablation_table import class_verdicts, expert_effects, shown_purposes
 from moe.inspection.statistics.permutations import LEAST_DOCUMENTS
 from moe.inspection.statistics.routing_entropy import class_entropy
 from moe.inspection.statistics.specialization import class_p_values, class_table
@@ -158,15 +158,13 @@ def ablation_bars(
 ) -> list[AblationBar]:
     """Returns the effect of each expert's ablation on the examples of a trace, the largest first."""
     lost_by_layer = {layer.key: layer.lost for layer in ablation.layers}
-    effects = expert_effects(ablation)
-    purposes = {}
-    for top in top_effects(ablation, n=len(effects)):
-        purposes[top.effect.key, top.effect.expert] = f"for: {top.purpose}"
+    purposes = shown_purposes(ablation)
 
     # Every expert, even without a significant effect.
     bars = []
-    for effect in effects:
-        verdict = purposes.get((effect.key, effect.expert), "no effect was shown")
+    for effect in expert_effects(ablation):
+        purpose = purposes.get((effect.key, effect.expert))
+        verdict = f"for: {purpose}" if purpose else "no effect was shown"
         lost = lost_by_layer[effect.key][effect.expert].nonzero().flatten().tolist()
         answers = [answer_text(trace, tokenizer, number) for number in lost[:_SHOWN_ANSWERS]]
         bars.append(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from moe.data.names import describe_languages
-from moe.data.ngrams import NAMES, compare_with_tables
+from moe.data.ngrams import NAMES, loss_sentence
 from moe.inspection.page.report_inputs import DEV_SCORE, Line, Stage
 from moe.inspection.statistics.contingency import mutual_information
 from moe.inspection.statistics.specialization import ClassTable, class_table
@@ -15,8 +15,6 @@ from moe.inspection.tables import LayerCounts, load_shares
 from moe.models.card import experts_range
 from moe.models.configuration import STMoEConfig
 from moe.tracing.trace import Trace, layer_name
-
-_LARGEST_EXPONENT = 700.0  # of e, below the largest float
 
 
 def size_sentence(config: STMoEConfig) -> str:
@@ -126,8 +124,8 @@ def run_sentences(stage: Stage) -> list[str]:
             f"Best dev score: {best[DEV_SCORE]:.1f} % after {best['step']:,.0f} steps (mean over tasks)."
         )
     elif line:
-        loss = f"{line['heldout/text_loss']:.2f} nats per held-out text token"
-        sentences.append(f"After {line['step']:,.0f} steps: {loss}. {loss_sentence(line)}")
+        sentence = loss_sentence(line["heldout/text_loss"], ngram_losses(line))
+        sentences.append(f"{sentence[:-1]}, after {line['step']:,.0f} steps.")
     line = stage.last("heldout/token_accuracy")
     if line and not best:
         accuracy = 100 * line["heldout/token_accuracy"]
@@ -141,16 +139,3 @@ def run_sentences(stage: Stage) -> list[str]:
                 f"The {stack} drops {share:.2f} % of its tokens in training step {line['step']:,.0f}."
             )
     return sentences
-
-
-def loss_sentence(line: Line) -> str:
-    """Returns the perplexity of a held-out loss on text, and which n-gram tables it beats."""
-    loss = line["heldout/text_loss"]
-    if not math.isfinite(loss):
-        return "The loss is not finite."
-
-    text = f"The perplexity is {math.exp(min(loss, _LARGEST_EXPONENT)):,.4g}."
-    compared = compare_with_tables(loss, ngram_losses(line))
-    if compared:
-        text += f" Compared with n-gram tables of the training text, the loss is {compared}."
-    return text
