@@ -9,6 +9,7 @@ import scipy.stats
 from stmoe_eval.scores.additive import mean_f1
 from stmoe_eval.scores.intervals import (
     RESAMPLES,
+    Score,
     bootstrap,
     examples_by_group,
     group_statistic,
@@ -34,6 +35,11 @@ def own_scores(targets, answers):
 
 
 MEAN = mean_of("mean", own_scores)
+
+
+def numbers(found):
+    """Returns value, standard error and the ends of the interval."""
+    return found.value, found.stderr, found.low, found.high
 
 
 def score(metric, targets, answers, groups=None, seed=(0,)):
@@ -81,9 +87,9 @@ def test_a_score_by_sums_of_groups_is_the_same_as_taken_anew(summed, anew):
     groups = [str(number // 4) for number in range(61)]
     found = score(summed, targets, answers, groups)
     expected = score(anew, targets, answers, groups)
-    assert found[:2] == pytest.approx(expected[:2])
+    assert numbers(found)[:2] == pytest.approx(numbers(expected)[:2])
     if summed is SUMMED_F1:
-        assert found == pytest.approx(expected)
+        assert numbers(found) == pytest.approx(numbers(expected))
 
 
 def test_the_interval_widens_when_neighbours_share_their_fate():
@@ -122,7 +128,8 @@ def test_the_order_of_examples_changes_nothing():
     order = np.random.default_rng(6).permutation(31)
     shuffled = [answers[i] for i in order]
     found = score(MEAN, shuffled, shuffled, [groups[i] for i in order])
-    assert found[:4] == pytest.approx(score(MEAN, answers, answers, groups)[:4])
+    expected = score(MEAN, answers, answers, groups)
+    assert numbers(found) == pytest.approx(numbers(expected))
 
 
 def test_one_group_has_a_score_and_no_interval():
@@ -138,7 +145,7 @@ def test_groups_of_one_answer_copied_are_as_many_examples_as_groups():
     copied = score(ACCURACY, [1] * 87, right * 3, [str(number) for number in range(29)] * 3)
     single = score(MEAN, right, [100.0 * value for value in right])
     theirs = scipy.stats.binomtest(23, 29).proportion_ci(method="wilson")
-    assert single[2:4] == pytest.approx((100 * theirs.low, 100 * theirs.high))
+    assert numbers(single)[2:] == pytest.approx((100 * theirs.low, 100 * theirs.high))
 
     # Only Student's t for the normal quantile is left between the two.
     assert copied.low == pytest.approx(100 * theirs.low, abs=1.5)
@@ -212,15 +219,18 @@ def test_classes_renamed_leave_the_interval_where_it_was():
     answers = np.where(rng.random(61) < 0.9, targets, 1 - targets)
     found = score(MATTHEWS, targets.tolist(), answers.tolist())
     renamed = score(MATTHEWS, (1 - targets).tolist(), (1 - answers).tolist())
-    assert renamed[2:4] == pytest.approx(found[2:4], abs=2)  # other draws, of the same weights
+    assert numbers(renamed)[2:] == pytest.approx(
+        numbers(found)[2:], abs=2
+    )  # other draws, of the same weights
 
 
 def test_examples_that_do_not_count_are_left_out_and_nothing_that_counts_is_said():
     found = score(MEAN, [0] * 5, [10, None, 30, None, 50])
     assert found.value == 30
-    assert found[2:4] == pytest.approx(score(MEAN, [0] * 3, [10, 30, 50])[2:4])
+    alone = score(MEAN, [0] * 3, [10, 30, 50])
+    assert numbers(found)[2:] == pytest.approx(numbers(alone)[2:])
     nothing = score(MEAN, [0, 0, 0], [None, None, None])
-    assert nothing == (None, None, None, None, "no example counts")
+    assert nothing == Score(None, note="no example counts")
     assert score(MEAN, [], []).value is None
 
 
