@@ -1,10 +1,12 @@
 """What the README and the site print is true: examples run, commands parse, files exist."""
 
 import importlib
+import io
 import re
 import shlex
 import socket
 import tomllib
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,11 @@ PAGES = [
     ROOT / "MODEL_CARD.md",
     *sorted(DOCS.rglob("*.md")),
 ]
+NOT_OURS = {
+    "--nproc-per-node",
+    "--max-restarts",
+    "--heartbeat_timeout_ms",
+}  # of torchrun and torchft
 FACES = sorted(path.parent.name for path in (ROOT / "moe").glob("*/__init__.py"))
 
 
@@ -189,6 +196,59 @@ def test_a_command_that_is_wrong_is_noticed(only_parse):
         check_command(["stmoe", "plan", "--mesh.epp", "4"])
     with pytest.raises(AssertionError):
         check_command(["make", "nothing"])
+
+
+@pytest.fixture(scope="module")
+def options_of():
+    """Returns the options in the help of each verb of stmoe, by the words of its command."""
+    commands = []
+    for name, verb in stmoe.all_verbs().items():
+        commands += [(name, inner) for inner in verb.verbs] if verb.verbs else [(name,)]
+    return {words: help_options(stmoe.main, words) for words in commands if words != ("recipes",)}
+
+
+def help_options(main, words=()):
+    """Returns the options that a command lists, hidden ones too where it can list those."""
+    for flag in ("--help", "--help-all"):
+        printed = io.StringIO()
+        with redirect_stdout(printed), pytest.raises(SystemExit):
+            main([*words, flag])
+        if "--help-all" not in printed.getvalue():
+            break
+    return {"--help", "--help-all", "--debug", *re.findall(r"--[a-z][\w.-]*\w", printed.getvalue())}
+
+
+OPTION = r"(?<!\S)(--[a-z][\w.-]*\w)"
+SETTING = r"`((?:data|distillation|mesh|mixture|optim|training)\.[a-z_]+)"
+
+
+@pytest.mark.slow
+def test_every_option_that_a_page_names_exists(options_of):
+    study = help_options(importlib.import_module("scripts.study").main)
+    everywhere = set.union(*options_of.values(), study, NOT_OURS)
+    unknown = []
+    for page in PAGES:
+        if page.name == "migrate.md":  # options of other libraries
+            continue
+        text = re.sub(r"`[^`]+`\s+at\s+commit", "", page.read_text(encoding="utf-8"))
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+        settings = {f"--{name}" for name in re.findall(SETTING, prose)}
+        unknown += [(page.name, setting) for setting in settings - everywhere]
+
+        # Of a command whose verb is named the options of this verb, else those of any.
+        shell = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+        ours = [line for line in shell if re.search(r"\bstmoe [a-z]", line)]
+        for command in [*re.findall(r"`([^`]+)`", prose), *ours]:
+            verb = re.search(r"(?:^|-m )stmoe ([a-z]+)(?: ([a-z]+))?", command)
+            words = verb.groups() if verb else ()
+            known = options_of.get(words[:1]) or options_of.get(words) or everywhere
+            module = re.match(r"python -m ((?:scripts|benchmarks)[a-z_.]*)(?: ([a-z]+))?", command)
+            if module and "--" in command:
+                main = importlib.import_module(module[1]).main
+                known = help_options(main, [word for word in module.groups()[1:] if word])
+            options = set(re.findall(OPTION, command.partition("-m stmoe")[2] or command))
+            unknown += [(page.name, command, option) for option in options - known]
+    assert not unknown
 
 
 @pytest.mark.slow
