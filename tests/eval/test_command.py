@@ -1,5 +1,6 @@
 """stmoe eval as a user calls it."""
 
+import hashlib
 import json
 import re
 import signal
@@ -13,7 +14,6 @@ import pytest
 import stmoe
 from moe.cli import run_main
 from moe.files import KIND_FILE
-from stmoe_eval.verbs import EVAL
 from tests.eval.conftest import THINGS
 from tests.eval.rows import FIXTURES
 from tests.models.tiny import tiny_model
@@ -49,7 +49,11 @@ def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(
     done = call("run", *models, *data, "--limit", "19", "--out", run)
     assert done.returncode == 0, done.stderr
     report = json.loads((run / "report.json").read_text())
-    rows = report["tasks"][0]["systems"]
+    (task,) = report["tasks"]
+    digest = hashlib.sha256(pairs.read_bytes()).hexdigest()[:16]
+    assert task["data"]["origin"] == f"{pairs} (SHA-256 {digest})"
+    assert "truncated at 512 tokens" in (run / "report.md").read_text()
+    rows = task["systems"]
     assert [(row["name"], row["mode"]) for row in rows] == [
         *((name, mode) for name in ("ours", "t5") for mode in ("generate", "rank")),
         *((name, "baseline") for name in ("majority", "naive Bayes", "logistic regression")),
@@ -63,18 +67,8 @@ def test_run_evaluates_two_models_beside_the_baselines_and_compare_reads_them(
     assert report["settings"]["limit"] == 19
     assert report["models"]["t5"]["parameters"] > 0
 
-    stmoe.main(
-        [
-            "eval",
-            "compare",
-            f"ours={run}",
-            f"t5={run}",
-            "--mode",
-            "rank",
-            "--out",
-            str(tmp_path / "c"),
-        ]
-    )
+    sides = [f"ours={run}", f"t5={run}", "--mode", "rank", "--out", str(tmp_path / "c")]
+    stmoe.main(["eval", "compare", *sides])
     printed = capsys.readouterr().out
     compared = json.loads((tmp_path / "c/compare.json").read_text())
     (metric,) = compared["tasks"][0]["metrics"]
@@ -151,12 +145,6 @@ def test_results_are_not_mixed_with_something_else(tmp_path, monkeypatch, capsys
     assert [path.name for path in tmp_path.iterdir()] == [KIND_FILE]
 
 
-def test_only_a_run_goes_on_after_it_was_stopped():
-    advice = {name: verb.after_interrupt for name, verb in EVAL.verbs.items()}
-    assert advice.pop("run") == "The same command continues: answers that it wrote are kept."
-    assert set(advice.values()) == {""}
-
-
 @pytest.mark.slow
 def test_ctrl_c_is_one_line_at_any_moment_of_a_command(folders, pairs, tmp_path):
     """While it starts, and while it works: the exit code says that it was interrupted."""
@@ -172,7 +160,9 @@ def test_ctrl_c_is_one_line_at_any_moment_of_a_command(folders, pairs, tmp_path)
         assert "Traceback" not in ended.stderr
         assert "--resume" not in ended.stderr
         if ended.returncode == 130:
-            assert ended.stderr.splitlines()[-1].startswith("Interrupted")
+            last = ended.stderr.splitlines()[-1]
+            assert last.startswith("Interrupted")
+            assert "The same command continues" in last
         codes.append(ended.returncode)
     assert codes[0] == 130
 

@@ -73,28 +73,13 @@ def unzip(pairs):
     return [target for target, _ in pairs], [answer for _, answer in pairs]
 
 
-@pytest.mark.parametrize(("metric", "values"), MEANS, **NAMES)
-@settings(max_examples=20)
-@given(data=st.data())
-def test_a_mean_is_the_mean_of_the_scores_that_count(metric, values, data):
-    targets, outputs = unzip(data.draw(values))
-    each = metric.score_examples(targets, outputs)
-    score = metric.score(targets, outputs)
-    assert each.shape == (len(targets),)
-    assert each.dtype == np.float64
-    counted = [value for value in each if not math.isnan(value)]
-    assert all(0 <= value <= 100 + 1e-9 for value in counted)
-    expected = sum(counted) / len(counted) if counted else math.nan
-    assert score == pytest.approx(expected, nan_ok=True)
-
-
 FIRST_COUNTS = (metrics.RECORD_EM, metrics.RECORD_F1)
 
 
 @pytest.mark.parametrize(("metric", "values"), [*MEANS, *OTHERS], **NAMES)
 @settings(max_examples=20)
 @given(data=st.data())
-def test_the_order_of_examples_does_not_matter(metric, values, data):
+def test_order_does_not_matter_and_a_mean_is_that_of_the_scores_that_count(metric, values, data):
     pairs = data.draw(values)
     if metric is metrics.GENDER_PARITY:
         # Two rows in a row belong together.
@@ -106,27 +91,17 @@ def test_the_order_of_examples_does_not_matter(metric, values, data):
         shuffled = sorted(pairs, key=lambda pair: pair[0]["group"])
     else:
         shuffled = data.draw(st.permutations(pairs))
-    expected = pytest.approx(metric.score(*unzip(pairs)), nan_ok=True)
-    assert metric.score(*unzip(shuffled)) == expected
+    expected = metric.score(*unzip(pairs))
+    assert metric.score(*unzip(shuffled)) == pytest.approx(expected, nan_ok=True)
 
-
-@pytest.mark.parametrize(
-    ("exact_match", "overlap", "normalize"),
-    [
-        (metrics.SQUAD_EM, metrics.SQUAD_F1, metrics.normalize_squad),
-        (metrics.TRIVIA_EM, metrics.TRIVIA_F1, metrics.normalize_trivia_qa),
-    ],
-    ids=["squad", "trivia_qa"],
-)
-@settings(max_examples=60)
-@given(cases=answers)
-def test_an_exact_match_is_a_full_overlap_unless_both_are_empty(
-    exact_match, overlap, normalize, cases
-):
-    targets, outputs = unzip(cases)
-    exact, f1 = (metric.score_examples(targets, outputs) for metric in (exact_match, overlap))
-    for number, output in enumerate(outputs):
-        assert exact[number] <= f1[number] + 1e-9 or normalize(output) == ""
+    # A mean is the mean of the scores that count.
+    if metric.score_examples is not None:
+        each = metric.score_examples(*unzip(pairs))
+        assert each.shape == (len(pairs),)
+        counted = [value for value in each if not math.isnan(value)]
+        assert all(0 <= value <= 100 + 1e-9 for value in counted)
+        mean = sum(counted) / len(counted) if counted else math.nan
+        assert expected == pytest.approx(mean, nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +158,7 @@ def test_the_middle_of_a_question_is_no_question_of_its_own():
     ("text", "squad", "trivia"),
     [
         ("`Has\tA_LOT of the 'marks'.\"‘", "has alot of marks‘", "has lot of marks"),
-        ("no marks", "no marks", "no marks"),
         ("Thea, the an-other", "thea another", "thea other"),
-        ("a", "", ""),
         ("’tis U.S.A.", "’tis usa", "tis u s"),
         ("naïve – the", "naïve –", "naïve –"),
     ],
@@ -193,12 +166,6 @@ def test_the_middle_of_a_question_is_no_question_of_its_own():
 def test_answers_are_normalised_as_the_two_scripts_do(text, squad, trivia):
     assert metrics.normalize_squad(text) == squad
     assert metrics.normalize_trivia_qa(text) == trivia
-
-
-@given(words)
-def test_normalising_twice_is_normalising_once(text):
-    for normalize in (metrics.normalize_squad, metrics.normalize_trivia_qa):
-        assert normalize(normalize(text)) == normalize(text)
 
 
 def test_the_overlap_counts_words_as_often_as_both_have_them():

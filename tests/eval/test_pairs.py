@@ -38,35 +38,6 @@ def report_of(out):
     return json.loads((out / "report.json").read_text())
 
 
-def test_any_model_is_scored_with_intervals_and_the_report_names_the_file(
-    folders, pairs, tmp_path, capsys
-):
-    out = tmp_path / "out"
-    run(
-        "--model",
-        f"t5={folders['t5']}",
-        "--also",
-        f"ours={folders['moe']}",
-        "--pairs",
-        pairs,
-        "--out",
-        out,
-    )
-    report = report_of(out)
-    (task,) = report["tasks"]
-    digest = hashlib.sha256(pairs.read_bytes()).hexdigest()[:16]
-    assert task["data"]["origin"] == f"{pairs} (SHA-256 {digest})"
-    assert (task["task"], task["num_examples"], task["num_groups"]) == ("pairs_labels", 20, 20)
-    modes = {(system["name"], system["mode"]) for system in task["systems"]}
-    assert modes == {(name, mode) for name in ("t5", "ours") for mode in ("generate", "rank")}
-    for system in task["systems"]:
-        (score,) = system["scores"]
-        assert score["metric"] == "accuracy" and score["low"] <= score["value"] <= score["high"]
-    for text in ((out / "report.md").read_text(), (out / "report.html").read_text()):
-        assert digest in text and "truncated at 512 tokens" in text
-    assert "pairs_labels" in capsys.readouterr().out
-
-
 def test_labels_in_wide_letters_are_answered_like_narrow_ones(folders, pairs, tmp_path):
     # The labels are the model's own answers, so that it is right; its vocabulary writes narrow letters.
     run("--model", folders["moe"], "--pairs", pairs, "--modes", "generate", "--out", tmp_path / "a")
@@ -105,67 +76,39 @@ def test_groups_are_those_of_the_file(pairs, tmp_path):
     assert task.choices == ("dark blue", "green", "red")
 
 
-def test_two_runs_are_compared_and_runs_on_other_files_are_refused(
-    folders, pairs, tmp_path, capsys
-):
+def test_runs_on_other_files_or_parts_are_not_compared(folders, pairs, tmp_path):
     other = [*PAIRS[:-1], {"inputs": "name grass", "targets": "green"}]
-    more = ("--modes", "generate")
-    run("--model", folders["t5"], "--pairs", pairs, "--out", tmp_path / "a", *more)
-    run("--model", folders["moe"], "--pairs", pairs, "--out", tmp_path / "b", *more)
-    run(
-        "--model",
-        folders["moe"],
-        "--pairs",
-        write(tmp_path / "other", other),
-        "--out",
-        tmp_path / "c",
-        *more,
-    )
-    run("--model", folders["moe"], "--pairs", pairs, "--limit", 7, "--out", tmp_path / "d", *more)
-    sides = {name: str(tmp_path / name) for name in "abcd"}
-    stmoe.main(["eval", "compare", sides["a"], sides["b"], "--out", str(tmp_path / "compare")])
-    (task,) = json.loads((tmp_path / "compare" / "compare.json").read_text())["tasks"]
-    assert (task["task"], task["num_examples"]) == ("pairs_labels", 20)
-    assert [metric["metric"] for metric in task["metrics"]] == ["accuracy"]
-    for name, message in (("c", "other data"), ("d", "limit None in A and 7 in B")):
+    files = {"a": [pairs], "b": [write(tmp_path / "other", other)], "c": [pairs, "--limit", 7]}
+    sides = {}
+    for name, words in files.items():
+        sides[name] = str(tmp_path / name)
+        model = ["--model", folders["t5"], "--modes", "generate", "--out", sides[name]]
+        run(*model, "--pairs", *words)
+    for name, message in (("b", "other data"), ("c", "limit None in A and 7 in B")):
         with pytest.raises(DataError, match=message):
-            stmoe.main(["eval", "compare", sides["b"], sides[name], "--out", str(tmp_path / "x")])
+            stmoe.main(["eval", "compare", sides["a"], sides[name], "--out", str(tmp_path / "x")])
 
 
 def test_a_split_of_a_downloaded_dataset_is_evaluated(tmp_path):
     for split, rows in (("train", PAIRS), ("test", PAIRS[:2])):
         write(tmp_path / f"{split}.jsonl", rows)
     task = read_pairs_task(tmp_path.with_name(f"{tmp_path.name}:test"), tmp_path)
-    assert [example.inputs for example in task.examples("validation")] == [
-        pair["inputs"] for pair in PAIRS[:2]
-    ]
+    inputs = [example.inputs for example in task.examples("validation")]
+    assert inputs == [pair["inputs"] for pair in PAIRS[:2]]
     assert len(task.examples("train")) == len(PAIRS) - 2
-    assert (
-        hashlib.sha256((tmp_path / "test.jsonl").read_bytes()).hexdigest()[:16]
-        in task.source.origin
-    )
+    digest = hashlib.sha256((tmp_path / "test.jsonl").read_bytes()).hexdigest()
+    assert digest[:16] in task.source.origin
 
 
 def test_baselines_see_no_pair_that_is_evaluated(folders, pairs, tmp_path):
     more = [{"inputs": f"colour of {thing}", "targets": colour} for thing, colour in THINGS.items()]
     train = write(tmp_path / "train.jsonl", [*PAIRS, *more])
     task = read_pairs_task(pairs, train)
-    assert [example.inputs for example in task.examples("train")] == [
-        pair["inputs"] for pair in more
-    ]
+    inputs = [example.inputs for example in task.examples("train")]
+    assert inputs == [pair["inputs"] for pair in more]
     out = tmp_path / "out"
-    run(
-        "--model",
-        folders["t5"],
-        "--pairs",
-        pairs,
-        "--train-pairs",
-        train,
-        "--modes",
-        "generate",
-        "--out",
-        out,
-    )
+    model = ["--model", folders["t5"], "--modes", "generate", "--out", out]
+    run(*model, "--pairs", pairs, "--train-pairs", train)
     (task,) = report_of(out)["tasks"]
     fitted = {system["name"]: system["fitted_to"] for system in task["systems"][1:]}
     assert fitted.keys() == {"majority", "naive Bayes", "logistic regression"}
@@ -193,13 +136,9 @@ def test_baselines_see_no_pair_that_is_evaluated(folders, pairs, tmp_path):
 def test_what_cannot_be_evaluated_is_refused(folders, pairs, tmp_path, more, message):
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
-    texts = write(tmp_path / "texts", [{"inputs": "name", "targets": "the " * 11}])
-    places = {
-        "pairs": pairs,
-        "folder": tmp_path / "folder",
-        "empty": tmp_path / "empty",
-        "texts": texts,
-    }
+    write(tmp_path / "texts", [{"inputs": "name", "targets": "the " * 11}])
+    names = ("folder", "empty", "texts")
+    places = {"pairs": pairs, **{name: tmp_path / name for name in names}}
     words = [word.format_map(places) for word in more]
     with pytest.raises((ConfigError, DataError), match=message):
         run("--model", folders["t5"], *words, "--out", tmp_path / "out")

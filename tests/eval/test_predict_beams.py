@@ -2,7 +2,6 @@
 lists.
 """
 
-import math
 from dataclasses import replace
 from itertools import product
 
@@ -102,57 +101,6 @@ def gnmt_score(ids, row, alpha):
     for n, token in enumerate(ids):
         log_prob += random_logits(ids[:n], row).log_softmax(-1)[token].item()
     return log_prob / ((5 + len(ids)) / 6) ** alpha
-
-
-def two_answers(short, long, length):
-    """Logits of an input with two answers: token 2 and an end, or token 3 and `length` - 2 times 4
-    and an end.
-    """
-
-    def logits_of(row, ids):
-        wanted = {EOS: 0.0}
-        if not ids:
-            wanted = {2: short, 3: long}
-        elif ids[0] == 3 and len(ids) < length - 1:
-            wanted = {4: 0.0}
-        logits = torch.full((V,), -40.0)
-        for token, log_prob in wanted.items():
-            logits[token] = log_prob
-        return logits
-
-    return logits_of
-
-
-@pytest.mark.parametrize(("alpha", "winner"), [(0.0, 2), (0.6, 2), (1.2, 3)])
-def test_the_length_penalty_is_gnmts_and_not_a_power_of_the_length(alpha, winner):
-    """-0.60 in 2 tokens against -0.80 in 5: at 0.6, -0.55 and -0.59; length ** 0.6 would say -0.40
-    and -0.30.
-    """
-    short, long = math.log(0.549), math.log(0.449)
-    assert short / 2**0.6 < long / 5**0.6
-    answers, scores = search(two_answers(short, long, 5), 1, num_beams=2, alpha=alpha, max_tokens=9)
-    assert answers[0][0] == winner
-    length, log_prob = (2, short) if winner == 2 else (5, long)
-    expected = (log_prob - math.log(0.998)) / ((5 + length) / 6) ** alpha
-    assert scores[0] == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_search_goes_on_while_a_beam_could_win_by_its_length():
-    """All beams have ended with -0.92 or less at length 2, and what goes on has -1.91; at length 9
-    it will be -0.83.
-    """
-
-    def logits_of(row, ids):
-        wanted = {EOS: 0.0}
-        if not ids:
-            wanted = {EOS: math.log(0.24), 2: math.log(0.33), 5: math.log(0.33), 3: math.log(0.10)}
-        elif ids[0] == 3 and len(ids) < 8:
-            wanted = {4: 0.0}
-        return torch.tensor([wanted.get(token, -40.0) for token in range(V)])
-
-    answers, scores = search(logits_of, 1, num_beams=3, alpha=1.2, max_tokens=9)
-    assert answers == [(3, *(4,) * 7, EOS)]
-    assert scores[0] == pytest.approx(math.log(0.10) / (14 / 6) ** 1.2, abs=1e-5)
 
 
 def test_an_answer_that_never_ends_is_the_best_beam():
